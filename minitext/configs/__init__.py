@@ -1,0 +1,1 @@
+"""The presets: YAML files of differences from the defaults."""
