@@ -1,0 +1,242 @@
+"""What every chapter's first cell calls: devices, figures, source listings, checks.
+
+`setup` makes a notebook behave the same on a laptop, on Colab and in the book's build. `show`
+prints the package's own code, so that a chapter never holds a pasted copy of it. `glue` puts a
+measured number into prose.
+
+This is the only module of the package that imports IPython or matplotlib, and it does so inside
+functions: training on a server needs neither.
+
+Chapters: 1, 4, 6.
+"""
+
+import contextlib
+import functools
+import glob
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from minitext.errors import UserError
+
+__all__ = ["check", "figure_style", "glue", "setup", "show"]
+
+# Figures have a transparent ground and must read on white and on near-black. Each colour has a
+# contrast of at least 3:1 on both, which confines them to a narrow band of lightness; so the line
+# style changes with the colour, for grey printing and for readers who do not see the hues.
+# tests/test_notebook.py checks the contrasts.
+COLORS = ("#2463c4", "#de7a0c", "#0f8a6d", "#b865c9", "#c4314b")
+LINESTYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+INK = "#70777f"
+
+_GPU_PLUGINS = ("xla_cuda", "xla_rocm")
+_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def setup(devices: int = 1) -> None:
+    """Prepare a notebook: platform, simulated devices, figure style.
+
+    Call it before any JAX operation. A platform named in the environment variable
+    ``JAX_PLATFORMS`` is kept. Otherwise JAX runs on the accelerator if one is there, and on the CPU
+    if there is none or if several devices are asked for: those are simulated, so that a chapter
+    about meshes gives everyone the same devices. Calling it again changes nothing.
+
+    Args:
+        devices: how many devices `jax.devices()` must give at least.
+
+    Raises:
+        UserError: JAX had already started with fewer devices, or the platform you named has fewer.
+    """
+    if devices < 1:
+        raise UserError(f"setup(devices={devices}): choose at least 1 device.")
+    if "JAX_PLATFORMS" not in os.environ and (devices > 1 or not _accelerator_is_visible()):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms == "cpu":
+        # With libtpu installed, which compiling for TPUs needs, JAX would look for a TPU and warn
+        # at length that there is none; and a second process would die on libtpu's lock file.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    import jax
+
+    if platforms:
+        jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
+    if devices > 1:
+        _need_devices(devices)
+    figure_style()
+
+
+def _need_devices(devices: int) -> None:
+    import jax
+
+    with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
+        jax.config.update("jax_num_cpu_devices", devices)
+    found = len(jax.devices())
+    if found < devices:
+        raise UserError(
+            f"setup(devices={devices}) found JAX started with {found} {jax.default_backend()} "
+            "device(s): restart the kernel, unset JAX_PLATFORMS, and run this cell first."
+        )
+
+
+def _accelerator_is_visible() -> bool:
+    """Whether JAX could find a TPU or GPU, told from files and plugins without starting JAX."""
+    if importlib.util.find_spec("libtpu") and any(glob.glob(pattern) for pattern in _TPU_FILES):
+        return True
+    plugins = importlib.util.find_spec("jax_plugins")
+    if plugins is None or plugins.submodule_search_locations is None:
+        return False
+    names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
+    has_plugin = any(name.startswith(_GPU_PLUGINS) for name in names)
+    return has_plugin and any(os.path.exists(path) for path in _GPU_FILES)
+
+
+def figure_style() -> None:
+    """Give matplotlib the book's one style, drawn as SVG when a notebook is running."""
+    import matplotlib
+    from matplotlib.rcsetup import cycler
+
+    cycle = cycler(color=COLORS) + cycler(linestyle=LINESTYLES)
+    axes = ("edgecolor", "labelcolor", "titlecolor")
+    ink_keys = ("text.color", "xtick.color", "ytick.color", *(f"axes.{key}" for key in axes))
+    style: dict[Any, Any] = {
+        **dict.fromkeys(ink_keys, INK),
+        "axes.prop_cycle": cycle,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.titleweight": "bold",
+        "grid.color": INK,
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.6,
+        "figure.figsize": (6.4, 3.6),
+        "figure.facecolor": "none",
+        "figure.constrained_layout.use": True,
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "legend.frameon": False,
+        "lines.linewidth": 2.0,
+        "image.cmap": "cividis",  # even in lightness, the same to colour-blind readers
+        "font.size": 11.0,
+        "svg.hashsalt": "minitext",  # the same figure gives the same file
+    }
+    matplotlib.rcParams.update(style)
+    shell = _shell()
+    if shell is not None:
+        shell.run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
+
+
+def show(obj: Any) -> None:
+    """Print the source of a function, class, method or module, with file, lines and a link.
+
+    Wrappers such as `jax.jit`, `jax.custom_vjp`, `functools.partial` and `property` are taken off
+    first. In a notebook the listing is Markdown, which every front end colours in its own theme.
+
+    Raises:
+        UserError: the object has no source of its own, as a number or a tuple has none.
+    """
+    obj = _unwrap(obj)
+    if not (inspect.isclass(obj) or inspect.isroutine(obj) or inspect.ismodule(obj)):
+        raise UserError(
+            f"show() was given a value of type {type(obj).__name__}, which has no source of its "
+            "own: give it the function, class or module that makes or uses the value."
+        )
+    try:
+        lines, first = inspect.getsourcelines(obj)
+        file = Path(inspect.getsourcefile(obj) or "")
+    except (OSError, TypeError) as error:
+        raise UserError(
+            f"show({obj.__name__}) found no Python source: it may be compiled code."
+        ) from error
+    first = max(first, 1)  # a module starts at line 0
+    last = first + len(lines) - 1
+    where, link = _place(file, first, last)
+    source = textwrap.dedent("".join(lines)).rstrip()
+    if _shell() is None:
+        print(f"# {where}\n{source}")
+        return
+    from IPython.display import Markdown, display
+
+    # A docstring may hold a fence of its own: ours is longer than any in it.
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`{3,}", source))])
+    title = f"[{where}]({link})" if link else where
+    display(Markdown(f"{title}\n\n{fence}python\n{source}\n{fence}"))
+
+
+def _unwrap(obj: Any) -> Any:
+    """The function, class or module inside wrappers and bound methods."""
+    while True:
+        if isinstance(obj, functools.partial):
+            obj = obj.func
+        elif isinstance(obj, property):
+            obj = obj.fget
+        elif isinstance(obj, (staticmethod, classmethod)) or inspect.ismethod(obj):
+            obj = obj.__func__
+        elif hasattr(obj, "__wrapped__") and not inspect.isclass(obj):
+            obj = obj.__wrapped__
+        else:
+            return obj
+
+
+def _place(file: Path, first: int, last: int) -> tuple[str, str | None]:
+    """What to call these lines, and their address in the repository if they are the package's."""
+    lines = f"line {first}" if first == last else f"lines {first} to {last}"
+    root = Path(__file__).resolve().parent
+    if root not in file.resolve().parents:
+        where = "this notebook" if "ipykernel_" in str(file) else file.name
+        return f"{where}, {lines}", None
+    path = file.resolve().relative_to(root.parent).as_posix()
+    url = repository_url()
+    return f"{path}, {lines}", url and f"{url}/blob/main/{path}#L{first}-L{last}"
+
+
+def repository_url() -> str | None:
+    """The project's address in pyproject.toml, or None where the package is not installed."""
+    try:
+        urls = metadata.metadata("minitext").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:  # imported from a source tree
+        return None
+    return dict(url.split(", ", 1) for url in urls)["Repository"]
+
+
+def glue(name: str, value: Any, display: bool = False) -> None:
+    """Store a value for prose to quote with MyST's ``glue`` role. Does nothing on Colab.
+
+    Args:
+        name: unique in its chapter.
+        value: a number, text or figure. Arrays of one element become Python numbers, so that
+            formats such as ``.2f`` work.
+        display: also show it as the cell's output.
+    """
+    try:
+        from myst_nb import glue as myst_glue
+    except ModuleNotFoundError:  # Colab: the prose is not rendered there
+        return
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        value = value.item()
+    myst_glue(name, value, display=display)
+
+
+def check(exercise: str, answer: Callable | Sequence[Callable], **options: Any) -> Any:
+    """Grade one answer and print the verdict: see `minitext.grading.check`, which does the work."""
+    from minitext import grading
+
+    return grading.check(exercise, answer, **options)
+
+
+def _shell() -> Any:
+    """The running IPython shell, or None in a plain Python process."""
+    try:
+        from IPython.core.getipython import get_ipython
+    except ModuleNotFoundError:
+        return None
+    return get_ipython()
