@@ -16,9 +16,7 @@ _PUBLIC = {
     "make_batches": "data",
     "init_state": "train",
     "make_train_step": "train",
-    "train": "train",
     "Checkpointer": "checkpoint",
-    "generate": "generate",
 }
 
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604

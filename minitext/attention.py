@@ -1,0 +1,89 @@
+"""Grouped-query attention with rotary positions and a key-value cache.
+
+Chapters: 4.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from minitext import kernels
+from minitext.config import ModelConfig
+from minitext.layers import Linear, flatten_tokens, rope, unflatten_tokens
+from minitext.sharding import ShardingRules
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens seen so far.
+
+    Attributes:
+      k: [L, B, S, K, H] keys, rotated; in one layer's hands [B, S, K, H].
+      v: [L, B, S, K, H] values.
+      length: int32 scalar, how many of the S places are filled.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    length: jax.Array
+
+
+class GQA(nnx.Module):
+    """Causal self-attention whose N query heads share K key and value heads (Ainslie et al. 2023)."""
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
+        D, N, K, H = cfg.embed, cfg.heads, cfg.K, cfg.H
+        self.q = Linear(D, N * H, ("embed", "heads"), key=rngs.params(), rules=rules)
+        self.k = Linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), rules=rules)
+        self.v = Linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), rules=rules)
+        self.o = Linear(N * H, D, ("heads", "embed"), key=rngs.params(), rules=rules, scale=(2 * cfg.layers) ** -0.5)
+        self.cfg, self.rules = cfg, rules
+
+    def __call__(
+        self, x_XD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None,
+        cache: KVCache | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Attends within each segment to the positions before and at each token.
+
+        Args:
+          x_XD: [B*T, D] normalised residual stream.
+          positions_BT: [B, T] position of each token in its document.
+          segment_ids_BT: [B, T] document of each token, or None for one document per row.
+          cache: one layer's cache; the T tokens are appended to it.
+
+        Returns:
+          [B*T, D] and the grown cache (None if none was given).
+        """
+        cfg, rules, B = self.cfg, self.rules, positions_BT.shape[0]
+        heads = {"rules": rules, "sizes": (cfg.heads, cfg.H)}
+        kv_heads = {"rules": rules, "sizes": (cfg.K, cfg.H)}
+        q_BTNH = unflatten_tokens(self.q(x_XD, "heads"), B, "heads", "head_dim", **heads)
+        k_BSKH = unflatten_tokens(self.k(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
+        v_BSKH = unflatten_tokens(self.v(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
+        q_BTNH = rope(q_BTNH, positions_BT, cfg.rope_theta)
+        k_BSKH = rope(k_BSKH, positions_BT, cfg.rope_theta)
+        if cache is None:
+            out_BTNH = kernels.attention(
+                q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, impl=cfg.attention.impl
+            )
+        else:
+            start = (0, cache.length, 0, 0)
+            cache = KVCache(
+                jax.lax.dynamic_update_slice(cache.k, k_BSKH.astype(cache.k.dtype), start),
+                jax.lax.dynamic_update_slice(cache.v, v_BSKH.astype(cache.v.dtype), start),
+                cache.length + q_BTNH.shape[1],
+            )
+            out_BTNH = kernels.attention(
+                q_BTNH, cache.k, cache.v, query_offset=cache.length - q_BTNH.shape[1], impl="xla"
+            )
+        out_BTF = jax.lax.reshape(
+            out_BTNH, (*out_BTNH.shape[:2], cfg.heads * cfg.H), out_sharding=rules.out("batch", "seq", "heads")
+        )
+        return self.o(flatten_tokens(out_BTF, rules)), cache
+
+
+def make_cache(cfg: ModelConfig, batch: int, length: int) -> KVCache:
+    """Returns an empty cache for `length` tokens: keys and values [L, B, S, K, H] in the compute type."""
+    shape = (cfg.layers, batch, length, cfg.K, cfg.H)
+    return KVCache(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype), jnp.zeros((), jnp.int32))

@@ -1,0 +1,28 @@
+"""Feed-forward layers.
+
+Chapters: 4.
+"""
+
+import jax
+from flax import nnx
+
+from minitext.config import ModelConfig
+from minitext.layers import Linear
+from minitext.sharding import ShardingRules
+
+
+class SwiGLU(nnx.Module):
+    """The gated layer `(silu(x @ gate) * (x @ up)) @ down` (Shazeer 2020)."""
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
+        D, F = cfg.embed, cfg.mlp
+        self.gate = Linear(D, F, ("embed", "mlp"), key=rngs.params(), rules=rules)
+        self.up = Linear(D, F, ("embed", "mlp"), key=rngs.params(), rules=rules)
+        # Each layer adds two outputs to the residual stream; this keeps its variance from growing with depth
+        # (Radford et al. 2019).
+        self.down = Linear(F, D, ("mlp", "embed"), key=rngs.params(), rules=rules, scale=(2 * cfg.layers) ** -0.5)
+
+    def __call__(self, x_XD: jax.Array) -> jax.Array:
+        """Maps tokens [X, D] to [X, D]."""
+        hidden_XF = jax.nn.silu(self.gate(x_XD, "mlp")) * self.up(x_XD, "mlp")
+        return self.down(hidden_XF)

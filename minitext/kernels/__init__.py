@@ -1,0 +1,115 @@
+"""Kernels: one public function per operation, several implementations behind a table.
+
+`impl="auto"` takes the first implementation in the platform's order that supports the arguments and logs once which
+one; a named implementation that cannot run raises with the reason. Nothing falls back silently.
+
+Chapters: 4, 17.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from minitext.kernels import reference
+
+log = logging.getLogger("minitext.kernels")
+
+
+class Implementation(NamedTuple):
+    """One way to compute an operation.
+
+    Attributes:
+      run: the function.
+      supports: takes the same arguments and returns None, or the reason why `run` can't take them.
+    """
+
+    run: Callable[..., jax.Array]
+    supports: Callable[..., str | None]
+
+
+def _always(*_args, **_kwargs) -> None:
+    return None
+
+
+def _blocked_supports(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, query_offset=None) -> str | None:
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    if query_offset is not None:
+        return "it takes no query_offset (no key-value cache)"
+    if T != S or T % 4 or T < 128:
+        return f"it needs as many queries as keys, at least 128 and divisible by 4: got T={T}, S={S}"
+    return None
+
+
+IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
+    ("attention", "xla"): Implementation(reference.attention, _always),
+    ("attention", "xla_blocked"): Implementation(reference.blocked_attention, _blocked_supports),
+}
+
+# The order in which `auto` tries implementations on each platform.
+ORDER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("attention", "cpu"): ("xla_blocked", "xla"),
+    ("attention", "gpu"): ("xla",),
+    ("attention", "tpu"): ("xla",),
+}
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    query_offset: jax.Array | int | None = None,
+    impl: str = "auto",
+) -> jax.Array:
+    """Causal grouped-query attention.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries.
+      k_BSKH: [B, S, K, H] keys, N divisible by K.
+      v_BSKH: [B, S, K, H] values.
+      segment_ids_BT: [B, T] integers, or None; tokens attend within their own segment only.
+      query_offset: place of the first query among the keys, for a key-value cache; None means 0.
+      impl: `auto`, or the name of an implementation.
+
+    Returns:
+      [B, T, N, H] in the queries' type.
+
+    Raises:
+      ValueError: if the named implementation does not exist or can't take these arguments.
+    """
+    kwargs = {} if query_offset is None else {"query_offset": query_offset}
+    run = choose("attention", impl, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **kwargs)
+    return run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **kwargs)
+
+
+def choose(op: str, impl: str, *args, **kwargs) -> Callable[..., jax.Array]:
+    """Returns the implementation of `op` that `impl` asks for, checked against the arguments."""
+    if impl == "auto":
+        where = platform()
+        for name in ORDER[op, where]:
+            if IMPLEMENTATIONS[op, name].supports(*args, **kwargs) is None:
+                _say_once(op, name, where)
+                return IMPLEMENTATIONS[op, name].run
+        raise ValueError(f"no implementation of {op} on {where} takes these arguments")
+    if (op, impl) not in IMPLEMENTATIONS:
+        known = ", ".join(name for o, name in IMPLEMENTATIONS if o == op)
+        raise ValueError(f"unknown implementation {impl!r} of {op}: choose auto, {known}")
+    if reason := IMPLEMENTATIONS[op, impl].supports(*args, **kwargs):
+        raise ValueError(f"{op} cannot run as {impl!r}: {reason}")
+    return IMPLEMENTATIONS[op, impl].run
+
+
+def platform() -> str:
+    """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+@functools.cache
+def _say_once(op: str, name: str, where: str) -> None:
+    log.info("%s on %s: %s", op, where, name)

@@ -1,0 +1,140 @@
+"""The small parts every layer is made of: projections, RMSNorm, embedding and rotary positions.
+
+Shapes use one letter table: B batch, T query length, D model width, N query heads, H head width, F feed-forward
+width, V vocabulary. Parameters are float32 and are cast to the compute type where they are used; normalisation and
+rotations compute in float32.
+
+Chapters: 4.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from minitext.sharding import ShardingRules
+
+
+def make_param(
+    key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, scale: float = 1.0
+) -> nnx.Param:
+    """Makes a float32 weight with named dimensions.
+
+    Args:
+      key: PRNG key.
+      shape: the weight's shape.
+      axes: one dimension name per dimension, for `ShardingRules`.
+      fan_in: number of inputs that are summed into one output.
+      scale: factor on the standard deviation 1/sqrt(fan_in).
+
+    Returns:
+      A parameter drawn from a normal distribution truncated at two standard deviations, whose variance is kept.
+    """
+    # A standard normal cut at +-2 has standard deviation 0.8796; dividing restores the one that is asked for.
+    std = scale / math.sqrt(fan_in) / 0.87962566
+    return nnx.Param(std * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32), axes=axes)
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """Divides by the root of the mean square over the last dimension (Zhang and Sennrich 2019).
+
+    Args:
+      x: [..., D], any float type.
+      scale_D: [D], float32.
+      eps: added to the mean square.
+
+    Returns:
+      [..., D] in x's type; the mean square is taken in float32.
+    """
+    x_f32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
+    return (x_f32 * inverse * scale_D).astype(x.dtype)
+
+
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float = 10_000.0) -> jax.Array:
+    """Rotates pairs of features by angles that grow with position (Su et al. 2021).
+
+    Feature i is paired with feature i + H/2, as in Llama's published weights for Hugging Face and in MaxText. After
+    the rotation the product of a query and a key depends on their positions only through the difference.
+
+    Args:
+      x_BTNH: [B, T, N, H], H even.
+      positions_BT: [B, T], integers.
+      theta: base; pair i turns theta**(-2i/H) radians per position.
+
+    Returns:
+      [B, T, N, H] in x's type; angles and rotation are computed in float32.
+    """
+    half = x_BTNH.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm with a learned scale per feature."""
+
+    def __init__(self, width: int, *, eps: float, rules: ShardingRules):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), axes=("embed",))
+        self.eps, self.rules = eps, rules
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last dimension of x [..., D]."""
+        return rms_norm(x, self.rules.gather(self.scale.get_value(), "embed"), self.eps)
+
+
+class Linear(nnx.Module):
+    """A bias-free projection of the last dimension, `y_XF = x_XD @ w_DF` with all leading dimensions in X.
+
+    The caller flattens [B, T, D] to [B*T, D] once per layer (`flatten_tokens`). XLA's CPU backend then sees plain
+    two-dimensional products in the forward and the backward pass; with two leading dimensions the gradient of the
+    weight contracts over both and is preceded by a transposed copy. On TPU and GPU the reshape is free.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, axes: tuple[str, str], *, key: jax.Array, rules: ShardingRules,
+        scale: float = 1.0,
+    ):
+        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale)
+        self.axes, self.rules = axes, rules
+
+    def __call__(self, x_XD: jax.Array, out: str = "act") -> jax.Array:
+        """Projects x [X, D] to [X, F] in x's type; `out` names the output's last dimension."""
+        w_DF = self.rules.gather(self.w.get_value(), *self.axes).astype(x_XD.dtype)
+        return jnp.einsum("XD,DF->XF", x_XD, w_DF, out_sharding=self.rules.out("batch", out))
+
+
+class Embedding(nnx.Module):
+    """A table of token vectors, which can also serve as the output layer."""
+
+    def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
+        # fan_in 1: token vectors have unit variance per feature, which RMSNorm expects of the residual stream.
+        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1)
+        self.rules = rules
+
+    def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
+        table_VD = self.rules.gather(self.table.get_value(), "vocab", "embed").astype(dtype)
+        return table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
+
+    def attend(self, x_XD: jax.Array) -> jax.Array:
+        """Returns the products of x [X, D] with every token vector, [X, V], scaled by 1/sqrt(D)."""
+        table_VD = self.rules.gather(self.table.get_value(), "vocab", "embed").astype(x_XD.dtype)
+        logits = jnp.einsum("XD,VD->XV", x_XD, table_VD, out_sharding=self.rules.out("batch", "vocab"))
+        return logits / math.sqrt(x_XD.shape[-1])
+
+
+def flatten_tokens(x: jax.Array, rules: ShardingRules) -> jax.Array:
+    """Reshapes [B, T, ...] to [B*T, ...]."""
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    rest = (None,) * (x.ndim - 2)
+    return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
+
+
+def unflatten_tokens(x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules) -> jax.Array:
+    """Reshapes [B*T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
+    shape = (batch, x.shape[0] // batch, *sizes)
+    return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", "seq", *names))

@@ -1,0 +1,164 @@
+"""The decoder-only transformer, and its parameters and FLOPs counted by formula.
+
+Layers are stacked: every layer parameter has a leading dimension L, whether the stack is scanned (compiles one layer)
+or unrolled (the compiler sees all of them), so both read the same checkpoints.
+
+Chapters: 4, 14.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from minitext.attention import GQA, KVCache
+from minitext.config import GQAConfig, ModelConfig, Section, SwiGLUConfig
+from minitext.ffn import SwiGLU
+from minitext.layers import Embedding, Linear, RMSNorm, flatten_tokens, unflatten_tokens
+from minitext.sharding import RULES, ShardingRules
+
+# A new variant is one config, one class and one row here.
+VARIANTS: dict[type[Section], type[nnx.Module]] = {GQAConfig: GQA, SwiGLUConfig: SwiGLU}
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
+        self.norm_attention = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        self.norm_ffn = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
+
+    def __call__(
+        self, x_XD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None,
+        cache: KVCache | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Maps the residual stream [B*T, D] to itself; grows one layer's cache if there is one."""
+        mixed, cache = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
+        x_XD = x_XD + mixed
+        return x_XD + self.ffn(self.norm_ffn(x_XD)), cache
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer (Vaswani et al. 2017) with RMSNorm, RoPE, GQA and SwiGLU, as Llama has them.
+
+    Args:
+      cfg: sizes and numerics.
+      rules: sharding rules; they matter only where a mesh is set.
+      rngs: `nnx.Rngs(seed)`; draws the parameters.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules = RULES["fsdp"], rngs: nnx.Rngs):
+        self.cfg, self.rules = cfg, rules
+        self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
+        stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
+        self.blocks = stacked(rngs.fork(split=cfg.layers))
+        self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        if not cfg.tie_embeddings:
+            self.unembed = Linear(cfg.embed, cfg.vocab, ("embed", "vocab"), key=rngs.params(), rules=rules)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Returns the logits of the next token at every place.
+
+        Args:
+          tokens_BT: [B, T] integers below V.
+          positions_BT: [B, T]; by default 0 .. T-1, or following on the cache.
+          segment_ids_BT: [B, T] documents packed into a row, which don't see each other; 0 is padding.
+          cache: keys and values of earlier tokens; the T tokens are appended.
+
+        Returns:
+          Logits [B, T, V] in float32; with a cache, (logits, grown cache).
+        """
+        cfg, rules = self.cfg, self.rules
+        B, T = tokens_BT.shape
+        if positions_BT is None:
+            start = 0 if cache is None else cache.length
+            positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
+            positions_BT = rules.shard(positions_BT, "batch", "seq")
+        x_XD = flatten_tokens(self.embed(tokens_BT, jnp.dtype(cfg.dtype)), rules)
+        x_XD, cache = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
+        x_XD = self.norm(x_XD)
+        logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
+        # Softmax follows: bfloat16 logits would cost more accuracy than they save.
+        logits_BTV = unflatten_tokens(logits_XV.astype(jnp.float32), B, "vocab", sizes=(cfg.vocab,), rules=rules)
+        return logits_BTV if cache is None else (logits_BTV, cache)
+
+    def _layers(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None):
+        """Runs the stack, scanned or unrolled, with the remat policy around each layer."""
+        cfg = self.cfg
+        graphdef, params = nnx.split(self.blocks)
+
+        def layer(x, params_l, cache_l):
+            return nnx.merge(graphdef, params_l)(x, positions_BT, segment_ids_BT, cache_l)
+
+        if cfg.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[cfg.remat])
+        if cache is None:
+            body = lambda x, params_l: (layer(x, params_l, None)[0], None)  # noqa: E731
+            x_XD, _ = _run_stack(body, x_XD, params, cfg)
+            return x_XD, None
+
+        # The cache rides in the carry and is updated in place; as scanned input and output it would exist twice.
+        def body_with_cache(carry, params_l):
+            x, k, v, i = carry
+            here = KVCache(k[i], v[i], cache.length)
+            x, grown = layer(x, params_l, here)
+            return (x, k.at[i].set(grown.k), v.at[i].set(grown.v), i + 1), None
+
+        (x_XD, k, v, _), _ = _run_stack(body_with_cache, (x_XD, cache.k, cache.v, 0), params, cfg)
+        return x_XD, KVCache(k, v, cache.length + positions_BT.shape[1])
+
+
+def _run_stack(body, carry, params: Any, cfg: ModelConfig):
+    if cfg.scan_layers:
+        return jax.lax.scan(body, carry, params)
+    # unstack's gradient is one stack; indexing's would be a sum of L arrays that are zero but in one layer.
+    leaves, treedef = jax.tree.flatten(params)
+    for slices in zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True):
+        carry, _ = body(carry, jax.tree.unflatten(treedef, slices))
+    return carry, None
+
+
+
+
+def count_params(cfg: ModelConfig) -> int:
+    """Returns the number of parameters by formula.
+
+    Per layer: attention D*H*(2N + 2K), feed-forward 3*D*F, two norms 2*D; outside the layers: the embedding V*D, the
+    output layer V*D unless tied, the last norm D.
+    """
+    D, F, V, N, K, H = cfg.embed, cfg.mlp, cfg.vocab, cfg.heads, cfg.K, cfg.H
+    layer = D * H * (2 * N + 2 * K) + 3 * D * F + 2 * D
+    return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
+
+
+def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
+    """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
+
+    A matrix product of a token with P weights takes 2*P operations; attention's two products take 4*N*H*S per token
+    for S keys, and a causal token sees half of them on average. Norms, rotations and softmax are not counted, nor is
+    what rematerialisation computes again (so that a utilisation made of this is MFU, Chowdhery et al. 2022).
+
+    Args:
+      cfg: the model.
+      tokens: tokens in the step.
+      seq_len: length of a row.
+      causal: count only the half of the attention square that is used.
+    """
+    D, F, V, N, K, H = cfg.embed, cfg.mlp, cfg.vocab, cfg.heads, cfg.K, cfg.H
+    weights = cfg.layers * (D * H * (2 * N + 2 * K) + 3 * D * F) + V * D
+    attention = cfg.layers * 4 * N * H * seq_len / (2 if causal else 1)
+    return int(3 * tokens * (2 * weights + attention))
