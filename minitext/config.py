@@ -247,9 +247,9 @@ class Config(Section):
         """Returns the layer a dotted key's value came from, such as `preset laptop` or `command line`."""
         return self._provenance.get(key, "default")
 
-    def replace(self, **values: Any) -> "Config":
-        """Returns a copy with dotted keys (`train__steps=3`) replaced and everything checked again."""
-        return _resolve([("replaced", {k.replace("__", "."): v for k, v in values.items()})], base=self)
+    def replace(self, values: Mapping[str, Any]) -> "Config":
+        """Returns a copy with dotted keys (`{"train.steps": 3}`) replaced and everything checked again."""
+        return _resolve([("replaced", dict(values))], base=self)
 
 
 def keys(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:

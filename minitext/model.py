@@ -62,7 +62,10 @@ class Transformer(nnx.Module):
         self.blocks = stacked(rngs.fork(split=cfg.layers))
         self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         if not cfg.tie_embeddings:
-            self.unembed = Linear(cfg.embed, cfg.vocab, ("embed", "vocab"), key=rngs.params(), rules=rules)
+            # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
+            self.unembed = Linear(
+                cfg.embed, cfg.vocab, ("embed", "vocab"), key=rngs.params(), rules=rules, scale=cfg.embed**-0.5
+            )
 
     def __call__(
         self,

@@ -1,0 +1,123 @@
+"""What a run writes down: `metrics.jsonl`, TensorBoard events, and the text on the terminal.
+
+Chapters: 6, 20.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+
+class MetricsWriter:
+    """Appends one JSON object per step to `metrics.jsonl` and the same scalars to TensorBoard.
+
+    Args:
+      directory: the run directory.
+      after_step: the step a resumed run starts from; later lines, which a killed run may have written and this run
+        will write again, are removed, and so is a half-written last line.
+    """
+
+    def __init__(self, directory: Path, after_step: int = 0):
+        from tensorboardX import SummaryWriter
+
+        self.path = Path(directory) / "metrics.jsonl"
+        _rewrite(self.path, [r for r in read_metrics(directory) if r["step"] <= after_step])
+        self._file = self.path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=after_step + 1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes one step's record, which holds at least `step`; NaN and infinity become strings."""
+        safe = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in record.items()}
+        self._file.write(json.dumps(safe) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._events.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
+    """Reads a run's `metrics.jsonl`; a half-written last line of a killed run is left out."""
+    path = Path(directory) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def _rewrite(path: Path, records: list[dict[str, Any]]) -> None:
+    if not path.exists():
+        return
+    draft = path.with_suffix(".jsonl.new")
+    draft.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    os.replace(draft, path)
+
+
+class Meter:
+    """Turns times and token counts into rates.
+
+    Args:
+      flops_per_step: model FLOPs of a step.
+      peak: FLOP/s of all devices together, or None if unknown.
+    """
+
+    def __init__(self, flops_per_step: float, peak: float | None):
+        self.flops, self.peak, self._last = flops_per_step, peak, time.perf_counter()
+
+    def lap(self, tokens: int) -> dict[str, float]:
+        """Returns seconds since the last lap, tokens per second and, with a known peak, MFU."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        rates = {"tokens_per_second": tokens / seconds, "seconds": seconds}
+        return rates | ({"mfu": self.flops / seconds / self.peak} if self.peak else {})
+
+    def skip(self) -> None:
+        """Leaves out the time since the last lap (validation, samples)."""
+        self._last = time.perf_counter()
+
+
+def progress_bar(console: Console) -> Progress:
+    """Returns the training progress bar: steps, loss, speed, utilisation and time left."""
+    return Progress(
+        TextColumn("[bold]step {task.completed}/{task.total}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
+    """Returns the progress bar's text, e.g. `loss 1.42  18,304 tokens/s  MFU 41%`."""
+    parts = [f"loss {record['loss']:.3f}"]
+    if floor is not None:
+        parts[0] += f" (floor {floor:.3f})"
+    if "val_loss" in record:
+        parts.append(f"val {record['val_loss']:.3f}")
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.0%}")
+    return "  ".join(parts)

@@ -1,0 +1,200 @@
+"""The training state and the step: pure functions, jitted at the edge.
+
+`make_train_step` is what the trainer runs, what the benchmarks time and what `minitext.aot` compiles for chips that
+are not there. Nothing here looks at `jax.devices()`; the mesh says where arrays live.
+
+Chapters: 6.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from minitext.config import Config
+from minitext.errors import UserError
+from minitext.loss import cross_entropy, masked_sum
+from minitext.model import Transformer
+from minitext.optim import make_optimizer, make_schedule
+from minitext.sharding import RULES, tree_shardings
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes.
+
+    Attributes:
+      step: int32 scalar, steps taken.
+      params: `nnx.State` of float32 parameters.
+      opt_state: the optimizer's state.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def check_mesh(cfg: Config, mesh: Mesh) -> None:
+    """Refuses a mesh that the configuration cannot use, before anything is compiled.
+
+    Raises:
+      UserError: if a mesh axis has no use under the rules, or the batch or a parameter cannot be split over it.
+    """
+    rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
+    for axis, size in shape.items():
+        if size > 1 and axis not in rules.axes():
+            usable = ", ".join(f"mesh.{a}" for a in shape if a in rules.axes())
+            raise UserError(
+                f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
+                f"only {usable}"
+            )
+    ways = shape["data"] * shape["fsdp"]
+    per_microbatch = cfg.train.global_batch // cfg.train.microbatches
+    if per_microbatch % ways:
+        raise UserError(
+            f"train.global_batch={cfg.train.global_batch} in train.microbatches={cfg.train.microbatches} gives "
+            f"{per_microbatch} sequences, which mesh.data={shape['data']} x mesh.fsdp={shape['fsdp']} does not divide: "
+            f"choose train.global_batch as a multiple of {ways * cfg.train.microbatches}"
+        )
+    if rules.table["embed"] and cfg.model.embed % shape["fsdp"]:
+        raise UserError(
+            f"model.embed={cfg.model.embed} is not divisible by mesh.fsdp={shape['fsdp']}: choose a multiple of it, "
+            "or sharding.rules=dp"
+        )
+
+
+def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """Returns the state's shapes, types and shardings without allocating anything."""
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: _init(cfg))
+    shardings = tree_shardings(shapes, mesh, RULES[cfg.sharding.rules])
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def init_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """Draws the parameters from `train.seed`; every array is born on its shard."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda: _init(cfg), out_shardings=shardings)()
+
+
+def _init(cfg: Config) -> TrainState:
+    model = Transformer(cfg.model, rules=RULES[cfg.sharding.rules], rngs=nnx.Rngs(cfg.train.seed))
+    params = nnx.state(model, nnx.Param)
+    opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+
+
+def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes, types and shardings of one batch, [B, T] each."""
+    shape = (cfg.train.global_batch, cfg.data.seq_len)
+    sharding = NamedSharding(mesh, RULES[cfg.sharding.rules].spec(("batch", "seq")))
+    kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"loss_mask": jnp.float32}
+    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()}
+
+
+def model_def(cfg: Config) -> Any:
+    """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
+    rules = RULES[cfg.sharding.rules]
+    return nnx.graphdef(nnx.eval_shape(lambda: Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0))))
+
+
+def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """Returns a function of (params, batch) giving the summed loss and the summed negative log-likelihood, in nats."""
+    graphdef = model_def(cfg)
+
+    def loss_fn(params, batch):
+        model = nnx.merge(graphdef, params)
+        logits_BTV = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+        nll = masked_sum(cross_entropy(logits_BTV, batch["targets"]), batch["loss_mask"])
+        if not cfg.train.z_loss:
+            return nll, nll
+        total = cross_entropy(logits_BTV, batch["targets"], z_loss=cfg.train.z_loss)
+        return masked_sum(total, batch["loss_mask"]), nll
+
+    return loss_fn
+
+
+def make_train_step(cfg: Config, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
+
+    Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
+    `learning_rate`, and `tokens` (target tokens in the batch).
+    """
+    check_mesh(cfg, mesh)
+    optimizer = make_optimizer(cfg.optim, cfg.train.steps)
+    schedule = make_schedule(cfg.optim, cfg.train.steps)
+    gradients = accumulate(jax.value_and_grad(make_loss_fn(cfg), has_aux=True), cfg)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
+        # by how full their part of the batch is.
+        tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
+        nll, grads = gradients(state.params, batch)
+        share = 1.0 / jnp.maximum(tokens, 1.0)
+        grads = jax.tree.map(lambda g: g * share, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": nll * share,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": tokens,
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Any]]:
+    """Returns a function giving the summed log-likelihood and gradient over all microbatches, one after another."""
+    M, rules = cfg.train.microbatches, RULES[cfg.sharding.rules]
+
+    def whole(params, batch):
+        (_, nll), grads = value_and_grad(params, batch)
+        return nll, grads
+
+    def split(x_BT):
+        # Row b goes to microbatch b % M, so that every device keeps its own rows and nothing moves.
+        B, T = x_BT.shape
+        x = jax.lax.reshape(x_BT, (B // M, M, T), out_sharding=rules.out("batch", None, "seq"))
+        return jnp.swapaxes(x, 0, 1)
+
+    def in_parts(params, batch):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, whole(params, part)), None
+
+        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
+        return jax.lax.scan(add, zero, jax.tree.map(split, batch))[0]
+
+    return whole if M == 1 else in_parts
+
+
+def make_eval_step(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """Returns a jitted function of (params, batch) giving the summed loss in nats and the number of targets."""
+    loss_fn = make_loss_fn(cfg)
+
+    def eval_step(params, batch):
+        return loss_fn(params, batch)[1], jnp.sum(batch["loss_mask"].astype(jnp.float32))
+
+    return jax.jit(eval_step)
+
+
+def evaluate(eval_step: Callable, params: Any, batches: Any, limit: int | None = None) -> float:
+    """Returns the loss in nats per target token over at most `limit` batches."""
+    total = count = 0.0
+    for i, batch in enumerate(batches):
+        if limit is not None and i >= limit:
+            break
+        nll, tokens = eval_step(params, batch)
+        total, count = total + float(nll), count + float(tokens)
+    return total / max(count, 1.0)
