@@ -1,0 +1,1147 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from minitext.grading import Exercise
+
+# ---------------------------------------------------------------------------------- retracing
+
+retracing = Exercise(
+    "01.retracing",
+    title="Stop the retracing",
+    function="make_scorer",
+    minutes=25,
+    points=10,
+    statement="""
+Lines of source code come in every length, and each new length costs a trace and a compilation.
+Write `make_scorer(score, max_length)`. It returns a function that scores a line of any length from
+1 to `max_length`, but lets `score` see only lengths that are powers of two.
+
+- Pad a line of `n` tokens to the smallest power of two that holds it: 1, 2, 4, 8, and so on. A line
+  of 16 tokens is not padded at all.
+- Give `score` a mask with 1 where there is a token and 0 where there is padding, so that the answer
+  is that of the line alone.
+- However many lines you score, and whatever their integer dtype, `score` is traced at most once for
+  each power of two.
+- An empty line, and one longer than `max_length`, raise `ValueError`.
+""",
+    hints=(
+        "What belongs to a jitted function, so that it has to live as long as the scorer does?",
+        "Do the padding in NumPy, before JAX sees the line. What JAX must not see is the number n: "
+        "not as a shape, and not as a static argument. It may see n as data, that is, as a mask.",
+        "`jitted = jax.jit(score)` once, outside the inner function. The padded length is "
+        "`1 << (n - 1).bit_length()`. Fill `np.zeros(padded, np.int32)` with the line, build the "
+        "mask from `np.arange(padded) < n`, and call `jitted(tokens_T, mask_T)`.",
+    ),
+)
+
+
+class RecordingScore:
+    """A masked score that notes each run of its Python code: one run a trace, if it is jitted."""
+
+    def __init__(self, rng):
+        self.value_V = jnp.asarray(rng.normal(size=256), jnp.float32)
+        self.lengths = []
+        self.traced = []
+
+    def __call__(self, tokens_T, mask_T):
+        self.lengths.append(int(tokens_T.shape[0]))
+        self.traced.append(isinstance(tokens_T, jax.core.Tracer))
+        position_T = jnp.arange(1, tokens_T.shape[0] + 1, dtype=jnp.float32)
+        return jnp.sum(self.value_V[tokens_T] * position_T * mask_T) / jnp.sum(mask_T)
+
+    def of(self, line):
+        """The answer for a line, in NumPy and without padding."""
+        line = np.asarray(line)
+        return np.mean(np.asarray(self.value_V)[line] * np.arange(1, len(line) + 1))
+
+
+def random_line(t, n, dtype=np.int32):
+    return t.rng.integers(0, 256 if dtype == np.uint8 else 120, n).astype(dtype)
+
+
+@retracing.check("the padding does not change the score")
+def _(fn, t):
+    score = RecordingScore(t.rng)
+    scorer = fn(score, 100)
+    for n in (5, 1, 2, 3, 17, 63, 100):
+        line = random_line(t, n)
+        t.close(scorer(line), score.of(line), rtol=1e-4, atol=1e-4, why=f"a line of {n} tokens")
+
+
+@retracing.check("a line is padded to the next power of two, and no further")
+def _(fn, t):
+    for n, want in ((5, 8), (16, 16), (17, 32), (1, 1), (33, 64)):
+        score = RecordingScore(t.rng)
+        fn(score, 200)(random_line(t, n))
+        t.equal(score.lengths[0], want, why=f"the length that score sees for {n} tokens")
+
+
+@retracing.check("score runs under jit")
+def _(fn, t):
+    score = RecordingScore(t.rng)
+    fn(score, 64)(random_line(t, 9))
+    t.true(all(score.traced), why="score was called with arrays, not traced")
+
+
+@retracing.check("many lines, few traces")
+def _(fn, t):
+    score = RecordingScore(t.rng)
+    scorer = fn(score, 60)
+    for n in (33, 40, 47, 60, 40, 33, 17, 20, 25, 32, 17):
+        scorer(random_line(t, n))
+    t.equal(len(score.lengths), 2, why="traces for 11 lines that need two padded lengths")
+
+
+@retracing.check("a new integer dtype is no reason to trace again")
+def _(fn, t):
+    score = RecordingScore(t.rng)
+    scorer = fn(score, 60)
+    for dtype in (np.uint8, np.int32, np.int64):
+        line = random_line(t, 30, dtype)
+        t.close(
+            scorer(line), score.of(line), rtol=1e-4, atol=1e-4, why=f"a line of {dtype.__name__}"
+        )
+    t.equal(len(score.lengths), 1, why="traces for three lines of one length and three dtypes")
+
+
+@retracing.check("lines that cannot be scored are refused")
+def _(fn, t):
+    scorer = fn(RecordingScore(t.rng), 20)
+    t.raises(ValueError, lambda: scorer(np.zeros(0, np.int32)), why="an empty line")
+    t.raises(ValueError, lambda: scorer(random_line(t, 21)), why="21 tokens, max_length=20")
+
+
+def pad_and_mask(line, padded, dtype=np.int32):
+    tokens_T = np.zeros(padded, dtype)
+    tokens_T[: len(line)] = line
+    return tokens_T, (np.arange(padded) < len(line)).astype(np.float32)
+
+
+def next_power(n):
+    return 1 << (n - 1).bit_length()
+
+
+def check_length(line, max_length):
+    if not 1 <= len(line) <= max_length:
+        raise ValueError(f"{len(line)} tokens")
+
+
+@retracing.mutant(
+    "Your mask is 1 on the padding too, so zeros that stand for nothing are averaged in. The mask "
+    "must know how long the line was before you padded it."
+)
+def mask_of_ones(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        tokens_T, mask_T = pad_and_mask(line, next_power(len(line)))
+        return jitted(tokens_T, np.ones_like(mask_T))
+
+    return scorer
+
+
+@retracing.mutant(
+    "You pad every line to max_length. That is one trace, but a line of 5 tokens now costs as much "
+    "as the longest one. Pad to the smallest power of two that holds the line."
+)
+def pad_to_the_longest(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, max_length))
+
+    return scorer
+
+
+@retracing.mutant(
+    "A line whose length is a power of two is padded to twice its length: `n.bit_length()` finds "
+    "the power above n. Use `(n - 1).bit_length()`."
+)
+def one_power_too_far(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, 1 << len(line).bit_length()))
+
+    return scorer
+
+
+@retracing.mutant("You never jit score: it runs op by op, in Python, for every line.")
+def not_jitted(score, max_length):
+    def scorer(line):
+        check_length(line, max_length)
+        return score(*map(jnp.asarray, pad_and_mask(line, next_power(len(line)))))
+
+    return scorer
+
+
+@retracing.mutant(
+    "You call jax.jit on a new function each time (a lambda, a partial or an inner def). The cache "
+    "of traces belongs to the function, so each call starts with an empty one. Make the jitted "
+    "function once, outside the scorer."
+)
+def jit_anew_each_time(score, max_length):
+    def scorer(line):
+        check_length(line, max_length)
+        tokens_T, mask_T = pad_and_mask(line, next_power(len(line)))
+        return jax.jit(lambda tokens, mask: score(tokens, mask))(tokens_T, mask_T)
+
+    return scorer
+
+
+@retracing.mutant(
+    "You pad, but the true length still reaches jit as a static argument, and each new value of a "
+    "static argument is a new trace. Make the mask outside, in NumPy, and pass it as an array."
+)
+def length_is_static(score, max_length):
+    @functools.partial(jax.jit, static_argnums=1)
+    def masked(tokens_T, n):
+        return score(tokens_T, (jnp.arange(tokens_T.shape[0]) < n).astype(jnp.float32))
+
+    def scorer(line):
+        check_length(line, max_length)
+        return masked(pad_and_mask(line, next_power(len(line)))[0], len(line))
+
+    return scorer
+
+
+@retracing.mutant(
+    "You keep the line's own dtype, and dtype is part of what jit looks at: uint8 and int32 lines "
+    "of one length are two traces. Convert to int32 while you pad."
+)
+def keeps_the_dtype(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, next_power(len(line)), line.dtype))
+
+    return scorer
+
+
+@retracing.mutant(
+    "A line longer than max_length, or an empty one, gets a score instead of a ValueError. Check "
+    "the length before you pad."
+)
+def takes_any_length(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        line = line[:max_length]
+        return jitted(*pad_and_mask(line, next_power(max(len(line), 1))))
+
+    return scorer
+
+
+# ------------------------------------------------------------------------------------- pytree
+
+pytree = Exercise(
+    "01.pytree",
+    title="Register a pytree",
+    function="make_average_class",
+    minutes=20,
+    points=10,
+    statement="""
+`Average` keeps an exponential moving average of a model's parameters. The class is written; JAX
+does not know it, so `jit` refuses it as an argument. Register it, inside `make_average_class`, with
+`jax.tree_util.register_pytree_node(Average, flatten, unflatten)`:
+
+- `flatten(average)` returns `(children, aux_data)`. The children are `params` and `count`, in this
+  order: JAX traces them. The auxiliary data is `decay`: it becomes part of the tree's structure, so
+  it is static.
+- `unflatten(aux_data, children)` returns an `Average` again.
+
+JAX compares auxiliary data with `==` to find a trace that it already has. And it does not promise
+that `unflatten` is given arrays: `jax.tree.map(str, average)` puts a string in each leaf's place,
+`jax.eval_shape` a shape. Leave `__init__` and `update` as they are.
+""",
+    hints=(
+        "Sort the three attributes: which change from step to step and go through the arithmetic, "
+        "and which is a setting that the compiled program may take for granted?",
+        "`__init__` checks and converts what it is given. Does that make sense if a leaf is a "
+        "string? You can make an object of a class without running its `__init__`.",
+        "`flatten` returns `(average.params, average.count), average.decay`. In `unflatten`, start "
+        "with `average = object.__new__(Average)`, set its three attributes, and return it.",
+    ),
+)
+
+
+def random_params(t, dtype=np.float32):
+    shapes = {"embedding": (5, 3), "layers": [(3, 4), (4,)], "scale": ()}
+    return jax.tree.map(
+        lambda shape: jnp.asarray(t.rng.normal(size=shape), dtype),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def average_by_numpy(start, others, decay):
+    result = [np.asarray(x, np.float64) for x in jax.tree.leaves(start)]
+    for other in others:
+        result = [
+            decay * old + (1 - decay) * np.asarray(new, np.float64)
+            for old, new in zip(result, jax.tree.leaves(other), strict=True)
+        ]
+    return result
+
+
+@pytree.check("the leaves are the parameters, then the count")
+def _(fn, t):
+    params = random_params(t)
+    leaves = jax.tree.leaves(fn()(params, 0.9, count=7))
+    want = [x.shape for x in jax.tree.leaves(params)] + [()]
+    t.true(
+        all(hasattr(leaf, "shape") or isinstance(leaf, float) for leaf in leaves),
+        why="a leaf is no array: is the class registered?",
+    )
+    t.equal(len(leaves), len(want), why="the number of leaves")
+    t.equal([np.shape(leaf) for leaf in leaves], want, why="the shapes of the leaves, in order")
+    t.equal(int(leaves[-1]), 7, why="the last leaf is the count")
+
+
+@pytree.check("flatten, then unflatten, gives the average back")
+def _(fn, t):
+    cls, params = fn(), random_params(t)
+    leaves, structure = jax.tree.flatten(cls(params, 0.75, count=3))
+    back = jax.tree.unflatten(structure, leaves)
+    t.true(isinstance(back, cls), why="unflatten must return an Average")
+    t.equal(
+        str(jax.tree.structure(back.params)),
+        str(jax.tree.structure(params)),
+        why="the structure of params",
+    )
+    t.equal(float(back.decay), 0.75, why="decay")
+    t.equal(int(back.count), 3, why="count")
+
+
+@pytree.check("jit traces five updates once, and they are right")
+def _(fn, t):
+    params, others = random_params(t), [random_params(t) for _ in range(5)]
+    traces = []
+
+    @jax.jit
+    def update(average, new):
+        traces.append(None)
+        return average.update(new)
+
+    average = fn()(params, 0.9)
+    for other in others:
+        average = update(average, other)
+    got = np.concatenate([np.ravel(x) for x in jax.tree.leaves(average.params)])
+    want = np.concatenate([np.ravel(x) for x in average_by_numpy(params, others, 0.9)])
+    t.close(got, want, rtol=1e-5, atol=1e-6, why="the average after five updates")
+    t.equal(int(average.count), 5, why="the count after five updates")
+    t.equal(len(traces), 1, why="traces for five updates")
+
+
+@pytree.check("decay is static")
+def _(fn, t):
+    cls, params = fn(), random_params(t)
+    seen = []
+    jax.jit(lambda average: seen.append(type(average.decay)))(cls(params, 0.5))
+    t.equal(seen[0].__name__, "float", why="the type of decay inside jit")
+    structures = [jax.tree.structure(cls(params, decay)) for decay in (0.5, 0.5, 0.99)]
+    t.true(structures[0] == structures[1], why="equal decays must give equal structures")
+    t.true(structures[0] != structures[2], why="different decays must give different structures")
+
+
+@pytree.check("a leaf may be anything")
+def _(fn, t):
+    cls, params = fn(), random_params(t)
+    average = cls(params, 0.9)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), average)
+    t.equal(str(half.params["scale"].dtype), "bfloat16", why="tree.map to bfloat16")
+    names = jax.tree.map(str, average)
+    t.true(isinstance(names.count, str), why="tree.map may put strings in the leaves' place")
+    shapes = jax.eval_shape(lambda a: a.update(params), average)
+    t.equal(tuple(shapes.params["embedding"].shape), (5, 3), why="eval_shape")
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), average)
+    many = jax.vmap(lambda a: a.update(params))(stacked)
+    t.equal(tuple(many.params["embedding"].shape), (3, 5, 3), why="vmap over three averages")
+
+
+def average_class(flatten, unflatten):
+    """The exercise's class with another registration."""
+
+    class Average:
+        def __init__(self, params, decay=0.9, count=0):
+            if not 0.0 < decay < 1.0:
+                raise ValueError(f"decay={decay} is not in (0, 1)")
+            self.params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+            self.decay = float(decay)
+            self.count = jnp.asarray(count, jnp.int32)
+
+        def update(self, params):
+            keep = self.decay
+            mixed = jax.tree.map(
+                lambda old, new: keep * old + (1 - keep) * new, self.params, params
+            )
+            return Average(mixed, self.decay, self.count + 1)
+
+    jax.tree_util.register_pytree_node(Average, flatten, functools.partial(unflatten, Average))
+    return Average
+
+
+def bare(cls, params, decay, count):
+    average = object.__new__(cls)
+    average.params, average.decay, average.count = params, decay, count
+    return average
+
+
+@pytree.mutant(
+    "decay is one of your leaves, so jit traces it: inside, it is a tracer, Python cannot compare "
+    "it, and a new decay is not a new program. Put it in the auxiliary data."
+)
+def decay_is_a_leaf():
+    return average_class(
+        lambda a: ((a.params, a.count, a.decay), None),
+        lambda cls, aux, children: bare(cls, children[0], children[2], children[1]),
+    )
+
+
+@pytree.mutant(
+    "count is missing from your leaves: an average that went through jit or tree.map has forgotten "
+    "how many updates were made. Everything that changes from step to step is a child."
+)
+def count_is_lost():
+    return average_class(
+        lambda a: ((a.params,), a.decay),
+        lambda cls, decay, children: bare(cls, children[0], decay, jnp.asarray(0, jnp.int32)),
+    )
+
+
+@pytree.mutant(
+    "count is in your auxiliary data, so it is part of the structure: each new count is a new "
+    "structure and a new trace, and inside jit it is a tracer that nobody can hash. It is a child."
+)
+def count_is_static():
+    return average_class(
+        lambda a: ((a.params,), (a.decay, int(a.count))),
+        lambda cls, aux, children: bare(cls, children[0], aux[0], jnp.asarray(aux[1], jnp.int32)),
+    )
+
+
+@pytree.mutant(
+    "You flatten params yourself and give back a list of leaves, so its dictionary is lost. A "
+    "child may be any pytree: hand over params whole and JAX flattens it."
+)
+def params_lose_their_structure():
+    return average_class(
+        lambda a: ((*jax.tree.leaves(a.params), a.count), a.decay),
+        lambda cls, decay, children: bare(cls, list(children[:-1]), decay, children[-1]),
+    )
+
+
+class Settings:
+    def __init__(self, decay):
+        self.decay = decay
+
+
+@pytree.mutant(
+    "Your auxiliary data is an object that equals nothing but itself, so no structure is ever "
+    "equal to an earlier one and each call is traced again. Use the float itself."
+)
+def aux_equals_only_itself():
+    return average_class(
+        lambda a: ((a.params, a.count), Settings(a.decay)),
+        lambda cls, aux, children: bare(cls, children[0], aux.decay, children[1]),
+    )
+
+
+@pytree.mutant(
+    "Your unflatten calls Average(...), and __init__ converts what it is given to float32 arrays. "
+    "JAX may put anything in a leaf's place. Make the object with object.__new__(Average) and set "
+    "its attributes."
+)
+def unflatten_runs_init():
+    return average_class(
+        lambda a: ((a.params, a.count), a.decay),
+        lambda cls, decay, children: cls(children[0], decay, children[1]),
+    )
+
+
+# ---------------------------------------------------------------------------------------- hvp
+
+hvp = Exercise(
+    "01.hvp",
+    title="A Hessian-vector product",
+    function="hessian_vector_product",
+    minutes=15,
+    points=10,
+    statement="""
+The Hessian of a loss with $n$ parameters has $n^2$ entries: for the byte model of this chapter more
+than two billion. Its product with one vector has only $n$ entries, and costs little more than two
+gradients.
+
+Write `hessian_vector_product(f, params, vector)`. `params` and `vector` are pytrees of the same
+structure; so is the result. Build no array that is larger than the largest one in the gradient of
+`f`, and use no finite differences: the answer is exact to float32 rounding.
+""",
+    hints=(
+        "The Hessian is the derivative of the gradient. Which transformation gives a derivative "
+        "along one direction?",
+        "`jax.grad(f)` is a function like any other, from a pytree to a pytree, so you can "
+        "transform it again.",
+        "`jax.jvp(g, (params,), (vector,))` returns `g(params)` and the directional derivative of "
+        "`g` along `vector`. Take `g = jax.grad(f)` and return the second one.",
+    ),
+)
+
+
+def network_loss(t, inputs=6, hidden=5):
+    """A loss of a pytree of ragged shapes, with its parameters and a direction."""
+    x = jnp.asarray(t.rng.normal(size=(9, inputs)), jnp.float32)
+    y = jnp.asarray(t.rng.normal(size=9), jnp.float32)
+
+    def f(params):
+        hidden_BF = jnp.tanh(x @ params["w"] + params["out"][1])
+        return jnp.mean((hidden_BF @ params["out"][0] + params["b"] - y) ** 2)
+
+    def draw():
+        shapes = {"w": (inputs, hidden), "out": [(hidden,), (1,)], "b": ()}
+        return jax.tree.map(
+            lambda shape: jnp.asarray(t.rng.normal(size=shape), jnp.float32),
+            shapes,
+            is_leaf=lambda s: isinstance(s, tuple),
+        )
+
+    return f, draw(), draw()
+
+
+def ravel(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def dense_product(f, params, vector):
+    flat, unravel = ravel_pytree(params)
+    hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
+    return hessian @ ravel_pytree(vector)[0]
+
+
+def largest_array(closed_jaxpr):
+    """The number of entries of the largest array in a jaxpr, with those inside its equations."""
+    largest = 0
+    for eqn in closed_jaxpr.eqns:
+        largest = max([largest, *(int(np.prod(v.aval.shape)) for v in eqn.outvars)])
+        for parameter in eqn.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                largest = max(largest, largest_array(inner))
+    return largest
+
+
+@hvp.check("the product with a Hessian known on paper")
+def _(fn, t):
+    a = t.rng.normal(size=(4, 4)).astype("float32")
+    x, v = t.rng.normal(size=(2, 4)).astype("float32")
+    got = fn(lambda x: 0.5 * x @ a @ x + jnp.sum(x**3) / 6, jnp.asarray(x), jnp.asarray(v))
+    want = (0.5 * (a + a.T) + np.diag(x)) @ v
+    t.close(got, want, rtol=1e-4, atol=1e-4, why="f(x) = x'Ax / 2 + sum(x^3) / 6")
+
+
+@hvp.check("a pytree in, a pytree out")
+def _(fn, t):
+    f, params, vector = network_loss(t)
+    got = fn(f, params, vector)
+    t.equal(
+        str(jax.tree.structure(got)), str(jax.tree.structure(params)), why="the result's structure"
+    )
+    want = np.asarray(dense_product(f, params, vector))
+    t.close(ravel(got), want, rtol=1e-4, atol=1e-4, why="against the dense Hessian")
+
+
+@hvp.check("exact for vectors of any length")
+def _(fn, t):
+    f, params, vector = network_loss(t)
+    for scale in (1e-4, 1e4, 0.0):
+        scaled = jax.tree.map(lambda v, s=scale: s * v, vector)
+        want = np.asarray(dense_product(f, params, vector)) * scale
+        tolerance = 1e-4 * scale * float(np.max(np.abs(ravel(vector))) + 1)
+        t.close(
+            ravel(fn(f, params, scaled)), want, rtol=1e-3, atol=tolerance, why=f"v times {scale}"
+        )
+
+
+@hvp.check("no array as large as the Hessian")
+def _(fn, t):
+    f, params, vector = network_loss(t, inputs=40, hidden=30)
+    largest_of_gradient = largest_array(jax.make_jaxpr(jax.grad(f))(params).jaxpr)
+    largest = largest_array(jax.make_jaxpr(lambda p, v: fn(f, p, v))(params, vector).jaxpr)
+    t.true(
+        largest <= largest_of_gradient,
+        why=f"an array of {largest} entries; the gradient needs at most {largest_of_gradient}",
+    )
+
+
+@hvp.mutant(
+    "You multiply the gradient by the vector, entry by entry. That has the right shapes, but no "
+    "second derivative in it: differentiate the gradient."
+)
+def gradient_times_vector(f, params, vector):
+    return jax.tree.map(lambda g, v: g * v, jax.grad(f)(params), vector)
+
+
+@hvp.mutant(
+    "You return the first result of jvp, which is the gradient itself. The derivative along the "
+    "vector is the second."
+)
+def first_result(f, params, vector):
+    return jax.jvp(jax.grad(f), (params,), (vector,))[0]
+
+
+@hvp.mutant(
+    "You return grad(f)(params + vector) - grad(f)(params). That is H v only if f is "
+    "quadratic or the vector very short. Differentiate along the vector instead of stepping."
+)
+def whole_step(f, params, vector):
+    moved = jax.tree.map(jnp.add, params, vector)
+    return jax.tree.map(jnp.subtract, jax.grad(f)(moved), jax.grad(f)(params))
+
+
+@hvp.mutant(
+    "You take finite differences of the gradient. In float32 no step is right: a short one drowns "
+    "in rounding, a long one leaves the tangent. jvp differentiates exactly."
+)
+def finite_differences(f, params, vector):
+    step = 1e-3
+    ahead = jax.grad(f)(jax.tree.map(lambda p, v: p + step * v, params, vector))
+    behind = jax.grad(f)(jax.tree.map(lambda p, v: p - step * v, params, vector))
+    return jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, behind)
+
+
+@hvp.mutant(
+    "You build the whole Hessian and multiply. Right, but with n^2 entries: your model would need "
+    "gigabytes. Push the vector through the gradient with jvp instead."
+)
+def whole_hessian(f, params, vector):
+    flat, unravel = ravel_pytree(params)
+    hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
+    return unravel(hessian @ ravel_pytree(vector)[0])
+
+
+# -------------------------------------------------------------------------------- per_example
+
+per_example = Exercise(
+    "01.per_example",
+    title="Per-example gradients",
+    function="clipped_mean_gradient",
+    minutes=25,
+    points=10,
+    statement="""
+One strange line in a batch can dominate its gradient. The mean hides which one it was. Write
+`clipped_mean_gradient(loss, params, batch, max_norm)`: it takes the gradient of each example by
+itself, shortens those that are longer than `max_norm`, and averages. (With noise added, this is the
+step of differentially private training, DP-SGD.)
+
+- The norm of an example is one number: the root of the sum of squares over *all* the leaves of its
+  gradient, computed in float32 whatever the dtype of the parameters.
+- A gradient whose norm is at most `max_norm` is left as it is. A longer one is multiplied by
+  `max_norm / norm`. A gradient of zeros stays zeros.
+- Return the mean, with the dtypes of `params`, and the norms before clipping.
+- No loop over the batch, neither in Python nor in the jaxpr, whose size does not depend on B.
+""",
+    hints=(
+        "`loss` takes one example. Make the gradient function for one example first, and only then "
+        "think about the batch.",
+        "`in_axes` says which arguments have a batch axis. After that each leaf of the gradient is "
+        "[B, ...]; reshape it to [B, everything else] to add up squares.",
+        "`jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)`. Sum the squares of all "
+        "leaves to [B] before the root. The factor is `jnp.minimum(1, max_norm / norms_B)`; "
+        '`einsum("B,B...->B...", factor, g)` applies it to a leaf of any rank.',
+    ),
+)
+
+
+def ragged_model(t, batch_size, dtype=np.float32):
+    """A loss on ragged parameters (a matrix, a vector in a tuple, a scalar), and a batch."""
+
+    def loss(params, example):
+        hidden = jnp.tanh(example["x"] @ params["w"] + params["rest"][0])
+        prediction = jnp.sum(hidden.astype(jnp.float32)) * params["rest"][1]
+        return example["weight"] * (prediction - example["y"]) ** 2
+
+    normal = t.rng.normal
+    params = {
+        "w": jnp.asarray(normal(size=(3, 4)), dtype),
+        "rest": (jnp.asarray(normal(size=4), dtype), jnp.asarray(1.0 + normal() ** 2, jnp.float32)),
+    }
+    batch = {
+        "x": jnp.asarray(normal(size=(batch_size, 3)), dtype),
+        "y": jnp.asarray(normal(size=batch_size), jnp.float32),
+        "weight": jnp.asarray(10.0 ** t.rng.uniform(-2, 2, batch_size), jnp.float32),
+    }
+    return loss, params, batch
+
+
+def clipped_by_loop(loss, params, batch, max_norm):
+    """The answer, one example at a time, in float64."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    total, norms = 0.0, []
+    for i in range(size):
+        example = jax.tree.map(lambda x, i=i: x[i], batch)
+        gradient = ravel(
+            jax.tree.map(lambda g: np.asarray(g, np.float64), jax.grad(loss)(params, example))
+        )
+        norms.append(np.sqrt(np.sum(gradient**2)))
+        total = total + gradient * min(1.0, max_norm / norms[-1] if norms[-1] else 1.0)
+    return total / size, np.array(norms)
+
+
+@per_example.check("the norms are those of whole gradients")
+def _(fn, t):
+    loss, params, batch = ragged_model(t, 7)
+    _, norms = fn(loss, params, batch, 1.0)
+    _, want = clipped_by_loop(loss, params, batch, 1.0)
+    t.close(norms, want, rtol=1e-4, why="one norm for each example")
+
+
+@per_example.check("long gradients are shortened, short ones are left alone")
+def _(fn, t):
+    loss, params, batch = ragged_model(t, 7)
+    _, norms = clipped_by_loop(loss, params, batch, 1.0)
+    for max_norm in (float(np.median(norms)), 1e9, 1e-3):
+        gradient, _ = fn(loss, params, batch, max_norm)
+        want, _ = clipped_by_loop(loss, params, batch, max_norm)
+        t.close(
+            ravel(gradient), want, rtol=1e-4, atol=1e-5 * max_norm if max_norm < 1e8 else 1e-4,
+            why=f"the clipped mean, max_norm={max_norm:.3g}",
+        )  # fmt: skip
+
+
+@per_example.check("a batch of one")
+def _(fn, t):
+    loss, params, batch = ragged_model(t, 1)
+    gradient, norms = fn(loss, params, batch, 0.5)
+    want, want_norms = clipped_by_loop(loss, params, batch, 0.5)
+    t.equal(tuple(norms.shape), (1,), why="the shape of the norms")
+    t.close(norms, want_norms, rtol=1e-4, why="the norm")
+    t.close(ravel(gradient), want, rtol=1e-4, atol=1e-6, why="the clipped gradient")
+
+
+@per_example.check("an example without gradient stays zero")
+def _(fn, t):
+    loss, params, batch = ragged_model(t, 5)
+    batch["weight"] = batch["weight"].at[2].set(0.0)
+    gradient, norms = fn(loss, params, batch, 0.5)
+    want, _ = clipped_by_loop(loss, params, batch, 0.5)
+    t.finite(ravel(gradient), why="the example of weight 0 has a gradient of zeros")
+    t.close(ravel(gradient), want, rtol=1e-4, atol=1e-6, why="the clipped mean")
+    t.equal(float(norms[2]), 0.0, why="the norm of the example of weight 0")
+
+
+@per_example.check("bfloat16 parameters: norms in float32, gradients in bfloat16")
+def _(fn, t):
+    width = 4096
+
+    def loss(params, x):
+        return jnp.sum(params["w"].astype(jnp.float32) * x)
+
+    params = {"w": jnp.zeros(width, jnp.bfloat16)}
+    batch = jnp.asarray(2.0 ** t.rng.integers(-3, 3, (3, width)), jnp.float32)
+    gradient, norms = fn(loss, params, batch, 1e9)
+    want = np.sqrt(np.sum(np.asarray(batch, np.float64) ** 2, axis=1))
+    t.close(norms, want, rtol=1e-4, why="sums of 4096 squares")
+    t.equal(str(norms.dtype), "float32", why="the dtype of the norms")
+    t.equal(str(gradient["w"].dtype), "bfloat16", why="the dtype of the gradient")
+
+
+@per_example.check("no loop over the batch")
+def _(fn, t):
+    counts = []
+    for size in (2, 40):
+        loss, params, batch = ragged_model(t, size)
+        names = t.primitives(lambda p, b, loss=loss: fn(loss, p, b, 1.0), params, batch)
+        t.true(not {"scan", "while"} & set(names), why="the jaxpr has a loop; vmap would batch it")
+        counts.append(len(names))
+    t.true(
+        counts[0] == counts[1],
+        why=f"{counts[0]} equations for a batch of 2, {counts[1]} for a batch of 40",
+    )
+
+
+def example_grads(loss, params, batch):
+    return jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+
+
+def squares(leaf):
+    return jnp.sum(leaf.astype(jnp.float32).reshape(leaf.shape[0], -1) ** 2, axis=1)
+
+
+def global_norms(grads):
+    return jnp.sqrt(sum(squares(leaf) for leaf in jax.tree.leaves(grads)))
+
+
+def scaled_mean(grads, scale_B, params, reduce=jnp.mean):
+    def one(g, p):
+        return reduce(jnp.einsum("B,B...->B...", scale_B, g.astype(jnp.float32)), axis=0).astype(
+            p.dtype
+        )
+
+    return jax.tree.map(one, grads, params)
+
+
+def safe_scale(norms_B, max_norm):
+    return jnp.minimum(1.0, max_norm / norms_B)
+
+
+@per_example.mutant(
+    "You clip the mean of the batch. One long gradient has already drowned the others by then, and "
+    "the mean's norm is not any example's. Clip before you average."
+)
+def clips_the_mean(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    mean = scaled_mean(grads, jnp.ones(jax.tree.leaves(grads)[0].shape[0]), params)
+    norm = jnp.sqrt(sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in jax.tree.leaves(mean)))
+    clipped = jax.tree.map(lambda g: g * safe_scale(norm, max_norm), mean)
+    return clipped, global_norms(grads)
+
+
+@per_example.mutant(
+    "You clip each leaf by its own norm, which turns the gradient's direction. One example has one "
+    "norm: add the squares of all its leaves, then take the root."
+)
+def clips_each_leaf(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    leaves, structure = jax.tree.flatten(grads)
+    clipped = [
+        jnp.einsum("B,B...->B...", safe_scale(jnp.sqrt(squares(g)), max_norm), g) for g in leaves
+    ]
+    mean = jax.tree.unflatten(structure, [jnp.mean(g, axis=0) for g in clipped])
+    return mean, global_norms(grads)
+
+
+@per_example.mutant(
+    "Your norm is the sum of the leaves' norms. Norms do not add: add the squares of all leaves, "
+    "then take one root."
+)
+def adds_norms(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = sum(jnp.sqrt(squares(leaf)) for leaf in jax.tree.leaves(grads))
+    return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
+
+
+@per_example.mutant(
+    "You bring every gradient to length max_norm, so the short ones are lengthened. The factor is "
+    "at most 1."
+)
+def lengthens_too(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, max_norm / jnp.maximum(norms, 1e-12), params), norms
+
+
+@per_example.mutant("You return the sum of the clipped gradients. Divide by the batch size.")
+def sums(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, safe_scale(norms, max_norm), params, jnp.sum), norms
+
+
+@per_example.mutant(
+    "An example whose gradient is zero gives nan: you divide it, or its clipped norm, by its norm, "
+    "and 0 / 0 is not a number. jnp.minimum(1, max_norm / norm) divides max_norm instead."
+)
+def divides_zero_by_zero(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, jnp.minimum(norms, max_norm) / norms, params), norms
+
+
+@per_example.mutant(
+    "You add the squares in bfloat16. It has 8 bits of fraction, so a running sum soon stops "
+    "growing. Convert to float32 before you square and add."
+)
+def squares_in_bfloat16(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    squares_B = sum(
+        jnp.sum((g.reshape(g.shape[0], -1)) ** 2, axis=1, dtype=g.dtype)
+        for g in jax.tree.leaves(grads)
+    )
+    norms = jnp.sqrt(squares_B)
+    return scaled_mean(grads, safe_scale(norms.astype(jnp.float32), max_norm), params), norms
+
+
+@per_example.mutant(
+    "You loop over the batch in Python: the jaxpr grows with B, and so does the time to compile. "
+    "vmap makes one batched program of jax.grad(loss)."
+)
+def loops_in_python(loss, params, batch, max_norm):
+    size = jax.tree.leaves(batch)[0].shape[0]
+    each = [jax.grad(loss)(params, jax.tree.map(lambda x, i=i: x[i], batch)) for i in range(size)]
+    grads = jax.tree.map(lambda *g: jnp.stack(g), *each)
+    norms = global_norms(grads)
+    return scaled_mean(grads, safe_scale(norms, max_norm), params), norms
+
+
+# ---------------------------------------------------------------------------------- logsumexp
+
+logsumexp = Exercise(
+    "01.logsumexp",
+    title="A gradient of your own: logsumexp",
+    function="frugal_logsumexp",
+    minutes=30,
+    points=15,
+    forbid=("jax.nn", "jax.scipy.special", "scipy"),
+    statement="""
+The loss of a language model is $\\log \\sum_v e^{x_v} - x_{\\text{target}}$. Its first half decides
+both the memory and the accuracy of the loss, so write it yourself, with its own rule for the
+backward pass. Fill in three functions: the value, the forward rule, and the backward rule. The line
+with `defvjp` is given.
+
+- The value is exact to float32 rounding for logits of ±90 and ±10000, for a single logit, and in
+  bfloat16 (add in float32, return float32). A logit of $-\\infty$ counts for nothing, and a row
+  that has nothing else gives $-\\infty$.
+- The gradient is $\\text{softmax}(x) \\cdot g$, where $g$ is the cotangent of the value. It is in
+  the dtype of the logits, and it is 0 wherever the logit is $-\\infty$, never nan.
+- *Frugal*: between the two passes keep the logits as they came and one float32 number a row. For
+  bfloat16 logits [16, 4096] that is 128 KiB, where JAX's own rule for the same formula keeps a
+  float32 array of the same shape besides.
+
+The ready-made functions in `jax.nn` and `jax.scipy.special` are not allowed here.
+""",
+    hints=(
+        "Subtracting the largest logit of a row changes neither the value (if you add it again) "
+        "nor the softmax. What happens if that largest logit is -inf?",
+        "softmax(x) is exp(x - logsumexp(x)). So the logits and the value are all that the "
+        "backward rule needs: recompute the exponential there.",
+        "Forward: `x = logits.astype(jnp.float32)`; `top = jnp.max(x, -1, keepdims=True)`, replaced "
+        "by 0 where it is not finite; `value = log(sum(exp(x - top))) + top[..., 0]`; keep "
+        "`(logits, value)`. Backward: `softmax = exp(x - value[..., None])` with the same care for "
+        "-inf; return `((g[..., None] * softmax).astype(logits.dtype),)`, a tuple.",
+    ),
+)
+
+
+def exact_logsumexp(x):
+    """float64 logsumexp and softmax over the last axis; -inf rows give -inf and zeros."""
+    x = np.asarray(x, np.float64)
+    top = np.max(x, axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    shifted = np.exp(x - top)
+    total = shifted.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        value = (np.log(total) + top)[..., 0]
+    return value, shifted / np.where(total == 0, 1.0, total)
+
+
+def pullback(fn, logits, g):
+    value, vjp = jax.vjp(fn, logits)
+    return value, vjp(g)[0]
+
+
+@logsumexp.check("plain logits, in any number of dimensions")
+def _(fn, t):
+    for shape in ((6,), (3, 5), (2, 3, 4)):
+        x = t.rng.normal(size=shape).astype("float32")
+        t.close(fn(jnp.asarray(x)), exact_logsumexp(x)[0], rtol=1e-5, atol=1e-6, why=f"{shape}")
+
+
+@logsumexp.check("the gradient is softmax times the cotangent")
+def _(fn, t):
+    x = t.rng.normal(size=(3, 5)).astype("float32")
+    g = t.rng.normal(size=3).astype("float32")
+    value, gradient = pullback(fn, jnp.asarray(x), jnp.asarray(g))
+    want, softmax = exact_logsumexp(x)
+    t.close(gradient, g[:, None] * softmax, rtol=1e-4, atol=1e-6, why="a cotangent that is not 1")
+    t.close(value, want, rtol=1e-5, atol=1e-6, why="the value, when it is differentiated")
+
+
+@logsumexp.check("logits of 90, and rows far apart")
+def _(fn, t):
+    x = np.array(
+        [[90.0, -90.0, 0.0], [-90.0, -91.0, -90.5], [1e4, 1e4 - 1, -1e4], [89.0, 90.0, 88.0]],
+        np.float32,
+    ) + t.rng.integers(-3, 4, (4, 1))
+    x = x.astype(np.float32)
+    value, gradient = pullback(fn, jnp.asarray(x), jnp.ones(4, jnp.float32))
+    want, softmax = exact_logsumexp(x)
+    t.close(value, want, rtol=1e-5, why="the value")
+    t.close(gradient, softmax, rtol=1e-3, atol=1e-6, why="the gradient")
+
+
+@logsumexp.check("one logit")
+def _(fn, t):
+    x = t.rng.normal(size=(4, 1)).astype("float32") * 50
+    value, gradient = pullback(fn, jnp.asarray(x), jnp.ones(4, jnp.float32))
+    t.close(value, x[:, 0], rtol=1e-5, why="the value is the logit")
+    t.close(gradient, np.ones((4, 1)), rtol=1e-4, why="the gradient is 1")
+
+
+@logsumexp.check("logits of -inf, and nothing but -inf")
+def _(fn, t):
+    x = t.rng.normal(size=(3, 4)).astype("float32")
+    x[0, 2] = x[1, :3] = x[2, :] = -np.inf
+    value, gradient = pullback(fn, jnp.asarray(x), jnp.ones(3, jnp.float32))
+    want, softmax = exact_logsumexp(x)
+    t.equal(np.isnan(np.asarray(value)).tolist(), [False] * 3, why="no value is nan")
+    t.close(value[:2], want[:2], rtol=1e-5, atol=1e-6, why="the rows that have a finite logit")
+    t.equal(float(value[2]), float("-inf"), why="the row that has none")
+    t.close(gradient, softmax, rtol=1e-4, atol=1e-6, why="the gradient")
+
+
+@logsumexp.check("bfloat16: add in float32, answer in float32, gradient in bfloat16")
+def _(fn, t):
+    x = jnp.asarray(t.rng.normal(size=(2, 4096)), jnp.bfloat16)
+    value, gradient = pullback(fn, x, jnp.ones(2, jnp.float32))
+    want, softmax = exact_logsumexp(np.asarray(x, np.float64))
+    t.equal(str(value.dtype), "float32", why="the dtype of the value")
+    t.close(value, want, rtol=1e-5, why="4096 terms")
+    t.equal(str(gradient.dtype), "bfloat16", why="the dtype of the gradient")
+    t.close(np.asarray(gradient, np.float64), softmax, rtol=2e-2, atol=1e-6, why="the gradient")
+
+
+@logsumexp.check("what is kept for the backward pass is the logits and a number a row")
+def _(fn, t):
+    x = jnp.asarray(t.rng.normal(size=(16, 4096)), jnp.bfloat16)
+    _, vjp = jax.vjp(fn, x)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+    t.true(
+        kept <= x.nbytes + 16 * 4 + 64,
+        why=f"{kept} bytes are kept; the logits have {x.nbytes} and 16 rows need 64",
+    )
+
+
+@logsumexp.check("vmap and jit")
+def _(fn, t):
+    x = t.rng.normal(size=(3, 4, 5)).astype("float32")
+    got = jax.jit(jax.vmap(jax.grad(lambda row: jnp.sum(fn(row)))))(jnp.asarray(x))
+    t.close(got, exact_logsumexp(x)[1], rtol=1e-4, atol=1e-6, why="the gradient of each row")
+
+
+def top_of(x, axis=-1):
+    top = jnp.max(x, axis=axis, keepdims=True)
+    return jnp.where(jnp.isfinite(top), top, 0.0)
+
+
+def good_forward(logits):
+    x = logits.astype(jnp.float32)
+    top = top_of(x)
+    value = jnp.log(jnp.sum(jnp.exp(x - top), axis=-1)) + top[..., 0]
+    return value, (logits, value)
+
+
+def good_backward(residuals, g):
+    logits, value = residuals
+    finite = jnp.where(jnp.isfinite(value), value, 0.0)
+    softmax = jnp.exp(logits.astype(jnp.float32) - finite[..., None])
+    return ((g[..., None] * softmax).astype(logits.dtype),)
+
+
+def wrong_logsumexp(name, hint, forward=good_forward, backward=good_backward):
+    """Adds a mutant made of a forward and a backward rule."""
+
+    def value(logits):
+        return forward(logits)[0]
+
+    value.__name__ = name
+    answer = jax.custom_vjp(value)
+    answer.defvjp(forward, backward)
+    logsumexp.mutant(hint)(answer)
+
+
+def unshifted_forward(logits):
+    x = logits.astype(jnp.float32)
+    value = jnp.log(jnp.sum(jnp.exp(x), axis=-1))
+    return value, (logits, value)
+
+
+wrong_logsumexp(
+    "no_shift",
+    "exp(90) is larger than the largest float32, so your sum overflows. Subtract the row's largest "
+    "logit before exp, and add it again after log.",
+    forward=unshifted_forward,
+)
+
+
+def one_top_forward(logits):
+    x = logits.astype(jnp.float32)
+    top = jnp.max(x)
+    value = jnp.log(jnp.sum(jnp.exp(x - top), axis=-1)) + top
+    return value, (logits, value)
+
+
+wrong_logsumexp(
+    "one_top_for_all_rows",
+    "You subtract the largest logit of the whole array. In a row that lies far below it every exp "
+    "underflows to 0. Each row has its own largest logit: axis=-1, keepdims=True.",
+    forward=one_top_forward,
+)
+
+
+def forgetful_backward(residuals, g):
+    logits, value = residuals
+    return good_backward((logits, value), jnp.ones_like(g))
+
+
+wrong_logsumexp(
+    "cotangent_forgotten",
+    "Your backward rule ignores g, the cotangent, and so is right only where g is 1. "
+    "Multiply the softmax by g[..., None].",
+    backward=forgetful_backward,
+)
+
+
+def naive_top_forward(logits):
+    x = logits.astype(jnp.float32)
+    top = jnp.max(x, axis=-1, keepdims=True)
+    value = jnp.log(jnp.sum(jnp.exp(x - top), axis=-1)) + top[..., 0]
+    return value, (logits, value)
+
+
+wrong_logsumexp(
+    "nothing_but_minus_infinity",
+    "In a row of -inf the largest logit is -inf, and -inf - -inf is nan. Subtract 0 where the "
+    "largest logit is not finite, in the forward rule and in the backward one.",
+    forward=naive_top_forward,
+)
+
+
+def bfloat16_forward(logits):
+    top = top_of(logits)
+    total = jnp.sum(jnp.exp(logits - top), axis=-1, dtype=logits.dtype)
+    value = (jnp.log(total) + top[..., 0]).astype(jnp.float32)
+    return value, (logits, value)
+
+
+wrong_logsumexp(
+    "adds_in_bfloat16",
+    "You compute in bfloat16: with 8 bits of fraction, a sum of thousands of terms is off in the "
+    "second digit. Convert the logits to float32 first.",
+    forward=bfloat16_forward,
+)
+
+
+def keeping_forward(logits):
+    value, _ = good_forward(logits)
+    finite = jnp.where(jnp.isfinite(value), value, 0.0)
+    softmax = jnp.exp(logits.astype(jnp.float32) - finite[..., None])
+    return value, (softmax, jnp.zeros(0, logits.dtype))
+
+
+def keeping_backward(residuals, g):
+    softmax, like = residuals
+    return ((g[..., None] * softmax).astype(like.dtype),)
+
+
+wrong_logsumexp(
+    "keeps_the_softmax",
+    "You keep the softmax, in float32, from the forward pass to the backward pass: twice the bytes "
+    "of bfloat16 logits. Keep (logits, value) and compute the exponential again.",
+    forward=keeping_forward,
+    backward=keeping_backward,
+)
+
+
+@logsumexp.mutant(
+    "Your function has no rule of its own: JAX differentiates the formula, and keeps float32 "
+    "arrays of the logits' shape. The work belongs in the forward and the backward rule, given to defvjp."
+)
+def plain_formula(logits):
+    return good_forward(logits)[0]
