@@ -1,0 +1,254 @@
+"""Hardware: one table of chips, and this machine's own measured matmul peak.
+
+`CHIPS` holds what rooflines, MFU and memory budgets are computed from. The figures are the makers'
+own, for dense arithmetic; each row says where they stand. Makers write GB where HBM stacks come in
+powers of two: sizes here are bytes, and those of TPUs agree with JAX's own table.
+
+Chapters: 3.
+"""
+
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minitext.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one accelerator chip can do. Rates are peaks per second and per chip.
+
+    Attributes:
+      name: name used in targets, such as `v5p` or `h100`.
+      platform: JAX's name of the platform, `tpu` or `gpu`.
+      device_kinds: what `jax.Device.device_kind` says on this chip.
+      flops: dense matmul peak in FLOP/s (a multiply-add counts two) by input type: `bf16`, `f8`,
+        `int8`, `tf32`. A type that the matrix unit does not take natively is absent.
+      hbm_bytes: size of the chip's memory in bytes.
+      hbm_bandwidth: bytes/s between the chip and its memory.
+      link_bandwidth: bytes/s of one ICI or NVLink link in one direction.
+      links: number of such links of a chip.
+      vmem_bytes: vector memory of one TensorCore in bytes (TPU only).
+      devices: JAX devices that a chip shows; its memory and peak are shared evenly between them.
+      program_bytes: memory in bytes that XLA's compiler lets one program use on one JAX device, as
+        libtpu 0.0.51 states it when a program is too large; the rest is the runtime's. None where
+        the compiler sets no limit.
+      source: where the figures stand.
+    """
+
+    name: str
+    platform: str
+    device_kinds: tuple[str, ...]
+    flops: Mapping[str, float]
+    hbm_bytes: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    links: int
+    source: str
+    vmem_bytes: int | None = None
+    devices: int = 1
+    program_bytes: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+
+    def peak(self, dtype: str = "bf16") -> float:
+        """Returns the dense matmul peak in FLOP/s of the whole chip for a type.
+
+        Args:
+          dtype: a key of `flops`, or JAX's name of the type (`bfloat16`, `float8_e4m3fn`). float32
+            counts as bf16 on a TPU and as tf32 on a GPU: JAX's default precision multiplies so.
+
+        Raises:
+          UserError: if the chip has no native matmul of that type.
+        """
+        key = {"bfloat16": "bf16", "float16": "bf16"}.get(dtype, dtype)
+        if key == "float32":
+            key = "bf16" if self.platform == "tpu" else "tf32"
+        if key.startswith("float8"):
+            key = "f8"
+        if key not in self.flops:
+            known = ", ".join(self.flops)
+            raise UserError(f"{self.name} has no {dtype} matmul: choose among {known}")
+        return self.flops[key]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory in bytes that a program may use on one JAX device."""
+        return self.program_bytes or self.hbm_bytes // self.devices
+
+
+def _gib(value: float) -> int:
+    return round(value * GIB)
+
+
+# ICI: Google's documents give the sum over a chip's links and both directions; a link's one-way
+# rate is that sum over twice the links. v4 has no such figure there: it is from the paper.
+_TPUS = (
+    Chip(
+        "v4", "tpu", ("TPU v4",), {"bf16": 275e12, "int8": 275e12},
+        _gib(32), 1.2e12, 50e9, 6, vmem_bytes=16 * 2**20, program_bytes=_gib(30.75),
+        source="cloud.google.com/tpu/docs/v4; ICI: arXiv:2304.01433; VMEM: JAX tpu_info",
+    ),
+    Chip(
+        "v5e", "tpu", ("TPU v5 lite", "TPU v5e"), {"bf16": 197e12, "int8": 393e12},
+        _gib(16), 819e9, 50e9, 4, vmem_bytes=128 * 2**20, program_bytes=_gib(15.75),
+        source="cloud.google.com/tpu/docs/v5e; VMEM: JAX tpu_info",
+    ),
+    Chip(
+        "v5p", "tpu", ("TPU v5", "TPU v5p"), {"bf16": 459e12, "int8": 918e12},
+        _gib(96), 2.765e12, 100e9, 6, vmem_bytes=64 * 2**20, program_bytes=_gib(95.73),
+        source="cloud.google.com/tpu/docs/v5p (HBM there 95 GB); int8, HBM, VMEM: JAX tpu_info",
+    ),
+    Chip(
+        "v6e", "tpu", ("TPU v6 lite", "TPU v6e"), {"bf16": 918e12, "f8": 918e12, "int8": 1836e12},
+        _gib(32), 1.64e12, 100e9, 4, vmem_bytes=128 * 2**20, program_bytes=_gib(31.24),
+        source="cloud.google.com/tpu/docs/v6e and tpu7x (f8); VMEM: JAX tpu_info",
+    ),
+    Chip(
+        "tpu7x", "tpu", ("TPU7x",), {"bf16": 2307e12, "f8": 4614e12},
+        _gib(192), 7.38e12, 100e9, 6, vmem_bytes=64 * 2**20, devices=2, program_bytes=_gib(94.74),
+        source="cloud.google.com/tpu/docs/tpu7x; VMEM: JAX tpu_info",
+    ),
+)  # fmt: skip
+
+# NVIDIA's data sheets print figures with 2:4 sparsity; these are without. A chip's NVLink figure
+# there counts both directions of all its links.
+_GPUS = (
+    Chip(
+        "a100-80", "gpu", ("NVIDIA A100-SXM4-80GB",),
+        {"bf16": 312e12, "int8": 624e12, "tf32": 156e12},
+        _gib(80), 2.039e12, 25e9, 12,
+        source="NVIDIA A100 data sheet (A100 80GB SXM)",
+    ),
+    Chip(
+        "h100", "gpu", ("NVIDIA H100 80GB HBM3",),
+        {"bf16": 989e12, "f8": 1979e12, "int8": 1979e12, "tf32": 494e12},
+        _gib(80), 3.35e12, 25e9, 18,
+        source="NVIDIA H100 data sheet (H100 SXM)",
+    ),
+    Chip(
+        "h200", "gpu", ("NVIDIA H200",),
+        {"bf16": 989e12, "f8": 1979e12, "int8": 1979e12, "tf32": 494e12},
+        _gib(141), 4.8e12, 25e9, 18,
+        source="NVIDIA H200 data sheet (H200 SXM)",
+    ),
+    Chip(
+        "b200", "gpu", ("NVIDIA B200",),
+        {"bf16": 2250e12, "f8": 4500e12, "int8": 4500e12, "tf32": 1100e12},
+        _gib(180), 8e12, 50e9, 18,
+        source="NVIDIA Blackwell architecture brief; memory: HGX B200 data sheet (1.44 TB / 8)",
+    ),
+)  # fmt: skip
+
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_TPUS, *_GPUS)})
+
+
+def find_chip(device: Any) -> Chip | None:
+    """Returns the row of a `jax.Device`, real or ahead-of-time, or None if the table has none."""
+    return next((chip for chip in CHIPS.values() if device.device_kind in chip.device_kinds), None)
+
+
+def measure_matmul_peak(dtype: str = "float32", *, refresh: bool = False) -> float:
+    """Measures the matmul peak of JAX's default device, in FLOP/s.
+
+    Square products of several sizes are timed for about a second in all and the fastest counts, at
+    JAX's default precision. The result is kept in `$MINITEXT_CACHE` (or `~/.cache/minitext`), one
+    entry for each processor, number of usable cores, JAX version and type, so later calls cost
+    nothing.
+
+    Args:
+      dtype: JAX's name of the inputs' type, such as `float32` or `bfloat16`.
+      refresh: measure again, for instance because the machine was busy the last time.
+
+    Raises:
+      UserError: if `dtype` is no floating-point type of JAX's.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or not jnp.issubdtype(kind, jnp.floating):
+        raise UserError(f"{dtype!r} is not a floating-point type: choose float32 or bfloat16")
+    device = jax.devices()[0]
+    key = " | ".join((_machine(device), f"jax {jax.__version__}", kind.name))
+    path = cache_dir() / "matmul_peak.json"
+    known = _read_cache(path)
+    if refresh or key not in known:
+        known[key] = _best_matmul_rate(kind, big=device.platform != "cpu")
+        _write_cache(path, known)
+    return known[key]
+
+
+def cache_dir() -> Path:
+    """Returns the folder for what can be made again: `$MINITEXT_CACHE` or `~/.cache/minitext`."""
+    return Path(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext").expanduser()
+
+
+def _best_matmul_rate(dtype: Any, *, big: bool) -> float:
+    """Returns the best FLOP/s over sizes and repeats; `big`: sizes that fill an accelerator."""
+    import jax
+    import jax.numpy as jnp
+
+    multiply = jax.jit(jnp.matmul)
+    best = 0.0
+    for n in (4096, 8192) if big else (512, 1024, 2048):
+        x = jax.random.normal(jax.random.key(n), (n, n), jnp.float32).astype(dtype)
+        multiply(x, x).block_until_ready()  # compiles
+        # Dispatch costs tens of microseconds, so each timing covers enough calls to last 10 ms.
+        start = time.perf_counter()
+        multiply(x, x).block_until_ready()
+        calls = max(1, round(0.01 / max(time.perf_counter() - start, 1e-6)))
+        deadline = time.perf_counter() + 0.35
+        while time.perf_counter() < deadline:
+            start = time.perf_counter()
+            for _ in range(calls):
+                y = multiply(x, x)
+            y.block_until_ready()
+            best = max(best, calls * 2 * n**3 / (time.perf_counter() - start))
+    return best
+
+
+def _machine(device: Any) -> str:
+    """Names what does the arithmetic: the accelerator, or the processor and its usable cores."""
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        found = re.search(r"model name\s*:\s*(.+)", text)
+    except OSError:
+        found = None
+    name = found.group(1).strip() if found else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name} x {cores}"
+
+
+def _read_cache(path: Path) -> dict[str, float]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return {k: float(v) for k, v in entries.items() if float(v) > 0}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}  # missing or damaged: it is only a cache
+
+
+def _write_cache(path: Path, entries: Mapping[str, float]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(dict(entries), file, indent=2)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only or full disk costs a second next time, nothing else
