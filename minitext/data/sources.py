@@ -1,0 +1,268 @@
+"""Where text comes from: the standard library, local files, Hugging Face.
+
+Text is read in pieces, in constant memory. A document reaches its reader as one or more `(text,
+ends_document)` pieces, so that a file of a gigabyte need not fit in memory.
+
+Chapters: 7.
+"""
+
+import codecs
+import glob
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from minitext.config import DataConfig
+from minitext.errors import UserError
+
+Piece = tuple[str, bool]
+
+TEXT = (".txt", ".md", ".py")
+SUFFIXES = (*TEXT, ".jsonl", ".parquet")
+PIECE_BYTES = 1 << 20
+SAMPLE_BYTES = 16 << 20  # what a BPE tokenizer is trained on
+
+# Not the library's own code, or written to be odd.
+SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+
+
+def find_files(cfg: DataConfig) -> list[Path]:
+    """Returns the files of `data.source` stdlib or files, sorted.
+
+    Raises:
+        UserError: there are none, or one is of a kind that cannot be read.
+    """
+    if cfg.source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        found = sorted(path for path in _walk(root, SKIPPED) if path.suffix == ".py")
+        if not found:
+            raise UserError(
+                f"no .py files in the standard library's folder {root}: set data.source=files"
+            )
+        return found
+    if not cfg.path:
+        raise UserError("data.source=files needs data.path: set it to a file, a folder or a glob")
+    path = Path(cfg.path).expanduser()
+    if path.is_dir():
+        found = [p for p in _walk(path, {"__pycache__"}) if p.suffix in SUFFIXES]
+        if not found:
+            raise UserError(
+                f"data.path={cfg.path} is a folder without any {', '.join(SUFFIXES)} file"
+            )
+    elif path.exists():
+        found = [path]
+    elif glob.has_magic(cfg.path):
+        found = [
+            Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
+        ]
+        if not found:
+            raise UserError(f"data.path={cfg.path} matches no file")
+    else:
+        raise UserError(
+            f"data.path={cfg.path} does not exist: set it to a file, a folder or a glob"
+        )
+    for path in found:
+        if path.suffix not in SUFFIXES:
+            raise UserError(
+                f"data.path: cannot read {path}: its name must end in one of {', '.join(SUFFIXES)}"
+            )
+    return sorted(found)
+
+
+def identity(cfg: DataConfig) -> list[Any]:
+    """Returns what tells this source's text from another's, as JSON-able values.
+
+    For local text that is each file's path, size and time of change; the files are not read.
+    """
+    if cfg.source == "hf":
+        return [cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key]
+    stats = [(str(path.resolve()), path.stat()) for path in find_files(cfg)]
+    return [cfg.text_key, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+
+
+def read_file(path: Path, text_key: str) -> Iterator[Piece]:
+    """Yields the documents of one file: the whole of a text file, the rows of a .jsonl or .parquet.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8, or has a row without text; the message
+            says where.
+    """
+    if path.suffix == ".parquet":
+        rows = _parquet_rows(path, text_key)
+    elif path.suffix == ".jsonl":
+        rows = _jsonl_rows(path, text_key)
+    else:
+        yield from _text_pieces(path)
+        return
+    for text in rows:
+        if text:
+            yield text, True
+
+
+def sample(cfg: DataConfig) -> Iterator[str]:
+    """Yields about 16 MiB of the source's text for a tokenizer to learn from.
+
+    Local files each give the same share from their beginning; Hugging Face gives its first records.
+    """
+    if cfg.source == "hf":
+        yield from _take((str(record[cfg.text_key]) for record in open_hf(cfg)), SAMPLE_BYTES)
+        return
+    files = find_files(cfg)
+    sizes = [path.stat().st_size for path in files]
+    share = min(1.0, SAMPLE_BYTES / max(1, sum(sizes)))
+    for path, size in zip(files, sizes, strict=True):
+        yield from _take((text for text, _ in read_file(path, cfg.text_key)), share * size)
+
+
+def open_hf(cfg: DataConfig) -> Any:
+    """Opens a Hugging Face dataset as a stream.
+
+    Returns:
+        A `datasets.IterableDataset` of records; nothing is read yet but its description.
+
+    Raises:
+        UserError: there is no such dataset, or it cannot be reached.
+    """
+    import datasets
+
+    files: dict[str, Any] = {}
+    if cfg.path:
+        path = str(Path(cfg.path).expanduser())
+        files["data_files"] = sorted(glob.glob(path, recursive=True))
+        if not files["data_files"]:
+            raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
+    if not cfg.hf_name:
+        raise UserError(
+            "data.source=hf needs data.hf_name: set it to a dataset's name, such as allenai/c4"
+        )
+    try:
+        return datasets.load_dataset(
+            cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **files
+        )
+    except Exception as error:  # the library raises many kinds, all about what was asked for
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(
+            f"cannot open data.hf_name={cfg.hf_name} data.hf_subset={cfg.hf_subset} "
+            f"data.hf_split={cfg.hf_split}: {reason}"
+        ) from error
+
+
+def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
+    """Yields the files below `root`, leaving out hidden folders and those named in `skipped`."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        yield from (Path(folder, name) for name in files)
+
+
+def _take(texts: Iterable[str], size: float) -> Iterator[str]:
+    """Yields from `texts` until about `size` characters have passed, cutting the last one."""
+    for text in texts:
+        if size < 1:
+            return
+        yield text[: int(size)]
+        size -= len(text)
+
+
+def _text_pieces(path: Path) -> Iterator[Piece]:
+    """Yields a UTF-8 file in pieces of about a mebibyte; the last one ends the document.
+
+    A piece ends before white space where it can: a BPE tokenizer never joins across that place, so
+    it gives the same ids as for the whole text.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text, offset = "", 0
+    with _open(path) as file:
+        while chunk := file.read(PIECE_BYTES):
+            text += _decode(decoder, chunk, path, offset)
+            offset += len(chunk)
+            word = re.match(r"(?s).*\S(?=\s)", text)
+            end = word.end() if word else len(text)
+            if len(text) >= PIECE_BYTES // 4 and end:
+                yield text[:end], False
+                text = text[end:]
+    text += _decode(decoder, b"", path, offset)
+    if offset:
+        yield text, True
+
+
+def _decode(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
+    held = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
+    try:
+        return decoder.decode(chunk, final=not chunk)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8: byte {offset - held + error.start} is "
+            f"0x{error.object[error.start]:02x}: convert it, for instance with `iconv -t UTF-8`"
+        ) from error
+
+
+def _jsonl_rows(path: Path, text_key: str) -> Iterator[str]:
+    offset = 0
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            text = _decode(decoder, line, path, offset) + _decode(
+                decoder, b"", path, offset + len(line)
+            )
+            offset += len(line)
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not a JSON object: {error}") from error
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path}:{number}: a {type(row).__name__} where a JSON object should be"
+                )
+            yield text_of(row, text_key, f"{path}:{number}")
+
+
+def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_key not in names:
+                raise UserError(_no_key(str(path), text_key, names))
+            row = 0
+            for batch in file.iter_batches(batch_size=256, columns=[text_key]):
+                for text in batch.column(0).to_pylist():
+                    yield text_of({text_key: text or ""}, text_key, f"{path}: row {row}")
+                    row += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read {path} as parquet: {error}") from error
+
+
+def text_of(record: dict[str, Any], text_key: str, where: str) -> str:
+    """Returns the text of one record.
+
+    Raises:
+        UserError: it has no `text_key`, or something other than text there.
+    """
+    if text_key not in record:
+        raise UserError(_no_key(where, text_key, list(record)))
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise UserError(
+            f"{where}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key"
+        )
+    return text
+
+
+def _no_key(where: str, text_key: str, keys: list[str]) -> str:
+    found = ", ".join(keys) or "no keys"
+    return f"{where}: no {text_key!r} among {found}: set data.text_key to one of them"
+
+
+def _open(path: Path):
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error

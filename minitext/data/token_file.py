@@ -1,0 +1,125 @@
+"""Local text, tokenised once into one memory-mapped file in the cache.
+
+An entry holds `tokens.bin` (uint16, or uint32 for vocabularies above 65,536; every document is
+followed by the end-of-document id), `ends.npy` (int64, one past each document's last token) and
+`about.json`.
+
+Chapters: 7.
+"""
+
+import hashlib
+import json
+import shutil
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from minitext.config import DataConfig
+from minitext.data import cache, sources
+from minitext.errors import UserError
+from minitext.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 4 << 20
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The tokens of a source.
+
+    Attributes:
+        tokens: uint16 or uint32 [N], memory-mapped.
+        ends: int64 [documents], one past the last token of each document.
+        digest: stands for the content of `tokens`; the same on every machine.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    digest: str
+
+
+def open_token_file(cfg: DataConfig, tokenizer: Tokenizer, tokenizer_id: str) -> TokenFile:
+    """Opens the token file of a local source, making it if the cache has none.
+
+    It is found by the files' paths, sizes and times of change and by the tokenizer. Making it reads
+    the text in pieces, so its size is bounded by the disk, not by memory.
+
+    Args:
+        cfg: the data section of a config, with source stdlib or files.
+        tokenizer: what to encode with.
+        tokenizer_id: what tells this tokenizer from another.
+
+    Raises:
+        UserError: the text cannot be read or is empty, or the cache cannot be written.
+    """
+    key = cache.fingerprint("tokens", sources.identity(cfg), tokenizer_id)
+    path = cache.entry(f"tokens-{key}")
+    found = _read(path)
+    if found is None:
+        shutil.rmtree(path, ignore_errors=True)  # an entry that a crash of the machine cut short
+        with cache.new_entry(path) as directory:
+            _write(directory, cfg, tokenizer)
+        found = _read(path)
+    if found is None:
+        raise UserError(f"the cache entry {path} is damaged: delete it")
+    return found
+
+
+def _read(path: Path) -> TokenFile | None:
+    """Returns the entry at `path`, or None if it isn't there or isn't whole."""
+    try:
+        about = json.loads((path / "about.json").read_text())
+        tokens = np.memmap(path / "tokens.bin", about["dtype"], mode="r")
+        ends = np.load(path / "ends.npy")
+    except (OSError, ValueError, KeyError):
+        return None
+    whole = len(tokens) == about["tokens"] == ends[-1]
+    return TokenFile(tokens, ends, about["digest"]) if whole else None
+
+
+def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    digest = hashlib.blake2b(digest_size=16)
+    ends = array("q")
+    length = 0
+    with (directory / "tokens.bin").open("wb") as file:
+        for pieces in _batches(cfg):
+            encoded = tokenizer.encode_batch([text for text, _ in pieces])
+            for ids, (_, ends_document) in zip(encoded, pieces, strict=True):
+                data = ids.astype(dtype).tobytes()
+                length += len(ids)
+                if ends_document:
+                    data += dtype.type(tokenizer.eod_id).tobytes()
+                    length += 1
+                    ends.append(length)
+                file.write(data)
+                digest.update(data)
+    if not length:
+        where = f"data.path={cfg.path}" if cfg.source == "files" else f"data.source={cfg.source}"
+        raise UserError(f"{where} has no text in it: nothing to train on")
+    np.save(directory / "ends.npy", np.frombuffer(ends, np.int64))
+    about = {"dtype": dtype.name, "tokens": length, "digest": digest.hexdigest()}
+    (directory / "about.json").write_text(json.dumps(about))
+
+
+def _batches(cfg: DataConfig) -> Iterator[list[sources.Piece]]:
+    """Yields the source's pieces in lists of a few mebibytes: enough work for all cores."""
+    files = sources.find_files(cfg)
+    sizes = [path.stat().st_size for path in files]
+    with cache.progress(sum(sizes), f"tokenising {len(files):,} files") as advance_to:
+        pieces, characters, done = [], 0, 0
+        for path, size in zip(files, sizes, strict=True):
+            read = 0
+            for text, ends_document in sources.read_file(path, cfg.text_key):
+                pieces.append((text, ends_document))
+                characters += len(text)
+                read += len(text)
+                if characters >= BATCH_CHARACTERS:
+                    yield pieces
+                    pieces, characters = [], 0
+                    advance_to(done + min(read, size))
+            done += size
+        if pieces:
+            yield pieces
