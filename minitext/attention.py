@@ -12,7 +12,7 @@ from flax import nnx
 from minitext import kernels
 from minitext.config import ModelConfig
 from minitext.layers import Linear, flatten_tokens, rope, unflatten_tokens
-from minitext.sharding import ShardingRules
+from minitext.sharding import RULES, ShardingRules
 
 
 class KVCache(NamedTuple):
@@ -83,7 +83,8 @@ class GQA(nnx.Module):
         return self.o(flatten_tokens(out_BTF, rules)), cache
 
 
-def make_cache(cfg: ModelConfig, batch: int, length: int) -> KVCache:
+def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["fsdp"]) -> KVCache:
     """Returns an empty cache for `length` tokens: keys and values [L, B, S, K, H] in the compute type."""
-    shape = (cfg.layers, batch, length, cfg.K, cfg.H)
-    return KVCache(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype), jnp.zeros((), jnp.int32))
+    empty = jnp.zeros((cfg.layers, batch, length, cfg.K, cfg.H), cfg.dtype)
+    k, v = (rules.shard(empty, "layers", "batch", None, "kv_heads", "head_dim") for _ in "kv")
+    return KVCache(k, v, jnp.zeros((), jnp.int32))

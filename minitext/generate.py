@@ -78,7 +78,7 @@ def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
 def prefill(graphdef, params, prompt_BT, prompt_length, key, *, length: int, how: Sampling):
     """Reads a padded prompt [B, T] into a new cache of `length` places; returns the next token [B] and the cache."""
     model: Transformer = nnx.merge(graphdef, params)
-    cache = make_cache(model.cfg, prompt_BT.shape[0], length)
+    cache = make_cache(model.cfg, prompt_BT.shape[0], length, model.rules)
     logits_BTV, cache = model(prompt_BT, cache=cache)
     last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, axis=1, keepdims=False)
     # Places beyond the prompt hold padding; the tokens to come overwrite them before anything sees them.

@@ -8,8 +8,6 @@ Chapters: 9.
 """
 
 import math
-import os
-import re
 from collections.abc import Sequence
 
 import jax
@@ -62,19 +60,3 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[jax.Device] | Non
     return jax.make_mesh(
         tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=np.asarray(devices).ravel()
     )
-
-
-def simulate_devices(count: int | None) -> None:
-    """Asks for this many simulated CPU devices; must run before JAX starts its backend.
-
-    Raises:
-      UserError: if JAX already runs with another number of devices.
-    """
-    if count is None:
-        return
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    jax.config.update("jax_platforms", "cpu")
-    if jax.device_count() != count:
-        raise UserError(f"mesh.simulate={count} comes too late: JAX already runs with {jax.device_count()} device(s)")

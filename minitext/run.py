@@ -14,6 +14,7 @@ Chapters: 6, 8.
 import contextlib
 import datetime
 import errno
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
 from minitext import hw
@@ -32,7 +34,7 @@ from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops, count_params
-from minitext.tokenizer import load_tokenizer
+from minitext.tokenizer import load_tokenizer, make_tokenizer
 from minitext.train import (
     abstract_state,
     check_mesh,
@@ -76,11 +78,15 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     check_mesh(cfg, mesh)
     _check_same_run(cfg, directory)
     # All the data a run needs is found or refused before the directory exists.
-    batches = make_batches(cfg.data, mesh, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch)
+    known = directory / "tokenizer.json"
+    tokenizer = load_tokenizer(known) if known.is_file() else make_tokenizer(cfg.data, cfg.model.vocab)
+    sizes = {"vocab": cfg.model.vocab, "global_batch": cfg.train.global_batch, "tokenizer": tokenizer}
+    batches = make_batches(cfg.data, mesh, **sizes)
+    held_out = make_batches(cfg.data, mesh, **sizes, split="validation")
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yml").write_text(to_yaml(cfg), encoding="utf-8")
-        batches.tokenizer.save(directory / "tokenizer.json")
+        tokenizer.save(known)
         with Checkpointer(directory / "checkpoints", keep=cfg.checkpoint.keep) as checkpointer:
             restored = checkpointer.restore(abstract_state(cfg, mesh))
             if restored is None:
@@ -91,16 +97,20 @@ def train(cfg: Config, console: Console | None = None) -> Path:
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
                 with MetricsWriter(directory, after_step=start) as writer:
-                    _Loop(cfg, mesh, directory, batches, checkpointer, writer, console).run(state, start)
+                    loop = _Loop(cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer, console)
+                    loop.run(state, start)
     return directory
 
 
 class _Loop:
     """The loop of one run: dispatch step n, then write down step n-1."""
 
-    def __init__(self, cfg, mesh, directory, batches, checkpointer, writer, console):
+    def __init__(self, cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer, console):
         self.cfg, self.mesh, self.directory, self.console = cfg, mesh, directory, console
-        self.batches, self.checkpointer, self.writer = batches, checkpointer, writer
+        self.batches, self.held_out, self.tokenizer = batches, held_out, tokenizer
+        self.checkpointer, self.writer = checkpointer, writer
+        first_row = next(iter(held_out))["tokens"].addressable_shards[0].data[0]
+        self.prompt = jax.device_get(first_row)[:PROMPT_TOKENS].tolist()
         flops = count_flops(cfg.model, cfg.train.global_batch * cfg.data.seq_len, cfg.data.seq_len)
         self.meter = Meter(flops, peak_flops(cfg, mesh))
         self.train_step, self.eval_step = make_train_step(cfg, mesh), make_eval_step(cfg)
@@ -150,10 +160,7 @@ class _Loop:
 
     def _evaluate(self, state) -> dict[str, float]:
         cfg = self.cfg
-        rows = make_batches(
-            cfg.data, self.mesh, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch, split="validation"
-        )
-        loss = evaluate(self.eval_step, state.params, rows, cfg.train.eval_batches)
+        loss = evaluate(self.eval_step, state.params, self.held_out, cfg.train.eval_batches)
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
         self.bar.console.print(f"step {int(state.step):>6}  validation loss {loss:.4f} nats/token{floor}", highlight=False)
         return {"val_loss": loss}
@@ -163,8 +170,7 @@ class _Loop:
         if not cfg.train.sample_tokens:
             return
         params = on_one_device(state.params)
-        tokenizer = self.batches.tokenizer
-        prompt = self.batches.prompt(min(PROMPT_TOKENS, cfg.data.seq_len))
+        tokenizer, prompt = self.tokenizer, self.prompt
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
             tokens = list(generate(
                 cfg.model, params, prompt, max_tokens=cfg.train.sample_tokens, stop_id=tokenizer.eod_id,
@@ -294,3 +300,31 @@ def _on_interrupt(ask) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def evaluate_run(directory: Path | str, overrides: list[str]) -> dict[str, Any]:
+    """Measures a run's loss on all of its validation rows, or on other data that `overrides` name.
+
+    Returns:
+      `step`, `loss` in nats per token, `perplexity`, `bits_per_byte`, `tokens` (targets), and `floor`.
+    """
+    cfg, params, tokenizer, step = load_run(directory)
+    cfg = load_config(None, [f"config={Path(directory) / 'config.yml'}", *overrides])
+    mesh = make_mesh(devices=jax.devices()[:1])
+    rows = make_batches(
+        cfg.data, mesh, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch, split="validation",
+        tokenizer=tokenizer,
+    )  # fmt: skip
+    nll, tokens, size = 0.0, 0.0, 0
+    eval_step = make_eval_step(cfg)
+    with jax.set_mesh(mesh):
+        for batch in track(rows, description="evaluating", console=Console(stderr=True), transient=True):
+            part, count = eval_step(params, batch)
+            nll, tokens = nll + float(part), tokens + float(count)
+            targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
+            size += len(tokenizer.decode(targets).encode())
+    loss = nll / max(tokens, 1.0)
+    return {
+        "step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / max(size, 1), "tokens": int(tokens), "floor": rows.floor,
+    }  # fmt: skip

@@ -1,0 +1,221 @@
+"""The command line: `minitext` and `python -m minitext`.
+
+Commands parse, call one function, and print; JAX is imported only by the commands that compute. Exit codes: 0 done,
+1 failed, 2 bad input, 3 does not fit, 130 interrupted.
+
+Chapters: 6.
+"""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from minitext.errors import UserError
+
+
+app = typer.Typer(
+    name="minitext",
+    help="Train language models the way MaxText does, in code small enough to read.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(no_args_is_help=True, help="Show and explain configurations.")
+app.add_typer(config_app, name="config")
+
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PRESET] [KEY=VALUE]...", help="preset, then settings such as train.steps=300"),
+]
+RunDir = Annotated[str, typer.Argument(metavar="RUN", help="run directory, such as runs/NAME")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+
+
+@app.command()
+def train(settings: Settings = None) -> None:
+    """Train a model, by default the preset `laptop` on the text of the Python standard library.
+
+    Interrupt with Ctrl-C: the state is saved, and the command to resume is printed.
+    """
+    cfg = _load(settings)
+    _start(cfg.mesh.simulate)
+    from minitext import run
+
+    try:
+        directory = run.train(cfg)
+    except run.Interrupted as stop:
+        print(stop, file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"done; try: minitext generate {directory} --prompt 'def '", file=sys.stderr)
+
+
+@app.command()
+def generate(
+    directory: RunDir,
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw among the most likely tokens that sum to this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with a trained model, using a key-value cache."""
+    _start()
+    from minitext import run
+    from minitext.generate import Sampling
+    from minitext.generate import generate as stream
+
+    how = Sampling(temperature, top_k, top_p)
+    how.check()
+    cfg, params, tokenizer, step = run.load_run(directory)
+    tokens = []
+    shown = prompt
+    if not as_json:
+        print(prompt, end="", flush=True)
+    for token in stream(
+        cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, how=how, seed=seed,
+        stop_id=tokenizer.eod_id,
+    ):  # fmt: skip
+        tokens.append(token)
+        # A character may take several tokens: print what is complete.
+        text = prompt + tokenizer.decode(tokens)
+        if not as_json and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    text = prompt + tokenizer.decode(tokens)
+    print(json.dumps({"text": text, "tokens": len(tokens), "step": step}) if as_json else text[len(shown) :])
+
+
+@app.command("eval")
+def evaluate(
+    directory: RunDir,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="other data, such as data.path=FILE")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a trained model's loss on all of its validation text."""
+    _start()
+    from minitext import run
+
+    result = run.evaluate_run(directory, settings or [])
+    if as_json:
+        print(json.dumps(result))
+        return
+    floor = f", floor {result['floor']:.4f}" if result["floor"] else ""
+    print(
+        f"step {result['step']}: validation loss {result['loss']:.4f} nats/token{floor}, perplexity "
+        f"{result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits/byte, over {result['tokens']:,} tokens"
+    )
+
+
+@app.command("compile")
+def compile_(settings: Settings = None, as_json: Json = False) -> None:
+    """Compile a preset's train step for chips that need not be there: target=v5e:2x2.
+
+    Prints whether it fits, bytes of arguments and temporaries per chip, collectives and compile time. Exits with 3,
+    naming the largest tensors, if it does not fit.
+    """
+    targets = [s.partition("=")[2] for s in settings or [] if s.startswith("target=")]
+    if len(targets) != 1:
+        raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
+    cfg = _load([s for s in settings or [] if not s.startswith("target=")])
+    _start()
+    from minitext import aot
+
+    report = aot.compile_preset(cfg, targets[0])
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        aot.print_report(report)
+    if not report.fits:
+        raise typer.Exit(3)
+
+
+@config_app.command("show")
+def config_show(settings: Settings = None, as_json: Json = False) -> None:
+    """Print a resolved configuration with the origin of every value."""
+    from minitext.config import to_yaml
+
+    cfg = _load(settings)
+    print(json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True), end="\n" * as_json)
+
+
+@config_app.command("explain")
+def config_explain(
+    key: Annotated[str, typer.Argument(help="dotted key, or the beginning of some, such as optim.")],
+    settings: Settings = None,
+) -> None:
+    """Explain keys: type, default, meaning, and the value in a preset."""
+    from minitext.config import ConfigError, _suggest, keys
+
+    cfg = _load(settings)
+    found = {name: field for name, field in keys().items() if name == key or name.startswith(key.rstrip(".") + ".")}
+    if not found:
+        raise ConfigError([f"unknown key {key!r}{_suggest(key, list(keys()))}"])
+    for name, field in found.items():
+        value: Any = cfg
+        for part in name.split("."):
+            value = getattr(value, part)
+        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace("typing.", "")
+        print(f"{name} = {value}   ({cfg.provenance(name)})\n    {field.description}; {kind}, default {field.default}")
+
+
+@config_app.command("presets")
+def config_presets() -> None:
+    """List the presets."""
+    from minitext.config import presets
+
+    print("\n".join(presets()))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine is and what minitext can do on it."""
+    _start()
+    from minitext.doctor import examine
+
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        print(f"{name:<22} {value}")
+
+
+def _load(settings: list[str] | None):
+    """Splits `[PRESET] [KEY=VALUE]...` and resolves it; a config file takes the default preset's place."""
+    from minitext.config import DEFAULT_PRESET, load_config
+
+    words = [s for s in settings or [] if "=" not in s]
+    pairs = [s for s in settings or [] if "=" in s]
+    if len(words) > 1:
+        raise UserError(f"one preset at most: got {', '.join(words)}; settings are written KEY=VALUE")
+    named = words[0] if words else None
+    from_file = any(p.startswith("config=") for p in pairs)
+    return load_config(named if named or from_file else DEFAULT_PRESET, pairs)
+
+
+def _start(simulate: int | None = None) -> None:
+    from minitext import devices
+
+    devices.start(simulate)
+    devices.use_compilation_cache()
+
+
+def main() -> None:
+    """Runs the command line; a UserError becomes one line on stderr and its exit code."""
+    import logging
+
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("minitext").setLevel(logging.INFO)
+    try:
+        app()
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
