@@ -1,0 +1,58 @@
+# Every target makes .venv and installs what it needs on first use. `make help` lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# No accelerator is needed anywhere here; without these, an installed libtpu looks for a TPU and warns at length.
+export TPU_SKIP_MDS_QUERY ?= 1
+export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
+ON_CPU := JAX_PLATFORMS=cpu
+
+.PHONY: help train test book lab grade check sync clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+train: .venv/base  ## train a small language model on your Python's own source text (2 minutes)
+	$(BIN)/minitext train $(ARGS)
+
+test: .venv/test  ## run every test
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
+	$(ON_CPU) $(BIN)/python book/generate.py
+	$(ON_CPU) $(BIN)/jupyter-book build . --config _config.yml --toc book/_toc.yml -W -n --keep-going
+	$(ON_CPU) $(BIN)/python -m pytest -m book tests/test_book.py
+	@echo "open _build/html/index.html"
+
+lab: .venv/book  ## open the chapters in JupyterLab
+	$(BIN)/jupyter lab notebooks
+
+grade: .venv/base  ## grade the exercises in exercises/ (make grade ARGS=04.rope for one)
+	$(BIN)/minitext grade $(or $(ARGS),--all)
+
+check: .venv/dev  ## lint, types, and whether stubs and notebooks are in step
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(ON_CPU) $(BIN)/python -m minitext.grading.sync --check
+
+sync: .venv/book  ## rewrite exercise stubs, their cells in the chapters, and the .ipynb files
+	$(ON_CPU) $(BIN)/python -m minitext.grading.sync
+
+clean:  ## remove what can be made again (not runs/)
+	rm -rf .venv _build book/_generated dist
+
+.venv/made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minitext needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/base: .venv/made pyproject.toml constraints.txt
+	@echo "installing minitext into .venv"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/book .venv/test .venv/dev: .venv/made pyproject.toml constraints.txt
+	@echo "installing minitext[$(@F)] into .venv"
+	@$(PIP) -e ".[$(@F)]"
+	@touch .venv/base $@
