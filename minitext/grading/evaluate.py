@@ -7,6 +7,7 @@ import dataclasses
 import re
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from minitext.grading import compare
@@ -52,7 +53,8 @@ def evaluate(
     learner: int,
     source: str = "",
     swallow: type[BaseException] = Exception,
-    after_check: Any = None,
+    before_check: Callable[[str], None] = lambda name: None,
+    after_check: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Runs every check of `exercise` on `fn`.
 
@@ -63,6 +65,7 @@ def evaluate(
         learner: `t.learner`.
         source: file name that the answer's frames have, to tell its errors from the check's.
         swallow: exceptions that count as the answer's; SystemExit always does.
+        before_check: called with each check's name.
         after_check: called after each check; what it raises ends the evaluation.
 
     Returns:
@@ -71,6 +74,7 @@ def evaluate(
     begun = time.perf_counter()
     outcome = Outcome([])
     for check in exercise.checks:
+        before_check(check.name)
         try:
             result = _run(check, exercise, fn, seed, learner)
         except compare.Failure as failure:
@@ -79,11 +83,10 @@ def evaluate(
             if error.args == (exercise.id,):
                 outcome.untouched = True
                 break
-            result = _raised(check, error, fn, source)
+            result = raised(check.name, error, fn, source)
         except (swallow, SystemExit) as error:
-            result = _raised(check, error, fn, source)
-        if after_check is not None:
-            after_check()
+            result = raised(check.name, error, fn, source)
+        after_check()
         outcome.checks.append(result)
     outcome.seconds = time.perf_counter() - begun
     return outcome
@@ -98,8 +101,8 @@ def _run(check: Check, exercise: Exercise, fn: Any, seed: int, learner: int) -> 
     return CheckResult(check.name, True)
 
 
-def _raised(check: Check, error: BaseException, fn: Any, source: str) -> CheckResult:
-    """An answer that raised: type, first line of the message, and the line of the answer."""
+def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult:
+    """The result of a check in which the answer raised: what, and on which of its lines."""
     kind = type(error).__name__
     text = str(error).strip().split("\n")[0][:300]
     message = f"{kind}: {text}" if text else kind
@@ -109,7 +112,7 @@ def _raised(check: Check, error: BaseException, fn: Any, source: str) -> CheckRe
     lines = [frame.lineno for frame in frames if source and frame.filename == source]
     if lines:
         message += f" (line {lines[-1]} of {source})"
-    return CheckResult(check.name, False, message, ("raised", kind, _anonymous(text, fn)))
+    return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)))
 
 
 def _anonymous(text: str, fn: Any) -> str:
@@ -150,8 +153,9 @@ def match(exercise: Exercise, outcome: Outcome, mutants: list[Outcome]) -> int |
         if near > exercise.compare:
             continue
         seen = {check.name: check.observed for check in mutant.failing}
-        rest = sum(min(1.0, compare.distance(check.observed, seen.get(check.name)))
-                   for check in failing)  # fmt: skip
+        rest = sum(
+            min(1.0, compare.distance(check.observed, seen.get(check.name))) for check in failing
+        )
         ranked.append((set(seen) != set(names), near + rest, index))
     if ranked:
         return min(ranked)[-1]

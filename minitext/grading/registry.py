@@ -178,8 +178,11 @@ def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[st
 def known_ids(root: Path) -> list[str]:
     """Every exercise id, read from the solutions' marker lines without running anything."""
     marker = re.compile(rf"^# EXERCISE ({ID_PATTERN.pattern})\s*$", re.MULTILINE)
-    return [name for path in chapter_files(root, "solutions")
-            for name in marker.findall(path.read_text(encoding="utf-8"))]  # fmt: skip
+    return [
+        name
+        for path in chapter_files(root, "solutions")
+        for name in marker.findall(path.read_text(encoding="utf-8"))
+    ]
 
 
 def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:

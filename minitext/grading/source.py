@@ -162,8 +162,11 @@ def _uses(statement: ast.stmt) -> set[str]:
 
     def walk(table: symtable.SymbolTable) -> set[str]:
         top = table.get_type() == "module"
-        names = {s.get_name() for s in table.get_symbols()
-                 if s.is_referenced() and (top or s.is_global())}  # fmt: skip
+        names = {
+            s.get_name()
+            for s in table.get_symbols()
+            if s.is_referenced() and (top or s.is_global())
+        }
         return names.union(*(walk(child) for child in table.get_children()))
 
     return walk(symtable.symtable(ast.unparse(statement), "answer", "exec"))

@@ -69,8 +69,13 @@ def _fold(title: str, body: str) -> str:
     return f"<details>\n<summary>{title}</summary>\n\n{_dedent(body)}\n\n</details>"
 
 
-def notebook(path: Path, exercises: dict[str, Exercise], parts: dict[str, tuple[str, str]],
-             url: str | None, faults: list[str]) -> str:  # fmt: skip
+def notebook(
+    path: Path,
+    exercises: dict[str, Exercise],
+    parts: dict[str, tuple[str, str]],
+    url: str | None,
+    faults: list[str],
+) -> str:
     """The text that a chapter's `.md` should have; what cannot be mended goes to `faults`.
 
     Args:
@@ -149,8 +154,9 @@ def wanted(repository: Path, faults: list[str]) -> dict[Path, str]:
             continue
         names = [exercise.id for exercise in found]
         if names != list(source.sections(text)):
-            faults.append(f"exercises/*/{path.name}: solutions {list(source.sections(text))}, "
-                          f"checks {names}")  # fmt: skip
+            faults.append(
+                f"exercises/*/{path.name}: solutions {list(source.sections(text))}, checks {names}"
+            )
         exercises |= {exercise.id: exercise for exercise in found}
     for path in sorted(set(registry.chapter_files(root, "")) - set(texts)):
         faults.append(f"exercises/{path.name}: a stub without a solutions file")

@@ -145,7 +145,9 @@ class Trial:
         name = exc.__name__ if isinstance(exc, type) else " or ".join(e.__name__ for e in exc)
         try:
             got = fn(*args)
-        except exc as error:
+        except BaseException as error:
+            if not isinstance(error, exc):
+                raise
             if not re.search(match, str(error)):
                 text = f"the message of {name} is {str(error)!r}; it must speak of {match!r}"
                 raise Failure(_explain(text, why), ("message", str(error))) from None
