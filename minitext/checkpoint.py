@@ -7,11 +7,12 @@ A checkpoint is a directory named after its step:
       facts.json      the step, the data iterator's state, the config, the shapes and sharding
       manifest.json   the size and SHA-256 of every file above
 
-It is written as `300.tmp` and renamed when all of it, the manifest too, is on the disk. The rename
-is the only commit: a process killed at any moment leaves a whole `300`, or a `300.tmp` which is
-never read and which the next process to save deletes. So a step with any file missing (also the
-manifest), cut short or altered is damaged: restoring says so in one line and goes on to the step
-before. The next save renames the damaged one (`300.damaged`); nothing deletes it.
+It is written as `300.1.tmp` and renamed when all of it, the manifest too, is on the disk. The
+rename is the only commit: a process killed at any moment leaves a whole `300`, or a directory
+ending in `.tmp`, which is never read and which the next process to save deletes. So a step with any
+file missing (also the manifest), cut short or altered is damaged: restoring says so in one line and
+goes on to the step before. The next save renames the damaged one (`300.damaged`); nothing deletes
+it.
 
 Chapters: 8, 21.
 """
@@ -23,6 +24,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -67,18 +69,13 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._damaged: set[int] = set()  # found by restore, set aside by the next save
-        self._cleaned = False
+        self._saves = 0
         self._pending: Future[None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     @functools.cached_property
     def _orbax(self) -> Any:
-        import orbax.checkpoint as ocp  # a quarter of a second, and only runs that save need it
-
-        logging.getLogger("absl").addFilter(_without_orbax_errors)
-        # Made in the caller's thread, so that a directory that can't be written fails at once.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+        return leaves.checkpointer()
 
     def save(
         self,
@@ -110,13 +107,15 @@ class Checkpointer:
         layout = leaves.layout(named)
         facts = {"step": step, "data_state": data_state, "config": config, "layout": layout}
         text = json.dumps(facts, indent=1)
+        self._saves += 1
+        target = self._path(step, f".{self._saves}{TEMPORARY}")
         try:
             if jax.process_index() == 0:
-                self._prepare(step)
-            leaves.write(self._orbax, self._path(step, TEMPORARY) / STATE, named)
+                self._prepare(target)
+            leaves.write(self._orbax, target / STATE, named)
         except BaseException as error:
-            self._fail(error, step)
-        self._pending = self._executor.submit(self._commit, step, text)
+            self._fail(error, step, target)
+        self._pending = self._executor.submit(self._commit, step, target, text)
         if wait:
             self.wait()
 
@@ -214,23 +213,21 @@ class Checkpointer:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"
 
-    def _prepare(self, step: int) -> None:
+    def _prepare(self, target: Path) -> None:
         """Makes the directory to write in; clears what killed saves left; sets damage aside."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if not self._cleaned:
+        if self._saves == 1:
             for path in self.directory.glob(f"[0-9]*{TEMPORARY}/"):
                 shutil.rmtree(path)
-            self._cleaned = True
         for damaged in sorted(self._damaged):
             count = len(list(self.directory.glob(f"{damaged}{DAMAGED}*")))
             aside = self._path(damaged, f"{DAMAGED}.{count + 1}" if count else DAMAGED)
             self._path(damaged).rename(aside)
             self._damaged.remove(damaged)
-        self._path(step, TEMPORARY).mkdir()
+        target.mkdir()
 
-    def _commit(self, step: int, facts: str) -> None:
+    def _commit(self, step: int, target: Path, facts: str) -> None:
         """In the background: waits for the arrays, seals the directory, renames it, cleans up."""
-        target = self._path(step, TEMPORARY)
         try:
             self._orbax.wait_until_finished()
             if jax.process_index() != 0:
@@ -242,7 +239,7 @@ class Checkpointer:
             target.rename(self._path(step))
             disk.sync(self.directory)
         except BaseException as error:
-            self._fail(error, step)
+            self._fail(error, step, target)
         try:
             for old in self.steps()[: -self.keep]:
                 if old != step:
@@ -256,11 +253,16 @@ class Checkpointer:
         self._path(step).rename(doomed)
         shutil.rmtree(doomed)
 
-    def _fail(self, error: BaseException, step: int) -> NoReturn:
+    def _fail(self, error: BaseException, step: int, target: Path) -> NoReturn:
         """Removes what a failed save left and raises: a UserError if the disk was the reason."""
         with contextlib.suppress(Exception):
             self._orbax.wait_until_finished()
-        shutil.rmtree(self._path(step, TEMPORARY), ignore_errors=True)
+        # TensorStore may still be writing other arrays there: that's why no two saves share a name.
+        for _ in range(20):
+            shutil.rmtree(target, ignore_errors=True)
+            if not target.exists():
+                break
+            time.sleep(0.05)
         cause = disk.explain(error)
         if cause is None:
             raise error
@@ -314,8 +316,3 @@ def _from_process_0(choose: Callable[[], int | None]) -> int | None:
     if number == -2:
         raise problem
     return None if number == -1 else number
-
-
-def _without_orbax_errors(record: logging.LogRecord) -> bool:
-    """A log filter: Orbax raises every error of its threads, and logs its traceback as well."""
-    return record.levelno != logging.ERROR or "orbax" not in record.pathname

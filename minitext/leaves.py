@@ -1,4 +1,4 @@
-"""A pytree's leaves by name: how a checkpoint stores, compares and reads them.
+"""A pytree's leaves by name: how a checkpoint compares them, and stores and reads them with Orbax.
 
 A dict from names to arrays is all that is stored, so a checkpoint needs none of the classes that
 were saved, and a leaf that doesn't match is told by its name.
@@ -6,6 +6,9 @@ were saved, and a leaf that doesn't match is told by its name.
 Chapters: 8.
 """
 
+import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +75,24 @@ def difference(saved: dict[str, Any], wanted: dict[str, Any], partial: bool = Fa
     if not wrong:
         return None
     name, others = wrong[0], len(wrong) - 1
-    more = f" (and {others} more differ)" if others else ""
+    more = f" (and {others} more)" if others else ""
     return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here{more}"
 
 
+def checkpointer() -> Any:
+    """An `orbax.checkpoint.AsyncCheckpointer` that raises its errors without printing them too."""
+    import orbax.checkpoint as ocp  # a quarter of a second, which `import minitext` shouldn't take
+
+    logging.getLogger("absl").addFilter(_is_not_orbax_error)
+    if not isinstance(sys.unraisablehook, _LateWrites):
+        sys.unraisablehook = _LateWrites(sys.unraisablehook)
+    # Made in the caller's thread, so that a directory that can't be written fails at once.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+
+
 def write(checkpointer: Any, directory: Path, leaves: dict[str, Any]) -> None:
-    """Begins to save named leaves; `checkpointer` is an `orbax.checkpoint.AsyncCheckpointer`."""
+    """Begins to save named leaves in the background."""
     import orbax.checkpoint as ocp
 
     # Orbax refuses arrays of size 0 (`rebuild` makes them from their shape) and an empty dict.
@@ -137,3 +152,23 @@ def _is_key(leaf: Any) -> bool:
 
 def _type(dtype: Any, shape: Any) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _is_not_orbax_error(record: logging.LogRecord) -> bool:
+    """A log filter: Orbax raises every error of its threads, and logs its traceback as well."""
+    return record.levelno != logging.ERROR or "orbax" not in record.pathname
+
+
+class _LateWrites:
+    """Python's hook for errors nobody can catch, less those of writes that end after a failed one.
+
+    When one array's write fails, Orbax closes the event loop that awaits the others, and each of
+    them then prints a traceback.
+    """
+
+    def __init__(self, hook: Callable[[Any], None]):
+        self.hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self.hook(unraisable)
