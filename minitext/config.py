@@ -238,6 +238,10 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="checkpoints")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    def __eq__(self, other: object) -> bool:
+        # Two configurations are equal if their values are, wherever those came from.
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
     def faults(self) -> Iterator[str]:
         """Yields the faults of every section."""
         for name in type(self).model_fields:

@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
         self.cfg, self.rules = cfg, rules
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
-        self.blocks = stacked(rngs.fork(split=cfg.layers))
+        self.blocks = stacked(rngs.split(cfg.layers))
         self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         if not cfg.tie_embeddings:
             # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.

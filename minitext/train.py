@@ -146,7 +146,7 @@ def make_train_step(cfg: Config, mesh: Mesh) -> Callable[[TrainState, Batch], tu
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": nll * share,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": tokens,
         }

@@ -1,0 +1,40 @@
+"""What every test starts from: CPU, eight simulated devices, caches of its own."""
+
+import os
+import tempfile
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+# The first process of a session makes the folder; its workers and the commands they start share it.
+os.environ.setdefault("MINITEXT_CACHE", tempfile.mkdtemp(prefix="minitext-test-"))
+
+import jax
+import pytest
+
+import minitext as mt
+from minitext import devices
+from minitext.config import MeshConfig
+from minitext.mesh import make_mesh
+
+jax.config.update("jax_num_cpu_devices", 8)
+devices.use_compilation_cache()
+
+TINY = [
+    "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
+    "train.global_batch=8", "train.sample_tokens=0", "data.source=grammar",
+]  # fmt: skip
+
+
+@pytest.fixture
+def one_device():
+    """A mesh of one device, set for the test."""
+    mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """Returns a function giving the tiny configuration with further overrides."""
+    return lambda *overrides: mt.load_config("laptop", [*TINY, *overrides])

@@ -1,0 +1,116 @@
+"""Configuration: layers, provenance, and one clear line for every fault."""
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from minitext.config import Config, ConfigError, ModelConfig, keys, load_config, presets, to_yaml
+from minitext.errors import UserError
+
+
+def faults(*overrides, preset="laptop"):
+    with pytest.raises(ConfigError) as caught:
+        load_config(preset, overrides)
+    assert caught.value.exit_code == 2
+    for line in caught.value.faults:
+        assert "\n" not in line and "Traceback" not in line and len(line) < 400
+    return caught.value.faults
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_preset_round_trips_through_its_resolved_file(preset, tmp_path):
+    cfg = load_config(preset)
+    (tmp_path / "config.yml").write_text(to_yaml(cfg))
+    again = load_config(None, [f"config={tmp_path / 'config.yml'}"])
+    assert again == cfg
+    assert to_yaml(again) == to_yaml(cfg)
+
+
+def test_layers_override_in_order_and_are_remembered(tmp_path):
+    (tmp_path / "mine.yml").write_text("train: {steps: 7, seed: 3}\n")
+    cfg = load_config("laptop", ["train.seed=5", f"config={tmp_path / 'mine.yml'}"])
+    assert (cfg.train.steps, cfg.train.seed) == (7, 5)
+    assert cfg.provenance("train.steps") == f"file {tmp_path / 'mine.yml'}"
+    assert cfg.provenance("train.seed") == "command line"
+    assert cfg.provenance("model.layers") == "preset laptop"
+    assert cfg.provenance("optim.b1") == "default"
+    assert "# command line" in to_yaml(cfg, provenance=True)
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(ValidationError):
+        load_config("laptop").train.steps = 3
+
+
+def test_every_key_is_described_and_there_are_not_too_many():
+    assert len(keys()) <= 120
+    for key, field in keys().items():
+        assert field.description, key
+
+
+def test_unknown_names_get_a_suggestion():
+    assert "did you mean laptop" in faults(preset="laptp")[0]
+    assert "did you mean model.heads" in faults("model.headz=3")[0]
+    assert "did you mean optim.learning_rate" in faults("learning_rate=3")[0]
+
+
+def test_all_faults_are_reported_together():
+    found = faults("model.embed=100", "model.heads=3", "train.microbatches=5", "data.source=files")
+    assert len(found) == 3
+    assert any("model.embed=100" in f and "model.heads=3" in f and "1, 2, 4, 5" in f for f in found)
+    assert any("train.microbatches=5" in f for f in found)
+    assert any("data.path" in f for f in found)
+
+
+@pytest.mark.parametrize(
+    "override", ["train.steps=0", "train.steps=many", "train.steps=1.5", "data.seq_len=1", "optim.learning_rate=.nan",
+                 "data.source=web", "model.kv_heads=4", "model.head_dim=3", "mesh.fsdp=0", "mesh.fsdp=-1", "steps",
+                 "=3", "train=", "model.attention=null", "config=/nowhere.yml", "config=/", "train.steps=[1", "a.b.c=1"],
+)  # fmt: skip
+def test_bad_override_is_one_line_that_names_its_key(override):
+    key = override.partition("=")[0]
+    assert any(key in fault for fault in faults(override))
+
+
+@given(st.lists(st.text(max_size=40), max_size=3))
+def test_any_text_as_override_resolves_or_says_why(texts):
+    try:
+        assert isinstance(load_config("laptop", texts), Config)
+    except UserError as error:
+        assert str(error)
+
+
+_values = st.one_of(
+    st.integers(), st.floats(), st.text(max_size=20), st.booleans(), st.none(), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(list(keys())), _values, max_size=4))
+def test_any_value_for_a_real_key_resolves_or_says_why(values):
+    overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items()]
+    try:
+        cfg = load_config("laptop", overrides)
+    except UserError as error:
+        assert str(error)
+        return
+    assert load_config("laptop", overrides) == cfg
+
+
+def test_hostile_yaml_does_not_get_through():
+    for value in ("[" * 5000, "&a [*a]", "!!python/object/apply:os.system [ls]", "9" * 5000, "\x00", "\ud800"):
+        faults(f"train.steps={value}")
+
+
+def test_sections_check_themselves_when_made_alone():
+    with pytest.raises(ValidationError, match=r"model\.heads=3"):
+        ModelConfig(embed=100, heads=3)
+
+
+def test_replace_checks_again():
+    cfg = load_config("laptop")
+    assert cfg.replace({"train.steps": 3}).train.steps == 3
+    with pytest.raises(ConfigError):
+        cfg.replace({"train.microbatches": 5})

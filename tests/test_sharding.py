@@ -1,0 +1,137 @@
+"""Sharding rules: what they accept, what they refuse, and that every preset computes what one device computes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from minitext.mesh import AXES, make_mesh
+from minitext.sharding import RULES, ShardingRules
+from minitext.train import abstract_batch, abstract_state, init_state, make_loss_fn, make_train_step
+
+names = st.sampled_from(["batch", "seq", "embed", "mlp", "heads", "vocab"])
+
+
+@given(st.dictionaries(names, st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple)), st.lists(names))
+def test_a_spec_has_one_entry_per_name_and_uses_no_axis_twice(table, asked):
+    rules = ShardingRules(table)
+    try:
+        spec = rules.spec(asked)
+    except ValueError as error:
+        claimed = [axis for name in asked for axis in table.get(name, ())]
+        assert set(asked) - set(table) or len(claimed) > len(set(claimed))
+        assert any(repr(name) in str(error) for name in asked)
+        return
+    assert len(spec) == len(asked)
+    used = [axis for entry in spec if entry for axis in ([entry] if isinstance(entry, str) else entry)]
+    assert len(used) == len(set(used))
+
+
+def test_unknown_names_and_collisions_are_refused():
+    rules = ShardingRules({"a": ("data",), "b": ("data", "fsdp"), "c": ()})
+    assert rules.spec(("b", "c", None)) == P(("data", "fsdp"), None, None)
+    assert rules.spec(("b",), drop=frozenset({"fsdp"})) == P("data")
+    with pytest.raises(ValueError, match="unknown dimension name 'd'"):
+        rules.spec(("d",))
+    with pytest.raises(ValueError, match="'a' and 'b'.*'data'"):
+        rules.spec(("a", "b"))
+
+
+def test_rules_are_frozen_and_hashable():
+    rules = ShardingRules({"a": ("data",)})
+    with pytest.raises(TypeError):
+        rules.table["a"] = ()
+    assert hash(rules) == hash(ShardingRules({"a": ("data",)}))
+
+
+def test_names_must_match_the_rank(one_device):
+    with pytest.raises(ValueError, match="2 dimensions"):
+        RULES["dp"].shard(jax.numpy.zeros((2, 2)), "batch")
+
+
+def batch_for(cfg, mesh, seed):
+    """A batch of packed rows with different numbers of targets."""
+    rng = np.random.default_rng(seed)
+    B, T = cfg.train.global_batch, cfg.data.seq_len
+    cut = rng.integers(1, T, size=(B, 1))
+    place = np.arange(T)[None].repeat(B, 0)
+    arrays = {
+        "tokens": rng.integers(0, 256, (B, T)),
+        "targets": rng.integers(0, 256, (B, T)),
+        "segment_ids": 1 + (place >= cut),
+        "positions": np.where(place >= cut, place - cut, place),
+        "loss_mask": rng.random((B, T)) < rng.random((B, 1)),
+    }
+    wanted = abstract_batch(cfg, mesh)
+    return {k: jax.device_put(v.astype(wanted[k].dtype), wanted[k].sharding) for k, v in arrays.items()}
+
+
+def loss_and_gradients(cfg, mesh):
+    state = init_state(cfg, mesh)
+    with jax.set_mesh(mesh):
+        (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True))(
+            state.params, batch_for(cfg, mesh, 0)
+        )
+    return float(loss), jax.device_get(grads)
+
+
+def train(cfg, mesh, steps=3):
+    state, losses = init_state(cfg, mesh), []
+    step = make_train_step(cfg, mesh)
+    with jax.set_mesh(mesh):
+        for seed in range(steps):
+            state, metrics = step(state, batch_for(cfg, mesh, seed))
+            losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(state.params)
+
+
+LAYOUTS = [
+    ("sharding.rules=dp",),
+    ("sharding.rules=dp", "mesh.fsdp=4", "model.scan_layers=true"),
+    ("sharding.rules=fsdp", "mesh.fsdp=8", "model.scan_layers=true"),
+    ("sharding.rules=fsdp", "mesh.fsdp=8", "model.tie_embeddings=true"),
+    ("sharding.rules=fsdp", "mesh.fsdp=4", "model.scan_layers=true", "model.remat=full"),
+]
+
+
+@functools.cache
+def on_one_device(tiny, tied):
+    cfg = tiny(f"model.tie_embeddings={tied}")
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return *loss_and_gradients(cfg, mesh), *train(cfg, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_eight_devices_compute_what_one_computes(tiny, layout):
+    cfg = tiny(*layout)
+    mesh = make_mesh(cfg.mesh)
+    want_loss, want_grads, want_losses, want_params = on_one_device(tiny, cfg.model.tie_embeddings)
+    loss, grads = loss_and_gradients(cfg, mesh)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(got / scale, want / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+    losses, params = train(cfg, mesh)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(want_params), strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-5)
+
+
+def test_fsdp_splits_parameters_and_moments_eightfold(tiny):
+    cfg = tiny("sharding.rules=fsdp", "mesh.fsdp=8")
+    state = abstract_state(cfg, make_mesh(cfg.mesh))
+    for tree in (state.params, state.opt_state):
+        whole = sum(x.size for x in jax.tree.leaves(tree) if x.ndim)
+        part = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree) if x.ndim)
+        assert whole == 8 * part
+
+
+def test_dp_replicates_parameters(tiny):
+    cfg = tiny("sharding.rules=dp", "mesh.fsdp=8")
+    for x in jax.tree.leaves(abstract_state(cfg, make_mesh(cfg.mesh)).params):
+        assert x.sharding.is_fully_replicated
