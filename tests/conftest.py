@@ -9,6 +9,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # The first process of a session makes the folder; its workers and the commands they start share it.
 os.environ.setdefault("MINITEXT_CACHE", tempfile.mkdtemp(prefix="minitext-test-"))
 
+import hypothesis
 import jax
 import pytest
 
@@ -19,6 +20,9 @@ from minitext.mesh import make_mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
 devices.use_compilation_cache()
+# The first example of a property compiles; how long that takes says nothing about the property.
+hypothesis.settings.register_profile("minitext", deadline=None)
+hypothesis.settings.load_profile("minitext")
 
 TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",

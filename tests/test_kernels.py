@@ -1,0 +1,106 @@
+"""Every implementation of an operation against a float64 oracle, and the dispatch between them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitext import kernels
+
+IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
+
+
+def oracle(q, k, v, segments, offset=0):
+    """Attention by the book, one query and one head at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, N, H = q.shape
+    out = np.zeros_like(q)
+    for b in range(B):
+        for t in range(T):
+            seen = [s for s in range(t + offset + 1) if segments is None or segments[b, s] == segments[b, t]]
+            for n in range(N):
+                head = n // (N // k.shape[2])
+                logits = k[b, seen, head] @ q[b, t, n] / np.sqrt(H)
+                weights = np.exp(logits - logits.max())
+                out[b, t, n] = weights / weights.sum() @ v[b, seen, head]
+    return out
+
+
+def inputs(seed, B, T, N, K, H, size=1.0):
+    rng = np.random.default_rng(seed)
+    q = size * rng.normal(size=(B, T, N, H))
+    k, v = rng.normal(size=(2, B, T, K, H))
+    segments = 1 + np.cumsum(rng.random((B, T)) < 0.1, axis=1)
+    return *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(segments, jnp.int32)
+
+
+def supported(impl, *args):
+    return kernels.IMPLEMENTATIONS["attention", impl].supports(*args) is None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    seed=st.integers(0, 99), T=st.sampled_from([1, 3, 128, 132]), heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    packed=st.booleans(), size=st.sampled_from([1.0, 60.0]),
+)  # fmt: skip
+@settings(max_examples=8)
+def test_attention_is_its_definition(impl, seed, T, heads, packed, size):
+    q, k, v, segments = inputs(seed, 1, T, *heads, 8, size)
+    segments = segments if packed else None
+    if not supported(impl, q, k, v, segments):
+        with pytest.raises(ValueError, match=impl):
+            kernels.attention(q, k, v, segments, impl=impl)
+        return
+    got = jax.jit(functools.partial(kernels.attention, impl=impl))(q, k, v, segments)
+    np.testing.assert_allclose(got, oracle(q, k, v, segments), atol=2e-5 * max(1, size / 10))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_agree_with_the_reference(impl):
+    q, k, v, segments = inputs(0, 2, 128, 4, 2, 8)
+    probe = jax.random.normal(jax.random.key(1), q.shape)
+
+    def gradients(impl):
+        f = lambda *qkv: jnp.sum(probe * kernels.attention(*qkv, segments, impl=impl))  # noqa: E731
+        return jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v)
+
+    for got, want in zip(gradients(impl), gradients("xla"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_document_does_not_feel_the_others_in_its_row(impl):
+    q, k, v, _ = inputs(0, 1, 128, 2, 2, 8)
+    segments = jnp.asarray(np.where(np.arange(128) < 50, 1, 2)[None])
+    run = jax.jit(functools.partial(kernels.attention, impl=impl))
+    before = run(q, k, v, segments)
+    after = run(q, k.at[:, :50].add(9.0), v.at[:, :50].set(7.0), segments)
+    np.testing.assert_array_equal(before[:, 50:], after[:, 50:])
+    assert not np.array_equal(before[:, :50], after[:, :50])
+
+
+def test_query_offset_sees_the_cache_up_to_itself():
+    q, k, v, _ = inputs(0, 1, 12, 2, 1, 8)
+    late = kernels.attention(q[:, 9:], k, v, query_offset=9, impl="xla")
+    np.testing.assert_allclose(late, oracle(q, k, v, None)[:, 9:], atol=2e-5)
+
+
+def test_auto_takes_the_blocked_one_where_it_can(caplog):
+    kernels._say_once.cache_clear()
+    caplog.set_level("INFO", "minitext.kernels")
+    q, k, v, _ = inputs(0, 1, 128, 2, 1, 8)
+    for _ in range(2):
+        kernels.attention(q, k, v)
+    assert [r.message for r in caplog.records] == ["attention on cpu: xla_blocked"]
+
+
+def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
+    q, k, v, _ = inputs(0, 1, 6, 2, 1, 8)
+    with pytest.raises(ValueError, match=r"'flash'.*xla"):
+        kernels.attention(q, k, v, impl="flash")
+    with pytest.raises(ValueError, match=r"xla_blocked.*T=6"):
+        kernels.attention(q, k, v, impl="xla_blocked")
