@@ -23,9 +23,10 @@ GB, TERA = 1e9, 1e12
 # The reference's modules, in the order of design: from what nothing depends on to what depends on
 # all. tests/test_book.py fails when a public module is missing here.
 MODULES = (
-    "config errors hw mesh sharding kernels layers attention ffn model tokenizer data loss optim "
-    "train metrics checkpoint generate aot grading notebook"
-).split()
+    "config", "errors", "hw", "devices", "mesh", "sharding", "kernels", "layers", "attention",
+    "ffn", "model", "tokenizer", "data", "loss", "optim", "train", "metrics", "checkpoint", "run",
+    "generate", "aot", "hlo", "targets", "grading", "notebook",
+)  # fmt: skip
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -55,7 +56,7 @@ def hardware() -> str:
         sources.append([name, chip.source])
     rate_header = ["Chip", *FLOP_TYPES, "HBM, GB/s", "Ridge, FLOP/byte"]
     memory_header = [
-        "Chip", "HBM, GiB", "JAX devices", "Usable by a device, GiB", "VMEM, MiB", "Links, GB/s each",
+        "Chip", "HBM, GiB", "JAX devices", "Usable by a device, GiB", "VMEM, MiB", "Links x GB/s",
     ]  # fmt: skip
     return f"""# Hardware
 
@@ -96,7 +97,13 @@ def type_text(annotation: Any) -> str:
     """A setting's type in words: `"dp" or "fsdp"`, `integer or null`."""
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(annotation))
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    names = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     kinds = get_args(annotation) or (annotation,)
     return " or ".join(names.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
 
@@ -115,7 +122,9 @@ def limits_text(field: Any) -> str:
 
 def default_text(value: Any) -> str:
     """A default as YAML writes it."""
-    return f"`{ {None: 'null', True: 'true', False: 'false'}.get(value, value)}`".replace("` ", "`")
+    return f"`{ {None: 'null', True: 'true', False: 'false'}.get(value, value) }`".replace(
+        "` ", "`"
+    )
 
 
 def configuration() -> str:
@@ -142,14 +151,14 @@ def configuration() -> str:
 Every setting of `minitext`, generated from {{py:mod}}`minitext.config`: {count} keys. Set any of
 them on the command line of any command that takes a preset:
 
-```
+```bash
 minitext train laptop train.steps=300 model.layers=6
 ```
 
-Later layers override earlier ones: defaults, then the preset, then `config=FILE`, then `key=value`.
-`minitext config show laptop` prints the resolved configuration with the layer each value came from,
-and `minitext config explain train.steps` explains one key. A value that does not fit is refused with
-one line that says what to change.
+Later layers override earlier ones: defaults, then the preset, then `config=FILE`, then
+`key=value`. `minitext config show laptop` prints the resolved configuration with the layer each
+value came from, and `minitext config explain train.steps` explains one key. A value that does not
+fit is refused with one line that says what to change.
 
 {body}
 
@@ -210,16 +219,18 @@ def reference(names: list[str]) -> dict[str, str]:
         doc = inspect.getdoc(module) or ""
         chapters = re.search(r"^Chapters: (.*)\.$", doc, flags=re.MULTILINE)
         summary = doc.split("\n\n")[0].replace("\n", " ")
-        rows.append([f"[`minitext.{name}`](api/{name}.md)", summary, chapters[1] if chapters else ""])
+        rows.append(
+            [f"[`minitext.{name}`](api/{name}.md)", summary, chapters[1] if chapters else ""]
+        )
         pages[f"api/{name}.md"] = (
             f"# minitext.{name}\n\n```{{eval-rst}}\n.. automodule:: minitext.{name}\n"
-            f"   :members:\n   :exclude-members: model_config\n```\n"
+            f"   :members:\n   :exclude-members: model_config, model_post_init\n```\n"
         )
     pages["api.md"] = f"""# API reference
 
 Generated from the package's docstrings. Array names end in the letters of their dimensions, so
-`x_BTNH` has the shape `[B, T, N, H]`: see [](../letters.md). The last column names the chapters that
-build the module.
+`x_BTNH` has the shape `[B, T, N, H]`: see [](../letters.md). The last column names the chapters
+that build the module.
 
 {table(["Module", "What is in it", "Chapters"], rows)}
 """

@@ -10,13 +10,8 @@ functions: training on a server needs neither.
 Chapters: 1, 4, 6.
 """
 
-import contextlib
 import functools
-import glob
-import importlib.util
 import inspect
-import os
-import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -24,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from minitext.devices import start
 from minitext.errors import UserError
 
 __all__ = ["check", "figure_style", "glue", "setup", "show"]
@@ -36,10 +32,6 @@ COLORS = ("#2463c4", "#de7a0c", "#0f8a6d", "#b865c9", "#c4314b")
 LINESTYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 INK = "#70777f"
 
-_GPU_PLUGINS = ("xla_cuda", "xla_rocm")
-_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
-
 
 def setup(devices: int = 1) -> None:
     """Prepare a notebook: platform, simulated devices, figure style.
@@ -50,53 +42,16 @@ def setup(devices: int = 1) -> None:
     about meshes gives everyone the same devices. Calling it again changes nothing.
 
     Args:
-        devices: how many devices `jax.devices()` must give at least.
+        devices: how many devices to simulate; 1 takes what is there.
 
     Raises:
-        UserError: JAX had already started with fewer devices, or the platform you named has fewer.
+        UserError: JAX had already started with another number of devices, or the platform you
+            named has another.
     """
     if devices < 1:
         raise UserError(f"setup(devices={devices}): choose at least 1 device.")
-    if "JAX_PLATFORMS" not in os.environ and (devices > 1 or not _accelerator_is_visible()):
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms == "cpu":
-        # With libtpu installed, which compiling for TPUs needs, JAX would look for a TPU and warn
-        # at length that there is none; and a second process would die on libtpu's lock file.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    import jax
-
-    if platforms:
-        jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
-    if devices > 1:
-        _need_devices(devices)
+    start(devices if devices > 1 else None)
     figure_style()
-
-
-def _need_devices(devices: int) -> None:
-    import jax
-
-    with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
-        jax.config.update("jax_num_cpu_devices", devices)
-    found = len(jax.devices())
-    if found < devices:
-        raise UserError(
-            f"setup(devices={devices}) found JAX started with {found} {jax.default_backend()} "
-            "device(s): restart the kernel, unset JAX_PLATFORMS, and run this cell first."
-        )
-
-
-def _accelerator_is_visible() -> bool:
-    """Whether JAX could find a TPU or GPU, told from files and plugins without starting JAX."""
-    if importlib.util.find_spec("libtpu") and any(glob.glob(pattern) for pattern in _TPU_FILES):
-        return True
-    plugins = importlib.util.find_spec("jax_plugins")
-    if plugins is None or plugins.submodule_search_locations is None:
-        return False
-    names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
-    has_plugin = any(name.startswith(_GPU_PLUGINS) for name in names)
-    return has_plugin and any(os.path.exists(path) for path in _GPU_FILES)
 
 
 def figure_style() -> None:

@@ -62,7 +62,7 @@ def test_setup_too_late_says_how_to_mend_it():
     """
     done = run_python(re.sub(r"(?m)^ {8}", "", code), JAX_PLATFORMS="cpu")
     last = done.stderr.strip().splitlines()[-1]
-    assert "setup(devices=2) found JAX started with 1 cpu device" in last
+    assert "2 simulated devices were asked for and JAX runs with 1 cpu device" in last
     assert "restart the kernel" in last
 
 

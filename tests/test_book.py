@@ -1,0 +1,414 @@
+"""The rendered book in a real browser (marked `book`, run after the build), and its sources."""
+
+import functools
+import http.server
+import importlib.util
+import os
+import re
+import shutil
+import threading
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urldefrag, urlsplit
+
+import pytest
+import yaml
+
+from minitext import config, hw
+
+ROOT = Path(__file__).resolve().parent.parent
+HTML = ROOT / "_build" / "html"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+INTERNAL = {"__main__", "cache", "cli", "disk", "doctor", "leaves"}
+
+in_browser = pytest.mark.book
+
+
+# ---------------------------------------------------------------------------- sources
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """book/generate.py, which is a script and no part of the package."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "book" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def book_config() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+
+
+def chapters() -> list[str]:
+    """The notebooks in the table of contents."""
+    return re.findall(r"file: (notebooks/\S+)", (ROOT / "book" / "_toc.yml").read_text())
+
+
+def test_repository_url_has_one_value():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert book_config()["repository"]["url"] == project["urls"]["Repository"]
+
+
+def test_toc_names_the_notebooks_that_colab_opens():
+    assert chapters()
+    for chapter in chapters():
+        assert chapter.endswith(".ipynb")
+        assert (ROOT / chapter).is_file(), f"book/_toc.yml names {chapter}, which is not there"
+
+
+def test_every_chapter_is_in_the_toc():
+    assert sorted(chapters()) == sorted(
+        f"notebooks/{p.name}" for p in ROOT.glob("notebooks/*.ipynb")
+    )
+
+
+def test_chapters_are_executed_and_errors_are_fatal():
+    execute = book_config()["execute"]
+    assert execute["execute_notebooks"] in ("force", "cache")
+    assert execute["raise_on_error"] and not execute.get("allow_errors")
+
+
+def test_reference_has_every_public_module(generate):
+    package = ROOT / "minitext"
+    found = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/*.py")}
+    assert found - INTERNAL - {"__init__"} == set(generate.MODULES)
+
+
+def test_hardware_page_has_every_chip(generate):
+    page = generate.hardware()
+    for chip in hw.CHIPS.values():
+        assert f"`{chip.name}`" in page
+        assert chip.source in page
+
+
+def test_configuration_page_has_every_key(generate):
+    page = generate.configuration()
+    for key, field in config.keys().items():
+        assert f"`{key}`" in page
+        assert field.description.replace("|", r"\|") in page
+
+
+def test_letters_page_has_every_letter(generate):
+    assert re.findall(r"\$([A-Z])\$ \|", generate.letters()) == list("BTSDNKHFVLEC")
+
+
+def test_glossary_is_sorted_and_explains_what_chapters_use():
+    text = (ROOT / "book" / "glossary.md").read_text(encoding="utf-8")
+    body = text.split("```{glossary}\n")[1].split("```")[0]
+    terms = re.findall(r"^(\S.*)$", body, flags=re.MULTILINE)
+    assert len(terms) >= 45
+    assert terms == sorted(terms, key=lambda term: re.sub(r"\W", "", term.lower()))
+
+
+# ---------------------------------------------------------------------------- browser
+
+
+@pytest.fixture(scope="module")
+def html() -> Path:
+    """The built book's folder."""
+    if not (HTML / "index.html").is_file():
+        pytest.fail(
+            f"no book in {HTML}: run `make book`, which builds it and then runs these tests"
+        )
+    return HTML
+
+
+@pytest.fixture(scope="module")
+def pages(html: Path) -> list[str]:
+    """Addresses of all pages, relative to the book's root."""
+    found = [
+        p.relative_to(html).as_posix() for p in html.rglob("*.html") if "_static" not in p.parts
+    ]
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def server(html: Path) -> Iterator[str]:
+    """The book's address on this machine."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(html))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}/"
+        running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A running Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    path = os.environ.get("MINITEXT_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.fail(
+            "no Chromium to open the book in: install it (`apt install chromium`) or Chrome, or "
+            "name its path in MINITEXT_CHROMIUM"
+        )
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield running
+        running.close()
+
+
+class Tab:
+    """A page that records what went wrong while it was open."""
+
+    def __init__(self, browser: Any, home: str, width: int = 1200, scheme: str = "light"):
+        self.home, self.faults = home, []
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
+        self.page = self.context.new_page()
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        self.page.on("request", self._request)
+        self.page.on("response", self._response)
+
+    def _console(self, message: Any) -> None:
+        if message.type == "error":
+            self.faults.append(f"console: {message.text}")
+
+    def _request(self, request: Any) -> None:
+        if not request.url.startswith((self.home, "data:", "blob:")):
+            self.faults.append(f"asks another host: {request.url}")
+
+    def _response(self, response: Any) -> None:
+        if response.status >= 400:
+            self.faults.append(f"{response.status}: {response.url}")
+
+    def open(self, address: str) -> Any:
+        """Opens a page and waits until its mathematics is set."""
+        self.page.goto(self.home + address, wait_until="load")
+        self.page.evaluate("async () => { await window.MathJax?.startup?.promise }")
+        return self.page
+
+
+@pytest.fixture
+def tab(browser: Any, server: str) -> Iterator[Any]:
+    """A factory of tabs on the served book."""
+    tabs = []
+
+    def make(home: str = server, **options: Any) -> Tab:
+        tabs.append(Tab(browser, home, **options))
+        return tabs[-1]
+
+    yield make
+    for made in tabs:
+        made.context.close()
+
+
+def page_of(chapter: str) -> str:
+    return chapter.replace(".ipynb", ".html")
+
+
+@in_browser
+def test_every_page_opens_without_error_or_foreign_request(tab, pages):
+    assert len(pages) > 10
+    opened = tab()
+    faults = {}
+    for address in pages:
+        opened.faults.clear()
+        page = opened.open(address)
+        if page.locator("mjx-merror").count():
+            opened.faults.append("MathJax could not set a formula")
+        if opened.faults:
+            faults[address] = list(opened.faults)
+    assert not faults
+
+
+@in_browser
+def test_book_opens_from_the_file_system(tab, html):
+    opened = tab(home=f"{html.as_uri()}/")
+    for address in ("book/index.html", "book/letters.html", page_of(chapters()[0])):
+        page = opened.open(address)
+        assert page.locator(".bd-article h1").is_visible()
+    assert not opened.faults
+
+
+@in_browser
+def test_nothing_scrolls_sideways_on_a_phone(tab, pages):
+    opened = tab(width=390)
+    wide = {}
+    for address in pages:
+        page = opened.open(address)
+        width = page.evaluate("document.documentElement.scrollWidth")
+        clipped = page.evaluate(CLIPPED)
+        if width > 390 or clipped:
+            wide[address] = (width, clipped)
+    assert not wide
+
+
+# What sticks out of the screen without an ancestor that scrolls or hides: the theme clips the page,
+# so its own width would not tell.
+CLIPPED = """() => [...document.querySelectorAll('.bd-article *, .bd-header-article *, footer *')]
+  .filter(e => {
+    const box = e.getBoundingClientRect();
+    if (!box.width || box.right <= innerWidth + 1) return false;
+    for (let up = e; up && !up.matches('.bd-main, body'); up = up.parentElement) {
+      const style = getComputedStyle(up);
+      if (style.overflowX !== 'visible' || style.position === 'absolute') return false;
+    }
+    return true;
+  }).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
+
+
+@in_browser
+def test_mathematics_is_set(tab):
+    page = tab().open("book/letters.html")
+    assert page.locator("mjx-container").count() > 10
+    assert "$" not in page.locator("article").inner_text()
+
+
+@in_browser
+def test_search_finds_segment_ids(tab, server):
+    opened = tab()
+    page = opened.open("search.html?q=segment_ids")
+    results = page.locator("#search-results li a")
+    results.first.wait_for()
+    found = [results.nth(i).get_attribute("href") for i in range(results.count())]
+    assert any("notebooks/" in href for href in found), found
+    results.first.click()
+    assert "segment_ids" in page.locator("article").inner_text()
+    assert not opened.faults
+
+
+@in_browser
+def test_dark_mode_follows_the_system_and_the_button(tab):
+    grounds = {}
+    for scheme in ("light", "dark"):
+        page = tab(scheme=scheme).open("book/index.html")
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        grounds[scheme] = page.evaluate(GROUND)
+    assert grounds["light"] > 0.9 and grounds["dark"] < 0.1
+    seen = set()
+    for _ in range(3):  # the button goes round light, dark and what the system says
+        page.locator(".theme-switch-button:visible").first.click()
+        seen.add(page.evaluate("document.documentElement.dataset.theme"))
+    assert seen == {"light", "dark"}
+
+
+GROUND = """() => {
+  const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).map(Number);
+  return (r + g + b) / 765;
+}"""
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(tab, scheme):
+    """WCAG 2 AA: 4.5 to 1 for text, and what is not for reading (hidden, disabled) is left out."""
+    opened = tab(scheme=scheme)
+    faint = {}
+    addresses = [page_of(c) for c in chapters()]
+    for address in [*addresses, "book/index.html", "book/_generated/configuration.html"]:
+        found = opened.open(address).evaluate(FAINT)
+        if found:
+            faint[address] = found
+    assert not faint
+
+
+FAINT = """() => {
+  const parse = c => {
+    const [r, g, b, a] = c.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a ?? 1];
+  };
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = e => {
+    for (; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c[3] > 0.9) return c;
+    }
+    return [255, 255, 255, 1];
+  };
+  const texts = [...document.querySelectorAll('.bd-article *, .bd-sidebar-primary *, .bd-toc *')]
+    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+    .filter(e => e.checkVisibility({opacityProperty: true, visibilityProperty: true}))
+    .filter(e => !e.closest('mjx-assistive-mml, .headerlink, button'));
+  const faint = new Map();
+  for (const e of texts) {
+    const pair = [light(parse(getComputedStyle(e).color)), light(ground(e))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    const what = ratio.toFixed(2) + ' ' + e.textContent.slice(0, 40);
+    if (ratio < 4.5) faint.set(e.tagName + '.' + e.className, what);
+  }
+  return [...faint].slice(0, 8);
+}"""
+
+
+@in_browser
+def test_figures_have_alternative_text(tab):
+    """A figure's text comes from its cell's metadata: `mystnb: {image: {alt: ...}}`."""
+    opened, mute = tab(), {}
+    for chapter in chapters():
+        page = opened.open(page_of(chapter))
+        alts = page.locator(".bd-article img").evaluate_all("all => all.map(e => e.alt)")
+        bad = [alt for alt in alts if not alt or re.search(r"\.(svg|png)$", alt)]
+        if bad:
+            mute[chapter] = bad
+    assert not mute
+
+
+@in_browser
+def test_chapters_have_outputs_and_a_colab_button(tab):
+    url = book_config()["repository"]["url"].removeprefix("https://github.com/")
+    for chapter in chapters():
+        page = tab().open(page_of(chapter))
+        assert page.locator(".cell_output").count() > 0
+        colab = f"https://colab.research.google.com/github/{url}/blob/main/{chapter}"
+        assert page.locator(f'a[href="{colab}"]').count() > 0
+
+
+class Links(HTMLParser):
+    """The links and anchors of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collects `id`, and the addresses in `href` and `src`."""
+        for name, value in attrs:
+            if name == "id" or (tag == "a" and name == "name"):
+                self.anchors.add(value or "")
+            elif name in ("href", "src") and value:
+                self.targets.append(value)
+
+
+@in_browser
+def test_internal_links_lead_somewhere(html, pages):
+    parsed = {html / p: Links((html / p).read_text(encoding="utf-8")) for p in pages}
+    dead = []
+    for path, links in parsed.items():
+        for target in links.targets:
+            if urlsplit(target).scheme or target.startswith("//"):
+                continue
+            address, fragment = urldefrag(unquote(target).split("?")[0])
+            goal = (path.parent / address).resolve() if address else path
+            known = goal.is_file() and (
+                not fragment or goal not in parsed or fragment in parsed[goal].anchors
+            )
+            if not known:
+                dead.append(f"{path.relative_to(html)} -> {target}")
+    assert not dead
