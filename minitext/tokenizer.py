@@ -9,7 +9,7 @@ Chapters: 7.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -206,12 +206,7 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
     Raises:
         UserError: `vocab` is too small, or the source cannot be read.
     """
-    if cfg.tokenizer == "byte" or cfg.source == "grammar":
-        if cfg.tokenizer != "byte":
-            raise UserError(
-                f"data.tokenizer={cfg.tokenizer} does not go with data.source=grammar, whose "
-                "entropy rate is computed per byte: set data.tokenizer=byte"
-            )
+    if cfg.tokenizer == "byte":
         if vocab < ByteTokenizer.vocab_size:
             raise UserError(
                 f"model.vocab={vocab} is too small for data.tokenizer=byte: set model.vocab to "
@@ -225,16 +220,8 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
     path = cache.entry(f"bpe-{key}") / "tokenizer.json"
     if not path.exists():
         with cache.new_entry(path.parent) as directory:
-            train_bpe(_announced(sources.sample(cfg), vocab), vocab).save(directory / path.name)
+            train_bpe(sources.sample(cfg), vocab).save(directory / path.name)
     return load_tokenizer(path)
-
-
-def _announced(texts: Iterator[str], vocab: int) -> Iterator[str]:
-    """Passes `texts` on, saying on stderr what takes the time."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"training a BPE tokenizer, model.vocab={vocab:,}"):
-        yield from texts
 
 
 def _utf8(text: str) -> bytes:

@@ -215,7 +215,7 @@ def _indexed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split:
 
         windows = grammar.Windows(cfg.seq_len, cfg.seed, split)
         digest, endless = grammar.DIGEST, split == "train"
-        floor = grammar.grammar_floor()
+        floor = grammar.grammar_entropy_rate()
     else:
         windows, digest = _text_windows(cfg, tokenizer, split)
         endless = split == "train"

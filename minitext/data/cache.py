@@ -78,23 +78,31 @@ def progress(total: float, what: str) -> Iterator[Callable[[float], None]]:
     """Gives a function to call with the amount done so far.
 
     A bar appears on stderr once the work has taken two seconds, so that quick work prints nothing.
+    Where stderr is no terminal, one line says what is going on.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    started = time.monotonic()
-    bar = Progress(console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True)
     task = bar.add_task(what, total=total)
+    started, announced = time.monotonic(), False
 
     def advance_to(done: float) -> None:
-        if not bar.live.is_started and time.monotonic() - started > QUIET_SECONDS:
-            bar.start()
+        nonlocal announced
+        if not announced and time.monotonic() - started > QUIET_SECONDS:
+            announced = True
+            if console.is_terminal:
+                bar.start()
+            else:
+                console.print(f"{what} ...")
         bar.update(task, completed=done)
 
     try:
         yield advance_to
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _unusable(root: Path, error: OSError) -> UserError:

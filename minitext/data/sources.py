@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minitext.config import DataConfig
+from minitext.data import cache
 from minitext.errors import UserError
 
 Piece = tuple[str, bool]
@@ -44,8 +45,7 @@ def find_files(cfg: DataConfig) -> list[Path]:
                 f"no .py files in the standard library's folder {root}: set data.source=files"
             )
         return found
-    if not cfg.path:
-        raise UserError("data.source=files needs data.path: set it to a file, a folder or a glob")
+    assert cfg.path, "the config has seen to it"
     path = Path(cfg.path).expanduser()
     if path.is_dir():
         found = [p for p in _walk(path, {"__pycache__"}) if p.suffix in SUFFIXES]
@@ -109,13 +109,21 @@ def sample(cfg: DataConfig) -> Iterator[str]:
     Local files each give the same share from their beginning; Hugging Face gives its first records.
     """
     if cfg.source == "hf":
-        yield from _take((str(record[cfg.text_key]) for record in open_hf(cfg)), SAMPLE_BYTES)
-        return
-    files = find_files(cfg)
-    sizes = [path.stat().st_size for path in files]
-    share = min(1.0, SAMPLE_BYTES / max(1, sum(sizes)))
-    for path, size in zip(files, sizes, strict=True):
-        yield from _take((text for text, _ in read_file(path, cfg.text_key)), share * size)
+        parts = [((str(record.get(cfg.text_key, "")) for record in open_hf(cfg)), SAMPLE_BYTES)]
+    else:
+        sizes = {path: path.stat().st_size for path in find_files(cfg)}
+        share = min(1.0, SAMPLE_BYTES / max(1, sum(sizes.values())))
+        parts = (
+            ((text for text, _ in read_file(path, cfg.text_key)), share * size)
+            for path, size in sizes.items()
+        )
+    done = 0
+    with cache.progress(SAMPLE_BYTES, "reading text for a BPE tokenizer") as advance_to:
+        for texts, size in parts:
+            for text in _take(texts, size):
+                yield text
+                done += len(text)
+                advance_to(done)
 
 
 def open_hf(cfg: DataConfig) -> Any:
@@ -135,10 +143,7 @@ def open_hf(cfg: DataConfig) -> Any:
         files["data_files"] = sorted(glob.glob(path, recursive=True))
         if not files["data_files"]:
             raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
-    if not cfg.hf_name:
-        raise UserError(
-            "data.source=hf needs data.hf_name: set it to a dataset's name, such as allenai/c4"
-        )
+    assert cfg.hf_name, "the config has seen to it"
     try:
         return datasets.load_dataset(
             cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **files

@@ -73,7 +73,7 @@ def _read(path: Path) -> TokenFile | None:
         about = json.loads((path / "about.json").read_text())
         tokens = np.memmap(path / "tokens.bin", about["dtype"], mode="r")
         ends = np.load(path / "ends.npy")
-    except (OSError, ValueError, KeyError):
+    except (OSError, EOFError, ValueError, KeyError):
         return None
     whole = len(tokens) == about["tokens"] == ends[-1]
     return TokenFile(tokens, ends, about["digest"]) if whole else None
