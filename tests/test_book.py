@@ -1,24 +1,19 @@
-"""The rendered book in a real browser (marked `book`, run after the build), and its sources."""
+"""The rendered book in a real browser. Marked `book`: `make book` runs it after the build."""
 
 import functools
 import http.server
-import importlib.util
 import os
 import re
 import shutil
 import threading
-import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 import yaml
-
-from minitext import config, hw
 
 ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
@@ -31,21 +26,8 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-INTERNAL = {"__main__", "cache", "cli", "disk", "doctor", "leaves"}
 
-in_browser = pytest.mark.book
-
-
-# ---------------------------------------------------------------------------- sources
-
-
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    """book/generate.py, which is a script and no part of the package."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "book" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.book
 
 
 def book_config() -> dict[str, Any]:
@@ -55,65 +37,6 @@ def book_config() -> dict[str, Any]:
 def chapters() -> list[str]:
     """The notebooks in the table of contents."""
     return re.findall(r"file: (notebooks/\S+)", (ROOT / "book" / "_toc.yml").read_text())
-
-
-def test_repository_url_has_one_value():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert book_config()["repository"]["url"] == project["urls"]["Repository"]
-
-
-def test_toc_names_the_notebooks_that_colab_opens():
-    assert chapters()
-    for chapter in chapters():
-        assert chapter.endswith(".ipynb")
-        assert (ROOT / chapter).is_file(), f"book/_toc.yml names {chapter}, which is not there"
-
-
-def test_every_chapter_is_in_the_toc():
-    assert sorted(chapters()) == sorted(
-        f"notebooks/{p.name}" for p in ROOT.glob("notebooks/*.ipynb")
-    )
-
-
-def test_chapters_are_executed_and_errors_are_fatal():
-    execute = book_config()["execute"]
-    assert execute["execute_notebooks"] in ("force", "cache")
-    assert execute["raise_on_error"] and not execute.get("allow_errors")
-
-
-def test_reference_has_every_public_module(generate):
-    package = ROOT / "minitext"
-    found = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/*.py")}
-    assert found - INTERNAL - {"__init__"} == set(generate.MODULES)
-
-
-def test_hardware_page_has_every_chip(generate):
-    page = generate.hardware()
-    for chip in hw.CHIPS.values():
-        assert f"`{chip.name}`" in page
-        assert chip.source in page
-
-
-def test_configuration_page_has_every_key(generate):
-    page = generate.configuration()
-    for key, field in config.keys().items():
-        assert f"`{key}`" in page
-        assert field.description.replace("|", r"\|") in page
-
-
-def test_letters_page_has_every_letter(generate):
-    assert re.findall(r"\$([A-Z])\$ \|", generate.letters()) == list("BTSDNKHFVLEC")
-
-
-def test_glossary_is_sorted_and_explains_what_chapters_use():
-    text = (ROOT / "book" / "glossary.md").read_text(encoding="utf-8")
-    body = text.split("```{glossary}\n")[1].split("```")[0]
-    terms = re.findall(r"^(\S.*)$", body, flags=re.MULTILINE)
-    assert len(terms) >= 45
-    assert terms == sorted(terms, key=lambda term: re.sub(r"\W", "", term.lower()))
-
-
-# ---------------------------------------------------------------------------- browser
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +52,9 @@ def html() -> Path:
 @pytest.fixture(scope="module")
 def pages(html: Path) -> list[str]:
     """Addresses of all pages, relative to the book's root."""
-    found = [
-        p.relative_to(html).as_posix() for p in html.rglob("*.html") if "_static" not in p.parts
-    ]
-    return sorted(found)
+    found = {p.relative_to(html).as_posix() for p in html.rglob("*.html")}
+    found.remove("index.html")  # only leads to the first page
+    return sorted(p for p in found if not p.startswith("_static/"))
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +141,6 @@ def page_of(chapter: str) -> str:
     return chapter.replace(".ipynb", ".html")
 
 
-@in_browser
 def test_every_page_opens_without_error_or_foreign_request(tab, pages):
     assert len(pages) > 10
     opened = tab()
@@ -234,7 +155,13 @@ def test_every_page_opens_without_error_or_foreign_request(tab, pages):
     assert not faults
 
 
-@in_browser
+def test_the_sites_address_leads_to_the_first_page(tab, server):
+    opened = tab()
+    opened.page.goto(server)
+    opened.page.wait_for_url("**/book/index.html")
+    assert not opened.faults
+
+
 def test_book_opens_from_the_file_system(tab, html):
     opened = tab(home=f"{html.as_uri()}/")
     for address in ("book/index.html", "book/letters.html", page_of(chapters()[0])):
@@ -243,7 +170,6 @@ def test_book_opens_from_the_file_system(tab, html):
     assert not opened.faults
 
 
-@in_browser
 def test_nothing_scrolls_sideways_on_a_phone(tab, pages):
     opened = tab(width=390)
     wide = {}
@@ -270,14 +196,12 @@ CLIPPED = """() => [...document.querySelectorAll('.bd-article *, .bd-header-arti
   }).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
 
 
-@in_browser
 def test_mathematics_is_set(tab):
     page = tab().open("book/letters.html")
     assert page.locator("mjx-container").count() > 10
     assert "$" not in page.locator("article").inner_text()
 
 
-@in_browser
 def test_search_finds_segment_ids(tab, server):
     opened = tab()
     page = opened.open("search.html?q=segment_ids")
@@ -290,7 +214,6 @@ def test_search_finds_segment_ids(tab, server):
     assert not opened.faults
 
 
-@in_browser
 def test_dark_mode_follows_the_system_and_the_button(tab):
     grounds = {}
     for scheme in ("light", "dark"):
@@ -311,7 +234,6 @@ GROUND = """() => {
 }"""
 
 
-@in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_its_ground(tab, scheme):
     """WCAG 2 AA: 4.5 to 1 for text, and what is not for reading (hidden, disabled) is left out."""
@@ -355,7 +277,6 @@ FAINT = """() => {
 }"""
 
 
-@in_browser
 def test_figures_have_alternative_text(tab):
     """A figure's text comes from its cell's metadata: `mystnb: {image: {alt: ...}}`."""
     opened, mute = tab(), {}
@@ -368,7 +289,6 @@ def test_figures_have_alternative_text(tab):
     assert not mute
 
 
-@in_browser
 def test_chapters_have_outputs_and_a_colab_button(tab):
     url = book_config()["repository"]["url"].removeprefix("https://github.com/")
     for chapter in chapters():
@@ -396,7 +316,6 @@ class Links(HTMLParser):
                 self.targets.append(value)
 
 
-@in_browser
 def test_internal_links_lead_somewhere(html, pages):
     parsed = {html / p: Links((html / p).read_text(encoding="utf-8")) for p in pages}
     dead = []

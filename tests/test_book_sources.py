@@ -1,0 +1,93 @@
+"""What the book is made from: its configuration, its generated pages and its glossary."""
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from minitext import config, hw
+
+ROOT = Path(__file__).resolve().parent.parent
+# Helpers of the modules in the reference, and the command line, which `minitext --help` documents.
+INTERNAL = {"__main__", "cache", "cli", "compile_report", "configs", "disk", "doctor", "leaves"}
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """book/generate.py, which is a script and no part of the package."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "book" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def book_config() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+
+
+def chapters() -> list[str]:
+    """The notebooks in the table of contents."""
+    return re.findall(r"file: (notebooks/\S+)", (ROOT / "book" / "_toc.yml").read_text())
+
+
+def test_repository_url_has_one_value():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert book_config()["repository"]["url"] == project["urls"]["Repository"]
+
+
+def test_toc_names_the_notebooks_that_colab_opens():
+    assert chapters()
+    for chapter in chapters():
+        assert chapter.endswith(".ipynb")
+        assert (ROOT / chapter).is_file(), f"book/_toc.yml names {chapter}, which is not there"
+
+
+def test_every_chapter_is_in_the_toc():
+    assert sorted(chapters()) == sorted(
+        f"notebooks/{p.name}" for p in ROOT.glob("notebooks/*.ipynb")
+    )
+
+
+def test_chapters_are_executed_and_errors_are_fatal():
+    execute = book_config()["execute"]
+    assert execute["execute_notebooks"] in ("force", "cache")
+    assert execute["raise_on_error"] and not execute.get("allow_errors")
+
+
+def test_reference_has_every_public_module(generate):
+    package = ROOT / "minitext"
+    found = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/*.py")}
+    assert found - INTERNAL - {"__init__"} == set(generate.MODULES)
+
+
+def test_hardware_page_has_every_chip(generate):
+    page = generate.hardware()
+    for chip in hw.CHIPS.values():
+        assert f"`{chip.name}`" in page
+        assert chip.source in page
+
+
+def test_configuration_page_has_every_key(generate):
+    page = generate.configuration()
+    for key, field in config.keys().items():
+        assert f"`{key}`" in page
+        assert field.description.replace("|", r"\|") in page
+
+
+def test_letters_page_has_every_letter(generate):
+    assert re.findall(r"^\| \$([A-Z])\$", generate.letters(), flags=re.MULTILINE) == list(
+        "BTSDNKHFVLEC"
+    )
+
+
+def test_glossary_is_sorted_and_explains_what_chapters_use():
+    text = (ROOT / "book" / "glossary.md").read_text(encoding="utf-8")
+    body = text.split("```{glossary}\n")[1].split("```")[0]
+    terms = re.findall(r"^(\S.*)$", body, flags=re.MULTILINE)
+    assert len(terms) >= 45
+    assert terms == sorted(terms, key=lambda term: re.sub(r"\W", "", term.lower()))
