@@ -14,11 +14,12 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from minitext.cache import cache_dir
 from minitext.errors import UserError
 
 GIB = 2**30
@@ -40,16 +41,16 @@ class Chip:
       links: number of such links of a chip.
       vmem_bytes: vector memory of one TensorCore in bytes (TPU only).
       devices: JAX devices that a chip shows; its memory and peak are shared evenly between them.
-      program_bytes: memory in bytes that XLA's compiler lets one program use on one JAX device, as
-        libtpu 0.0.51 states it when a program is too large; the rest is the runtime's. None where
-        the compiler sets no limit.
+      program_bytes: memory in bytes that a program may use on one JAX device, None where not known.
+        TPU: the limit that libtpu 0.0.51 states when a program is too large; the rest is the
+        runtime's. GPU: what the driver reports.
       source: where the figures stand.
     """
 
     name: str
     platform: str
     device_kinds: tuple[str, ...]
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = field(hash=False)
     hbm_bytes: int
     hbm_bandwidth: float
     link_bandwidth: float
@@ -134,7 +135,7 @@ _GPUS = (
     Chip(
         "h100", "gpu", ("NVIDIA H100 80GB HBM3",),
         {"bf16": 989e12, "f8": 1979e12, "int8": 1979e12, "tf32": 494e12},
-        _gib(80), 3.35e12, 25e9, 18,
+        _gib(80), 3.35e12, 25e9, 18, program_bytes=84_978_434_048,
         source="NVIDIA H100 data sheet (H100 SXM)",
     ),
     Chip(
@@ -191,11 +192,6 @@ def measure_matmul_peak(dtype: str = "float32", *, refresh: bool = False) -> flo
         known[key] = _best_matmul_rate(kind, big=device.platform != "cpu")
         _write_cache(path, known)
     return known[key]
-
-
-def cache_dir() -> Path:
-    """Returns the folder for what can be made again: `$MINITEXT_CACHE` or `~/.cache/minitext`."""
-    return Path(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext").expanduser()
 
 
 def _best_matmul_rate(dtype: Any, *, big: bool) -> float:

@@ -1,0 +1,250 @@
+"""Ahead-of-time compilation: the very train step, compiled for named chips that need not be there.
+
+`compile_preset(cfg, "v5p:4x4x4")` runs the real TPU compiler (libtpu) or GPU compiler (JAX's CUDA
+plugin) on this machine's CPU, and says whether the step fits, what it keeps in memory and which
+collectives it runs.
+
+Chapters: 16, 22.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from minitext import hlo
+from minitext.compile_report import LISTED, Report, print_report, render, show_bytes
+from minitext.config import Config
+from minitext.errors import UserError
+from minitext.hw import find_chip
+from minitext.targets import parse_target, topology_mesh
+
+__all__ = ["Report", "compile_preset", "compile_step", "print_report", "render", "topology_mesh"]
+
+
+def compile_preset(cfg: Config, target: str) -> Report:
+    """Compiles the train step that `minitext train` would run with this configuration.
+
+    The state and the batch are abstract, so a model of any size compiles on any machine. The mesh
+    is that of `mesh.*` over the target's devices; `mesh.simulate` has no part in it.
+
+    Args:
+      cfg: the configuration.
+      target: such as `v5e:2x2`; see `minitext.targets.parse_target`.
+
+    Raises:
+      UserError: for a bad target, or a mesh that fits neither the target nor the model.
+    """
+    from minitext.train import abstract_batch, abstract_state, make_train_step
+
+    parsed = parse_target(target)
+    mesh = topology_mesh(parsed, cfg.mesh)
+    step = make_train_step(cfg, mesh)
+    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    report = compile_step(step, args, mesh, target=str(parsed))
+    return dataclasses.replace(report, advice=tuple(_advise(report, cfg)))
+
+
+def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> Report:
+    """Compiles a function for the devices of a mesh and reports what the compiler says.
+
+    Args:
+      fn: a jitted function, or one to jit.
+      args: its arguments, ShapeDtypeStructs with NamedShardings on `mesh`.
+      mesh: of ahead-of-time devices (`topology_mesh`), or of real ones.
+      target: the target's name for the report; by default the kind of device.
+
+    Returns:
+      The report; one with `fits=False` if the compiler says that HBM is too small.
+
+    Raises:
+      UserError: if `minitext.hw.CHIPS` does not have the mesh's devices.
+      JaxRuntimeError: if the compiler refuses the program for any other reason.
+    """
+    device = mesh.devices.flat[0]
+    chip = find_chip(device)
+    if chip is None:
+        raise UserError(
+            f"no chip in minitext.hw.CHIPS is a {device.device_kind!r}: its memory is not known"
+        )
+    target = target or device.device_kind
+    start = time.perf_counter()
+    with jax.set_mesh(mesh), _spinner(f"lowering for {target}"):
+        lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args)
+    lower_seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory(prefix="minitext-aot-") as folder:
+        compiled, refusal = None, None
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        start = time.perf_counter()
+        with jax.set_mesh(mesh), _no_cache(), _spinner(f"compiling for {target}"):
+            try:
+                compiled = lowered.compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                refusal = hlo.parse_out_of_memory(str(error))
+                if refusal is None:
+                    raise
+        compile_seconds = time.perf_counter() - start
+        module, assignment = _read_dump(folder)
+    buffers = hlo.buffers(assignment, hlo.op_names(module))
+    if not any(buffer.kind == "argument" for buffer in buffers):
+        buffers += _abstract_buffers(fn, args)
+    largest = sorted([*(refusal.buffers if refusal else ()), *buffers], key=lambda b: -b.bytes)
+    sizes = _refused_sizes(refusal, assignment, buffers) if refusal else _compiled_sizes(compiled)
+    available = refusal.available if refusal else chip.usable_bytes
+    return Report(
+        target=target,
+        devices=mesh.size,
+        mesh={name: size for name, size in mesh.shape.items() if size > 1},
+        fits=refusal is None and sizes["total_bytes"] <= available,
+        hbm_bytes=chip.hbm_bytes // chip.devices,
+        available_bytes=available,
+        **sizes,
+        arguments=_by_part(buffers),
+        lower_seconds=lower_seconds,
+        compile_seconds=compile_seconds,
+        collectives=hlo.collectives(module),
+        largest=tuple(largest[:LISTED]),
+        advice=(),
+    )
+
+
+def _advise(report: Report, cfg: Config) -> Iterator[str]:
+    """Yields what to change for a step that does not fit: setting or target, and why."""
+    if report.fits:
+        return
+    available = report.available_bytes
+    state = sum(size for part, size in report.arguments.items() if part.startswith("state"))
+    share = f"{show_bytes(state)} of {show_bytes(available)}"
+    ways = math.prod(report.mesh.get(axis, 1) for axis in ("data", "fsdp"))
+    if 2 * state > available:
+        if cfg.sharding.rules != "fsdp" or report.mesh.get("data", 1) > 1:
+            yield (
+                f"every replica's parameters and optimizer state take {share}: shard them further "
+                "with mesh.data=1 mesh.fsdp=-1 sharding.rules=fsdp"
+            )
+        else:
+            # Half of the memory for the state leaves the other half to a step's temporaries.
+            least = math.ceil(2 * state * report.devices / available)
+            yield (
+                f"parameters and optimizer state alone take {share} although they are fully "
+                f"sharded: choose a target of {least} devices or more"
+            )
+    if 2 * report.temp_bytes > available:
+        rows = cfg.train.global_batch // cfg.train.microbatches // ways
+        if cfg.model.remat != "full":
+            yield (
+                f"model.remat={cfg.model.remat}: model.remat=full keeps one activation a layer and "
+                "recomputes the others"
+            )
+        if rows > 1:
+            yield (
+                f"a device computes {rows} rows of {cfg.data.seq_len} tokens at once: raise "
+                f"train.microbatches={cfg.train.microbatches}, or lower train.global_batch="
+                f"{cfg.train.global_batch}"
+            )
+        else:
+            yield f"a device computes one row at once: lower data.seq_len={cfg.data.seq_len}"
+
+
+def _read_dump(folder: str) -> tuple[str, str]:
+    """Returns the optimized module's text and its buffer assignment from XLA's dump.
+
+    The dump is read and not `compiled.as_text()`: that fails on some v5p programs (RET_CHECK
+    async-update), and a program that does not fit has none.
+    """
+    modules = sorted(Path(folder).glob("*after_optimizations.txt"), key=lambda p: p.stat().st_size)
+    if not modules:
+        return "", ""
+    module = modules[-1]  # the smaller ones are parts that XLA compiles apart
+    assignment = module.with_name(f"{module.stem}-buffer-assignment.txt")
+    texts = [p.read_text(errors="replace") if p.exists() else "" for p in (module, assignment)]
+    return texts[0], texts[1]
+
+
+def _compiled_sizes(compiled: Any) -> dict[str, int]:
+    stats = compiled.memory_analysis()
+    own_output = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    code = stats.generated_code_size_in_bytes
+    return {
+        "argument_bytes": stats.argument_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "alias_bytes": stats.alias_size_in_bytes,
+        "temp_bytes": stats.temp_size_in_bytes,
+        "code_bytes": code,
+        "total_bytes": stats.argument_size_in_bytes + own_output + stats.temp_size_in_bytes + code,
+    }
+
+
+def _refused_sizes(
+    refusal: hlo.OutOfMemory, assignment: str, buffers: list[hlo.Buffer]
+) -> dict[str, int]:
+    """Splits the bytes that the compiler names in its refusal, by the memory it had planned."""
+    planned = hlo.allocated(assignment)
+    argument = planned["argument"] or sum(b.bytes for b in buffers if b.kind == "argument")
+    return {
+        "argument_bytes": argument,
+        "output_bytes": planned["alias"] + planned["output"],
+        "alias_bytes": planned["alias"],
+        "temp_bytes": max(0, refusal.used - argument - planned["output"]),
+        "code_bytes": 0,
+        "total_bytes": refusal.used,
+    }
+
+
+def _abstract_buffers(fn: Callable, args: tuple) -> Iterator[hlo.Buffer]:
+    """Yields one buffer for each array among the arguments, without padding."""
+    names = list(inspect.signature(fn).parameters)
+    for (first, *path), leaf in jax.tree_util.tree_leaves_with_path(args):
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        kind = leaf.dtype.name.replace("float", "f").replace("uint", "u").replace("int", "s")
+        name = names[first.idx] + jax.tree_util.keystr(tuple(path))
+        size = math.prod(shape) * leaf.dtype.itemsize
+        yield hlo.Buffer(size, f"{kind}[{','.join(map(str, shape))}]", "argument", name)
+
+
+def _by_part(buffers: list[hlo.Buffer]) -> dict[str, int]:
+    """Sums arguments by the part they belong to, such as `state.params` or `batch`."""
+    parts: dict[str, int] = {}
+    for buffer in buffers:
+        if buffer.kind == "argument" and (match := re.match(r"\w+(\.\w+)?", buffer.op)):
+            parts[match[0]] = parts.get(match[0], 0) + buffer.bytes
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """Switches off JAX's compilation cache: it writes ahead-of-time programs, can't read them."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    was = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks only once whether the cache is on
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    """Shows a spinner and the time so far on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        bar.add_task(text, total=None)
+        yield

@@ -1,0 +1,152 @@
+"""What compiling a step for named chips found out, and how it is shown.
+
+Chapters: 22.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minitext import hlo
+
+LISTED = 12  # largest buffers that a report keeps
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler says of a step. Bytes are those of one JAX device.
+
+    Attributes:
+      target: what it was compiled for.
+      devices: devices of the mesh.
+      mesh: sizes of the mesh's axes, those of 1 left out.
+      fits: whether the compiler accepts the program (TPU), or the program needs no more than the
+        memory (GPU, whose compiler accepts any size).
+      hbm_bytes: memory of the device.
+      available_bytes: what a program may use of it.
+      argument_bytes: state and batch.
+      output_bytes: new state and metrics.
+      alias_bytes: the part of the outputs that takes over arguments' memory.
+      temp_bytes: everything in between: activations, gradients, gathered weights.
+      code_bytes: the program itself; 0 if it was not made because it does not fit.
+      total_bytes: arguments, outputs that take over no memory, temporaries and code.
+      arguments: bytes of each part of the arguments, such as `state.params`.
+      lower_seconds: tracing the step and lowering it to StableHLO.
+      compile_seconds: compiling it.
+      collectives: kind -> (count, bytes) of one step; `minitext.hlo.collectives` says what counts.
+      largest: the largest buffers, largest first; temporaries that live at different times may
+        share memory.
+      advice: what to change if it does not fit.
+    """
+
+    target: str
+    devices: int
+    mesh: Mapping[str, int]
+    fits: bool
+    hbm_bytes: int
+    available_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+    total_bytes: int
+    arguments: Mapping[str, int]
+    lower_seconds: float
+    compile_seconds: float
+    collectives: Mapping[str, tuple[int, int]]
+    largest: tuple[hlo.Buffer, ...]
+    advice: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON-able values."""
+        report = dataclasses.asdict(self)
+        for kind, (count, size) in self.collectives.items():
+            report["collectives"][kind] = {"count": count, "bytes": size}
+        return report
+
+
+def render(report: Report) -> Any:
+    """Returns the report as something `rich` can print."""
+    from rich.console import Group
+    from rich.text import Text
+
+    axes = ", ".join(f"mesh.{name}={size}" for name, size in report.mesh.items())
+    head = Text(f"{report.target}: {'fits' if report.fits else 'does not fit'}")
+    head.stylize("bold green" if report.fits else "bold red")
+    head.append(
+        f"  ({report.devices} devices; {axes or 'no mesh axis above 1'})", "not bold default"
+    )
+
+    memory = [("arguments", show_bytes(report.argument_bytes))]
+    memory += [(f"  {part}", show_bytes(size)) for part, size in report.arguments.items()]
+    memory += [
+        ("outputs in memory of their own", show_bytes(report.output_bytes - report.alias_bytes)),
+        ("temporaries", show_bytes(report.temp_bytes)),
+        ("program", show_bytes(report.code_bytes)),
+        (
+            f"total, {report.total_bytes / report.available_bytes:,.0%} of "
+            f"{show_bytes(report.available_bytes)} available",
+            show_bytes(report.total_bytes),
+        ),
+    ]
+    links = [
+        (kind, f"{count:,}", show_bytes(size)) for kind, (count, size) in report.collectives.items()
+    ]
+    largest = [
+        (show_bytes(buffer.bytes), buffer.kind, buffer.shape, _short(buffer.op))
+        for buffer in report.largest[: 5 if report.fits else LISTED]
+    ]
+    times = f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s"
+    return Group(
+        head,
+        "",
+        _table(("memory of one device", "bytes"), memory, right=(1,)),
+        "",
+        _table(("collectives of one step", "count", "bytes"), links or [("none",)], right=(1, 2)),
+        "",
+        _table(("largest tensors", "kind", "shape", "what"), largest, right=(0,)),
+        "",
+        *(Text(f"to make it fit: {line}") for line in report.advice),
+        Text(times, style="dim"),
+    )
+
+
+def print_report(report: Report) -> None:
+    """Prints the tables of a report on stdout."""
+    from rich.console import Console
+
+    console = Console()
+    # A file or a pipe has no width; rich would take 80 columns and break the lines of the tables.
+    (console if console.is_terminal else Console(width=130)).print(render(report))
+
+
+def show_bytes(size: float) -> str:
+    """Writes a size in the largest unit that leaves a digit before the point."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:,.2f} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1024
+    raise AssertionError
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets are no markup
+    return table
+
+
+def _short(op: str) -> str:
+    """Makes a JAX operation's path readable: the pass it belongs to, and its own name."""
+    path = re.sub(r"^jit\(\w+\)/|\b(while|body|cond|closed_call|checkpoint)/", "", op)
+    path = re.sub(r"transpose\(jvp\((.*?)\)\)", r"backward \1", path)
+    path = re.sub(r"jvp\((.*?)\)", r"forward \1", path)
+    return path.replace("rematted_computation", "recomputed").replace(" /", " ")

@@ -1,0 +1,187 @@
+"""Compile targets: named chips that need not be there, as JAX devices and meshes.
+
+Chapters: 16, 22.
+"""
+
+import difflib
+import glob
+import importlib.util
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from minitext.config import MeshConfig
+from minitext.errors import UserError
+from minitext.hw import CHIPS, Chip
+from minitext.mesh import make_mesh
+
+EXAMPLES = "target=v5e:2x2, target=v5p:4x4x4, target='v5e:16x16 slices=2' or target=h100:1x2x8"
+KNOWN = (*(name for name, chip in CHIPS.items() if chip.platform == "tpu"), "h100")
+MAX_DEVICES = 100_000
+
+# Without a TPU libtpu would ask Google's metadata server which machine it is on, and warn at
+# length.
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+# What the CUDA compiler must know of a GPU that it cannot ask: NVIDIA's figures for the H100 SXM,
+# in the text form of XLA's GpuTargetConfigProto.
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Chips to compile for.
+
+    Attributes:
+      chip: the kind of chip.
+      shape: TPU chips along each dimension of a slice; for GPUs 1 x hosts x GPUs of a host.
+      slices: TPU slices, joined by the data-centre network.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        return text if self.slices == 1 else f"{text} slices={self.slices}"
+
+    @property
+    def devices(self) -> int:
+        """JAX devices in all slices together."""
+        return math.prod(self.shape) * self.slices * self.chip.devices
+
+    def wrap(self) -> list[bool]:
+        """Returns which dimensions of a TPU slice close to rings.
+
+        Slices of v4, v5p and tpu7x are tori if they are made of whole 4x4x4 cubes; a slice of v5e
+        or v6e is a ring along a dimension of 16 (cloud.google.com/tpu/docs; Austin et al. 2025,
+        "How to Scale Your Model", part 2). The compiler has to be told: for a 4x4x4 slice of v5p
+        that is no torus it makes every all-gather an all-reduce.
+        """
+        shape = (*self.shape, 1)[:3]
+        if self.chip.links == 6:
+            return [all(size % 4 == 0 for size in shape)] * 3
+        return [size == 16 for size in shape]
+
+
+def parse_target(text: str) -> Target:
+    """Reads a target such as `v5e:2x2`, `v5e:16x16 slices=2` or `h100:1x2x8`.
+
+    Raises:
+      UserError: for an unknown chip or a shape that is none, in one line.
+    """
+    match = re.fullmatch(r"([\w.\-]+):(\w*)(?: +slices=([1-9]\d{0,4}))?", text.strip(), re.ASCII)
+    if match is None:
+        shown = ascii(text)[1:-1][:40]
+        raise UserError(f"target={shown} is not CHIP:SHAPE: write for instance {EXAMPLES}")
+    name, shape, slices = match[1], match[2], int(match[3] or 1)
+    if name not in KNOWN:
+        close = difflib.get_close_matches(name, KNOWN, 1, 0.4)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"unknown chip {name!r}{hint}: choose among {', '.join(KNOWN)}")
+    chip = CHIPS[name]
+    # A chip has two links along each dimension. libtpu crashes on a size of 0.
+    dims = chip.links // 2 if chip.platform == "tpu" else 3
+    if not re.fullmatch("x".join([r"[1-9]\d{0,5}"] * dims), shape):
+        example = {"gpu": "1x1x8 (1 x hosts x GPUs of a host)"}.get(
+            chip.platform, "4x4x4"[: 2 * dims - 1]
+        )
+        raise UserError(
+            f"target={name}:{shape[:40]}: {name} takes {dims} sizes, such as {name}:{example}"
+        )
+    target = Target(chip, tuple(int(size) for size in shape.split("x")), slices)
+    if target.devices > MAX_DEVICES:
+        raise UserError(
+            f"target={target}: {target.devices:,} devices; choose at most {MAX_DEVICES:,}"
+        )
+    if chip.platform == "gpu" and (slices > 1 or target.shape[0] > 1):
+        raise UserError(
+            f"target={target}: GPUs come as 1 x hosts x GPUs of a host, such as {name}:1x2x8"
+        )
+    return target
+
+
+def topology_devices(target: Target) -> list[Any]:
+    """Returns a target's JAX devices; no such chip is needed, and nothing is allocated.
+
+    Raises:
+      UserError: if the target's compiler is not installed, or its chips don't come in that shape.
+    """
+    try:
+        return _gpu_devices(target) if target.chip.platform == "gpu" else _tpu_devices(target)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        raise UserError(f"target={target}: {reason}; write for instance {EXAMPLES}") from error
+
+
+def topology_mesh(target: str | Target, mesh_cfg: MeshConfig | None = None) -> Mesh:
+    """Returns a mesh over a target's devices, with the axes of `minitext.mesh.AXES`.
+
+    Args:
+      target: such as `v5p:4x4x4`; see `parse_target`.
+      mesh_cfg: sizes of the axes; by default all devices lie along `data`.
+
+    Raises:
+      UserError: for a bad target, a compiler that is not installed, or axes that don't fit the
+        devices.
+    """
+    return make_mesh(
+        mesh_cfg, topology_devices(parse_target(target) if isinstance(target, str) else target)
+    )
+
+
+def _tpu_devices(target: Target) -> list[Any]:
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("compiling for TPUs needs libtpu: pip install 'minitext[aot]'")
+    # libtpu takes a lock file, on which a second process would die.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
+        for name, value in _WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)
+    options: dict[str, Any] = {"wrap": target.wrap()}
+    if target.slices > 1:
+        options["num_slices"] = target.slices
+    if target.chip.name == "v4":
+        options["chip_config_name"] = "megacore"  # else a chip's two cores are two devices
+    shape = str(target).partition(" ")[0]
+    return list(topologies.get_topology_desc(shape, "tpu", **options).devices)
+
+
+def _gpu_devices(target: Target) -> list[Any]:
+    from jax.experimental import topologies
+
+    shape = "x".join(map(str, target.shape))
+    try:
+        topology = topologies.get_topology_desc(
+            target.chip.name, "cuda", target_config=_H100, topology=shape
+        )
+    except NotImplementedError:
+        raise UserError(
+            "compiling for GPUs needs JAX's CUDA plugin: pip install 'minitext[aot-gpu]'"
+        ) from None
+    return list(topology.devices)
