@@ -109,10 +109,8 @@ def _try_out(request: _Request, kinds: list[str]) -> bool:
     exercises = registry.select(root, request.names)
     number = registry.learner_number(request.learner)
     grading = runner.Grading(root, request.seed, number, request.jobs)
-    with _progress(len(exercises)) as advance:
-        rows = runner.try_out(
-            grading, exercises.values(), kinds, lambda rows: advance(len({row[0] for row in rows}))
-        )
+    with _progress() as progress:
+        rows = runner.try_out(grading, exercises.values(), kinds, progress)
     good = report.print_rows(Console(), rows)
     typer.echo(f"seed {request.seed}")
     return good
@@ -145,8 +143,8 @@ def _grade(
     tasks = [(exercise, found.get(id, missing)) for id, exercise in exercises.items()]
     who = request.learner or registry.learner_name()
     grading = runner.Grading(root, request.seed, registry.learner_number(who), request.jobs)
-    with _progress(len(tasks)) as advance:
-        results = runner.grade_many(grading, tasks, lambda result: advance(1))
+    with _progress() as progress:
+        results = runner.grade_many(grading, tasks, progress)
     report.print_table(Console(stderr=json_file == "-"), results, request.seed)
     if json_file:
         report.write_json(json_file, report.as_json(results, request.seed, who))
@@ -156,12 +154,12 @@ def _grade(
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error that vanishes when done; yields `advance(n)`."""
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error that vanishes when done; yields a function of (done, total)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     columns = ("grading", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("grading", total=total)
-        yield lambda count: bar.advance(task, count)
+        task = bar.add_task("grading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -102,7 +102,8 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
         error = np.abs(g - w)
         exact = got.dtype.kind in "biu" and want.dtype.kind in "biu"
         same = got == want if exact else (g == w) | (np.isnan(g) & np.isnan(w))
-        bad = ~(same | (error <= atol + rtol * np.abs(w)))
+        # With no tolerance `error` must not decide: in float64 large integers look equal.
+        bad = ~(same | (error <= atol + rtol * np.abs(w))) if rtol or atol else ~same
     if not bad.any():
         return None
     error = np.where(bad, np.where(np.isnan(error), np.inf, error), -1.0)

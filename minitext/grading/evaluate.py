@@ -133,7 +133,8 @@ def choose_hint(exercise: Exercise, outcome: Outcome, mutants: list[Outcome]) ->
 
     First the mutant that fails the same first check with the same value (or exception); among
     several, one that fails the same checks, then the nearest in all values seen. Else the first
-    mutant that fails exactly the same checks. Else the exercise's first hint.
+    mutant that fails exactly the same checks in the same way (wrong value, or the same type of
+    exception). Else the exercise's first hint.
     """
     index = match(exercise, outcome, mutants)
     return exercise.hints[0] if index is None else exercise.mutants[index].hint
@@ -160,6 +161,13 @@ def match(exercise: Exercise, outcome: Outcome, mutants: list[Outcome]) -> int |
     if ranked:
         return min(ranked)[-1]
     for index, mutant in enumerate(mutants):
-        if [check.name for check in mutant.failing] == names:
+        same_checks = [check.name for check in mutant.failing] == names
+        if same_checks and _kind(mutant.failing[0]) == _kind(failing[0]):
             return index
     return None
+
+
+def _kind(check: CheckResult) -> str:
+    """How a check failed: the exception's type, or "" for a wrong value."""
+    seen = check.observed
+    return seen[1] if isinstance(seen, tuple) and seen[:1] == ("raised",) else ""

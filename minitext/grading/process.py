@@ -92,9 +92,7 @@ class Worker:
                     elif key.fd == read:
                         self._hear(data)
                     else:
-                        self.output = (self.output + data.decode("utf-8", "replace"))[
-                            -OUTPUT_BYTES:
-                        ]
+                        self._overhear(data)
                 if self._last() == "done":
                     return
                 if process.poll() is not None:

@@ -16,9 +16,11 @@ from minitext.errors import UserError
 from minitext.grading.answers import Answer
 from minitext.grading.process import Worker
 from minitext.grading.registry import Exercise
-from minitext.grading.report import FAILED, NOT_ATTEMPTED, Result
+from minitext.grading.report import FAILED, NOT_ATTEMPTED, PASSED, Result
+from minitext.grading.source import split
 
 TRY_TOGETHER = 3  # trusted exercises in one process: saves imports, keeps all cores busy
+Progress = Callable[[int, int], None]  # called with how many of how many processes are done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,38 +87,59 @@ def grade_one(
 def grade_many(
     grading: Grading,
     tasks: Iterable[tuple[Exercise, Answer]],
-    on_done: Callable[[Result], None],
+    progress: Progress,
 ) -> list[Result]:
     """Grades many answers; the results are in the order of the tasks."""
     calls = [functools.partial(grade_one, grading, *task) for task in tasks]
-    return _in_parallel(calls, grading.jobs, on_done)
+    return _in_parallel(calls, grading.jobs, progress)
 
 
 def try_out(
     grading: Grading,
     exercises: Iterable[Exercise],
     kinds: Collection[str],
-    on_done: Callable[[list[tuple]], None],
+    progress: Progress,
 ) -> list[tuple]:
-    """The maintainers' test, one process for up to three exercises of one file and device count.
+    """The maintainers' test: solutions score, stubs are not attempted, mutants show their hints.
+
+    Solutions are graded as a learner's answers are, each in a guarded process. Stubs and mutants
+    of up to three exercises share one.
 
     Args:
         grading: what all have in common.
         exercises: which to try.
         kinds: of "solution", "stub" and "mutant".
-        on_done: called with the rows of each process.
+        progress: called with (done, total) processes.
 
     Returns:
         Rows (exercise, kind, name, passed, message, seconds).
     """
+    exercises = list(exercises)
+    calls: list[Callable] = []
     groups: dict[tuple[str, int], list[Exercise]] = {}
     for exercise in exercises:
         groups.setdefault((exercise.stem, exercise.devices), []).append(exercise)
-    parts = [
-        g[i : i + TRY_TOGETHER] for g in groups.values() for i in range(0, len(g), TRY_TOGETHER)
-    ]
-    calls = [functools.partial(_try_group, grading, part, kinds) for part in parts]
-    return [row for rows in _in_parallel(calls, grading.jobs, on_done) for row in rows]
+    if "solution" in kinds:
+        calls += [functools.partial(_try_solution, grading, exercise) for exercise in exercises]
+    if "stub" in kinds or "mutant" in kinds:
+        parts = [
+            group[i : i + TRY_TOGETHER]
+            for group in groups.values()
+            for i in range(0, len(group), TRY_TOGETHER)
+        ]
+        calls += [functools.partial(_try_group, grading, part, kinds) for part in parts]
+    rows = [row for rows in _in_parallel(calls, grading.jobs, progress) for row in rows]
+    order = [exercise.id for exercise in exercises]
+    return sorted(rows, key=lambda row: order.index(row[0]))
+
+
+def _try_solution(grading: Grading, exercise: Exercise, stop: threading.Event) -> list[tuple]:
+    path = grading.root / "solutions" / f"{exercise.stem}.py"
+    pieces = split(path.read_text(encoding="utf-8"))
+    result = grade_one(grading, exercise, Answer(tuple(pieces), path.name), stop)
+    good = result.status == PASSED
+    text = "" if good else result.explanation() or result.status
+    return [(exercise.id, "solution", exercise.function, good, text, result.seconds)]
 
 
 def _try_group(
@@ -136,7 +159,7 @@ def _try_group(
     return rows
 
 
-def _in_parallel(calls: list[Callable], jobs: int, on_done: Callable[[Any], None]) -> list:
+def _in_parallel(calls: list[Callable], jobs: int, progress: Progress) -> list:
     """Runs the calls in threads that each watch one process; Ctrl-C stops them all."""
     if os.name != "posix":
         raise UserError("minitext grade needs Linux or macOS; on Windows run it inside WSL")
@@ -144,8 +167,9 @@ def _in_parallel(calls: list[Callable], jobs: int, on_done: Callable[[Any], None
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
         futures = [pool.submit(call, stop) for call in calls]
         try:
-            for future in as_completed(futures):
-                on_done(future.result())
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(done, len(futures))
         except BaseException:
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)

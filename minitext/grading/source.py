@@ -100,7 +100,7 @@ def stub(text: str) -> str:
 
 def without_markers(text: str) -> str:
     """A solution as a reader sees it: without its BEGIN and END lines."""
-    return re.sub(r"^[ \t]*# (BEGIN|END) SOLUTION[^\n]*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^[ \t]*# (BEGIN|END) SOLUTION[^\n]*(\n|\Z)", "", text, flags=re.MULTILINE)
 
 
 def same_code(a: str, b: str) -> bool:
@@ -169,7 +169,10 @@ def _uses(statement: ast.stmt) -> set[str]:
         }
         return names.union(*(walk(child) for child in table.get_children()))
 
-    return walk(symtable.symtable(ast.unparse(statement), "answer", "exec"))
+    try:
+        return walk(symtable.symtable(ast.unparse(statement), "answer", "exec"))
+    except (SyntaxError, ValueError, RecursionError):  # a stray `nonlocal`: compile() will tell
+        return set()
 
 
 def _binds(statement: ast.stmt, imported: set[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The child process: grades one answer, or tries out the maintainers' own answers.
+"""The child process: grades one answer, or tries out the maintainers' stubs and mutants.
 
 Started by `process` as `python -m minitext.grading.worker FD`. It reads its job and a nonce from
 standard input before any of the learner's code runs, and writes JSON lines with the nonce to FD.
@@ -8,6 +8,7 @@ Chapters: none.
 
 import json
 import os
+import resource
 import sys
 import types
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 from minitext.grading import evaluate as ev
 from minitext.grading import guard, registry, source
 from minitext.grading.registry import Exercise
+
+FILE_BYTES = 2**30  # the largest file that an answer may write
 
 
 class Refused(BaseException):
@@ -79,8 +82,8 @@ def _look_for_forbidden(module: types.ModuleType, exercise: Exercise) -> None:
     """What the syntax does not show: a module or its functions fetched under another name."""
     for name, value in vars(module).items():
         home = value.__name__ if isinstance(value, types.ModuleType) else None
-        home = home or getattr(value, "__module__", None)
-        if isinstance(home, str) and any(f"{home}.".startswith(f"{f}.") for f in exercise.forbid):
+        home = home or f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
+        if any(f"{home}.".startswith(f"{forbidden}.") for forbidden in exercise.forbid):
             raise Refused(f"this exercise is to be solved without {home} (your {name!r})")
 
 
@@ -91,7 +94,8 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
     exercise = next(e for e in registry.exercises_of(checks, job["stem"]) if e.id == job["id"])
     pieces = [source.Piece(*piece) for piece in job["pieces"]]
     filename, seed, learner = job["filename"], job["seed"], job["learner"]
-    sys.path.append(job["folder"])  # an answer may import the learner's other files
+    if job["folder"]:  # an answer may import the learner's other files
+        sys.path.append(job["folder"])
     broken = guard.Seal(exercise, checks).broken
     send("ready")
     guard.arm([root / "solutions", root / "checks"], filename)
@@ -126,41 +130,33 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
 
 
 def try_out(job: dict, send: Callable[..., None]) -> None:
-    """The maintainers' test of one chapter's exercises: sends `result` with rows for each.
+    """The maintainers' test of one file's stubs and mutants: sends `result` with rows for each.
 
     A row is (exercise, kind, name, passed, message, seconds).
     """
     root, stem = Path(job["root"]), job["stem"]
     text = (root / "solutions" / f"{stem}.py").read_text(encoding="utf-8")
-    answers = {"solution": source.split(text), "stub": source.split(source.stub(text))}
+    stubs = source.split(source.stub(text))
     found = registry.exercises_of(registry.load_module(root / "checks" / f"{stem}.py"), stem)
     send("ready")
     for exercise in found:
         if exercise.id not in job["ids"]:
             continue
-        rows: list[tuple] = []
-        wanted = [kind for kind in answers if kind in job["kinds"]]
-        rows += [_try_answer(job, exercise, answers[kind], kind) for kind in wanted]
+        rows = [_try_stub(job, exercise, stubs)] if "stub" in job["kinds"] else []
         if "mutant" in job["kinds"]:
             rows += _try_mutants(job, exercise)
         send("result", rows=[(exercise.id, *row) for row in rows])
 
 
-def _try_answer(job: dict, exercise: Exercise, pieces: list[source.Piece], kind: str) -> tuple:
-    filename = f"{job['stem']}.py"
+def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> tuple:
+    name = exercise.function
     try:
-        fn = load(pieces, exercise, filename, guarded=False)
-        outcome = ev.evaluate(exercise, fn, job["seed"], job["learner"], filename)
+        fn = load(pieces, exercise, f"{job['stem']}.py", guarded=False)
+        outcome = ev.evaluate(exercise, fn, job["seed"], job["learner"])
     except Refused as error:
-        return (kind, exercise.function, False, str(error), 0.0)
-    if kind == "stub":
-        good = outcome.untouched and not outcome.checks
-        text = "" if good else "the stub is taken for an attempt"
-        return (kind, exercise.function, good, text, outcome.seconds)
-    text = "; ".join(f"{check.name}: {check.message}" for check in outcome.failing)
-    if outcome.passed and outcome.seconds > exercise.seconds:
-        text = f"takes {outcome.seconds:.0f} s of {exercise.seconds:.0f} s allowed"
-    return (kind, exercise.function, outcome.passed and not text, text, outcome.seconds)
+        return ("stub", name, False, str(error), 0.0)
+    good = outcome.untouched and not outcome.checks
+    return ("stub", name, good, "" if good else "is taken for an attempt", outcome.seconds)
 
 
 def _try_mutants(job: dict, exercise: Exercise) -> list[tuple]:
@@ -187,6 +183,8 @@ def main() -> None:
     job = json.load(sys.stdin)
     send = _sender(int(sys.argv[1]), job.pop("nonce"))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     end = os._exit
     (grade_answer if job["mode"] == "answer" else try_out)(job, send)
     send("done")
