@@ -521,8 +521,8 @@ def ravel(tree):
 
 def dense_product(f, params, vector):
     flat, unravel = ravel_pytree(params)
-    hessian = jax.hessian(lambda x: f(unravel(x)))(flat)
-    return hessian @ ravel_pytree(vector)[0]
+    hessian = jax.jit(jax.hessian(lambda x: f(unravel(x))))(flat)
+    return np.asarray(hessian @ ravel_pytree(vector)[0])
 
 
 def largest_array(closed_jaxpr):
@@ -553,16 +553,17 @@ def _(fn, t):
     t.equal(
         str(jax.tree.structure(got)), str(jax.tree.structure(params)), why="the result's structure"
     )
-    want = np.asarray(dense_product(f, params, vector))
+    want = dense_product(f, params, vector)
     t.close(ravel(got), want, rtol=1e-4, atol=1e-4, why="against the dense Hessian")
 
 
 @hvp.check("exact for vectors of any length")
 def _(fn, t):
     f, params, vector = network_loss(t)
+    product = dense_product(f, params, vector)
     for scale in (1e-4, 1e4, 0.0):
         scaled = jax.tree.map(lambda v, s=scale: s * v, vector)
-        want = np.asarray(dense_product(f, params, vector)) * scale
+        want = product * scale
         tolerance = 1e-4 * scale * float(np.max(np.abs(ravel(vector))) + 1)
         t.close(
             ravel(fn(f, params, scaled)), want, rtol=1e-3, atol=tolerance, why=f"v times {scale}"
@@ -683,12 +684,11 @@ def ragged_model(t, batch_size, dtype=np.float32):
 def clipped_by_loop(loss, params, batch, max_norm):
     """The answer, one example at a time, in float64."""
     size = jax.tree.leaves(batch)[0].shape[0]
+    grad = jax.jit(jax.grad(loss))
     total, norms = 0.0, []
     for i in range(size):
         example = jax.tree.map(lambda x, i=i: x[i], batch)
-        gradient = ravel(
-            jax.tree.map(lambda g: np.asarray(g, np.float64), jax.grad(loss)(params, example))
-        )
+        gradient = ravel(grad(params, example)).astype(np.float64)
         norms.append(np.sqrt(np.sum(gradient**2)))
         total = total + gradient * min(1.0, max_norm / norms[-1] if norms[-1] else 1.0)
     return total / size, np.array(norms)
@@ -911,8 +911,8 @@ The ready-made functions in `jax.nn` and `jax.scipy.special` are not allowed her
         "nor the softmax. What happens if that largest logit is -inf?",
         "softmax(x) is exp(x - logsumexp(x)). So the logits and the value are all that the "
         "backward rule needs: recompute the exponential there.",
-        "Forward: `x = logits.astype(jnp.float32)`; `top = jnp.max(x, -1, keepdims=True)`, replaced "
-        "by 0 where it is not finite; `value = log(sum(exp(x - top))) + top[..., 0]`; keep "
+        "Forward: `x = logits.astype(jnp.float32)`; `top = jnp.max(x, -1, keepdims=True)`, but 0 "
+        "where it is not finite; `value = log(sum(exp(x - top))) + top[..., 0]`; keep "
         "`(logits, value)`. Backward: `softmax = exp(x - value[..., None])` with the same care for "
         "-inf; return `((g[..., None] * softmax).astype(logits.dtype),)`, a tuple.",
     ),
@@ -1141,7 +1141,7 @@ wrong_logsumexp(
 
 @logsumexp.mutant(
     "Your function has no rule of its own: JAX differentiates the formula, and keeps float32 "
-    "arrays of the logits' shape. The work belongs in the forward and the backward rule, given to defvjp."
+    "arrays of the logits' shape. The work belongs in the two rules that defvjp is given."
 )
 def plain_formula(logits):
     return good_forward(logits)[0]
