@@ -26,7 +26,7 @@ def cache_dir() -> Path:
     Raises:
         UserError: it cannot be made or written to.
     """
-    root = Path(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext").expanduser()
+    root = Path(os.path.expanduser(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext"))
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

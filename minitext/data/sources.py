@@ -39,26 +39,29 @@ def find_files(cfg: DataConfig) -> list[Path]:
     """
     if cfg.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        found = sorted(path for path in _walk(root, SKIPPED) if path.suffix == ".py")
+        found = _walk(root, SKIPPED, (".py",))
         if not found:
-            raise UserError(
-                f"no .py files in the standard library's folder {root}: set data.source=files"
-            )
+            raise UserError(f"no .py files in Python's library {root}: set data.source=files")
         return found
+    try:
+        return _find_path(cfg)
+    except OSError as error:
+        raise UserError(f"cannot look at data.path={cfg.path}: {error.strerror}") from error
+
+
+def _find_path(cfg: DataConfig) -> list[Path]:
     assert cfg.path, "the config has seen to it"
-    path = Path(cfg.path).expanduser()
+    path = Path(os.path.expanduser(cfg.path))
     if path.is_dir():
-        found = [p for p in _walk(path, {"__pycache__"}) if p.suffix in SUFFIXES]
+        found = _walk(path, {"__pycache__"}, SUFFIXES)
         if not found:
             raise UserError(
-                f"data.path={cfg.path} is a folder without any {', '.join(SUFFIXES)} file"
+                f"data.path={cfg.path} is a folder without a {', '.join(SUFFIXES)} file"
             )
     elif path.exists():
         found = [path]
     elif glob.has_magic(cfg.path):
-        found = [
-            Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
-        ]
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
         if not found:
             raise UserError(f"data.path={cfg.path} matches no file")
     else:
@@ -70,7 +73,7 @@ def find_files(cfg: DataConfig) -> list[Path]:
             raise UserError(
                 f"data.path: cannot read {path}: its name must end in one of {', '.join(SUFFIXES)}"
             )
-    return sorted(found)
+    return found
 
 
 def identity(cfg: DataConfig) -> list[Any]:
@@ -139,7 +142,7 @@ def open_hf(cfg: DataConfig) -> Any:
 
     files: dict[str, Any] = {}
     if cfg.path:
-        path = str(Path(cfg.path).expanduser())
+        path = os.path.expanduser(cfg.path)
         files["data_files"] = sorted(glob.glob(path, recursive=True))
         if not files["data_files"]:
             raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
@@ -156,11 +159,13 @@ def open_hf(cfg: DataConfig) -> Any:
         ) from error
 
 
-def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """Yields the files below `root`, leaving out hidden folders and those named in `skipped`."""
+def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> list[Path]:
+    """Returns the files below `root`, sorted, without hidden folders and those in `skipped`."""
+    found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        yield from (Path(folder, name) for name in files)
+        found += [Path(folder, name) for name in files if name.endswith(suffixes)]
+    return sorted(path for path in found if path.is_file())  # not a link to nowhere
 
 
 def _take(texts: Iterable[str], size: float) -> Iterator[str]:
