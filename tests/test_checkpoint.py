@@ -509,9 +509,10 @@ SAVES_UNTIL_KILLED = """
     saver = Checkpointer(sys.argv[1], keep=2)
     restored = saver.restore({"w": jax.ShapeDtypeStruct((500_000,), "float32")})
     first = 0 if restored is None else restored.step + 1
-    print("ready", first, flush=True)
+    print("first", first, flush=True)
     for step in itertools.count(first):
         saver.save(step, {"w": jnp.full(500_000, step, jnp.float32)}, {"position": step})
+        print("saving", step, flush=True)
 """
 
 
@@ -524,20 +525,24 @@ def test_a_writer_killed_at_any_moment_leaves_whole_steps(tmp_path):
         command = [sys.executable, "-c", textwrap.dedent(SAVES_UNTIL_KILLED), str(tmp_path)]
         writer = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
-        assert writer.stdout.readline().split() == ["ready", str(last + 1)]
-        time.sleep(rng.uniform(0, 0.5))
+        assert writer.stdout.readline().split() == ["first", str(last + 1)]
+        begun = last + rng.randrange(6)
+        for step in range(last + 1, begun + 1):
+            assert writer.stdout.readline().split() == ["saving", str(step)]
+        time.sleep(rng.uniform(0, 0.05))
         writer.kill()
         writer.wait()
         with Checkpointer(tmp_path) as checkpointer:
             steps = checkpointer.steps()
             assert all(checkpointer.verify(step) is None for step in steps)
+            if begun > 0:
+                assert steps[-1] >= begun - 1  # each save waits for the one before it
             if steps:
-                assert steps[-1] >= last
                 last = steps[-1]
                 restored = checkpointer.restore({"w": jnp.zeros(500_000)})
                 assert restored is not None and restored.data_state == {"position": last}
                 assert np.all(np.asarray(restored.state["w"]) == last)
-    assert last > 8
+    assert last >= 8
 
 
 # Other meshes and numbers of processes

@@ -1,4 +1,4 @@
-"""The manifest sees every altered byte; errors of the system are explained, each with its mending."""
+"""The manifest sees every altered byte; system errors are explained, with how to mend them."""
 
 import errno
 import os
