@@ -21,7 +21,15 @@ from importlib import metadata
 from pathlib import Path
 
 SHAPES = {
-    "10.7M": {"layers": 6, "embed": 384, "heads": 6, "mlp": 1024, "vocab": 256, "batch": 8, "seq_len": 256},
+    "10.7M": {
+        "layers": 6,
+        "embed": 384,
+        "heads": 6,
+        "mlp": 1024,
+        "vocab": 256,
+        "batch": 8,
+        "seq_len": 256,
+    },
 }
 WARM_UP = 3
 
@@ -52,7 +60,9 @@ def minitext_step(shape):
         "loss_mask": np.ones((B, T)),
     }
     wanted = abstract_batch(cfg, mesh)
-    batch = {k: jax.device_put(v.astype(wanted[k].dtype), wanted[k].sharding) for k, v in arrays.items()}
+    batch = {
+        k: jax.device_put(v.astype(wanted[k].dtype), wanted[k].sharding) for k, v in arrays.items()
+    }
     train_step, state = make_train_step(cfg, mesh), init_state(cfg, mesh)
 
     def step():
@@ -119,7 +129,9 @@ class Side:
 
     def __init__(self, name, shape):
         command = [sys.executable, __file__, "--serve", name, "--shape", shape]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         if self.process.stdout.readline().strip() != "ready":
             sys.exit(f"{name} did not start: see its messages above")
         self.seconds = []
@@ -137,7 +149,9 @@ def measure(shape_name, names, rounds, steps):
         order = list(sides) if i % 2 == 0 else list(sides)[::-1]
         for name in order:
             sides[name].run(steps)
-            print(f"round {i + 1}/{rounds}  {name:<14} {statistics.median(sides[name].seconds[-1]) * 1e3:7.0f} ms/step")
+            print(
+                f"round {i + 1}/{rounds}  {name:<14} {statistics.median(sides[name].seconds[-1]) * 1e3:7.0f} ms/step"
+            )
     for side in sides.values():
         side.process.stdin.close()
         side.process.wait()
@@ -147,7 +161,11 @@ def measure(shape_name, names, rounds, steps):
 def machine():
     """Returns what the figures were taken on."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     packages = ("minitext", "jax", "jaxlib", "flax", "optax", "torch", "transformers")
     return {
         "processor": names[0] if names else platform.processor(),
@@ -158,12 +176,20 @@ def machine():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="10.7M")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each side (default 8)")
     parser.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
-    parser.add_argument("--without-compile", action="store_true", help="leave torch.compile out (needs a C++ compiler)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    parser.add_argument(
+        "--without-compile",
+        action="store_true",
+        help="leave torch.compile out (needs a C++ compiler)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON"
+    )
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -171,7 +197,10 @@ def main():
         return
     names = [name for name in SIDES if not (args.without_compile and name == "torch compile")]
     seconds = measure(args.shape, names, args.rounds, args.steps)
-    medians = {name: statistics.median(s for part in parts for s in part) for name, parts in seconds.items()}
+    medians = {
+        name: statistics.median(s for part in parts for s in part)
+        for name, parts in seconds.items()
+    }
     tokens = SHAPES[args.shape]["batch"] * SHAPES[args.shape]["seq_len"]
     # A ratio per round, then its median: a slow spell of the machine falls on one round of every side.
     rounds = {name: [statistics.median(part) for part in parts] for name, parts in seconds.items()}
@@ -181,7 +210,9 @@ def main():
     }  # fmt: skip
     for name in names:
         against = f"   minitext is {ratios[name]:.2f}x as fast" if name in ratios else ""
-        print(f"{name:<14} {medians[name] * 1e3:7.0f} ms/step {tokens / medians[name]:8.0f} tokens/s{against}")
+        print(
+            f"{name:<14} {medians[name] * 1e3:7.0f} ms/step {tokens / medians[name]:8.0f} tokens/s{against}"
+        )
     date = datetime.date.today().isoformat()
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"train_cpu-{args.shape}-{date}.json"

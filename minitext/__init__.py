@@ -19,7 +19,7 @@ _PUBLIC = {
     "Checkpointer": "checkpoint",
 }
 
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = list(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

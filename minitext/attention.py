@@ -37,11 +37,21 @@ class GQA(nnx.Module):
         self.q = Linear(D, N * H, ("embed", "heads"), key=rngs.params(), rules=rules)
         self.k = Linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), rules=rules)
         self.v = Linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), rules=rules)
-        self.o = Linear(N * H, D, ("heads", "embed"), key=rngs.params(), rules=rules, scale=(2 * cfg.layers) ** -0.5)
+        self.o = Linear(
+            N * H,
+            D,
+            ("heads", "embed"),
+            key=rngs.params(),
+            rules=rules,
+            scale=(2 * cfg.layers) ** -0.5,
+        )
         self.cfg, self.rules = cfg, rules
 
     def __call__(
-        self, x_XD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None,
+        self,
+        x_XD: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
         cache: KVCache | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Attends within each segment to the positions before and at each token.
@@ -78,12 +88,16 @@ class GQA(nnx.Module):
                 q_BTNH, cache.k, cache.v, query_offset=cache.length - q_BTNH.shape[1], impl="xla"
             )
         out_BTF = jax.lax.reshape(
-            out_BTNH, (*out_BTNH.shape[:2], cfg.heads * cfg.H), out_sharding=rules.out("batch", "seq", "heads")
+            out_BTNH,
+            (*out_BTNH.shape[:2], cfg.heads * cfg.H),
+            out_sharding=rules.out("batch", "seq", "heads"),
         )
         return self.o(flatten_tokens(out_BTF, rules)), cache
 
 
-def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["fsdp"]) -> KVCache:
+def make_cache(
+    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["fsdp"]
+) -> KVCache:
     """Returns an empty cache for `length` tokens: keys and values [L, B, S, K, H] in the compute type."""
     empty = jnp.zeros((cfg.layers, batch, length, cfg.K, cfg.H), cfg.dtype)
     k, v = (rules.shard(empty, "layers", "batch", None, "kv_heads", "head_dim") for _ in "kv")

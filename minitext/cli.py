@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from minitext.errors import UserError
-
+from minitext.grading.command import grade
 
 app = typer.Typer(
     name="minitext",
@@ -24,11 +24,14 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show and explain configurations.")
 app.add_typer(config_app, name="config")
+app.command("grade")(grade)
 
 
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PRESET] [KEY=VALUE]...", help="preset, then settings such as train.steps=300"),
+    typer.Argument(
+        metavar="[PRESET] [KEY=VALUE]...", help="preset, then settings such as train.steps=300"
+    ),
 ]
 RunDir = Annotated[str, typer.Argument(metavar="RUN", help="run directory, such as runs/NAME")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
@@ -59,7 +62,9 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
     top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="draw among the most likely tokens that sum to this probability")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="draw among the most likely tokens that sum to this probability")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -87,14 +92,19 @@ def generate(
             print(text[len(shown) :], end="", flush=True)
             shown = text
     text = prompt + tokenizer.decode(tokens)
-    print(json.dumps({"text": text, "tokens": len(tokens), "step": step}) if as_json else text[len(shown) :])
+    print(
+        json.dumps({"text": text, "tokens": len(tokens), "step": step})
+        if as_json
+        else text[len(shown) :]
+    )
 
 
 @app.command("eval")
 def evaluate(
     directory: RunDir,
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="other data, such as data.path=FILE")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="other data, such as data.path=FILE"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -142,27 +152,40 @@ def config_show(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.config import to_yaml
 
     cfg = _load(settings)
-    print(json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True), end="\n" * as_json)
+    print(
+        json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True),
+        end="\n" * as_json,
+    )
 
 
 @config_app.command("explain")
 def config_explain(
-    key: Annotated[str, typer.Argument(help="dotted key, or the beginning of some, such as optim.")],
+    key: Annotated[
+        str, typer.Argument(help="dotted key, or the beginning of some, such as optim.")
+    ],
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
-    from minitext.config import ConfigError, _suggest, keys
+    from minitext.config import ConfigError, keys, suggest
 
     cfg = _load(settings)
-    found = {name: field for name, field in keys().items() if name == key or name.startswith(key.rstrip(".") + ".")}
+    found = {
+        name: field
+        for name, field in keys().items()
+        if name == key or name.startswith(key.rstrip(".") + ".")
+    }
     if not found:
-        raise ConfigError([f"unknown key {key!r}{_suggest(key, list(keys()))}"])
+        raise ConfigError([f"unknown key {key!r}{suggest(key, list(keys()))}"])
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):
             value = getattr(value, part)
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace("typing.", "")
-        print(f"{name} = {value}   ({cfg.provenance(name)})\n    {field.description}; {kind}, default {field.default}")
+        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace(
+            "typing.", ""
+        )
+        print(
+            f"{name} = {value}   ({cfg.provenance(name)})\n    {field.description}; {kind}, default {field.default}"
+        )
 
 
 @config_app.command("presets")
@@ -194,7 +217,9 @@ def _load(settings: list[str] | None):
     words = [s for s in settings or [] if "=" not in s]
     pairs = [s for s in settings or [] if "=" in s]
     if len(words) > 1:
-        raise UserError(f"one preset at most: got {', '.join(words)}; settings are written KEY=VALUE")
+        raise UserError(
+            f"one preset at most: got {', '.join(words)}; settings are written KEY=VALUE"
+        )
     named = words[0] if words else None
     from_file = any(p.startswith("config=") for p in pairs)
     return load_config(named if named or from_file else DEFAULT_PRESET, pairs)

@@ -63,7 +63,9 @@ def accelerator_is_visible() -> bool:
     if plugins is None or plugins.submodule_search_locations is None:
         return False
     names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
-    return any(n.startswith(_GPU_PLUGINS) for n in names) and any(os.path.exists(p) for p in _GPU_FILES)
+    return any(n.startswith(_GPU_PLUGINS) for n in names) and any(
+        os.path.exists(p) for p in _GPU_FILES
+    )
 
 
 def use_compilation_cache() -> None:

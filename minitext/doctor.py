@@ -31,7 +31,9 @@ def examine() -> dict[str, str]:
         "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
         "cache": str(cache_dir()),
         "compile for TPU": "yes" if versions["libtpu"] else "no: pip install 'minitext[aot]'",
-        "compile for H100": "yes" if importlib.util.find_spec("jax_plugins.xla_cuda13") else "no: pip install 'minitext[aot-gpu]'",
+        "compile for H100": "yes"
+        if importlib.util.find_spec("jax_plugins.xla_cuda13")
+        else "no: pip install 'minitext[aot-gpu]'",
         **{name: version or "not installed" for name, version in versions.items()},
     }
 

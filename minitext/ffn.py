@@ -20,7 +20,9 @@ class SwiGLU(nnx.Module):
         self.up = Linear(D, F, ("embed", "mlp"), key=rngs.params(), rules=rules)
         # Each layer adds two outputs to the residual stream; this keeps its variance from growing with depth
         # (Radford et al. 2019).
-        self.down = Linear(F, D, ("mlp", "embed"), key=rngs.params(), rules=rules, scale=(2 * cfg.layers) ** -0.5)
+        self.down = Linear(
+            F, D, ("mlp", "embed"), key=rngs.params(), rules=rules, scale=(2 * cfg.layers) ** -0.5
+        )
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         """Maps tokens [X, D] to [X, D]."""

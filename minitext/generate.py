@@ -121,7 +121,9 @@ def generate(
     if not len(prompt):
         raise UserError("the prompt is empty: give at least one character")
     if max(prompt) >= cfg.vocab:
-        raise UserError(f"the prompt holds token {max(prompt)}, and the model's vocabulary has {cfg.vocab}")
+        raise UserError(
+            f"the prompt holds token {max(prompt)}, and the model's vocabulary has {cfg.vocab}"
+        )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0))))
     padded = -len(prompt) % PROMPT_BUCKET + len(prompt)
     tokens = np.zeros((1, padded), np.int32)

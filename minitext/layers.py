@@ -33,7 +33,9 @@ def make_param(
     """
     # A standard normal cut at +-2 has standard deviation 0.8796; dividing restores the one that is asked for.
     std = scale / math.sqrt(fan_in) / 0.87962566
-    return nnx.Param(std * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32), axes=axes)
+    return nnx.Param(
+        std * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32), axes=axes
+    )
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
@@ -95,7 +97,13 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, axes: tuple[str, str], *, key: jax.Array, rules: ShardingRules,
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        *,
+        key: jax.Array,
+        rules: ShardingRules,
         scale: float = 1.0,
     ):
         self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale)
@@ -123,7 +131,9 @@ class Embedding(nnx.Module):
     def attend(self, x_XD: jax.Array) -> jax.Array:
         """Returns the products of x [X, D] with every token vector, [X, V], scaled by 1/sqrt(D)."""
         table_VD = self.rules.gather(self.table.get_value(), "vocab", "embed").astype(x_XD.dtype)
-        logits = jnp.einsum("XD,VD->XV", x_XD, table_VD, out_sharding=self.rules.out("batch", "vocab"))
+        logits = jnp.einsum(
+            "XD,VD->XV", x_XD, table_VD, out_sharding=self.rules.out("batch", "vocab")
+        )
         return logits / math.sqrt(x_XD.shape[-1])
 
 
@@ -134,7 +144,9 @@ def flatten_tokens(x: jax.Array, rules: ShardingRules) -> jax.Array:
     return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
 
 
-def unflatten_tokens(x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules) -> jax.Array:
+def unflatten_tokens(
+    x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules
+) -> jax.Array:
     """Reshapes [B*T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
     shape = (batch, x.shape[0] // batch, *sizes)
     return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", "seq", *names))

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, *, z_loss: float = 0.0) -> jax.Array:
+def cross_entropy(
+    logits_BTV: jax.Array, targets_BT: jax.Array, *, z_loss: float = 0.0
+) -> jax.Array:
     """Returns the negative log-likelihood of every target, in nats.
 
     Args:

@@ -9,9 +9,9 @@ Chapters: 9.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from minitext.config import MeshConfig
@@ -32,7 +32,9 @@ def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
     """
     sizes = cfg.sizes()
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "all axes 1"
+    shown = (
+        " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "all axes 1"
+    )
     mend = f"change mesh.*, or set mesh.simulate={fixed} to try it on simulated CPU devices"
     if device_count % fixed or (device_count != fixed and -1 not in sizes.values()):
         raise UserError(
@@ -42,7 +44,7 @@ def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
     return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
 
 
-def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """Arranges devices in a mesh with the axes `AXES`, all Explicit.
 
     Args:
@@ -58,5 +60,8 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[jax.Device] | Non
     sizes = resolve_axes(cfg, len(devices))
     # make_mesh orders the devices of a TPU slice so that neighbours on an axis are neighbours on the interconnect.
     return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=np.asarray(devices).ravel()
+        tuple(sizes.values()),
+        AXES,
+        axis_types=(AxisType.Explicit,) * len(AXES),
+        devices=list(devices),
     )

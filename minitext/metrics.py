@@ -31,11 +31,16 @@ class MetricsWriter:
         self.path = Path(directory) / "metrics.jsonl"
         _rewrite(self.path, [r for r in read_metrics(directory) if r["step"] <= after_step])
         self._file = self.path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=after_step + 1)
+        self._events = SummaryWriter(
+            str(Path(directory) / "tensorboard"), purge_step=after_step + 1
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one step's record, which holds at least `step`; NaN and infinity become strings."""
-        safe = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in record.items()}
+        safe = {
+            k: v if not isinstance(v, float) or math.isfinite(v) else str(v)
+            for k, v in record.items()
+        }
         self._file.write(json.dumps(safe) + "\n")
         self._file.flush()
         for name, value in record.items():

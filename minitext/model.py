@@ -37,11 +37,16 @@ class Block(nnx.Module):
         self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
 
     def __call__(
-        self, x_XD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array | None,
+        self,
+        x_XD: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
         cache: KVCache | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Maps the residual stream [B*T, D] to itself; grows one layer's cache if there is one."""
-        mixed, cache = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
+        mixed, cache = self.attention(
+            self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache
+        )
         x_XD = x_XD + mixed
         return x_XD + self.ffn(self.norm_ffn(x_XD)), cache
 
@@ -64,7 +69,12 @@ class Transformer(nnx.Module):
         if not cfg.tie_embeddings:
             # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
             self.unembed = Linear(
-                cfg.embed, cfg.vocab, ("embed", "vocab"), key=rngs.params(), rules=rules, scale=cfg.embed**-0.5
+                cfg.embed,
+                cfg.vocab,
+                ("embed", "vocab"),
+                key=rngs.params(),
+                rules=rules,
+                scale=cfg.embed**-0.5,
             )
 
     def __call__(
@@ -92,49 +102,55 @@ class Transformer(nnx.Module):
             positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
             positions_BT = rules.shard(positions_BT, "batch", "seq")
         x_XD = flatten_tokens(self.embed(tokens_BT, jnp.dtype(cfg.dtype)), rules)
-        x_XD, cache = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
+        if cache is None:
+            x_XD = self._layers(x_XD, positions_BT, segment_ids_BT)
+        else:
+            x_XD, cache = self._layers_with_cache(x_XD, positions_BT, segment_ids_BT, cache)
         x_XD = self.norm(x_XD)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
         # Softmax follows: bfloat16 logits would cost more accuracy than they save.
-        logits_BTV = unflatten_tokens(logits_XV.astype(jnp.float32), B, "vocab", sizes=(cfg.vocab,), rules=rules)
+        logits_BTV = unflatten_tokens(
+            logits_XV.astype(jnp.float32), B, "vocab", sizes=(cfg.vocab,), rules=rules
+        )
         return logits_BTV if cache is None else (logits_BTV, cache)
 
-    def _layers(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None):
+    def _layers(self, x_XD, positions_BT, segment_ids_BT):
         """Runs the stack, scanned or unrolled, with the remat policy around each layer."""
-        cfg = self.cfg
         graphdef, params = nnx.split(self.blocks)
 
-        def layer(x, params_l, cache_l):
-            return nnx.merge(graphdef, params_l)(x, positions_BT, segment_ids_BT, cache_l)
+        def layer(x, params_l):
+            return nnx.merge(graphdef, params_l)(x, positions_BT, segment_ids_BT)[0], None
 
-        if cfg.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[cfg.remat])
-        if cache is None:
-            body = lambda x, params_l: (layer(x, params_l, None)[0], None)  # noqa: E731
-            x_XD, _ = _run_stack(body, x_XD, params, cfg)
-            return x_XD, None
+        if self.cfg.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.cfg.remat])
+        return _run_stack(layer, x_XD, params, self.cfg.scan_layers)
 
-        # The cache rides in the carry and is updated in place; as scanned input and output it would exist twice.
-        def body_with_cache(carry, params_l):
+    def _layers_with_cache(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache):
+        """Runs the stack and grows the cache, which rides in the carry and is updated in place."""
+        graphdef, params = nnx.split(self.blocks)
+
+        def layer(carry, params_l):
             x, k, v, i = carry
-            here = KVCache(k[i], v[i], cache.length)
-            x, grown = layer(x, params_l, here)
+            block = nnx.merge(graphdef, params_l)
+            x, grown = block(x, positions_BT, segment_ids_BT, KVCache(k[i], v[i], cache.length))
+            assert grown is not None  # a cache that goes in comes out
             return (x, k.at[i].set(grown.k), v.at[i].set(grown.v), i + 1), None
 
-        (x_XD, k, v, _), _ = _run_stack(body_with_cache, (x_XD, cache.k, cache.v, 0), params, cfg)
+        # As scanned input and output, not carry, the cache would exist twice.
+        carry = (x_XD, cache.k, cache.v, 0)
+        x_XD, k, v, _ = _run_stack(layer, carry, params, self.cfg.scan_layers)
         return x_XD, KVCache(k, v, cache.length + positions_BT.shape[1])
 
 
-def _run_stack(body, carry, params: Any, cfg: ModelConfig):
-    if cfg.scan_layers:
-        return jax.lax.scan(body, carry, params)
-    # unstack's gradient is one stack; indexing's would be a sum of L arrays that are zero but in one layer.
+def _run_stack(layer, carry, params: Any, scan: bool) -> Any:
+    """Runs `layer(carry, params of one layer) -> (carry, None)` over the leading dimension L."""
+    if scan:
+        return jax.lax.scan(layer, carry, params)[0]
+    # unstack's gradient is one stack; indexing's would be a sum of L arrays, zero but in one layer.
     leaves, treedef = jax.tree.flatten(params)
     for slices in zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True):
-        carry, _ = body(carry, jax.tree.unflatten(treedef, slices))
-    return carry, None
-
-
+        carry, _ = layer(carry, jax.tree.unflatten(treedef, slices))
+    return carry
 
 
 def count_params(cfg: ModelConfig) -> int:

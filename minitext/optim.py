@@ -38,8 +38,12 @@ def make_optimizer(cfg: OptimConfig, steps: int) -> optax.GradientTransformation
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.adamw(
-            make_schedule(cfg, steps), b1=cfg.b1, b2=cfg.b2, eps=cfg.eps,
-            weight_decay=cfg.weight_decay, mask=decay_mask,
+            make_schedule(cfg, steps),
+            b1=cfg.b1,
+            b2=cfg.b2,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            mask=decay_mask,
         ),
     )
 
@@ -50,4 +54,6 @@ def decay_mask(params: Any) -> Any:
     A scale of a stacked layer is an [L, D] array of one named dimension, so names count, not ranks.
     """
     named = lambda x: hasattr(x, "axes")  # noqa: E731
-    return jax.tree.map(lambda x: x.replace(len(x.axes) >= 2) if named(x) else x.ndim >= 2, params, is_leaf=named)
+    return jax.tree.map(
+        lambda x: x.replace(len(x.axes) >= 2) if named(x) else x.ndim >= 2, params, is_leaf=named
+    )

@@ -52,7 +52,7 @@ RESUMABLE = ("train.steps", "train.save_every", "train.eval_every", "train.eval_
              "mesh.", "sharding.", "checkpoint.", "run.")  # fmt: skip
 
 
-class Interrupted(Exception):  # noqa: N818
+class Interrupted(Exception):
     """Training was stopped by Ctrl-C after saving; the message says how to resume."""
 
 
@@ -79,8 +79,14 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     _check_same_run(cfg, directory)
     # All the data a run needs is found or refused before the directory exists.
     known = directory / "tokenizer.json"
-    tokenizer = load_tokenizer(known) if known.is_file() else make_tokenizer(cfg.data, cfg.model.vocab)
-    sizes = {"vocab": cfg.model.vocab, "global_batch": cfg.train.global_batch, "tokenizer": tokenizer}
+    tokenizer = (
+        load_tokenizer(known) if known.is_file() else make_tokenizer(cfg.data, cfg.model.vocab)
+    )
+    sizes = {
+        "vocab": cfg.model.vocab,
+        "global_batch": cfg.train.global_batch,
+        "tokenizer": tokenizer,
+    }
     batches = make_batches(cfg.data, mesh, **sizes)
     held_out = make_batches(cfg.data, mesh, **sizes, split="validation")
     with disk_errors(directory), jax.set_mesh(mesh):
@@ -97,7 +103,17 @@ def train(cfg: Config, console: Console | None = None) -> Path:
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
                 with MetricsWriter(directory, after_step=start) as writer:
-                    loop = _Loop(cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer, console)
+                    loop = _Loop(
+                        cfg,
+                        mesh,
+                        directory,
+                        batches,
+                        held_out,
+                        tokenizer,
+                        checkpointer,
+                        writer,
+                        console,
+                    )
                     loop.run(state, start)
     return directory
 
@@ -105,7 +121,9 @@ def train(cfg: Config, console: Console | None = None) -> Path:
 class _Loop:
     """The loop of one run: dispatch step n, then write down step n-1."""
 
-    def __init__(self, cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer, console):
+    def __init__(
+        self, cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer, console
+    ):
         self.cfg, self.mesh, self.directory, self.console = cfg, mesh, directory, console
         self.batches, self.held_out, self.tokenizer = batches, held_out, tokenizer
         self.checkpointer, self.writer = checkpointer, writer
@@ -119,7 +137,10 @@ class _Loop:
     def run(self, state, start: int) -> None:
         cfg = self.cfg.train
         with progress_bar(self.console) as bar, _on_interrupt(self._ask_to_stop):
-            self.bar, self.task = bar, bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
+            self.bar, self.task = (
+                bar,
+                bar.add_task("train", total=cfg.steps, completed=start, status="compiling"),
+            )
             if start == 0:
                 self._sample(state, 0)
             self.meter.skip()
@@ -139,7 +160,9 @@ class _Loop:
                     self._record(*pending, extra)
                     pending = None
                 if last or step % cfg.save_every == 0:
-                    self.checkpointer.save(step, state, self.batches.get_state(), self.cfg.model_dump(mode="json"))
+                    self.checkpointer.save(
+                        step, state, self.batches.get_state(), self.cfg.model_dump(mode="json")
+                    )
                     saved = step
                 if step == (cfg.steps + 1) // 2 or step == cfg.steps:
                     self._sample(state, step)
@@ -149,7 +172,9 @@ class _Loop:
                     break
         self.checkpointer.wait()
         if saved < cfg.steps:
-            raise Interrupted(f"stopped after step {saved}, saved; resume with: {resume_command(self.directory)}")
+            raise Interrupted(
+                f"stopped after step {saved}, saved; resume with: {resume_command(self.directory)}"
+            )
 
     def _record(self, step: int, metrics: dict[str, jax.Array], extra: dict[str, float]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -162,7 +187,10 @@ class _Loop:
         cfg = self.cfg
         loss = evaluate(self.eval_step, state.params, self.held_out, cfg.train.eval_batches)
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
-        self.bar.console.print(f"step {int(state.step):>6}  validation loss {loss:.4f} nats/token{floor}", highlight=False)
+        self.bar.console.print(
+            f"step {int(state.step):>6}  validation loss {loss:.4f} nats/token{floor}",
+            highlight=False,
+        )
         return {"val_loss": loss}
 
     def _sample(self, state, step: int) -> None:
@@ -186,7 +214,9 @@ class _Loop:
 
     def _ask_to_stop(self) -> None:
         self.stop = True
-        self.bar.console.print("stopping after this step; Ctrl-C again to stop at once without saving")
+        self.bar.console.print(
+            "stopping after this step; Ctrl-C again to stop at once without saving"
+        )
 
 
 def load_run(directory: Path | str) -> tuple[Config, Any, Any, int]:
@@ -197,13 +227,17 @@ def load_run(directory: Path | str) -> tuple[Config, Any, Any, int]:
     """
     directory = Path(directory)
     if not (directory / "config.yml").is_file():
-        raise UserError(f"{directory} is not a run directory (it has no config.yml): name one, such as runs/NAME")
+        raise UserError(
+            f"{directory} is not a run directory (it has no config.yml): name one, such as runs/NAME"
+        )
     cfg = load_config(None, [f"config={directory / 'config.yml'}"])
     mesh = make_mesh(devices=jax.devices()[:1])
     with Checkpointer(directory / "checkpoints") as checkpointer:
         restored = checkpointer.restore(abstract_state(cfg, mesh))
     if restored is None:
-        raise UserError(f"{directory} has no checkpoint yet: train it with {resume_command(directory)}")
+        raise UserError(
+            f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
+        )
     return cfg, restored.state.params, load_tokenizer(directory / "tokenizer.json"), restored.step
 
 
@@ -239,7 +273,15 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EROFS,
+            errno.EACCES,
+            errno.EPERM,
+            errno.ENOTDIR,
+            errno.EEXIST,
+        ):
             raise UserError(
                 f"cannot write to {directory} ({error.strerror}): checkpoints already saved are intact; make room or "
                 f"choose another run.dir, then resume with: {resume_command(directory)}"
@@ -264,7 +306,11 @@ def _check_same_run(cfg: Config, directory: Path) -> None:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -275,9 +321,14 @@ def _introduce(cfg, mesh, directory, start, floor, console) -> None:
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}", highlight=False,
     )  # fmt: skip
     if floor:
-        console.print(f"entropy rate of the source (no model can do better): {floor:.4f} nats/token", highlight=False)
+        console.print(
+            f"entropy rate of the source (no model can do better): {floor:.4f} nats/token",
+            highlight=False,
+        )
     if start >= cfg.train.steps:
-        console.print(f"already trained to step {start}: set train.steps higher to go on, or another run.name")
+        console.print(
+            f"already trained to step {start}: set train.steps higher to go on, or another run.name"
+        )
     elif start:
         console.print(f"resuming after step {start}")
 
@@ -318,11 +369,15 @@ def evaluate_run(directory: Path | str, overrides: list[str]) -> dict[str, Any]:
     nll, tokens, size = 0.0, 0.0, 0
     eval_step = make_eval_step(cfg)
     with jax.set_mesh(mesh):
-        for batch in track(rows, description="evaluating", console=Console(stderr=True), transient=True):
+        for batch in track(
+            rows, description="evaluating", console=Console(stderr=True), transient=True
+        ):
             part, count = eval_step(params, batch)
             nll, tokens = nll + float(part), tokens + float(count)
             targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
-            size += len(tokenizer.decode(targets).encode())
+            text = tokenizer.decode(targets)
+            # Where a row cuts a character its bytes decode to U+FFFD, three bytes for one.
+            size += len(text.encode()) - 2 * text.count("\ufffd")
     loss = nll / max(tokens, 1.0)
     return {
         "step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0)),

@@ -50,11 +50,15 @@ class ShardingRules:
         entries, taken = [], {}
         for name in names:
             if name is not None and name not in self.table:
-                raise ValueError(f"unknown dimension name {name!r}; these rules know {', '.join(sorted(self.table))}")
+                raise ValueError(
+                    f"unknown dimension name {name!r}; these rules know {', '.join(sorted(self.table))}"
+                )
             axes = tuple(a for a in (self.table[name] if name is not None else ()) if a not in drop)
             for axis in axes:
                 if axis in taken:
-                    raise ValueError(f"dimensions {taken[axis]!r} and {name!r} of {tuple(names)} both claim mesh axis {axis!r}")
+                    raise ValueError(
+                        f"dimensions {taken[axis]!r} and {name!r} of {tuple(names)} both claim mesh axis {axis!r}"
+                    )
                 taken[axis] = name
             entries.append(axes[0] if len(axes) == 1 else axes or None)
         return PartitionSpec(*entries)
@@ -92,7 +96,9 @@ RULES: Mapping[str, ShardingRules] = MappingProxyType(
 def _reshard(x: jax.Array, names: Names, spec: PartitionSpec) -> jax.Array:
     # A spec longer than the array's rank is accepted silently inside jit, so ranks are compared here.
     if len(names) != x.ndim:
-        raise ValueError(f"an array of shape {x.shape} has {x.ndim} dimensions and got names {tuple(names)}")
+        raise ValueError(
+            f"an array of shape {x.shape} has {x.ndim} dimensions and got names {tuple(names)}"
+        )
     return x if jax.sharding.get_abstract_mesh().empty else jax.sharding.reshard(x, spec)
 
 

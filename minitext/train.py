@@ -77,7 +77,9 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: _init(cfg))
     shardings = tree_shardings(shapes, mesh, RULES[cfg.sharding.rules])
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:
@@ -98,14 +100,20 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, types and shardings of one batch, [B, T] each."""
     shape = (cfg.train.global_batch, cfg.data.seq_len)
     sharding = NamedSharding(mesh, RULES[cfg.sharding.rules].spec(("batch", "seq")))
-    kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"loss_mask": jnp.float32}
-    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()}
+    kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
+        "loss_mask": jnp.float32
+    }
+    return {
+        name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()
+    }
 
 
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
     rules = RULES[cfg.sharding.rules]
-    return nnx.graphdef(nnx.eval_shape(lambda: Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0))))
+    return nnx.graphdef(
+        nnx.eval_shape(lambda: Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0)))
+    )
 
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
@@ -124,7 +132,9 @@ def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Arr
     return loss_fn
 
 
-def make_train_step(cfg: Config, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(
+    cfg: Config, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
     Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
@@ -155,7 +165,9 @@ def make_train_step(cfg: Config, mesh: Mesh) -> Callable[[TrainState, Batch], tu
     return jax.jit(train_step, donate_argnums=0)
 
 
-def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Any]]:
+def accumulate(
+    value_and_grad: Callable, cfg: Config
+) -> Callable[[Any, Batch], tuple[jax.Array, Any]]:
     """Returns a function giving the summed log-likelihood and gradient over all microbatches, one after another."""
     M, rules = cfg.train.microbatches, RULES[cfg.sharding.rules]
 

@@ -67,7 +67,8 @@ def test_all_faults_are_reported_together():
 @pytest.mark.parametrize(
     "override", ["train.steps=0", "train.steps=many", "train.steps=1.5", "data.seq_len=1", "optim.learning_rate=.nan",
                  "data.source=web", "model.kv_heads=4", "model.head_dim=3", "mesh.fsdp=0", "mesh.fsdp=-1", "steps",
-                 "=3", "train=", "model.attention=null", "config=/nowhere.yml", "config=/", "train.steps=[1", "a.b.c=1"],
+                 "=3", "train=", "model.attention=null", "config=/nowhere.yml", "config=/", "train.steps=[1",
+                 "a.b.c=1"],
 )  # fmt: skip
 def test_bad_override_is_one_line_that_names_its_key(override):
     key = override.partition("=")[0]
@@ -90,7 +91,9 @@ _values = st.one_of(
 
 @given(st.dictionaries(st.sampled_from(list(keys())), _values, max_size=4))
 def test_any_value_for_a_real_key_resolves_or_says_why(values):
-    overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items()]
+    overrides = [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items()
+    ]
     try:
         cfg = load_config("laptop", overrides)
     except UserError as error:
@@ -100,7 +103,14 @@ def test_any_value_for_a_real_key_resolves_or_says_why(values):
 
 
 def test_hostile_yaml_does_not_get_through():
-    for value in ("[" * 5000, "&a [*a]", "!!python/object/apply:os.system [ls]", "9" * 5000, "\x00", "\ud800"):
+    for value in (
+        "[" * 5000,
+        "&a [*a]",
+        "!!python/object/apply:os.system [ls]",
+        "9" * 5000,
+        "\x00",
+        "\ud800",
+    ):
         faults(f"train.steps={value}")
 
 

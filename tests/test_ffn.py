@@ -10,9 +10,13 @@ from minitext.sharding import RULES
 
 
 def test_swiglu_is_its_definition():
-    layer = SwiGLU(ModelConfig(embed=12, heads=2, mlp=20, layers=3), rules=RULES["dp"], rngs=nnx.Rngs(0))
+    layer = SwiGLU(
+        ModelConfig(embed=12, heads=2, mlp=20, layers=3), rules=RULES["dp"], rngs=nnx.Rngs(0)
+    )
     x = np.asarray(jax.random.normal(jax.random.key(0), (5, 12)))
-    gate, up, down = (np.asarray(m.w.get_value(), np.float64) for m in (layer.gate, layer.up, layer.down))
+    gate, up, down = (
+        np.asarray(m.w.get_value(), np.float64) for m in (layer.gate, layer.up, layer.down)
+    )
     hidden = x @ gate
     want = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
     np.testing.assert_allclose(layer(x), want, rtol=1e-4, atol=1e-6)

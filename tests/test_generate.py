@@ -25,7 +25,9 @@ def params():
 
 
 def test_greedy_tokens_are_those_of_decoding_without_a_cache(params):
-    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(CFG, rngs=nnx.Rngs(0)))), params)
+    model = nnx.merge(
+        nnx.graphdef(nnx.eval_shape(lambda: Transformer(CFG, rngs=nnx.Rngs(0)))), params
+    )
     logits = jax.jit(lambda tokens: nnx.merge(nnx.split(model)[0], params)(tokens))
     for prompt in ([3], list(range(30)), [5] * 64, [7] * 65):
         got = list(generate(CFG, params, prompt, max_tokens=6, how=GREEDY))
@@ -38,14 +40,20 @@ def test_greedy_tokens_are_those_of_decoding_without_a_cache(params):
 
 
 def test_a_seed_gives_one_text_and_another_seed_another(params):
-    texts = [list(generate(CFG, params, [1, 2], max_tokens=20, seed=s, how=Sampling(2.0))) for s in (0, 0, 1)]
+    texts = [
+        list(generate(CFG, params, [1, 2], max_tokens=20, seed=s, how=Sampling(2.0)))
+        for s in (0, 0, 1)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_it_stops_at_the_stop_token(params):
     tokens = list(generate(CFG, params, [1, 2], max_tokens=12, how=GREEDY))
     stop = tokens[4]
-    assert list(generate(CFG, params, [1, 2], max_tokens=12, how=GREEDY, stop_id=stop)) == tokens[: tokens.index(stop)]
+    assert (
+        list(generate(CFG, params, [1, 2], max_tokens=12, how=GREEDY, stop_id=stop))
+        == tokens[: tokens.index(stop)]
+    )
 
 
 def test_decode_compiles_once(params):
@@ -80,7 +88,9 @@ def test_top_p_draws_only_from_the_nucleus(seed, p):
 def test_draws_follow_the_distribution():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.2]]))
     drawn = draw(logits, jax.random.split(jax.random.key(0), 4000), Sampling(1.0))
-    np.testing.assert_allclose(np.bincount(np.asarray(drawn).ravel()) / 4000, [0.5, 0.3, 0.2], atol=0.03)
+    np.testing.assert_allclose(
+        np.bincount(np.asarray(drawn).ravel()) / 4000, [0.5, 0.3, 0.2], atol=0.03
+    )
 
 
 @pytest.mark.parametrize(

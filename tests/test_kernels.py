@@ -21,7 +21,11 @@ def oracle(q, k, v, segments, offset=0):
     out = np.zeros_like(q)
     for b in range(B):
         for t in range(T):
-            seen = [s for s in range(t + offset + 1) if segments is None or segments[b, s] == segments[b, t]]
+            seen = [
+                s
+                for s in range(t + offset + 1)
+                if segments is None or segments[b, s] == segments[b, t]
+            ]
             for n in range(N):
                 head = n // (N // k.shape[2])
                 logits = k[b, seen, head] @ q[b, t, n] / np.sqrt(H)

@@ -22,7 +22,11 @@ def normal(seed, *shape):
 @settings(max_examples=20)
 def test_rms_norm_is_its_definition(seed, width, size):
     x, scale = size * normal(seed, 3, width), normal(seed + 1, width)
-    want = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * scale
+    want = (
+        x.astype(np.float64)
+        / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
+        * scale
+    )
     np.testing.assert_allclose(rms_norm(x, scale), want, rtol=2e-5, atol=2e-6)
 
 
@@ -39,7 +43,9 @@ def test_rope_keeps_lengths_and_sees_only_distance(seed, width, shift):
     q, k = normal(seed, 1, 5, 2, width), normal(seed + 1, 1, 5, 2, width)
     positions = np.arange(5)[None]
     rotated = rope(q, positions)
-    np.testing.assert_allclose(np.linalg.norm(rotated, axis=-1), np.linalg.norm(q, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(rotated, axis=-1), np.linalg.norm(q, axis=-1), rtol=1e-5
+    )
 
     def products(shift):
         return jnp.einsum("BTNH,BSNH->BNTS", rope(q, positions + shift), rope(k, positions + shift))
@@ -62,7 +68,9 @@ def test_rope_pairs_feature_i_with_i_plus_half():
 
 
 def test_parameters_have_the_variance_that_is_asked_for():
-    w = make_param(jax.random.key(0), (512, 512), ("embed", "mlp"), fan_in=512, scale=0.5).get_value()
+    w = make_param(
+        jax.random.key(0), (512, 512), ("embed", "mlp"), fan_in=512, scale=0.5
+    ).get_value()
     np.testing.assert_allclose(w.std() * 512**0.5, 0.5, rtol=0.01)
     assert w.dtype == jnp.float32
 
@@ -70,7 +78,9 @@ def test_parameters_have_the_variance_that_is_asked_for():
 def test_linear_computes_in_the_inputs_type():
     layer = Linear(6, 4, ("embed", "mlp"), key=jax.random.key(0), rules=RULE)
     x = normal(0, 5, 6)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), x @ np.asarray(layer.w.get_value()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        layer(jnp.asarray(x)), x @ np.asarray(layer.w.get_value()), rtol=1e-5, atol=1e-6
+    )
     assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 

@@ -34,7 +34,9 @@ def test_gradient_is_softmax_minus_one_hot_and_finite():
 def test_bfloat16_logits_are_widened_first():
     logits = jnp.zeros((1, 1, 1000), jnp.bfloat16)
     assert cross_entropy(logits, jnp.zeros((1, 1), jnp.int32)).dtype == jnp.float32
-    np.testing.assert_allclose(cross_entropy(logits, jnp.zeros((1, 1), jnp.int32)), np.log(1000), rtol=1e-6)
+    np.testing.assert_allclose(
+        cross_entropy(logits, jnp.zeros((1, 1), jnp.int32)), np.log(1000), rtol=1e-6
+    )
 
 
 def test_masked_sum_ignores_what_is_not_a_number():

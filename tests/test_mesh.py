@@ -14,7 +14,14 @@ from minitext.mesh import AXES, make_mesh, resolve_axes
 def test_all_axes_exist_and_are_explicit():
     mesh = make_mesh(MeshConfig(fsdp=4))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"stage": 1, "data": 2, "fsdp": 4, "context": 1, "tensor": 1, "expert": 1}
+    assert dict(mesh.shape) == {
+        "stage": 1,
+        "data": 2,
+        "fsdp": 4,
+        "context": 1,
+        "tensor": 1,
+        "expert": 1,
+    }
     assert set(mesh.axis_types) == {AxisType.Explicit}
 
 

@@ -51,7 +51,9 @@ def test_packed_documents_are_bit_equal_to_whatever_stands_beside_them(model):
     np.testing.assert_allclose(before[:, 5:], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize(("scan", "remat"), [(True, "none"), (True, "dots"), (True, "full"), (False, "full")])
+@pytest.mark.parametrize(
+    ("scan", "remat"), [(True, "none"), (True, "dots"), (True, "full"), (False, "full")]
+)
 def test_scan_and_remat_change_nothing(model, scan, remat):
     other = make(scan_layers=scan, remat=remat)
 

@@ -1,6 +1,5 @@
 """Schedules and AdamW: what decays, what is clipped, and where the rate goes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -43,7 +42,9 @@ def test_norm_scales_do_not_decay_also_when_stacked():
 
 
 def test_adamw_is_its_definition():
-    cfg = OptimConfig(learning_rate=0.1, warmup_steps=0, schedule="constant", clip_norm=1.0, weight_decay=0.2)
+    cfg = OptimConfig(
+        learning_rate=0.1, warmup_steps=0, schedule="constant", clip_norm=1.0, weight_decay=0.2
+    )
     rng = np.random.default_rng(0)
     w, m, v = rng.normal(size=(3, 2)), np.zeros((3, 2)), np.zeros((3, 2))
     params, optimizer = {"w": jnp.asarray(w, jnp.float32)}, make_optimizer(cfg, 10)

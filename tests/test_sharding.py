@@ -16,7 +16,10 @@ from minitext.train import abstract_batch, abstract_state, init_state, make_loss
 names = st.sampled_from(["batch", "seq", "embed", "mlp", "heads", "vocab"])
 
 
-@given(st.dictionaries(names, st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple)), st.lists(names))
+@given(
+    st.dictionaries(names, st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple)),
+    st.lists(names),
+)
 def test_a_spec_has_one_entry_per_name_and_uses_no_axis_twice(table, asked):
     rules = ShardingRules(table)
     try:
@@ -27,7 +30,9 @@ def test_a_spec_has_one_entry_per_name_and_uses_no_axis_twice(table, asked):
         assert any(repr(name) in str(error) for name in asked)
         return
     assert len(spec) == len(asked)
-    used = [axis for entry in spec if entry for axis in ([entry] if isinstance(entry, str) else entry)]
+    used = [
+        axis for entry in spec if entry for axis in ([entry] if isinstance(entry, str) else entry)
+    ]
     assert len(used) == len(set(used))
 
 
@@ -37,7 +42,7 @@ def test_unknown_names_and_collisions_are_refused():
     assert rules.spec(("b",), drop=frozenset({"fsdp"})) == P("data")
     with pytest.raises(ValueError, match="unknown dimension name 'd'"):
         rules.spec(("d",))
-    with pytest.raises(ValueError, match="'a' and 'b'.*'data'"):
+    with pytest.raises(ValueError, match=r"'a' and 'b'.*'data'"):
         rules.spec(("a", "b"))
 
 
@@ -67,7 +72,9 @@ def batch_for(cfg, mesh, seed):
         "loss_mask": rng.random((B, T)) < rng.random((B, 1)),
     }
     wanted = abstract_batch(cfg, mesh)
-    return {k: jax.device_put(v.astype(wanted[k].dtype), wanted[k].sharding) for k, v in arrays.items()}
+    return {
+        k: jax.device_put(v.astype(wanted[k].dtype), wanted[k].sharding) for k, v in arrays.items()
+    }
 
 
 def loss_and_gradients(cfg, mesh):
@@ -113,9 +120,13 @@ def test_eight_devices_compute_what_one_computes(tiny, layout):
     want_loss, want_grads, want_losses, want_params = on_one_device(tiny, cfg.model.tie_embeddings)
     loss, grads = loss_and_gradients(cfg, mesh)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
-    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
+    ):
         scale = np.abs(want).max()
-        np.testing.assert_allclose(got / scale, want / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            got / scale, want / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path)
+        )
     losses, params = train(cfg, mesh)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(want_params), strict=True):
@@ -127,7 +138,9 @@ def test_fsdp_splits_parameters_and_moments_eightfold(tiny):
     state = abstract_state(cfg, make_mesh(cfg.mesh))
     for tree in (state.params, state.opt_state):
         whole = sum(x.size for x in jax.tree.leaves(tree) if x.ndim)
-        part = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree) if x.ndim)
+        part = sum(
+            np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree) if x.ndim
+        )
         assert whole == 8 * part
 
 

@@ -34,12 +34,16 @@ def _always(*_args, **_kwargs) -> None:
     return None
 
 
-def _blocked_supports(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, query_offset=None) -> str | None:
+def _blocked_supports(
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, query_offset=None
+) -> str | None:
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     if query_offset is not None:
         return "it takes no query_offset (no key-value cache)"
     if T != S or T % 4 or T < 128:
-        return f"it needs as many queries as keys, at least 128 and divisible by 4: got T={T}, S={S}"
+        return (
+            f"it needs as many queries as keys, at least 128 and divisible by 4: got T={T}, S={S}"
+        )
     return None
 
 

@@ -39,7 +39,9 @@ def attention(
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     q_BTKGH = _split_heads(q_BTNH, K)
-    logits_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    logits_BKGTS = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+    )
     probs_BKGTS = _softmax(logits_BKGTS / math.sqrt(H), mask_BTS[:, None, None])
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
@@ -72,7 +74,9 @@ def _block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, low: int, high: int) -> jax.A
     mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, :high])
-    logits = jnp.einsum("BTKGH,BSKH->BKGTS", _split_heads(q, K), k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", _split_heads(q, K), k, preferred_element_type=jnp.float32
+    )
     probs = _softmax(logits / math.sqrt(H), mask_BTS[:, None, None])
     out = jnp.einsum("BKGTS,BSKH->BTKGH", probs.astype(v.dtype), v)
     return _merge_heads(out).astype(q.dtype)
