@@ -29,6 +29,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|condition|body|true_computation|false_computation)=%([\w.\-]+)"
 )
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
+_CHANNEL = re.compile(r"\bchannel_id=\d+")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -128,31 +129,38 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
     all-gather, the operand of a reduce-scatter, the array of an all-reduce. What crosses a link
     follows from them and the algorithm. A loop's body counts as often as the constant that its
     condition compares the counter with; a loop without one counts once, and so does each branch of
-    a conditional. An all-reduce that a TPU fuses with the slice that follows counts as the
-    reduce-scatter it is. Sends and receives between slices over the data-centre network don't
-    count.
+    a conditional. The pieces of a collective that the compiler splits to overlap it with compute
+    have one channel number and size, and count once. An all-reduce that a TPU fuses with the slice that
+    follows counts as the reduce-scatter it is. Sends and receives between slices over the
+    data-centre network don't count.
 
     Returns:
       Kind -> (count, bytes), kinds that don't occur left out.
     """
     found, entry = computations(text)
     totals: dict[str, tuple[int, int]] = {}
+    seen = set()
     for name, times in _executions(found, entry).items():
-        if name not in found:
-            continue
-        sizes = {instruction.name: instruction.bytes for instruction in found[name]}
-        for instruction in found[name]:
+        sizes = {instruction.name: instruction.bytes for instruction in found.get(name, [])}
+        for instruction in found.get(name, []):
             kind = instruction.opcode.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
             operands = sum(sizes.get(operand, 0) for operand in instruction.operands)
-            # The type of a -start instruction is a tuple of its operands and its results.
-            started = instruction.opcode.endswith("-start") and instruction.bytes > operands
-            result = instruction.bytes - operands if started else instruction.bytes
+            result = instruction.bytes
+            if instruction.opcode.endswith("-start") and result > operands:
+                # The type is a tuple of the operands, the results and, of a permute, two counters.
+                words = instruction.line.partition(f" {instruction.opcode}(")[0].count("u32[]")
+                result -= operands + 4 * words
+            size = max(operands, result)
+            channel = _CHANNEL.search(instruction.line)
+            if channel and (kind, channel[0], size) in seen:
+                continue
+            seen.add((kind, channel and channel[0], size))
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
-            count, size = totals.get(kind, (0, 0))
-            totals[kind] = (count + times, size + times * max(operands, result))
+            count, total = totals.get(kind, (0, 0))
+            totals[kind] = (count + times, total + times * size)
     return {kind: totals[kind] for kind in COLLECTIVES if kind in totals}
 
 
@@ -293,7 +301,7 @@ def _listed(message: str) -> Iterator[Buffer]:
             continue
         kind = "argument" if "param" in match["type"].lower() else "temporary"
         op = match["op"] or (match["label"] or "").partition(" = ")[0]
-        yield Buffer(size, _plain(match["shape"].split(":")[0]), kind, op)
+        yield Buffer(size, _plain(match["shape"]), kind, op)
 
 
 def _read_size(text: str) -> int | None:

@@ -1,0 +1,315 @@
+"""Compiling for chips that are not there, with the real TPU compiler."""
+
+import importlib.util
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from minitext import aot, cli, compile_report, targets
+from minitext.config import MeshConfig
+from minitext.errors import UserError
+from minitext.hw import CHIPS, find_chip
+from minitext.targets import parse_target, topology_devices, topology_mesh
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+
+LAYERS, EMBED = 3, 128
+SHARDED = [
+    "mesh.data=1", "mesh.fsdp=-1", f"model.layers={LAYERS}", f"model.embed={EMBED}", "model.mlp=256",
+    "model.scan_layers=true", "model.remat=full", "train.global_batch=64", "data.seq_len=128",
+]  # fmt: skip
+
+
+def abstract(mesh, shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+# Targets
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "devices", "wrap"),
+    [
+        ("v5e:2x2", (2, 2), 4, [False, False, False]),
+        ("v5e:4x16", (4, 16), 64, [False, True, False]),
+        (" v6e:16x16  slices=3 ", (16, 16), 768, [True, True, False]),
+        ("v4:2x2x1", (2, 2, 1), 4, [False] * 3),
+        ("v5p:4x4x4", (4, 4, 4), 64, [True] * 3),
+        ("v5p:4x4x2", (4, 4, 2), 32, [False] * 3),
+        ("tpu7x:2x2x1", (2, 2, 1), 8, [False] * 3),
+        ("h100:1x2x8", (1, 2, 8), 16, None),
+    ],
+)
+def test_targets(text, shape, devices, wrap):
+    target = parse_target(text)
+    assert (target.shape, target.devices) == (shape, devices)
+    assert parse_target(str(target)) == target
+    assert wrap is None or target.wrap() == wrap
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not CHIP:SHAPE"),
+        ("v5e", "target=v5e:2x2"),
+        ("v5e:2x2 slices=0", "not CHIP:SHAPE"),
+        ("v7x:2x2x1", "did you mean tpu7x?"),
+        ("b200:1x1x8", "choose among v4, v5e, v5p, v6e, tpu7x, h100"),
+        ("v5e:0x2", "takes 2 sizes"),
+        ("v5e:2x2x2", "takes 2 sizes, such as v5e:4x4"),
+        ("v5p:2x2", "takes 3 sizes"),
+        ("v5p:999999x1x1", "at most 100,000"),
+        ("h100:2x1x8", "1 x hosts x GPUs"),
+        ("h100:1x1x8 slices=2", "1 x hosts x GPUs"),
+    ],
+)
+def test_bad_targets(text, words):
+    with pytest.raises(UserError, match=words) as caught:
+        parse_target(text)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text() | st.from_regex(r"\A(v5e|v5p|h100|x):[0-9x ]{0,12}( slices=[0-9]{0,3})?"))
+def test_any_text_is_a_target_or_a_line(text):
+    try:
+        assert parse_target(text).devices >= 1
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "text",
+    ["v4:2x2x1", "v5e:2x2", "v5e:1x1", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x1", "v5e:2x2 slices=2"],
+)
+def test_devices_are_those_of_the_target(text):
+    target = parse_target(text)
+    devices = topology_devices(target)
+    assert len(devices) == target.devices
+    assert {find_chip(device) for device in devices} == {target.chip}
+    assert {device.platform for device in devices} == {"tpu"}
+
+
+@needs_libtpu
+def test_a_shape_that_hosts_cannot_build():
+    with pytest.raises(UserError, match=r"target=v5e:3x3: .*not divisible"):
+        topology_devices(parse_target("v5e:3x3"))
+
+
+def test_compilers_that_are_not_installed(monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'minitext\[aot\]'"):
+        topology_devices(parse_target("v5e:2x2"))
+    if (
+        not os.path.exists("/dev/nvidiactl")
+        and importlib.util.find_spec("jax_cuda13_plugin") is None
+    ):
+        with pytest.raises(UserError, match=r"pip install 'minitext\[aot-gpu\]'"):
+            topology_devices(parse_target("h100:1x1x8"))
+
+
+# The train step
+
+
+@pytest.fixture(scope="module")
+def reports(tiny):
+    return {t: aot.compile_preset(tiny(*SHARDED), t) for t in ("v5e:2x2", "v5p:4x4x4")}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:4x4x4"])
+def test_the_train_step_compiles(reports, target):
+    report = reports[target]
+    chip = parse_target(target).chip
+    assert report.fits and not report.advice
+    assert report.hbm_bytes == chip.hbm_bytes and report.available_bytes == chip.usable_bytes
+    assert report.mesh == {"fsdp": report.devices}
+    # Donation works: the new state takes over the old one's memory, only metrics are new.
+    assert report.alias_bytes > 0.95 * report.output_bytes > 0
+    assert report.total_bytes >= report.argument_bytes + report.temp_bytes
+    assert set(report.arguments) == {"state.params", "state.opt_state", "state.step", "batch"}
+    assert sum(report.arguments.values()) == pytest.approx(report.argument_bytes, rel=0.02)
+    assert report.compile_seconds > 0 and report.lower_seconds > 0
+    assert report.largest == tuple(sorted(report.largest, key=lambda b: -b.bytes))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:4x4x4"])
+def test_fsdp_gathers_weights_twice(reports, tiny, target):
+    """Every layer's weights are gathered for the forward and, rematerialised, the backward pass."""
+    cfg = tiny(*SHARDED).model
+    D, F, N, K, H = cfg.embed, cfg.mlp, cfg.heads, cfg.K, cfg.H
+    weights = LAYERS * (D * H * (2 * N + 2 * K) + 3 * D * F)
+    count, size = reports[target].collectives["all-gather"]
+    # TPUs multiply in bfloat16, so the compiler may convert before it gathers.
+    assert 2 * weights * 2 <= size <= 2 * weights * 4 + 2 * cfg.vocab * D * 4
+    # Seven matrices a layer; embedding and output layer are gathered once.
+    assert 2 * 7 * LAYERS <= count <= 2 * 7 * LAYERS + 2
+
+
+@needs_libtpu
+def test_fallback_names_arguments_as_the_compiler_does(tiny):
+    """Where the compiler leaves no dump, arguments are named from the abstract state."""
+    from minitext.train import abstract_batch, abstract_state, make_train_step
+
+    cfg = tiny(*SHARDED)
+    mesh = topology_mesh("v5e:2x2", cfg.mesh)
+    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    pieces = list(aot._abstract_buffers(make_train_step(cfg, mesh), args))
+    assert aot._by_part(pieces).keys() == {"state.params", "state.opt_state", "state.step", "batch"}
+    up = next(p for p in pieces if p.op == "state.params['blocks']['ffn']['up']['w'].value")
+    assert (
+        up.shape == f"f32[{LAYERS},{EMBED // 4},256]" and up.bytes == LAYERS * EMBED // 4 * 256 * 4
+    )
+
+
+@needs_libtpu
+def test_report_as_json_and_as_tables(reports, capsys):
+    report = reports["v5e:2x2"]
+    read = json.loads(json.dumps(report.to_json()))
+    assert read["fits"] is True and read["largest"][0]["bytes"] > 0
+    assert read["collectives"]["all-gather"]["count"] == report.collectives["all-gather"][0]
+    aot.print_report(report)
+    shown = capsys.readouterr().out
+    for word in (
+        "v5e:2x2: fits",
+        "state.params",
+        "all-gather",
+        "15.75 GiB available",
+        "compiled in",
+    ):
+        assert word in shown
+
+
+# What does not fit
+
+
+@pytest.fixture(scope="module")
+def line_of_chips():
+    return topology_mesh("v5e:2x2", MeshConfig(data=1, fsdp=4))
+
+
+@needs_libtpu
+def test_arguments_too_large(line_of_chips):
+    """5 GiB of weights and as much of momentum are more than half of a v5e, twice over."""
+
+    def step(state, batch):
+        momentum = state["momentum"] * 0.9 + jnp.sum(batch)
+        return {"weights": state["weights"] - momentum, "momentum": momentum}
+
+    big = abstract(line_of_chips, (4, 9, 2**28), "fsdp")
+    state = {"weights": big, "momentum": big}
+    batch = abstract(line_of_chips, (8,), "fsdp")
+    report = aot.compile_step(jax.jit(step, donate_argnums=0), (state, batch), line_of_chips)
+    assert not report.fits
+    assert report.available_bytes == CHIPS["v5e"].usable_bytes
+    assert report.argument_bytes >= 18 * 2**30
+    assert report.total_bytes == pytest.approx(report.argument_bytes, rel=0.05)
+    assert {b.op for b in report.largest[:2]} == {"state['weights']", "state['momentum']"}
+    assert {b.shape for b in report.largest[:2]} == {f"f32[1,9,{2**28}]"}
+    assert "v5 lite: does not fit" in "".join(
+        map(str, [compile_report.render(report).renderables[0]])
+    )
+
+
+@needs_libtpu
+def test_temporaries_too_large(line_of_chips):
+    def loss(w, x):
+        def layer(h, _):
+            return jnp.tanh(h @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, length=100)[0])
+
+    w = abstract(line_of_chips, (2048, 2048))
+    x = abstract(line_of_chips, (4 * 2**15, 2048), "fsdp")
+    report = aot.compile_step(jax.grad(loss), (w, x), line_of_chips, target="a v5e")
+    assert not report.fits and report.target == "a v5e"
+    # The scan keeps 100 activations of 2^15 x 2048 for the backward pass: 25 GiB in float32.
+    assert report.temp_bytes > 25 * 2**30 > report.argument_bytes
+    assert (
+        report.largest[0].kind == "temporary" and report.largest[0].shape == "f32[100,32768,2048]"
+    )
+    assert report.largest[0].op.startswith("jit(loss)/jvp()/while/body")
+
+
+@needs_libtpu
+def test_other_refusals_are_raised(line_of_chips):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    @jax.shard_map(out_specs=PartitionSpec("fsdp"), check_vma=False)
+    def double(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    x = abstract(line_of_chips, (4 * 8192, 8192), "fsdp")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        aot.compile_step(jax.jit(double), (x,), line_of_chips)
+
+
+def test_devices_that_the_table_does_not_have(one_device):
+    with pytest.raises(UserError, match="is a 'cpu': its memory is not known"):
+        aot.compile_step(lambda x: x, (abstract(one_device, (2,)),), one_device)
+
+
+@needs_libtpu
+def test_the_compilation_cache_stays_out_of_it(line_of_chips, tmp_path):
+    was = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        x = abstract(line_of_chips, (1024,), "fsdp")
+        aot.compile_step(lambda x: x + 1, (x,), line_of_chips)
+        assert jax.config.jax_enable_compilation_cache
+        assert not list(tmp_path.iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+
+
+# The command
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["minitext", "compile", *words])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+@needs_libtpu
+def test_command_says_what_is_too_large(monkeypatch, capsys):
+    assert run(monkeypatch, "llama3-8b", "target=v5e:2x2", "--json") == 3
+    report = json.loads(capsys.readouterr().out)
+    assert not report["fits"] and report["largest"][0]["bytes"] > report["available_bytes"]
+    assert any("train.microbatches" in line for line in report["advice"])
+    assert any("target of 12 devices or more" in line for line in report["advice"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["laptop"], "name one target"),
+        (["laptop", "target=v5e:2"], "takes 2 sizes"),
+        (["nonsense", "target=v5e:2x2"], "unknown preset"),
+        pytest.param(
+            ["laptop", "target=v5e:2x2", "mesh.data=3"], "there are 4", marks=needs_libtpu
+        ),
+        pytest.param(
+            ["laptop", "target=v5e:2x2", "train.global_batch=6"],
+            "multiple of 4",
+            marks=needs_libtpu,
+        ),
+    ],
+)
+def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
+    assert run(monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert says in error and len(error.strip().splitlines()) == 1
