@@ -901,8 +901,8 @@ with `defvjp` is given.
 - The gradient is $\\text{softmax}(x) \\cdot g$, where $g$ is the cotangent of the value. It is in
   the dtype of the logits, and it is 0 wherever the logit is $-\\infty$, never nan.
 - *Frugal*: between the two passes keep the logits as they came and one float32 number a row. For
-  bfloat16 logits [16, 4096] that is 128 KiB, where JAX's own rule for the same formula keeps a
-  float32 array of the same shape besides.
+  bfloat16 logits [16, 4096] that is 128 KiB. Differentiating the same formula in float32 keeps its
+  exponentials, 256 KiB and more.
 
 The ready-made functions in `jax.nn` and `jax.scipy.special` are not allowed here.
 """,
