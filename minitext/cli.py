@@ -70,13 +70,13 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model, using a key-value cache."""
     _start()
-    from minitext import run
+    from minitext import rundir
     from minitext.generate import Sampling
     from minitext.generate import generate as stream
 
     how = Sampling(temperature, top_k, top_p)
     how.check()
-    cfg, params, tokenizer, step = run.load_run(directory)
+    cfg, params, tokenizer, step = rundir.load_run(directory)
     tokens = []
     shown = prompt
     if not as_json:
@@ -110,9 +110,9 @@ def evaluate(
 ) -> None:
     """Measure a trained model's loss on all of its validation text."""
     _start()
-    from minitext import run
+    from minitext import rundir
 
-    result = run.evaluate_run(directory, settings or [])
+    result = rundir.evaluate_run(directory, settings or [])
     if as_json:
         print(json.dumps(result))
         return

@@ -38,7 +38,7 @@ from minitext.schema import (
 
 __all__ = [
     "CheckpointConfig", "Config", "ConfigError", "DataConfig", "GQAConfig", "MeshConfig", "ModelConfig", "OptimConfig",
-    "RunConfig", "Section", "ShardingConfig", "SwiGLUConfig", "TrainConfig", "keys", "load_config", "presets",
+    "RunConfig", "Section", "ShardingConfig", "SwiGLUConfig", "TrainConfig", "flatten", "keys", "load_config", "presets",
     "resolve", "suggest", "to_yaml",
 ]  # fmt: skip
 
@@ -108,14 +108,14 @@ def load_config(preset: str | None = DEFAULT_PRESET, overrides: Sequence[str] = 
             .joinpath(f"{preset}.yml")
             .read_text(encoding="utf-8")
         )
-        layers.append((f"preset {preset}", _flatten(_parse(text, f"preset {preset}"))))
+        layers.append((f"preset {preset}", flatten(_parse(text, f"preset {preset}"))))
     for file in files:
-        layers.append((f"file {file}", _flatten(_read(file))))
+        layers.append((f"file {file}", flatten(_read(file))))
     line: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
             parsed = _parse(value, key)
-            line |= _flatten({key: parsed}) if isinstance(parsed, Mapping) else {key: parsed}
+            line |= flatten({key: parsed}) if isinstance(parsed, Mapping) else {key: parsed}
     layers.append(("command line", line))
     return resolve(layers)
 
@@ -210,8 +210,8 @@ def _read(file: str) -> Any:
         ) from None
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Turns nested mappings into dotted keys."""
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns nested mappings as one mapping of dotted keys."""
     if not isinstance(tree, Mapping):
         if tree is None and not prefix:
             return {}
@@ -220,7 +220,7 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         flat |= (
-            _flatten(value, dotted + ".")
+            flatten(value, dotted + ".")
             if isinstance(value, Mapping) and value
             else {dotted: value}
         )

@@ -62,6 +62,17 @@ def verify(directory: str | os.PathLike[str]) -> str | None:
     return found[0] if found else None
 
 
+def write(path: Path, text: str) -> None:
+    """Writes a text file so that a process killed at any moment leaves the old file or the new one.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
 def sync(path: Path) -> None:
     """Flushes a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -47,6 +47,9 @@ class Sampling(NamedTuple):
             raise UserError(f"top_p={self.top_p}: choose more than 0 and at most 1")
 
 
+DEFAULT_SAMPLING = Sampling()
+
+
 def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     """Draws one token per row.
 
@@ -99,7 +102,7 @@ def generate(
     prompt: Sequence[int],
     *,
     max_tokens: int,
-    how: Sampling = Sampling(),
+    how: Sampling = DEFAULT_SAMPLING,
     seed: int = 0,
     stop_id: int | None = None,
 ) -> Iterator[int]:

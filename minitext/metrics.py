@@ -6,7 +6,6 @@ Chapters: 6, 20.
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from minitext import disk
 
 
 class MetricsWriter:
@@ -29,7 +30,8 @@ class MetricsWriter:
         from tensorboardX import SummaryWriter
 
         self.path = Path(directory) / "metrics.jsonl"
-        _rewrite(self.path, [r for r in read_metrics(directory) if r["step"] <= after_step])
+        kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
+        disk.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
         self._events = SummaryWriter(
             str(Path(directory) / "tensorboard"), purge_step=after_step + 1
@@ -71,34 +73,28 @@ def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
     return records
 
 
-def _rewrite(path: Path, records: list[dict[str, Any]]) -> None:
-    if not path.exists():
-        return
-    draft = path.with_suffix(".jsonl.new")
-    draft.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    os.replace(draft, path)
-
-
 class Meter:
-    """Turns times and token counts into rates.
+    """Turns the time between steps into rates.
 
     Args:
-      flops_per_step: model FLOPs of a step.
+      tokens: tokens in a step.
+      flops: model FLOPs of a step.
       peak: FLOP/s of all devices together, or None if unknown.
     """
 
-    def __init__(self, flops_per_step: float, peak: float | None):
-        self.flops, self.peak, self._last = flops_per_step, peak, time.perf_counter()
+    def __init__(self, tokens: int, flops: float, peak: float | None):
+        self.tokens, self.flops, self.peak = tokens, flops, peak
+        self._last = time.perf_counter()
 
-    def lap(self, tokens: int) -> dict[str, float]:
-        """Returns seconds since the last lap, tokens per second and, with a known peak, MFU."""
+    def lap(self) -> dict[str, float]:
+        """Returns `seconds` since the last lap, `tokens_per_second` and, with a known peak, `mfu`."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        rates = {"tokens_per_second": tokens / seconds, "seconds": seconds}
+        rates = {"tokens_per_second": self.tokens / seconds, "seconds": seconds}
         return rates | ({"mfu": self.flops / seconds / self.peak} if self.peak else {})
 
     def skip(self) -> None:
-        """Leaves out the time since the last lap (validation, samples)."""
+        """Leaves out the time since the last lap: a sample is no step."""
         self._last = time.perf_counter()
 
 

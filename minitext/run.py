@@ -1,41 +1,46 @@
-"""A run: its directory, the loop that trains in it, and reading it back.
+"""Training a run: the loop at the edge, around the pure step.
 
-    runs/NAME/
-      config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
-      tokenizer.json   so that text can be generated where the training text is not
-      metrics.jsonl    one object a step
-      tensorboard/     the same as TensorBoard events
-      samples.txt      text sampled at start, middle and end
-      checkpoints/     state, data position and configuration, by step
+The loop dispatches step n and then writes down step n-1, so that the device never waits for a metric to be read; input
+is prepared in a background thread, and checkpoints are written in one. Ctrl-C saves and says how to resume; running
+again in the same directory goes on where the newest checkpoint stands, bit for bit.
 
-Chapters: 6, 8.
+Chapters: 6.
 """
 
 import contextlib
 import datetime
-import errno
-import math
+import functools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.text import Text
 
-from minitext import hw
+from minitext import disk, hw
 from minitext.checkpoint import Checkpointer
-from minitext.config import Config, load_config, to_yaml
-from minitext.data import make_batches
-from minitext.errors import UserError
+from minitext.config import Config, to_yaml
+from minitext.data import Batches, make_batches
 from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops, count_params
-from minitext.tokenizer import load_tokenizer, make_tokenizer
+from minitext.rundir import (
+    CHECKPOINTS,
+    CONFIG,
+    TOKENIZER,
+    check_same_run,
+    disk_errors,
+    resume_command,
+)
+from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from minitext.train import (
+    TrainState,
     abstract_state,
     check_mesh,
     evaluate,
@@ -46,13 +51,8 @@ from minitext.train import (
 
 PROMPT_TOKENS = 32  # of validation text, in front of each sample
 
-# What may differ between a run and the configuration that resumes it: how long and how it trains, not what it is.
-RESUMABLE = ("train.steps", "train.save_every", "train.eval_every", "train.eval_batches", "train.sample_tokens",
-             "train.microbatches", "model.scan_layers", "model.remat", "model.attention.impl", "optim.",
-             "mesh.", "sharding.", "checkpoint.", "run.")  # fmt: skip
 
-
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818
     """Training was stopped by Ctrl-C after saving; the message says how to resume."""
 
 
@@ -75,25 +75,28 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     cfg = cfg.replace({"run.name": name})
     directory = Path(cfg.run.dir) / name
     mesh = make_mesh(cfg.mesh)
+    # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
-    _check_same_run(cfg, directory)
-    # All the data a run needs is found or refused before the directory exists.
-    known = directory / "tokenizer.json"
+    check_same_run(cfg, directory)
+    known = directory / TOKENIZER
     tokenizer = (
-        load_tokenizer(known) if known.is_file() else make_tokenizer(cfg.data, cfg.model.vocab)
+        load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
     )
-    sizes = {
-        "vocab": cfg.model.vocab,
-        "global_batch": cfg.train.global_batch,
-        "tokenizer": tokenizer,
-    }
-    batches = make_batches(cfg.data, mesh, **sizes)
-    held_out = make_batches(cfg.data, mesh, **sizes, split="validation")
+    make = functools.partial(
+        make_batches,
+        cfg.data,
+        mesh,
+        vocab=cfg.model.vocab,
+        global_batch=cfg.train.global_batch,
+        tokenizer=tokenizer,
+    )
+    batches, held_out = make(), make(split="validation")
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yml").write_text(to_yaml(cfg), encoding="utf-8")
-        tokenizer.save(known)
-        with Checkpointer(directory / "checkpoints", keep=cfg.checkpoint.keep) as checkpointer:
+        disk.write(directory / CONFIG, to_yaml(cfg))
+        if not known.exists():
+            tokenizer.save(known)
+        with Checkpointer(directory / CHECKPOINTS, keep=cfg.checkpoint.keep) as checkpointer:
             restored = checkpointer.restore(abstract_state(cfg, mesh))
             if restored is None:
                 state, start = init_state(cfg, mesh), 0
@@ -103,238 +106,150 @@ def train(cfg: Config, console: Console | None = None) -> Path:
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
                 with MetricsWriter(directory, after_step=start) as writer:
-                    loop = _Loop(
-                        cfg,
-                        mesh,
-                        directory,
-                        batches,
-                        held_out,
-                        tokenizer,
-                        checkpointer,
-                        writer,
-                        console,
-                    )
-                    loop.run(state, start)
+                    _Loop(
+                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer
+                    ).run(state, start, console)
     return directory
 
 
+@dataclass
 class _Loop:
-    """The loop of one run: dispatch step n, then write down step n-1."""
+    """The loop of one run and what it talks to."""
 
-    def __init__(
-        self, cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer, console
-    ):
-        self.cfg, self.mesh, self.directory, self.console = cfg, mesh, directory, console
-        self.batches, self.held_out, self.tokenizer = batches, held_out, tokenizer
-        self.checkpointer, self.writer = checkpointer, writer
-        first_row = next(iter(held_out))["tokens"].addressable_shards[0].data[0]
-        self.prompt = jax.device_get(first_row)[:PROMPT_TOKENS].tolist()
-        flops = count_flops(cfg.model, cfg.train.global_batch * cfg.data.seq_len, cfg.data.seq_len)
-        self.meter = Meter(flops, peak_flops(cfg, mesh))
-        self.train_step, self.eval_step = make_train_step(cfg, mesh), make_eval_step(cfg)
-        self.stop = False
+    cfg: Config
+    mesh: Mesh
+    directory: Path
+    batches: Batches
+    held_out: Batches
+    tokenizer: Tokenizer
+    checkpointer: Checkpointer
+    writer: MetricsWriter
+    stop: bool = False
 
-    def run(self, state, start: int) -> None:
+    def run(self, state: TrainState, start: int, console: Console) -> None:
         cfg = self.cfg.train
-        with progress_bar(self.console) as bar, _on_interrupt(self._ask_to_stop):
-            self.bar, self.task = (
-                bar,
-                bar.add_task("train", total=cfg.steps, completed=start, status="compiling"),
-            )
+        train_step, eval_step = make_train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
+        tokens = cfg.global_batch * self.cfg.data.seq_len
+        flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
+        meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
+        with progress_bar(console) as bar, _on_interrupt(lambda: self._ask_to_stop(bar)):
+            task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
+
+            def record(step, metrics, **extra):
+                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                values["tokens"] = int(values["tokens"])
+                line = {"step": step, **values, **extra, **meter.lap()}
+                self.writer.write(line)
+                bar.update(task, completed=step, status=status_line(line, self.batches.floor))
+
             if start == 0:
-                self._sample(state, 0)
-            self.meter.skip()
-            pending, saved = None, start
-            for step in range(start + 1, cfg.steps + 1):
-                state, metrics = self.train_step(state, next(self.batches))
-                # Reading a metric waits for its step; the step before this one is done or nearly so.
-                if pending is not None:
-                    self._record(*pending, {})
-                pending = (step, metrics)
-                last = step == cfg.steps or self.stop
-                extra = {}
+                self._sample(state, 0, bar)
+                meter.skip()
+            step, previous = start, None
+            while step < cfg.steps and not self.stop:
+                step += 1
+                state, metrics = train_step(state, next(self.batches))
+                if previous is not None:
+                    record(*previous)
+                previous = (step, metrics)
+                last = step == cfg.steps
                 if last or step % cfg.eval_every == 0:
-                    jax.block_until_ready(metrics)
-                    extra = self._evaluate(state)
-                if last or step % cfg.save_every == 0 or extra:
-                    self._record(*pending, extra)
-                    pending = None
-                if last or step % cfg.save_every == 0:
-                    self.checkpointer.save(
-                        step, state, self.batches.get_state(), self.cfg.model_dump(mode="json")
-                    )
-                    saved = step
-                if step == (cfg.steps + 1) // 2 or step == cfg.steps:
-                    self._sample(state, step)
-                if extra or last:
-                    self.meter.skip()
-                if self.stop:
-                    break
+                    loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
+                    self._say_validation(step, loss, bar)
+                    record(step, metrics, val_loss=loss)
+                    previous = None
+                if last or self.stop or step % cfg.save_every == 0:
+                    # The line of a step is written before the step is saved: a run that is killed in between
+                    # has a line too many, which resuming removes, and never one too few.
+                    if previous is not None:
+                        record(*previous)
+                        previous = None
+                    config = self.cfg.model_dump(mode="json")
+                    self.checkpointer.save(step, state, self.batches.get_state(), config)
+                if last or step == (cfg.steps + 1) // 2:
+                    self._sample(state, step, bar)
+                    meter.skip()
         self.checkpointer.wait()
-        if saved < cfg.steps:
+        if step < cfg.steps:
             raise Interrupted(
-                f"stopped after step {saved}, saved; resume with: {resume_command(self.directory)}"
+                f"stopped after step {step} and saved; resume with: {resume_command(self.directory)}"
             )
 
-    def _record(self, step: int, metrics: dict[str, jax.Array], extra: dict[str, float]) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        record = {"step": step} | values | {"tokens": int(values["tokens"])} | extra
-        record |= self.meter.lap(self.cfg.train.global_batch * self.cfg.data.seq_len)
-        self.writer.write(record)
-        self.bar.update(self.task, completed=step, status=status_line(record, self.batches.floor))
-
-    def _evaluate(self, state) -> dict[str, float]:
-        cfg = self.cfg
-        loss = evaluate(self.eval_step, state.params, self.held_out, cfg.train.eval_batches)
+    def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
-        self.bar.console.print(
-            f"step {int(state.step):>6}  validation loss {loss:.4f} nats/token{floor}",
-            highlight=False,
-        )
-        return {"val_loss": loss}
+        text = f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}"
+        bar.console.print(text, highlight=False)
 
-    def _sample(self, state, step: int) -> None:
+    def _sample(self, state: TrainState, step: int, bar: Progress) -> None:
+        """Prints how the model goes on from the first validation text, and keeps it in samples.txt."""
         cfg = self.cfg
         if not cfg.train.sample_tokens:
             return
-        params = on_one_device(state.params)
-        tokenizer, prompt = self.tokenizer, self.prompt
+        row = next(iter(self.held_out))["tokens"].addressable_shards[0].data[0]
+        prompt = jax.device_get(row)[:PROMPT_TOKENS].tolist()
+        # One row cannot be spread over a batch axis: the parameters come to one device.
+        params = jax.device_put(jax.device_get(state.params), jax.local_devices()[0])
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
-            tokens = list(generate(
-                cfg.model, params, prompt, max_tokens=cfg.train.sample_tokens, stop_id=tokenizer.eod_id,
-                how=Sampling(temperature=0.8, top_k=40), seed=cfg.train.seed,
-            ))  # fmt: skip
-        before, after = tokenizer.decode(prompt), tokenizer.decode(tokens)
-        self.bar.console.rule(f"sample at step {step}", style="dim")
-        self.bar.console.print(Text.assemble((before, "dim"), (after, "bold")))
-        self.bar.console.rule(style="dim")
+            tokens = list(
+                generate(
+                    cfg.model,
+                    params,
+                    prompt,
+                    max_tokens=cfg.train.sample_tokens,
+                    stop_id=self.tokenizer.eod_id,
+                    how=Sampling(temperature=0.8, top_k=40),
+                    seed=cfg.train.seed,
+                )
+            )
+        before, after = self.tokenizer.decode(prompt), self.tokenizer.decode(tokens)
+        bar.console.rule(f"sample at step {step}", style="dim")
+        bar.console.print(Text.assemble((before, "dim"), (after, "bold")))
+        bar.console.rule(style="dim")
         with (self.directory / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"--- step {step}\n{before}|{after}\n")
-        self.meter.skip()
 
-    def _ask_to_stop(self) -> None:
+    def _ask_to_stop(self, bar: Progress) -> None:
         self.stop = True
-        self.bar.console.print(
-            "stopping after this step; Ctrl-C again to stop at once without saving"
-        )
+        bar.console.print("stopping after this step; Ctrl-C again stops at once without saving")
 
 
-def load_run(directory: Path | str) -> tuple[Config, Any, Any, int]:
-    """Reads a run's configuration, parameters (on one device), tokenizer and step.
-
-    Raises:
-      UserError: if the directory holds no run or no usable checkpoint.
-    """
-    directory = Path(directory)
-    if not (directory / "config.yml").is_file():
-        raise UserError(
-            f"{directory} is not a run directory (it has no config.yml): name one, such as runs/NAME"
-        )
-    cfg = load_config(None, [f"config={directory / 'config.yml'}"])
-    mesh = make_mesh(devices=jax.devices()[:1])
-    with Checkpointer(directory / "checkpoints") as checkpointer:
-        restored = checkpointer.restore(abstract_state(cfg, mesh))
-    if restored is None:
-        raise UserError(
-            f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
-        )
-    return cfg, restored.state.params, load_tokenizer(directory / "tokenizer.json"), restored.step
-
-
-def on_one_device(params: Any) -> Any:
-    """Gathers parameters to the first local device; sampling one row cannot be spread over a batch axis."""
-    return jax.device_put(jax.device_get(params), jax.local_devices()[0])
-
-
-def peak_flops(cfg: Config, mesh) -> float:
+def peak_flops(cfg: Config, mesh: Mesh) -> float:
     """Returns the matmul peak of the mesh's devices together, in FLOP/s.
 
-    Simulated CPU devices share one machine, whose measured peak counts once; chips in the table count by their data
-    sheet.
+    Simulated CPU devices share one machine, whose measured peak counts once; chips in the table
+    count by their data sheet.
     """
-    device = mesh.devices.flat[0]
+    device: Any = mesh.devices.flat[0]
     if device.platform == "cpu":
         return hw.measure_matmul_peak(cfg.model.dtype)
     chip = hw.find_chip(device)
-    kind = {"bfloat16": "bf16"}.get(cfg.model.dtype, "f32")
+    kind = "bf16" if cfg.model.dtype == "bfloat16" else "f32"
     if chip is None or kind not in chip.flops:
         return hw.measure_matmul_peak(cfg.model.dtype) * mesh.size
-    return chip.peak(kind) * mesh.size
+    return chip.peak(kind) * mesh.size / chip.devices
 
 
-def resume_command(directory: Path | str) -> str:
-    """Returns the command that resumes a run."""
-    return f"minitext train config={Path(directory) / 'config.yml'}"
-
-
-@contextlib.contextmanager
-def disk_errors(directory: Path) -> Iterator[None]:
-    """Turns a disk that is full or can't be written into one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EROFS,
-            errno.EACCES,
-            errno.EPERM,
-            errno.ENOTDIR,
-            errno.EEXIST,
-        ):
-            raise UserError(
-                f"cannot write to {directory} ({error.strerror}): checkpoints already saved are intact; make room or "
-                f"choose another run.dir, then resume with: {resume_command(directory)}"
-            ) from error
-        raise
-
-
-def _check_same_run(cfg: Config, directory: Path) -> None:
-    """Refuses a directory that holds a run of another model or of other data."""
-    if not (directory / "config.yml").is_file():
-        return
-    old = load_config(None, [f"config={directory / 'config.yml'}"])
-    mine, theirs = _flat(cfg.model_dump()), _flat(old.model_dump())
-    for key, value in mine.items():
-        if not key.startswith(RESUMABLE) and theirs.get(key) != value:
-            raise UserError(
-                f"{directory} holds a run with {key}={theirs.get(key)}, not {value}: choose another run.name, or "
-                f"resume it with: {resume_command(directory)}"
-            )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
-def _introduce(cfg, mesh, directory, start, floor, console) -> None:
+def _introduce(
+    cfg: Config, mesh: Mesh, directory: Path, start: int, floor: float | None, console: Console
+) -> None:
     shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
-    console.print(
+    lines = [
         f"[bold]{directory}[/]  {count_params(cfg.model) / 1e6:.1f}M parameters, {shape}, "
-        f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}", highlight=False,
-    )  # fmt: skip
+        f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"
+    ]
     if floor:
-        console.print(
-            f"entropy rate of the source (no model can do better): {floor:.4f} nats/token",
-            highlight=False,
+        lines.append(
+            f"entropy rate of the source, below which no model can go: {floor:.4f} nats/token"
         )
     if start >= cfg.train.steps:
-        console.print(
-            f"already trained to step {start}: set train.steps higher to go on, or another run.name"
-        )
+        lines.append(f"already trained to step {start}: set train.steps higher to go on")
     elif start:
-        console.print(f"resuming after step {start}")
+        lines.append(f"resuming after step {start}")
+    console.print("\n".join(lines), highlight=False)
 
 
 @contextlib.contextmanager
-def _on_interrupt(ask) -> Iterator[None]:
+def _on_interrupt(ask: Callable[[], None]) -> Iterator[None]:
     """Calls `ask` at the first Ctrl-C; the second one interrupts as usual."""
     before = signal.getsignal(signal.SIGINT)
 
@@ -344,42 +259,10 @@ def _on_interrupt(ask) -> Iterator[None]:
 
     try:
         signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not the main thread (a notebook's widget, a test): no handler can be set
+    except ValueError:  # not in the main thread, where no handler can be set and none is needed
         yield
         return
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def evaluate_run(directory: Path | str, overrides: list[str]) -> dict[str, Any]:
-    """Measures a run's loss on all of its validation rows, or on other data that `overrides` name.
-
-    Returns:
-      `step`, `loss` in nats per token, `perplexity`, `bits_per_byte`, `tokens` (targets), and `floor`.
-    """
-    cfg, params, tokenizer, step = load_run(directory)
-    cfg = load_config(None, [f"config={Path(directory) / 'config.yml'}", *overrides])
-    mesh = make_mesh(devices=jax.devices()[:1])
-    rows = make_batches(
-        cfg.data, mesh, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch, split="validation",
-        tokenizer=tokenizer,
-    )  # fmt: skip
-    nll, tokens, size = 0.0, 0.0, 0
-    eval_step = make_eval_step(cfg)
-    with jax.set_mesh(mesh):
-        for batch in track(
-            rows, description="evaluating", console=Console(stderr=True), transient=True
-        ):
-            part, count = eval_step(params, batch)
-            nll, tokens = nll + float(part), tokens + float(count)
-            targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
-            text = tokenizer.decode(targets)
-            # Where a row cuts a character its bytes decode to U+FFFD, three bytes for one.
-            size += len(text.encode()) - 2 * text.count("\ufffd")
-    loss = nll / max(tokens, 1.0)
-    return {
-        "step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": nll / math.log(2) / max(size, 1), "tokens": int(tokens), "floor": rows.floor,
-    }  # fmt: skip

@@ -214,7 +214,8 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
             )
         return ByteTokenizer()
     # Imported here because minitext.data imports this module.
-    from minitext.data import cache, sources
+    from minitext import cache
+    from minitext.data import sources
 
     key = cache.fingerprint(sources.identity(cfg), vocab)
     path = cache.entry(f"bpe-{key}") / "tokenizer.json"

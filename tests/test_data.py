@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitext.config import DataConfig, MeshConfig
-from minitext.data import LocalWindows, cache, grammar, make_batches, packing, sources, token_file
+from minitext import cache
+from minitext.data import LocalWindows, grammar, make_batches, packing, sources, token_file
 from minitext.errors import UserError
 from minitext.tokenizer import ByteTokenizer, train_bpe
 

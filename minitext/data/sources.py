@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minitext.config import DataConfig
-from minitext.data import cache
+from minitext import cache
 from minitext.errors import UserError
 
 Piece = tuple[str, bool]

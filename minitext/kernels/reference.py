@@ -32,7 +32,7 @@ def attention(
     Returns:
       [B, T, N, H] in the queries' type.
     """
-    B, T, N, H = q_BTNH.shape
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     S, K = k_BSKH.shape[1:3]
     visible_TS = jnp.arange(T)[:, None] + query_offset >= jnp.arange(S)
     mask_BTS = visible_TS[None]

@@ -1,0 +1,159 @@
+"""A run directory: what stands in it, whether it may be resumed, and reading it back.
+
+    runs/NAME/
+      config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
+      tokenizer.json   so that text can be generated where the training text is not
+      metrics.jsonl    one object a step
+      tensorboard/     the same as TensorBoard events
+      samples.txt      text sampled at start, middle and end
+      checkpoints/     state, data position and configuration, by step
+
+Chapters: 6, 8.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import track
+
+from minitext import disk
+from minitext.checkpoint import Checkpointer
+from minitext.config import Config, flatten, load_config
+from minitext.data import make_batches
+from minitext.errors import UserError
+from minitext.mesh import make_mesh
+from minitext.tokenizer import Tokenizer, load_tokenizer
+from minitext.train import abstract_state, make_eval_step
+
+CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
+
+# What may change when a run is resumed: how long and how it trains, not what it is or what it reads.
+RESUMABLE = (
+    "train.steps",
+    "train.save_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.sample_tokens",
+    "train.microbatches",
+    "model.scan_layers",
+    "model.remat",
+    "model.attention.impl",
+    "optim.",
+    "mesh.",
+    "sharding.",
+    "checkpoint.",
+    "run.",
+)
+
+
+def resume_command(directory: Path | str) -> str:
+    """Returns the command that resumes a run."""
+    return f"minitext train config={Path(directory) / CONFIG}"
+
+
+def read_config(directory: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Reads a run's configuration, with overrides on top.
+
+    Raises:
+      UserError: if the directory is no run directory.
+    """
+    path = Path(directory) / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{directory} is not a run directory (it has no {CONFIG}): name one, such as runs/NAME"
+        )
+    return load_config(None, [f"config={path}", *overrides])
+
+
+def check_same_run(cfg: Config, directory: Path) -> None:
+    """Refuses to train in a directory that holds a run of another model or of other data.
+
+    Raises:
+      UserError: naming the first key that differs.
+    """
+    if not (directory / CONFIG).is_file():
+        return
+    theirs = flatten(read_config(directory).model_dump())
+    for key, value in flatten(cfg.model_dump()).items():
+        if not key.startswith(RESUMABLE) and theirs.get(key) != value:
+            raise UserError(
+                f"{directory} holds a run with {key}={theirs.get(key)}, not {value}: choose another "
+                f"run.name, or resume it as it is with: {resume_command(directory)}"
+            )
+
+
+def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
+    """Reads a run's configuration, parameters (on one device), tokenizer and step.
+
+    Raises:
+      UserError: if the directory holds no run or no usable checkpoint.
+    """
+    cfg = read_config(directory)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
+        restored = checkpointer.restore(abstract_state(cfg, mesh))
+    if restored is None:
+        raise UserError(
+            f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
+        )
+    return cfg, restored.state.params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
+
+
+def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Measures a run's loss on all of its validation rows, or on other data that overrides name.
+
+    Returns:
+      `step`, `loss` in nats per token, `perplexity`, `bits_per_byte`, `tokens` (targets), and
+      `floor` (None where the entropy rate is unknown).
+    """
+    _, params, tokenizer, step = load_run(directory)
+    cfg = read_config(directory, overrides)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    rows = make_batches(
+        cfg.data,
+        mesh,
+        vocab=cfg.model.vocab,
+        global_batch=cfg.train.global_batch,
+        split="validation",
+        tokenizer=tokenizer,
+    )
+    nll, tokens, size = 0.0, 0.0, 0
+    eval_step, console = make_eval_step(cfg), Console(stderr=True)
+    with jax.set_mesh(mesh):
+        for batch in track(rows, description="evaluating", console=console, transient=True):
+            part, count = eval_step(params, batch)
+            nll, tokens = nll + float(part), tokens + float(count)
+            targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
+            text = tokenizer.decode(targets)
+            # Where a row cuts a character its bytes decode to U+FFFD, three bytes for one.
+            size += len(text.encode()) - 2 * text.count("\ufffd")
+    loss = nll / max(tokens, 1.0)
+    return {
+        "step": step,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / max(size, 1),
+        "tokens": int(tokens),
+        "floor": rows.floor,
+    }
+
+
+@contextlib.contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """Turns a disk that is full or can't be written into one line.
+
+    Raises:
+      UserError: naming the directory, the cause, and the command that resumes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {directory}: {disk.explain(error)}; checkpoints already saved are "
+            f"intact, resume with: {resume_command(directory)}"
+        ) from error
