@@ -1,0 +1,77 @@
+"""The report of a compiled step, as JSON and as tables."""
+
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from minitext import aot
+from minitext.compile_report import _short, show_bytes
+from minitext.config import MeshConfig
+from minitext.targets import topology_mesh
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+
+
+@pytest.fixture(scope="module", params=[2**20, 2**32], ids=["fits", "too large"])
+def report(request):
+    mesh = topology_mesh("v5e:2x2", MeshConfig(data=1, fsdp=4))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    x = jax.ShapeDtypeStruct((4, request.param), jnp.float32, sharding=sharding)
+
+    def normalise(state):
+        return state / jnp.sum(state)
+
+    return aot.compile_step(normalise, (x,), mesh, target="v5e:2x2")
+
+
+@needs_libtpu
+def test_json(report):
+    read = json.loads(json.dumps(report.to_json()))
+    assert read["fits"] is report.fits and read["mesh"] == {"fsdp": 4}
+    assert read["largest"][0] == {
+        "bytes": report.largest[0].bytes,
+        "shape": report.largest[0].shape,
+        "kind": report.largest[0].kind,
+        "op": report.largest[0].op,
+    }
+    count, size = report.collectives["all-reduce"]
+    assert read["collectives"] == {"all-reduce": {"count": count, "bytes": size}}
+
+
+@needs_libtpu
+def test_tables(report, capsys):
+    aot.print_report(report)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"v5e:2x2: {'fits' if report.fits else 'does not fit'}  (4 devices")
+    for word in ("mesh.fsdp=4", "temporaries", "all-reduce", "of 15.75 GiB available", "f32[1,"):
+        assert word in shown
+    # Whoever pipes the tables into a file gets whole lines.
+    assert report.largest[0].shape in shown
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (512, "512 B"), (2048, "2.00 KiB"), (2**30, "1.00 GiB"), (2**41, "2,048.00 GiB")],
+)
+def test_show_bytes(size, shown):
+    assert show_bytes(size) == shown
+
+
+@pytest.mark.parametrize(
+    ("op", "shown"),
+    [
+        ("state.params['w'].value", "state.params['w'].value"),
+        ("jit(step)/jvp()/while/body/closed_call/sub", "forward sub"),
+        (
+            "jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/dot",
+            "backward recomputed/dot",
+        ),
+        ("jit(step)/jvp(XD,DF->XF)/dot_general", "forward XD,DF->XF/dot_general"),
+    ],
+)
+def test_names_of_operations(op, shown):
+    assert _short(op) == shown
