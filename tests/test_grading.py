@@ -63,6 +63,11 @@ def loops(x):
         except BaseException:
             pass
 
+# EXERCISE 90.sleeps
+def sleeps(x):
+    import time
+    time.sleep(600)
+
 # EXERCISE 90.hog
 def hog(x):
     keep = []
@@ -240,7 +245,7 @@ def make(name):
     exercise = Exercise(
         "90." + name, title="Twice", function=name, minutes=10, points=4, statement="Double it.",
         hints=("first", "second", "third"), memory_gib=0.5,
-        seconds=1.0 if name in ("loops", "stuck") else 60.0,
+        seconds=1.0 if name in ("loops", "stuck", "sleeps") else 60.0,
         forbid=("math",) if name in ("forbidden", "hidden", "fetched") else (),
     )
 
@@ -326,6 +331,7 @@ def test_a_stub_is_not_attempted(verdicts, name):
     ("name", "says"),
     [
         ("loops", "took longer than 1 s in the check 'zeros'"),
+        ("sleeps", "took longer than 1 s in the check 'zeros'"),
         ("hog", "more than 0.5 GiB of memory"),
         ("exits", "called sys.exit(0)"),
         ("dies", "ended with exit code 0"),

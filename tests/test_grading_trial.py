@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minitext.grading import Exercise, compare, learner_number, source
 from minitext.grading.compare import Failure
-from minitext.grading.evaluate import evaluate
+from minitext.grading.evaluate import Attempt
 from minitext.grading.trial import Trial
 
 SOLVED = '''"""Two exercises."""
@@ -149,7 +149,7 @@ def test_rounding_noise_is_the_same_mistake_and_another_value_is_not():
 def test_a_check_that_compares_nothing_is_a_fault():
     exercise = Exercise("90.x", "t", "f", 10, 1, "s", ("a", "b", "c"))
     exercise.check("nothing")(lambda fn, t: None)
-    assert "compared nothing" in evaluate(exercise, lambda: 1, 0, 0).failing[0].message
+    assert "compared nothing" in Attempt(exercise, lambda: 1, 0, 0).run().failing[0].message
 
 
 @pytest.mark.parametrize(

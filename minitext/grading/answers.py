@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def answers_folder(root: Path, named: Path | None) -> Path:
 
 
 def start(root: Path, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Copies the stubs to a folder. Returns (copied, already there and left as they are).
+    """Writes the stubs to a folder. Returns (copied, already there and left as they are).
 
     Raises:
         UserError: if the folder cannot be written.
@@ -69,12 +68,13 @@ def start(root: Path, folder: Path) -> tuple[list[Path], list[Path]]:
     copied, kept = [], []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in registry.chapter_files(root, ""):
+        for path in registry.chapter_files(root, "solutions"):
             target = folder / path.name
             if target.exists():
                 kept.append(target)
             else:
-                shutil.copyfile(path, target)
+                stub = source.stub(path.read_text(encoding="utf-8"))
+                target.write_text(stub, encoding="utf-8")
                 copied.append(target)
     except OSError as error:
         raise UserError(f"cannot write the stubs to {folder}: {error.strerror}") from None

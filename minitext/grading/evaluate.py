@@ -27,38 +27,11 @@ class CheckResult:
     observed: Any = None
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What all checks of one exercise said of one answer."""
+@dataclasses.dataclass(eq=False)
+class Attempt:
+    """One answer and what the checks said of it so far.
 
-    checks: list[CheckResult]
-    untouched: bool = False  # the stub's own NotImplementedError was reached
-    seconds: float = 0.0
-
-    @property
-    def failing(self) -> list[CheckResult]:
-        """The failed checks, in order."""
-        return [check for check in self.checks if not check.passed]
-
-    @property
-    def passed(self) -> bool:
-        """True when every check passed."""
-        return bool(self.checks) and not self.failing and not self.untouched
-
-
-def evaluate(
-    exercise: Exercise,
-    fn: Any,
-    seed: int,
-    learner: int,
-    source: str = "",
-    swallow: type[BaseException] = Exception,
-    before_check: Callable[[str], None] = lambda name: None,
-    after_check: Callable[[], None] = lambda: None,
-) -> Outcome:
-    """Runs every check of `exercise` on `fn`.
-
-    Args:
+    Attributes:
         exercise: what to check.
         fn: the answer.
         seed: with the check's name, the seed of `t.rng`.
@@ -67,29 +40,59 @@ def evaluate(
         swallow: exceptions that count as the answer's; SystemExit always does.
         before_check: called with each check's name.
         after_check: called after each check; what it raises ends the evaluation.
-
-    Returns:
-        The outcome. An answer that is still the stub stops at its first check.
+        checks: results of the checks that were run, in order.
+        untouched: the stub's own NotImplementedError was reached; no further check is run.
+        seconds: what the checks took.
     """
-    begun = time.perf_counter()
-    outcome = Outcome([])
-    for check in exercise.checks:
-        before_check(check.name)
-        try:
-            result = _run(check, exercise, fn, seed, learner)
-        except compare.Failure as failure:
-            result = CheckResult(check.name, False, str(failure), failure.observed)
-        except NotImplementedError as error:
-            if error.args == (exercise.id,):
-                outcome.untouched = True
+
+    exercise: Exercise
+    fn: Any
+    seed: int
+    learner: int
+    source: str = ""
+    swallow: type[BaseException] = Exception
+    before_check: Callable[[str], None] = lambda name: None
+    after_check: Callable[[], None] = lambda: None
+    checks: list[CheckResult] = dataclasses.field(default_factory=list)
+    untouched: bool = False
+    seconds: float = 0.0
+
+    @property
+    def failing(self) -> list[CheckResult]:
+        """The checks that failed so far."""
+        return [check for check in self.checks if not check.passed]
+
+    @property
+    def passed(self) -> bool:
+        """True when every check was run and passed."""
+        return len(self.checks) == len(self.exercise.checks) and not self.failing
+
+    def run(self, to_first_failure: bool = False) -> "Attempt":
+        """Runs the checks that were not run yet, all or only until one has failed."""
+        begun = time.perf_counter()
+        for check in self.exercise.checks[len(self.checks) :]:
+            if self.untouched or (to_first_failure and self.failing):
                 break
-            result = raised(check.name, error, fn, source)
-        except (swallow, SystemExit) as error:
-            result = raised(check.name, error, fn, source)
-        after_check()
-        outcome.checks.append(result)
-    outcome.seconds = time.perf_counter() - begun
-    return outcome
+            self.before_check(check.name)
+            result = self._result(check)
+            self.after_check()
+            if result is not None:
+                self.checks.append(result)
+        self.seconds += time.perf_counter() - begun
+        return self
+
+    def _result(self, check: Check) -> CheckResult | None:
+        try:
+            return _run(check, self.exercise, self.fn, self.seed, self.learner)
+        except compare.Failure as failure:
+            return CheckResult(check.name, False, str(failure), failure.observed)
+        except NotImplementedError as error:
+            if error.args == (self.exercise.id,):
+                self.untouched = True
+                return None
+            return raised(check.name, error, self.fn, self.source)
+        except (self.swallow, SystemExit) as error:
+            return raised(check.name, error, self.fn, self.source)
 
 
 def _run(check: Check, exercise: Exercise, fn: Any, seed: int, learner: int) -> CheckResult:
@@ -123,48 +126,53 @@ def _anonymous(text: str, fn: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", text)
 
 
-def evaluate_mutants(exercise: Exercise, seed: int, learner: int) -> list[Outcome]:
-    """The outcome of each of the exercise's mutants, in order, under the same seed."""
-    return [evaluate(exercise, mutant.fn, seed, learner) for mutant in exercise.mutants]
+def attempt_mutants(exercise: Exercise, seed: int, learner: int) -> list[Attempt]:
+    """The exercise's mutants, in order, under the same seed; `match` runs what it needs of them."""
+    return [Attempt(exercise, mutant.fn, seed, learner) for mutant in exercise.mutants]
 
 
-def choose_hint(exercise: Exercise, outcome: Outcome, mutants: list[Outcome]) -> str:
-    """The hint for a failing answer.
+def choose_hint(attempt: Attempt) -> str:
+    """The hint for a failed answer: that of the mutant with the same mistake, else the first."""
+    exercise = attempt.exercise
+    index = match(attempt, attempt_mutants(exercise, attempt.seed, attempt.learner))
+    return exercise.hints[0] if index is None else exercise.mutants[index].hint
+
+
+def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
+    """Index of the mutant whose mistake an answer shows, or None.
 
     First the mutant that fails the same first check with the same value (or exception); among
     several, one that fails the same checks, then the nearest in all values seen. Else the first
     mutant that fails exactly the same checks in the same way (wrong value, or the same type of
-    exception). Else the exercise's first hint.
+    exception). A mutant is run no further than this needs.
     """
-    index = match(exercise, outcome, mutants)
-    return exercise.hints[0] if index is None else exercise.mutants[index].hint
-
-
-def match(exercise: Exercise, outcome: Outcome, mutants: list[Outcome]) -> int | None:
-    """Index of the mutant whose mistake the outcome shows, or None."""
-    failing = outcome.failing
+    failing = attempt.run(to_first_failure=True).failing
     if not failing:
         return None
-    names = [check.name for check in failing]
-    ranked = []
+    first = failing[0]
+    rivals = []
     for index, mutant in enumerate(mutants):
-        if not mutant.failing or mutant.failing[0].name != names[0]:
-            continue
-        near = compare.distance(failing[0].observed, mutant.failing[0].observed)
-        if near > exercise.compare:
-            continue
-        seen = {check.name: check.observed for check in mutant.failing}
-        rest = sum(
-            min(1.0, compare.distance(check.observed, seen.get(check.name))) for check in failing
-        )
-        ranked.append((set(seen) != set(names), near + rest, index))
-    if ranked:
-        return min(ranked)[-1]
-    for index, mutant in enumerate(mutants):
-        same_checks = [check.name for check in mutant.failing] == names
-        if same_checks and _kind(mutant.failing[0]) == _kind(failing[0]):
+        seen = mutant.run(to_first_failure=True).failing
+        if seen and seen[0].name == first.name:
+            rivals.append((compare.distance(first.observed, seen[0].observed), index))
+    near = [(far, index) for far, index in rivals if far <= attempt.exercise.compare]
+    if len(near) == 1:
+        return near[0][1]
+    names = [check.name for check in attempt.run().failing]
+    if near:
+        return min((_unlike(attempt, mutants[i].run()), far, i) for far, i in near)[-1]
+    for _, index in rivals:
+        other = mutants[index].run().failing
+        if [check.name for check in other] == names and _kind(other[0]) == _kind(first):
             return index
     return None
+
+
+def _unlike(a: Attempt, b: Attempt) -> tuple[bool, float]:
+    """How much two failed answers differ: in the checks that fail, then in the values seen."""
+    seen = {check.name: check.observed for check in b.failing}
+    far = [min(1.0, compare.distance(c.observed, seen.get(c.name))) for c in a.failing]
+    return set(seen) != {check.name for check in a.failing}, sum(far)
 
 
 def _kind(check: CheckResult) -> str:

@@ -77,14 +77,14 @@ def _grade(exercise: Exercise, fn: Any) -> Result:
         answer = Answer((source.Piece("", cell),), "your cell")
         grading = runner.Grading(registry.exercises_root(), seed, learner)
         return runner.grade_one(grading, exercise, answer, threading.Event())
-    outcome = ev.evaluate(exercise, fn, seed, learner, getattr(_code(fn), "co_filename", ""))
-    if outcome.untouched:
+    file = getattr(_code(fn), "co_filename", "")
+    attempt = ev.Attempt(exercise, fn, seed, learner, file).run()
+    if attempt.untouched:
         return Result(exercise, NOT_ATTEMPTED)
-    checks = [(c.name, c.passed, c.message) for c in outcome.checks]
-    if outcome.passed:
-        return Result(exercise, PASSED, checks=checks, seconds=outcome.seconds)
-    hint = ev.choose_hint(exercise, outcome, ev.evaluate_mutants(exercise, seed, learner))
-    return Result(exercise, FAILED, checks=checks, hint=hint, seconds=outcome.seconds)
+    status = PASSED if attempt.passed else FAILED
+    hint = "" if attempt.passed else ev.choose_hint(attempt)
+    checks = [(check.name, check.passed, check.message) for check in attempt.checks]
+    return Result(exercise, status, checks=checks, hint=hint, seconds=attempt.seconds)
 
 
 def _devices() -> int:

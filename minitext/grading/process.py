@@ -23,6 +23,7 @@ from minitext.grading.registry import PACKAGE
 
 POLL_SECONDS = 0.05
 STARTUP_SECONDS = 120.0  # imports, on a machine that is busy with other answers
+PATIENCE = 3.0  # times its limit that an answer may take without using its limit of CPU time
 OUTPUT_BYTES = 2_000  # kept of what an answer prints; all is read, so that it cannot block
 REPLY_BYTES = 4_000_000  # an unfinished line longer than this is no reply of the worker
 GIB = 2**30
@@ -31,21 +32,28 @@ GIB = 2**30
 class Worker:
     """One child process and what it said.
 
+    The arguments are its job, how many devices it simulates, its limits, and a folder for compiled
+    programs ("" for none).
+
     Attributes:
         messages: what came with the right nonce, in order.
         output: the end of what was printed.
         death: why it ended before it was done, in words for the learner; "" if it was done.
     """
 
-    def __init__(self, job: dict[str, Any], devices: int, seconds: float, memory_gib: float):
+    def __init__(
+        self, job: dict[str, Any], devices: int, seconds: float, memory_gib: float, cache: str
+    ):
         self.messages: list[dict[str, Any]] = []
         self.output = ""
         self.death = ""
         self._nonce = secrets.token_hex(16)
         self._job = {**job, "nonce": self._nonce}
         self._devices, self._seconds, self._memory = devices, seconds, memory_gib
+        self._cache = cache
         self._reply = b""
         self._stage_began = time.monotonic()
+        self._stage_cpu: float | None = None
 
     def run(self, stop: threading.Event) -> "Worker":
         """Starts the process, waits for its end, and kills all that is left of it."""
@@ -57,7 +65,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write,),
-                env=_environment(self._devices),
+                env=_environment(self._devices, self._cache),
                 cwd=folder,
                 start_new_session=True,
             )
@@ -122,26 +130,38 @@ class Worker:
             if isinstance(message, dict) and message.pop("nonce", None) == self._nonce:
                 self.messages.append(message)
                 if message["kind"] != "check":  # each stage has the whole time
-                    self._stage_began = time.monotonic()
+                    self._stage_began, self._stage_cpu = time.monotonic(), None
 
     def _overhear(self, data: bytes) -> None:
         self.output = (self.output + data.decode("utf-8", "replace"))[-OUTPUT_BYTES:]
 
     def _check_limits(self, pid: int) -> None:
         limit = self._seconds if self.messages else STARTUP_SECONDS
-        if time.monotonic() - self._stage_began > limit:
-            self.death = f"took longer than {limit:.0f} s"
-        used = 0
+        memory = cpu = 0.0
         for process in _family(pid):
             with contextlib.suppress(psutil.Error):
-                used += process.memory_info().rss
-        if used > self._memory * GIB:
+                memory += process.memory_info().rss
+                cpu += sum(process.cpu_times()[:2])
+        if self._stage_cpu is None:
+            self._stage_cpu = cpu
+        wall = time.monotonic() - self._stage_began
+        # An answer that had to share the cores with others gets the time that it did not have.
+        if wall > limit and (cpu - self._stage_cpu > limit or wall > PATIENCE * limit):
+            self.death = f"took longer than {limit:.0f} s"
+        if memory > self._memory * GIB:
             self.death = f"used more than {self._memory:g} GiB of memory"
 
 
-def _environment(devices: int) -> dict[str, str]:
+def _environment(devices: int, cache: str) -> dict[str, str]:
     """The worker's: CPU only, `devices` simulated ones, and minitext importable."""
     env = dict(os.environ)
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what one answer leaves there could reach another
+    if cache:
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", env.get("XLA_FLAGS", ""))
     if devices > 1:
         flags += f" --xla_force_host_platform_device_count={devices}"

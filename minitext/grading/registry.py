@@ -54,7 +54,8 @@ class Exercise:
         statement: MyST Markdown, printed in the notebook above the stub.
         hints: three, of growing strength.
         devices: how many (simulated) devices the answer sees.
-        seconds: time limit for all the checks of one answer, imports not counted.
+        seconds: time limit for all the checks of one answer, imports not counted. It is CPU time;
+            an answer that only waits has three times as long.
         memory_gib: limit on the resident memory of the answer's process.
         forbid: dotted names of modules or functions that the answer may not use.
         compare: how close an observed value must be to a mutant's, relative to its largest

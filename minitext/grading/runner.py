@@ -6,6 +6,7 @@ Chapters: none.
 import dataclasses
 import functools
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -32,12 +33,14 @@ class Grading:
         seed: of the checks' random inputs.
         learner: the learner's number.
         jobs: processes at a time.
+        cache: folder for compiled programs, shared by processes that trust each other.
     """
 
     root: Path
     seed: int
     learner: int
     jobs: int = 1
+    cache: str = ""
 
     def job(self, mode: str, exercise: Exercise) -> dict[str, Any]:
         """The fields that every worker's job has."""
@@ -64,7 +67,9 @@ def grade_one(
         "filename": answer.filename,
         "folder": answer.folder,
     }
-    worker = Worker(job, exercise.devices, exercise.seconds, exercise.memory_gib).run(stop)
+    limits = (exercise.seconds, exercise.memory_gib)
+    worker = Worker(job, exercise.devices, *limits, grading.cache)
+    worker.run(stop)
     found = {message["kind"]: message for message in worker.messages}
     if "result" not in found:
         where = f" in the check {found['check']['name']!r}" if "check" in found else ""
@@ -115,22 +120,25 @@ def try_out(
         Rows (exercise, kind, name, passed, message, seconds).
     """
     exercises = list(exercises)
-    calls: list[Callable] = []
-    groups: dict[tuple[str, int], list[Exercise]] = {}
-    for exercise in exercises:
-        groups.setdefault((exercise.stem, exercise.devices), []).append(exercise)
-    if "solution" in kinds:
-        calls += [functools.partial(_try_solution, grading, exercise) for exercise in exercises]
-    if "stub" in kinds or "mutant" in kinds:
-        parts = [
-            group[i : i + TRY_TOGETHER]
-            for group in groups.values()
-            for i in range(0, len(group), TRY_TOGETHER)
-        ]
-        calls += [functools.partial(_try_group, grading, part, kinds) for part in parts]
-    rows = [row for rows in _in_parallel(calls, grading.jobs, progress) for row in rows]
+    with tempfile.TemporaryDirectory(prefix="minitext-grade-") as cache:
+        grading = dataclasses.replace(grading, cache=cache)
+        calls: list[Callable] = []
+        if "solution" in kinds:
+            calls += [functools.partial(_try_solution, grading, exercise) for exercise in exercises]
+        if "stub" in kinds or "mutant" in kinds:
+            calls += [functools.partial(_try_group, grading, g, kinds) for g in _groups(exercises)]
+        found = _in_parallel(calls, grading.jobs, progress)
     order = [exercise.id for exercise in exercises]
-    return sorted(rows, key=lambda row: order.index(row[0]))
+    return sorted((row for rows in found for row in rows), key=lambda row: order.index(row[0]))
+
+
+def _groups(exercises: list[Exercise]) -> list[list[Exercise]]:
+    """Up to three exercises of one file and one number of devices at a time."""
+    alike: dict[tuple[str, int], list[Exercise]] = {}
+    for exercise in exercises:
+        alike.setdefault((exercise.stem, exercise.devices), []).append(exercise)
+    step = TRY_TOGETHER
+    return [group[i : i + step] for group in alike.values() for i in range(0, len(group), step)]
 
 
 def _try_solution(grading: Grading, exercise: Exercise, stop: threading.Event) -> list[tuple]:
@@ -149,7 +157,7 @@ def _try_group(
     job |= {"ids": [exercise.id for exercise in group], "kinds": list(kinds)}
     seconds = max(exercise.seconds * (2 + len(exercise.mutants)) for exercise in group)
     memory = max(exercise.memory_gib for exercise in group) + 1.0  # one process runs them all
-    worker = Worker(job, group[0].devices, seconds, memory).run(stop)
+    worker = Worker(job, group[0].devices, seconds, memory, grading.cache).run(stop)
     rows = [tuple(row) for m in worker.messages if m["kind"] == "result" for row in m["rows"]]
     if worker.death:
         seen = {row[0] for row in rows}

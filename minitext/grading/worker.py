@@ -108,25 +108,24 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
     try:
         fn = load(pieces, exercise, filename, guarded=True)
         verify()
-        outcome = ev.evaluate(
+        attempt = ev.Attempt(
             exercise,
             fn,
             seed,
             learner,
             filename,
-            BaseException,
-            lambda name: send("check", name=name),
-            verify,
-        )
+            swallow=BaseException,
+            before_check=lambda name: send("check", name=name),
+            after_check=verify,
+        ).run()
     except Refused as error:
         send("result", status="failed", message=str(error), checks=[], seconds=0.0)
         return
-    rows = [[check.name, check.passed, check.message] for check in outcome.checks]
-    status = "not attempted" if outcome.untouched else "passed" if outcome.passed else "failed"
-    send("result", status=status, message="", checks=rows, seconds=outcome.seconds)
+    rows = [[check.name, check.passed, check.message] for check in attempt.checks]
+    status = "not attempted" if attempt.untouched else "passed" if attempt.passed else "failed"
+    send("result", status=status, message="", checks=rows, seconds=attempt.seconds)
     if status == "failed":
-        mutants = ev.evaluate_mutants(exercise, seed, learner)
-        send("hint", hint=ev.choose_hint(exercise, outcome, mutants))
+        send("hint", hint=ev.choose_hint(attempt))
 
 
 def try_out(job: dict, send: Callable[..., None]) -> None:
@@ -148,33 +147,35 @@ def try_out(job: dict, send: Callable[..., None]) -> None:
         send("result", rows=[(exercise.id, *row) for row in rows])
 
 
-def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> tuple:
+def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list:
     name = exercise.function
     try:
         fn = load(pieces, exercise, f"{job['stem']}.py", guarded=False)
-        outcome = ev.evaluate(exercise, fn, job["seed"], job["learner"])
+        attempt = ev.Attempt(exercise, fn, job["seed"], job["learner"]).run()
     except Refused as error:
-        return ("stub", name, False, str(error), 0.0)
-    good = outcome.untouched and not outcome.checks
-    return ("stub", name, good, "" if good else "is taken for an attempt", outcome.seconds)
+        return ["stub", name, False, str(error), 0.0]
+    good = attempt.untouched and not attempt.checks
+    return ["stub", name, good, "" if good else "is taken for an attempt", attempt.seconds]
 
 
-def _try_mutants(job: dict, exercise: Exercise) -> list[tuple]:
-    outcomes = ev.evaluate_mutants(exercise, job["seed"], job["learner"])
+def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
+    attempts = ev.attempt_mutants(exercise, job["seed"], job["learner"])
     rows = []
-    for index, (mutant, outcome) in enumerate(zip(exercise.mutants, outcomes, strict=True)):
-        chosen = ev.match(exercise, outcome, outcomes)
+    for index, (mutant, attempt) in enumerate(zip(exercise.mutants, attempts, strict=True)):
+        chosen = ev.match(attempt, attempts)
         text = ""
-        if not outcome.failing:
+        if not attempt.failing:
             text = "passes every check"
         elif chosen != index:
             shown = "the first hint" if chosen is None else f"of {exercise.mutants[chosen].name}"
-            first = outcome.failing[0]
+            first = attempt.failing[0]
             text = f"the hint shown is not its own but {shown} ({first.name}: {first.message})"
-        rows.append(("mutant", mutant.name, not text, text, outcome.seconds))
+        rows.append(["mutant", mutant.name, not text, text, 0.0])
+    for row, attempt in zip(rows, attempts, strict=True):
+        row[-1] = attempt.seconds  # a later mutant may have made an earlier one run further
     if len(exercise.mutants) < 3:
         text = f"{len(exercise.mutants)} mutants, want at least three"
-        rows.append(("mutant", "-", False, text, 0.0))
+        rows.append(["mutant", "-", False, text, 0.0])
     return rows
 
 
