@@ -7,6 +7,7 @@ Run before the book is built, as `make book` does:
 
 import importlib
 import inspect
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -14,19 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import minitext
 from minitext import config, hw
 
 BOOK = Path(__file__).resolve().parent
 OUT = BOOK / "_generated"
 GB, TERA = 1e9, 1e12
-
-# The reference's modules, in the order of design: from what nothing depends on to what depends on
-# all. tests/test_book.py fails when a public module is missing here.
-MODULES = (
-    "config", "errors", "hw", "devices", "mesh", "sharding", "kernels", "layers", "attention",
-    "ffn", "model", "tokenizer", "data", "loss", "optim", "train", "metrics", "checkpoint", "run",
-    "generate", "aot", "hlo", "targets", "grading", "notebook",
-)  # fmt: skip
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -211,10 +205,16 @@ def resolved(cfg: config.Config, key: str) -> Any:
 # ---------------------------------------------------------------------------- reference
 
 
-def reference(names: list[str]) -> dict[str, str]:
+def modules() -> list[str]:
+    """Every module of the package but the command line, which `minitext --help` documents."""
+    found = [module.name for module in pkgutil.iter_modules(minitext.__path__)]
+    return [name for name in found if name not in ("__main__", "cli", "configs")]
+
+
+def reference() -> dict[str, str]:
     """The pages of the API reference: an overview, and autodoc for each module."""
     pages, rows = {}, []
-    for name in names:
+    for name in modules():
         module = importlib.import_module(f"minitext.{name}")
         doc = inspect.getdoc(module) or ""
         chapters = re.search(r"^Chapters: (.*)\.$", doc, flags=re.MULTILINE)
@@ -259,7 +259,7 @@ def main() -> None:
         "configuration.md": configuration(),
         "letters_table.md": letters(),
         "first_result.md": first_result(),
-        **reference(MODULES),
+        **reference(),
     }
     shutil.rmtree(OUT, ignore_errors=True)
     for name, text in pages.items():
