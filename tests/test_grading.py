@@ -1,10 +1,15 @@
 """The grading engine on exercises of its own: hostile answers, hints, reports, notebooks."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -443,7 +448,7 @@ def test_exit_codes(run):
 def test_the_table_names_the_first_failing_check_and_one_hint(run):
     said = run("90.honest", "90.sign").output
     assert "4/8" in said
-    assert "random numbers: at [" in said
+    assert "first failing check: random numbers" in said and "  at [" in said
     assert "twice the array" in said
     assert said.count("hint:") == 1
     assert "Mind the sign." in said
@@ -606,3 +611,20 @@ def test_check_starts_a_process_when_the_kernel_has_too_few_devices(tmp_path, mo
 
     check("91.eight", cell.eight)
     assert "passed" in capsys.readouterr().out
+
+
+def test_an_interrupted_grading_leaves_no_process(tree, tmp_path):
+    code = "import typer; from minitext.grading.command import grade; typer.run(grade)"
+    env = os.environ | {"MINITEXT_EXERCISES": str(tree), "PYTHONPATH": str(registry.PACKAGE.parent)}
+    null = subprocess.DEVNULL
+    command = [sys.executable, "-c", code, "90.sleeps", "90.loops", "--jobs", "2"]
+    with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=null, stderr=null) as process:
+        family = psutil.Process(process.pid)
+        deadline = time.monotonic() + 30
+        while len(family.children()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        workers = family.children()
+        assert len(workers) == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
+    assert not any(worker.is_running() for worker in workers)

@@ -23,6 +23,7 @@ def test_every_solution_has_checks_and_every_exercise_keeps_the_rules():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute by itself; cores may be shared
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_solutions_score_stubs_do_not_count_and_mutants_show_their_hints(chapter):
     seed = secrets.randbits(31)  # fresh at every run, as for learners

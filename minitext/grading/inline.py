@@ -57,8 +57,9 @@ def verdict(id: str, fn: Any) -> str:
     if result.status == PASSED:
         return f"{name}: passed. All {total} checks pass, {exercise.points} points."
     good = sum(passed for _, passed, _ in result.checks)
-    lines = [f"{name}: not yet, {good} of {total} checks pass.", f"  {result.explanation()}"]
-    return "\n".join(lines + [f"  Hint: {result.hint}"] * bool(result.hint))
+    lines = [f"{name}: not yet, {good} of {total} checks pass.", result.explanation()]
+    lines += [f"Hint: {result.hint}"] if result.hint else []
+    return "\n".join(lines)
 
 
 def _grade(exercise: Exercise, fn: Any) -> Result:

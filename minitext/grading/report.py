@@ -50,7 +50,7 @@ class Result:
         """What a learner reads below the table: the first failing check, or the message."""
         parts = []
         if self.first_failing is not None:
-            parts.append("{}: {}".format(*self.first_failing))
+            parts.append("first failing check: {}\n{}".format(*self.first_failing))
         if self.message:
             parts.append(self.message)
         return "\n".join(parts)
@@ -172,9 +172,9 @@ def print_table(console: Any, results: list[Result], seed: int) -> None:
     console.print(table)
     for r in results:
         if r.status == FAILED:
-            console.print(f"\n[bold]{r.exercise.id}[/] {escape(r.explanation())}")
-            if r.hint:
-                console.print(Padding(f"hint: {escape(r.hint)}", (0, 0, 0, 2)))
+            console.print(f"\n[bold]{r.exercise.id}[/] {escape(r.exercise.title)}")
+            text = escape(r.explanation() + (f"\nhint: {r.hint}" if r.hint else ""))
+            console.print(Padding(text, (0, 0, 0, 2)), highlight=False)
     if any(r.status != NOT_ATTEMPTED for r in results):
         console.print(f"\nTo repeat with the same numbers: --seed {seed}", style="dim")
 
