@@ -2,7 +2,7 @@
 
 Must run before JAX starts its backends; importing JAX is early enough.
 
-Chapters: 1, 9.
+Chapters: 9.
 """
 
 import contextlib
@@ -59,13 +59,16 @@ def accelerator_is_visible() -> bool:
     """Returns whether JAX could find a TPU or GPU, told from files and plugins without starting JAX."""
     if importlib.util.find_spec("libtpu") and any(glob.glob(pattern) for pattern in _TPU_FILES):
         return True
+    return has_gpu_plugin() and any(os.path.exists(p) for p in _GPU_FILES)
+
+
+def has_gpu_plugin() -> bool:
+    """Returns whether JAX's CUDA or ROCm plugin is installed; it compiles for GPUs also where none is."""
     plugins = importlib.util.find_spec("jax_plugins")
     if plugins is None or plugins.submodule_search_locations is None:
         return False
     names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
-    return any(n.startswith(_GPU_PLUGINS) for n in names) and any(
-        os.path.exists(p) for p in _GPU_FILES
-    )
+    return any(name.startswith(_GPU_PLUGINS) for name in names)
 
 
 def use_compilation_cache() -> None:

@@ -4,7 +4,6 @@ Chapters: 6.
 """
 
 import importlib.metadata
-import importlib.util
 import platform
 import sys
 
@@ -13,6 +12,7 @@ import psutil
 
 from minitext import hw
 from minitext.cache import cache_dir
+from minitext.devices import has_gpu_plugin
 
 
 def examine() -> dict[str, str]:
@@ -31,9 +31,7 @@ def examine() -> dict[str, str]:
         "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
         "cache": str(cache_dir()),
         "compile for TPU": "yes" if versions["libtpu"] else "no: pip install 'minitext[aot]'",
-        "compile for H100": "yes"
-        if importlib.util.find_spec("jax_plugins.xla_cuda13")
-        else "no: pip install 'minitext[aot-gpu]'",
+        "compile for GPU": "yes" if has_gpu_plugin() else "no: pip install 'minitext[aot-gpu]'",
         **{name: version or "not installed" for name, version in versions.items()},
     }
 

@@ -7,7 +7,7 @@ measured number into prose.
 This is the only module of the package that imports IPython or matplotlib, and it does so inside
 functions: training on a server needs neither.
 
-Chapters: 1, 4, 6.
+Chapters: none.
 """
 
 import functools

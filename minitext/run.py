@@ -185,8 +185,8 @@ class _Loop:
         cfg = self.cfg
         if not cfg.train.sample_tokens:
             return
-        row = next(iter(self.held_out))["tokens"].addressable_shards[0].data[0]
-        prompt = jax.device_get(row)[:PROMPT_TOKENS].tolist()
+        rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
+        prompt = rows[0, :PROMPT_TOKENS].tolist()
         # One row cannot be spread over a batch axis: the parameters come to one device.
         params = jax.device_put(jax.device_get(state.params), jax.local_devices()[0])
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):

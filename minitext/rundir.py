@@ -101,7 +101,9 @@ def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
         raise UserError(
             f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
         )
-    return cfg, restored.state.params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
+    # Off the mesh, so that they can be used with and without one.
+    params = jax.device_put(restored.state.params, jax.devices()[0])
+    return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
 
 
 def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitext.config import DataConfig, MeshConfig
 from minitext import cache
+from minitext.config import DataConfig, MeshConfig
 from minitext.data import LocalWindows, grammar, make_batches, packing, sources, token_file
 from minitext.errors import UserError
 from minitext.tokenizer import ByteTokenizer, train_bpe

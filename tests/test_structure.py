@@ -279,8 +279,9 @@ def public_names() -> set[str]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_chapters_define_nothing_the_package_defines(path):
-    """A chapter's naive version has a name of its own; the package's code is shown, never pasted. Exercises are the
-    learner's own and may be called what the field calls them.
+    """A naive version has a name of its own; the package's code is shown, never pasted.
+
+    Exercises are the learner's own and may be called what the field calls them.
     """
     public = public_names()
     for cell in jupytext.read(path).cells:
@@ -306,10 +307,9 @@ def test_nothing_is_skipped_or_allowed_to_fail_in_a_chapter():
 
 # --- one address, and no trace of any machine
 
-TEXTS = [
-    p for p in map(Path, subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0"))
-    if p.suffix in {".py", ".md", ".yml", ".toml", ".txt", ".ipynb", ".json", ""} and (ROOT / p).is_file()
-]  # fmt: skip
+KINDS = {".py", ".md", ".yml", ".toml", ".txt", ".ipynb", ".json", ".bib", ".css", ""}
+LISTED = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout
+TEXTS = [p for p in map(Path, LISTED.split("\0")) if p.suffix in KINDS and (ROOT / p).is_file()]
 
 
 def test_the_repository_has_one_address():
