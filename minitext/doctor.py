@@ -1,6 +1,6 @@
 """What this machine is and what minitext can do on it, for bug reports and the curious.
 
-Chapters: 6.
+Chapters: none.
 """
 
 import importlib.metadata

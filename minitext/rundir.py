@@ -101,8 +101,8 @@ def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
         raise UserError(
             f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
         )
-    # Off the mesh, so that they can be used with and without one.
-    params = jax.device_put(restored.state.params, jax.devices()[0])
+    # By way of the host: device_put alone would keep the mesh in their types, and they are used without one.
+    params = jax.device_put(jax.device_get(restored.state.params), jax.devices()[0])
     return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
 
 
