@@ -22,6 +22,13 @@ import jax
 from jax.sharding import Mesh
 
 from minitext import hlo
+from minitext.buffers import (
+    Buffer,
+    OutOfMemory,
+    allocated,
+    parse_out_of_memory,
+    read_buffers,
+)
 from minitext.compile_report import LISTED, Report, print_report, render, show_bytes
 from minitext.config import Config
 from minitext.errors import UserError
@@ -89,22 +96,23 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
             try:
                 compiled = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                refusal = hlo.parse_out_of_memory(str(error))
+                refusal = parse_out_of_memory(str(error))
                 if refusal is None:
                     raise
         compile_seconds = time.perf_counter() - start
-        module, assignment = _read_dump(folder)
-    buffers = hlo.buffers(assignment, hlo.op_names(module))
-    if not any(buffer.kind == "argument" for buffer in buffers):
-        buffers += _abstract_buffers(fn, args)
-    largest = sorted([*(refusal.buffers if refusal else ()), *buffers], key=lambda b: -b.bytes)
+        traced, module, assignment = _read_dump(folder)
+    buffers = read_buffers(assignment, hlo.op_names(module), hlo.argument_names(traced))
+    if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
+        buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
+        buffers.sort(key=lambda buffer: -buffer.bytes)
     sizes = _refused_sizes(refusal, assignment, buffers) if refusal else _compiled_sizes(compiled)
     available = refusal.available if refusal else chip.usable_bytes
     return Report(
         target=target,
         devices=mesh.size,
         mesh={name: size for name, size in mesh.shape.items() if size > 1},
-        fits=refusal is None and sizes["total_bytes"] <= available,
+        # The TPU compiler has the last word; the GPU compiler accepts a program of any size.
+        fits=refusal is None and (chip.platform == "tpu" or sizes["total_bytes"] <= available),
         hbm_bytes=chip.hbm_bytes // chip.devices,
         available_bytes=available,
         **sizes,
@@ -112,7 +120,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
         collectives=hlo.collectives(module),
-        largest=tuple(largest[:LISTED]),
+        largest=tuple(buffers[:LISTED]),
         advice=(),
     )
 
@@ -155,19 +163,22 @@ def _advise(report: Report, cfg: Config) -> Iterator[str]:
             yield f"a device computes one row at once: lower data.seq_len={cfg.data.seq_len}"
 
 
-def _read_dump(folder: str) -> tuple[str, str]:
-    """Returns the optimized module's text and its buffer assignment from XLA's dump.
+def _read_dump(folder: str) -> tuple[str, str, str]:
+    """Returns texts from XLA's dump: the module before and after optimizations, its buffers.
 
     The dump is read and not `compiled.as_text()`: that fails on some v5p programs (RET_CHECK
     async-update), and a program that does not fit has none.
     """
-    modules = sorted(Path(folder).glob("*after_optimizations.txt"), key=lambda p: p.stat().st_size)
-    if not modules:
-        return "", ""
-    module = modules[-1]  # the smaller ones are parts that XLA compiles apart
-    assignment = module.with_name(f"{module.stem}-buffer-assignment.txt")
-    texts = [p.read_text(errors="replace") if p.exists() else "" for p in (module, assignment)]
-    return texts[0], texts[1]
+    texts = []
+    for ending in (
+        "before_optimizations.txt",
+        "after_optimizations.txt",
+        "after_optimizations-buffer-assignment.txt",
+    ):
+        # There may be smaller ones, of parts that XLA compiles apart.
+        found = sorted(Path(folder).glob(f"*{ending}"), key=lambda path: path.stat().st_size)
+        texts.append(found[-1].read_text(errors="replace") if found else "")
+    return texts[0], texts[1], texts[2]
 
 
 def _compiled_sizes(compiled: Any) -> dict[str, int]:
@@ -184,11 +195,9 @@ def _compiled_sizes(compiled: Any) -> dict[str, int]:
     }
 
 
-def _refused_sizes(
-    refusal: hlo.OutOfMemory, assignment: str, buffers: list[hlo.Buffer]
-) -> dict[str, int]:
+def _refused_sizes(refusal: OutOfMemory, assignment: str, buffers: list[Buffer]) -> dict[str, int]:
     """Splits the bytes that the compiler names in its refusal, by the memory it had planned."""
-    planned = hlo.allocated(assignment)
+    planned = allocated(assignment)
     argument = planned["argument"] or sum(b.bytes for b in buffers if b.kind == "argument")
     return {
         "argument_bytes": argument,
@@ -200,7 +209,7 @@ def _refused_sizes(
     }
 
 
-def _abstract_buffers(fn: Callable, args: tuple) -> Iterator[hlo.Buffer]:
+def _abstract_buffers(fn: Callable, args: tuple) -> Iterator[Buffer]:
     """Yields one buffer for each array among the arguments, without padding."""
     names = list(inspect.signature(fn).parameters)
     for (first, *path), leaf in jax.tree_util.tree_leaves_with_path(args):
@@ -208,10 +217,10 @@ def _abstract_buffers(fn: Callable, args: tuple) -> Iterator[hlo.Buffer]:
         kind = leaf.dtype.name.replace("float", "f").replace("uint", "u").replace("int", "s")
         name = names[first.idx] + jax.tree_util.keystr(tuple(path))
         size = math.prod(shape) * leaf.dtype.itemsize
-        yield hlo.Buffer(size, f"{kind}[{','.join(map(str, shape))}]", "argument", name)
+        yield Buffer(size, f"{kind}[{','.join(map(str, shape))}]", "argument", name)
 
 
-def _by_part(buffers: list[hlo.Buffer]) -> dict[str, int]:
+def _by_part(buffers: list[Buffer]) -> dict[str, int]:
     """Sums arguments by the part they belong to, such as `state.params` or `batch`."""
     parts: dict[str, int] = {}
     for buffer in buffers:

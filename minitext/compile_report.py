@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minitext import hlo
+from minitext.buffers import Buffer
 
 LISTED = 12  # largest buffers that a report keeps
 
@@ -57,7 +57,7 @@ class Report:
     lower_seconds: float
     compile_seconds: float
     collectives: Mapping[str, tuple[int, int]]
-    largest: tuple[hlo.Buffer, ...]
+    largest: tuple[Buffer, ...]
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,3 +106,15 @@ def test_mesh_has_the_axes_of_every_mesh():
     assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
     with pytest.raises(UserError, match="mesh data=3"):
         topology_mesh("v5e:2x4", MeshConfig(data=3))
+
+
+@needs_libtpu
+def test_slices_lie_along_one_axis():
+    for axes, across in (({"data": 4, "fsdp": 8}, "data"), ({"data": 1, "fsdp": 32}, "fsdp")):
+        mesh = topology_mesh("v5e:4x4 slices=2", MeshConfig(**axes))
+        assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | axes
+        slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+        first, second = np.split(slices, 2, axis=AXES.index(across))
+        assert not first.any() and second.all()
+    with pytest.raises(UserError, match=r"divides neither mesh.data=1 nor mesh.fsdp=1"):
+        topology_mesh("v5e:4x4 slices=3", MeshConfig(data=1, tensor=48))
