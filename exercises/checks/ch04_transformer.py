@@ -434,6 +434,20 @@ def last_position_only(model, x_TD):
 
 
 @leak.mutant(
+    "You change inputs and compare outputs. A small effect is lost in rounding, and the model runs "
+    "once for each position. A derivative shows every effect, however small, and all at once."
+)
+def changes_the_inputs(model, x_TD):
+    x_TD = np.asarray(x_TD)
+    before, found = np.asarray(model(x_TD)), np.zeros((len(x_TD), len(x_TD)), bool)
+    for position in range(len(x_TD)):
+        other = x_TD.copy()
+        other[position] += 0.1
+        found[:, position] = np.any(np.asarray(model(other)) != before, axis=1)
+    return np.triu(found, k=1)
+
+
+@leak.mutant(
     "You return one yes or no. The answer is an array [T, T] that says which position sees which."
 )
 def yes_or_no(model, x_TD):
