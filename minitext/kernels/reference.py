@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-# Finite, so that a row whose keys are all masked gives zeros below and not 0/0.
+# Finite, so that a row whose keys are all masked gives an even mixture of the values and not 0/0.
 MASKED = -1e30
 
 
