@@ -16,11 +16,12 @@ train: .venv/base  ## train a small language model on your Python's own source t
 	$(BIN)/minitext train $(ARGS)
 
 test: .venv/test  ## run every test
-	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book' $(ARGS)
 
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
+	rm -rf _build/html
 	$(ON_CPU) $(BIN)/python book/generate.py
-	$(ON_CPU) $(BIN)/jupyter-book build . --config _config.yml --toc book/_toc.yml -W -n --keep-going
+	$(ON_CPU) $(BIN)/jupyter-book build . --all --config _config.yml --toc book/_toc.yml -W -n --keep-going
 	$(ON_CPU) $(BIN)/python -m pytest -m book tests/test_book.py
 	@echo "open _build/html/index.html"
 

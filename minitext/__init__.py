@@ -23,10 +23,14 @@ __all__ = list(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):
-    module = _PUBLIC.get(name)
-    if module is None:
-        raise AttributeError(f"module 'minitext' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"minitext.{module}"), name)
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"minitext.{_PUBLIC[name]}"), name)
+    try:
+        return importlib.import_module(f"minitext.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"minitext.{name}":
+            raise
+        raise AttributeError(f"module 'minitext' has no attribute {name!r}") from None
 
 
 def __dir__():
