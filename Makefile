@@ -22,7 +22,7 @@ book: .venv/test  ## execute every chapter, build the book into _build/html, and
 	rm -rf _build/html
 	$(ON_CPU) $(BIN)/python book/generate.py
 	$(ON_CPU) $(BIN)/jupyter-book build . --all --config _config.yml --toc book/_toc.yml -W -n --keep-going
-	$(ON_CPU) $(BIN)/python -m pytest -m book tests/test_book.py
+	$(ON_CPU) $(BIN)/python -m pytest -rs -m book tests/test_book.py
 	@echo "open _build/html/index.html"
 
 lab: .venv/book  ## open the chapters in JupyterLab

@@ -80,7 +80,9 @@ def browser() -> Iterator[Any]:
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     path = os.environ.get("MINITEXT_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.fail(
+        # In CI a book that nobody looked at is a failure; at home the built book is still there to read.
+        give_up = pytest.fail if os.environ.get("CI") else pytest.skip
+        give_up(
             "no Chromium to open the book in: install it (`apt install chromium`) or Chrome, or "
             "name its path in MINITEXT_CHROMIUM"
         )
