@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from minitext import disk
+
 
 def named(tree: Any) -> dict[str, Any]:
     """The leaves by name, in their order: {"params.blocks.wq": array, "opt_state.0.count": ...}.
@@ -83,7 +85,8 @@ def checkpointer() -> Any:
     """An `orbax.checkpoint.AsyncCheckpointer` that raises its errors without printing them too."""
     import orbax.checkpoint as ocp  # a quarter of a second, which `import minitext` shouldn't take
 
-    logging.getLogger("absl").addFilter(_is_not_orbax_error)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
     if not isinstance(sys.unraisablehook, _LateWrites):
         sys.unraisablehook = _LateWrites(sys.unraisablehook)
     # Made in the caller's thread, so that a directory that can't be written fails at once.
@@ -154,8 +157,11 @@ def _type(dtype: Any, shape: Any) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _is_not_orbax_error(record: logging.LogRecord) -> bool:
-    """A log filter: Orbax raises every error of its threads, and logs its traceback as well."""
+def _is_news(record: logging.LogRecord) -> bool:
+    """A log filter: what Orbax raises, it logs as well, and asyncio each further failed write."""
+    error = record.exc_info[1] if record.exc_info else None
+    if record.name == "asyncio" and error is not None:
+        return disk.explain(error) is None
     return record.levelno != logging.ERROR or "orbax" not in record.pathname
 
 

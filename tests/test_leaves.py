@@ -1,5 +1,7 @@
 """Leaves have the names people use; what can't be stored or doesn't match is told by its name."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,3 +70,14 @@ def test_a_difference_names_the_first_leaf_and_counts_the_others():
     assert difference(a=jnp.zeros(3)) == more
     assert difference(a=jnp.zeros(3), partial=True) is None
     assert "absent there" in (difference(z=jnp.zeros(3), partial=True) or "")
+
+
+def test_only_what_is_raised_anyway_is_kept_from_the_log(caplog):
+    leaves.checkpointer().close()
+    asyncio, absl = logging.getLogger("asyncio"), logging.getLogger("absl")
+    full = ValueError("RESOURCE_EXHAUSTED: Failed to write [os_error_code='28']")
+    asyncio.error("Future exception was never retrieved", exc_info=full)
+    assert caplog.records == []
+    asyncio.error("Future exception was never retrieved", exc_info=ValueError("another"))
+    absl.error("of another library")
+    assert len(caplog.records) == 2
