@@ -18,9 +18,9 @@ cross_entropy = Exercise(
     minutes=25,
     points=10,
     statement="""
-Write `masked_cross_entropy(logits_BTV, targets_BT, mask_BT)`. It returns the **sum** of $-\\log
-\\operatorname{softmax}(\\text{logits})_{\\text{target}}$ over the positions whose mask is not 0,
-and how many there are, both as float32 scalars. The division is somebody else's.
+Write `masked_cross_entropy(logits_BTV, targets_BT, mask_BT)`. It returns the **sum** of the losses
+$-\\log \\operatorname{softmax}(x)_y$ over the positions whose mask is not 0, and how many there are,
+both as float32 scalars. The division is somebody else's.
 
 - Compute in float32, also where the logits are bfloat16. Logits of $\\pm 90$, of $\\pm 10^4$, and
   entries of $-\\infty$ (a vocabulary padded to a round number) give the exact loss.
@@ -341,8 +341,9 @@ def quietly(step, *args):
 def _(fn, t):
     problem = Regression(t.rng)
     state, batch = problem.state(), problem.batch()
+    step = fn(problem.loss, 0.05)
     want_state, want_metrics = expected_step(problem, state, batch, 0.05)
-    (new, metrics), _ = quietly(fn(problem.loss, 0.05), state, batch)
+    (new, metrics), _ = quietly(step, state, batch)
     for name in ("velocity", "params"):
         for key, want in want_state[name].items():
             rtol = 1e-2 if name == "params" else 1e-4
