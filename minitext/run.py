@@ -52,7 +52,7 @@ from minitext.train import (
 PROMPT_TOKENS = 32  # of validation text, in front of each sample
 
 
-class Interrupted(Exception):  # noqa: N818
+class Interrupted(Exception):
     """Training was stopped by Ctrl-C after saving; the message says how to resume."""
 
 

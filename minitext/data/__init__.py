@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from minitext.config import DataConfig
 from minitext import cache
+from minitext.config import DataConfig
 from minitext.data import packing
 from minitext.errors import UserError
 from minitext.tokenizer import Tokenizer, make_tokenizer

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minitext.config import DataConfig
 from minitext import cache
+from minitext.config import DataConfig
 from minitext.errors import UserError
 
 Piece = tuple[str, bool]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from minitext.config import DataConfig
 from minitext import cache
+from minitext.config import DataConfig
 from minitext.data import sources
 from minitext.errors import UserError
 from minitext.tokenizer import Tokenizer
