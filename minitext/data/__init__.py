@@ -259,8 +259,12 @@ def _text_windows(
     stream = packing.TokenStream(text.tokens, text.ends, tokenizer.eod_id, order)
     rows = packing.row_count(total, cfg.seq_len)
     held_out = min(rows - 1, max(1, round(rows * cfg.validation_fraction)))
-    first, last = (0, rows - held_out) if split == "train" else (rows - held_out, rows)
-    return packing.Windows(stream, cfg.seq_len, first, last), text.digest
+    if split == "train":
+        return packing.Windows(stream, cfg.seq_len, 0, rows - held_out), text.digest
+    # Neighbouring rows are of one document: in this order the first few batches are a fair sample of all.
+    mixed = np.random.default_rng(cfg.seed + 1).permutation(held_out)
+    windows = packing.Windows(stream, cfg.seq_len, rows - held_out, rows, mixed)
+    return windows, text.digest
 
 
 def _streamed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:

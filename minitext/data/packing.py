@@ -67,7 +67,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows [first, last) of a stream: item i is row `first + i` as T + 1 tokens, int32.
+    """Rows [first, last) of a stream: item i is row `first + i`, or `first + order[i]`, as T + 1 tokens, int32.
 
     Past the end of the stream, and for items past the last row, there is PAD.
     """
@@ -76,6 +76,7 @@ class Windows:
     seq_len: int
     first: int
     last: int
+    order: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.last - self.first
