@@ -15,6 +15,7 @@ LINES, WIDTH = 4, 46
 
 
 def main(directory: Path) -> None:
+    """Reads the run and writes the picture."""
     figure_style()
     # A picture that stands outside the book brings its own ground, so that it reads in dark mode too.
     plt.rcParams.update(

@@ -23,7 +23,7 @@ LAYERS = [
     {"errors", "cache"},
     {"schema", "hw"},
     {"config", "devices", "disk"},
-    {"mesh", "hlo", "targets", "compile_report", "leaves"},
+    {"mesh", "hlo", "buffers", "targets", "compile_report", "leaves"},
     {"sharding"},
     {"kernels", "layers"},
     {"attention", "ffn"},
@@ -186,6 +186,7 @@ def test_every_extra_earns_its_line():
     commands = {
         "jupyterlab": "jupyter lab",
         "pytest-xdist": "-n 2",
+        "hatchling": "build-isolation",
         "pytest-timeout": "timeout",
         "ipykernel": "kernel",
     }
