@@ -775,8 +775,8 @@ def _(fn, t):
 
 @gqa.check("bfloat16 in, scores in float32")
 def _(fn, t):
-    q, k, v = attention_inputs(t, 1, 16, 16, 4, 2, 64, jnp.bfloat16, size=30.0)
-    mask = causal(1, 16, 16)
+    q, k, v = attention_inputs(t, 2, 64, 64, 4, 2, 64, jnp.bfloat16, size=30.0)
+    mask = causal(2, 64, 64)
     want = attention_f64(q, k, v, mask)
     got = jitted(fn, q, k, v, mask)
     t.close(got, want, rtol=0.02, atol=0.03, dtype=jnp.bfloat16, why="large scores")
