@@ -580,7 +580,8 @@ class TokenModel:
             total, count = self.loss_sum(params, batch)
             return total / count
 
-        return jax.value_and_grad(mean)(jax.tree.map(lambda p: p.astype(jnp.float32), self.params))
+        params = jax.tree.map(lambda p: p.astype(jnp.float32), self.params)
+        return jax.jit(jax.value_and_grad(mean))(params)
 
 
 def compare_with_whole(fn, t, model, batch, microbatches, why, rtol=2e-5, atol=2e-6):
