@@ -27,15 +27,21 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: Path, after_step: int = 0):
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
 
         self.path = Path(directory) / "metrics.jsonl"
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
         disk.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(
-            str(Path(directory) / "tensorboard"), purge_step=after_step + 1
-        )
+        # SummaryWriter writes in a thread, which dies of a full disk; the next records would wait for it for ever.
+        events = Path(directory) / "tensorboard"
+        events.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(events / "events"))
+        self._proto: Any = event_pb2  # makes its classes when it is imported
+        # TensorBoard forgets what an earlier, killed process wrote of these steps.
+        started = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._events.write_event(self._proto.Event(step=after_step + 1, session_log=started))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one step's record, which holds at least `step`; NaN and infinity become strings."""
@@ -45,9 +51,11 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(safe) + "\n")
         self._file.flush()
+        event = self._proto.Event(step=record["step"], wall_time=time.time())
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
-                self._events.add_scalar(name, value, record["step"])
+                event.summary.value.add(tag=name, simple_value=value)
+        self._events.write_event(event)
 
     def close(self) -> None:
         """Closes both files."""
