@@ -37,10 +37,27 @@ from minitext.schema import (
 )
 
 __all__ = [
-    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "GQAConfig", "MeshConfig", "ModelConfig", "OptimConfig",
-    "RunConfig", "Section", "ShardingConfig", "SwiGLUConfig", "TrainConfig", "flatten", "keys", "load_config", "presets",
-    "resolve", "suggest", "to_yaml",
-]  # fmt: skip
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "GQAConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "Section",
+    "ShardingConfig",
+    "SwiGLUConfig",
+    "TrainConfig",
+    "flatten",
+    "keys",
+    "load_config",
+    "presets",
+    "resolve",
+    "suggest",
+    "to_yaml",
+]
 
 DEFAULT_PRESET = "laptop"
 

@@ -56,6 +56,7 @@ class MetricsWriter:
             if name != "step" and isinstance(value, (int, float)):
                 event.summary.value.add(tag=name, simple_value=value)
         self._events.write_event(event)
+        self._events.flush()
 
     def close(self) -> None:
         """Closes both files."""
