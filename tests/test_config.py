@@ -66,7 +66,7 @@ def test_all_faults_are_reported_together():
 
 @pytest.mark.parametrize(
     "override", ["train.steps=0", "train.steps=many", "train.steps=1.5", "data.seq_len=1", "optim.learning_rate=.nan",
-                 "data.source=web", "model.kv_heads=4", "model.head_dim=3", "mesh.fsdp=0", "mesh.fsdp=-1", "steps",
+                 "data.source=web", "model.kv_heads=3", "model.head_dim=3", "mesh.fsdp=0", "mesh.fsdp=-1", "steps",
                  "=3", "train=", "model.attention=null", "config=/nowhere.yml", "config=/", "train.steps=[1",
                  "a.b.c=1"],
 )  # fmt: skip
