@@ -138,7 +138,7 @@ class _Loop:
             def record(step, metrics, **extra):
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                 values["tokens"] = int(values["tokens"])
-                line = {"step": step, **values, **extra, **meter.lap()}
+                line = {"step": step, **values, **(extra or meter.lap())}
                 self.writer.write(line)
                 bar.update(task, completed=step, status=status_line(line, self.batches.floor))
 
@@ -154,10 +154,13 @@ class _Loop:
                 previous = (step, metrics)
                 last = step == cfg.steps
                 if last or step % cfg.eval_every == 0:
+                    jax.block_until_ready(metrics)
+                    rates = meter.lap()
                     loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
                     self._say_validation(step, loss, bar)
-                    record(step, metrics, val_loss=loss)
+                    record(step, metrics, val_loss=loss, **rates)
                     previous = None
+                    meter.skip()  # the time of an evaluation is no step's
                 if last or self.stop or step % cfg.save_every == 0:
                     # The line of a step is written before the step is saved: a run that is killed in between
                     # has a line too many, which resuming removes, and never one too few.
