@@ -662,3 +662,11 @@ def test_jsonl_through_datasets_and_its_errors(tmp_path):
 def test_bpe_learns_from_the_first_streamed_records(tmp_path, cache_path):
     cfg = hub(tmp_path / "hub", tokenizer="bpe")
     assert next(batches(cfg))["tokens"].max() > 256
+
+
+def test_windows_come_in_the_order_they_are_given():
+    tokens = np.arange(21, dtype=np.uint16)
+    stream = packing.TokenStream(tokens, np.array([21]), eod_id=20)
+    windows = packing.Windows(stream, 4, 1, 4, np.array([2, 0, 1]))
+    assert [int(windows[i][0]) for i in range(3)] == [12, 4, 8]
+    assert (windows[3] == packing.PAD).all()

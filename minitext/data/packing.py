@@ -84,7 +84,8 @@ class Windows:
     def __getitem__(self, index: int) -> np.ndarray:
         window = np.full(self.seq_len + 1, PAD, np.int32)
         if index < len(self):
-            start = (self.first + index) * self.seq_len
+            row = index if self.order is None else int(self.order[index])
+            start = (self.first + row) * self.seq_len
             tokens = self.stream.read(start, start + self.seq_len + 1)
             window[: len(tokens)] = tokens
         return window
