@@ -95,10 +95,14 @@ class Meter:
         self.tokens, self.flops, self.peak = tokens, flops, peak
         self._last = time.perf_counter()
 
-    def lap(self) -> dict[str, float]:
-        """Returns `seconds` since the last lap, `tokens_per_second` and, with a known peak, `mfu`."""
+    def lap(self, steps: int = 1) -> dict[str, float]:
+        """Returns the rates of the `steps` steps since the last lap, their mean if there are several.
+
+        Returns:
+          `seconds` of a step, `tokens_per_second` and, with a known peak, `mfu`.
+        """
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds, self._last = (now - self._last) / steps, now
         rates = {"tokens_per_second": self.tokens / seconds, "seconds": seconds}
         return rates | ({"mfu": self.flops / seconds / self.peak} if self.peak else {})
 

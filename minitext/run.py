@@ -134,49 +134,59 @@ class _Loop:
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
         with progress_bar(console) as bar, _on_interrupt(lambda: self._ask_to_stop(bar)):
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
-
-            def record(step, metrics, **extra):
-                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                values["tokens"] = int(values["tokens"])
-                line = {"step": step, **values, **(extra or meter.lap())}
-                self.writer.write(line)
-                bar.update(task, completed=step, status=status_line(line, self.batches.floor))
-
             if start == 0:
                 self._sample(state, 0, bar)
                 meter.skip()
-            step, previous = start, None
-            while step < cfg.steps and not self.stop:
-                step += 1
+            step, pending = start, []  # steps that were dispatched and not yet written down
+            for step in range(start + 1, cfg.steps + 1):
                 state, metrics = train_step(state, next(self.batches))
-                if previous is not None:
-                    record(*previous)
-                previous = (step, metrics)
+                pending.append((step, metrics))
+                stop = self.stop  # read once: a Ctrl-C from here on ends the step after this one
                 last = step == cfg.steps
-                if last or step % cfg.eval_every == 0:
-                    jax.block_until_ready(metrics)
-                    rates = meter.lap()
+                evaluate_now = last or step % cfg.eval_every == 0
+                save_now = last or stop or step % cfg.save_every == 0
+                everything = evaluate_now or save_now
+                due, pending = (pending, []) if everything else (pending[:-1], pending[-1:])
+                lines = self._settle(due, meter)
+                if evaluate_now:
                     loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
                     self._say_validation(step, loss, bar)
-                    record(step, metrics, val_loss=loss, **rates)
-                    previous = None
+                    lines[-1]["val_loss"] = loss
                     meter.skip()  # the time of an evaluation is no step's
-                if last or self.stop or step % cfg.save_every == 0:
+                for line in lines:
+                    self.writer.write(line)
+                    status = status_line(line, self.batches.floor)
+                    bar.update(task, completed=line["step"], status=status)
+                if save_now:
                     # The line of a step is written before the step is saved: a run that is killed in between
                     # has a line too many, which resuming removes, and never one too few.
-                    if previous is not None:
-                        record(*previous)
-                        previous = None
                     config = self.cfg.model_dump(mode="json")
                     self.checkpointer.save(step, state, self.batches.get_state(), config)
                 if last or step == (cfg.steps + 1) // 2:
                     self._sample(state, step, bar)
                     meter.skip()
+                if stop:
+                    break
         self.checkpointer.wait()
         if step < cfg.steps:
             raise Interrupted(
                 f"stopped after step {step} and saved; resume with: {resume_command(self.directory)}"
             )
+
+    def _settle(self, steps: list[tuple[int, Any]], meter: Meter) -> list[dict[str, Any]]:
+        """Waits for `steps`, pairs of number and metrics, and returns the lines to write of them."""
+        if not steps:
+            return []
+        values = jax.device_get([metrics for _, metrics in steps])
+        rates = meter.lap(len(steps))
+        # A step is written down only when the save before it is on the disk, so that a kill never costs
+        # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
+        self.checkpointer.wait()
+        lines = []
+        for (step, _), metrics in zip(steps, values, strict=True):
+            numbers = {name: float(value) for name, value in metrics.items()}
+            lines.append({"step": step, **numbers, "tokens": int(metrics["tokens"]), **rates})
+        return lines
 
     def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""

@@ -40,12 +40,13 @@ def test_no_file_is_no_metrics(tmp_path):
 
 
 def test_meter_relates_work_to_time(monkeypatch):
-    clock = iter([10.0, 12.0, 20.0, 21.0])
+    clock = iter([10.0, 12.0, 20.0, 21.0, 24.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     meter = Meter(tokens=100, flops=60.0, peak=120.0)
     assert meter.lap() == {"seconds": 2.0, "tokens_per_second": 50.0, "mfu": 0.25}
     meter.skip()
     assert meter.lap()["seconds"] == 1.0
+    assert meter.lap(steps=3) == {"seconds": 1.0, "tokens_per_second": 100.0, "mfu": 0.5}
 
 
 @pytest.mark.parametrize("floor", [None, 0.5])

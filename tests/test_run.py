@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import jax
 import pytest
@@ -86,6 +87,22 @@ def test_ctrl_c_saves_and_resuming_is_bit_equal(whole, tiny, tmp_path, monkeypat
     assert stopped in (4, 5)
     resumed = run.train(load_config(None, [f"config={tmp_path}/a/config.yml"]), Console(quiet=True))
     assert curve(resumed) == curve(whole[0])
+
+
+@pytest.mark.parametrize("save_every", [1, 3])
+def test_no_line_is_written_that_a_kill_could_cost_beyond_the_interval(
+    tiny, tmp_path, monkeypatch, save_every
+):
+    commit, exposed = Checkpointer._commit, []
+
+    def slow_disk(self, *args):
+        time.sleep(0.3)  # many steps of this model
+        exposed.append(len(read_metrics(tmp_path / "a")) - (self.latest() or 0))
+        commit(self, *args)
+
+    monkeypatch.setattr(Checkpointer, "_commit", slow_disk)
+    run.train(quick(tiny, tmp_path, f"train.save_every={save_every}"), Console(quiet=True))
+    assert max(exposed) == save_every
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(whole, tiny):
