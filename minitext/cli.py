@@ -44,7 +44,7 @@ def train(settings: Settings = None) -> None:
     Interrupt with Ctrl-C: the state is saved, and the command to resume is printed.
     """
     cfg = _load(settings)
-    _start(cfg.mesh.simulate)
+    _start(cfg.mesh.simulate, keep_memory=True)
     from minitext import run
 
     try:
@@ -225,10 +225,10 @@ def _load(settings: list[str] | None):
     return load_config(named if named or from_file else DEFAULT_PRESET, pairs)
 
 
-def _start(simulate: int | None = None) -> None:
+def _start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
     from minitext import devices
 
-    devices.start(simulate)
+    devices.start(simulate, keep_memory=keep_memory)
     devices.use_compilation_cache()
 
 

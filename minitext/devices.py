@@ -6,6 +6,7 @@ Chapters: 9.
 """
 
 import contextlib
+import ctypes
 import glob
 import importlib.util
 import os
@@ -18,7 +19,7 @@ _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
-def start(simulate: int | None = None) -> None:
+def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
     """Chooses JAX's platform and the number of CPU devices.
 
     A platform named in the environment variable `JAX_PLATFORMS` is kept. Otherwise JAX runs on the accelerator if
@@ -27,6 +28,8 @@ def start(simulate: int | None = None) -> None:
 
     Args:
       simulate: CPU devices to simulate; None takes what is there.
+      keep_memory: on the CPU, keep the memory that a program frees for the next one: a training step is a quarter
+        faster, compiling slower by as much.
 
     Raises:
       UserError: if JAX had already started with another number of devices, or runs on another platform.
@@ -39,6 +42,8 @@ def start(simulate: int | None = None) -> None:
         # there is none; and a second process would die on libtpu's lock file.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        if keep_memory:
+            _keep_freed_memory()
     import jax
 
     if platforms:
@@ -60,6 +65,22 @@ def accelerator_is_visible() -> bool:
     if importlib.util.find_spec("libtpu") and any(glob.glob(pattern) for pattern in _TPU_FILES):
         return True
     return has_gpu_plugin() and any(os.path.exists(p) for p in _GPU_FILES)
+
+
+def _keep_freed_memory() -> None:
+    """Makes the C library keep large blocks that are freed, where it is glibc (Linux).
+
+    XLA's CPU backend asks for a program's temporaries anew at each call. glibc maps blocks of that size and unmaps
+    them, so that every step pays for page faults on all of them. With one arena that neither maps nor trims, the
+    pages stay, and the process keeps its largest size; but the compiler's threads then wait for each other to
+    allocate. mallopt(3) describes the numbers.
+    """
+    TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(MMAP_MAX, 0)
+        libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(ARENA_MAX, 1)  # other arenas can't hold such blocks, and would map them
 
 
 def has_gpu_plugin() -> bool:

@@ -23,6 +23,7 @@ from minitext.cache import cache_dir
 from minitext.errors import UserError
 
 GIB = 2**30
+DAY = 86400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ def measure_matmul_peak(dtype: str = "float32", *, refresh: bool = False) -> flo
     Square products of several sizes are timed for about a second in all and the fastest counts, at
     JAX's default precision. The result is kept in `$MINITEXT_CACHE` (or `~/.cache/minitext`), one
     entry for each processor, number of usable cores, JAX version and type, so later calls cost
-    nothing.
+    nothing. After a day it is measured again and the better of the two counts: the machine may have
+    been busy.
 
     Args:
       dtype: JAX's name of the inputs' type, such as `float32` or `bfloat16`.
@@ -188,10 +190,11 @@ def measure_matmul_peak(dtype: str = "float32", *, refresh: bool = False) -> flo
     key = " | ".join((_machine(device), f"jax {jax.__version__}", kind.name))
     path = cache_dir() / "matmul_peak.json"
     known = _read_cache(path)
-    if refresh or key not in known:
-        known[key] = _best_matmul_rate(kind, big=device.platform != "cpu")
-        _write_cache(path, known)
-    return known[key]
+    rate, measured = known.get(key, (0.0, 0.0))
+    if refresh or time.time() - measured > DAY:
+        rate = max(rate, _best_matmul_rate(kind, big=device.platform != "cpu"))
+        _write_cache(path, known | {key: (rate, time.time())})
+    return rate
 
 
 def _best_matmul_rate(dtype: Any, *, big: bool) -> float:
@@ -232,15 +235,16 @@ def _machine(device: Any) -> str:
     return f"{name} x {cores}"
 
 
-def _read_cache(path: Path) -> dict[str, float]:
+def _read_cache(path: Path) -> dict[str, tuple[float, float]]:
+    """Returns (FLOP/s, Unix time of the measurement) by machine and type."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        return {k: float(v) for k, v in entries.items() if float(v) > 0}
+        return {k: (float(rate), float(measured)) for k, (rate, measured) in entries.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}  # missing or damaged: it is only a cache
 
 
-def _write_cache(path: Path, entries: Mapping[str, float]) -> None:
+def _write_cache(path: Path, entries: Mapping[str, tuple[float, float]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

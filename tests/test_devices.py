@@ -1,6 +1,7 @@
 """Choosing devices happens before JAX starts, so each case is a process of its own."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -24,6 +25,30 @@ def test_without_an_accelerator_it_is_the_cpu_and_quiet():
     assert err == ""
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_freed_memory_is_kept():
+    code = """if True:
+        import resource, sys
+        from minitext import devices
+        devices.start(keep_memory=sys.argv[1] == "True")
+        import jax, jax.numpy as jnp
+        f = jax.jit(lambda x: jnp.sum((x @ x) @ jnp.tanh(x @ x.T)))
+        x = jnp.ones((1024, 1024))
+        for _ in range(3):
+            f(x).block_until_ready()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(3):
+            f(x).block_until_ready()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", code, keep], env=clean, capture_output=True, text=True, check=True).stdout)
+        for keep in ("True", "False")
+    )  # fmt: skip
+    assert 10 * kept < given_back
+
+
 def test_devices_can_be_simulated():
     assert start("simulate=4")[0] == "4 cpu\n"
 
@@ -34,6 +59,7 @@ def test_too_late_is_said(monkeypatch):
     from minitext import devices
     from minitext.errors import UserError
 
+    assert jax.devices()
     with pytest.raises(UserError, match="3 simulated devices"):
         devices.start(3)
     assert jax.device_count() == 8
