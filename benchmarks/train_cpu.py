@@ -3,58 +3,61 @@
     pip install torch==2.13.0 && pip install -e '.[bench]'    (on Linux, PyTorch's CPU build is enough)
     python benchmarks/train_cpu.py
 
-Every side is a process of its own that builds the model, takes warm-up steps, and then trains a few steps whenever it
-is told to. The sides take turns, so that whatever else the machine does falls on all of them. A step is forward,
-backward, clipping and AdamW in float32 on a batch that stays the same.
+A step is forward, backward, clipping and AdamW on a batch of 2,048 tokens that stays the same; parameters and moments
+are float32, norms don't decay, and the rate is constant. With `--dtype best` every side computes in float32 and in
+bfloat16 and its better one counts. Shares are model FLOPs (a causal token sees half the keys) over the machine's f32
+matmul peak, which is measured in every round.
 """
 
-import argparse
-import datetime
-import json
-import os
-import platform
+import itertools
 import statistics
-import subprocess
-import sys
 import time
-from importlib import metadata
-from pathlib import Path
 
+from common import Side, busy, matmul_peak, parser, ratio, serve, spread, turns, write_record
+
+TOKENS = 2048  # in a step
+WARM_UP = 3  # steps at least, and seconds
+HOPELESS = (
+    4  # times slower than the other precision in the best step of the warm-up: not measured further
+)
 SHAPES = {
-    "10.7M": {
-        "layers": 6,
-        "embed": 384,
-        "heads": 6,
-        "mlp": 1024,
-        "vocab": 256,
-        "batch": 8,
-        "seq_len": 256,
-    },
+    "0.9M": {"layers": 4, "embed": 128, "heads": 4, "mlp": 384, "vocab": 320},
+    "10.7M": {"layers": 6, "embed": 384, "heads": 6, "mlp": 1024, "vocab": 256},
+    "50M": {"layers": 8, "embed": 704, "heads": 11, "mlp": 1984, "vocab": 320},
 }
-WARM_UP = 3
+SEQ_LENS = (64, 256, 1024)
+SYSTEMS = ("minitext", "torch eager", "torch compile")
 
 
-def minitext_step(shape):
+def config(case):
+    """Returns minitext's configuration of a case: the preset laptop, reshaped, with PyTorch's optimizer."""
+    from minitext.config import load_config
+
+    return load_config("laptop", [
+        *(f"model.{key}={case[key]}" for key in ("layers", "embed", "heads", "mlp", "vocab", "dtype")),
+        f"train.global_batch={case['batch']}", f"data.seq_len={case['seq_len']}",
+        "optim.learning_rate=3e-4", "optim.schedule=constant", "optim.warmup_steps=0",
+    ])  # fmt: skip
+
+
+def minitext_step(case):
     """Returns a function that takes one step of minitext's own jitted train step and waits for it."""
+    from minitext import devices
+
+    devices.start()  # before JAX is imported: an installed libtpu would look for a TPU
     import jax
     import numpy as np
 
-    from minitext import devices
-    from minitext.config import load_config
     from minitext.mesh import make_mesh
     from minitext.train import abstract_batch, init_state, make_train_step
 
-    devices.start()
-    cfg = load_config("laptop", [
-        *(f"model.{key}={shape[key]}" for key in ("layers", "embed", "heads", "mlp", "vocab")),
-        f"train.global_batch={shape['batch']}", f"data.seq_len={shape['seq_len']}",
-    ])  # fmt: skip
+    cfg = config(case)
     mesh = make_mesh(devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
-    B, T = shape["batch"], shape["seq_len"]
+    B, T = case["batch"], case["seq_len"]
     arrays = {
-        "tokens": rng.integers(0, shape["vocab"], (B, T)),
-        "targets": rng.integers(0, shape["vocab"], (B, T)),
+        "tokens": rng.integers(0, case["vocab"], (B, T)),
+        "targets": rng.integers(0, case["vocab"], (B, T)),
         "positions": np.arange(T)[None].repeat(B, 0),
         "segment_ids": np.ones((B, T)),
         "loss_mask": np.ones((B, T)),
@@ -74,24 +77,30 @@ def minitext_step(shape):
     return step
 
 
-def torch_step(shape, compiled):
-    """Returns a function that takes one step of Hugging Face's Llama with PyTorch's AdamW."""
+def torch_step(case, compiled):
+    """Returns a function that takes one step of Hugging Face's Llama with PyTorch's fused AdamW."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=shape["vocab"], hidden_size=shape["embed"], intermediate_size=shape["mlp"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["heads"],
-        max_position_embeddings=shape["seq_len"], tie_word_embeddings=False, use_cache=False,
+        vocab_size=case["vocab"], hidden_size=case["embed"], intermediate_size=case["mlp"],
+        num_hidden_layers=case["layers"], num_attention_heads=case["heads"], num_key_value_heads=case["heads"],
+        max_position_embeddings=case["seq_len"], tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    tokens = torch.randint(0, shape["vocab"], (shape["batch"], shape["seq_len"]))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    tokens = torch.randint(0, case["vocab"], (case["batch"], case["seq_len"]))
     forward = torch.compile(model) if compiled else model
+    half = case["dtype"] == "bfloat16"
 
     def step():
-        loss = forward(input_ids=tokens, labels=tokens).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = forward(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -101,128 +110,129 @@ def torch_step(shape, compiled):
     return step
 
 
-SIDES = {
-    "minitext": minitext_step,
-    "torch eager": lambda shape: torch_step(shape, compiled=False),
-    "torch compile": lambda shape: torch_step(shape, compiled=True),
-}
+def start(name, case):
+    """Builds one side, such as "torch eager float32", and warms it up; it then trains as many steps as it is asked for."""
+    system, case["dtype"] = name.rsplit(" ", 1)
+    step = (
+        minitext_step(case) if system == "minitext" else torch_step(case, system == "torch compile")
+    )
 
-
-def serve(side, shape):
-    """The life of one side: build, warm up, then train as many steps as each line on stdin says."""
-    answers, sys.stdout = sys.stdout, sys.stderr
-    step = SIDES[side](shape)
-    for _ in range(WARM_UP):
-        step()
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
+    def train(steps):
         seconds = []
-        for _ in range(int(line)):
-            start = time.perf_counter()
+        for _ in range(steps):
+            begin = time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - start)
-        print(json.dumps(seconds), file=answers, flush=True)
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    warm = train(WARM_UP)
+    while sum(warm[1:]) < WARM_UP:  # the first one compiles
+        warm += train(1)
+    return train, min(warm)
 
 
-class Side:
-    """A running side, as seen from the process that measures."""
+def start_sides(systems, dtypes, case):
+    """Starts every system in every type; a type that is hopeless on its system is only noted, with its warm-up time."""
+    sides, left_out = {}, {}
+    for system in systems:
+        found = {}
+        for name in (f"{system} {dtype}" for dtype in dtypes):
+            print(f"starting {name}", flush=True)
+            found[name] = Side(__file__, name, case)
+        least = min(side.ready for side in found.values())
+        for name, side in found.items():
+            if side.ready > HOPELESS * least:
+                side.close()
+                left_out[name] = side.ready * 1e3
+                print(f"{name} left out: {left_out[name]:.1f} ms/step in its warm-up")
+            else:
+                sides[name] = side
+    return sides, left_out
 
-    def __init__(self, name, shape):
-        command = [sys.executable, __file__, "--serve", name, "--shape", shape]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        if self.process.stdout.readline().strip() != "ready":
-            sys.exit(f"{name} did not start: see its messages above")
-        self.seconds = []
 
-    def run(self, steps):
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        self.seconds.append(json.loads(self.process.stdout.readline()))
+def measure(shape, seq_len, systems, dtypes, rounds, steps):
+    """Alternates the sides of one case; returns its record."""
+    from minitext import devices
+    from minitext.model import count_flops, count_params
 
-
-def measure(shape_name, names, rounds, steps):
-    """Alternates the sides; returns seconds of every step by side and round."""
-    sides = {name: Side(name, shape_name) for name in names}
+    devices.start()
+    case = {**SHAPES[shape], "batch": TOKENS // seq_len, "seq_len": seq_len}
+    model = config(case | {"dtype": "float32"}).model
+    sides, left_out = start_sides(systems, dtypes, case)
+    seconds, peaks, others = {name: [] for name in sides}, [], []
     for i in range(rounds):
-        order = list(sides) if i % 2 == 0 else list(sides)[::-1]
-        for name in order:
-            sides[name].run(steps)
-            print(
-                f"round {i + 1}/{rounds}  {name:<14} {statistics.median(sides[name].seconds[-1]) * 1e3:7.0f} ms/step"
-            )
+        others.append(busy())
+        peaks.append(matmul_peak())
+        for side in turns(sides, i):
+            seconds[side.name].append(side.ask(steps))
+            ms = statistics.median(seconds[side.name][-1]) * 1e3
+            print(f"round {i + 1}/{rounds}  {side.name:<22} {ms:8.1f} ms/step", flush=True)
     for side in sides.values():
-        side.process.stdin.close()
-        side.process.wait()
-    return {name: side.seconds for name, side in sides.items()}
-
-
-def machine():
-    """Returns what the figures were taken on."""
-    info = Path("/proc/cpuinfo")
-    names = [
-        line.partition(":")[2].strip()
-        for line in info.read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    packages = ("minitext", "jax", "jaxlib", "flax", "optax", "torch", "transformers")
+        side.close()
+    flops = count_flops(model, TOKENS, seq_len)
+    print(f"others took {statistics.median(others):.0%} of the cores (at most {max(others):.0%})")
     return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "shape": shape, **case, "parameters": count_params(model), "flops_per_step": flops,
+        **summary(seconds, peaks, flops), "left_out_ms_per_step": left_out,
+        "peak_flops": peaks, "busy": others, "seconds": seconds,
+    }  # fmt: skip
+
+
+def summary(seconds, peaks, flops):
+    """Medians of all steps, and shares and ratios by round; the better type of a system stands for it in the ratios."""
+    medians = {name: statistics.median(itertools.chain(*parts)) for name, parts in seconds.items()}
+    rounds = {name: [statistics.median(part) for part in parts] for name, parts in seconds.items()}
+    shares = {
+        name: spread([flops / s / peak for s, peak in zip(values, peaks, strict=True)])
+        for name, values in rounds.items()
+    }
+    best = {}
+    for name in sorted(medians, key=medians.get):
+        best.setdefault(name.rsplit(" ", 1)[0], name)
+    ours = best.pop("minitext")
+    ratios = {name: ratio(rounds[name], rounds[ours]) for name in best.values()}
+    print(f"f32 matmul peak {statistics.median(peaks) / 1e9:.0f} GFLOP/s")
+    for name, s in medians.items():
+        against = f"   {ours} is {ratios[name]:.2f}x as fast" if name in ratios else ""
+        print(
+            f"{name:<22} {s * 1e3:8.1f} ms/step {TOKENS / s:9.0f} tokens/s, "
+            f"{shares[name]['median']:4.0%} of peak (least {shares[name]['min']:.0%}){against}"
+        )
+    return {
+        "ms_per_step": {name: s * 1e3 for name, s in medians.items()},
+        "tokens_per_second": {name: TOKENS / s for name, s in medians.items()},
+        "peak_share": shares,
+        "best": [ours, *best.values()],
+        "speed_ratio": ratios,
     }
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="10.7M")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each side (default 8)")
-    parser.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
-    parser.add_argument(
+    cli = parser(__doc__)
+    cli.add_argument("--shape", choices=SHAPES, default="10.7M")
+    cli.add_argument("--seq-len", type=int, choices=SEQ_LENS, default=256)
+    cli.add_argument("--dtype", choices=("f32", "best"), default="f32")
+    cli.add_argument("--all", action="store_true", help="every shape and length, --dtype best")
+    cli.add_argument("--rounds", type=int, help="turns of each side (default 8; with --all 4)")
+    cli.add_argument("--steps", type=int, help="steps in a turn (default 4; with --all 3)")
+    cli.add_argument(
         "--without-compile",
         action="store_true",
         help="leave torch.compile out (needs a C++ compiler)",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON"
-    )
-    parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = cli.parse_args()
     if args.serve:
-        serve(args.serve, SHAPES[args.shape])
+        serve(lambda: start(args.serve, args.case))
         return
-    names = [name for name in SIDES if not (args.without_compile and name == "torch compile")]
-    seconds = measure(args.shape, names, args.rounds, args.steps)
-    medians = {
-        name: statistics.median(s for part in parts for s in part)
-        for name, parts in seconds.items()
-    }
-    tokens = SHAPES[args.shape]["batch"] * SHAPES[args.shape]["seq_len"]
-    # A ratio per round, then its median: a slow spell of the machine falls on one round of every side.
-    rounds = {name: [statistics.median(part) for part in parts] for name, parts in seconds.items()}
-    ratios = {
-        name: statistics.median(theirs / ours for theirs, ours in zip(rounds[name], rounds["minitext"], strict=True))
-        for name in names if name != "minitext"
-    }  # fmt: skip
-    for name in names:
-        against = f"   minitext is {ratios[name]:.2f}x as fast" if name in ratios else ""
-        print(
-            f"{name:<14} {medians[name] * 1e3:7.0f} ms/step {tokens / medians[name]:8.0f} tokens/s{against}"
-        )
-    date = datetime.date.today().isoformat()
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"train_cpu-{args.shape}-{date}.json"
-    record = {
-        "benchmark": "train_cpu", "date": date, "command": "python benchmarks/train_cpu.py " + " ".join(sys.argv[1:]),
-        "machine": machine(), "shape": args.shape, **SHAPES[args.shape], "ms_per_step": {n: m * 1e3 for n, m in medians.items()},
-        "speed_ratio": ratios, "seconds": seconds,
-    }  # fmt: skip
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path}")
+    systems = [s for s in SYSTEMS if not (args.without_compile and s == "torch compile")]
+    rounds, steps = args.rounds or (4 if args.all else 8), args.steps or (3 if args.all else 4)
+    cases = itertools.product(SHAPES, SEQ_LENS) if args.all else [(args.shape, args.seq_len)]
+    kind = "best" if args.all else args.dtype
+    dtypes = ("float32", "bfloat16") if kind == "best" else ("float32",)
+    for shape, seq_len in cases:
+        print(f"{shape}, {TOKENS // seq_len} x {seq_len} tokens a step")
+        figures = measure(shape, seq_len, systems, dtypes, rounds, steps)
+        write_record(args.output, "train_cpu", f"{shape}-seq{seq_len}-{kind}", figures)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ class _Loop:
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
             tokens = list(
                 generate(
-                    cfg.model,
+                    # Scanned, whatever training does: for so few tokens compiling is what takes time.
+                    cfg.model.model_copy(update={"scan_layers": True}),
                     params,
                     prompt,
                     max_tokens=cfg.train.sample_tokens,
