@@ -106,7 +106,7 @@ def limits_text(field: Any) -> str:
     """The bounds of a numeric setting, or nothing."""
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     found = [
-        f"{word} {getattr(rule, attribute):g}"
+        f"{word} {getattr(rule, attribute):,}"
         for rule in field.metadata
         for attribute, word in words.items()
         if getattr(rule, attribute, None) is not None
@@ -116,9 +116,11 @@ def limits_text(field: Any) -> str:
 
 def default_text(value: Any) -> str:
     """A default as YAML writes it."""
-    return f"`{ {None: 'null', True: 'true', False: 'false'}.get(value, value) }`".replace(
-        "` ", "`"
+    # By identity: 1 == True and 0 == False, but they are numbers.
+    word = next(
+        (w for v, w in ((None, "null"), (True, "true"), (False, "false")) if value is v), value
     )
+    return f"`{word}`"
 
 
 def configuration() -> str:

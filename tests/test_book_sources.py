@@ -72,6 +72,13 @@ def test_hardware_page_has_every_chip(generate):
         assert chip.source in page
 
 
+@pytest.mark.parametrize(
+    "value, text", [(1, "`1`"), (0.0, "`0.0`"), (True, "`true`"), (None, "`null`"), ("a", "`a`")]
+)
+def test_defaults_read_as_yaml_writes_them(generate, value, text):
+    assert generate.default_text(value) == text
+
+
 def test_configuration_page_has_every_key(generate):
     page = generate.configuration()
     for key, field in config.keys().items():
