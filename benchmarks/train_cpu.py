@@ -17,9 +17,13 @@ from common import Side, busy, matmul_peak, parser, ratio, serve, spread, turns,
 
 TOKENS = 2048  # in a step
 WARM_UP = 3  # steps at least, and seconds
-HOPELESS = (
-    4  # times slower than the other precision in the best step of the warm-up: not measured further
-)
+HOPELESS = 4  # times slower than the other type in the warm-up: not measured further
+# What `minitext train` does to the C library, as environment variables of glibc.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_ARENA_MAX": "1",
+}
 SHAPES = {
     "0.9M": {"layers": 4, "embed": 128, "heads": 4, "mlp": 384, "vocab": 320},
     "10.7M": {"layers": 6, "embed": 384, "heads": 6, "mlp": 1024, "vocab": 256},
@@ -44,7 +48,7 @@ def minitext_step(case):
     """Returns a function that takes one step of minitext's own jitted train step and waits for it."""
     from minitext import devices
 
-    devices.start()  # before JAX is imported: an installed libtpu would look for a TPU
+    devices.start(keep_memory=True)  # as `minitext train` does; before JAX is imported
     import jax
     import numpy as np
 
@@ -131,14 +135,15 @@ def start(name, case):
     return train, min(warm)
 
 
-def start_sides(systems, dtypes, case):
+def start_sides(systems, dtypes, case, environment):
     """Starts every system in every type; a type that is hopeless on its system is only noted, with its warm-up time."""
     sides, left_out = {}, {}
     for system in systems:
         found = {}
         for name in (f"{system} {dtype}" for dtype in dtypes):
             print(f"starting {name}", flush=True)
-            found[name] = Side(__file__, name, case)
+            ours = system == "minitext"
+            found[name] = Side(__file__, name, case, **({} if ours else environment))
         least = min(side.ready for side in found.values())
         for name, side in found.items():
             if side.ready > HOPELESS * least:
@@ -150,7 +155,7 @@ def start_sides(systems, dtypes, case):
     return sides, left_out
 
 
-def measure(shape, seq_len, systems, dtypes, rounds, steps):
+def measure(shape, seq_len, systems, dtypes, rounds, steps, environment):
     """Alternates the sides of one case; returns its record."""
     from minitext import devices
     from minitext.model import count_flops, count_params
@@ -158,7 +163,7 @@ def measure(shape, seq_len, systems, dtypes, rounds, steps):
     devices.start()
     case = {**SHAPES[shape], "batch": TOKENS // seq_len, "seq_len": seq_len}
     model = config(case | {"dtype": "float32"}).model
-    sides, left_out = start_sides(systems, dtypes, case)
+    sides, left_out = start_sides(systems, dtypes, case, environment)
     seconds, peaks, others = {name: [] for name in sides}, [], []
     for i in range(rounds):
         others.append(busy())
@@ -173,7 +178,7 @@ def measure(shape, seq_len, systems, dtypes, rounds, steps):
     print(f"others took {statistics.median(others):.0%} of the cores (at most {max(others):.0%})")
     return {
         "shape": shape, **case, "parameters": count_params(model), "flops_per_step": flops,
-        **summary(seconds, peaks, flops), "left_out_ms_per_step": left_out,
+        "torch_environment": environment, **summary(seconds, peaks, flops), "left_out_ms_per_step": left_out,
         "peak_flops": peaks, "busy": others, "seconds": seconds,
     }  # fmt: skip
 
@@ -220,6 +225,11 @@ def main():
         action="store_true",
         help="leave torch.compile out (needs a C++ compiler)",
     )
+    cli.add_argument(
+        "--torch-keeps-memory",
+        action="store_true",
+        help="let PyTorch's processes keep the memory they free, as minitext's do",
+    )
     args = cli.parse_args()
     if args.serve:
         serve(lambda: start(args.serve, args.case))
@@ -229,9 +239,10 @@ def main():
     cases = itertools.product(SHAPES, SEQ_LENS) if args.all else [(args.shape, args.seq_len)]
     kind = "best" if args.all else args.dtype
     dtypes = ("float32", "bfloat16") if kind == "best" else ("float32",)
+    environment = KEEP_MEMORY if args.torch_keeps_memory else {}
     for shape, seq_len in cases:
         print(f"{shape}, {TOKENS // seq_len} x {seq_len} tokens a step")
-        figures = measure(shape, seq_len, systems, dtypes, rounds, steps)
+        figures = measure(shape, seq_len, systems, dtypes, rounds, steps, environment)
         write_record(args.output, "train_cpu", f"{shape}-seq{seq_len}-{kind}", figures)
 
 

@@ -3,7 +3,7 @@
 Chapters: 4.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,14 @@ class KVCache(NamedTuple):
     """Keys and values of the tokens seen so far.
 
     Attributes:
-      k: [L, B, S, K, H] keys, rotated; in one layer's hands [B, S, K, H].
-      v: [L, B, S, K, H] values.
+      k: [L, B, K, S, H] keys, rotated; in one layer's hands [B, K, S, H]; for layers in a list a tuple of L of these.
+        The head comes before the place, as the matrix products want it: the cache is read where it lies.
+      v: values, likewise.
       length: int32 scalar, how many of the S places are filled.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Any
+    v: Any
     length: jax.Array
 
 
@@ -78,15 +79,19 @@ class GQA(nnx.Module):
                 q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, impl=cfg.attention.impl
             )
         else:
-            start = (0, cache.length, 0, 0)
-            cache = KVCache(
-                jax.lax.dynamic_update_slice(cache.k, k_BSKH.astype(cache.k.dtype), start),
-                jax.lax.dynamic_update_slice(cache.v, v_BSKH.astype(cache.v.dtype), start),
-                cache.length + q_BTNH.shape[1],
+            start = (0, 0, cache.length, 0)
+            k_BKSH, v_BKSH = (
+                jax.lax.dynamic_update_slice(old, jnp.swapaxes(new, 1, 2).astype(old.dtype), start)
+                for old, new in ((cache.k, k_BSKH), (cache.v, v_BSKH))
             )
             out_BTNH = kernels.attention(
-                q_BTNH, cache.k, cache.v, query_offset=cache.length - q_BTNH.shape[1], impl="xla"
+                q_BTNH,
+                jnp.swapaxes(k_BKSH, 1, 2),
+                jnp.swapaxes(v_BKSH, 1, 2),
+                query_offset=cache.length,
+                impl="xla",
             )
+            cache = KVCache(k_BKSH, v_BKSH, cache.length + q_BTNH.shape[1])
         out_BTF = jax.lax.reshape(
             out_BTNH,
             (*out_BTNH.shape[:2], cfg.heads * cfg.H),
@@ -98,7 +103,7 @@ class GQA(nnx.Module):
 def make_cache(
     cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["fsdp"]
 ) -> KVCache:
-    """Returns an empty cache for `length` tokens: keys and values [L, B, S, K, H] in the compute type."""
-    empty = jnp.zeros((cfg.layers, batch, length, cfg.K, cfg.H), cfg.dtype)
-    k, v = (rules.shard(empty, "layers", "batch", None, "kv_heads", "head_dim") for _ in "kv")
+    """Returns an empty cache for `length` tokens: keys and values [L, B, K, S, H] in the compute type."""
+    empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)
+    k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
     return KVCache(k, v, jnp.zeros((), jnp.int32))

@@ -1,13 +1,14 @@
 """Sampling text from a model with a key-value cache.
 
-Two programs are compiled, whatever is generated: one reads the prompt (prefill), one adds a token (decode). The cache
-is donated to each step, so a step writes one place of it and copies nothing.
+Two programs are compiled, whatever is generated: one reads the prompts (prefill), one adds a token to each (decode).
+The cache is donated to each step, so that a step writes one place of it. A decode step reads every parameter for a
+handful of tokens: what limits it is memory, so nothing on its way may be copied.
 
 Chapters: 6, 25.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from minitext import kernels
 from minitext.attention import KVCache, make_cache
 from minitext.config import ModelConfig
 from minitext.errors import UserError
-from minitext.model import Transformer
+from minitext.model import Transformer, unstack_layers
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled prefill.
 PROMPT_BUCKET = 64
@@ -77,23 +79,114 @@ def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnames=("graphdef", "length", "how"))
-def prefill(graphdef, params, prompt_BT, prompt_length, key, *, length: int, how: Sampling):
-    """Reads a padded prompt [B, T] into a new cache of `length` places; returns the next token [B] and the cache."""
-    model: Transformer = nnx.merge(graphdef, params)
-    cache = make_cache(model.cfg, prompt_BT.shape[0], length, model.rules)
-    logits_BTV, cache = model(prompt_BT, cache=cache)
-    last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, axis=1, keepdims=False)
-    # Places beyond the prompt hold padding; the tokens to come overwrite them before anything sees them.
-    return sample(last_BV, key, how), KVCache(cache.k, cache.v, prompt_length)
+class Programs(NamedTuple):
+    """What generation compiles, for one model and one way to draw.
+
+    Attributes:
+      lay_out: parameters -> arrays as the other two take them.
+      prefill: (arrays, prompts [B, T], their length, key, length of the cache) -> (tokens [B], cache).
+      decode: (arrays, tokens [B], cache, key) -> (tokens [B], cache); the cache is donated.
+    """
+
+    lay_out: Callable[[Any], list[jax.Array]]
+    prefill: Callable[..., tuple[jax.Array, KVCache]]
+    decode: Callable[..., tuple[jax.Array, KVCache]]
 
 
-@partial(jax.jit, static_argnames=("graphdef", "how"), donate_argnames=("cache",))
-def decode(graphdef, params, token_B, cache, key, *, how: Sampling):
-    """Adds one token [B] to the cache; returns the next token [B] and the cache."""
-    model: Transformer = nnx.merge(graphdef, params)
-    logits_B1V, cache = model(token_B[:, None], cache=cache)
-    return sample(logits_B1V[:, 0], key, how), cache
+@lru_cache(maxsize=8)
+def make_programs(cfg: ModelConfig, how: Sampling) -> Programs:
+    """Returns the jitted programs, the same ones for the same arguments."""
+
+    def arrange(model: Transformer) -> Transformer:
+        return model if cfg.scan_layers else unstack_layers(model)
+
+    def new_model() -> Transformer:
+        return Transformer(cfg, rngs=nnx.Rngs(0))
+
+    stacked = nnx.graphdef(nnx.eval_shape(new_model))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
+    treedef = jax.tree.structure(abstract)
+
+    def run(arrays, tokens_BT, cache):
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))(tokens_BT, cache=cache)
+
+    @jax.jit
+    def lay_out(params):
+        return jax.tree.leaves(nnx.state(arrange(nnx.merge(stacked, params))))
+
+    @partial(jax.jit, static_argnames="length")
+    def prefill(arrays, prompt_BT, prompt_length, key, *, length):
+        cache = make_cache(cfg, prompt_BT.shape[0], length)
+        if not cfg.scan_layers:
+            cache = cache._replace(k=tuple(cache.k), v=tuple(cache.v))
+        logits_BTV, cache = run(arrays, prompt_BT, cache)
+        last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, 1, keepdims=False)
+        # Places beyond the prompt hold padding; the tokens to come overwrite them before anything sees them.
+        return sample(last_BV, key, how), cache._replace(length=prompt_length)
+
+    # Few arguments of plain types: a step takes a millisecond or two, and so would handing over a module.
+    @partial(jax.jit, donate_argnames="cache")
+    def decode(arrays, token_B, cache, key):
+        key = jax.random.fold_in(key, cache.length)  # one for each place
+        logits_B1V, cache = run(arrays, token_B[:, None], cache)
+        return sample(logits_B1V[:, 0], key, how), cache
+
+    return Programs(lay_out, prefill, decode)
+
+
+class Generator:
+    """A model that is ready to generate: its parameters are laid out for it, once.
+
+    Args:
+      cfg: the model's configuration. With `scan_layers` the programs compile faster and, on a CPU, run slower.
+      params: `nnx.State` of its parameters, on one device.
+      how: temperature, top-k and top-p.
+
+    Raises:
+      UserError: for a setting outside its range.
+    """
+
+    def __init__(self, cfg: ModelConfig, params: Any, how: Sampling = DEFAULT_SAMPLING):
+        how.check()
+        self.cfg, self.programs = cfg, make_programs(cfg, how)  # pyright: ignore[reportArgumentType]
+        self.arrays = self.programs.lay_out(params)
+
+    def tokens(
+        self, prompt_BT: np.ndarray, *, max_tokens: int, seed: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Yields the tokens [B] that follow each of B prompts of one length, `max_tokens` times.
+
+        Args:
+          prompt_BT: [B, T] token ids, T at least 1.
+          max_tokens: how many tokens follow, at least 1.
+          seed: of the draws; the same seed gives the same tokens.
+
+        Raises:
+          UserError: for an empty prompt or a token outside the vocabulary.
+        """
+        prompt_BT = np.asarray(prompt_BT, np.int32)
+        T = prompt_BT.shape[1]
+        if not prompt_BT.size:
+            raise UserError("the prompt is empty: give at least one character")
+        if prompt_BT.max() >= self.cfg.vocab:
+            raise UserError(
+                f"the prompt holds token {prompt_BT.max()}, and the model's vocabulary has {self.cfg.vocab}"
+            )
+        B = len(prompt_BT)
+        if B == 1 and kernels.platform() == "cpu":
+            # XLA's CPU backend multiplies one row on one core, two rows on all of them, and for one row it
+            # copies each layer's cache. So a second row that nobody reads makes the first a tenth faster.
+            prompt_BT = np.repeat(prompt_BT, 2, axis=0)
+        padded_BT = np.pad(prompt_BT, ((0, 0), (0, -T % PROMPT_BUCKET)))
+        length = padded_BT.shape[1] + max_tokens
+        key, arrays, programs = jax.random.key(seed), self.arrays, self.programs
+        token_B, cache = programs.prefill(arrays, padded_BT, T, key, length=length)
+        for _ in range(max_tokens - 1):
+            # The next step is dispatched before this one's tokens are waited for.
+            next_B, cache = programs.decode(arrays, token_B, cache, key)
+            yield np.asarray(token_B)[:B]
+            token_B = next_B
+        yield np.asarray(token_B)[:B]
 
 
 def generate(
@@ -106,38 +199,12 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
 ) -> Iterator[int]:
-    """Yields tokens that follow the prompt, one by one.
+    """Yields the tokens that follow one prompt, up to `max_tokens` or `stop_id` (which is not yielded).
 
-    Args:
-      cfg: the model's configuration.
-      params: `nnx.State` of its parameters, on one device.
-      prompt: token ids, at least one.
-      max_tokens: tokens to generate at most.
-      how: temperature, top-k and top-p.
-      seed: of the draws; the same seed gives the same tokens.
-      stop_id: a token that ends the text (it is not yielded).
-
-    Raises:
-      UserError: for an empty prompt, a token outside the vocabulary, or a setting outside its range.
+    The arguments are those of `Generator` and its `tokens`, and so are the errors.
     """
-    how.check()
-    if not len(prompt):
-        raise UserError("the prompt is empty: give at least one character")
-    if max(prompt) >= cfg.vocab:
-        raise UserError(
-            f"the prompt holds token {max(prompt)}, and the model's vocabulary has {cfg.vocab}"
-        )
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0))))
-    padded = -len(prompt) % PROMPT_BUCKET + len(prompt)
-    tokens = np.zeros((1, padded), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    keys = jax.random.split(jax.random.key(seed), max_tokens)
-    length = padded + max_tokens
-    token, cache = prefill(graphdef, params, tokens, len(prompt), keys[0], length=length, how=how)
-    for i in range(1, max_tokens + 1):
-        value = int(token[0])
-        if value == stop_id:
+    generator = Generator(cfg, params, how)
+    for token_B in generator.tokens(np.asarray([prompt]), max_tokens=max_tokens, seed=seed):
+        if token_B[0] == stop_id:
             return
-        yield value
-        if i < max_tokens:
-            token, cache = decode(graphdef, params, token, cache, keys[i], how=how)
+        yield int(token_B[0])

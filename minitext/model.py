@@ -1,7 +1,8 @@
 """The decoder-only transformer, and its parameters and FLOPs counted by formula.
 
 Layers are stacked: every layer parameter has a leading dimension L, whether the stack is scanned (compiles one layer)
-or unrolled (the compiler sees all of them), so both read the same checkpoints.
+or unrolled (the compiler sees all of them), so both read the same checkpoints. Generation takes an unrolled stack
+apart (`unstack_layers`): a slice of a stack is a copy, as expensive as the product that reads it once.
 
 Chapters: 4, 14.
 """
@@ -64,7 +65,7 @@ class Transformer(nnx.Module):
         self.cfg, self.rules = cfg, rules
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
-        self.blocks = stacked(rngs.split(cfg.layers))
+        self.blocks: Any = stacked(rngs.split(cfg.layers))  # or an nnx.List: unstack_layers
         self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         if not cfg.tie_embeddings:
             # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
@@ -127,6 +128,15 @@ class Transformer(nnx.Module):
 
     def _layers_with_cache(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache):
         """Runs the stack and grows the cache, which rides in the carry and is updated in place."""
+        T = positions_BT.shape[1]
+        if isinstance(self.blocks, nnx.List):
+            ks, vs = [], []
+            for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
+                one = KVCache(k, v, cache.length)
+                x_XD, grown = block(x_XD, positions_BT, segment_ids_BT, one)
+                ks.append(grown.k)
+                vs.append(grown.v)
+            return x_XD, KVCache(tuple(ks), tuple(vs), cache.length + T)
         graphdef, params = nnx.split(self.blocks)
 
         def layer(carry, params_l):
@@ -139,7 +149,20 @@ class Transformer(nnx.Module):
         # As scanned input and output, not carry, the cache would exist twice.
         carry = (x_XD, cache.k, cache.v, 0)
         x_XD, k, v, _ = _run_stack(layer, carry, params, self.cfg.scan_layers)
-        return x_XD, KVCache(k, v, cache.length + positions_BT.shape[1])
+        return x_XD, KVCache(k, v, cache.length + T)
+
+
+def unstack_layers(model: Transformer) -> Transformer:
+    """Returns the model with a list of layers in place of the stack, for use with a cache whose k and v are tuples."""
+    graphdef, params = nnx.split(model.blocks)
+    layers = [
+        nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], params))
+        for i in range(model.cfg.layers)
+    ]
+    rest, others = nnx.split(model)
+    apart = nnx.merge(rest, others)
+    apart.blocks = nnx.List(layers)
+    return apart
 
 
 def _run_stack(layer, carry, params: Any, scan: bool) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minitext.config import ModelConfig
 from minitext.errors import UserError
-from minitext.generate import Sampling, decode, generate, sample
+from minitext.generate import Generator, Sampling, generate, make_programs, sample
 from minitext.model import Transformer
 
 CFG = ModelConfig(vocab=40, layers=2, embed=24, heads=4, kv_heads=2, mlp=32)
@@ -57,10 +57,20 @@ def test_it_stops_at_the_stop_token(params):
 
 
 def test_decode_compiles_once(params):
+    decode = make_programs(CFG, GREEDY).decode
     list(generate(CFG, params, [1], max_tokens=4, how=GREEDY))
     before = decode._cache_size()
     list(generate(CFG, params, [1, 2, 3], max_tokens=4, how=GREEDY))
-    assert decode._cache_size() == before
+    assert decode._cache_size() == before > 0
+
+
+def test_rows_of_a_batch_and_layers_apart_change_nothing(params):
+    prompts = np.random.default_rng(0).integers(0, CFG.vocab, (5, 9))
+    alone = [list(generate(CFG, params, row, max_tokens=12, how=GREEDY)) for row in prompts]
+    for scan in (True, False):
+        cfg = CFG.model_copy(update={"scan_layers": scan})
+        together = list(Generator(cfg, params, GREEDY).tokens(prompts, max_tokens=12))
+        assert np.stack(together, axis=1).tolist() == alone
 
 
 draw = jax.jit(jax.vmap(sample, in_axes=(None, 0, None)), static_argnums=2)

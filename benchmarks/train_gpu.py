@@ -1,0 +1,166 @@
+"""Training speed on one GPU: model FLOPs utilisation of minitext's train step.
+
+    pip install -e '.[aot-gpu]'
+    python benchmarks/train_gpu.py --quick      (one small shape)
+    python benchmarks/train_gpu.py
+
+It can't run on a machine without a GPU, such as the one where minitext is developed: it then prints one line and exits
+with 2. Shapes of about 0.3B, 1B and 3B parameters train on rows of 2,048, 4,096 and 8,192 tokens, 16,384 tokens a
+step, with bfloat16 compute, float32 parameters and AdamW, by each implementation of attention that there is. A case
+keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
+with one row at a time. One process has the GPU's memory, so cases run one after another, each in its own. MFU is model
+FLOPs (a causal token sees half the keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in
+`minitext.hw`; the matmul peak measured in the same process stands beside it.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+from common import in_subprocess, matmul_peak, parser, write_record
+
+TOKENS = 16_384  # in a step
+WARM_UP = 3
+SHAPES = {
+    "0.3B": {"layers": 20, "embed": 1024, "heads": 8, "mlp": 2816},
+    "1B": {"layers": 18, "embed": 2048, "heads": 16, "mlp": 5632},
+    "3B": {"layers": 28, "embed": 3072, "heads": 24, "kv_heads": 8, "mlp": 8192},
+}
+SEQ_LENS = (2048, 4096, 8192)
+# From what is fastest to what needs least memory.
+MEMORY = (
+    {"model.remat": "none"},
+    {"model.remat": "dots"},
+    {"model.remat": "full"},
+    {"model.remat": "full", "train.microbatches": "rows"},
+)
+
+
+def config(case):
+    """Returns the configuration of a case."""
+    from minitext.config import load_config
+
+    rows = TOKENS // case["seq_len"]
+    memory = {key: rows if value == "rows" else value for key, value in case["memory"].items()}
+    return load_config("laptop", [
+        *(f"model.{key}={value}" for key, value in SHAPES[case["shape"]].items()),
+        "model.vocab=32000", "model.dtype=bfloat16", "model.scan_layers=true",
+        f"model.attention.impl={case['attention']}", f"data.seq_len={case['seq_len']}", f"train.global_batch={rows}",
+        *(f"{key}={value}" for key, value in memory.items()),
+    ])  # fmt: skip
+
+
+def train(cfg, steps):
+    """Times train steps on random tokens; returns the seconds of each, without the warm-up, and the compile time."""
+    import jax
+    import numpy as np
+
+    from minitext.mesh import make_mesh
+    from minitext.train import abstract_batch, init_state, make_train_step
+
+    mesh = make_mesh(devices=jax.devices()[:1])
+    B, T = cfg.train.global_batch, cfg.data.seq_len
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab, (B, T + 1))
+    arrays = {
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": np.arange(T)[None].repeat(B, 0),
+        "segment_ids": np.ones((B, T)), "loss_mask": np.ones((B, T)),
+    }  # fmt: skip
+    batch = {
+        name: jax.device_put(arrays[name].astype(x.dtype), x.sharding)
+        for name, x in abstract_batch(cfg, mesh).items()
+    }
+    train_step, state = make_train_step(cfg, mesh), init_state(cfg, mesh)
+    seconds = []
+    with jax.set_mesh(mesh):
+        for _ in range(1 + WARM_UP + steps):
+            begin = time.perf_counter()
+            state, metrics = train_step(state, batch)
+            float(metrics["loss"])
+            seconds.append(time.perf_counter() - begin)
+    return seconds[1 + WARM_UP :], seconds[0]
+
+
+def measure(case):
+    """In a fresh process: one case on the GPU, or the reason why there are no figures."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return {"no_gpu": True}
+    from minitext import hw
+    from minitext.model import count_flops, count_params
+
+    cfg, device = config(case), jax.devices()[0]
+    try:
+        seconds, first = train(cfg, case["steps"])
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"out_of_memory": True}
+    step, chip = statistics.median(seconds), hw.find_chip(device)
+    rate = count_flops(cfg.model, TOKENS, case["seq_len"]) / step
+    measured = matmul_peak("bfloat16")
+    return {
+        "device": device.device_kind, "parameters": count_params(cfg.model), "ms_per_step": step * 1e3,
+        "tokens_per_second": TOKENS / step, "model_flops_per_second": rate,
+        "mfu": rate / (chip.peak("bf16") / chip.devices) if chip else None,
+        "measured_peak_flops": measured, "share_of_measured_peak": rate / measured,
+        "memory_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "first_step_s": first, "seconds": seconds,
+    }  # fmt: skip
+
+
+def first_that_fits(case):
+    """Runs a case with ever less memory until it fits; returns its figures, or None."""
+    for memory in MEMORY:
+        figures = in_subprocess(__file__, case | {"memory": memory})
+        if figures.get("no_gpu"):
+            no_gpu()
+        if not figures.get("out_of_memory"):
+            return {**case, "memory": memory, **figures}
+    return None
+
+
+def no_gpu():
+    print("train_gpu needs a GPU and JAX's CUDA plugin, and JAX finds none here", file=sys.stderr)
+    sys.exit(2)
+
+
+def main():
+    cli = parser(__doc__)
+    cli.add_argument("--quick", action="store_true", help="only 0.3B at 2,048 tokens")
+    cli.add_argument("--steps", type=int, default=10, help="timed steps of a case (default 10)")
+    args = cli.parse_args()
+    from minitext import devices
+
+    if not devices.accelerator_is_visible():
+        no_gpu()
+    if args.case:
+        print(json.dumps(measure(args.case)))
+        return
+    from minitext.kernels import IMPLEMENTATIONS
+
+    kinds = [kind for kind in ("xla", "cudnn") if ("attention", kind) in IMPLEMENTATIONS]
+    results = []
+    for shape in list(SHAPES)[: 1 if args.quick else None]:
+        for seq_len in SEQ_LENS[: 1 if args.quick else None]:
+            for kind in kinds:
+                case = {"shape": shape, "seq_len": seq_len, "attention": kind, "steps": args.steps}
+                found = first_that_fits(case)
+                results.append(found or {**case, "out_of_memory": True})
+                name = f"{shape:<5} {seq_len:>5} tokens, {kind:<6}"
+                if found is None:
+                    print(f"{name} does not fit", flush=True)
+                    continue
+                mfu = "unknown" if found["mfu"] is None else f"{found['mfu']:.1%}"
+                kept = ", ".join(f"{key.split('.')[1]}={v}" for key, v in found["memory"].items())
+                print(
+                    f"{name} {found['ms_per_step']:8.1f} ms/step {found['tokens_per_second']:9,.0f} tokens/s, MFU {mfu}, "
+                    f"{found['share_of_measured_peak']:.1%} of the measured peak ({kept})",
+                    flush=True,
+                )
+    write_record(args.output, "train_gpu", "quick" if args.quick else "", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

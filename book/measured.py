@@ -1,0 +1,220 @@
+"""Writes the page of measured speeds from the newest records in benchmarks/results.
+
+    python book/measured.py [RESULTS [OUT]]     (writes OUT/measured.md and OUT/measured.svg)
+
+Numbers on the page are the records' own; nothing is measured here.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from generate import OUT, table
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+Record = dict[str, Any]
+
+
+def newest(results: Path) -> dict[str, list[Record]]:
+    """The newest record of each case, by benchmark, oldest first; names end in YYYY-MM-DD and so sort by date."""
+    by_case = {path.stem[:-11]: path for path in sorted(results.glob("*-*-*-*.json"))}
+    found: dict[str, list[Record]] = {}
+    for path in by_case.values():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault(record["benchmark"], []).append(record)
+    return {name: sorted(records, key=lambda r: r["date"]) for name, records in found.items()}
+
+
+def taken_on(records: list[Record]) -> str:
+    """A sentence on when, where and with what figures were taken."""
+    machine = records[-1]["machine"]
+    dates = sorted({record["date"] for record in records})
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    script = records[-1]["benchmark"]
+    return (
+        f"`benchmarks/{script}.py`, {when}, {machine['cores']} cores of {machine['processor']}; "
+        f"Python {machine['python']}, {versions}."
+    )
+
+
+def train_cpu(records: list[Record]) -> str:
+    """Training: each system by the type that is faster for it."""
+    rows = []
+    for r in sorted(records, key=lambda r: (r["parameters"], r["seq_len"])):
+        for name in r["best"]:
+            share, ratio = r["peak_share"][name], r["speed_ratio"].get(name)
+            rows.append([
+                f"{r['parameters'] / 1e6:.1f}M", f"{r['batch']} x {r['seq_len']}", name,
+                f"{r['ms_per_step'][name]:,.0f}", f"{r['tokens_per_second'][name]:,.0f}",
+                f"{share['median']:.0%}", f"{ratio:.2f}" if ratio else "",
+            ])  # fmt: skip
+    header = [
+        "Parameters", "Batch", "System", "ms a step", "Tokens/s", "Of the f32 peak", "Its time / minitext's",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def decode_cpu(records: list[Record]) -> str:
+    """Generation, by batch size."""
+    rows = [
+        [
+            str(r["batch"]), name, f"{s['prefill_ms']:,.0f}", f"{s['tokens_per_second']:,.0f}",
+            f"{s['bandwidth_share']['large']:.0%}", f"{s['decode_ratio']:.2f}",
+            "yes" if s["same_tokens"] else "no",
+        ]
+        for r in sorted(records, key=lambda r: r["batch"])
+        for name, s in r["results"].items()
+    ]  # fmt: skip
+    header = [
+        "Batch", "System", "First token, ms", "Tokens/s", "Of the memory bandwidth", "Its time / minitext's",
+        "Same tokens",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def compile_(records: list[Record]) -> str:
+    """Start-up by phase, and the stages of compiling by case."""
+    first, steps = records[-1]["first_step"], records[-1]["train_step"]
+    starts = [
+        [kind, f"{first[kind]['total_s']:.1f}", f"{first['import_jax_s']:.1f}"]
+        + [f"{seconds:.1f}" for seconds in first[kind]["phases_s"].values()]
+        for kind in ("cold", "warm")
+    ]
+    header = ["Cache", "First step after, s", "`import jax` alone", *first["cold"]["phases_s"]]
+    stages = [
+        [
+            name,
+            *(f"{s[key]:.2f}" if key in s else "" for key in ("trace_s", "lower_s", "compile_s")),
+        ]
+        for name, s in steps.items()
+    ]
+    return (
+        table(header, starts)
+        + "\n\n"
+        + table(["Step", "Trace, s", "Lower, s", "Compile, s"], stages)
+    )
+
+
+def data(records: list[Record]) -> str:
+    """The pipeline's speed beside the model's, and the memory that large texts take."""
+    r = records[-1]
+    rates = r["tokens_per_second"]
+    rows = [
+        [
+            f"{o['gigabytes']:g} GB", o["cache"], f"{o['first_batch_s']:.1f}", f"{o['growth_bytes'] / 1e6:,.0f}",
+            f"{o['growth_without_file_pages_bytes'] / 1e6:,.0f}",
+        ]
+        for o in r["opened"]
+    ]  # fmt: skip
+    header = ["Text", "State", "First batch after, s", "Memory, MB", "of it no file's pages, MB"]
+    return (
+        f"The pipeline makes {rates['pipeline']:,.0f} tokens/s, {r['pipeline_over_model']:,.0f} times what the preset "
+        f"`laptop` trains on. A step that it feeds takes {r['fed_step_over_step']:.2f} times as long as one on a batch "
+        f"that is there.\n\n{table(header, rows)}"
+    )
+
+
+def checkpoint(records: list[Record]) -> str:
+    """What saving and restoring cost."""
+    r = records[-1]
+    return (
+        f"Saving {r['array_bytes'] / 1e6:,.0f} MB of parameters and moments stops the loop for {r['blocked_ms']:,.0f} "
+        f"ms, {r['blocked_share_of_step']:.0%} of a step; in the trainer a save costs "
+        f"{r['trainer_cost_share_of_step']:.0%} of a step altogether. On disk it takes "
+        f"{r['bytes_on_disk_per_array_byte']:.2f} bytes for each byte, and it is verified and restored in "
+        f"{r['restore_s']:.2f} s."
+    )
+
+
+def train_gpu(records: list[Record]) -> str:
+    """MFU on a GPU."""
+    rows = [
+        [
+            r["shape"], f"{r['seq_len']:,}", r["attention"], r["memory"]["model.remat"],
+            f"{r['tokens_per_second']:,.0f}", f"{r['mfu']:.1%}" if r["mfu"] else "",
+            f"{r['share_of_measured_peak']:.1%}",
+        ]
+        for r in records[-1]["results"]
+        if "mfu" in r
+    ]  # fmt: skip
+    header = [
+        "Parameters", "Row", "Attention", "Recomputed", "Tokens/s", "MFU (data sheet)", "Of the measured peak",
+    ]  # fmt: skip
+    return f"On one {records[-1]['results'][0]['device']}.\n\n{table(header, rows)}"
+
+
+SECTIONS = {
+    "train_cpu": ("Training on a CPU", train_cpu),
+    "decode_cpu": ("Generating on a CPU", decode_cpu),
+    "train_gpu": ("Training on a GPU", train_gpu),
+    "compile": ("Starting and compiling", compile_),
+    "data": ("Reading data", data),
+    "checkpoint": ("Checkpoints", checkpoint),
+}
+
+
+def page(found: dict[str, list[Record]]) -> str:
+    """The page, with a section for every benchmark that has a record."""
+    parts = [
+        "# Measured",
+        "What the commands in `benchmarks/` printed, generated from their records.",
+    ]
+    for name, (title, section) in SECTIONS.items():
+        if name in found:
+            parts += [f"## {title}", taken_on(found[name]), section(found[name])]
+        if name == "train_cpu" and name in found:
+            parts.append(
+                "```{image} measured.svg\n:alt: Tokens per second of each system by model and row length\n```"
+            )
+    return "\n\n".join(parts) + "\n"
+
+
+def figure(records: list[Record], path: Path) -> None:
+    """Draws training speed relative to minitext's, a group of bars for each case."""
+    import matplotlib.pyplot as plt
+
+    from minitext.notebook import figure_style
+
+    figure_style()
+    plt.rcParams["svg.hashsalt"] = "minitext"  # the same records give the same file
+    records = sorted(records, key=lambda r: (r["parameters"], r["seq_len"]))
+    systems = sorted({name.rsplit(" ", 1)[0] for record in records for name in record["best"]})
+    fig, axes = plt.subplots(figsize=(7.2, 3.4))
+    width = 0.8 / len(systems)
+    for i, system in enumerate(systems):
+        heights = []
+        for record in records:
+            rates = record["tokens_per_second"]
+            name = next((n for n in record["best"] if n.rsplit(" ", 1)[0] == system), None)
+            heights.append(rates[name] / rates[record["best"][0]] if name else 0)
+        axes.bar(
+            [x + (i - (len(systems) - 1) / 2) * width for x in range(len(records))],
+            heights,
+            width,
+            label=system,
+        )
+    labels = [f"{r['parameters'] / 1e6:.1f}M\n{r['seq_len']}" for r in records]
+    axes.set_xticks(range(len(records)), labels)
+    axes.set(xlabel="parameters and row length", ylabel="speed over minitext's")
+    axes.grid(axis="x", visible=False)
+    axes.legend(ncols=len(systems), loc="lower center", bbox_to_anchor=(0.5, 1))
+    fig.savefig(path, metadata={"Date": None})
+
+
+def main(results: Path = RESULTS, out: Path = OUT) -> None:
+    """Writes the page and its figure."""
+    found = newest(results)
+    # Records of before the types were compared have another form.
+    found["train_cpu"] = [r for r in found.get("train_cpu", []) if "best" in r]
+    found = {name: records for name, records in found.items() if records}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "measured.md").write_text(page(found), encoding="utf-8")
+    if "train_cpu" in found:
+        figure(found["train_cpu"], out / "measured.svg")
+    print(f"wrote {out / 'measured.md'}")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
