@@ -21,6 +21,7 @@ test: .venv/test  ## run every test
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
 	rm -rf _build/html
 	$(ON_CPU) $(BIN)/python book/generate.py
+	$(ON_CPU) $(BIN)/python book/measured.py
 	$(ON_CPU) $(BIN)/jupyter-book build . --all --config _config.yml --toc book/_toc.yml -W -n --keep-going
 	$(ON_CPU) $(BIN)/python -m pytest -rs -m book tests/test_book.py
 	@echo "open _build/html/index.html"

@@ -1,4 +1,4 @@
-"""Writes the page of measured speeds from the newest records in benchmarks/results.
+"""Writes the tables of book/what_we_measured.md from the newest records in benchmarks/results.
 
     python book/measured.py [RESULTS [OUT]]     (writes OUT/measured.md and OUT/measured.svg)
 
@@ -156,17 +156,14 @@ SECTIONS = {
 
 
 def page(found: dict[str, list[Record]]) -> str:
-    """The page, with a section for every benchmark that has a record."""
-    parts = [
-        "# Measured",
-        "What the commands in `benchmarks/` printed, generated from their records.",
-    ]
+    """The tables, with a section for every benchmark that has a record."""
+    parts = []
     for name, (title, section) in SECTIONS.items():
         if name in found:
             parts += [f"## {title}", taken_on(found[name]), section(found[name])]
         if name == "train_cpu" and name in found:
             parts.append(
-                "```{image} measured.svg\n:alt: Tokens per second of each system by model and row length\n```"
+                "```{image} _generated/measured.svg\n:alt: Tokens per second of each system over minitext's, by model\n```"
             )
     return "\n\n".join(parts) + "\n"
 
@@ -206,9 +203,6 @@ def figure(records: list[Record], path: Path) -> None:
 def main(results: Path = RESULTS, out: Path = OUT) -> None:
     """Writes the page and its figure."""
     found = newest(results)
-    # Records of before the types were compared have another form.
-    found["train_cpu"] = [r for r in found.get("train_cpu", []) if "best" in r]
-    found = {name: records for name, records in found.items() if records}
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.md").write_text(page(found), encoding="utf-8")
     if "train_cpu" in found:

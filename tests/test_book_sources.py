@@ -98,3 +98,16 @@ def test_glossary_is_sorted_and_explains_what_chapters_use():
     terms = re.findall(r"^(\S.*)$", body, flags=re.MULTILINE)
     assert len(terms) >= 45
     assert terms == sorted(set(terms), key=lambda term: re.sub(r"\W", "", term.lower()))
+
+
+def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    found = measured.newest(measured.RESULTS)
+    text = measured.page(found)
+    assert set(found) >= {"train_cpu", "decode_cpu", "compile", "data", "checkpoint"}
+    for name in found:
+        assert f"## {measured.SECTIONS[name][0]}" in text
+        assert f"`benchmarks/{name}.py`, {found[name][-1]['date'][:4]}" in text
+    measured.figure(found["train_cpu"], tmp_path / "a.svg")
+    assert "</svg>" in (tmp_path / "a.svg").read_text()
