@@ -52,7 +52,8 @@ def train(settings: Settings = None) -> None:
     except run.Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(130) from None
-    print(f"done; try: minitext generate {directory} --prompt 'def '", file=sys.stderr)
+    prompt = "def " if cfg.data.source == "stdlib" else "the "
+    print(f"done; try: minitext generate {directory} --prompt '{prompt}'", file=sys.stderr)
 
 
 @app.command()
