@@ -162,9 +162,8 @@ def page(found: dict[str, list[Record]]) -> str:
         if name in found:
             parts += [f"## {title}", taken_on(found[name]), section(found[name])]
         if name == "train_cpu" and name in found:
-            parts.append(
-                "```{image} _generated/measured.svg\n:alt: Tokens per second of each system over minitext's, by model\n```"
-            )
+            alt = "Tokens per second of each system over minitext's, by model"
+            parts.append(f"```{{image}} _generated/measured.svg\n:alt: {alt}\n```")
     return "\n\n".join(parts) + "\n"
 
 
