@@ -2,7 +2,7 @@
 
 Two programs are compiled, whatever is generated: one reads the prompts (prefill), one adds a token to each (decode).
 The cache is donated to each step, so that a step writes one place of it. A decode step reads every parameter for a
-handful of tokens: what limits it is memory, so nothing on its way may be copied.
+handful of tokens: memory bounds its speed, so as little as possible on its way is copied.
 
 Chapters: 6, 25.
 """
@@ -174,8 +174,8 @@ class Generator:
             )
         B = len(prompt_BT)
         if B == 1 and kernels.platform() == "cpu":
-            # XLA's CPU backend multiplies one row on one core, two rows on all of them, and for one row it
-            # copies each layer's cache. So a second row that nobody reads makes the first a tenth faster.
+            # For one row XLA's CPU backend copies each layer's cache, and for two it doesn't: a step with a
+            # second row that nobody reads took 1.46 ms against 1.64 (10.7M parameters, two cores).
             prompt_BT = np.repeat(prompt_BT, 2, axis=0)
         padded_BT = np.pad(prompt_BT, ((0, 0), (0, -T % PROMPT_BUCKET)))
         length = padded_BT.shape[1] + max_tokens
