@@ -16,18 +16,31 @@ from minitext.sharding import RULES, ShardingRules
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far.
+    """Keys and values of tokens.
+
+    A cache is only read by the layers, which return the keys and values of their new tokens; `append` then writes
+    those of all layers at once. Were each layer to write and to read what it wrote, XLA would copy the cache.
 
     Attributes:
       k: [L, B, K, S, H] keys, rotated; in one layer's hands [B, K, S, H]; for layers in a list a tuple of L of these.
         The head comes before the place, as the matrix products want it: the cache is read where it lies.
       v: values, likewise.
-      length: int32 scalar, how many of the S places are filled.
+      length: how many of the S places are filled.
     """
 
     k: Any
     v: Any
-    length: jax.Array
+    length: jax.Array | int
+
+    def append(self, new: "KVCache") -> "KVCache":
+        """Returns the cache with `new` in the places that follow `length`; there must be room for it."""
+
+        def write(old, late):
+            start = (*(0 for _ in old.shape[:-2]), self.length, 0)
+            return jax.lax.dynamic_update_slice(old, late.astype(old.dtype), start)
+
+        k, v = jax.tree.map(write, (self.k, self.v), (new.k, new.v))
+        return KVCache(k, v, self.length + new.length)
 
 
 class GQA(nnx.Module):
@@ -54,50 +67,39 @@ class GQA(nnx.Module):
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, KVCache]:
         """Attends within each segment to the positions before and at each token.
 
         Args:
           x_XD: [B*T, D] normalised residual stream.
           positions_BT: [B, T] position of each token in its document.
           segment_ids_BT: [B, T] document of each token, or None for one document per row.
-          cache: one layer's cache; the T tokens are appended to it.
+          cache: one layer's cache of the tokens before these, which are then of one document per row.
 
         Returns:
-          [B*T, D] and the grown cache (None if none was given).
+          [B*T, D], and the keys and values of these tokens alone.
         """
         cfg, rules, B = self.cfg, self.rules, positions_BT.shape[0]
         heads = {"rules": rules, "sizes": (cfg.heads, cfg.H)}
         kv_heads = {"rules": rules, "sizes": (cfg.K, cfg.H)}
         q_BTNH = unflatten_tokens(self.q(x_XD, "heads"), B, "heads", "head_dim", **heads)
-        k_BSKH = unflatten_tokens(self.k(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
-        v_BSKH = unflatten_tokens(self.v(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
+        k_BTKH = unflatten_tokens(self.k(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
+        v_BTKH = unflatten_tokens(self.v(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
         q_BTNH = rope(q_BTNH, positions_BT, cfg.rope_theta)
-        k_BSKH = rope(k_BSKH, positions_BT, cfg.rope_theta)
-        if cache is None:
+        k_BTKH = rope(k_BTKH, positions_BT, cfg.rope_theta)
+        new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
+        if cache is None or not cache.k.shape[2]:  # nothing came before
             out_BTNH = kernels.attention(
-                q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, impl=cfg.attention.impl
+                q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, impl=cfg.attention.impl
             )
         else:
-            start = (0, 0, cache.length, 0)
-            k_BKSH, v_BKSH = (
-                jax.lax.dynamic_update_slice(old, jnp.swapaxes(new, 1, 2).astype(old.dtype), start)
-                for old, new in ((cache.k, k_BSKH), (cache.v, v_BSKH))
-            )
-            out_BTNH = kernels.attention(
-                q_BTNH,
-                jnp.swapaxes(k_BKSH, 1, 2),
-                jnp.swapaxes(v_BKSH, 1, 2),
-                query_offset=cache.length,
-                impl="xla",
-            )
-            cache = KVCache(k_BKSH, v_BKSH, cache.length + q_BTNH.shape[1])
+            out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache)
         out_BTF = jax.lax.reshape(
             out_BTNH,
             (*out_BTNH.shape[:2], cfg.heads * cfg.H),
             out_sharding=rules.out("batch", "seq", "heads"),
         )
-        return self.o(flatten_tokens(out_BTF, rules)), cache
+        return self.o(flatten_tokens(out_BTF, rules)), new
 
 
 def make_cache(

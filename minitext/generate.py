@@ -7,6 +7,7 @@ handful of tokens: memory bounds its speed, so as little as possible on its way 
 Chapters: 6, 25.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from minitext import kernels
 from minitext.attention import KVCache, make_cache
 from minitext.config import ModelConfig
 from minitext.errors import UserError
-from minitext.model import Transformer, unstack_layers
+from minitext.model import Transformer, split_projections, unstack_layers
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled prefill.
 PROMPT_BUCKET = 64
@@ -94,11 +95,14 @@ class Programs(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def make_programs(cfg: ModelConfig, how: Sampling) -> Programs:
-    """Returns the jitted programs, the same ones for the same arguments."""
+def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
+    """Returns the jitted programs, the same ones for the same arguments; `groups` is that of `split_projections`."""
 
     def arrange(model: Transformer) -> Transformer:
-        return model if cfg.scan_layers else unstack_layers(model)
+        if cfg.scan_layers:
+            return model
+        apart = unstack_layers(model)
+        return split_projections(apart, groups) if groups > 1 else apart
 
     def new_model() -> Transformer:
         return Transformer(cfg, rngs=nnx.Rngs(0))
@@ -110,32 +114,41 @@ def make_programs(cfg: ModelConfig, how: Sampling) -> Programs:
     def run(arrays, tokens_BT, cache):
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))(tokens_BT, cache=cache)
 
+    def empty_cache(batch, length):
+        cache = make_cache(cfg, batch, length)
+        if cfg.scan_layers:
+            return cache
+        return cache._replace(k=tuple(cache.k), v=tuple(cache.v))
+
     @jax.jit
     def lay_out(params):
         return jax.tree.leaves(nnx.state(arrange(nnx.merge(stacked, params))))
 
     @partial(jax.jit, static_argnames="length")
     def prefill(arrays, prompt_BT, prompt_length, key, *, length):
-        cache = make_cache(cfg, prompt_BT.shape[0], length)
-        if not cfg.scan_layers:
-            cache = cache._replace(k=tuple(cache.k), v=tuple(cache.v))
-        logits_BTV, cache = run(arrays, prompt_BT, cache)
+        logits_BTV, new = run(arrays, prompt_BT, empty_cache(prompt_BT.shape[0], 0))
         last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, 1, keepdims=False)
+        cache = empty_cache(prompt_BT.shape[0], length).append(new)
         # Places beyond the prompt hold padding; the tokens to come overwrite them before anything sees them.
         return sample(last_BV, key, how), cache._replace(length=prompt_length)
 
+    # A step that reads the cache and then writes to it needs no copy of it. XLA's CPU backend sees that only if it
+    # looks at the order of the two; otherwise a token after 2,000 others takes five times as long.
+    in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    options = in_place if kernels.platform() == "cpu" else None
+
     # Few arguments of plain types: a step takes a millisecond or two, and so would handing over a module.
-    @partial(jax.jit, donate_argnames="cache")
+    @partial(jax.jit, donate_argnames="cache", compiler_options=options)
     def decode(arrays, token_B, cache, key):
         key = jax.random.fold_in(key, cache.length)  # one for each place
-        logits_B1V, cache = run(arrays, token_B[:, None], cache)
-        return sample(logits_B1V[:, 0], key, how), cache
+        logits_B1V, new = run(arrays, token_B[:, None], cache)
+        return sample(logits_B1V[:, 0], key, how), cache.append(new)
 
     return Programs(lay_out, prefill, decode)
 
 
 class Generator:
-    """A model that is ready to generate: its parameters are laid out for it, once.
+    """A model that is ready to generate: its parameters are laid out for it, anew only where one text follows several.
 
     Args:
       cfg: the model's configuration. With `scan_layers` the programs compile faster and, on a CPU, run slower.
@@ -148,8 +161,8 @@ class Generator:
 
     def __init__(self, cfg: ModelConfig, params: Any, how: Sampling = DEFAULT_SAMPLING):
         how.check()
-        self.cfg, self.programs = cfg, make_programs(cfg, how)  # pyright: ignore[reportArgumentType]
-        self.arrays = self.programs.lay_out(params)
+        self.cfg, self.params, self.how = cfg, params, how
+        self.programs: Programs | None = None
 
     def tokens(
         self, prompt_BT: np.ndarray, *, max_tokens: int, seed: int = 0
@@ -172,21 +185,27 @@ class Generator:
             raise UserError(
                 f"the prompt holds token {prompt_BT.max()}, and the model's vocabulary has {self.cfg.vocab}"
             )
-        B = len(prompt_BT)
-        if B == 1 and kernels.platform() == "cpu":
-            # For one row XLA's CPU backend copies each layer's cache, and for two it doesn't: a step with a
-            # second row that nobody reads took 1.46 ms against 1.64 (10.7M parameters, two cores).
-            prompt_BT = np.repeat(prompt_BT, 2, axis=0)
+        programs = self._prepare(len(prompt_BT))
         padded_BT = np.pad(prompt_BT, ((0, 0), (0, -T % PROMPT_BUCKET)))
         length = padded_BT.shape[1] + max_tokens
-        key, arrays, programs = jax.random.key(seed), self.arrays, self.programs
+        key, arrays = jax.random.key(seed), self.arrays
         token_B, cache = programs.prefill(arrays, padded_BT, T, key, length=length)
         for _ in range(max_tokens - 1):
             # The next step is dispatched before this one's tokens are waited for.
             next_B, cache = programs.decode(arrays, token_B, cache, key)
-            yield np.asarray(token_B)[:B]
+            yield np.asarray(token_B)
             token_B = next_B
-        yield np.asarray(token_B)[:B]
+        yield np.asarray(token_B)
+
+    def _prepare(self, batch: int) -> Programs:
+        """Returns the programs for so many texts; lays the parameters out as they want them, if they aren't yet."""
+        groups = 1
+        if batch == 1 and kernels.platform() == "cpu":
+            groups = 4 if (os.cpu_count() or 1) >= 4 else 2
+        programs = make_programs(self.cfg, self.how, groups)  # pyright: ignore[reportArgumentType]
+        if self.programs is not programs:
+            self.programs, self.arrays = programs, programs.lay_out(self.params)
+        return programs
 
 
 def generate(

@@ -16,7 +16,14 @@ from flax import nnx
 from minitext.attention import GQA, KVCache
 from minitext.config import GQAConfig, ModelConfig, Section, SwiGLUConfig
 from minitext.ffn import SwiGLU
-from minitext.layers import Embedding, Linear, RMSNorm, flatten_tokens, unflatten_tokens
+from minitext.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    SplitLinear,
+    flatten_tokens,
+    unflatten_tokens,
+)
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
@@ -43,13 +50,11 @@ class Block(nnx.Module):
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Maps the residual stream [B*T, D] to itself; grows one layer's cache if there is one."""
-        mixed, cache = self.attention(
-            self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache
-        )
+    ) -> tuple[jax.Array, KVCache]:
+        """Maps the residual stream [B*T, D] to itself; also returns the keys and values of its tokens."""
+        mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
         x_XD = x_XD + mixed
-        return x_XD + self.ffn(self.norm_ffn(x_XD)), cache
+        return x_XD + self.ffn(self.norm_ffn(x_XD)), new
 
 
 class Transformer(nnx.Module):
@@ -91,10 +96,10 @@ class Transformer(nnx.Module):
           tokens_BT: [B, T] integers below V.
           positions_BT: [B, T]; by default 0 .. T-1, or following on the cache.
           segment_ids_BT: [B, T] documents packed into a row, which don't see each other; 0 is padding.
-          cache: keys and values of earlier tokens; the T tokens are appended.
+          cache: keys and values of earlier tokens, or a cache of no places before the first ones.
 
         Returns:
-          Logits [B, T, V] in float32; with a cache, (logits, grown cache).
+          Logits [B, T, V] in float32; with a cache, (logits, keys and values of the T tokens for `KVCache.append`).
         """
         cfg, rules = self.cfg, self.rules
         B, T = tokens_BT.shape
@@ -103,53 +108,42 @@ class Transformer(nnx.Module):
             positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
             positions_BT = rules.shard(positions_BT, "batch", "seq")
         x_XD = flatten_tokens(self.embed(tokens_BT, jnp.dtype(cfg.dtype)), rules)
-        if cache is None:
-            x_XD = self._layers(x_XD, positions_BT, segment_ids_BT)
-        else:
-            x_XD, cache = self._layers_with_cache(x_XD, positions_BT, segment_ids_BT, cache)
+        x_XD, new = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
         x_XD = self.norm(x_XD)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
         # Softmax follows: bfloat16 logits would cost more accuracy than they save.
         logits_BTV = unflatten_tokens(
             logits_XV.astype(jnp.float32), B, "vocab", sizes=(cfg.vocab,), rules=rules
         )
-        return logits_BTV if cache is None else (logits_BTV, cache)
+        return logits_BTV if cache is None else (logits_BTV, new)
 
-    def _layers(self, x_XD, positions_BT, segment_ids_BT):
-        """Runs the stack, scanned or unrolled, with the remat policy around each layer."""
+    def _layers(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None):
+        """Runs the layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
+        kv: Any = None if cache is None else (cache.k, cache.v)
+
+        def run(block: Any, x, kv: Any):
+            """One layer, with its part of the cache's keys and values and of the new ones."""
+            one = None if cache is None else KVCache(kv[0], kv[1], cache.length)
+            x, new = block(x, positions_BT, segment_ids_BT, one)
+            return x, None if cache is None else (new.k, new.v)
+
+        if isinstance(self.blocks, nnx.List):
+            news = []
+            for block, *one in zip(self.blocks, *kv, strict=True):
+                x_XD, new = run(block, x_XD, one)
+                news.append(new)
+            k, v = zip(*news, strict=True)
+            return x_XD, KVCache(k, v, positions_BT.shape[1])
         graphdef, params = nnx.split(self.blocks)
 
-        def layer(x, params_l):
-            return nnx.merge(graphdef, params_l)(x, positions_BT, segment_ids_BT)[0], None
+        def layer(x, inputs):
+            params_l, kv_l = inputs
+            return run(nnx.merge(graphdef, params_l), x, kv_l)
 
         if self.cfg.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.cfg.remat])
-        return _run_stack(layer, x_XD, params, self.cfg.scan_layers)
-
-    def _layers_with_cache(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache):
-        """Runs the stack and grows the cache, which rides in the carry and is updated in place."""
-        T = positions_BT.shape[1]
-        if isinstance(self.blocks, nnx.List):
-            ks, vs = [], []
-            for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
-                one = KVCache(k, v, cache.length)
-                x_XD, grown = block(x_XD, positions_BT, segment_ids_BT, one)
-                ks.append(grown.k)
-                vs.append(grown.v)
-            return x_XD, KVCache(tuple(ks), tuple(vs), cache.length + T)
-        graphdef, params = nnx.split(self.blocks)
-
-        def layer(carry, params_l):
-            x, k, v, i = carry
-            block = nnx.merge(graphdef, params_l)
-            x, grown = block(x, positions_BT, segment_ids_BT, KVCache(k[i], v[i], cache.length))
-            assert grown is not None  # a cache that goes in comes out
-            return (x, k.at[i].set(grown.k), v.at[i].set(grown.v), i + 1), None
-
-        # As scanned input and output, not carry, the cache would exist twice.
-        carry = (x_XD, cache.k, cache.v, 0)
-        x_XD, k, v, _ = _run_stack(layer, carry, params, self.cfg.scan_layers)
-        return x_XD, KVCache(k, v, cache.length + T)
+        x_XD, new = _run_stack(layer, x_XD, (params, kv), self.cfg.scan_layers)
+        return x_XD, None if new is None else KVCache(new[0], new[1], positions_BT.shape[1])
 
 
 def unstack_layers(model: Transformer) -> Transformer:
@@ -165,15 +159,26 @@ def unstack_layers(model: Transformer) -> Transformer:
     return apart
 
 
-def _run_stack(layer, carry, params: Any, scan: bool) -> Any:
-    """Runs `layer(carry, params of one layer) -> (carry, None)` over the leading dimension L."""
+def split_projections(model: Transformer, groups: int) -> Transformer:
+    """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU."""
+    for _, module in list(nnx.iter_modules(model)):
+        for name, child in list(vars(module).items()):
+            if isinstance(child, Linear):
+                setattr(module, name, SplitLinear(child, groups))
+    return model
+
+
+def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
+    """Runs `layer(carry, one layer's inputs) -> (carry, output)` over the leading dimension L, like `jax.lax.scan`."""
     if scan:
-        return jax.lax.scan(layer, carry, params)[0]
+        return jax.lax.scan(layer, carry, inputs)
     # unstack's gradient is one stack; indexing's would be a sum of L arrays, zero but in one layer.
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten(inputs)
+    outputs = []
     for slices in zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True):
-        carry, _ = layer(carry, jax.tree.unflatten(treedef, slices))
-    return carry
+        carry, output = layer(carry, jax.tree.unflatten(treedef, slices))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs)
 
 
 def count_params(cfg: ModelConfig) -> int:

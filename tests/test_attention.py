@@ -48,7 +48,8 @@ def test_one_layer_cache_continues_where_it_stopped(layer):
     parts, at = [], 0
     for size in (5, 1, 2):
         positions = jnp.broadcast_to(jnp.arange(at, at + size), (2, size))
-        out, cache = layer(x[:, at : at + size].reshape(-1, 24), positions, None, cache)
+        out, new = layer(x[:, at : at + size].reshape(-1, 24), positions, None, cache)
+        cache = cache.append(new)
         parts.append(out.reshape(2, size, 24))
         at += size
     assert int(cache.length) == 8

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minitext.config import ModelConfig
 from minitext.errors import UserError
-from minitext.generate import Generator, Sampling, generate, make_programs, sample
+from minitext.generate import Generator, Sampling, generate, sample
 from minitext.model import Transformer
 
 CFG = ModelConfig(vocab=40, layers=2, embed=24, heads=4, kv_heads=2, mlp=32)
@@ -57,11 +57,34 @@ def test_it_stops_at_the_stop_token(params):
 
 
 def test_decode_compiles_once(params):
-    decode = make_programs(CFG, GREEDY).decode
-    list(generate(CFG, params, [1], max_tokens=4, how=GREEDY))
-    before = decode._cache_size()
-    list(generate(CFG, params, [1, 2, 3], max_tokens=4, how=GREEDY))
-    assert decode._cache_size() == before > 0
+    generator = Generator(CFG, params, GREEDY)
+    list(generator.tokens([[1]], max_tokens=4))
+    before = generator.programs.decode._cache_size()
+    list(generator.tokens([[1, 2, 3]], max_tokens=4))
+    assert generator.programs.decode._cache_size() == before > 0
+
+
+def test_one_generator_serves_one_text_and_several(params):
+    generator = Generator(CFG, params, GREEDY)
+    texts = [
+        np.stack(list(generator.tokens([[1, 2]] * rows, max_tokens=9)), axis=1).tolist()
+        for rows in (1, 3, 1)
+    ]
+    assert texts[0] == texts[2] and texts[1] == texts[0] * 3
+
+
+def test_a_step_with_a_long_cache_copies_none_of_it():
+    """Its temporaries are logits and the like: the same few for a cache of 8 MiB as for a small one."""
+    cfg = CFG.model_copy(update={"layers": 1, "head_dim": 64})
+    for rows in (1, 2):
+        generator = Generator(cfg, nnx.state(Transformer(cfg, rngs=nnx.Rngs(0))), GREEDY)
+        token = next(generator.tokens([[1]] * rows, max_tokens=1))
+        programs, key = generator.programs, jax.random.key(0)
+        prompt = jnp.ones((rows, 64), jnp.int32)
+        _, cache = programs.prefill(generator.arrays, prompt, 64, key, length=8192)
+        step = programs.decode.lower(generator.arrays, token, cache, key).compile()
+        cache_bytes = sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
+        assert step.memory_analysis().temp_size_in_bytes < cache_bytes / 8
 
 
 def test_rows_of_a_batch_and_layers_apart_change_nothing(params):

@@ -87,10 +87,19 @@ def test_a_document_does_not_feel_the_others_in_its_row(impl):
     assert not np.array_equal(before[:, :50], after[:, :50])
 
 
-def test_query_offset_sees_the_cache_up_to_itself():
-    q, k, v, _ = inputs(0, 1, 12, 2, 1, 8)
-    late = kernels.attention(q[:, 9:], k, v, query_offset=9, impl="xla")
-    np.testing.assert_allclose(late, oracle(q, k, v, None)[:, 9:], atol=2e-5)
+@pytest.mark.parametrize("cached", [0, 5, 11])
+def test_cached_attention_sees_what_is_filled_and_itself(cached):
+    q, k, v, _ = inputs(0, 2, 12, 4, 2, 8)
+    k_BKSH, v_BKSH = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    # Beyond what is filled the cache holds what nothing may see.
+    places = [
+        jnp.full((2, 2, 16, 8), 1e9).at[:, :, :cached].set(x[:, :, :cached])
+        for x in (k_BKSH, v_BKSH)
+    ]
+    late = kernels.cached_attention(
+        q[:, cached:], k_BKSH[:, :, cached:], v_BKSH[:, :, cached:], *places, cached
+    )
+    np.testing.assert_allclose(late, oracle(q, k, v, None)[:, cached:], atol=2e-5)
 
 
 def test_auto_takes_the_blocked_one_where_it_can(caplog):

@@ -72,8 +72,11 @@ def test_scan_and_remat_change_nothing(model, scan, remat):
 def test_cache_gives_the_logits_of_the_whole_row(scan):
     model = make(scan_layers=scan)
     want = model(TOKENS)
-    first, cache = model(TOKENS[:, :7], cache=make_cache(model.cfg, 2, 16))
-    second, cache = model(TOKENS[:, 7:], cache=cache)
+    cache = make_cache(model.cfg, 2, 16)
+    first, new = model(TOKENS[:, :7], cache=cache)
+    cache = cache.append(new)
+    second, new = model(TOKENS[:, 7:], cache=cache)
+    cache = cache.append(new)
     assert int(cache.length) == 12
     np.testing.assert_allclose(jnp.concatenate([first, second], 1), want, atol=1e-5)
 

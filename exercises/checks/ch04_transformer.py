@@ -954,7 +954,7 @@ def measured_parameters(cfg):
 
 def measured_flops(cfg, new, cached):
     graphdef, params = abstract_model(cfg)
-    cache = jax.eval_shape(lambda: make_cache(cfg, 1, new + cached))
+    cache = jax.eval_shape(lambda: make_cache(cfg, 1, cached))
     tokens = jax.ShapeDtypeStruct((1, new), jnp.int32)
     total = 0
 

@@ -118,7 +118,7 @@ def predict_cost(cfg, new, cached):
       (parameters, cache_bytes, flops), three Python ints: the number of parameters; the bytes of
       a bfloat16 cache that holds all new + cached tokens and no more; the floating-point
       operations of all matrix products, when each new token's logits are computed and its scores
-      against every place of the cache, masked or not.
+      against all new + cached tokens, masked or not.
     """
     # BEGIN SOLUTION
     V, L, D, N, F = cfg.vocab, cfg.layers, cfg.embed, cfg.heads, cfg.mlp

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 
 from minitext.kernels import reference
+from minitext.kernels.reference import cached_attention as cached_attention
 
 log = logging.getLogger("minitext.kernels")
 
@@ -30,20 +31,14 @@ class Implementation(NamedTuple):
     supports: Callable[..., str | None]
 
 
-def _always(*_args, **_kwargs) -> None:
+def _always(*_args) -> None:
     return None
 
 
-def _blocked_supports(
-    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, query_offset=None
-) -> str | None:
-    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-    if query_offset is not None:
-        return "it takes no query_offset (no key-value cache)"
-    if T != S or T % 4 or T < 128:
-        return (
-            f"it needs as many queries as keys, at least 128 and divisible by 4: got T={T}, S={S}"
-        )
+def _blocked_supports(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> str | None:
+    T = q_BTNH.shape[1]
+    if T % 4 or T < 128:
+        return f"it needs at least 128 tokens, and a number divisible by 4: got T={T}"
     return None
 
 
@@ -62,21 +57,19 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
 
 def attention(
     q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
     *,
-    query_offset: jax.Array | int | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Causal grouped-query attention.
 
     Args:
       q_BTNH: [B, T, N, H] queries.
-      k_BSKH: [B, S, K, H] keys, N divisible by K.
-      v_BSKH: [B, S, K, H] values.
+      k_BTKH: [B, T, K, H] keys, N divisible by K.
+      v_BTKH: [B, T, K, H] values.
       segment_ids_BT: [B, T] integers, or None; tokens attend within their own segment only.
-      query_offset: place of the first query among the keys, for a key-value cache; None means 0.
       impl: `auto`, or the name of an implementation.
 
     Returns:
@@ -85,24 +78,23 @@ def attention(
     Raises:
       ValueError: if the named implementation does not exist or can't take these arguments.
     """
-    kwargs = {} if query_offset is None else {"query_offset": query_offset}
-    run = choose("attention", impl, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **kwargs)
-    return run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **kwargs)
+    run = choose("attention", impl, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+    return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
 
-def choose(op: str, impl: str, *args, **kwargs) -> Callable[..., jax.Array]:
+def choose(op: str, impl: str, *args) -> Callable[..., jax.Array]:
     """Returns the implementation of `op` that `impl` asks for, checked against the arguments."""
     if impl == "auto":
         where = platform()
         for name in ORDER[op, where]:
-            if IMPLEMENTATIONS[op, name].supports(*args, **kwargs) is None:
+            if IMPLEMENTATIONS[op, name].supports(*args) is None:
                 _say_once(op, name, where)
                 return IMPLEMENTATIONS[op, name].run
         raise ValueError(f"no implementation of {op} on {where} takes these arguments")
     if (op, impl) not in IMPLEMENTATIONS:
         known = ", ".join(name for o, name in IMPLEMENTATIONS if o == op)
         raise ValueError(f"unknown implementation {impl!r} of {op}: choose auto, {known}")
-    if reason := IMPLEMENTATIONS[op, impl].supports(*args, **kwargs):
+    if reason := IMPLEMENTATIONS[op, impl].supports(*args):
         raise ValueError(f"{op} cannot run as {impl!r}: {reason}")
     return IMPLEMENTATIONS[op, impl].run
 

@@ -17,25 +17,20 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
-    *,
-    query_offset: jax.Array | int = 0,
 ) -> jax.Array:
     """Causal attention: softmax(q k^T / sqrt(H)) v, with softmax in float32.
 
     Args:
       q_BTNH: [B, T, N, H] queries.
-      k_BSKH: [B, S, K, H] keys; each serves N/K query heads.
+      k_BSKH: [B, S, K, H] keys, S = T; each serves N/K query heads.
       v_BSKH: [B, S, K, H] values.
       segment_ids_BT: [B, T] with T = S: tokens attend within their own segment. Segment 0 is padding.
-      query_offset: place of the first query among the keys; query t sees keys 0 .. query_offset + t.
 
     Returns:
       [B, T, N, H] in the queries' type.
     """
-    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    S, K = k_BSKH.shape[1:3]
-    visible_TS = jnp.arange(T)[:, None] + query_offset >= jnp.arange(S)
-    mask_BTS = visible_TS[None]
+    H, S, K = q_BTNH.shape[3], *k_BSKH.shape[1:3]
+    mask_BTS = jnp.tril(jnp.ones((1, S, S), bool))
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     q_BTKGH = _split_heads(q_BTNH, K)
@@ -66,6 +61,50 @@ def blocked_attention(
         low, high = i * size, (i + 1) * size
         parts.append(_block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, low, high))
     return jnp.concatenate(parts, axis=1)
+
+
+def cached_attention(
+    q_BTNH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    cached_k_BKSH: jax.Array,
+    cached_v_BKSH: jax.Array,
+    length: jax.Array | int,
+) -> jax.Array:
+    """The same attention for T tokens that follow the first `length` of a cache's S places.
+
+    The cache is read where it lies and not joined to the new keys and values; only the logits are.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries.
+      k_BKTH: [B, K, T, H] keys of the new tokens.
+      v_BKTH: [B, K, T, H] values, likewise.
+      cached_k_BKSH: [B, K, S, H] keys of the tokens before; places from `length` on are not seen.
+      cached_v_BKSH: [B, K, S, H] values, likewise.
+      length: how many places are filled.
+
+    Returns:
+      [B, T, N, H] in the queries' type.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, S = cached_k_BKSH.shape[1:3]
+    q_BKGTH = jnp.transpose(_split_heads(q_BTNH, K), (0, 2, 3, 1, 4))
+    q_BKXH = jnp.reshape(
+        q_BKGTH, (B, K, -1, H)
+    )  # a key head's X = G*T queries, all rows of one product
+
+    def logits(keys):
+        wide = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys, preferred_element_type=jnp.float32)
+        return wide / math.sqrt(H)
+
+    both = jnp.concatenate([logits(cached_k_BKSH), logits(k_BKTH)], axis=-1)
+    filled_TS = jnp.broadcast_to(jnp.arange(S) < length, (T, S))
+    mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
+    probs = _softmax(both, jnp.tile(mask_TS, (N // K, 1))).astype(v_BKTH.dtype)
+    out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs[..., :S], cached_v_BKSH)
+    out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", probs[..., S:], v_BKTH)
+    out_BKGTH = jnp.reshape(out_BKXH, (B, K, -1, T, H))
+    return _merge_heads(jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4))).astype(q_BTNH.dtype)
 
 
 def _block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, low: int, high: int) -> jax.Array:
