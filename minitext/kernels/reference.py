@@ -4,6 +4,8 @@ Chapters: 4, 17.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,14 +55,78 @@ def blocked_attention(
     """The same attention in blocks of queries, each against only the keys that it can see.
 
     With `blocks` blocks the matrix products do (1 + 1/blocks)/2 of the full square's work, and the logits of one
-    block stay in cache. Arguments and result are those of `attention` with T = S divisible by `blocks`.
+    block stay in cache. Its gradient is written out, as that of a flash kernel is (Dao et al. 2022), because its passes
+    over the logits take longer than its products: weights are normalised after the values are summed, and the sum that
+    softmax's gradient needs is taken over H products, not S. Arguments and result are those of `attention` with T = S
+    divisible by `blocks`.
     """
-    size = q_BTNH.shape[1] // blocks
-    parts = []
-    for i in range(blocks):
-        low, high = i * size, (i + 1) * size
-        parts.append(_block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, low, high))
-    return jnp.concatenate(parts, axis=1)
+    return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
+    return _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)[0]
+
+
+def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
+    K, H = k_BSKH.shape[2:]
+    q_BKGTH = _heads_first(q_BTNH / math.sqrt(H), K)
+    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    outs, kept = [], []
+    for low, high in _bounds(q_BTNH.shape[1], blocks):
+        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
+        logits = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
+        mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
+        if segment_ids_BT is not None:
+            same = segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, :high]
+            mask_BTS = mask_BTS & same
+        logits = jnp.where(mask_BTS[:, None, None], logits, MASKED)
+        exps = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+        total = jnp.sum(exps, axis=-1, keepdims=True)
+        exps = exps.astype(v.dtype)
+        outs.append(jnp.einsum("BKGTS,BKSH->BKGTH", exps, v) / total)
+        kept.append((exps, total))
+    out_BTNH = _heads_last(jnp.concatenate(outs, axis=3)).astype(q_BTNH.dtype)
+    return out_BTNH, (q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept)
+
+
+def _blocked_backward(blocks, residuals, grad_BTNH):
+    q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept = residuals
+    (K, T), H = q_BKGTH.shape[1:4:2], q_BKGTH.shape[4]
+    delta_BTN1 = jnp.sum(
+        grad_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1, keepdims=True
+    )
+    grad_BKGTH, delta_BKGT1 = _heads_first(grad_BTNH, K), _heads_first(delta_BTN1, K)
+    grad_q: list[jax.Array] = []
+    grad_k: Any = None
+    grad_v: Any = None
+    # The last block sees all keys; the others add to the first of them.
+    for (low, high), (exps, total) in reversed(list(zip(_bounds(T, blocks), kept, strict=True))):
+        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
+        grad = (grad_BKGTH[:, :, :, low:high] / total).astype(v.dtype)
+        grad_probs = jnp.einsum("BKGTH,BKSH->BKGTS", grad, v, preferred_element_type=jnp.float32)
+        grad_logits = exps * (grad_probs - delta_BKGT1[:, :, :, low:high] / total)
+        grad_logits = grad_logits.astype(q.dtype)
+        grad_q.append(jnp.einsum("BKGTS,BKSH->BKGTH", grad_logits, k))
+        grad_k = _add_to_prefix(grad_k, jnp.einsum("BKGTS,BKGTH->BKSH", grad_logits, q))
+        grad_v = _add_to_prefix(grad_v, jnp.einsum("BKGTS,BKGTH->BKSH", exps, grad))
+    grad_q_BTNH = _heads_last(jnp.concatenate(grad_q[::-1], axis=3)) / math.sqrt(H)
+    return grad_q_BTNH, jnp.swapaxes(grad_k, 1, 2), jnp.swapaxes(grad_v, 1, 2), None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _bounds(T: int, blocks: int) -> list[tuple[int, int]]:
+    size = T // blocks
+    return [(i * size, (i + 1) * size) for i in range(blocks)]
+
+
+def _add_to_prefix(total_BKSH, part_BKsH):
+    if total_BKSH is None:
+        return part_BKsH
+    added = total_BKSH[:, :, : part_BKsH.shape[2]] + part_BKsH
+    return jax.lax.dynamic_update_slice(total_BKSH, added, (0, 0, 0, 0))
 
 
 def cached_attention(
@@ -88,7 +154,7 @@ def cached_attention(
     """
     B, T, N, H = q_BTNH.shape
     K, S = cached_k_BKSH.shape[1:3]
-    q_BKGTH = jnp.transpose(_split_heads(q_BTNH, K), (0, 2, 3, 1, 4))
+    q_BKGTH = _heads_first(q_BTNH, K)
     q_BKXH = jnp.reshape(
         q_BKGTH, (B, K, -1, H)
     )  # a key head's X = G*T queries, all rows of one product
@@ -104,21 +170,7 @@ def cached_attention(
     out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs[..., :S], cached_v_BKSH)
     out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", probs[..., S:], v_BKTH)
     out_BKGTH = jnp.reshape(out_BKXH, (B, K, -1, T, H))
-    return _merge_heads(jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4))).astype(q_BTNH.dtype)
-
-
-def _block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, low: int, high: int) -> jax.Array:
-    K, H = k_BSKH.shape[2:]
-    q, k, v = q_BTNH[:, low:high], k_BSKH[:, :high], v_BSKH[:, :high]
-    mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
-    if segment_ids_BT is not None:
-        mask_BTS = mask_BTS & (segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, :high])
-    logits = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", _split_heads(q, K), k, preferred_element_type=jnp.float32
-    )
-    probs = _softmax(logits / math.sqrt(H), mask_BTS[:, None, None])
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", probs.astype(v.dtype), v)
-    return _merge_heads(out).astype(q.dtype)
+    return _heads_last(out_BKGTH).astype(q_BTNH.dtype)
 
 
 def _softmax(logits: jax.Array, mask: jax.Array) -> jax.Array:
@@ -128,6 +180,14 @@ def _softmax(logits: jax.Array, mask: jax.Array) -> jax.Array:
 def _split_heads(x_BTNH: jax.Array, K: int) -> jax.Array:
     B, T, N, H = x_BTNH.shape
     return jnp.reshape(x_BTNH, (B, T, K, N // K, H))
+
+
+def _heads_first(x_BTNH: jax.Array, K: int) -> jax.Array:
+    return jnp.transpose(_split_heads(x_BTNH, K), (0, 2, 3, 1, 4))
+
+
+def _heads_last(x_BKGTH: jax.Array) -> jax.Array:
+    return _merge_heads(jnp.transpose(x_BKGTH, (0, 3, 1, 2, 4)))
 
 
 def _merge_heads(x_BTKGH: jax.Array) -> jax.Array:
