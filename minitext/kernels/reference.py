@@ -108,10 +108,18 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
         grad_logits = exps * (grad_probs - delta_BKGT1[:, :, :, low:high] / total)
         grad_logits = grad_logits.astype(q.dtype)
         grad_q.append(jnp.einsum("BKGTS,BKSH->BKGTH", grad_logits, k))
-        grad_k = _add_to_prefix(grad_k, jnp.einsum("BKGTS,BKGTH->BKSH", grad_logits, q))
-        grad_v = _add_to_prefix(grad_v, jnp.einsum("BKGTS,BKGTH->BKSH", exps, grad))
+        q_BKHGT, grad_BKHGT = (
+            jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))) for x in (q, grad)
+        )
+        grad_k = _add_to_prefix(grad_k, jnp.einsum("BKHGT,BKGTS->BKHS", q_BKHGT, grad_logits))
+        grad_v = _add_to_prefix(grad_v, jnp.einsum("BKHGT,BKGTS->BKHS", grad_BKHGT, exps))
     grad_q_BTNH = _heads_last(jnp.concatenate(grad_q[::-1], axis=3)) / math.sqrt(H)
-    return grad_q_BTNH, jnp.swapaxes(grad_k, 1, 2), jnp.swapaxes(grad_v, 1, 2), None
+    return (
+        grad_q_BTNH,
+        jnp.transpose(grad_k, (0, 3, 1, 2)),
+        jnp.transpose(grad_v, (0, 3, 1, 2)),
+        None,
+    )
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -122,11 +130,11 @@ def _bounds(T: int, blocks: int) -> list[tuple[int, int]]:
     return [(i * size, (i + 1) * size) for i in range(blocks)]
 
 
-def _add_to_prefix(total_BKSH, part_BKsH):
-    if total_BKSH is None:
-        return part_BKsH
-    added = total_BKSH[:, :, : part_BKsH.shape[2]] + part_BKsH
-    return jax.lax.dynamic_update_slice(total_BKSH, added, (0, 0, 0, 0))
+def _add_to_prefix(total_BKHS, part_BKHs):
+    if total_BKHS is None:
+        return part_BKHs
+    added = total_BKHS[..., : part_BKHs.shape[3]] + part_BKHs
+    return jax.lax.dynamic_update_slice(total_BKHS, added, (0, 0, 0, 0))
 
 
 def cached_attention(
