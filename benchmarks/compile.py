@@ -4,7 +4,7 @@
 
 Three parts. (a) From typing `minitext train laptop` to the first step's line in metrics.jsonl, with an empty cache
 (tokens, matmul peak and compiled programs are all made) and with the cache that this left; the files of the run tell
-when each phase ends. (b) Trace, lower and compile time of the train step by depth, with layers scanned and unrolled,
+when each phase ends, and what importing libraries takes is told apart. (b) Trace, lower and compile time of the train step by depth, with layers scanned and unrolled,
 and trace and lower time of the whole Llama 2 70B step for 64 v5p chips, where libtpu is installed. (c) The same by the
 number of simulated devices. Every figure is taken in a fresh process, several times in turns; medians count.
 """
@@ -28,7 +28,6 @@ SMALL = {
 PHASES = {
     "imports, data": "config.yml",  # made when the text is tokenised
     "parameters": "metrics.jsonl",  # opened when they are drawn
-    "matmul peak, sample": "samples.txt",
     "train step": "metrics.jsonl",  # has a line
 }
 
@@ -56,25 +55,43 @@ def first_step(cache, runs, name):
     return done
 
 
+def library_imports(cache, runs, name):
+    """Runs the same with Python's own timer of imports; returns the seconds in modules that are not minitext's.
+
+    Those of Python itself, which starts before it can time anything, are added from a run of nothing.
+    """
+    command = [
+        sys.executable, "-X", "importtime", "-m", "minitext", "train", "laptop", "train.steps=1",
+        f"run.dir={runs}", f"run.name={name}",
+    ]  # fmt: skip
+    environment = os.environ | {"MINITEXT_CACHE": str(cache)}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=True)
+    microseconds = 0
+    for line in done.stderr.splitlines():
+        fields = line.removeprefix("import time:").split("|")
+        if line.startswith("import time:") and fields[0].strip().isdigit():
+            module = fields[2].strip()
+            microseconds += 0 if module.split(".")[0] == "minitext" else int(fields[0])
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+    return microseconds / 1e6 + time.perf_counter() - begin
+
+
 def until_first_step(rounds):
-    """Part (a), in turns: Python and `import jax` alone, with an empty cache, with a full one."""
-    alone, cold, warm = [], [], []
-    # Otherwise an installed libtpu would look for a TPU for a minute; `minitext train` sees to that itself.
-    quiet = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    """Part (a), in turns: the libraries' imports alone, with an empty cache, with a full one."""
+    imports, cold, warm = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         for i in range(rounds):
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "import jax"], env=quiet, check=True)
-            alone.append(time.perf_counter() - begin)
             cache = Path(folder, f"cache{i}")
             cold.append(first_step(cache, folder, f"cold{i}"))
             warm.append(first_step(cache, folder, f"warm{i}"))
+            imports.append(library_imports(cache, folder, f"imports{i}"))
             print(
-                f"round {i + 1}/{rounds}  import jax {alone[-1]:.2f} s, first step after "
+                f"round {i + 1}/{rounds}  libraries {imports[-1]:.2f} s, first step after "
                 f"{cold[-1]['train step']:.2f} s cold, {warm[-1]['train step']:.2f} s warm",
                 flush=True,
             )
-    report = {"import_jax_s": statistics.median(alone), "rounds": {"cold": cold, "warm": warm}}
+    report = {"libraries_s": statistics.median(imports), "rounds": {"cold": cold, "warm": warm}}
     for kind, taken in (("cold", cold), ("warm", warm)):
         ends = {phase: statistics.median(t[phase] for t in taken) for phase in PHASES}
         starts = [0, *list(ends.values())[:-1]]
@@ -84,7 +101,7 @@ def until_first_step(rounds):
         total = ends["train step"]
         report[kind] = {
             "total_s": total,
-            "own_s": total - report["import_jax_s"],
+            "own_s": total - report["libraries_s"],
             "phases_s": phases,
         }
         parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items())

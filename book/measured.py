@@ -78,11 +78,11 @@ def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
     starts = [
-        [kind, f"{first[kind]['total_s']:.1f}", f"{first['import_jax_s']:.1f}"]
+        [kind, f"{first[kind]['total_s']:.1f}", f"{first['libraries_s']:.1f}"]
         + [f"{seconds:.1f}" for seconds in first[kind]["phases_s"].values()]
         for kind in ("cold", "warm")
     ]
-    header = ["Cache", "First step after, s", "`import jax` alone", *first["cold"]["phases_s"]]
+    header = ["Cache", "First step after, s", "Libraries' imports, s", *first["cold"]["phases_s"]]
     stages = [
         [
             name,

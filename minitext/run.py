@@ -134,9 +134,6 @@ class _Loop:
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
         with progress_bar(console) as bar, _on_interrupt(lambda: self._ask_to_stop(bar)):
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
-            if start == 0:
-                self._sample(state, 0, bar)
-                meter.skip()
             step, pending = start, []  # steps that were dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):
                 state, metrics = train_step(state, next(self.batches))
@@ -145,7 +142,9 @@ class _Loop:
                 last = step == cfg.steps
                 evaluate_now = last or step % cfg.eval_every == 0
                 save_now = last or stop or step % cfg.save_every == 0
-                everything = evaluate_now or save_now
+                # The first sample comes after one step, since the first line should not wait for it to compile.
+                sample_now = last or step in (1, (cfg.steps + 1) // 2)
+                everything = evaluate_now or save_now or sample_now
                 due, pending = (pending, []) if everything else (pending[:-1], pending[-1:])
                 lines = self._settle(due, meter)
                 if evaluate_now:
@@ -162,7 +161,7 @@ class _Loop:
                     # has a line too many, which resuming removes, and never one too few.
                     config = self.cfg.model_dump(mode="json")
                     self.checkpointer.save(step, state, self.batches.get_state(), config)
-                if last or step == (cfg.steps + 1) // 2:
+                if sample_now:
                     self._sample(state, step, bar)
                     meter.skip()
                 if stop:

@@ -54,7 +54,7 @@ def test_a_run_directory_holds_all_that_is_promised(whole):
 def test_it_prints_samples_the_validation_loss_and_the_floor(whole):
     _, text = whole
     for words in (
-        "sample at step 0",
+        "sample at step 1",
         "sample at step 4",
         "sample at step 7",
         "validation loss",
