@@ -123,7 +123,7 @@ class GQAConfig(Section):
     """Grouped-query attention (Ainslie et al. 2023); heads and widths stand in `model`."""
 
     kind: Literal["gqa"] = Field(default="gqa", description="grouped-query attention")
-    impl: Literal["auto", "xla", "xla_blocked"] = Field(
+    impl: Literal["auto", "xla", "xla_blocked", "cudnn"] = Field(
         default="auto", description="implementation of the attention kernel"
     )
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitext import kernels
+from minitext.errors import UserError
+from minitext.kernels import cudnn
 
 IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
 
@@ -46,6 +48,9 @@ def supported(impl, *args):
     return kernels.IMPLEMENTATIONS["attention", impl].supports(*args) is None
 
 
+HERE = [impl for impl in IMPLS if supported(impl, *inputs(0, 2, 128, 4, 2, 8))]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @given(
     seed=st.integers(0, 99), T=st.sampled_from([1, 3, 128, 132]), heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
@@ -56,14 +61,14 @@ def test_attention_is_its_definition(impl, seed, T, heads, packed, size):
     q, k, v, segments = inputs(seed, 1, T, *heads, 8, size)
     segments = segments if packed else None
     if not supported(impl, q, k, v, segments):
-        with pytest.raises(ValueError, match=impl):
+        with pytest.raises(UserError, match=impl):
             kernels.attention(q, k, v, segments, impl=impl)
         return
     got = jax.jit(functools.partial(kernels.attention, impl=impl))(q, k, v, segments)
     np.testing.assert_allclose(got, oracle(q, k, v, segments), atol=2e-5 * max(1, size / 10))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", HERE)
 def test_gradients_agree_with_the_reference(impl):
     q, k, v, segments = inputs(0, 2, 128, 4, 2, 8)
     probe = jax.random.normal(jax.random.key(1), q.shape)
@@ -76,7 +81,7 @@ def test_gradients_agree_with_the_reference(impl):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", HERE)
 def test_a_document_does_not_feel_the_others_in_its_row(impl):
     q, k, v, _ = inputs(0, 1, 128, 2, 2, 8)
     segments = jnp.asarray(np.where(np.arange(128) < 50, 1, 2)[None])
@@ -102,6 +107,18 @@ def test_cached_attention_sees_what_is_filled_and_itself(cached):
     np.testing.assert_allclose(late, oracle(q, k, v, None)[:, cached:], atol=2e-5)
 
 
+def test_cudnn_says_what_it_needs():
+    shapes = {"bfloat16": (2, 64, 4, 64), "float32": (2, 64, 4, 64)}
+    half, single = (jnp.zeros(shape, dtype) for dtype, shape in shapes.items())
+    segments = jnp.ones((2, 64), jnp.int32)
+    supports = functools.partial(cudnn.supports, platform="gpu")
+    assert supports(half, half, half, segments) is None
+    assert "model.dtype=bfloat16" in supports(single, single, single)
+    assert "even" in supports(half[:, :63], half, half, segments[:, :63])
+    assert "got 63" in supports(half[..., :63], half, half)
+    assert "for a cpu" in cudnn.supports(half, half, half, platform="cpu")
+
+
 def test_auto_takes_the_blocked_one_where_it_can(caplog):
     kernels._say_once.cache_clear()
     caplog.set_level("INFO", "minitext.kernels")
@@ -113,7 +130,7 @@ def test_auto_takes_the_blocked_one_where_it_can(caplog):
 
 def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
     q, k, v, _ = inputs(0, 1, 6, 2, 1, 8)
-    with pytest.raises(ValueError, match=r"'flash'.*xla"):
+    with pytest.raises(UserError, match=r"'flash'.*xla"):
         kernels.attention(q, k, v, impl="flash")
-    with pytest.raises(ValueError, match=r"xla_blocked.*T=6"):
+    with pytest.raises(UserError, match=r"xla_blocked.*T=6"):
         kernels.attention(q, k, v, impl="xla_blocked")

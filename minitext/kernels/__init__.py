@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import jax
 
-from minitext.kernels import reference
+from minitext.errors import UserError
+from minitext.kernels import cudnn, reference
 from minitext.kernels.reference import cached_attention as cached_attention
 
 log = logging.getLogger("minitext.kernels")
@@ -42,15 +43,20 @@ def _blocked_supports(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> str | None
     return None
 
 
+def _cudnn_supports(*args) -> str | None:
+    return cudnn.supports(*args, platform=platform())
+
+
 IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("attention", "xla"): Implementation(reference.attention, _always),
     ("attention", "xla_blocked"): Implementation(reference.blocked_attention, _blocked_supports),
+    ("attention", "cudnn"): Implementation(cudnn.attention, _cudnn_supports),
 }
 
 # The order in which `auto` tries implementations on each platform.
 ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
-    ("attention", "gpu"): ("xla",),
+    ("attention", "gpu"): ("cudnn", "xla"),
     ("attention", "tpu"): ("xla",),
 }
 
@@ -76,7 +82,7 @@ def attention(
       [B, T, N, H] in the queries' type.
 
     Raises:
-      ValueError: if the named implementation does not exist or can't take these arguments.
+      UserError: if the named implementation does not exist or can't take these arguments.
     """
     run = choose("attention", impl, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
@@ -93,9 +99,9 @@ def choose(op: str, impl: str, *args) -> Callable[..., jax.Array]:
         raise ValueError(f"no implementation of {op} on {where} takes these arguments")
     if (op, impl) not in IMPLEMENTATIONS:
         known = ", ".join(name for o, name in IMPLEMENTATIONS if o == op)
-        raise ValueError(f"unknown implementation {impl!r} of {op}: choose auto, {known}")
+        raise UserError(f"unknown implementation {impl!r} of {op}: choose auto, {known}")
     if reason := IMPLEMENTATIONS[op, impl].supports(*args):
-        raise ValueError(f"{op} cannot run as {impl!r}: {reason}")
+        raise UserError(f"{op} cannot run as {impl!r}: {reason}")
     return IMPLEMENTATIONS[op, impl].run
 
 

@@ -1,0 +1,54 @@
+"""NVIDIA's fused attention, from the library cuDNN through JAX.
+
+It never writes the T x T weights to memory. With packed rows JAX hands it a mask of T x T booleans a row, which is
+read; documents of their own rows need none.
+
+Chapters: 17.
+"""
+
+import jax
+import jax.numpy as jnp
+
+HEAD_DIM_STEP, HEAD_DIM_LIMIT = 8, 128
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention as `minitext.kernels.attention` defines it; the batch may be spread over a mesh."""
+
+    def local(q, k, v, segment_ids=None):
+        mask = None
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, implementation="cudnn"
+        )
+
+    args = [x for x in (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) if x is not None]
+    if jax.sharding.get_abstract_mesh().empty:
+        return local(*args)
+    # The compiler can't look into the library's call, so each device makes its own, on its rows.
+    specs = tuple(jax.typeof(x).sharding.spec for x in args)
+    return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(*args)
+
+
+def supports(q_BTNH, _k, _v, segment_ids_BT=None, *, platform: str) -> str | None:
+    """Returns the reason why cuDNN can't compute this, or None."""
+    T, H = q_BTNH.shape[1::2]
+    if platform != "gpu":
+        return f"it is a library for NVIDIA GPUs, and the program is for a {platform}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return (
+            f"it computes in 16 bits and the queries are {q_BTNH.dtype}: set model.dtype=bfloat16"
+        )
+    if H % HEAD_DIM_STEP or H > HEAD_DIM_LIMIT:
+        return (
+            f"it needs heads of at most {HEAD_DIM_LIMIT} and a multiple of {HEAD_DIM_STEP}: got {H}"
+        )
+    if segment_ids_BT is not None and T % 2:
+        return f"with packed rows it needs an even number of tokens: got T={T}"
+    return None
