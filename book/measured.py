@@ -56,6 +56,19 @@ def train_cpu(records: list[Record]) -> str:
     return table(header, rows)
 
 
+def step_limit(records: list[Record]) -> str:
+    """How near the step is to what its products and passes allow."""
+    r = records[-1]
+    rows = [[name, f"{rate / 1e9:,.0f}"] for name, rate in r["flops_per_second"].items()]
+    return (
+        f"The products of a 10.7M step take {r['products_s'] * 1e3:,.0f} ms one by one, and all that must be read and "
+        f"written between them {r['passes_s'] * 1e3:,.0f} ms at the rate of a copy. So a step of this program can "
+        f"reach {r['shares']['limit']:.0%} of the matmul peak of {r['peak'] / 1e9:,.0f} GFLOP/s measured beside it. The step "
+        f"takes {r['step_s'] * 1e3:,.0f} ms: {r['shares']['step']:.0%} of the peak.\n\n"
+        f"{table(['Product', 'GFLOP/s'], rows)}"
+    )
+
+
 def decode_cpu(records: list[Record]) -> str:
     """Generation, by batch size."""
     rows = [
@@ -147,6 +160,7 @@ def train_gpu(records: list[Record]) -> str:
 
 SECTIONS = {
     "train_cpu": ("Training on a CPU", train_cpu),
+    "step_limit": ("What the 10.7M step could reach", step_limit),
     "decode_cpu": ("Generating on a CPU", decode_cpu),
     "train_gpu": ("Training on a GPU", train_gpu),
     "compile": ("Starting and compiling", compile_),
