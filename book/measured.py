@@ -63,8 +63,8 @@ def step_limit(records: list[Record]) -> str:
     return (
         f"The products of a 10.7M step take {r['products_s'] * 1e3:,.0f} ms one by one, and all that must be read and "
         f"written between them {r['passes_s'] * 1e3:,.0f} ms at the rate of a copy. So a step of this program can "
-        f"reach {r['shares']['limit']:.0%} of the matmul peak of {r['peak'] / 1e9:,.0f} GFLOP/s measured beside it. The step "
-        f"takes {r['step_s'] * 1e3:,.0f} ms: {r['shares']['step']:.0%} of the peak.\n\n"
+        f"reach {r['shares']['limit']:.0%} of the matmul peak of {r['peak'] / 1e9:,.0f} GFLOP/s beside it. The "
+        f"step takes {r['step_s'] * 1e3:,.0f} ms: {r['shares']['step']:.0%} of the peak.\n\n"
         f"{table(['Product', 'GFLOP/s'], rows)}"
     )
 
