@@ -75,7 +75,7 @@ def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
     outs, kept = [], []
     for low, high in _bounds(q_BTNH.shape[1], blocks):
         q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
-        logits = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
+        logits = _wide("BKGTH,BKSH->BKGTS", q, k)
         mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
         if segment_ids_BT is not None:
             same = segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, :high]
@@ -84,7 +84,7 @@ def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
         exps = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
         total = jnp.sum(exps, axis=-1, keepdims=True)
         exps = exps.astype(v.dtype)
-        outs.append(jnp.einsum("BKGTS,BKSH->BKGTH", exps, v) / total)
+        outs.append(_wide("BKGTS,BKSH->BKGTH", exps, v) / total)
         kept.append((exps, total))
     out_BTNH = _heads_last(jnp.concatenate(outs, axis=3)).astype(q_BTNH.dtype)
     return out_BTNH, (q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept)
@@ -104,25 +104,27 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
     for (low, high), (exps, total) in reversed(list(zip(_bounds(T, blocks), kept, strict=True))):
         q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
         grad = (grad_BKGTH[:, :, :, low:high] / total).astype(v.dtype)
-        grad_probs = jnp.einsum("BKGTH,BKSH->BKGTS", grad, v, preferred_element_type=jnp.float32)
+        grad_probs = _wide("BKGTH,BKSH->BKGTS", grad, v)
         grad_logits = exps * (grad_probs - delta_BKGT1[:, :, :, low:high] / total)
         grad_logits = grad_logits.astype(q.dtype)
-        grad_q.append(jnp.einsum("BKGTS,BKSH->BKGTH", grad_logits, k))
+        grad_q.append(_wide("BKGTS,BKSH->BKGTH", grad_logits, k))
         q_BKHGT, grad_BKHGT = (
-            jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))) for x in (q, grad)
+            # Transposed before the product and not by it: see `minitext.layers._project_backward`.
+            jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))[None])[0]
+            for x in (q, grad)
         )
-        grad_k = _add_to_prefix(grad_k, jnp.einsum("BKHGT,BKGTS->BKHS", q_BKHGT, grad_logits))
-        grad_v = _add_to_prefix(grad_v, jnp.einsum("BKHGT,BKGTS->BKHS", grad_BKHGT, exps))
+        grad_k = _add_to_prefix(grad_k, _wide("BKHGT,BKGTS->BKHS", q_BKHGT, grad_logits))
+        grad_v = _add_to_prefix(grad_v, _wide("BKHGT,BKGTS->BKHS", grad_BKHGT, exps))
     grad_q_BTNH = _heads_last(jnp.concatenate(grad_q[::-1], axis=3)) / math.sqrt(H)
-    return (
-        grad_q_BTNH,
-        jnp.transpose(grad_k, (0, 3, 1, 2)),
-        jnp.transpose(grad_v, (0, 3, 1, 2)),
-        None,
-    )
+    grads = grad_q_BTNH, *(jnp.transpose(grad, (0, 3, 1, 2)) for grad in (grad_k, grad_v))
+    return *(grad.astype(v_BKSH.dtype) for grad in grads), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _wide(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
 def _bounds(T: int, blocks: int) -> list[tuple[int, int]]:
