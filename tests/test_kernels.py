@@ -82,6 +82,21 @@ def test_gradients_agree_with_the_reference(impl):
 
 
 @pytest.mark.parametrize("impl", HERE)
+def test_bfloat16_is_within_its_rounding_of_float32(impl):
+    *qkv, segments = inputs(0, 2, 128, 4, 2, 8)
+    probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
+
+    def with_gradients(impl, dtype):
+        f = lambda *x: jnp.sum(probe * kernels.attention(*x, segments, impl=impl))  # noqa: E731
+        return jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*(x.astype(dtype) for x in qkv))
+
+    (_, got), (_, want) = with_gradients(impl, "bfloat16"), with_gradients("xla", "float32")
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == "bfloat16"
+        np.testing.assert_allclose(np.float32(a), b, atol=0.03 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("impl", HERE)
 def test_a_document_does_not_feel_the_others_in_its_row(impl):
     q, k, v, _ = inputs(0, 1, 128, 2, 2, 8)
     segments = jnp.asarray(np.where(np.arange(128) < 50, 1, 2)[None])

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from minitext.layers import Linear, flatten_tokens, make_param, rms_norm, rope, unflatten_tokens
+from minitext.layers import (
+    Linear,
+    _project,
+    flatten_tokens,
+    make_param,
+    rms_norm,
+    rope,
+    unflatten_tokens,
+)
 from minitext.sharding import RULES
 
 RULE = RULES["fsdp"]
@@ -101,3 +109,28 @@ def test_flattening_and_unflattening_are_inverse():
     np.testing.assert_array_equal(flat, x.reshape(12, 10))
     back = unflatten_tokens(flat, 3, "heads", "head_dim", sizes=(2, 5), rules=RULE)
     np.testing.assert_array_equal(back, x.reshape(3, 4, 2, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(6, 4, 2), (1, 5, 3), (7, 1, 1), (64, 24, 40)])
+def test_a_projection_and_its_gradients_are_those_of_a_plain_product(dtype, sizes):
+    X, D, F = sizes
+    x, w, probe = (
+        jax.random.normal(jax.random.key(i), shape, dtype)
+        for i, shape in enumerate(((X, D), (D, F), (X, F)))
+    )
+
+    def with_gradients(fn):
+        y, pull = jax.vjp(fn, x, w)
+        return y, *pull(probe)
+
+    def exact(x, w):
+        return (x.astype(jnp.float32) @ w.astype(jnp.float32)).astype(dtype)
+
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    ours = jax.jit(lambda: with_gradients(lambda x, w: _project(x, w, None)))()
+    for got, want in zip(ours, with_gradients(exact), strict=True):
+        assert got.dtype == want.dtype == dtype
+        np.testing.assert_allclose(
+            np.float32(got), np.float32(want), atol=tolerance * float(jnp.abs(want).max())
+        )
