@@ -81,7 +81,7 @@ def start(name, case):
     """The step, or what it is made of; either way a function that measures."""
     if name == "step":
         step = minitext_step(case | {"dtype": "float32"})
-        for _ in range(5):
+        for _ in range(12):
             step()
 
         def steps(count):

@@ -46,7 +46,8 @@ def train_cpu(records: list[Record]) -> str:
         for name in r["best"]:
             share, ratio = r["peak_share"][name], r["speed_ratio"].get(name)
             rows.append([
-                f"{r['parameters'] / 1e6:.1f}M", f"{r['batch']} x {r['seq_len']}", name,
+                f"{r['parameters'] / 1e6:.1f}M", f"{r['batch']} x {r['seq_len']}",
+                name if bfloat16_too(r) else f"{name} alone",
                 f"{r['ms_per_step'][name]:,.0f}", f"{r['tokens_per_second'][name]:,.0f}",
                 f"{share['median']:.0%}", f"{ratio:.2f}" if ratio else "",
             ])  # fmt: skip
@@ -54,6 +55,11 @@ def train_cpu(records: list[Record]) -> str:
         "Parameters", "Batch", "System", "ms a step", "Tokens/s", "Of the f32 peak", "Its time / minitext's",
     ]  # fmt: skip
     return table(header, rows)
+
+
+def bfloat16_too(record: Record) -> bool:
+    """Whether a training record compares each system's better type, or float32 alone."""
+    return any(name.endswith("bfloat16") for name in record["ms_per_step"])
 
 
 def step_limit(records: list[Record]) -> str:
@@ -205,7 +211,10 @@ def figure(records: list[Record], path: Path) -> None:
             width,
             label=system,
         )
-    labels = [f"{r['parameters'] / 1e6:.1f}M\n{r['seq_len']}" for r in records]
+    labels = [
+        f"{r['parameters'] / 1e6:.1f}M\n{r['seq_len']}" + ("" if bfloat16_too(r) else "\nf32")
+        for r in records
+    ]
     axes.set_xticks(range(len(records)), labels)
     axes.set(xlabel="parameters and row length", ylabel="speed over minitext's")
     axes.grid(axis="x", visible=False)
