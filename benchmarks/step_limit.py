@@ -12,8 +12,9 @@ turns with them.
 import statistics
 import time
 
+import train_cpu
 from common import Side, busy, matmul_peak, parser, serve, write_record
-from train_cpu import SHAPES, TOKENS, config, minitext_step
+from train_cpu import SHAPES, TOKENS, config
 
 SEQ_LEN, BLOCKS = 256, 4
 
@@ -80,19 +81,7 @@ def median_seconds(fn, *args):
 def start(name, case):
     """The step, or what it is made of; either way a function that measures."""
     if name == "step":
-        step = minitext_step(case | {"dtype": "float32"})
-        for _ in range(12):
-            step()
-
-        def steps(count):
-            seconds = []
-            for _ in range(count):
-                begin = time.perf_counter()
-                step()
-                seconds.append(time.perf_counter() - begin)
-            return statistics.median(seconds)
-
-        return steps, None
+        return train_cpu.start("minitext float32", case)
     from minitext import devices
 
     devices.start(keep_memory=True)
@@ -133,7 +122,8 @@ def main():
     sides = {name: Side(__file__, name, case) for name in ("step", "parts")}
     rounds = []
     for i in range(args.rounds):
-        others, step, parts = busy(), sides["step"].ask(6), sides["parts"].ask(None)
+        others, step = busy(), statistics.median(sides["step"].ask(6))
+        parts = sides["parts"].ask(None)
         alone = sum(count * parts["seconds"][name] for name, count, *_ in products(case))
         limit = alone + moved / parts["copy"]
         shares = {"step": flops / step / parts["peak"], "limit": flops / limit / parts["peak"]}

@@ -78,10 +78,7 @@ def generate(
     how = Sampling(temperature, top_k, top_p)
     how.check()
     cfg, params, tokenizer, step = rundir.load_run(directory)
-    tokens = []
-    shown = prompt
-    if not as_json:
-        print(prompt, end="", flush=True)
+    tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
     for token in stream(
         cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, how=how, seed=seed,
         stop_id=tokenizer.eod_id,
