@@ -112,10 +112,17 @@ class Checkpointer:
         try:
             if jax.process_index() == 0:
                 self._prepare(target)
-            leaves.write(self._orbax, target / STATE, named)
+            arrays = leaves.storable(named)
+            if jax.process_count() == 1:
+                # Orbax's own preparations take longer than this, and need not hold up the loop.
+                arrays = leaves.on_host(arrays)
+                write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
+            else:
+                leaves.write(self._orbax, target / STATE, arrays)
+                write = None
         except BaseException as error:
             self._fail(error, step, target)
-        self._pending = self._executor.submit(self._commit, step, target, text)
+        self._pending = self._executor.submit(self._commit, step, target, text, write)
         if wait:
             self.wait()
 
@@ -226,9 +233,13 @@ class Checkpointer:
             self._damaged.remove(damaged)
         target.mkdir()
 
-    def _commit(self, step: int, target: Path, facts: str) -> None:
-        """In the background: waits for the arrays, seals the directory, renames it, cleans up."""
+    def _commit(
+        self, step: int, target: Path, facts: str, write: Callable[[], None] | None
+    ) -> None:
+        """In the background: the arrays are written, the directory sealed, renamed; cleans up."""
         try:
+            if write is not None:
+                write()
             self._orbax.wait_until_finished()
             if jax.process_index() != 0:
                 return

@@ -89,22 +89,45 @@ def checkpointer() -> Any:
         logging.getLogger(name).addFilter(_is_news)
     if not isinstance(sys.unraisablehook, _LateWrites):
         sys.unraisablehook = _LateWrites(sys.unraisablehook)
-    # Made in the caller's thread, so that a directory that can't be written fails at once.
+    # A directory that can't be written fails before anything else is begun.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
 
 
-def write(checkpointer: Any, directory: Path, leaves: dict[str, Any]) -> None:
-    """Begins to save named leaves in the background."""
-    import orbax.checkpoint as ocp
+def storable(leaves: dict[str, Any]) -> dict[str, Any]:
+    """What Orbax stores of named leaves.
 
-    # Orbax refuses arrays of size 0 (`rebuild` makes them from their shape) and an empty dict.
+    PRNG keys are stored as the integers they hold. Orbax refuses arrays of size 0 (`rebuild` makes
+    them from their shape) and an empty dict.
+    """
     arrays = {
         name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
         for name, leaf in leaves.items()
         if leaf.size
     }
-    checkpointer.save(directory, args=ocp.args.PyTreeSave(arrays or {"": np.zeros(1, np.int8)}))
+    return arrays or {"": np.zeros(1, np.int8)}
+
+
+def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays in this host's memory, safe from later changes; all of each must be addressable.
+
+    On the CPU no jax array is copied: when a step donates one, XLA sees that it is in use and
+    copies it then.
+    """
+    for array in arrays.values():
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()  # all transfers are under way before the first is awaited
+    return {
+        name: np.asarray(array) if isinstance(array, jax.Array) else array.copy()
+        for name, array in arrays.items()
+    }
+
+
+def write(checkpointer: Any, directory: Path, arrays: dict[str, Any]) -> None:
+    """Begins to save `storable` arrays in the background."""
+    import orbax.checkpoint as ocp
+
+    checkpointer.save(directory, args=ocp.args.PyTreeSave(arrays))
 
 
 def read(checkpointer: Any, directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:

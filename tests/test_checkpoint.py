@@ -175,6 +175,20 @@ def test_donated_buffers_may_be_overwritten_while_the_save_runs(tmp_path):
             assert all(np.all(np.asarray(x) == 5 * step) for x in restored.state.values())
 
 
+def test_numpy_arrays_may_be_changed_while_the_save_runs(tmp_path):
+    state = {f"w{i}": np.zeros((300, 1000), np.float32) for i in range(8)}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, state, {})
+            for leaf in state.values():
+                leaf += 1
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            restored = checkpointer.restore(state, step=step)
+            assert restored is not None
+            assert all(np.all(leaf == step) for leaf in restored.state.values())
+
+
 def test_nothing_saved_restores_none_and_creates_nothing(tmp_path):
     with Checkpointer(tmp_path / "run") as checkpointer:
         assert checkpointer.restore(state_of(0)) is None
