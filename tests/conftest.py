@@ -3,9 +3,6 @@
 import os
 import tempfile
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # The first process of a session makes the folder; its workers and the commands they start share it.
 os.environ.setdefault("MINITEXT_CACHE", tempfile.mkdtemp(prefix="minitext-test-"))
 
@@ -18,7 +15,7 @@ from minitext import devices
 from minitext.config import MeshConfig
 from minitext.mesh import make_mesh
 
-jax.config.update("jax_num_cpu_devices", 8)
+devices.start(8)
 devices.use_compilation_cache()
 # The first example of a property compiles; how long that takes says nothing about the property.
 hypothesis.settings.register_profile("minitext", deadline=None)

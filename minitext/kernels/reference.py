@@ -49,17 +49,17 @@ def blocked_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
-    *,
-    blocks: int = 4,
 ) -> jax.Array:
     """The same attention in blocks of queries, each against only the keys that it can see.
 
-    With `blocks` blocks the matrix products do (1 + 1/blocks)/2 of the full square's work, and the logits of one
-    block stay in cache. Its gradient is written out, as that of a flash kernel is (Dao et al. 2022), because its passes
-    over the logits take longer than its products: weights are normalised after the values are summed, and the sum that
-    softmax's gradient needs is taken over H products, not S. Arguments and result are those of `attention` with T = S
-    divisible by `blocks`.
+    With n blocks the matrix products do (1 + 1/n)/2 of the full square's work, and the logits of one block stay in
+    cache; but each block is a program of its own to compile, load and set up. On short rows two are as fast as four.
+    Its gradient is written out, as that of a flash kernel is (Dao et al. 2022), because its passes over the logits
+    take longer than its products: weights are normalised after the values are summed, and the sum that softmax's
+    gradient needs is taken over H products, not S. Arguments and result are those of `attention` with T = S divisible
+    by 4.
     """
+    blocks = 2 if q_BTNH.shape[1] < 512 else 4
     return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)
 
 
