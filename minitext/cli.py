@@ -144,6 +144,29 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
         raise typer.Exit(3)
 
 
+@app.command()
+def roofline(
+    settings: Settings = None,
+    rows: Annotated[int, typer.Option(min=0, help="operations to list, the longest first")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Predict the time of a preset's train step from its FLOPs and bytes, here or on a chip: chip=v5p.
+
+    On a chip the step is shared evenly by the devices of mesh.*, and what they tell each other takes no time. This
+    machine's peak and bandwidth are measured once a day.
+    """
+    chips = [s.partition("=")[2] for s in settings or [] if s.startswith("chip=")]
+    cfg = _load([s for s in settings or [] if not s.startswith("chip=")])
+    _start()
+    from minitext import roofline
+
+    prediction = roofline.predict_step(cfg, chips[-1] if chips else None)
+    if as_json:
+        print(json.dumps(prediction.to_json()))
+    else:
+        roofline.print_prediction(prediction, cfg.model.dtype, rows)
+
+
 @config_app.command("show")
 def config_show(settings: Settings = None, as_json: Json = False) -> None:
     """Print a resolved configuration with the origin of every value."""

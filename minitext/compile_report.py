@@ -103,11 +103,11 @@ def render(report: Report) -> Any:
     return Group(
         head,
         "",
-        _table(("memory of one device", "bytes"), memory, right=(1,)),
+        table(("memory of one device", "bytes"), memory, right=(1,)),
         "",
-        _table(("collectives of one step", "count", "bytes"), links or [("none",)], right=(1, 2)),
+        table(("collectives of one step", "count", "bytes"), links or [("none",)], right=(1, 2)),
         "",
-        _table(("largest tensors", "kind", "shape", "what"), largest, right=(0,)),
+        table(("largest tensors", "kind", "shape", "what"), largest, right=(0,)),
         "",
         *(Text(f"to make it fit: {line}") for line in report.advice),
         Text(times, style="dim"),
@@ -116,11 +116,18 @@ def render(report: Report) -> Any:
 
 def print_report(report: Report) -> None:
     """Prints the tables of a report on stdout."""
+    print_tables(render(report))
+
+
+def print_tables(*parts: Any) -> None:
+    """Prints texts and tables on stdout, an empty line between each two."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False)
     # A file or a pipe has no width; rich would take 80 columns and break the lines of the tables.
-    (console if console.is_terminal else Console(width=130)).print(render(report))
+    console = console if console.is_terminal else Console(width=130, highlight=False)
+    for i, part in enumerate(parts):
+        console.print(*[""] * bool(i), part, sep="\n")
 
 
 def show_bytes(size: float) -> str:
@@ -132,16 +139,17 @@ def show_bytes(size: float) -> str:
     raise AssertionError
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> Any:
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> Any:
+    """Returns a table that `rich` can print; `right` are the columns to align there."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False)
     for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i in right else "left", overflow="fold")
+        made.add_column(head, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets are no markup
-    return table
+        made.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets are no markup
+    return made
 
 
 def _short(op: str) -> str:

@@ -1,4 +1,4 @@
-"""Hardware: one table of chips, and this machine's own measured matmul peak.
+"""Hardware: one table of chips, and this machine's own measured matmul peak and bandwidth.
 
 `CHIPS` holds what rooflines, MFU and memory budgets are computed from. The figures are the makers'
 own, for dense arithmetic; each row says where they stand. Makers write GB where HBM stacks come in
@@ -13,7 +13,7 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -186,15 +186,52 @@ def measure_matmul_peak(dtype: str = "float32", *, refresh: bool = False) -> flo
         kind = None
     if kind is None or not jnp.issubdtype(kind, jnp.floating):
         raise UserError(f"{dtype!r} is not a floating-point type: choose float32 or bfloat16")
-    device = jax.devices()[0]
-    key = " | ".join((_machine(device), f"jax {jax.__version__}", kind.name))
-    path = cache_dir() / "matmul_peak.json"
+    big = jax.devices()[0].platform != "cpu"
+    return _measured("matmul_peak", kind.name, lambda: _best_matmul_rate(kind, big=big), refresh)
+
+
+def measure_bandwidth(*, refresh: bool = False) -> float:
+    """Measures how fast JAX's default device reads and writes its memory, in bytes/s.
+
+    Adding 1 to an array much larger than a processor's caches is timed for a while and the fastest
+    counts: half of the bytes are read and half written. The result is kept as that of
+    `measure_matmul_peak` is.
+    """
+    import jax
+
+    size = 2**28 if jax.devices()[0].platform == "cpu" else 2**31
+    return _measured("bandwidth", f"{size} bytes", lambda: _best_copy_rate(size), refresh)
+
+
+def _measured(what: str, case: str, measure: Callable[[], float], refresh: bool) -> float:
+    """Returns the best rate of this machine known from the cache, measured (again) if a day has passed."""
+    import jax
+
+    key = " | ".join((_machine(jax.devices()[0]), f"jax {jax.__version__}", case))
+    path = cache_dir() / f"{what}.json"
     known = _read_cache(path)
     rate, measured = known.get(key, (0.0, 0.0))
     if refresh or time.time() - measured > DAY:
-        rate = max(rate, _best_matmul_rate(kind, big=device.platform != "cpu"))
+        rate = max(rate, measure())
         _write_cache(path, known | {key: (rate, time.time())})
     return rate
+
+
+def _best_copy_rate(size: int) -> float:
+    """Returns the best bytes/s of adding 1 to a float32 array, `size` bytes read and written together."""
+    import jax
+    import jax.numpy as jnp
+
+    # Donated, the array would be changed where it lies, as arrays in a program seldom are.
+    add = jax.jit(lambda x: x + 1)
+    x = jnp.zeros(size // 8, jnp.float32)
+    add(x).block_until_ready()  # compiles
+    best, deadline = 0.0, time.perf_counter() + 0.5
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        add(x).block_until_ready()
+        best = max(best, size / (time.perf_counter() - start))
+    return best
 
 
 def _best_matmul_rate(dtype: Any, *, big: bool) -> float:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
 
@@ -114,7 +114,7 @@ def param_spec(rules: ShardingRules, variable: Any) -> PartitionSpec:
     return rules.spec(names) if names is not None and len(names) == ndim else PartitionSpec()
 
 
-def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, rules: ShardingRules) -> Any:
+def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Any:
     """Returns the NamedSharding of every leaf of a pytree of `nnx.Variable`s and plain arrays.
 
     Args:

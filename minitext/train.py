@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from minitext.config import Config
 from minitext.errors import UserError
@@ -43,7 +43,7 @@ class TrainState:
     opt_state: Any
 
 
-def check_mesh(cfg: Config, mesh: Mesh) -> None:
+def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Refuses a mesh that the configuration cannot use, before anything is compiled.
 
     Raises:
@@ -72,9 +72,9 @@ def check_mesh(cfg: Config, mesh: Mesh) -> None:
         )
 
 
-def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
+def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
-    with jax.set_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         shapes = jax.eval_shape(lambda: _init(cfg))
     shardings = tree_shardings(shapes, mesh, RULES[cfg.sharding.rules])
     return jax.tree.map(
@@ -96,7 +96,7 @@ def _init(cfg: Config) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
 
 
-def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, types and shardings of one batch, [B, T] each."""
     shape = (cfg.train.global_batch, cfg.data.seq_len)
     sharding = NamedSharding(mesh, RULES[cfg.sharding.rules].spec(("batch", "seq")))
@@ -133,7 +133,7 @@ def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Arr
 
 
 def make_train_step(
-    cfg: Config, mesh: Mesh
+    cfg: Config, mesh: Mesh | AbstractMesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
