@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show and explain configurations.")
 app.add_typer(config_app, name="config")
+optim_app = typer.Typer(no_args_is_help=True, help="What optimizers cost.")
+app.add_typer(optim_app, name="optim")
 app.command("grade")(grade)
 
 
@@ -215,6 +217,27 @@ def config_presets() -> None:
     from minitext.config import presets
 
     print("\n".join(presets()))
+
+
+@optim_app.command("memory")
+def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
+    """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
+    cfg = _load(settings)
+    _start()
+    from minitext.compile_report import print_tables, show_bytes, table
+    from minitext.train import optimizer_memory
+
+    found = optimizer_memory(cfg)
+    if as_json:
+        print(json.dumps(found))
+        return
+    rows = [
+        (kind, *(show_bytes(size) for size in (*parts.values(), sum(parts.values()))))
+        for kind, parts in found.items()
+    ]
+    print_tables(
+        table(("optimizer", "parameters", "gradients", "state", "sum"), rows, right=(1, 2, 3, 4))
+    )
 
 
 @app.command()

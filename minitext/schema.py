@@ -237,20 +237,30 @@ class ShardingConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    kind: Literal["adamw", "sgd", "lion", "muon"] = Field(
+        default="adamw", description="how a gradient becomes an update"
+    )
     learning_rate: float = Field(
         default=3e-4, gt=0, description="learning rate at the peak of the schedule"
     )
-    schedule: Literal["cosine", "constant"] = Field(
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="course of the rate after warm-up"
     )
     warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up from zero")
-    min_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="rate at the end of cosine, as a share of the peak"
+    decay_share: float = Field(
+        default=0.2, gt=0, le=1, description="part of all steps in which wsd decays, at their end"
     )
-    b1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
-    b2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    min_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="rate at the end of a decay, as a share of the peak"
+    )
+    b1: float = Field(
+        default=0.9, ge=0, lt=1, description="decay of the first moment, or of sgd's and muon's sum"
+    )
+    b2: float = Field(
+        default=0.95, ge=0, lt=1, description="decay of the second moment, or of lion's memory"
+    )
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(
         default=0.1, ge=0, description="decoupled decay of matrices; norms have none"

@@ -20,7 +20,7 @@ from minitext.config import Config
 from minitext.errors import UserError
 from minitext.loss import cross_entropy, masked_sum
 from minitext.model import Transformer
-from minitext.optim import make_optimizer, make_schedule
+from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
 from minitext.sharding import RULES, tree_shardings
 
 Batch = dict[str, jax.Array]
@@ -105,6 +105,20 @@ def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.Shap
     }
     return {
         name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()
+    }
+
+
+def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
+    """Returns, for each kind of optimizer, the bytes of `parameters`, `gradients` and `state` over all devices."""
+    params = jax.eval_shape(lambda: _init(cfg)).params
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return {
+        kind: {
+            "parameters": size,
+            "gradients": size,
+            "state": state_bytes(cfg.optim.model_copy(update={"kind": kind}), params),
+        }
+        for kind in DIRECTIONS
     }
 
 
