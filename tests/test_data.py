@@ -555,6 +555,52 @@ def test_neighbouring_letters_do_not_tell_it_all():
         previous = conditional
 
 
+def ngram_nats(train, test, orders):
+    """Held-out nats a token of n-gram models, each falling back on the one before (Witten and Bell 1991)."""
+
+    def context(tokens, order):
+        hashed = np.zeros(len(tokens), np.uint64)
+        for k in range(1, order + 1):
+            before = np.full(len(tokens), 300, np.uint64)
+            before[k:] = tokens[:-k]
+            hashed = (
+                hashed * np.uint64(6364136223846793005) + before + np.uint64(1442695040888963407)
+            )
+        return hashed
+
+    def counts(keys, asked):
+        known, times = np.unique(keys, return_counts=True)
+        place = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+        return np.where(known[place] == asked, times[place], 0)
+
+    def follow(hashed, tokens):
+        return (hashed ^ (hashed >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + tokens
+
+    train, test = train.astype(np.uint64), test.astype(np.uint64)
+    targets = np.concatenate([[False], test[:-1] != EOD])
+    p, nats = np.full(len(test), 1 / 257), []
+    for order in orders:
+        seen, asked = context(train, order), context(test, order)
+        pairs = follow(seen, train)
+        total, both = counts(seen, asked), counts(pairs, follow(asked, test))
+        kinds = counts(seen[np.unique(pairs, return_index=True)[1]], asked)
+        p = np.where(total > 0, (both + kinds * p) / np.maximum(total + kinds, 1), p)
+        nats.append(-np.log(p[targets]).mean())
+    return nats
+
+
+def test_an_ngram_model_approaches_the_entropy_rate_from_above():
+    rate, test = grammar.grammar_entropy_rate(), grammar.generate(np.random.default_rng(1), 100_000)
+    excess = []
+    for size in (20_000, 200_000, 2_000_000):
+        train = grammar.generate(np.random.default_rng(2), size)
+        nats = ngram_nats(train, test, (1, 2, 3, 4, 6, 8, 12, 16))
+        assert min(nats) > rate
+        excess.append(min(nats) / rate - 1)
+    # Ten times the text takes a third or more of what is left away, and no model of any order falls below.
+    assert excess[1] < 2 / 3 * excess[0] and excess[2] < 2 / 3 * excess[1] < 0.22
+
+
 def test_rows_are_cut_from_the_stationary_stream():
     made = batches(DataConfig(source="grammar", seq_len=64), 32)
     assert made.floor == grammar.grammar_entropy_rate() > 0

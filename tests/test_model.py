@@ -11,6 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from minitext.attention import make_cache
 from minitext.config import ModelConfig, load_config, presets
+from minitext.errors import UserError
+from minitext.kernels import IMPLEMENTATIONS
 from minitext.model import Transformer, count_flops, count_params
 
 CFG = ModelConfig(vocab=40, layers=3, embed=24, heads=4, kv_heads=2, mlp=32, scan_layers=False)
@@ -49,6 +51,31 @@ def test_packed_documents_are_bit_equal_to_whatever_stands_beside_them(model):
     np.testing.assert_array_equal(before[:, 5:], after[:, 5:])
     alone = model(TOKENS[:, 5:])
     np.testing.assert_allclose(before[:, 5:], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "impl", sorted({impl for op, impl in IMPLEMENTATIONS if op == "attention"})
+)
+@pytest.mark.parametrize("scan", [True, False])
+def test_in_every_implementation_a_document_s_logits_are_bit_equal_beside_another(impl, scan):
+    attention = CFG.attention.model_copy(update={"impl": impl})
+    model = make(attention=attention, scan_layers=scan)
+    rng = np.random.default_rng(0)
+    T, cut = 132, 51
+    tokens = jnp.asarray(rng.integers(0, 40, (2, T)))
+    segments = jnp.asarray([[1] * cut + [2] * (T - cut)] * 2)
+    positions = jnp.asarray([[*range(cut), *range(T - cut)]] * 2)
+    graphdef, params = nnx.split(model)
+    run = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens, positions, segments))
+    try:
+        before = run(tokens)
+    except UserError as error:
+        pytest.skip(f"not on this machine: {error}")
+    first = run(tokens.at[:, :cut].set(jnp.asarray(rng.integers(0, 40, (2, cut)))))
+    second = run(tokens.at[:, cut:].set(jnp.asarray(rng.integers(0, 40, (2, T - cut)))))
+    np.testing.assert_array_equal(before[:, cut:], first[:, cut:])
+    np.testing.assert_array_equal(before[:, :cut], second[:, :cut])
+    assert (before[:, :cut] != first[:, :cut]).any() and (before[:, cut:] != second[:, cut:]).any()
 
 
 @pytest.mark.parametrize(
