@@ -61,13 +61,14 @@ class Checkpointer:
     Args:
         directory: where the steps live; made by the first save.
         keep: how many of the newest steps to keep, at least 1. The step just saved always stays.
+        keep_every: keeps steps that are multiples of it as well.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+    def __init__(self, directory: os.PathLike | str, keep: int = 3, keep_every: int | None = None):
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
         self.directory = Path(directory).absolute()
-        self.keep = keep
+        self.keep, self.keep_every = keep, keep_every
         self._damaged: set[int] = set()  # found by restore, set aside by the next save
         self._saves = 0
         self._pending: Future[None] | None = None
@@ -112,14 +113,13 @@ class Checkpointer:
         try:
             if jax.process_index() == 0:
                 self._prepare(target)
-            arrays = leaves.storable(named)
+            arrays, write = leaves.storable(named), None
             if jax.process_count() == 1:
                 # Orbax's own preparations take longer than this, and need not hold up the loop.
                 arrays = leaves.on_host(arrays)
                 write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
             else:
                 leaves.write(self._orbax, target / STATE, arrays)
-                write = None
         except BaseException as error:
             self._fail(error, step, target)
         self._pending = self._executor.submit(self._commit, step, target, text, write)
@@ -253,7 +253,7 @@ class Checkpointer:
             self._fail(error, step, target)
         try:
             for old in self.steps()[: -self.keep]:
-                if old != step:
+                if old != step and (self.keep_every is None or old % self.keep_every):
                     self._delete(old)
         except OSError as error:
             logger.warning("an old checkpoint could not be deleted: %s", error)

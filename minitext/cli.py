@@ -99,6 +99,21 @@ def generate(
     )
 
 
+@app.command()
+def export(
+    directory: RunDir,
+    target: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="where to write; must not exist")
+    ],
+) -> None:
+    """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""
+    _start()
+    from minitext import rundir
+
+    step = rundir.export_run(directory, target)
+    print(f"step {step} of {directory} is in {target}", file=sys.stderr)
+
+
 @app.command("eval")
 def evaluate(
     directory: RunDir,

@@ -36,6 +36,8 @@ from minitext.rundir import (
     TOKENIZER,
     check_same_run,
     disk_errors,
+    first_state,
+    read_config,
     resume_command,
 )
 from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
@@ -44,7 +46,6 @@ from minitext.train import (
     abstract_state,
     check_mesh,
     evaluate,
-    init_state,
     make_eval_step,
     make_train_step,
 )
@@ -78,6 +79,8 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
     check_same_run(cfg, directory)
+    if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
+        read_config(source)
     known = directory / TOKENIZER
     tokenizer = (
         load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
@@ -96,10 +99,11 @@ def train(cfg: Config, console: Console | None = None) -> Path:
         disk.write(directory / CONFIG, to_yaml(cfg))
         if not known.exists():
             tokenizer.save(known)
-        with Checkpointer(directory / CHECKPOINTS, keep=cfg.checkpoint.keep) as checkpointer:
+        keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
+        with Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer:
             restored = checkpointer.restore(abstract_state(cfg, mesh))
             if restored is None:
-                state, start = init_state(cfg, mesh), 0
+                state, start = first_state(cfg, mesh, batches)
             else:
                 state, start = restored.state, restored.step
                 batches.set_state(restored.data_state)

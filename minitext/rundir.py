@@ -12,23 +12,25 @@ Chapters: 6, 8.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
 from minitext import disk
-from minitext.checkpoint import Checkpointer
-from minitext.config import Config, flatten, load_config
-from minitext.data import make_batches
+from minitext.checkpoint import Checkpointer, Restored
+from minitext.config import Config, flatten, load_config, to_yaml
+from minitext.data import Batches, make_batches
 from minitext.errors import UserError
 from minitext.mesh import make_mesh
 from minitext.tokenizer import Tokenizer, load_tokenizer
-from minitext.train import abstract_state, make_eval_step
+from minitext.train import TrainState, abstract_state, init_state, make_eval_step
 
 CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
 
@@ -94,16 +96,74 @@ def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
       UserError: if the directory holds no run or no usable checkpoint.
     """
     cfg = read_config(directory)
-    mesh = make_mesh(devices=jax.devices()[:1])
-    with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
-        restored = checkpointer.restore(abstract_state(cfg, mesh))
-    if restored is None:
-        raise UserError(
-            f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
-        )
+    restored = _read_parameters(directory, cfg, make_mesh(devices=jax.devices()[:1]))
     # By way of the host: device_put alone would keep the mesh in their types, and they are used without one.
-    params = jax.device_put(jax.device_get(restored.state.params), jax.devices()[0])
+    params = jax.device_put(jax.device_get(restored.state["params"]), jax.devices()[0])
     return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
+
+
+def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, int]:
+    """Returns what a new run begins with, and its step: another run's state or parameters, or freshly drawn ones.
+
+    Going on from another run's full state on the same data also moves `batches` to where that run stood.
+
+    Raises:
+      UserError: if the directory named by `checkpoint.load_*` holds no usable checkpoint, or another model's.
+    """
+    if source := cfg.checkpoint.load_full_state:
+        theirs = read_config(source)
+        with Checkpointer(Path(source) / CHECKPOINTS) as checkpointer:
+            restored = checkpointer.restore(abstract_state(cfg, mesh))
+        if restored is None:
+            raise _nothing_saved(source)
+        if theirs.data == cfg.data:
+            batches.set_state(restored.data_state)
+        return restored.state, restored.step
+    state = init_state(cfg, mesh)
+    if source := cfg.checkpoint.load_parameters:
+        restored = _read_parameters(source, cfg, mesh)
+        state = dataclasses.replace(state, params=restored.state["params"])
+    return state, 0
+
+
+def export_run(directory: Path | str, target: Path | str) -> int:
+    """Writes a run's newest parameters, its configuration and tokenizer, without optimizer and data position.
+
+    What it writes is read by `minitext generate` and `eval`, and by `checkpoint.load_parameters`.
+
+    Returns:
+      The step that was exported.
+
+    Raises:
+      UserError: if the directory holds no usable checkpoint, or the target exists or can't be written.
+    """
+    target = Path(target)
+    if target.exists():
+        raise UserError(f"{target} exists: name a directory that does not")
+    cfg, params, tokenizer, step = load_run(directory)
+    with disk_errors(target):
+        target.mkdir(parents=True)
+        disk.write(target / CONFIG, to_yaml(cfg))
+        tokenizer.save(target / TOKENIZER)
+        with Checkpointer(target / CHECKPOINTS) as checkpointer:
+            checkpointer.save(step, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
+    return step
+
+
+def _read_parameters(directory: Path | str, cfg: Config, mesh: Mesh) -> Restored:
+    """Reads the newest parameters alone, as {"params": ...} laid out on the mesh."""
+    with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
+        wanted = {"params": abstract_state(cfg, mesh).params}
+        restored = checkpointer.restore(wanted, partial=True)
+    if restored is None:
+        raise _nothing_saved(directory)
+    return restored
+
+
+def _nothing_saved(directory: Path | str) -> UserError:
+    return UserError(
+        f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
+    )
 
 
 def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:

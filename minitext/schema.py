@@ -272,6 +272,24 @@ class CheckpointConfig(Section):
     """Checkpoints."""
 
     keep: int = Field(default=3, ge=1, description="newest checkpoints to keep")
+    keep_every: int | None = Field(
+        default=None, ge=1, description="keep those at multiples of this step too; null: none"
+    )
+    load_full_state: str | None = Field(
+        default=None,
+        description="run that a new one goes on from: parameters, optimizer, step; data too if the same",
+    )
+    load_parameters: str | None = Field(
+        default=None, description="run or export whose parameters a new run begins with, at step 0"
+    )
+
+    def faults(self) -> Iterator[str]:
+        """Yields a fault if two runs are to be loaded."""
+        if self.load_full_state is not None and self.load_parameters is not None:
+            yield (
+                f"checkpoint.load_full_state={self.load_full_state} and checkpoint.load_parameters="
+                f"{self.load_parameters} are both set: a run begins from one of them"
+            )
 
 
 class Config(Section):

@@ -227,6 +227,13 @@ def test_the_newest_steps_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "100"]
 
 
+def test_multiples_of_keep_every_are_kept_as_well(tmp_path):
+    with Checkpointer(tmp_path, keep=2, keep_every=4) as checkpointer:
+        for step in range(1, 12):
+            checkpointer.save(step, state_of(step), {})
+    assert checkpointer.steps() == [4, 8, 10, 11]
+
+
 def test_a_step_older_than_those_kept_is_not_deleted_by_its_own_save(tmp_path):
     run_with([10, 20, 5], tmp_path, keep=2)
     assert Checkpointer(tmp_path).steps() == [5, 10, 20]

@@ -1,6 +1,8 @@
 """Reading a run back, and refusing a directory that holds another one."""
 
 import math
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from minitext import run, rundir
+from minitext.config import load_config
 from minitext.errors import UserError
+from minitext.metrics import read_metrics
 from minitext.train import init_state
 
 
@@ -90,3 +94,70 @@ def test_resumed_parameters_are_those_that_were_saved(trained):
         for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(fresh), strict=True)
     ]
     assert all(moved)
+
+
+def test_an_export_has_the_parameters_and_nothing_else(trained, tmp_path):
+    directory, cfg = trained
+    exported = tmp_path / "export"
+    assert rundir.export_run(directory, exported) == cfg.train.steps
+    (_, params, _, step), (_, ours, tokenizer, same) = map(rundir.load_run, (directory, exported))
+    assert step == same and tokenizer.decode(tokenizer.encode("the queen")) == "the queen"
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(ours), strict=True):
+        np.testing.assert_array_equal(a, b)
+    size = lambda d: sum(p.stat().st_size for p in Path(d, "checkpoints", str(step)).rglob("*"))  # noqa: E731
+    assert size(exported) < 0.6 * size(directory)
+    assert rundir.evaluate_run(exported) == rundir.evaluate_run(directory)
+    with pytest.raises(UserError, match="export exists"):
+        rundir.export_run(directory, exported)
+
+
+def losses(directory):
+    return {record["step"]: record["loss"] for record in read_metrics(directory)}
+
+
+def test_a_new_run_begins_with_another_s_parameters(trained, tmp_path):
+    directory, cfg = trained
+    exported = tmp_path / "export"
+    rundir.export_run(directory, exported)
+    fresh = {"run.dir": str(tmp_path), "train.steps": 2}
+    plain = run.train(cfg.replace(fresh | {"run.name": "plain"}), Console(quiet=True))
+    for name, source in (("run", directory), ("export", exported)):
+        again = cfg.replace(
+            fresh | {"run.name": f"from-{name}", "checkpoint.load_parameters": str(source)}
+        )
+        warm = run.train(again, Console(quiet=True))
+        assert list(losses(warm)) == [1, 2]
+        assert losses(warm)[1] < losses(plain)[1]
+
+
+def test_a_new_run_goes_on_from_another_s_full_state(trained, tmp_path):
+    directory, cfg = trained
+    steps = cfg.train.steps
+    more = {"train.steps": steps + 2, "optim.schedule": "constant"}
+    on = cfg.replace(more | {
+        "run.dir": str(tmp_path), "run.name": "on", "checkpoint.load_full_state": str(directory),
+    })  # fmt: skip
+    shutil.copytree(directory, tmp_path / "copy")
+    same = cfg.replace(more | {"run.dir": str(tmp_path), "run.name": "copy"})
+    resumed, begun = (losses(run.train(c, Console(quiet=True))) for c in (same, on))
+    assert list(begun) == [steps + 1, steps + 2]
+    assert begun == {step: resumed[step] for step in begun}  # the data went on as well
+    # Its own checkpoints go before another's.
+    further = run.train(on.replace({"train.steps": steps + 3}), Console(quiet=True))
+    assert list(losses(further)) == [steps + 1, steps + 2, steps + 3]
+
+
+@pytest.mark.parametrize("key", ["checkpoint.load_full_state", "checkpoint.load_parameters"])
+def test_what_cannot_be_loaded_is_one_line(key, trained, tmp_path):
+    directory, cfg = trained
+    fresh = {"run.dir": str(tmp_path), "run.name": "new"}
+    with pytest.raises(UserError, match="not a run directory"):
+        run.train(cfg.replace(fresh | {key: str(tmp_path / "nowhere")}), Console(quiet=True))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UserError, match="holds another model"):
+        run.train(cfg.replace(fresh | {key: str(directory), "model.mlp": 96}), Console(quiet=True))
+
+
+def test_a_run_begins_from_one_other_at_most():
+    with pytest.raises(UserError, match="are both set"):
+        load_config("laptop", ["checkpoint.load_full_state=a", "checkpoint.load_parameters=b"])
