@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minitext import hlo
 from minitext.buffers import Buffer
 
 LISTED = 12  # largest buffers that a report keeps
@@ -128,6 +129,42 @@ def print_tables(*parts: Any) -> None:
     console = console if console.is_terminal else Console(width=130, highlight=False)
     for i, part in enumerate(parts):
         console.print(*[""] * bool(i), part, sep="\n")
+
+
+def print_program(module: hlo.Module, rows: int = 12) -> None:
+    """Prints a compiled module's loops, collectives, and the fusions that move most bytes, on stdout."""
+    fusions = sorted(module.fusions(), key=lambda f: -f.runs * (f.read + f.written))
+    print_tables(
+        table(
+            ("loop", "body", "turns", "runs"),
+            [(i.name, i.body, f"{i.trips:,}", f"{i.runs:,}") for i in module.loops()] or [("none",)],
+            right=(2, 3),
+        ),
+        table(
+            ("collective", "name", "group", "bytes", "sent by each device", "runs", "meanwhile"),
+            [
+                (
+                    c.kind, c.name, f"{c.group:,}", show_bytes(c.bytes), show_bytes(c.moved), f"{c.runs:,}",
+                    "waits" if c.overlapped is None else f"{len(c.overlapped)} instructions",
+                )
+                for c in module.collectives()
+            ]
+            or [("none",)],
+            right=(2, 3, 4, 5),
+        ),
+        table(
+            ("fusion", "kind", "inside", "reads", "writes", "runs"),
+            [
+                (
+                    f.name, f.kind, ", ".join(sorted({i.opcode for i in f.inside} - hlo.FREE)), show_bytes(f.read),
+                    show_bytes(f.written), f"{f.runs:,}",
+                )
+                for f in fusions[:rows]
+            ]
+            or [("none",)],
+            right=(3, 4, 5),
+        ),
+    )  # fmt: skip
 
 
 def show_bytes(size: float) -> str:

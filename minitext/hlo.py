@@ -1,4 +1,4 @@
-"""The text of a compiled program, read back: computations, collectives, names.
+"""The text of a compiled program, read back: computations, fusions, loops, collectives, names.
 
 All functions take text and return what they recognise; text that is cut off or of another version
 gives fewer entries, never an exception.
@@ -6,7 +6,9 @@ gives fewer entries, never an exception.
 Chapters: 2, 10, 22.
 """
 
+import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 COLLECTIVES = (
@@ -19,6 +21,15 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
+FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+}
 _TYPE = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.+)$")
@@ -89,48 +100,178 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
     return found, entry
 
 
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Counts the collectives that one run of an optimized module executes, and their bytes.
+class Fusion(NamedTuple):
+    """Operations that the compiler makes one kernel of: what is between them is never in memory.
 
-    Bytes are those of the whole side of a collective on one device: the gathered result of an
-    all-gather, the operand of a reduce-scatter, the array of an all-reduce. What crosses a link
-    follows from them and the algorithm. A loop's body counts as often as the constant that its
-    condition compares the counter with; a loop without one counts once, and so does each branch of
-    a conditional. The pieces of a collective that the compiler splits to overlap it with compute
-    have one channel number and size, and count once. An all-reduce that a TPU fuses with the slice that
-    follows counts as the reduce-scatter it is. The part that goes between slices over the
-    data-centre network is a kind of its own, such as `all-reduce (dcn)`.
-
-    Returns:
-      Kind -> (count, bytes), kinds that don't occur left out.
+    Attributes:
+      name: its name.
+      kind: the compiler's word, such as `kLoop`, `kOutput` or `kCustom`.
+      inside: the instructions of its computation.
+      read: bytes of its operands.
+      written: bytes of its result.
+      runs: how often one run of the module executes it.
     """
-    found, entry = computations(text)
-    totals: dict[str, tuple[int, int]] = {}
-    seen = set()
-    for name, times in _executions(found, entry).items():
-        sizes = {instruction.name: instruction.bytes for instruction in found.get(name, [])}
-        for instruction in found.get(name, []):
-            kind = instruction.opcode.removesuffix("-start")
-            if kind == "send" and (slices := _BETWEEN_SLICES.search(instruction.line)):
+
+    name: str
+    kind: str
+    inside: tuple[Instruction, ...]
+    read: int
+    written: int
+    runs: int
+
+
+class Loop(NamedTuple):
+    """A `while`: its name and body, how often that runs each time (1 if not known), and its own runs."""
+
+    name: str
+    body: str
+    trips: int
+    runs: int
+
+
+class Collective(NamedTuple):
+    """A collective as it stands in the program.
+
+    Attributes:
+      kind: such as `all-gather`; what goes between slices over the data-centre network has ` (dcn)` behind it.
+      name: its name; of an asynchronous one, that of its start.
+      group: devices of a group.
+      bytes: the whole side on one device: the gathered result of an all-gather, the operand of a reduce-scatter,
+        the array of an all-reduce.
+      runs: how often one run of the module executes it.
+      overlapped: names of the instructions between its start and its done; None if it blocks.
+    """
+
+    kind: str
+    name: str
+    group: int
+    bytes: int
+    runs: int
+    overlapped: tuple[str, ...] | None
+
+    @property
+    def moved(self) -> float:
+        """Bytes that each device sends in one run, by the ring algorithms (Thakur et al. 2005)."""
+        kind = self.kind.removesuffix(" (dcn)")
+        if kind.startswith("collective-"):  # permute, broadcast
+            return float(self.bytes)
+        return (1 + (kind == "all-reduce")) * self.bytes * (self.group - 1) / self.group
+
+
+class Module:
+    """A compiled module, read back from its text.
+
+    Attributes:
+      computations: the instructions of every computation by its name.
+      entry: the entry computation's name, None where there is none.
+      devices: how many devices it is for.
+    """
+
+    def __init__(self, text: str):
+        self.computations, self.entry = computations(text)
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:10_000])
+        self.devices = math.prod(int(n) for n in counts)
+        self._runs = _executions(self.computations, self.entry)
+        self._sizes = {
+            c: {i.name: i.bytes for i in self.computations[c]} for c in self.computations
+        }
+
+    def _executed(self) -> Iterator[tuple[str, Instruction, int]]:
+        """Yields computation, instruction and number of runs of everything that runs."""
+        for name, runs in self._runs.items():
+            for instruction in self.computations.get(name, []):
+                yield name, instruction, runs
+
+    def fusions(self) -> list[Fusion]:
+        """The fusions that run."""
+        found = []
+        for name, i, runs in self._executed():
+            if i.opcode == "fusion":
+                sizes = self._sizes[name]
+                called = dict(_CALLED.findall(i.line)).get("calls", "")
+                kind = re.search(r"\bkind=(\w+)", i.line)
+                inside = tuple(self.computations.get(called, ()))
+                read = sum(sizes.get(operand, 0) for operand in i.operands)
+                found.append(Fusion(i.name, kind[1] if kind else "", inside, read, i.bytes, runs))
+        return found
+
+    def loops(self) -> list[Loop]:
+        """The loops that run."""
+        found = []
+        for _, i, runs in self._executed():
+            if i.opcode == "while":
+                called = dict(_CALLED.findall(i.line))
+                condition = self.computations.get(called.get("condition", ""), [])
+                found.append(Loop(i.name, called.get("body", ""), _trip_count(i, condition), runs))
+        return found
+
+    def collectives(self) -> list[Collective]:
+        """The collectives that run.
+
+        The pieces of one that the compiler splits to overlap it with compute have one channel number and size, and
+        count once. An all-reduce that a TPU fuses with the slice that follows is the reduce-scatter it becomes.
+        """
+        found, seen = [], set()
+        for name, i, runs in self._executed():
+            kind = i.opcode.removesuffix("-start")
+            if kind == "send" and (slices := _BETWEEN_SLICES.search(i.line)):
                 kind = f"{slices[1].lower().replace('_', '-')} (dcn)"
             elif kind not in COLLECTIVES:
                 continue
-            operands = sum(sizes.get(operand, 0) for operand in instruction.operands)
-            result = 0 if instruction.opcode == "send" else instruction.bytes
-            if instruction.opcode.endswith("-start") and result > operands:
-                # The type is a tuple of the operands, the results and, of a permute, two counters.
-                words = instruction.line.partition(f" {instruction.opcode}(")[0].count("u32[]")
-                result -= operands + 4 * words
-            size = max(operands, result)
-            channel = _CHANNEL.search(instruction.line)
+            size = _whole_side(i, self._sizes[name])
+            channel = _CHANNEL.search(i.line)
             if channel and (kind, channel[0], size) in seen:
                 continue
             seen.add((kind, channel and channel[0], size))
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
-            count, total = totals.get(kind, (0, 0))
-            totals[kind] = (count + times, total + times * size)
+            between = _between(i, self.computations[name]) if "-start" in i.opcode else None
+            found.append(Collective(kind, i.name, self._group(i), size, runs, between))
+        return found
+
+    def _group(self, collective: Instruction) -> int:
+        if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", collective.line):
+            return listed[1].count(",") + 1
+        if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", collective.line):
+            return max(1, int(counted[1]))
+        return max(1, self.devices)
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """Counts the collectives that one run of an optimized module executes, and their bytes.
+
+    A loop's body counts as often as the constant that its condition compares the counter with; a loop without one
+    counts once, and so does each branch of a conditional. What is counted and whose bytes they are:
+    `Module.collectives` and `Collective`.
+
+    Returns:
+      Kind -> (count, bytes), kinds that don't occur left out.
+    """
+    totals: dict[str, tuple[int, int]] = {}
+    for found in Module(text).collectives():
+        count, total = totals.get(found.kind, (0, 0))
+        totals[found.kind] = (count + found.runs, total + found.runs * found.bytes)
     return {kind: totals[kind] for kind in sorted(totals)}
+
+
+def _whole_side(collective: Instruction, sizes: dict[str, int]) -> int:
+    operands = sum(sizes.get(operand, 0) for operand in collective.operands)
+    result = 0 if collective.opcode == "send" else collective.bytes
+    if collective.opcode.endswith("-start") and result > operands:
+        # The type is a tuple of the operands, the results and, of a permute, two counters.
+        words = collective.line.partition(f" {collective.opcode}(")[0].count("u32[]")
+        result -= operands + 4 * words
+    return max(operands, result)
+
+
+def _between(start: Instruction, computation: list[Instruction]) -> tuple[str, ...]:
+    """Names of what the schedule has between a start and its done, things that take no time left out."""
+    names = []
+    for instruction in computation[computation.index(start) + 1 :]:
+        if start.name in instruction.operands and instruction.opcode.endswith("-done"):
+            return tuple(names)
+        names += [instruction.name] * (instruction.opcode not in FREE)
+    return ()
 
 
 def _executions(found: dict[str, list[Instruction]], entry: str | None) -> dict[str, int]:

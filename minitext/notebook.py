@@ -22,7 +22,7 @@ from typing import Any
 from minitext.devices import start
 from minitext.errors import UserError
 
-__all__ = ["check", "figure_style", "glue", "setup", "show"]
+__all__ = ["check", "draw_collectives", "draw_fusion", "figure_style", "glue", "setup", "show"]
 
 # Figures have a transparent ground and must read on white and on near-black. Each colour has a
 # contrast of at least 3:1 on both, which confines them to a narrow band of lightness; so the line
@@ -179,6 +179,70 @@ def glue(name: str, value: Any, display: bool = False) -> None:
     if getattr(value, "size", None) == 1 and hasattr(value, "item"):
         value = value.item()
     myst_glue(name, value, display=display)
+
+
+def draw_fusion(fusion: Any) -> Any:
+    """Draw a `minitext.hlo.Fusion`: what is read from memory, what stays in registers, what is written.
+
+    Returns:
+        The figure. Time runs downwards: an operation stands below all that it needs.
+    """
+    import matplotlib.pyplot as plt
+
+    inside = [i for i in fusion.inside if i.opcode not in ("constant", "tuple")]
+    level: dict[str, int] = {}
+    for i in inside:
+        level[i.name] = 1 + max((level[o] for o in i.operands if o in level), default=-1)
+    rows = [[i for i in inside if level[i.name] == n] for n in range(max(level.values()) + 1)]
+    width, height = max(map(len, rows)), len(rows)
+    figure, axes = plt.subplots(figsize=(max(4.0, 1.7 * width), 0.8 * height + 0.8))
+    place = {
+        i.name: ((k + 0.5) * width / len(row), -n)
+        for n, row in enumerate(rows)
+        for k, i in enumerate(row)
+    }
+    for i in inside:
+        in_memory = i.opcode == "parameter" or i is inside[-1]
+        box = {
+            "boxstyle": "round",
+            "fc": "none",
+            "ec": COLORS[0] if in_memory else INK,
+            "lw": 1 + in_memory,
+        }
+        shape = i.line.partition("{")[0].partition(" ")[0]
+        axes.text(
+            *place[i.name], f"{i.opcode}\n{shape}", ha="center", va="center", bbox=box, fontsize=8
+        )
+        for operand in set(i.operands) & place.keys():
+            arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 14, "shrinkB": 14}
+            axes.annotate("", place[i.name], place[operand], arrowprops=arrow)
+    axes.set(xlim=(0, width), ylim=(-height + 0.4, 0.6))
+    axes.axis("off")
+    axes.set_title(
+        f"{fusion.name}: reads {fusion.read:,} bytes, writes {fusion.written:,}", fontsize=9
+    )
+    return figure
+
+
+def draw_collectives(module: Any) -> Any:
+    """Draw what each collective of a `minitext.hlo.Module` sends, all its runs together.
+
+    Returns:
+        The figure. Full bars wait; hatched ones have other work between their start and their end.
+    """
+    import matplotlib.pyplot as plt
+
+    found = sorted(module.collectives(), key=lambda c: c.runs * c.moved)
+    figure, axes = plt.subplots(figsize=(6.4, 0.4 * len(found) + 1.2))
+    kinds = sorted({c.kind for c in found})
+    for n, c in enumerate(found):
+        style: dict[str, Any] = {"color": COLORS[kinds.index(c.kind) % len(COLORS)]}
+        if c.overlapped:
+            style = {"fc": "none", "ec": style["color"], "hatch": "//"}
+        axes.barh(n, c.runs * c.moved / 2**20, **style)
+    axes.set_yticks(range(len(found)), [f"{c.kind} x{c.runs}, groups of {c.group}" for c in found])
+    axes.set_xlabel("MiB sent by each device")
+    return figure
 
 
 def check(exercise: str, answer: Callable | Sequence[Callable], **options: Any) -> Any:

@@ -1,10 +1,16 @@
 """The reader of compiled programs, on small ones and on damaged text; test_aot has the real ones."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from minitext import hlo
+from minitext.config import MeshConfig
+from minitext.targets import topology_mesh
 
 LOOP = """\
 HloModule loop
@@ -110,6 +116,80 @@ def test_type_bytes(text, size):
     assert hlo.type_bytes(text) == size
 
 
+def test_a_module_knows_its_loops_fusions_and_what_overlaps():
+    module = hlo.Module(LOOP)
+    assert module.loops() == [hlo.Loop("loop", "body", 40, 1)]
+    (fusion,) = module.fusions()
+    assert (fusion.kind, fusion.read, fusion.written, fusion.runs) == ("kCustom", 1024, 256, 40)
+    assert [i.opcode for i in fusion.inside] == ["parameter", "all-reduce", "dynamic-slice"]
+    found = {c.kind: c for c in module.collectives()}
+    assert found["all-gather"].overlapped is None
+    assert found["collective-permute"].overlapped == ()
+    late = LOOP.replace("  %permuted =", "  %work = f32[4]{0} negate(%v)\n  %permuted =")
+    found = {c.kind: c for c in hlo.Module(late).collectives()}
+    assert found["collective-permute"].overlapped == ("work",)
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [("{{0,1,2,3},{4,5,6,7}}", 4), ("[4,2]<=[8]", 2), ("[2,4]<=[4,2]T(1,0)", 4), ("{}", 8)],
+)
+def test_what_a_ring_moves_follows_from_its_size(groups, size):
+    text = LOOP.replace("HloModule loop", "HloModule loop, num_partitions=8").replace(
+        "channel_id=5,", f"channel_id=5, replica_groups={groups},"
+    )
+    gather = next(c for c in hlo.Module(text).collectives() if c.kind == "all-gather")
+    assert gather.group == size and gather.moved == 1024 * (size - 1) / size
+    reduce = gather._replace(kind="all-reduce")
+    assert reduce.moved == 2 * gather.moved
+
+
+def test_a_compiled_scan_is_read_back():
+    def layers(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) * 2 + jnp.sin(x), None), x, w)[0]
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64), (5, 64, 64))]
+    module = hlo.Module(jax.jit(layers).lower(*shapes).compile().as_text())
+    assert [loop.trips for loop in module.loops()] == [5]
+    fused = next(f for f in module.fusions() if "tanh" in [i.opcode for i in f.inside])
+    assert fused.runs == 5 and "sine" in [i.opcode for i in fused.inside]
+    assert (fused.read, fused.written) == (2 * 8 * 64 * 4, 8 * 64 * 4)
+
+
+def sharded_products(mesh):
+    """A compiled product whose weights are gathered over 4 devices and whose sum is over 2."""
+    x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("a", "b")))
+    w = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("b", "a")))
+
+    def product(x, w):
+        w = jax.sharding.reshard(w, P("b", None))
+        return jnp.einsum("xd,df->xf", x, w, out_sharding=P("a", None))
+
+    with jax.set_mesh(mesh):
+        return jax.jit(product).lower(x, w).compile().as_text()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "tpu"])
+def test_collectives_of_real_compilers(kind):
+    types = {"axis_types": (AxisType.Explicit,) * 2}
+    if kind == "cpu":
+        mesh = jax.make_mesh((4, 2), ("a", "b"), **types)
+    else:
+        pytest.importorskip("libtpu")
+        devices = topology_mesh("v5e:2x4", MeshConfig()).devices.flatten()
+        mesh = jax.make_mesh((4, 2), ("a", "b"), devices=list(devices), **types)
+    module = hlo.Module(sharded_products(mesh))
+    assert module.devices == 8
+    found = {c.kind: c for c in module.collectives()}
+    gather, reduce = found["all-gather"], found["all-reduce"]
+    # XLA's CPU backend multiplies bfloat16 as float32, and gathers what it has converted.
+    assert gather.group == 4 and gather.bytes in (128 * 512 * 2, 128 * 512 * 4)
+    assert gather.moved == 0.75 * gather.bytes
+    assert reduce.group == 2 and reduce.bytes in (16 * 512 * 2, 16 * 512 * 4)
+    assert reduce.moved == reduce.bytes and gather.runs == reduce.runs == 1
+    assert module.fusions()
+
+
 @given(data=st.data())
 def test_damaged_text_raises_nothing(data):
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(LOOP))] * 2)))
@@ -118,5 +198,9 @@ def test_damaged_text_raises_nothing(data):
     cut = LOOP[start:place] + noise + LOOP[place:end]
     for count, size in hlo.collectives(cut).values():
         assert count >= 0 and size >= 0
+    module = hlo.Module(cut)
+    assert all(f.runs >= 0 and f.read >= 0 for f in module.fusions())
+    assert all(loop.trips >= 0 for loop in module.loops())
+    assert all(c.moved >= 0 and c.group >= 1 for c in module.collectives())
     hlo.op_names(cut)
     hlo.argument_names(cut)

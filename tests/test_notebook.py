@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from minitext import notebook
+from minitext import hlo, notebook
 from minitext.errors import UserError
 
 
@@ -216,3 +216,27 @@ def test_glue_turns_one_element_arrays_into_numbers(monkeypatch):
     notebook.glue("b", jnp.ones((2,)))
     assert seen["a"] == 1.5 and type(seen["a"]) is float
     assert seen["b"].shape == (2,)
+
+
+def test_a_fusion_and_a_step_s_collectives_are_drawn():
+    import matplotlib.pyplot as plt
+
+    text = (
+        jax.jit(lambda x: jnp.tanh(x) * 2 + jnp.sin(x)).lower(jnp.ones((8, 64))).compile().as_text()
+    )
+    (fusion,) = hlo.Module(text).fusions()
+    drawn = {text.get_text().split("\n")[0] for text in notebook.draw_fusion(fusion).axes[0].texts}
+    assert {"parameter", "tanh", "sine", "multiply", "add"} <= drawn
+    gathered = """\
+ENTRY %main (w: f32[4]) -> f32[8] {
+  %w = f32[4]{0} parameter(0)
+  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%w), replica_groups={{0,1}}
+  %work = f32[4]{0} negate(%w)
+  %done = f32[8]{0} all-gather-done(%start)
+  ROOT %sum = f32[8]{0} all-reduce(%done), replica_groups={{0,1}}
+}
+"""
+    bars = notebook.draw_collectives(hlo.Module(gathered)).axes[0].patches
+    assert sorted(bar.get_width() * 2**20 for bar in bars) == [16, 32]
+    assert [bool(bar.get_hatch()) for bar in bars] == [True, False]
+    plt.close("all")
