@@ -2,7 +2,7 @@
 
     python benchmarks/step_limit.py
 
-The products of a step (rows of 256 tokens, float32, attention in four blocks) are timed one by one, warm and with
+The products of a step (rows of 256 tokens, float32, attention in two blocks) are timed one by one, warm and with
 nothing else running, in the layout in which the step multiplies them. All other work is counted as bytes, each operand
 read and each result written once, at the rate at which this machine copies. The sum is a time that the step can't
 beat with these products; over the machine's matmul peak it is the share that can be reached. The step itself takes
@@ -16,7 +16,7 @@ import train_cpu
 from common import Side, busy, matmul_peak, parser, serve, write_record
 from train_cpu import SHAPES, TOKENS, config
 
-SEQ_LEN, BLOCKS = 256, 4
+SEQ_LEN, BLOCKS = 256, 2
 
 
 def products(case):

@@ -219,7 +219,7 @@ def draw_fusion(fusion: Any) -> Any:
     axes.set(xlim=(0, width), ylim=(-height + 0.4, 0.6))
     axes.axis("off")
     axes.set_title(
-        f"{fusion.name}: reads {fusion.read:,} bytes, writes {fusion.written:,}", fontsize=9
+        f"{fusion.name}\nreads {fusion.read:,} bytes, writes {fusion.written:,}", fontsize=9
     )
     return figure
 
