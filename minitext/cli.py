@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show and explain configurations.")
 app.add_typer(config_app, name="config")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+app.add_typer(data_app, name="data")
 optim_app = typer.Typer(no_args_is_help=True, help="What optimizers cost.")
 app.add_typer(optim_app, name="optim")
 app.command("grade")(grade)
@@ -232,6 +234,21 @@ def config_presets() -> None:
     from minitext.config import presets
 
     print("\n".join(presets()))
+
+
+@data_app.command("pack")
+def data_pack(
+    target: Annotated[str, typer.Argument(metavar="FOLDER", help="where to write; must not exist")],
+    settings: Settings = None,
+    shards: Annotated[int, typer.Option(min=1, help="files of training rows")] = 4,
+) -> None:
+    """Tokenise a preset's text once, into ArrayRecord files that data.source=arrayrecord data.path=FOLDER reads."""
+    cfg = _load(settings)
+    from minitext.data import pack_source
+
+    rows = pack_source(cfg.data, target, vocab=cfg.model.vocab, shards=shards)
+    said = ", ".join(f"{count:,} {split}" for split, count in rows.items())
+    print(f"{target}: {said} rows of {cfg.data.seq_len:,} tokens", file=sys.stderr)
 
 
 @optim_app.command("memory")

@@ -78,12 +78,12 @@ class TrainConfig(Section):
 class DataConfig(Section):
     """What text is read and how it becomes rows of tokens."""
 
-    source: Literal["stdlib", "grammar", "files", "hf"] = Field(
+    source: Literal["stdlib", "grammar", "files", "arrayrecord", "hf"] = Field(
         default="stdlib",
-        description="the Python standard library's text, a synthetic grammar, local files, or Hugging Face",
+        description="Python's own library, a synthetic grammar, local files, packed files, or Hugging Face",
     )
     path: str | None = Field(
-        default=None, description="files: a file, folder or glob of txt, md, py, jsonl or parquet"
+        default=None, description="files: a file, folder or glob of text; arrayrecord: the folder"
     )
     seq_len: int = Field(default=256, ge=2, le=2**24, description="tokens per row (T)")
     tokenizer: Literal["byte", "bpe"] = Field(
@@ -110,6 +110,8 @@ class DataConfig(Section):
         """Yields a fault for a source that lacks its setting or has one that it cannot use."""
         if self.source == "files" and not self.path:
             yield "data.source=files needs data.path: set it to a file, a folder or a glob"
+        if self.source == "arrayrecord" and not self.path:
+            yield "data.source=arrayrecord needs data.path: set it to a folder that minitext data pack made"
         if self.source == "hf" and not self.hf_name:
             yield "data.source=hf needs data.hf_name: set it to a dataset's name, such as allenai/c4"
         if self.source == "grammar" and self.tokenizer != "byte":
@@ -276,8 +278,7 @@ class CheckpointConfig(Section):
         default=None, ge=1, description="keep those at multiples of this step too; null: none"
     )
     load_full_state: str | None = Field(
-        default=None,
-        description="run that a new one goes on from: parameters, optimizer, step; data too if the same",
+        default=None, description="run whose parameters, optimizer and step a new run goes on from"
     )
     load_parameters: str | None = Field(
         default=None, description="run or export whose parameters a new run begins with, at step 0"
@@ -286,10 +287,8 @@ class CheckpointConfig(Section):
     def faults(self) -> Iterator[str]:
         """Yields a fault if two runs are to be loaded."""
         if self.load_full_state is not None and self.load_parameters is not None:
-            yield (
-                f"checkpoint.load_full_state={self.load_full_state} and checkpoint.load_parameters="
-                f"{self.load_parameters} are both set: a run begins from one of them"
-            )
+            both = f"{self.load_full_state} and checkpoint.load_parameters={self.load_parameters}"
+            yield f"checkpoint.load_full_state={both} are both set: choose one of them"
 
 
 class Config(Section):

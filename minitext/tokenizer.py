@@ -206,6 +206,10 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
     Raises:
         UserError: `vocab` is too small, or the source cannot be read.
     """
+    if cfg.source == "arrayrecord":
+        from minitext.data import array_record
+
+        return load_tokenizer(array_record.packed_folder(cfg) / array_record.TOKENIZER)
     if cfg.tokenizer == "byte":
         if vocab < ByteTokenizer.vocab_size:
             raise UserError(

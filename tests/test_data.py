@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,9 +18,17 @@ from hypothesis import strategies as st
 
 from minitext import cache
 from minitext.config import DataConfig, MeshConfig
-from minitext.data import LocalWindows, grammar, make_batches, packing, sources, token_file
+from minitext.data import (
+    LocalWindows,
+    grammar,
+    make_batches,
+    pack_source,
+    packing,
+    sources,
+    token_file,
+)
 from minitext.errors import UserError
-from minitext.tokenizer import ByteTokenizer, train_bpe
+from minitext.tokenizer import ByteTokenizer, make_tokenizer, train_bpe
 
 EOD = 256
 KEYS = {"tokens", "targets", "positions", "segment_ids", "loss_mask"}
@@ -628,6 +637,103 @@ def test_grammar_rows_are_a_function_of_seed_split_and_index():
     made = list(held)
     assert sum(len(rows_of(batch)) for batch in made) == grammar.VALIDATION_ROWS
     assert made[-1]["tokens"].shape == (100, 8)
+
+
+# --- ArrayRecord -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A folder of texts' configuration, and that of the rows packed from it."""
+    folder = tmp_path_factory.mktemp("pack")
+    rng = np.random.default_rng(0)
+    (folder / "texts").mkdir()
+    for i in range(40):
+        text = "".join(rng.choice(list("abcdef \n"), rng.integers(1, 400)))
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    direct = DataConfig(source="files", path=str(folder / "texts"), seq_len=24, seed=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINITEXT_CACHE", str(folder / "cache"))
+        counts = pack_source(direct, folder / "packed", vocab=320, shards=3)
+    assert counts["train"] > 10 * counts["validation"] > 0
+    return direct, direct.model_copy(
+        update={"source": "arrayrecord", "path": str(folder / "packed")}
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_packed_rows_give_the_batches_of_the_text(packed, split, cache_path):
+    direct, rows = (batches(cfg, 16, split=split) for cfg in packed)
+    made = list(itertools.islice(rows, 80))  # of training, more than an epoch
+    for ours, theirs in zip(made, direct, strict=False):
+        for name in theirs:
+            np.testing.assert_array_equal(ours[name], theirs[name])
+    assert len(made) == 80 or split == "validation"
+
+
+def test_packed_rows_resume_where_they_were(packed):
+    first = batches(packed[1], 16)
+    for _ in range(7):
+        next(first)
+    place, expected = json.loads(json.dumps(first.get_state())), next(first)
+    other = batches(packed[1], 16)
+    other.set_state(place)
+    np.testing.assert_array_equal(next(other)["tokens"], expected["tokens"])
+
+
+def test_packed_text_brings_its_tokenizer(packed, tmp_path, cache_path):
+    cfg = packed[0].model_copy(update={"tokenizer": "bpe"})
+    pack_source(cfg, tmp_path / "bpe", vocab=300, shards=1)
+    read = packed[1].model_copy(update={"path": str(tmp_path / "bpe")})
+    tokenizer = make_tokenizer(read, 300)
+    assert 257 < tokenizer.vocab_size <= 300
+    assert tokenizer.to_json() == make_tokenizer(cfg, 300).to_json()
+    assert next(batches(read, 4))["tokens"].max() > 256
+
+
+def harm(folder, how):
+    if how == "seq_len":
+        return {"seq_len": 25}
+    if how == "no folder":
+        return {"path": str(folder / "nothing")}
+    target = sorted(folder.glob("train*"))[1]
+    if how == "a file gone":
+        target.unlink()
+    elif how == "a file of nothing":
+        target.write_bytes(b"")
+    else:
+        shutil.copy(sorted(folder.glob("validation*"))[0], target)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("seq_len", "was packed with data.seq_len=24, not 25"),
+        ("no folder", "is no packed folder"),
+        ("a file gone", "train-00001-of-00003.array_record is missing"),
+        ("a file of nothing", "pack the text again"),
+        ("another's file", "train rows and should have"),
+    ],
+)
+def test_what_is_wrong_with_a_packed_folder_is_one_line(packed, tmp_path, how, told):
+    shutil.copytree(packed[1].path, tmp_path / "copy")
+    cfg = packed[1].model_copy(update={"path": str(tmp_path / "copy")})
+    cfg = cfg.model_copy(update=harm(tmp_path / "copy", how))
+    with pytest.raises(UserError, match=told) as error:
+        batches(cfg, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_packing_is_whole_or_not_at_all(packed, tmp_path, cache_path):
+    with pytest.raises(UserError, match="exists: name a folder that does not"):
+        pack_source(packed[0], packed[1].path, vocab=320, shards=1)
+    with pytest.raises(UserError, match="data.source=grammar cannot be packed"):
+        pack_source(DataConfig(source="grammar"), tmp_path / "a", vocab=320, shards=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*file/b"):
+        pack_source(packed[0], tmp_path / "file" / "b", vocab=320, shards=1)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["file"]
 
 
 # --- Hugging Face ------------------------------------------------------------------------------

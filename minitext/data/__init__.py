@@ -1,15 +1,17 @@
 """Batches of tokens from any source, in an order that a seed fixes and that resumes exactly.
 
 `make_batches` is the only door. Behind it, `sources` reads text, `token_file` keeps it tokenised in
-a cache, `packing` cuts rows and numbers documents, `grammar` writes a language of known entropy,
-`streaming` reads Hugging Face. Grain gives the order of rows and reads ahead in a background
-thread.
+a cache, `array_record` in files of its own, `packing` cuts rows and numbers documents, `grammar`
+writes a language of known entropy, `streaming` reads Hugging Face. Grain gives the order of rows
+and reads ahead in a background thread.
 
 Chapters: 7.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -237,16 +239,45 @@ def _indexed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split:
     return Batches(iterator, placement, split, digest, floor)
 
 
-def _text_windows(
-    cfg: DataConfig, tokenizer: Tokenizer, split: Split
-) -> tuple[packing.Windows, str]:
+def pack_source(
+    cfg: DataConfig, target: str | os.PathLike[str], *, vocab: int, shards: int
+) -> dict[str, int]:
+    """Tokenises the configured text and writes its rows as a folder for `data.source=arrayrecord`.
+
+    Args:
+        cfg: the data section of a config, with source stdlib or files.
+        target: the folder to make.
+        vocab: the model's vocabulary.
+        shards: files of training rows.
+
+    Returns:
+        The rows of each split.
+
+    Raises:
+        UserError: the text cannot be read, or the folder exists or cannot be written.
+    """
+    from minitext.data import array_record
+
+    if cfg.source not in ("stdlib", "files"):
+        raise UserError(f"data.source={cfg.source} cannot be packed: choose stdlib or files")
+    tokenizer = make_tokenizer(cfg, vocab)
+    rows, digest = _text_windows(cfg, tokenizer, "train")
+    held_out, _ = _text_windows(cfg, tokenizer, "validation")
+    about = cache.fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
+    splits = {"train": rows, "validation": held_out}
+    return array_record.write_rows(Path(target), cfg, tokenizer, splits, about, shards)
+
+
+def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[Any, str]:
     """The rows of one split of local text, and what stands for that text.
 
     Documents come in an order drawn from data.seed before rows are cut, so that the last rows,
     which are held out, are a fair sample of the documents.
     """
-    from minitext.data import token_file
+    from minitext.data import array_record, token_file
 
+    if cfg.source == "arrayrecord":
+        return array_record.open_rows(cfg, split)
     text = token_file.open_token_file(cfg, tokenizer, cache.fingerprint(tokenizer.to_json()))
     total = len(text.tokens)
     if total <= 2 * cfg.seq_len:

@@ -1,0 +1,161 @@
+"""Rows packed once into ArrayRecord files, which any number of processes read without tokenising again.
+
+`minitext data pack` makes a folder:
+
+    about.json                                seq_len, rows of each split, what stands for the text
+    tokenizer.json
+    train-00000-of-00004.array_record, ...    records are rows: T + 1 ids, fewer at the text's end
+    validation-00000-of-00001.array_record
+
+Row i of a split can be had at once, so order, sharding and resuming are those of text in the cache.
+
+Chapters: 7.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minitext import cache, disk
+from minitext.config import DataConfig
+from minitext.data import packing
+from minitext.errors import UserError
+from minitext.tokenizer import Tokenizer
+
+ABOUT, TOKENIZER = "about.json", "tokenizer.json"
+DTYPE = np.dtype("<u4")
+
+
+class Rows:
+    """The rows of one split: item i is int32 [T + 1], PAD past the text's end and past the last row."""
+
+    def __init__(self, source: Any, seq_len: int) -> None:
+        """Reads `source`, a Grain `ArrayRecordDataSource`."""
+        self._source, self._seq_len = source, seq_len
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        row = np.full(self._seq_len + 1, packing.PAD, np.int32)
+        if index < len(self):
+            ids = np.frombuffer(self._source[int(index)], DTYPE)
+            row[: len(ids)] = ids
+        return row
+
+
+def write_rows(
+    target: Path,
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    splits: dict[str, Any],
+    digest: str,
+    shards: int,
+) -> dict[str, int]:
+    """Writes the rows of every split, whole or not at all.
+
+    Args:
+        target: the folder to make.
+        cfg: what the rows were made with.
+        tokenizer: what the text was encoded with.
+        splits: sequences of rows [T + 1] by the name of their split.
+        digest: stands for the text.
+        shards: files of the training split; the others are one file each.
+
+    Returns:
+        The rows of each split.
+
+    Raises:
+        UserError: the target exists or cannot be written.
+    """
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    if target.exists():
+        raise UserError(f"{target} exists: name a folder that does not")
+    counts = {split: len(rows) for split, rows in splits.items()}
+    new: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with cache.progress(sum(counts.values()), f"packing into {target}") as advance_to:
+            done = 0
+            for split, rows in splits.items():
+                parts = shards if split == "train" else 1
+                bounds = np.linspace(0, len(rows), parts + 1).astype(int)
+                for part in range(parts):
+                    writer = ArrayRecordWriter(str(new / _name(split, part, parts)), "group_size:1")
+                    for i in range(bounds[part], bounds[part + 1]):
+                        row = rows[i]
+                        writer.write(row[row != packing.PAD].astype(DTYPE).tobytes())
+                        done += 1
+                        advance_to(done)
+                    writer.close()
+        about = {"seq_len": cfg.seq_len, "rows": counts, "shards": shards, "digest": digest}
+        tokenizer.save(new / TOKENIZER)
+        disk.write(new / ABOUT, json.dumps(about, indent=1))
+        new.chmod(0o755)  # mkdtemp's is for this user alone
+        new.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {disk.explain(error) or error}") from error
+    finally:
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+    return counts
+
+
+def open_rows(cfg: DataConfig, split: str) -> tuple[Rows, str]:
+    """Opens the rows of one split, and returns what stands for their text.
+
+    Raises:
+        UserError: `data.path` is no packed folder, lacks a file, or was packed for another seq_len.
+    """
+    import grain
+
+    folder = packed_folder(cfg)
+    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    if about["seq_len"] != cfg.seq_len:
+        raise UserError(
+            f"{folder} was packed with data.seq_len={about['seq_len']}, not {cfg.seq_len}: set "
+            f"data.seq_len={about['seq_len']}, or pack the text again"
+        )
+    parts = about["shards"] if split == "train" else 1
+    paths = [folder / _name(split, part, parts) for part in range(parts)]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path} is missing: copy it from where the folder was packed")
+    try:
+        source: Any = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
+        found = len(source)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"cannot read {folder}: {reason}: pack the text again") from error
+    if found != about["rows"][split]:
+        raise UserError(
+            f"{folder} has {found:,} {split} rows and should have {about['rows'][split]:,}: a file is "
+            "damaged or of another folder: pack the text again"
+        )
+    return Rows(source, cfg.seq_len), about["digest"]
+
+
+def packed_folder(cfg: DataConfig) -> Path:
+    """Returns `data.path` where it is a folder that `minitext data pack` made.
+
+    Raises:
+        UserError: it is not.
+    """
+    assert cfg.path, "the config has seen to it"
+    folder = Path(cfg.path).expanduser()
+    if not (folder / ABOUT).is_file():
+        raise UserError(
+            f"data.path={cfg.path} is no packed folder (it has no {ABOUT}): make one with "
+            "minitext data pack FOLDER data.source=files data.path=TEXT"
+        )
+    return folder
+
+
+def _name(split: str, part: int, parts: int) -> str:
+    return f"{split}-{part:05}-of-{parts:05}.array_record"
