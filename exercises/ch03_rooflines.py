@@ -1,0 +1,79 @@
+import math
+from fractions import Fraction
+
+import jax.numpy as jnp
+
+
+# EXERCISE 03.intensity
+def einsum_cost(subscripts, shapes, dtype, result_dtype):
+    """FLOPs, bytes and intensity of a product of two arrays.
+
+    Args:
+      subscripts: such as "BTD,DF->BTF": one letter a dimension, no spaces, no letter twice in one
+        operand. A letter that only one operand has is in the result too.
+      shapes: two tuples of Python ints, the operands' shapes.
+      dtype: JAX's name of the operands' dtype, such as "bfloat16" or "int8".
+      result_dtype: JAX's name of the result's dtype.
+
+    Returns:
+      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per byte.
+
+    Raises:
+      ValueError: a letter has two sizes; the message has the letter.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("03.intensity")
+
+
+# EXERCISE 03.crossover_batch
+def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    """The smallest batch at which `BD,DF->BF` no longer waits for memory.
+
+    Args:
+      D: size of the contracted dimension, a Python int.
+      F: size of the other dimension of the weights, a Python int.
+      peak: FLOP/s, a Python int or a float that holds one.
+      bandwidth: bytes/s, a Python int or a float that holds one.
+      activation_bytes: bytes of a number in the input and in the result, an int.
+      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they need not be read.
+
+    Returns:
+      A Python int, at least 1, or None if no batch is large enough.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("03.crossover_batch")
+
+
+# EXERCISE 03.classify
+def predict_time(ops, peaks, bandwidth):
+    """What each operation waits for, how long all take, and how much of that goes to memory.
+
+    Args:
+      ops: list of dicts with
+        "flops", "bytes": floats, of one run;
+        "runs": how often it runs;
+        "dtype": of its operands, a name;
+        "product": whether the matrix unit does it.
+      peaks: FLOP/s of the matrix unit by dtype; "float32" is always there.
+      bandwidth: bytes/s.
+
+    Returns:
+      (limits, seconds, memory_share): a list with "compute" or "memory" for each operation, the
+      time of all of them in seconds, and the share of it, from 0 to 1, of those that wait for memory.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("03.classify")
+
+
+# EXERCISE 03.count_scan
+def matmul_flops(closed_jaxpr):
+    """FLOPs of every `dot_general` that a jaxpr runs.
+
+    Args:
+      closed_jaxpr: what `jax.make_jaxpr(fn)(*args)` returns.
+
+    Returns:
+      A Python int.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("03.count_scan")

@@ -1,0 +1,881 @@
+import math
+import operator
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minitext.grading import Exercise
+
+# ---------------------------------------------------------------------------------- intensity
+
+intensity = Exercise(
+    "03.intensity",
+    title="The intensity of an einsum",
+    function="einsum_cost",
+    minutes=15,
+    points=10,
+    forbid=("minitext.cost", "minitext.roofline"),
+    statement="""
+Write `einsum_cost(subscripts, shapes, dtype, result_dtype)` for a product of two arrays. It returns
+`(flops, bytes, intensity)`.
+
+- A multiplication and an addition count 2. A sum of one term counts as one too, as an addition to 0.
+- Both operands are read once and the result is written once. Operands have `dtype`, the result
+  `result_dtype`, which need not be the same.
+- FLOPs and bytes are exact Python integers. A step of a large model has more FLOPs than 64 bits hold.
+- Where nothing is moved, because every array is empty, the intensity is 0.0.
+- A letter with two different sizes is a `ValueError` whose message has the letter.
+""",
+    hints=(
+        "Write the product as nested Python loops, one for each letter. How many loops are there, "
+        "and what does the innermost line do?",
+        "Collect `{letter: size}` from both operands. FLOPs are 2 times the product of all the sizes: "
+        "a letter that both operands have is still one loop. Bytes need three products, one for each "
+        "array.",
+        "`operands, result = subscripts.split('->')`, then `math.prod(sizes.values())`; "
+        "`jnp.dtype(name).itemsize` is the bytes of one number, also of bfloat16. Divide at the end, "
+        "unless the bytes are 0.",
+    ),
+)
+
+
+def right_cost(subscripts, shapes, dtype, result_dtype):
+    sizes = {}
+    for letters, shape in zip(subscripts.split("->")[0].split(","), shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(letter)
+    flops = 2 * math.prod(sizes.values())
+    read = sum(map(math.prod, shapes)) * jnp.dtype(dtype).itemsize
+    out = math.prod(sizes[letter] for letter in subscripts.split("->")[1])
+    return flops, read, out * jnp.dtype(result_dtype).itemsize
+
+
+def draw_shapes(t, subscripts, low=2, high=40):
+    sizes = {x: int(t.rng.integers(low, high)) for x in "BTSDFNHKG"}
+    return tuple(tuple(sizes[x] for x in side) for side in subscripts.split("->")[0].split(","))
+
+
+def cost_is(t, fn, subscripts, shapes, dtype, result_dtype, what):
+    flops, *moved = right_cost(subscripts, shapes, dtype, result_dtype)
+    moved = sum(moved)
+    got = fn(subscripts, shapes, dtype, result_dtype)
+    t.equal(len(got), 3, why="how many values are returned")
+    # As text: an integer beyond 64 bits does not fit an array.
+    t.equal(str(operator.index(got[0])), str(flops), why=f"FLOPs of {what}")
+    t.equal(str(operator.index(got[1])), str(moved), why=f"bytes of {what}")
+    want = flops / moved if moved else 0.0
+    t.close(float(got[2]), want, rtol=1e-9, why=f"FLOPs per byte of {what}")
+
+
+@intensity.check("a matrix product in float32")
+def _(fn, t):
+    shapes = draw_shapes(t, "BD,DF->BF")
+    cost_is(t, fn, "BD,DF->BF", shapes, "float32", "float32", f"BD,DF->BF of {shapes}")
+
+
+@intensity.check("letters that both operands keep")
+def _(fn, t):
+    for subscripts in ("BTNH,BSNH->BNTS", "GBD,GDF->GBF", "BT,BT->BT"):
+        shapes = draw_shapes(t, subscripts)
+        cost_is(t, fn, subscripts, shapes, "float32", "float32", f"{subscripts} of {shapes}")
+
+
+@intensity.check("bfloat16, int8, and a result of another dtype")
+def _(fn, t):
+    for dtype, result in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("int8", "int32")):
+        shapes = draw_shapes(t, "BTD,DF->BTF")
+        cost_is(t, fn, "BTD,DF->BTF", shapes, dtype, result, f"{dtype} to {result}, {shapes}")
+
+
+@intensity.check("sizes of 1, vectors, and a number as the result")
+def _(fn, t):
+    n = int(t.rng.integers(3, 90))
+    cases = (("BD,DF->BF", ((1, n), (n, 1))), ("D,D->", ((n,), (n,))), ("T,S->TS", ((n,), (1,))))
+    for subscripts, shapes in cases:
+        cost_is(t, fn, subscripts, shapes, "float32", "float32", f"{subscripts} of {shapes}")
+
+
+@intensity.check("more FLOPs than 64 bits hold")
+def _(fn, t):
+    B, D, F = (int(t.rng.integers(2**21, 2**22)) for _ in range(3))
+    cost_is(t, fn, "BD,DF->BF", ((B, D), (D, F)), "bfloat16", "bfloat16", f"B={B}, D={D}, F={F}")
+
+
+@intensity.check("empty arrays")
+def _(fn, t):
+    n = int(t.rng.integers(3, 90))
+    for shapes in (((0, n), (n, 5)), ((0, 0), (0, 0))):
+        cost_is(t, fn, "BD,DF->BF", shapes, "float32", "float32", f"BD,DF->BF of {shapes}")
+
+
+@intensity.check("a letter with two sizes is refused")
+def _(fn, t):
+    n = int(t.rng.integers(3, 90))
+    args = ("BK,KF->BF", ((4, n), (n + 1, 5)), "float32", "float32")
+    t.raises(ValueError, fn, *args, match="K", why=f"K is {n} and {n + 1}")
+
+
+def with_total(flops, read, written):
+    moved = read + written
+    return flops, moved, flops / moved if moved else 0.0
+
+
+@intensity.mutant(
+    "You count one FLOP for a multiplication and its addition. They are two, here as on every data "
+    "sheet."
+)
+def one_for_both(subscripts, shapes, dtype, result_dtype):
+    flops, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    return with_total(flops // 2, read, written)
+
+
+@intensity.mutant(
+    "You count a letter twice that both operands and the result have. It is one loop: heads and "
+    "batches multiply the work once. Take the product over the different letters."
+)
+def shared_letters_twice(subscripts, shapes, dtype, result_dtype):
+    _, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    (left, right), result = subscripts.split("->")[0].split(","), subscripts.split("->")[1]
+    summed = math.prod(
+        size for x, size in zip(left, shapes[0], strict=True) if x in right and x not in result
+    )
+    return with_total(
+        2 * math.prod(shapes[0]) * math.prod(shapes[1]) // max(summed, 1), read, written
+    )
+
+
+@intensity.mutant("You forget that the result is written: it is the third array that is moved.")
+def nothing_written(subscripts, shapes, dtype, result_dtype):
+    flops, read, _ = right_cost(subscripts, shapes, dtype, result_dtype)
+    return with_total(flops, read, 0)
+
+
+@intensity.mutant(
+    "You take the operands' bytes per number for the result too. Products of 16-bit numbers are often "
+    "returned in 32."
+)
+def one_dtype_for_all(subscripts, shapes, dtype, result_dtype):
+    return with_total(*right_cost(subscripts, shapes, dtype, dtype))
+
+
+@intensity.mutant(
+    "You take four bytes for every number. `jnp.dtype(name).itemsize` says how many they are."
+)
+def always_four_bytes(subscripts, shapes, dtype, result_dtype):
+    return with_total(*right_cost(subscripts, shapes, "float32", "float32"))
+
+
+@intensity.mutant(
+    "You multiply with NumPy's 64-bit integers, and they wrap around without a word. Use `math.prod` "
+    "of Python ints."
+)
+def wraps_around(subscripts, shapes, dtype, result_dtype):
+    flops, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    flops = (flops + 2**63) % 2**64 - 2**63
+    return with_total(flops, read, written)
+
+
+@intensity.mutant(
+    "You divide by 0 bytes where every array is empty. Return 0.0 there: an empty product belongs to "
+    "no side of the ridge."
+)
+def divides_by_nothing(subscripts, shapes, dtype, result_dtype):
+    flops, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    return flops, read + written, flops / (read + written)
+
+
+@intensity.mutant(
+    "You take the last size that a letter was given and never compare. A wrong shape then gives a "
+    "wrong number without a word: raise a ValueError that names the letter."
+)
+def never_compares(subscripts, shapes, dtype, result_dtype):
+    left, right = subscripts.split("->")[0].split(",")
+    sizes = dict(zip(left, shapes[0], strict=True)) | dict(zip(right, shapes[1], strict=True))
+    same = tuple(tuple(sizes[x] for x in side) for side in (left, right))
+    return with_total(*right_cost(subscripts, same, dtype, result_dtype))
+
+
+# ---------------------------------------------------------------------------- crossover_batch
+
+crossover = Exercise(
+    "03.crossover_batch",
+    title="From which batch on",
+    function="crossover_batch",
+    minutes=20,
+    points=10,
+    forbid=("minitext.roofline",),
+    statement="""
+A layer multiplies a batch `x_BD` by its weights `w_DF`. The weights are read once for the whole batch,
+so a larger batch has a higher intensity. Write
+`crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)`: the smallest $B$ whose
+arithmetic takes **at least** as long as its memory,
+
+$$
+\\frac{2BDF}{\\text{peak}} \\ge \\frac{B(D + F)\\,a + DF\\,w}{\\text{bandwidth}} ,
+$$
+
+with $a$ bytes for a number in the input and in the result, and $w$ for a number in the weights.
+
+- Some layers never get there, whatever the batch: their input and result alone take longer than the
+  arithmetic. Return `None` for these.
+- The answer is exact, at sizes of $10^{14}$ FLOP/s and more. At a batch that reaches the ridge
+  exactly, it is that batch and not the next one.
+- $w$ may be 0.5 (four-bit weights), or 0 (weights that stay in the chip's own memory). The answer is
+  at least 1.
+""",
+    hints=(
+        "Bring all that has a B to one side. What does it mean if the number before B is not positive?",
+        "$B\\,\\bigl(2DF \\cdot \\text{bandwidth} - \\text{peak} \\cdot a (D + F)\\bigr) \\ge "
+        "\\text{peak} \\cdot DFw$. Divide, and round up; but a float has 53 bits, and these products "
+        "have more.",
+        "`fractions.Fraction(x)` is exact for ints and floats, and `math.ceil` of a Fraction is exact "
+        "too. Treat $w = 0$ first: then batch 1 is enough, if any is.",
+    ),
+)
+
+
+def right_batch(D, F, peak, bandwidth, a, w):
+    peak, bandwidth, w = Fraction(peak), Fraction(bandwidth), Fraction(w)
+    gain = 2 * D * F * bandwidth - peak * a * (D + F)
+    if w == 0:
+        return 1 if gain >= 0 else None
+    return math.ceil(peak * w * D * F / gain) if gain > 0 else None
+
+
+def draw_layer(t):
+    D, F = (int(n) for n in t.rng.integers(3000, 9000, 2))
+    peak, bandwidth = int(t.rng.integers(100, 450)), int(t.rng.integers(900, 4000))
+    return D, F, peak * 10**12, bandwidth * 10**9
+
+
+@crossover.check("layers in bfloat16 on chips like yours")
+def _(fn, t):
+    for _ in range(16):
+        args = (*draw_layer(t), 2, 2)
+        t.equal(fn(*args), right_batch(*args), why=f"crossover_batch{args}")
+
+
+@crossover.check("weights of one byte, and of a half")
+def _(fn, t):
+    for a, w in ((2, 1), (4, 1), (2, 0.5)):
+        args = (*draw_layer(t), a, w)
+        t.equal(fn(*args), right_batch(*args), why=f"crossover_batch{args}")
+
+
+@crossover.check("peak and bandwidth as floats")
+def _(fn, t):
+    D, F, peak, bandwidth = draw_layer(t)
+    args = (D, F, float(peak), float(bandwidth), 2, 2)
+    got = fn(*args)
+    t.equal(got, right_batch(*args), why=f"crossover_batch{args}")
+    t.equal(type(got).__name__, "int", why="the type of the answer")
+
+
+def exact_layer(t, size, speed):
+    """A layer and a chip whose two times are equal at a batch: (B, arguments)."""
+    D, F, B = (int(n) for n in t.rng.integers(*size, 3))
+    k = int(t.rng.integers(*speed))
+    bandwidth, peak = k * (B * (D + F) * 2 + D * F * 2), 2 * B * D * F * k
+    return B, (D, F, peak, bandwidth, 2, 2)
+
+
+@crossover.check("a batch that reaches the ridge exactly")
+def _(fn, t):
+    B, args = exact_layer(t, (10, 90), (2, 9))
+    t.equal(fn(*args), B, why=f"crossover_batch{args}, both times are equal at {B}")
+
+
+@crossover.check("and so at the sizes of real chips")
+def _(fn, t):
+    for _ in range(40):
+        B, args = exact_layer(t, (1500, 9000), (2000, 9000))
+        t.equal(fn(*args), B, why=f"crossover_batch{args}, both times are equal at {B}")
+
+
+@crossover.check("layers that never get there")
+def _(fn, t):
+    for D, F in ((1, 4096), (64, 64), (int(t.rng.integers(2, 30)), int(t.rng.integers(2, 30)))):
+        args = (D, F, 459 * 10**12, 2765 * 10**9, 2, 2)
+        t.equal(fn(*args), None, why=f"crossover_batch{args}")
+    # 2 D F bandwidth equals peak a (D + F): every larger batch comes closer and none arrives.
+    n = int(t.rng.integers(100, 900))
+    t.equal(fn(n, n, n * 10**9, 2 * 10**9, 2, 2), None, why="only an infinite batch would do")
+
+
+@crossover.check("weights that need not be read")
+def _(fn, t):
+    D, F, peak, bandwidth = draw_layer(t)
+    t.equal(fn(D, F, peak, bandwidth, 2, 0), 1, why="w = 0")
+    t.equal(fn(8, 8, peak, bandwidth, 2, 0), None, why="w = 0, D = F = 8")
+
+
+@crossover.mutant(
+    "You divide the ridge point by the intensity of a very large layer, peak / bandwidth times w / 2. "
+    "It leaves out the input and the result, which grow with the batch."
+)
+def rule_of_thumb(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    return max(1, math.ceil(Fraction(peak) * Fraction(weight_bytes) / 2 / Fraction(bandwidth)))
+
+
+@crossover.mutant(
+    "You round to the nearest batch, which may be one at which memory still takes longer. Round up."
+)
+def rounds_to_nearest(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    if weight_bytes == 0 or right_batch(D, F, peak, bandwidth, activation_bytes, 1) is None:
+        return right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+    gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * (D + F)
+    return round(Fraction(peak) * Fraction(weight_bytes) * D * F / gain)
+
+
+@crossover.mutant(
+    "You add 1 after dividing, or ask for strictly longer. A batch at which both times are equal is "
+    "large enough: round up, and leave whole numbers alone."
+)
+def one_too_many(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    if weight_bytes == 0 or right_batch(D, F, peak, bandwidth, activation_bytes, 1) is None:
+        return right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+    gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * (D + F)
+    return math.floor(Fraction(peak) * Fraction(weight_bytes) * D * F / gain) + 1
+
+
+@crossover.mutant(
+    "You forget the result: B times F numbers are written, besides the B times D that are read."
+)
+def result_forgotten(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * D
+    if gain <= 0:
+        return None
+    return max(1, math.ceil(Fraction(peak) * Fraction(weight_bytes) * D * F / gain))
+
+
+@crossover.mutant(
+    "You use one size of number for weights and activations. Weights are often stored in fewer bytes: "
+    "that is what makes the batch smaller."
+)
+def weights_like_activations(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    return right_batch(D, F, peak, bandwidth, activation_bytes, activation_bytes)
+
+
+@crossover.mutant(
+    "You divide by a number that is not positive. If the input and the result alone take longer than "
+    "the arithmetic, no batch will do: return None."
+)
+def always_divides(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * (D + F)
+    return max(1, math.ceil(Fraction(peak) * Fraction(weight_bytes) * D * F / gain))
+
+
+@crossover.mutant(
+    "You compute in floats. Their 53 bits round these products, and a quotient that should be a whole "
+    "number comes out a little above it. Use integers or fractions.Fraction until the end."
+)
+def in_floats(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2.0 * D * F * bandwidth - float(peak) * activation_bytes * (D + F)
+    if weight_bytes == 0:
+        return 1 if gain >= 0 else None
+    return math.ceil(float(peak) * weight_bytes * D * F / gain) if gain > 0 else None
+
+
+@crossover.mutant(
+    "You return 0 where the weights need not be read. A batch has at least one row, and whether one "
+    "is enough depends on the input and the result."
+)
+def empty_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    return (
+        0
+        if weight_bytes == 0
+        else right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+    )
+
+
+# ----------------------------------------------------------------------------------- classify
+
+classify = Exercise(
+    "03.classify",
+    title="What does each operation wait for?",
+    function="predict_time",
+    minutes=20,
+    points=10,
+    forbid=("minitext.roofline",),
+    statement="""
+Write `predict_time(ops, peaks, bandwidth)`, the roofline of a whole program. It returns
+`(limits, seconds, memory_share)`.
+
+- A product takes the longer of its FLOPs at the peak of its dtype and its bytes at the bandwidth. A
+  dtype that `peaks` does not have counts as float32.
+- Anything else takes the time of its bytes: elementwise arithmetic is not the matrix unit's.
+- `limits` has, for each operation in order, `"compute"` where arithmetic takes longer than memory, and
+  `"memory"` otherwise, also where both are equal.
+- Operations follow one another, so `seconds` is the sum over all runs of all operations.
+- `memory_share` is the part of `seconds` in which memory is what is waited for. A program that takes no
+  time has a share of 0.0.
+""",
+    hints=(
+        "The roofline holds for one operation at a time. Two operations, one of each kind, do not help "
+        "each other: the memory is idle during the first and the arithmetic during the second.",
+        "For each operation compute two times, of arithmetic and of memory. Arithmetic is 0 unless it "
+        "is a product. Take the larger, then multiply by `runs`.",
+        "`arithmetic = op['flops'] / peaks.get(op['dtype'], peaks['float32']) if op['product'] else "
+        "0.0`. Keep one sum for each limit; the share is one of them over both, if both are not 0.",
+    ),
+)
+
+
+def right_times(op, peaks, bandwidth):
+    peak = peaks.get(op["dtype"], peaks["float32"])
+    return (op["flops"] / peak if op["product"] else 0.0), op["bytes"] / bandwidth
+
+
+def right_prediction(ops, peaks, bandwidth, times=right_times):
+    limits, seconds = [], {"compute": 0.0, "memory": 0.0}
+    for op in ops:
+        arithmetic, memory = times(op, peaks, bandwidth)
+        limits.append("compute" if arithmetic > memory else "memory")
+        seconds[limits[-1]] += op["runs"] * max(arithmetic, memory)
+    total = sum(seconds.values())
+    return limits, total, seconds["memory"] / total if total else 0.0
+
+
+def draw_machine(t):
+    peak, bandwidth = float(t.rng.uniform(1e11, 9e11)), float(t.rng.uniform(2e10, 9e10))
+    return {"float32": peak, "bfloat16": 3 * peak}, bandwidth
+
+
+def draw_ops(t, peaks, bandwidth, count, dtypes=("float32",), product=True, runs=1):
+    """Operations on both sides of the ridge, in turns."""
+    ops = []
+    for i in range(count):
+        dtype = str(t.rng.choice(dtypes))
+        size = float(t.rng.uniform(1e6, 9e6))
+        ridge = peaks.get(dtype, peaks["float32"]) / bandwidth
+        far = float(t.rng.uniform(1.5, 2.5))
+        flops = size * ridge * (far if i % 2 else 1 / far)
+        many = runs if isinstance(runs, int) else int(t.rng.integers(*runs))
+        ops.append(
+            {"flops": flops, "bytes": size, "runs": many, "dtype": dtype, "product": product}
+        )
+    return ops
+
+
+def prediction_is(t, fn, ops, peaks, bandwidth):
+    limits, seconds, share = right_prediction(ops, peaks, bandwidth)
+    got = fn(ops, peaks, bandwidth)
+    t.equal(len(got), 3, why="how many values are returned")
+    t.equal(list(got[0]), limits, why="what they wait for")
+    t.close(float(got[1]), seconds, rtol=1e-9, atol=0, why="seconds")
+    t.close(float(got[2]), share, rtol=1e-9, atol=1e-12, why="the share of memory")
+
+
+@classify.check("one product on each side of the ridge")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    for op in draw_ops(t, peaks, bandwidth, 2):
+        prediction_is(t, fn, [op], peaks, bandwidth)
+
+
+@classify.check("several products, one after another")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    prediction_is(t, fn, draw_ops(t, peaks, bandwidth, 5), peaks, bandwidth)
+
+
+@classify.check("products that run many times, or never")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    ops = draw_ops(t, peaks, bandwidth, 4, runs=(2, 40))
+    ops[2]["runs"] = 0
+    prediction_is(t, fn, ops, peaks, bandwidth)
+
+
+@classify.check("elementwise operations among them")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    ops = draw_ops(t, peaks, bandwidth, 3) + draw_ops(t, peaks, bandwidth, 4, product=False)
+    prediction_is(t, fn, ops, peaks, bandwidth)
+
+
+@classify.check("a peak for each dtype")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    ops = draw_ops(t, peaks, bandwidth, 6, dtypes=("bfloat16",))
+    prediction_is(t, fn, ops + draw_ops(t, peaks, bandwidth, 2), peaks, bandwidth)
+
+
+@classify.check("a dtype that has no peak of its own")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    prediction_is(t, fn, draw_ops(t, peaks, bandwidth, 3, dtypes=("float16",)), peaks, bandwidth)
+
+
+@classify.check("a product exactly at the ridge")
+def _(fn, t):
+    n = int(t.rng.integers(3, 90))
+    op = {"flops": 8.0 * n, "bytes": 1.0 * n, "runs": 2, "dtype": "float32", "product": True}
+    prediction_is(t, fn, [op], {"float32": 2.0**40}, 2.0**37)
+
+
+@classify.check("nothing to do")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    prediction_is(t, fn, [], peaks, bandwidth)
+    nothing = {"flops": 0.0, "bytes": 0.0, "runs": 3, "dtype": "float32", "product": True}
+    prediction_is(t, fn, [nothing], peaks, bandwidth)
+
+
+@classify.mutant(
+    "You add the time of the arithmetic to that of the memory. The two go on at once: an operation "
+    "takes the longer of them."
+)
+def adds_both(ops, peaks, bandwidth):
+    limits, _, _ = right_prediction(ops, peaks, bandwidth)
+    seconds = {"compute": 0.0, "memory": 0.0}
+    for op, limit in zip(ops, limits, strict=True):
+        seconds[limit] += op["runs"] * sum(right_times(op, peaks, bandwidth))
+    total = sum(seconds.values())
+    return limits, total, seconds["memory"] / total if total else 0.0
+
+
+@classify.mutant(
+    "You put all operations into one: the larger of all the arithmetic and all the memory. That would "
+    "need the memory of one operation to be busy during the arithmetic of another. Take the larger "
+    "for each, then add."
+)
+def one_roof_for_all(ops, peaks, bandwidth):
+    limits, _, share = right_prediction(ops, peaks, bandwidth)
+    times = [[op["runs"] * x for x in right_times(op, peaks, bandwidth)] for op in ops]
+    return limits, max((sum(side) for side in zip(*times, strict=True)), default=0.0), share
+
+
+@classify.mutant(
+    "You divide elementwise FLOPs by the peak of the matrix unit, which does not do them. Only "
+    "products have a time of arithmetic here."
+)
+def all_are_products(ops, peaks, bandwidth):
+    return right_prediction([op | {"product": True} for op in ops], peaks, bandwidth)
+
+
+@classify.mutant(
+    "You count each operation once. `flops` and `bytes` are of one run: multiply by `runs`."
+)
+def runs_ignored(ops, peaks, bandwidth):
+    return right_prediction([op | {"runs": 1} for op in ops], peaks, bandwidth)
+
+
+@classify.mutant(
+    "You use float32's peak for every dtype. Matrix units multiply 16-bit numbers faster, so their "
+    "ridge lies further to the right."
+)
+def one_peak(ops, peaks, bandwidth):
+    return right_prediction(ops, {"float32": peaks["float32"]}, bandwidth)
+
+
+@classify.mutant(
+    "You look the dtype up without a way out, and one that `peaks` does not have is a KeyError. It "
+    "counts as float32."
+)
+def no_way_out(ops, peaks, bandwidth):
+    known = {op["dtype"]: peaks[op["dtype"]] for op in ops if op["product"]}
+    return right_prediction(ops, known | peaks, bandwidth)
+
+
+@classify.mutant(
+    "Where both times are equal you say compute. Exactly at the ridge it is memory: compute must take "
+    "longer."
+)
+def compute_at_the_ridge(ops, peaks, bandwidth):
+    limits, total, _ = right_prediction(ops, peaks, bandwidth)
+    both = [right_times(op, peaks, bandwidth) for op in ops]
+    limits = ["compute" if a >= m and a else "memory" for a, m in both]
+    memory = sum(
+        op["runs"] * max(pair)
+        for op, pair, limit in zip(ops, both, limits, strict=True)
+        if limit == "memory"
+    )
+    return limits, total, memory / total if total else 0.0
+
+
+@classify.mutant(
+    "Your share counts operations. One long product may outweigh a hundred short sums: divide seconds "
+    "by seconds."
+)
+def share_of_operations(ops, peaks, bandwidth):
+    limits, total, _ = right_prediction(ops, peaks, bandwidth)
+    return limits, total, limits.count("memory") / len(limits) if total else 0.0
+
+
+@classify.mutant(
+    "You divide by a total of 0 where there is nothing to do. A program that takes no time has a share "
+    "of 0.0."
+)
+def divides_by_no_time(ops, peaks, bandwidth):
+    limits, total, _ = right_prediction(ops, peaks, bandwidth)
+    seconds = sum(
+        op["runs"] * op["bytes"] / bandwidth
+        for op, limit in zip(ops, limits, strict=True)
+        if limit == "memory"
+    )
+    return limits, total, seconds / total
+
+
+# --------------------------------------------------------------------------------- count_scan
+
+count_scan = Exercise(
+    "03.count_scan",
+    title="Count what a loop really does",
+    function="matmul_flops",
+    minutes=30,
+    points=15,
+    forbid=("minitext.cost", "minitext.roofline", "jax.experimental.roofline"),
+    statement="""
+Write `matmul_flops(closed_jaxpr)`: the FLOPs of every `dot_general` that a program runs, from what
+`jax.make_jaxpr(fn)(*args)` returns. It is an exact Python integer.
+
+- A `dot_general` has 2 FLOPs for each number of its result and each term of the sum behind it. Which
+  dimensions are summed stands in `eqn.params["dimension_numbers"]`.
+- The body of a `scan` counts `eqn.params["length"]` times, also in a scan within a scan.
+- Look into whatever calls another jaxpr: `jit`, `checkpoint`, functions with `custom_jvp` or
+  `custom_vjp`, and any of these within each other. Some parameters hold a jaxpr, some a closed one
+  that has it as `.jaxpr`.
+- Of a `cond` only one branch runs. Count the one with the most FLOPs.
+- All else counts nothing. There is no `while` in the checks.
+""",
+    hints=(
+        "Print `jax.make_jaxpr(jax.jit(jnp.matmul))(a, b)`. Where is the `dot_general`, and how would "
+        "you get there from the outermost `eqns`?",
+        "Write an inner function that takes a jaxpr and returns a number, and calls itself for every "
+        "jaxpr that it finds in `eqn.params`. Only two primitives need a rule of their own: `scan` "
+        "multiplies, `cond` takes the largest of `params['branches']`.",
+        "For the product: `(contracted, _), _ = eqn.params['dimension_numbers']`; its FLOPs are `2 * "
+        "math.prod(eqn.outvars[0].aval.shape)` times the sizes of these dimensions in "
+        "`eqn.invars[0].aval.shape`. Other jaxprs are in `params['jaxpr']` or "
+        "`params['call_jaxpr']`; `getattr(j, 'jaxpr', j)` opens a closed one.",
+    ),
+)
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def sizes(t, count, low=2, high=30):
+    return (int(n) for n in t.rng.integers(low, high, count))
+
+
+def counts(t, fn, want, why, f, *args):
+    got = fn(jax.make_jaxpr(f)(*args))
+    t.equal(str(operator.index(got)), str(want), why=f"FLOPs of {why}")
+
+
+@count_scan.check("plain products")
+def _(fn, t):
+    B, D, F = sizes(t, 3)
+    counts(
+        t,
+        fn,
+        2 * B * D * F,
+        f"x_BD @ w_DF, B={B}, D={D}, F={F}",
+        jnp.matmul,
+        spec(B, D),
+        spec(D, F),
+    )
+    two = lambda x, w: jnp.tanh(x @ w) @ w.T  # noqa: E731
+    counts(t, fn, 4 * B * D * F, "two products", two, spec(B, D), spec(D, F))
+    counts(t, fn, 0, "no product at all", lambda x: jnp.exp(x) * x + 1, spec(B, D))
+
+
+@count_scan.check("einsums with batch dimensions, several sums, and sizes of 1 and 0")
+def _(fn, t):
+    B, T, S, N, H = sizes(t, 5)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        args = spec(B, T, N, H, dtype=dtype), spec(B, S, N, H, dtype=dtype)
+        scores = lambda q, k: jnp.einsum("BTNH,BSNH->BNTS", q, k)  # noqa: E731
+        counts(t, fn, 2 * B * T * S * N * H, "BTNH,BSNH->BNTS", scores, *args)
+    out = lambda y, w: jnp.einsum("BTNH,NHS->BTS", y, w)  # noqa: E731
+    counts(t, fn, 2 * B * T * S * N * H, "BTNH,NHS->BTS", out, spec(B, T, N, H), spec(N, H, S))
+    counts(t, fn, 2 * T, "a row by a column", jnp.matmul, spec(1, T), spec(T, 1))
+    counts(t, fn, 0, "an empty batch", jnp.matmul, spec(0, T), spec(T, S))
+
+
+@count_scan.check("inside jit")
+def _(fn, t):
+    B, D = sizes(t, 2)
+    inner = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    outer = jax.jit(lambda x, w: inner(inner(x, w), w) @ w)
+    counts(t, fn, 6 * B * D * D, "jit within jit", outer, spec(B, D), spec(D, D))
+
+
+def stack(x, w_LDD):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w_LDD)[0]
+
+
+@count_scan.check("a scan")
+def _(fn, t):
+    B, D, L = sizes(t, 3)
+    counts(t, fn, L * 2 * B * D * D, f"a scan of {L} layers", stack, spec(B, D), spec(L, D, D))
+    both = lambda x, w: stack(x, w) @ w[0]  # noqa: E731
+    counts(t, fn, (L + 1) * 2 * B * D * D, f"{L} layers and one", both, spec(B, D), spec(L, D, D))
+    counts(t, fn, 0, "a scan of no layers", stack, spec(B, D), spec(0, D, D))
+
+
+@count_scan.check("a scan in a scan")
+def _(fn, t):
+    B, D, L, M = sizes(t, 4)
+    deep = lambda x, w: jax.lax.scan(lambda x, w: (stack(x, w), None), x, w)[0]  # noqa: E731
+    counts(
+        t, fn, L * M * 2 * B * D * D, f"{L} times {M} layers", deep, spec(B, D), spec(L, M, D, D)
+    )
+
+
+@count_scan.check("a branch")
+def _(fn, t):
+    B, D = sizes(t, 2)
+
+    def branch(x, w, flag):
+        return jax.lax.cond(flag, lambda x: x @ w, lambda x: (x @ w) @ w, x)
+
+    args = (spec(B, D), spec(D, D), spec(dtype=jnp.bool_))
+    counts(t, fn, 4 * B * D * D, "one product or two", branch, *args)
+
+
+@count_scan.check("functions with a rule of their own")
+def _(fn, t):
+    B, D = sizes(t, 2)
+
+    @jax.custom_jvp
+    def forward(x, w):
+        return x @ w
+
+    forward.defjvp(lambda primals, tangents: (forward(*primals), forward(*tangents)))
+
+    @jax.custom_vjp
+    def reverse(x, w):
+        return x @ w
+
+    reverse.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    args = spec(B, D), spec(D, D)
+    counts(t, fn, 2 * B * D * D, "custom_jvp", lambda x, w: forward(x, w), *args)
+    counts(t, fn, 2 * B * D * D, "custom_vjp", lambda x, w: reverse(x, w), *args)
+
+
+@count_scan.check("the gradient of a scan that recomputes")
+def _(fn, t):
+    B, D, L = sizes(t, 3)
+
+    def loss(x, w):
+        body = jax.checkpoint(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None))
+        return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+    # Two forward, the same two again, and four backward: a layer's gradient of x is needed below it.
+    grad = jax.jit(jax.grad(loss, argnums=1))
+    want = 8 * L * 2 * B * D * D
+    counts(t, fn, want, f"the gradient of {L} layers", grad, spec(B, D), spec(L, D, D))
+
+
+def right_flops(closed, length=True, inside=("jaxpr", "call_jaxpr"), pick=max, product=None):
+    def walk(jaxpr):
+        total = 0
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            name = eqn.primitive.name
+            if name == "dot_general":
+                total += (product or right_product)(eqn)
+            elif name == "scan":
+                total += (eqn.params["length"] if length else 1) * walk(eqn.params["jaxpr"])
+            elif name == "cond":
+                total += pick(walk(branch) for branch in eqn.params["branches"])
+            else:
+                total += sum(walk(eqn.params[key]) for key in inside if key in eqn.params)
+        return total
+
+    return walk(closed)
+
+
+def right_product(eqn):
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+
+
+@count_scan.mutant(
+    "You count the body of a scan once, as the compiler's cost analysis does. It runs "
+    "`eqn.params['length']` times."
+)
+def body_once(closed_jaxpr):
+    return right_flops(closed_jaxpr, length=False)
+
+
+@count_scan.mutant(
+    "You look at the outermost equations only. `jit` is an equation too, and its body is in "
+    "`eqn.params['jaxpr']`."
+)
+def outermost_only(closed_jaxpr):
+    return right_flops(closed_jaxpr, inside=())
+
+
+@count_scan.mutant(
+    "You multiply the sizes of both operands and divide by what is summed. Dimensions that both have "
+    "and the result keeps, such as heads, then count twice. Begin with the result's shape."
+)
+def batch_twice(closed_jaxpr):
+    def product(eqn):
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        left, right = (x.aval.shape for x in eqn.invars)
+        terms = math.prod(left[axis] for axis in contracted)
+        return 2 * math.prod(left) * math.prod(right) // max(terms, 1)
+
+    return right_flops(closed_jaxpr, product=product)
+
+
+@count_scan.mutant("You count one FLOP for a multiplication and its addition: they are two.")
+def one_for_a_pair(closed_jaxpr):
+    return right_flops(closed_jaxpr) // 2
+
+
+@count_scan.mutant("You add the branches of a cond. Only one of them runs: take the largest.")
+def both_branches(closed_jaxpr):
+    return right_flops(closed_jaxpr, pick=sum)
+
+
+@count_scan.mutant(
+    "You look for parameters called `jaxpr`. Functions with a custom_jvp or custom_vjp keep theirs "
+    "under `call_jaxpr`."
+)
+def one_name_only(closed_jaxpr):
+    return right_flops(closed_jaxpr, inside=("jaxpr",))
+
+
+@count_scan.mutant(
+    "In a scan within a scan you count the inner length alone. Multiply on the way down, or return the "
+    "inner count and multiply it outside."
+)
+def inner_length_only(closed_jaxpr):
+    def walk(jaxpr, runs):
+        total = 0
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name == "dot_general":
+                total += runs * right_product(eqn)
+            elif eqn.primitive.name == "cond":
+                total += max(walk(branch, runs) for branch in eqn.params["branches"])
+            else:
+                runs_inside = eqn.params.get("length", runs)
+                for key in ("jaxpr", "call_jaxpr"):
+                    if key in eqn.params:
+                        total += walk(eqn.params[key], runs_inside)
+        return total
+
+    return walk(closed_jaxpr, 1)
+
+
+@count_scan.mutant(
+    "You take the first contracted dimension and forget the others: `BTNH,NHS->BTS` sums over N and H. "
+    "Multiply the sizes of all of them."
+)
+def first_sum_only(closed_jaxpr):
+    def product(eqn):
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * left[contracted[0]]
+
+    return right_flops(closed_jaxpr, product=product)

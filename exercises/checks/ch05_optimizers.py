@@ -1,0 +1,908 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minitext.grading import Exercise
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+
+
+# ------------------------------------------------------------------------------------- adamw
+
+adamw = Exercise(
+    "05.adamw",
+    title="AdamW from its definition",
+    function="adamw_update",
+    minutes=30,
+    points=10,
+    statement="""
+Write one update of AdamW, without optax:
+`adamw_update(grads, state, params, rate, decays, b1, b2, eps, weight_decay)` returns
+`(updates, new state)`. For update number $t = 1, 2, \\dots$ of a parameter $w$ with gradient $g$
+
+$$
+m_t = \\beta_1 m_{t-1} + (1 - \\beta_1) g, \\qquad v_t = \\beta_2 v_{t-1} + (1 - \\beta_2) g^2, \\qquad
+\\Delta w = -\\eta \\left( \\frac{m_t / (1 - \\beta_1^t)}{\\sqrt{v_t / (1 - \\beta_2^t)} + \\varepsilon}
++ \\lambda w \\right),
+$$
+
+where $\\lambda w$ is there only for parameters that `decays` marks with True.
+
+- `grads`, `params`, `decays` and both moments are pytrees of one structure, whatever it is. Shapes
+  are ragged; scalars and empty arrays occur.
+- `state["count"]` is the number of updates *before* this one, an int32 array. One compiled function
+  serves all updates.
+- Moments and arithmetic are float32, also where gradients are bfloat16.
+- A gradient of zero moves nothing but what decays, and one of $10^{-12}$ is no special case: the
+  formula says what happens.
+""",
+    hints=(
+        "Do one leaf on paper first. Then `jax.tree.map` takes a function of as many arguments as "
+        "there are trees. What is t in the very first call, where the count is 0?",
+        "Four lines: new moments with `jax.tree.map` over (moment, gradient); the two corrections, "
+        "which are the same scalars for all leaves; the updates with `jax.tree.map` over (mu, nu, "
+        "params, decays). The state keeps the moments *uncorrected*.",
+        "`count = state['count'] + 1`, `t = count.astype(jnp.float32)`. In the last `tree.map`: "
+        "`direction = m / (1 - b1**t) / (jnp.sqrt(v / (1 - b2**t)) + eps)`, then "
+        "`-rate * (direction + weight_decay * p)` if the leaf decays, else `-rate * direction`.",
+    ),
+    forbid=("optax", "minitext.optim"),
+)
+
+
+SHAPES = {"stack": {"w": (3, 5, 4), "scale": (3, 5)}, "b": (7,), "gain": (), "none": (0, 4)}
+DECAYS = {"stack": {"w": True, "scale": False}, "b": True, "gain": False, "none": True}
+
+
+class Descent:
+    """Ragged parameters, a stream of gradients for them, and the definition in float64."""
+
+    decays = DECAYS
+
+    def __init__(self, rng, dtype=jnp.float32):
+        self.rng, self.dtype = rng, dtype
+        self.params = self.draw(jnp.float32)
+
+    def draw(self, dtype=None, scale=1.0):
+        is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+        sizes = lambda s: self.rng.normal(size=s) * scale * 10.0 ** self.rng.integers(-3, 3, s)  # noqa: E731
+        new = lambda s: jnp.asarray(sizes(s), dtype or self.dtype)  # noqa: E731
+        return jax.tree.map(new, SHAPES, is_leaf=is_shape)
+
+    def zeros(self):
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params)
+
+    def fresh(self):
+        return {"count": jnp.zeros((), jnp.int32), "mu": self.zeros(), "nu": self.zeros()}
+
+
+def adamw_by_numpy(grads, state, params, rate, decays, b1, b2, eps, weight_decay):
+    """The update in float64; state is (t, mu, nu)."""
+    wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    t, mu, nu = state
+    mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * wide(g), mu, grads)
+    nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * wide(g) ** 2, nu, grads)
+
+    def update(m, v, p, decay):
+        step = m / (1 - b1 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + eps)
+        return -rate * (step + weight_decay * wide(p) * decay)
+
+    return jax.tree.map(update, mu, nu, params, decays), (t + 1, mu, nu)
+
+
+def follow(fn, t, problem, updates, why, rate=0.01, **settings):
+    """Compares every update of a short descent with float64."""
+    settings = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1} | settings
+    step = jax.jit(functools.partial(fn, decays=problem.decays, rate=rate, **settings))
+    state = problem.fresh()
+    want_state = (0, problem.zeros(), problem.zeros())
+    params = problem.params
+    for number in range(1, updates + 1):
+        grads = problem.draw()
+        got, state = step(grads, state, params)
+        want, want_state = adamw_by_numpy(
+            grads, want_state, params, rate, problem.decays, **settings
+        )
+        t.close(got, want, rtol=2e-4, atol=2e-6 * rate, why=f"update {number}, {why}")
+        params = jax.tree.map(lambda p, u: p + u, params, got)
+
+
+@adamw.check("the first step is as long as the rate")
+def _(fn, t):
+    rate = float(t.rng.uniform(1e-3, 1e-2))
+    grads = {"w": jnp.asarray(t.rng.choice([-40.0, -1.0, 0.01, 3.0], (4, 5)), jnp.float32)}
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    state = {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": zeros}
+    got, _ = fn(grads, state, grads, rate, {"w": False})
+    want = -rate * np.sign(grads["w"])
+    t.close(got["w"], want, rtol=1e-4, why="m / sqrt(v) is the gradient's sign at t = 1")
+
+
+@adamw.check("five updates without decay")
+def _(fn, t):
+    follow(fn, t, Descent(t.rng), 5, "no decay", weight_decay=0.0, b2=0.99)
+
+
+@adamw.check("decay, and where there is none")
+def _(fn, t):
+    follow(fn, t, Descent(t.rng), 3, "with weight_decay=0.3", weight_decay=0.3)
+
+
+@adamw.check("tiny gradients, and eps outside the root")
+def _(fn, t):
+    problem = Descent(t.rng)
+    problem.draw = functools.partial(problem.draw, scale=1e-6)
+    follow(fn, t, problem, 3, "gradients of 1e-9 to 1e-4", weight_decay=0.0, eps=1e-6)
+
+
+@adamw.check("gradients of zero")
+def _(fn, t):
+    problem = Descent(t.rng)
+    got, state = fn(problem.zeros(), problem.fresh(), problem.params, 0.01, problem.decays)
+    want = jax.tree.map(lambda p, d: -0.01 * 0.1 * p * d, problem.params, problem.decays)
+    t.close(got, want, rtol=1e-5, atol=0, why="only decay is left")
+    t.close(state["mu"], problem.zeros(), atol=0, why="the first moment")
+
+
+@adamw.check("bfloat16 gradients, float32 moments")
+def _(fn, t):
+    problem = Descent(t.rng, jnp.bfloat16)
+    grads, state = problem.draw(), problem.fresh()
+    _, new = fn(grads, state, problem.params, 0.01, problem.decays)
+    t.equal(shapes_of(new), shapes_of(state), why="dtypes and shapes of the new state")
+    want = jax.tree.map(lambda g: 0.05 * np.asarray(g, np.float64) ** 2, grads)
+    t.close(new["nu"], want, rtol=1e-4, atol=1e-12, why="the second moment, b2=0.95")
+
+
+@adamw.check("the state counts, and keeps the averages as they are")
+def _(fn, t):
+    problem = Descent(t.rng)
+    grads, state = problem.draw(), problem.fresh()
+    state["count"] = jnp.asarray(int(t.rng.integers(5, 2000)), jnp.int32)
+    step = t.traces(functools.partial(fn, decays=problem.decays, rate=0.01))
+    _, new = step(grads, state, problem.params)
+    t.equal(int(new["count"]), int(state["count"]) + 1, why="the count")
+    want = jax.tree.map(lambda g: 0.1 * np.asarray(g, np.float64), grads)
+    t.close(new["mu"], want, rtol=1e-4, atol=1e-9, why="the first moment in the state")
+    for _ in range(2):
+        _, new = step(grads, new, problem.params)
+    t.equal(step.count, 1, why="how often three updates were traced")
+
+
+def adamw_variant(
+    correct=lambda m, b, t: m / (1 - b**t),
+    first_t=1,
+    root=lambda v, eps: jnp.sqrt(v) + eps,
+    l2=False,
+    masked=True,
+    decay_times_rate=True,
+    sign=-1,
+    keep_corrected=False,
+    dtype=jnp.float32,
+):
+    """A correct adamw_update but for what is passed."""
+
+    def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1):  # fmt: skip
+        count = state["count"] + 1
+        t = (state["count"] + first_t).astype(jnp.float32)
+        share = jax.tree.map(lambda d: weight_decay * (d or not masked), decays)
+        grads = jax.tree.map(lambda g: g.astype(dtype or g.dtype), grads)
+        if l2:
+            grads = jax.tree.map(lambda g, p, s: g + s * p, grads, params, share)
+        square = lambda g: (g * g).astype(jnp.float32)  # noqa: E731
+        mu = jax.tree.map(
+            lambda m, g: b1 * m + (1 - b1) * g.astype(jnp.float32), state["mu"], grads
+        )
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * square(g), state["nu"], grads)
+        mu_hat = jax.tree.map(lambda m: correct(m, b1, t), mu)
+        nu_hat = jax.tree.map(lambda v: correct(v, b2, t), nu)
+
+        def update(m, v, p, s):
+            direction = rate * m / root(v, eps)
+            if l2:
+                return sign * direction
+            return sign * (direction + (rate if decay_times_rate else 1.0) * s * p)
+
+        updates = jax.tree.map(update, mu_hat, nu_hat, params, share)
+        kept = (mu_hat, nu_hat) if keep_corrected else (mu, nu)
+        return updates, {"count": count, "mu": kept[0], "nu": kept[1]}
+
+    return adamw_update
+
+
+def wrong_adamw(name, hint, **changes):
+    fn = adamw_variant(**changes)
+    fn.__name__ = name
+    adamw.mutant(hint)(fn)
+
+
+wrong_adamw(
+    "no_bias_correction",
+    "You use the averages as they are. They began at zero, so the first ones are too small, and not "
+    "by the same factor: divide m by 1 - b1^t and v by 1 - b2^t.",
+    correct=lambda m, b, t: m,
+)
+wrong_adamw(
+    "count_before_the_update",
+    "In the first update your t is 0, so 1 - b^t is 0 and you divide by it. t is the number of "
+    "updates including this one: the old count plus 1.",
+    first_t=0,
+)
+wrong_adamw(
+    "wrong_way",
+    "You return what has to be subtracted. An update is *added* to the parameters, as in optax: it "
+    "points against the gradient.",
+    sign=1,
+)
+wrong_adamw(
+    "corrected_twice",
+    "You keep the corrected moments in the state, so the next update corrects them again. The state "
+    "holds the plain averages; the corrected ones live for one update only.",
+    keep_corrected=True,
+)
+wrong_adamw(
+    "decay_in_the_gradient",
+    "You add the decay to the gradient. It then goes into both moments and is divided by the root "
+    "of v: where gradients are large, nothing decays. Add weight_decay * w after the division.",
+    l2=True,
+)
+wrong_adamw(
+    "everything_decays",
+    "You let all parameters decay. Where `decays` is False, weight_decay must not appear.",
+    masked=False,
+)
+wrong_adamw(
+    "decay_without_the_rate",
+    "Your decay is not multiplied by the learning rate: parameters lose weight_decay of themselves "
+    "in every step. The rate stands in front of the whole bracket.",
+    decay_times_rate=False,
+)
+wrong_adamw(
+    "eps_inside_the_root",
+    "You add eps under the root. There it counts as its own root, ten thousand times as much for "
+    "1e-8, and small gradients hardly move anything. Take the root first, then add eps.",
+    root=lambda v, eps: jnp.sqrt(v + eps),
+)
+wrong_adamw(
+    "squares_in_bfloat16",
+    "You square the gradient in its own dtype. The square of a bfloat16 number is rounded to 8 bits "
+    "before it enters v. Convert the gradient to float32 first.",
+    dtype=None,
+)
+
+# -------------------------------------------------------------------------------------- clip
+
+clip = Exercise(
+    "05.clip",
+    title="Clip by the global norm",
+    function="clip_tree",
+    minutes=15,
+    points=10,
+    statement="""
+Write `clip_tree(grads, limit)`, without optax. The global norm is that of all entries of all arrays
+together, $\\sqrt{\\sum_i g_i^2}$. If it is above the limit, every entry is multiplied by the *same*
+factor, limit / norm. Return the gradient and the norm it had before, a float32 scalar.
+
+- A gradient that is short enough comes back bit for bit.
+- Squares and their sum are float32, also for bfloat16 arrays; each array comes back in its own
+  dtype, rounded once.
+- A gradient of zeros gives zeros and norm 0. Norms and limits of $10^{-6}$ are treated like any
+  others.
+- It is called inside a jitted step.
+""",
+    hints=(
+        "One number for the whole tree: which sum runs over the arrays, and which over the entries "
+        "of one? And what is limit / norm for a gradient of zeros?",
+        "`sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))`, then one "
+        "root. Under jit you cannot ask `if norm > limit`; choose the factor with `jnp.where`.",
+        "`scale = jnp.where(norm > limit, limit / norm, 1.0)`: `where` takes the 1 for zeros, and "
+        "multiplying by exactly 1 changes no bit. Then `jax.tree.map(lambda g: (g.astype(jnp.float32)"
+        " * scale).astype(g.dtype), grads)`.",
+    ),
+    forbid=("optax", "minitext.optim"),
+)
+
+
+def ragged_gradient(rng, scale=1.0, dtype=jnp.float32):
+    draw = lambda *s: jnp.asarray(rng.normal(size=s) * scale, dtype)  # noqa: E731
+    return {"w": draw(6, 5), "layers": [draw(3), draw(2, 4, 1)], "gain": draw(), "none": draw(0, 3)}
+
+
+def norm_by_numpy(grads):
+    return math.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+
+
+def clip_by_numpy(grads, limit):
+    factor = min(1.0, limit / norm_by_numpy(grads))
+    return jax.tree.map(lambda g: np.asarray(g, np.float64) * factor, grads)
+
+
+@clip.check("a long gradient is shortened to the limit")
+def _(fn, t):
+    grads = ragged_gradient(t.rng, scale=float(t.rng.uniform(1, 9)))
+    limit = 0.3 * norm_by_numpy(grads)
+    got, norm = fn(grads, limit)
+    t.close(got, clip_by_numpy(grads, limit), rtol=1e-4, why="the clipped gradient")
+    t.close(norm, norm_by_numpy(grads), rtol=1e-5, why="the norm before", dtype=np.float32)
+
+
+@clip.check("a short gradient is not touched")
+def _(fn, t):
+    grads = ragged_gradient(t.rng)
+    limit = 1.5 * norm_by_numpy(grads)
+    got, norm = fn(grads, limit)
+    t.equal(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, grads), why="the gradient")
+    t.close(norm, norm_by_numpy(grads), rtol=1e-5, why="the norm")
+
+
+@clip.check("zeros")
+def _(fn, t):
+    grads = jax.tree.map(jnp.zeros_like, ragged_gradient(t.rng))
+    got, norm = fn(grads, 1.0)
+    t.close(got, grads, atol=0, why="a gradient of zeros")
+    t.close(norm, 0.0, atol=0, why="its norm")
+
+
+@clip.check("a small norm and a smaller limit")
+def _(fn, t):
+    grads = ragged_gradient(t.rng, scale=1e-6)
+    limit = 0.2 * norm_by_numpy(grads)
+    want = clip_by_numpy(grads, limit)
+    got = jax.tree.map(lambda g: g / limit, fn(grads, limit)[0])
+    t.close(got, jax.tree.map(lambda g: g / limit, want), rtol=1e-4, why="in units of the limit")
+
+
+@clip.check("bfloat16 arrays")
+def _(fn, t):
+    for size in (1.0, 0.7, 1.8):  # what is rounded to 8 bits is near enough now and then
+        grads = {
+            "half": jnp.asarray(t.rng.normal(size=(60, 500)) * size, jnp.bfloat16),
+            "full": jnp.asarray(t.rng.normal(size=9), jnp.float32),
+        }
+        limit = float(t.rng.uniform(20, 40))
+        got, norm = fn(grads, limit)
+        t.close(norm, norm_by_numpy(grads), rtol=1e-5, why="the norm of 30,009 entries")
+        t.equal(shapes_of(got), shapes_of(grads), why="dtypes and shapes")
+        want = clip_by_numpy(grads, limit)["half"].astype(jnp.bfloat16)
+        same = np.mean(np.asarray(got["half"]) == want)
+        why = f"only {same:.1%} of the bfloat16 entries are what one rounding gives"
+        t.true(same > 0.995, why=why, observed=same)
+
+
+@clip.check("inside a jitted step")
+def _(fn, t):
+    clipped = t.traces(functools.partial(fn, limit=2.0))
+    for scale in (0.01, 5.0):
+        grads = ragged_gradient(t.rng, scale)
+        got, _ = clipped(grads)
+        t.close(got, clip_by_numpy(grads, 2.0), rtol=1e-4, why=f"gradients of size {scale:g}")
+    t.equal(clipped.count, 1, why="the number of traces")
+
+
+def squares(grads, dtype=jnp.float32):
+    return [jnp.sum(jnp.square(g.astype(dtype or g.dtype))) for g in jax.tree.leaves(grads)]
+
+
+def scaled(grads, scale):
+    return jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads)
+
+
+@clip.mutant(
+    "You clip every array by its own norm. That changes the direction of the gradient: large parts "
+    "are cut and small ones are not. There is one norm, over all arrays together."
+)
+def each_array_alone(grads, limit):
+    one = lambda g: scaled(g, jnp.minimum(1.0, limit / jnp.maximum(jnp.sqrt(squares(g)[0]), 1e-30)))  # noqa: E731
+    return jax.tree.map(one, grads), jnp.sqrt(sum(squares(grads)))
+
+
+@clip.mutant(
+    "You cut entries to the limit one by one. That changes the gradient's direction. Multiply all "
+    "entries by one factor."
+)
+def each_entry_alone(grads, limit):
+    cut = lambda g: jnp.clip(g, -limit, limit)  # noqa: E731
+    return jax.tree.map(cut, grads), jnp.sqrt(sum(squares(grads)))
+
+
+@clip.mutant(
+    "You add up the norms of the arrays. Lengths at right angles don't add: sum the squares of all "
+    "entries, and take one root at the end."
+)
+def sum_of_norms(grads, limit):
+    norm = sum(jnp.sqrt(s) for s in squares(grads))
+    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
+
+
+@clip.mutant(
+    "You return the norm after clipping. The one before is what a training run logs: it tells that "
+    "a batch was odd."
+)
+def norm_afterwards(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    clipped = scaled(grads, jnp.where(norm > limit, limit / norm, 1.0))
+    return clipped, jnp.sqrt(sum(squares(clipped)))
+
+
+@clip.mutant(
+    "You bring every gradient to the limit, also one that is shorter. The factor is never above 1."
+)
+def always_to_the_limit(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    return scaled(grads, limit / jnp.maximum(norm, 1e-30)), norm
+
+
+@clip.mutant(
+    "A gradient of zeros gives nan: 0 * (limit / 0). Choose the factor so that it is 1 wherever the "
+    "norm is not above the limit."
+)
+def zero_over_zero(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    unit = jax.tree.map(lambda g: g.astype(jnp.float32) / norm, grads)
+    short = norm < limit
+    pick = lambda g, u: jnp.where(short & (norm > 0), g, (limit * u).astype(g.dtype))  # noqa: E731
+    return jax.tree.map(pick, grads, unit), norm
+
+
+@clip.mutant(
+    "You add a constant such as 1e-6 to the norm, to be safe from zero. Where norms are that small "
+    "it changes the result. Ask whether the norm is above the limit instead."
+)
+def constant_in_the_norm(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    return scaled(grads, jnp.where(norm > limit, limit / (norm + 1e-6), 1.0)), norm
+
+
+@clip.mutant(
+    "You square and sum bfloat16 arrays in their own dtype. Each square and each sum is rounded to 8 "
+    "bits. Convert each array to float32 before you square it."
+)
+def norm_in_bfloat16(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads, dtype=None)).astype(jnp.float32))
+    return scaled(grads, jnp.where(norm > limit, limit / norm, 1.0)), norm
+
+
+@clip.mutant(
+    "Your arrays come back as float32. Multiply in float32 and convert each array back to the dtype "
+    "it came in, or the step compiles anew and takes twice the memory."
+)
+def comes_back_wide(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    scale = jnp.where(norm > limit, limit / norm, 1.0)
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads), norm
+
+
+@clip.mutant(
+    "You round the factor to bfloat16 before you multiply, so every entry is rounded twice. "
+    "Multiply in float32, then convert the product."
+)
+def rounded_factor(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    scale = jnp.where(norm > limit, limit / norm, 1.0)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
+
+
+@clip.mutant(
+    "Python's `if` asks for the norm's value, which does not exist while the step is traced. "
+    "Choose with jnp.where."
+)
+def asks_python(grads, limit):
+    norm = jnp.sqrt(sum(squares(grads)))
+    return (scaled(grads, limit / norm) if norm > limit else grads), norm
+
+
+# --------------------------------------------------------------------------------------- wsd
+
+wsd = Exercise(
+    "05.wsd",
+    title="Warm-up, stable, decay",
+    function="wsd_rate",
+    minutes=20,
+    points=10,
+    statement="""
+Write `wsd_rate(step, steps, peak, warmup, decay, final)`: the learning rate of step 0, 1, ... of a
+run of `steps` steps.
+
+- In the first `warmup` steps it rises in a straight line. Step 0 already moves: the rate there is
+  peak / (warmup + 1), and step `warmup` is the first at the peak. With `warmup=0` that is step 0.
+- Then it stays at the peak.
+- The last `decay` steps fall in a straight line: step `steps - decay` is the last at the peak, and
+  at step `steps` the rate would be `final`. A run that is continued stays at `final`.
+- A decay that is longer than what warm-up leaves begins where warm-up ends, and ends at `steps`.
+- `step` is an int32 array of any shape, or traced. All else are Python numbers.
+""",
+    hints=(
+        "Draw the curve for steps=10, warmup=2, decay=4, and write the rate at each step. There are "
+        "two straight lines and a flat part that joins them.",
+        "Write both lines as formulas that hold for every step, and choose between them with "
+        "`jnp.where(step < warmup, ...)`. `jnp.clip` makes the flat part and the end.",
+        "`begin = max(warmup, steps - decay)`; `done = jnp.clip((step - begin) / (steps - begin), 0, 1)`;"
+        " `peak + (final - peak) * done` where step >= warmup, else "
+        "`peak * (step + 1) / (warmup + 1)`.",
+    ),
+    forbid=("optax", "minitext.optim"),
+)
+
+
+def wsd_by_hand(steps, peak, warmup, decay, final, until):
+    """The rate at steps 0 .. until - 1, one by one in Python."""
+    begin, rates = max(warmup, steps - decay), []
+    for step in range(until):
+        if step < warmup:
+            rates.append(peak * (step + 1) / (warmup + 1))
+        elif step <= begin:
+            rates.append(peak)
+        elif step < steps:
+            rates.append(peak + (final - peak) * (step - begin) / (steps - begin))
+        else:
+            rates.append(final)
+    return np.array(rates)
+
+
+def check_rates(fn, t, why, steps, warmup, decay, until=None, share=0.1):
+    peak = float(t.rng.uniform(1e-3, 1e-1))
+    until = until or steps
+    got = fn(jnp.arange(until), steps, peak, warmup, decay, share * peak)
+    want = wsd_by_hand(steps, peak, warmup, decay, share * peak, until)
+    t.close(got, want, rtol=1e-5, atol=1e-9, why=why, dtype=np.float32)
+
+
+@wsd.check("warm-up, and what is stable")
+def _(fn, t):
+    warmup, decay = int(t.rng.integers(4, 9)), int(t.rng.integers(5, 12))
+    check_rates(fn, t, "before the decay", 60, warmup, decay, until=60 - decay)
+
+
+@wsd.check("the decay")
+def _(fn, t):
+    warmup, decay = int(t.rng.integers(4, 9)), int(t.rng.integers(5, 12))
+    check_rates(fn, t, "the whole run", 60, warmup, decay)
+    check_rates(fn, t, "a decay of one step", 60, warmup, 1)
+
+
+@wsd.check("no warm-up")
+def _(fn, t):
+    check_rates(fn, t, "warmup=0", 40, 0, int(t.rng.integers(5, 12)))
+
+
+@wsd.check("a decay longer than what is left")
+def _(fn, t):
+    warmup = int(t.rng.integers(10, 15))
+    check_rates(fn, t, f"decay=90 of 40 steps, warmup={warmup}", 40, warmup, 90)
+    check_rates(fn, t, f"decay=36 of 40 steps, warmup={warmup}", 40, warmup, 36)
+
+
+@wsd.check("after the end")
+def _(fn, t):
+    check_rates(fn, t, "a run that is continued", 30, 5, int(t.rng.integers(6, 12)), until=50)
+    check_rates(fn, t, "a final rate of 0", 30, 5, 10, until=50, share=0.0)
+
+
+@wsd.check("a traced step")
+def _(fn, t):
+    rate = t.traces(lambda step: fn(step, 30, 0.5, 4, 10, 0.1))
+    got = [float(rate(jnp.asarray(step))) for step in (0, 10, 25)]
+    t.close(got, wsd_by_hand(30, 0.5, 4, 10, 0.1, 30)[[0, 10, 25]], rtol=1e-5, why="one by one")
+    t.equal(rate.count, 1, why="the number of traces")
+
+
+def wsd_variant(
+    rising=lambda step, warmup: (step + 1) / (warmup + 1),
+    begin=lambda steps, warmup, decay: max(warmup, steps - decay),
+    end=lambda steps, begin, decay: steps,
+    done=lambda x: jnp.clip(x, 0.0, 1.0),
+    fall=lambda peak, final, done: peak + (final - peak) * done,
+    early=lambda step, warmup: step < warmup,
+):
+    """A correct wsd_rate but for what is passed."""
+
+    def wsd_rate(step, steps, peak, warmup, decay, final=0.0):
+        step = jnp.asarray(step, jnp.float32)
+        first = begin(steps, warmup, decay)
+        last = end(steps, first, decay)
+        falling = fall(peak, final, done((step - first) / (last - first)))
+        return jnp.where(early(step, warmup), peak * rising(step, warmup), falling)
+
+    return wsd_rate
+
+
+def wrong_wsd(name, hint, **changes):
+    fn = wsd_variant(**changes)
+    fn.__name__ = name
+    wsd.mutant(hint)(fn)
+
+
+wrong_wsd(
+    "warm_up_from_zero",
+    "Your first rate is 0, so the first step is wasted. Warm-up begins at peak / (warmup + 1): "
+    "count step + 1 of warmup + 1.",
+    rising=lambda step, warmup: step / max(warmup, 1),
+)
+wrong_wsd(
+    "peak_one_step_early",
+    "Your warm-up reaches the peak one step early: step `warmup` is the first at the peak, and "
+    "there are warmup + 1 equal rises.",
+    rising=lambda step, warmup: (step + 1) / max(warmup, 1),
+)
+wrong_wsd(
+    "no_stable_phase",
+    "Your rate falls from the end of warm-up on. The decay takes only the last `decay` steps; before "
+    "that the rate stays at the peak.",
+    begin=lambda steps, warmup, decay: warmup,
+)
+wrong_wsd(
+    "decays_to_zero",
+    "Your decay ends at 0, whatever `final` is. It goes from the peak to `final`.",
+    fall=lambda peak, final, done: peak * (1 - done),
+)
+wrong_wsd(
+    "along_a_cosine",
+    "Your decay follows a cosine. A straight line is asked for.",
+    fall=lambda peak, final, done: final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * done)),
+)
+wrong_wsd(
+    "ends_one_step_early",
+    "Your decay reaches `final` at step steps - 1. It would be reached at step `steps`, the first "
+    "one after the run: there are `decay` equal falls.",
+    end=lambda steps, begin, decay: max(begin + 1, steps - 1),
+)
+wrong_wsd(
+    "decay_cuts_the_warm_up_short",
+    "With a decay longer than what is left your rate jumps down at the end of warm-up: the line has "
+    "begun to fall before. A decay begins no earlier than warm-up ends: max(warmup, steps - decay).",
+    begin=lambda steps, warmup, decay: steps - decay,
+)
+wrong_wsd(
+    "falls_for_ever",
+    "After the last step your rate goes on falling, below `final` and below 0. Keep it at `final`.",
+    done=lambda x: jnp.maximum(x, 0.0),
+)
+
+
+@wsd.mutant(
+    "Python's `if` asks for the value of the step, which may be an array or traced. Choose with "
+    "jnp.where."
+)
+def asks_python_for_the_step(step, steps, peak, warmup, decay, final=0.0):
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    return wsd_variant()(step, steps, peak, warmup, decay, final)
+
+
+# ----------------------------------------------------------------------------- orthogonalize
+
+orthogonalize = Exercise(
+    "05.orthogonalize",
+    title="Orthogonalise by Newton-Schulz",
+    function="newton_schulz",
+    minutes=30,
+    points=10,
+    statement="""
+Write `newton_schulz(x, rounds, a, b, c)`. Divide each matrix by its Frobenius norm, so that all its
+singular values $s$ lie in $[0, 1]$. Then apply `rounds` times the polynomial
+$p(s) = a s + b s^3 + c s^5$ to the singular values, without ever computing them:
+
+$$
+X \\leftarrow a X + (b A + c A^2) X, \\qquad A = X X^\\mathsf{T} .
+$$
+
+- `x` has shape [..., M, N]: any number of stacked matrices, tall or wide, each with a norm of its
+  own. The result has the same shape and is float32, and so is all arithmetic, also for bfloat16.
+- $A$ is the product over the *longer* side, so it has the size of the shorter one squared: for a
+  tall matrix turn $X$ over first. The checks look at the shapes in your jaxpr.
+- A matrix of zeros gives zeros. Apart from that, the scale of `x` does not matter.
+- No singular value decomposition, and no optax.
+""",
+    hints=(
+        "For one wide matrix it is three lines in a loop. What do you do with a tall one before and "
+        "after? And over which axes is the norm of each matrix of a stack?",
+        "`jnp.swapaxes(x, -2, -1)` transposes every matrix of a stack; `.T` turns *all* axes round. "
+        "The norm: `jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)`. Zeros: add 1e-7 to the norm.",
+        "`tall = x.shape[-2] > x.shape[-1]` is known while tracing, so a Python `if` is right. In the "
+        "loop: `A = x @ jnp.swapaxes(x, -2, -1)` and `x = a * x + (b * A + c * A @ A) @ x`.",
+    ),
+    forbid=(
+        "optax", "minitext.optim", "jax.numpy.linalg.svd", "numpy.linalg.svd", "jax.scipy.linalg",
+        "jax.lax.linalg",
+    ),
+)  # fmt: skip
+
+
+def newton_schulz_by_svd(x, rounds=5):
+    """What the polynomial does to the singular values, in float64."""
+    x = np.asarray(x, np.float64)
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    norm = np.sqrt((s**2).sum(axis=-1, keepdims=True))
+    s = s / np.where(norm > 0, norm, 1.0)
+    for _ in range(rounds):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s[..., None, :]) @ vt
+
+
+def matrices(t, *shape, dtype=jnp.float32):
+    return jnp.asarray(t.rng.normal(size=shape), dtype)
+
+
+def compare_with_svd(fn, t, x, why, rounds=5, atol=1e-3):
+    got = fn(x, rounds) if rounds != 5 else fn(x)
+    want = newton_schulz_by_svd(x, rounds)
+    t.close(got, want, rtol=0, atol=atol, why=why, dtype=np.float32)
+
+
+@orthogonalize.check("one round, and five")
+def _(fn, t):
+    x = matrices(t, 6, 10)
+    compare_with_svd(fn, t, x, "one round on a wide matrix", rounds=1)
+    compare_with_svd(fn, t, x, "five rounds on a wide matrix")
+
+
+@orthogonalize.check("a tall matrix, a row and a column")
+def _(fn, t):
+    for shape in ((11, 4), (1, 9), (7, 1), (5, 5)):
+        compare_with_svd(fn, t, matrices(t, *shape), f"shape {list(shape)}")
+
+
+@orthogonalize.check("a stack, each matrix with its own norm")
+def _(fn, t):
+    scales = 10.0 ** jnp.arange(-2, 2).reshape(2, 2, 1, 1)
+    compare_with_svd(fn, t, matrices(t, 2, 2, 4, 7) * scales, "shape [2, 2, 4, 7]")
+    compare_with_svd(fn, t, matrices(t, 2, 2, 7, 4) * scales, "shape [2, 2, 7, 4]")
+
+
+@orthogonalize.check("large, small and zero")
+def _(fn, t):
+    for scale in (1e4, 1e-3):
+        compare_with_svd(fn, t, scale * matrices(t, 5, 8), f"a matrix times {scale:g}", atol=5e-3)
+    x = matrices(t, 3, 5, 8).at[1].set(0.0)
+    compare_with_svd(fn, t, x, "a stack with a matrix of zeros")
+
+
+@orthogonalize.check("bfloat16 in, float32 arithmetic")
+def _(fn, t):
+    compare_with_svd(fn, t, matrices(t, 12, 20, dtype=jnp.bfloat16), "a bfloat16 matrix", atol=5e-4)
+
+
+def largest_array(fn, *args):
+    """Shape of the largest array that any equation of fn(*args) makes."""
+    found = [(0, ())]
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            for out in eqn.outvars:
+                found.append((math.prod(out.aval.shape), out.aval.shape))
+            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(value):
+                    walk(getattr(value, "jaxpr", value))
+
+    def is_jaxpr(value):
+        return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return max(found)
+
+
+@orthogonalize.check("nothing larger than the matrix itself")
+def _(fn, t):
+    for shape in ((64, 3), (2, 3, 64)):
+        size, found = largest_array(fn, jnp.zeros(shape))
+        why = f"for x of shape {list(shape)} you make an array of shape {list(found)}"
+        t.true(size <= math.prod(shape), why=why)
+
+
+@orthogonalize.check("inside a jitted step")
+def _(fn, t):
+    jitted = t.traces(fn)
+    for _ in range(2):
+        x = matrices(t, 9, 4)
+        t.close(jitted(x), newton_schulz_by_svd(x), rtol=0, atol=1e-3, why="under jit")
+    t.equal(jitted.count, 1, why="the number of traces")
+
+
+def turned(x):
+    return jnp.swapaxes(x, -2, -1)
+
+
+def schulz_variant(
+    coefficients=(3.4445, -4.7750, 2.0315),
+    norm=lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7,
+    turn=turned,
+    turn_tall=True,
+    turn_back=True,
+    square=lambda gram: gram @ gram,
+    dtype=jnp.float32,
+    always=None,
+):
+    """A correct newton_schulz but for what is passed."""
+
+    def newton_schulz(x, rounds=5):
+        a, b, c = coefficients
+        x = x.astype(dtype or x.dtype)
+        tall = turn_tall and x.shape[-2] > x.shape[-1]
+        x = turn(x) if tall else x
+        x = x / norm(x)
+        for _ in range(rounds if always is None else always):
+            gram = x @ turned(x)
+            x = a * x + (b * gram + c * square(gram)) @ x
+        return (turn(x) if tall and turn_back else x).astype(jnp.float32)
+
+    return newton_schulz
+
+
+def wrong_schulz(name, hint, **changes):
+    fn = schulz_variant(**changes)
+    fn.__name__ = name
+    orthogonalize.mutant(hint)(fn)
+
+
+wrong_schulz(
+    "not_normalised",
+    "You don't divide by the norm. Above about 1.3 the polynomial throws singular values away from "
+    "1, and after five rounds they are infinite. Divide by the Frobenius norm first.",
+    norm=lambda x: jnp.ones(()),
+)
+wrong_schulz(
+    "rows_normalised",
+    "You normalise each row. That changes the singular vectors. Divide each matrix by one number, "
+    "the root of the sum of all its squares.",
+    norm=lambda x: jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-7,
+)
+wrong_schulz(
+    "cubic",
+    "You use the classical polynomial 1.5 s - 0.5 s^3. It needs many more rounds to lift a small "
+    "singular value; take the three coefficients that are given.",
+    coefficients=(1.5, -0.5, 0.0),
+)
+wrong_schulz(
+    "gram_not_squared",
+    "In the last term you use A in place of A times A, so s is raised to 3 again and not to 5.",
+    square=lambda gram: gram,
+)
+wrong_schulz(
+    "squared_entry_by_entry",
+    "You square the entries of A. The term is a matrix product, A @ A.",
+    square=jnp.square,
+)
+wrong_schulz(
+    "always_five_rounds",
+    "You always do five rounds. `rounds` is an argument.",
+    always=5,
+)
+wrong_schulz(
+    "stays_turned",
+    "You turn a tall matrix over and don't turn the result back: its shape is that of the transpose.",
+    turn_back=False,
+)
+wrong_schulz(
+    "one_norm_for_the_stack",
+    "You divide the whole stack by one norm. The matrices of a stack are different layers' and have "
+    "nothing to do with each other: take the norm over the last two axes only, with keepdims=True.",
+    norm=lambda x: jnp.sqrt(jnp.sum(x * x)) + 1e-7,
+)
+wrong_schulz(
+    "all_axes_turned",
+    "`.T` reverses all axes, also those of the stack. jnp.swapaxes(x, -2, -1) transposes each matrix.",
+    turn=lambda x: x.T,
+)
+wrong_schulz(
+    "zero_by_zero",
+    "A matrix of zeros gives nan: you divide it by its norm, which is 0. A parameter that got no "
+    "gradient has such a matrix. Add 1e-7 to the norm.",
+    norm=lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True),
+)
+wrong_schulz(
+    "in_bfloat16",
+    "You compute in the dtype of x. In bfloat16 each round is rounded to 8 bits. Convert to float32 "
+    "first, as is asked.",
+    dtype=None,
+)
+wrong_schulz(
+    "gram_of_the_longer_side",
+    "For a tall matrix your A has the longer side squared. The result is the same and the work many "
+    "times as much: turn a tall matrix over first, and turn the result back.",
+    turn_tall=False,
+)

@@ -1,0 +1,133 @@
+import math
+from fractions import Fraction
+
+import jax.numpy as jnp
+
+
+# EXERCISE 03.intensity
+def einsum_cost(subscripts, shapes, dtype, result_dtype):
+    """FLOPs, bytes and intensity of a product of two arrays.
+
+    Args:
+      subscripts: such as "BTD,DF->BTF": one letter a dimension, no spaces, no letter twice in one
+        operand. A letter that only one operand has is in the result too.
+      shapes: two tuples of Python ints, the operands' shapes.
+      dtype: JAX's name of the operands' dtype, such as "bfloat16" or "int8".
+      result_dtype: JAX's name of the result's dtype.
+
+    Returns:
+      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per byte.
+
+    Raises:
+      ValueError: a letter has two sizes; the message has the letter.
+    """
+    # BEGIN SOLUTION
+    operands, result = subscripts.split("->")
+    sizes = {}
+    for letters, shape in zip(operands.split(","), shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(
+                    f"{letter} is {sizes[letter]} in one operand and {size} in another"
+                )
+    # Python's integers have no largest one; NumPy's wrap around at 2**63.
+    flops = 2 * math.prod(sizes.values())
+    read = sum(math.prod(shape) for shape in shapes) * jnp.dtype(dtype).itemsize
+    written = math.prod(sizes[letter] for letter in result) * jnp.dtype(result_dtype).itemsize
+    moved = read + written
+    return flops, moved, flops / moved if moved else 0.0
+    # END SOLUTION
+
+
+# EXERCISE 03.crossover_batch
+def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    """The smallest batch at which `BD,DF->BF` no longer waits for memory.
+
+    Args:
+      D: size of the contracted dimension, a Python int.
+      F: size of the other dimension of the weights, a Python int.
+      peak: FLOP/s, a Python int or a float that holds one.
+      bandwidth: bytes/s, a Python int or a float that holds one.
+      activation_bytes: bytes of a number in the input and in the result, an int.
+      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they need not be read.
+
+    Returns:
+      A Python int, at least 1, or None if no batch is large enough.
+    """
+    # BEGIN SOLUTION
+    peak, bandwidth, weight_bytes = Fraction(peak), Fraction(bandwidth), Fraction(weight_bytes)
+    # 2BDF / peak >= (B (D + F) a + D F w) / bandwidth, sorted by what B multiplies:
+    gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
+    needed = peak * weight_bytes * D * F
+    if needed == 0:
+        return 1 if gain >= 0 else None
+    return math.ceil(needed / gain) if gain > 0 else None
+    # END SOLUTION
+
+
+# EXERCISE 03.classify
+def predict_time(ops, peaks, bandwidth):
+    """What each operation waits for, how long all take, and how much of that goes to memory.
+
+    Args:
+      ops: list of dicts with
+        "flops", "bytes": floats, of one run;
+        "runs": how often it runs;
+        "dtype": of its operands, a name;
+        "product": whether the matrix unit does it.
+      peaks: FLOP/s of the matrix unit by dtype; "float32" is always there.
+      bandwidth: bytes/s.
+
+    Returns:
+      (limits, seconds, memory_share): a list with "compute" or "memory" for each operation, the
+      time of all of them in seconds, and the share of it, from 0 to 1, of those that wait for memory.
+    """
+    # BEGIN SOLUTION
+    limits, seconds = [], {"compute": 0.0, "memory": 0.0}
+    for op in ops:
+        arithmetic = 0.0
+        if op["product"]:
+            arithmetic = op["flops"] / peaks.get(op["dtype"], peaks["float32"])
+        memory = op["bytes"] / bandwidth
+        limits.append("compute" if arithmetic > memory else "memory")
+        seconds[limits[-1]] += op["runs"] * max(arithmetic, memory)
+    total = sum(seconds.values())
+    return limits, total, seconds["memory"] / total if total else 0.0
+    # END SOLUTION
+
+
+# EXERCISE 03.count_scan
+def matmul_flops(closed_jaxpr):
+    """FLOPs of every `dot_general` that a jaxpr runs.
+
+    Args:
+      closed_jaxpr: what `jax.make_jaxpr(fn)(*args)` returns.
+
+    Returns:
+      A Python int.
+    """
+    # BEGIN SOLUTION
+
+    def flops(jaxpr):
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or not
+        total = 0
+        for eqn in jaxpr.eqns:
+            params = eqn.params
+            if eqn.primitive.name == "dot_general":
+                (contracted, _), _ = params["dimension_numbers"]
+                left = eqn.invars[0].aval.shape
+                terms = math.prod(left[axis] for axis in contracted)
+                total += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+            elif eqn.primitive.name == "scan":
+                total += params["length"] * flops(params["jaxpr"])
+            elif eqn.primitive.name == "cond":
+                total += max(flops(branch) for branch in params["branches"])
+            else:
+                # jit and checkpoint call theirs `jaxpr`, functions with rules of their own `call_jaxpr`.
+                for name in ("jaxpr", "call_jaxpr"):
+                    if name in params:
+                        total += flops(params[name])
+        return total
+
+    return flops(closed_jaxpr)
+    # END SOLUTION
