@@ -268,11 +268,12 @@ class Checkpointer:
         """Removes what a failed save left and raises: a UserError if the disk was the reason."""
         with contextlib.suppress(Exception):
             self._orbax.wait_until_finished()
-        # TensorStore may still be writing other arrays there: that's why no two saves share a name.
-        for _ in range(20):
+        # TensorStore may still write other arrays there and doesn't say when it is done: that's why
+        # no two saves share a name, and why the place is cleared until it stays empty.
+        quiet, end = 0, time.monotonic() + 3
+        while quiet < 3 and time.monotonic() < end:
             shutil.rmtree(target, ignore_errors=True)
-            if not target.exists():
-                break
+            quiet = 0 if target.exists() or disk.has_open_files(target) else quiet + 1
             time.sleep(0.05)
         cause = disk.explain(error)
         if cause is None:

@@ -7,6 +7,7 @@ lost: a file cut short by a power failure or changed on a failing disk reads wit
 Chapters: 8.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -80,6 +81,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def has_open_files(folder: Path) -> bool:
+    """Whether this process has files open there, deleted ones too, which still take space; False where not known."""
+    try:
+        descriptors = list(Path("/proc/self/fd").iterdir())
+    except OSError:  # not Linux
+        return False
+    names = []
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            names.append(os.readlink(descriptor))
+    return any(name.startswith(f"{folder}{os.sep}") for name in names)
 
 
 def explain(error: BaseException) -> str | None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -95,3 +96,15 @@ def test_errors_of_the_system_and_of_tensorstore_are_explained_alike(number):
 )
 def test_other_errors_are_not_explained_away(error):
     assert disk.explain(error) is None
+
+
+def test_open_files_are_seen_also_when_they_are_deleted(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (tmp_path / "ab").write_text("")
+    with (tmp_path / "ab").open():
+        assert not disk.has_open_files(folder)
+    with (folder / "b").open("w"):
+        (folder / "b").unlink()
+        assert disk.has_open_files(folder) == Path("/proc/self/fd").exists()
+    assert not disk.has_open_files(folder)
