@@ -13,6 +13,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,23 @@ def verify(directory: str | os.PathLike[str]) -> str | None:
         faults = pool.map(lambda name: _fault(directory / name, files[name]), files)
         found = [f"{name} {fault}" for name, fault in zip(files, faults, strict=True) if fault]
     return found[0] if found else None
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder to write in, which becomes `path` when the block ends without an error; else it is removed.
+
+    Raises:
+        OSError: it can't be made, or renamed because there is something at `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield new
+        new.chmod(0o755)  # mkdtemp's is for this user alone
+        new.rename(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def write(path: Path, text: str) -> None:

@@ -127,7 +127,7 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
 
 
 def export_run(directory: Path | str, target: Path | str) -> int:
-    """Writes a run's newest parameters, its configuration and tokenizer, without optimizer and data position.
+    """Writes a run's newest parameters, its configuration and tokenizer, whole or not at all.
 
     What it writes is read by `minitext generate` and `eval`, and by `checkpoint.load_parameters`.
 
@@ -141,12 +141,15 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     cfg, params, tokenizer, step = load_run(directory)
-    with disk_errors(target):
-        target.mkdir(parents=True)
-        disk.write(target / CONFIG, to_yaml(cfg))
-        tokenizer.save(target / TOKENIZER)
-        with Checkpointer(target / CHECKPOINTS) as checkpointer:
-            checkpointer.save(step, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
+    try:
+        with disk.new_folder(target) as new:
+            disk.write(new / CONFIG, to_yaml(cfg))
+            tokenizer.save(new / TOKENIZER)
+            with Checkpointer(new / CHECKPOINTS) as checkpointer:
+                state, config = {"params": params}, cfg.model_dump(mode="json")
+                checkpointer.save(step, state, {}, config, wait=True)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {disk.explain(error) or error}") from error
     return step
 
 

@@ -111,6 +111,20 @@ def test_an_export_has_the_parameters_and_nothing_else(trained, tmp_path):
         rundir.export_run(directory, exported)
 
 
+def test_an_export_is_whole_or_not_at_all(trained, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*file/export"):
+        rundir.export_run(trained[0], tmp_path / "file" / "export")
+
+    def full(*_, **__):
+        raise UserError("step 2 was not saved: No space left on device")
+
+    monkeypatch.setattr(rundir.Checkpointer, "save", full)
+    with pytest.raises(UserError, match="No space left"):
+        rundir.export_run(trained[0], tmp_path / "export")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def losses(directory):
     return {record["step"]: record["loss"] for record in read_metrics(directory)}
 

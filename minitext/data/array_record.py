@@ -13,8 +13,6 @@ Chapters: 7.
 """
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +75,13 @@ def write_rows(
     if target.exists():
         raise UserError(f"{target} exists: name a folder that does not")
     counts = {split: len(rows) for split, rows in splits.items()}
-    new: Path | None = None
+    about = {"seq_len": cfg.seq_len, "rows": counts, "shards": shards, "digest": digest}
+    total, done = sum(counts.values()), 0
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        with cache.progress(sum(counts.values()), f"packing into {target}") as advance_to:
-            done = 0
+        with (
+            disk.new_folder(target) as new,
+            cache.progress(total, f"packing into {target}") as advance_to,
+        ):
             for split, rows in splits.items():
                 parts = shards if split == "train" else 1
                 bounds = np.linspace(0, len(rows), parts + 1).astype(int)
@@ -94,16 +93,10 @@ def write_rows(
                         done += 1
                         advance_to(done)
                     writer.close()
-        about = {"seq_len": cfg.seq_len, "rows": counts, "shards": shards, "digest": digest}
-        tokenizer.save(new / TOKENIZER)
-        disk.write(new / ABOUT, json.dumps(about, indent=1))
-        new.chmod(0o755)  # mkdtemp's is for this user alone
-        new.rename(target)
+            tokenizer.save(new / TOKENIZER)
+            disk.write(new / ABOUT, json.dumps(about, indent=1))
     except OSError as error:
         raise UserError(f"cannot write {target}: {disk.explain(error) or error}") from error
-    finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
     return counts
 
 
