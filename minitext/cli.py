@@ -244,7 +244,7 @@ def data_pack(
 ) -> None:
     """Tokenise a preset's text once, into ArrayRecord files that data.source=arrayrecord data.path=FOLDER reads."""
     cfg = _load(settings)
-    from minitext.data import pack_source
+    from minitext.data.rows import pack_source
 
     rows = pack_source(cfg.data, target, vocab=cfg.model.vocab, shards=shards)
     said = ", ".join(f"{count:,} {split}" for split, count in rows.items())

@@ -15,7 +15,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -27,6 +28,7 @@ from minitext.schema import (
     DataConfig,
     GQAConfig,
     MeshConfig,
+    MixturePart,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -43,6 +45,7 @@ __all__ = [
     "DataConfig",
     "GQAConfig",
     "MeshConfig",
+    "MixturePart",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
@@ -74,7 +77,9 @@ def keys(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
     """Returns every dotted key of the configuration with its pydantic field, in order."""
     found = {}
     for name, field in section.model_fields.items():
-        kinds = [field.annotation, *get_args(field.annotation)]
+        # A section, or a choice of sections; of a list of them, the list is the key.
+        choice = get_origin(field.annotation) in (Union, UnionType)
+        kinds = get_args(field.annotation) if choice else [field.annotation]
         sections = [
             k
             for k in kinds
@@ -189,11 +194,14 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
 
 def _say(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """Turns one of pydantic's errors into one line: key, value, origin, rule."""
-    key = ".".join(str(part) for part in error["loc"])
+    key, rest = ".".join(str(part) for part in error["loc"]), []
     while key not in known and "." in key:
-        key = key.rpartition(".")[0]
+        key, _, last = key.rpartition(".")
+        rest.insert(0, last)
+    # Of a list, such as data.mixture, the item and its field are told; elsewhere the rest is a kind's name.
+    where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
     rule = error["msg"][:1].lower() + error["msg"][1:]
-    return f"{key}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
+    return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
 
 
 def _short(value: Any) -> str:

@@ -26,6 +26,7 @@ from minitext import disk, hw
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, to_yaml
 from minitext.data import Batches, make_batches
+from minitext.errors import UserError
 from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
@@ -94,6 +95,8 @@ def train(cfg: Config, console: Console | None = None) -> Path:
         tokenizer=tokenizer,
     )
     batches, held_out = make(), make(split="validation")
+    if not directory.exists():
+        _check_enough(cfg, batches, 0)
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         disk.write(directory / CONFIG, to_yaml(cfg))
@@ -107,6 +110,7 @@ def train(cfg: Config, console: Console | None = None) -> Path:
             else:
                 state, start = restored.state, restored.step
                 batches.set_state(restored.data_state)
+            _check_enough(cfg, batches, start)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
                 with MetricsWriter(directory, after_step=start) as writer:
@@ -244,6 +248,15 @@ def peak_flops(cfg: Config, mesh: Mesh) -> float:
     if chip is None or kind not in chip.flops:
         return hw.measure_matmul_peak(cfg.model.dtype) * mesh.size
     return chip.peak(kind) * mesh.size / chip.devices
+
+
+def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
+    left = batches.left()
+    if left is not None and start + left < cfg.train.steps:
+        raise UserError(
+            f"data.epochs={cfg.data.epochs} ends after step {start + left:,}, before train.steps="
+            f"{cfg.train.steps}: set train.steps={start + left} or raise data.epochs"
+        )
 
 
 def _introduce(

@@ -37,6 +37,7 @@ CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
 # What may change when a run is resumed: how long and how it trains, not what it is or what it reads.
 RESUMABLE = (
     "train.steps",
+    "data.epochs",
     "train.save_every",
     "train.eval_every",
     "train.eval_batches",
@@ -116,7 +117,7 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
             restored = checkpointer.restore(abstract_state(cfg, mesh))
         if restored is None:
             raise _nothing_saved(source)
-        if theirs.data == cfg.data:
+        if theirs.data.model_copy(update={"epochs": cfg.data.epochs}) == cfg.data:
             batches.set_state(restored.data_state)
         return restored.state, restored.step
     state = init_state(cfg, mesh)

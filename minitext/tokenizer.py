@@ -206,10 +206,11 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
     Raises:
         UserError: `vocab` is too small, or the source cannot be read.
     """
-    if cfg.source == "arrayrecord":
+    packed = [p for p in (cfg, *map(cfg.of_part, cfg.mixture)) if p.source == "arrayrecord"]
+    if packed:  # its text is encoded already
         from minitext.data import array_record
 
-        return load_tokenizer(array_record.packed_folder(cfg) / array_record.TOKENIZER)
+        return load_tokenizer(array_record.packed_folder(packed[0]) / array_record.TOKENIZER)
     if cfg.tokenizer == "byte":
         if vocab < ByteTokenizer.vocab_size:
             raise UserError(

@@ -22,11 +22,11 @@ from minitext.data import (
     LocalWindows,
     grammar,
     make_batches,
-    pack_source,
     packing,
-    sources,
     token_file,
 )
+from minitext.data import files as text_files
+from minitext.data.rows import pack_source
 from minitext.errors import UserError
 from minitext.tokenizer import ByteTokenizer, make_tokenizer, train_bpe
 
@@ -136,7 +136,7 @@ def test_a_reordered_stream_reads_anywhere(docs, seed, data):
 def test_splits_share_no_row_and_an_epoch_has_every_row_once(tmp_path, cache_path):
     cfg = files(texts(tmp_path / "texts"), validation_fraction=0.2)
     held = [row for batch in batches(cfg, 3, split="validation") for row in rows_of(batch)]
-    total = packing.row_count(sum(len(p.read_bytes()) + 1 for p in sources.find_files(cfg)), 16)
+    total = packing.row_count(sum(len(p.read_bytes()) + 1 for p in text_files.find_files(cfg)), 16)
     training = total - len(held)
     assert len(held) == round(total * 0.2) and training % 3 != 0
 
@@ -237,14 +237,17 @@ def test_another_batch_size_goes_on_at_the_same_row(tmp_path, cache_path):
 # --- processes and devices ---------------------------------------------------------------------
 
 
-@given(parts=st.sampled_from([1, 2, 3, 4, 6, 12]), batch=st.integers(0, 5))
-def test_a_global_batch_does_not_depend_on_the_number_of_processes(parts, batch):
-    rows = np.arange(12 * 7)
-    shares = np.split(np.arange(12), parts)
-    local = [
-        LocalWindows(rows, SimpleNamespace(shape=(12, 1), rows=share), 7)[batch] for share in shares
-    ]
-    assert np.concatenate(local).tolist() == list(range(12 * batch, 12 * batch + 12))
+@given(parts=st.sampled_from([1, 2, 3, 4, 6, 12]), rows=st.integers(1, 40), data=st.data())
+def test_a_global_batch_does_not_depend_on_the_number_of_processes(parts, rows, data):
+    windows = np.arange(rows * 2).reshape(rows, 2)
+    places = [SimpleNamespace(shape=(12, 1), rows=part) for part in np.split(np.arange(12), parts)]
+    readers = [LocalWindows(windows, place) for place in places]
+    assert {len(reader) for reader in readers} == {-(-rows // 12)}
+    batch = data.draw(st.integers(0, len(readers[0]) - 1))
+    got = np.concatenate([reader[batch] for reader in readers])
+    want = windows[12 * batch : 12 * batch + 12]
+    np.testing.assert_array_equal(got[: len(want)], want)
+    assert (got[len(want) :] == packing.PAD).all()
 
 
 def test_on_a_mesh_batches_are_the_same_arrays_sharded(tmp_path, cache_path):
@@ -315,7 +318,7 @@ def test_two_processes_make_the_batch_of_one():
 
 def test_the_standard_library_is_there():
     cfg = DataConfig()
-    found = sources.find_files(cfg)
+    found = text_files.find_files(cfg)
     names = {path.name for path in found}
     assert {"ast.py", "argparse.py"} <= names and not any("test" in path.parts for path in found)
     assert sum(path.stat().st_size for path in found) > 4e6
@@ -346,7 +349,7 @@ def test_each_kind_of_file_gives_its_documents(tmp_path, cache_path):
     ]
     assert found == ["text", "# mark", "one", "zwei ü", "p", "q", "code"]
     assert (opened.tokens[opened.ends - 1] == EOD).all()
-    assert sources.find_files(files(tmp_path / "**" / "*.py")) == [tmp_path / "sub" / "g.py"]
+    assert text_files.find_files(files(tmp_path / "**" / "*.py")) == [tmp_path / "sub" / "g.py"]
 
 
 @settings(max_examples=60)
@@ -359,8 +362,8 @@ def test_a_file_read_in_pieces_has_the_ids_of_the_whole(text, size, tmp_path_fac
     path.write_bytes(text.encode())
     tokenizer = train_bpe(["ab aba bab  \n\n a é日 ab' 11. aab"], 290)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_BYTES", size)
-        pieces = list(sources.read_file(path, "text"))
+        patch.setattr(text_files, "PIECE_BYTES", size)
+        pieces = list(text_files.read_file(path, "text"))
     assert "".join(piece for piece, _ in pieces) == text
     assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True] * bool(text)
     cut = [i for piece, _ in pieces for i in tokenizer.encode(piece)]
@@ -375,7 +378,7 @@ def test_bpe_batches_are_text_again(tmp_path, cache_path):
     cfg = files(texts(tmp_path / "texts"), tokenizer="bpe", shuffle=False)
     tokenizer = make_tokenizer(cfg, 300)
     batch = next(batches(cfg))
-    want = "".join(path.read_text() for path in sources.find_files(cfg))
+    want = "".join(path.read_text() for path in text_files.find_files(cfg))
     assert want.startswith(tokenizer.decode(batch["tokens"].ravel())[:-1])
     (tmp_path / "texts" / "new.txt").write_text("a run goes on with its own tokenizer " * 9)
     assert batches(cfg, tokenizer=tokenizer)._about != batches(cfg)._about
@@ -433,12 +436,12 @@ def test_a_folder_without_text_and_a_column_that_is_missing(tmp_path, cache_path
 
 
 def test_the_byte_of_a_fault_is_right_across_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 7)
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)
     for at in range(1, 40):
         text = ("é" * 40).encode()[: 2 * at] + b"\xff" + b"a" * 9
         (tmp_path / "a.txt").write_bytes(text)
         with pytest.raises(UserError, match=f"byte {2 * at} is 0xff"):
-            list(sources.read_file(tmp_path / "a.txt", "text"))
+            list(text_files.read_file(tmp_path / "a.txt", "text"))
 
 
 # --- the cache ---------------------------------------------------------------------------------
@@ -821,4 +824,3 @@ def test_windows_come_in_the_order_they_are_given():
     stream = packing.TokenStream(tokens, np.array([21]), eod_id=20)
     windows = packing.Windows(stream, 4, 1, 4, np.array([2, 0, 1]))
     assert [int(windows[i][0]) for i in range(3)] == [12, 4, 8]
-    assert (windows[3] == packing.PAD).all()

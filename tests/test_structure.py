@@ -197,7 +197,7 @@ def test_every_extra_earns_its_line():
 
 def test_imports_are_declared():
     standard = sys.stdlib_module_names
-    known = {MODULE_OF.get(n, n.replace("-", "_")).lower() for n in declared("book", "aot")}
+    known = {MODULE_OF.get(n, n.replace("-", "_")).lower() for n in declared("book", "aot", "tfds")}
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
         "minitext",

@@ -1,17 +1,15 @@
 """Batches of tokens from any source, in an order that a seed fixes and that resumes exactly.
 
-`make_batches` is the only door. Behind it, `sources` reads text, `token_file` keeps it tokenised in
-a cache, `array_record` in files of its own, `packing` cuts rows and numbers documents, `grammar`
-writes a language of known entropy, `streaming` reads Hugging Face. Grain gives the order of rows
-and reads ahead in a background thread.
+`make_batches` is the only door. Behind it, `sources` and `files` read text, `token_file` keeps it
+tokenised in a cache, `array_record` in files of its own, `packing` cuts rows and numbers documents,
+`grammar` writes a language of known entropy, `rows` orders and mixes them, `streaming` reads
+Hugging Face. Grain gives the order of rows and reads ahead in a background thread.
 
 Chapters: 7.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -48,8 +46,8 @@ def make_batches(
             a mesh batches are numpy arrays.
         vocab: the model's vocabulary, at least the tokenizer's.
         global_batch: B, rows in a batch over all processes.
-        split: "train" goes on for ever, in a new order each epoch; "validation" is one pass over
-            the rows held out, in a fixed order. No target is in both.
+        split: "train" goes on for ever, or for `data.epochs` passes, in a new order in each;
+            "validation" is one pass over the rows held out, in a fixed order. No target is in both.
         tokenizer: the one of an earlier run, so that its model reads the same ids; by default the
             one that `cfg` asks for.
 
@@ -69,7 +67,7 @@ def make_batches(
             f"model.vocab to {tokenizer.vocab_size} or more"
         )
     placement = Placement(mesh, global_batch, cfg.seq_len)
-    make = _streamed if cfg.source == "hf" else _indexed
+    make = _streamed if cfg.source == "hf" else _counted
     return make(cfg, tokenizer, placement, split)
 
 
@@ -86,6 +84,8 @@ class Batches:
         tokens_per_batch: B x T.
         floor: nats per target token that no model can beat on average, where it is known
             (`grammar`); else None.
+        count: batches from the first to the last, the last one filled up with padding; None where
+            they never end.
     """
 
     def __init__(
@@ -95,10 +95,12 @@ class Batches:
         split: Split,
         digest: str,
         floor: float | None = None,
+        count: int | None = None,
     ) -> None:
         """Wraps a Grain iterator of batches over the data that `digest` stands for."""
         self.tokens_per_batch = placement.shape[0] * placement.shape[1]
         self.floor = floor
+        self.count = count
         self._iterator = iterator
         self._start = iterator.get_state()
         self._split = split
@@ -141,6 +143,12 @@ class Batches:
                 )
             place["next_index"] = rows // batch
         self._iterator.set_state(place)
+
+    def left(self) -> int | None:
+        """Returns the number of batches from here to the end; None where they never end."""
+        if self.count is None:
+            return None
+        return self.count - self._iterator.get_state()["next_index"]
 
     def close(self) -> None:
         """Stops reading ahead. A closed iterator gives no more batches."""
@@ -191,111 +199,44 @@ class Placement:
 class LocalWindows:
     """Item k is this process's rows of global batch k: int32 [len(rows), T + 1].
 
-    Batch k is rows k B ... (k + 1) B - 1 of the data's order whatever the number of processes.
+    Batch k is rows k B ... (k + 1) B - 1 of the data's order whatever the number of processes. The
+    last batch is completed with rows of PAD.
     """
 
-    def __init__(self, windows: Any, placement: Placement, batches: int) -> None:
-        """Groups `windows`, any random-access sequence of rows, in `batches` batches."""
+    def __init__(self, windows: Any, placement: Placement) -> None:
+        """Groups `windows`, any random-access sequence of rows, in batches."""
         self._windows = windows
         self._placement = placement
-        self._batches = batches
 
     def __len__(self) -> int:
-        return self._batches
+        rows, batch = len(self._windows), self._placement.shape[0]
+        return rows // batch if rows == sys.maxsize else -(-rows // batch)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        first = int(index) * self._placement.shape[0]
-        return np.stack([self._windows[first + row] for row in self._placement.rows])
+        batch, seq_len = self._placement.shape
+        windows = np.full((len(self._placement.rows), seq_len + 1), packing.PAD, np.int32)
+        for local, row in enumerate(self._placement.rows):
+            if (number := int(index) * batch + row) < len(self._windows):
+                windows[local] = self._windows[number]
+        return windows
 
 
-def _indexed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:
-    """Batches of a source whose row i can be had at once: text in the cache, and the grammar."""
+def _counted(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:
+    """Batches of a source whose row i can be had at once: all but streams."""
     import grain
 
-    floor = None
-    if cfg.source == "grammar":
-        from minitext.data import grammar
+    from minitext.data import rows
 
-        windows = grammar.Windows(cfg.seq_len, cfg.seed, split)
-        digest, endless = grammar.DIGEST, split == "train"
-        floor = grammar.grammar_entropy_rate()
-    else:
-        windows, digest = _text_windows(cfg, tokenizer, split)
-        endless = split == "train"
-        if endless:
-            dataset = grain.MapDataset.source(windows)
-            windows = (dataset.shuffle(cfg.seed) if cfg.shuffle else dataset).repeat()
-    B = placement.shape[0]
-    batches = sys.maxsize // B if endless else -(-len(windows) // B)
+    found = rows.open_rows(cfg, tokenizer, split)
+    local = LocalWindows(found.windows, placement)
     iterator = iter(
-        grain.MapDataset.source(LocalWindows(windows, placement, batches))
-        .map(lambda rows: placement(packing.pack(rows, tokenizer.eod_id)))
+        grain.MapDataset.source(local)
+        .map(lambda windows: placement(packing.pack(windows, tokenizer.eod_id)))
         # One thread: rows are in memory or in the page cache, so more would only share the GIL.
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
     )
-    digest = cache.fingerprint(
-        digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction, split
-    )
-    return Batches(iterator, placement, split, digest, floor)
-
-
-def pack_source(
-    cfg: DataConfig, target: str | os.PathLike[str], *, vocab: int, shards: int
-) -> dict[str, int]:
-    """Tokenises the configured text and writes its rows as a folder for `data.source=arrayrecord`.
-
-    Args:
-        cfg: the data section of a config, with source stdlib or files.
-        target: the folder to make.
-        vocab: the model's vocabulary.
-        shards: files of training rows.
-
-    Returns:
-        The rows of each split.
-
-    Raises:
-        UserError: the text cannot be read, or the folder exists or cannot be written.
-    """
-    from minitext.data import array_record
-
-    if cfg.source not in ("stdlib", "files"):
-        raise UserError(f"data.source={cfg.source} cannot be packed: choose stdlib or files")
-    tokenizer = make_tokenizer(cfg, vocab)
-    rows, digest = _text_windows(cfg, tokenizer, "train")
-    held_out, _ = _text_windows(cfg, tokenizer, "validation")
-    about = cache.fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
-    splits = {"train": rows, "validation": held_out}
-    return array_record.write_rows(Path(target), cfg, tokenizer, splits, about, shards)
-
-
-def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[Any, str]:
-    """The rows of one split of local text, and what stands for that text.
-
-    Documents come in an order drawn from data.seed before rows are cut, so that the last rows,
-    which are held out, are a fair sample of the documents.
-    """
-    from minitext.data import array_record, token_file
-
-    if cfg.source == "arrayrecord":
-        return array_record.open_rows(cfg, split)
-    text = token_file.open_token_file(cfg, tokenizer, cache.fingerprint(tokenizer.to_json()))
-    total = len(text.tokens)
-    if total <= 2 * cfg.seq_len:
-        raise UserError(
-            f"data.seq_len={cfg.seq_len} is too long for the data, whose {total:,} tokens must "
-            f"fill two rows, one to train on and one to validate on: "
-            + (f"set it to {(total - 1) // 2} or less" if total > 4 else "give more text")
-        )
-    order = np.random.default_rng(cfg.seed).permutation(len(text.ends)) if cfg.shuffle else None
-    stream = packing.TokenStream(text.tokens, text.ends, tokenizer.eod_id, order)
-    rows = packing.row_count(total, cfg.seq_len)
-    held_out = min(rows - 1, max(1, round(rows * cfg.validation_fraction)))
-    if split == "train":
-        return packing.Windows(stream, cfg.seq_len, 0, rows - held_out), text.digest
-    # Neighbouring rows are of one document: in this order the first few batches are a fair sample of all.
-    mixed = np.random.default_rng(cfg.seed + 1).permutation(held_out)
-    windows = packing.Windows(stream, cfg.seq_len, rows - held_out, rows, mixed)
-    return windows, text.digest
+    count = len(local) if len(found.windows) < sys.maxsize else None
+    return Batches(iterator, placement, split, found.digest, found.floor, count)
 
 
 def _streamed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:

@@ -29,7 +29,7 @@ DTYPE = np.dtype("<u4")
 
 
 class Rows:
-    """The rows of one split: item i is int32 [T + 1], PAD past the text's end and past the last row."""
+    """The rows of one split: item i is int32 [T + 1], PAD past the text's end."""
 
     def __init__(self, source: Any, seq_len: int) -> None:
         """Reads `source`, a Grain `ArrayRecordDataSource`."""
@@ -40,9 +40,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> np.ndarray:
         row = np.full(self._seq_len + 1, packing.PAD, np.int32)
-        if index < len(self):
-            ids = np.frombuffer(self._source[int(index)], DTYPE)
-            row[: len(ids)] = ids
+        ids = np.frombuffer(self._source[int(index)], DTYPE)
+        row[: len(ids)] = ids
         return row
 
 

@@ -253,8 +253,6 @@ class Windows:
         return sys.maxsize if self.split == "train" else VALIDATION_ROWS
 
     def __getitem__(self, index: int) -> np.ndarray:
-        if index >= len(self):
-            return np.full(self.seq_len + 1, -1, np.int32)  # packing.PAD: completes the last batch
         rng = np.random.default_rng([self.seed, int(self.split == "train"), index])
         passed = np.cumsum(automaton().visits)
         state = int(np.searchsorted(passed, rng.random() * passed[-1], side="right"))

@@ -69,7 +69,7 @@ class TokenStream:
 class Windows:
     """Rows [first, last) of a stream: item i is row `first + i`, or `first + order[i]`, as T + 1 tokens, int32.
 
-    Past the end of the stream, and for items past the last row, there is PAD.
+    Past the end of the stream there is PAD.
     """
 
     stream: TokenStream
@@ -83,11 +83,10 @@ class Windows:
 
     def __getitem__(self, index: int) -> np.ndarray:
         window = np.full(self.seq_len + 1, PAD, np.int32)
-        if index < len(self):
-            row = index if self.order is None else int(self.order[index])
-            start = (self.first + row) * self.seq_len
-            tokens = self.stream.read(start, start + self.seq_len + 1)
-            window[: len(tokens)] = tokens
+        row = index if self.order is None else int(self.order[index])
+        start = (self.first + row) * self.seq_len
+        tokens = self.stream.read(start, start + self.seq_len + 1)
+        window[: len(tokens)] = tokens
         return window
 
 

@@ -1,79 +1,20 @@
-"""Where text comes from: the standard library, local files, Hugging Face.
-
-Text is read in pieces, in constant memory. A document reaches its reader as one or more `(text,
-ends_document)` pieces, so that a file of a gigabyte need not fit in memory.
+"""Where text comes from: the standard library, local files, TensorFlow Datasets, Hugging Face.
 
 Chapters: 7.
 """
 
-import codecs
 import glob
-import json
 import os
-import re
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from minitext import cache
 from minitext.config import DataConfig
+from minitext.data import files
 from minitext.errors import UserError
 
-Piece = tuple[str, bool]
-
-TEXT = (".txt", ".md", ".py")
-SUFFIXES = (*TEXT, ".jsonl", ".parquet")
-PIECE_BYTES = 1 << 20
 SAMPLE_BYTES = 16 << 20  # what a BPE tokenizer is trained on
-
-# Not the library's own code, or written to be odd.
-SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-
-
-def find_files(cfg: DataConfig) -> list[Path]:
-    """Returns the files of `data.source` stdlib or files, sorted.
-
-    Raises:
-        UserError: there are none, or one is of a kind that cannot be read.
-    """
-    if cfg.source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        found = _walk(root, SKIPPED, (".py",))
-        if not found:
-            raise UserError(f"no .py files in Python's library {root}: set data.source=files")
-        return found
-    try:
-        return _find_path(cfg)
-    except OSError as error:
-        raise UserError(f"cannot look at data.path={cfg.path}: {error.strerror}") from error
-
-
-def _find_path(cfg: DataConfig) -> list[Path]:
-    assert cfg.path, "the config has seen to it"
-    path = Path(os.path.expanduser(cfg.path))
-    if path.is_dir():
-        found = _walk(path, {"__pycache__"}, SUFFIXES)
-        if not found:
-            raise UserError(
-                f"data.path={cfg.path} is a folder without a {', '.join(SUFFIXES)} file"
-            )
-    elif path.exists():
-        found = [path]
-    elif glob.has_magic(cfg.path):
-        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-        if not found:
-            raise UserError(f"data.path={cfg.path} matches no file")
-    else:
-        raise UserError(
-            f"data.path={cfg.path} does not exist: set it to a file, a folder or a glob"
-        )
-    for path in found:
-        if path.suffix not in SUFFIXES:
-            raise UserError(
-                f"data.path: cannot read {path}: its name must end in one of {', '.join(SUFFIXES)}"
-            )
-    return found
 
 
 def identity(cfg: DataConfig) -> list[Any]:
@@ -81,52 +22,116 @@ def identity(cfg: DataConfig) -> list[Any]:
 
     For local text that is each file's path, size and time of change; the files are not read.
     """
+    if cfg.source == "mixture":
+        return [[part.weight, identity(cfg.of_part(part))] for part in cfg.mixture]
+    if cfg.source in ("grammar", "arrayrecord"):
+        return [cfg.source, cfg.path]
     if cfg.source == "hf":
         return [cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key]
-    stats = [(str(path.resolve()), path.stat()) for path in find_files(cfg)]
+    if cfg.source == "tfds":
+        records = open_tfds(cfg)
+        # Names the version that was found; another data_dir may hold other records by the same name.
+        name = records.dataset_info.full_name
+        return [name, cfg.tfds_split, cfg.path, len(records), cfg.text_key]
+    stats = [(str(path.resolve()), path.stat()) for path in files.find_files(cfg)]
     return [cfg.text_key, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
 
 
-def read_file(path: Path, text_key: str) -> Iterator[Piece]:
-    """Yields the documents of one file: the whole of a text file, the rows of a .jsonl or .parquet.
+def read(cfg: DataConfig) -> tuple[float, str, Iterator[tuple[files.Piece, float]]]:
+    """Opens the whole text of a source that is no stream.
+
+    Returns:
+        How much there is, what it is called, and the pieces, each with how much was read before its end.
 
     Raises:
-        UserError: the file cannot be read, is not UTF-8, or has a row without text; the message
-            says where.
+        UserError: at once or while reading, where the text cannot be read.
     """
-    if path.suffix == ".parquet":
-        rows = _parquet_rows(path, text_key)
-    elif path.suffix == ".jsonl":
-        rows = _jsonl_rows(path, text_key)
-    else:
-        yield from _text_pieces(path)
-        return
-    for text in rows:
-        if text:
-            yield text, True
+    if cfg.source == "tfds":
+        records = open_tfds(cfg)
+        return len(records), f"{len(records):,} records", _tfds_pieces(cfg, records)
+    sizes = {path: path.stat().st_size for path in files.find_files(cfg)}
+    return sum(sizes.values()), f"{len(sizes):,} files", _file_pieces(cfg, sizes)
 
 
-def sample(cfg: DataConfig) -> Iterator[str]:
+def _file_pieces(cfg: DataConfig, sizes: dict[Path, int]) -> Iterator[tuple[files.Piece, float]]:
+    before = 0
+    for path, size in sizes.items():
+        read = 0
+        for piece in files.read_file(path, cfg.text_key):
+            read += len(piece[0])
+            yield piece, before + min(read, size)
+        before += size
+
+
+def _tfds_pieces(cfg: DataConfig, records: Any) -> Iterator[tuple[files.Piece, float]]:
+    for number in range(len(records)):
+        record = dict(records[number])
+        where = f"data.tfds_name={cfg.tfds_name} record {number}"
+        if isinstance(text := record.get(cfg.text_key), bytes):
+            try:
+                record[cfg.text_key] = text.decode()
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where} is not UTF-8: {error.reason}") from error
+        if text := files.text_of(record, cfg.text_key, where):
+            yield (text, True), number + 1
+
+
+def sample(cfg: DataConfig, size: float = SAMPLE_BYTES) -> Iterator[str]:
     """Yields about 16 MiB of the source's text for a tokenizer to learn from.
 
-    Local files each give the same share from their beginning; Hugging Face gives its first records.
+    Local files each give the same share from their beginning; records are taken from the first on. The parts
+    of a mixture give as their weights say.
     """
+    if cfg.source == "mixture":
+        whole = sum(part.weight for part in cfg.mixture)
+        for part in cfg.mixture:
+            yield from sample(cfg.of_part(part), size * part.weight / whole)
+        return
     if cfg.source == "hf":
-        parts = [((str(record.get(cfg.text_key, "")) for record in open_hf(cfg)), SAMPLE_BYTES)]
+        parts = [((str(record.get(cfg.text_key, "")) for record in open_hf(cfg)), size)]
+    elif cfg.source == "tfds":
+        parts = [((text for (text, _), _ in _tfds_pieces(cfg, open_tfds(cfg))), size)]
     else:
-        sizes = {path: path.stat().st_size for path in find_files(cfg)}
-        share = min(1.0, SAMPLE_BYTES / max(1, sum(sizes.values())))
+        sizes = {path: path.stat().st_size for path in files.find_files(cfg)}
+        share = min(1.0, size / max(1, sum(sizes.values())))
         parts = (
-            ((text for text, _ in read_file(path, cfg.text_key)), share * size)
-            for path, size in sizes.items()
+            ((text for text, _ in files.read_file(path, cfg.text_key)), share * length)
+            for path, length in sizes.items()
         )
     done = 0
-    with cache.progress(SAMPLE_BYTES, "reading text for a BPE tokenizer") as advance_to:
-        for texts, size in parts:
-            for text in _take(texts, size):
+    with cache.progress(size, "reading text for a BPE tokenizer") as advance_to:
+        for texts, length in parts:
+            for text in _take(texts, length):
                 yield text
                 done += len(text)
                 advance_to(done)
+
+
+def open_tfds(cfg: DataConfig) -> Any:
+    """Opens a TensorFlow dataset for random access, preparing it first where it is not on disk.
+
+    Returns:
+        A sequence of records, each a dict.
+
+    Raises:
+        UserError: the library is not installed, or the dataset cannot be had.
+    """
+    try:
+        import tensorflow_datasets as tfds
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"data.source=tfds needs {error.name}: pip install 'minitext[tfds]'"
+        ) from error
+    assert cfg.tfds_name, "the config has seen to it"
+    folder = os.path.expanduser(cfg.path) if cfg.path else None
+    try:
+        return tfds.data_source(cfg.tfds_name, split=cfg.tfds_split, data_dir=folder)
+    except Exception as error:  # the library raises many kinds, all about what was asked for
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(
+            f"cannot open data.tfds_name={cfg.tfds_name} data.tfds_split={cfg.tfds_split} "
+            f"data.path={cfg.path}: {reason}"
+        ) from error
 
 
 def open_hf(cfg: DataConfig) -> Any:
@@ -140,16 +145,16 @@ def open_hf(cfg: DataConfig) -> Any:
     """
     import datasets
 
-    files: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if cfg.path:
         path = os.path.expanduser(cfg.path)
-        files["data_files"] = sorted(glob.glob(path, recursive=True))
-        if not files["data_files"]:
+        given["data_files"] = sorted(glob.glob(path, recursive=True))
+        if not given["data_files"]:
             raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
     assert cfg.hf_name, "the config has seen to it"
     try:
         return datasets.load_dataset(
-            cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **files
+            cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **given
         )
     except Exception as error:  # the library raises many kinds, all about what was asked for
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -159,15 +164,6 @@ def open_hf(cfg: DataConfig) -> Any:
         ) from error
 
 
-def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> list[Path]:
-    """Returns the files below `root`, sorted, without hidden folders and those in `skipped`."""
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(folder, name) for name in files if name.endswith(suffixes)]
-    return sorted(path for path in found if path.is_file())  # not a link to nowhere
-
-
 def _take(texts: Iterable[str], size: float) -> Iterator[str]:
     """Yields from `texts` until about `size` characters have passed, cutting the last one."""
     for text in texts:
@@ -175,104 +171,3 @@ def _take(texts: Iterable[str], size: float) -> Iterator[str]:
             return
         yield text[: int(size)]
         size -= len(text)
-
-
-def _text_pieces(path: Path) -> Iterator[Piece]:
-    """Yields a UTF-8 file in pieces of about a mebibyte; the last one ends the document.
-
-    A piece ends before white space where it can: a BPE tokenizer never joins across that place, so
-    it gives the same ids as for the whole text.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    text, offset = "", 0
-    with _open(path) as file:
-        while chunk := file.read(PIECE_BYTES):
-            text += _decode(decoder, chunk, path, offset)
-            offset += len(chunk)
-            word = re.match(r"(?s).*\S(?=\s)", text)
-            end = word.end() if word else len(text)
-            if len(text) >= PIECE_BYTES // 4 and end:
-                yield text[:end], False
-                text = text[end:]
-    text += _decode(decoder, b"", path, offset)
-    if offset:
-        yield text, True
-
-
-def _decode(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, offset: int) -> str:
-    held = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
-    try:
-        return decoder.decode(chunk, final=not chunk)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte {offset - held + error.start} is "
-            f"0x{error.object[error.start]:02x}: convert it, for instance with `iconv -t UTF-8`"
-        ) from error
-
-
-def _jsonl_rows(path: Path, text_key: str) -> Iterator[str]:
-    offset = 0
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            decoder = codecs.getincrementaldecoder("utf-8")()
-            text = _decode(decoder, line, path, offset) + _decode(
-                decoder, b"", path, offset + len(line)
-            )
-            offset += len(line)
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not a JSON object: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"{path}:{number}: a {type(row).__name__} where a JSON object should be"
-                )
-            yield text_of(row, text_key, f"{path}:{number}")
-
-
-def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_key not in names:
-                raise UserError(_no_key(str(path), text_key, names))
-            row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    yield text_of({text_key: text or ""}, text_key, f"{path}: row {row}")
-                    row += 1
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {path} as parquet: {error}") from error
-
-
-def text_of(record: dict[str, Any], text_key: str, where: str) -> str:
-    """Returns the text of one record.
-
-    Raises:
-        UserError: it has no `text_key`, or something other than text there.
-    """
-    if text_key not in record:
-        raise UserError(_no_key(where, text_key, list(record)))
-    text = record[text_key]
-    if not isinstance(text, str):
-        raise UserError(
-            f"{where}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key"
-        )
-    return text
-
-
-def _no_key(where: str, text_key: str, keys: list[str]) -> str:
-    found = ", ".join(keys) or "no keys"
-    return f"{where}: no {text_key!r} among {found}: set data.text_key to one of them"
-
-
-def _open(path: Path):
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error

@@ -18,7 +18,7 @@ import grain
 import numpy as np
 
 from minitext.config import DataConfig
-from minitext.data import packing, sources
+from minitext.data import files, packing, sources
 from minitext.errors import UserError
 from minitext.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ class StreamIterator(grain.DatasetIterator):
                 for record in self._stream:
                     self._record += 1
                     where = f"{cfg.hf_name}, epoch {self._epoch}, record {self._record}"
-                    text = sources.text_of(record, cfg.text_key, where)
+                    text = files.text_of(record, cfg.text_key, where)
                     mine = by_shard or self._record % self._parts == self._part
                     if text and mine and _held_out(text, cfg.validation_fraction) != training:
                         found = True

@@ -19,7 +19,7 @@ import numpy as np
 
 from minitext import cache
 from minitext.config import DataConfig
-from minitext.data import sources
+from minitext.data import files, sources
 from minitext.errors import UserError
 from minitext.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ def open_token_file(cfg: DataConfig, tokenizer: Tokenizer, tokenizer_id: str) ->
     the text in pieces, so its size is bounded by the disk, not by memory.
 
     Args:
-        cfg: the data section of a config, with source stdlib or files.
+        cfg: the data section of a config, with source stdlib, files or tfds.
         tokenizer: what to encode with.
         tokenizer_id: what tells this tokenizer from another.
 
@@ -98,29 +98,25 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
                 file.write(data)
                 digest.update(data)
     if not length:
-        where = f"data.path={cfg.path}" if cfg.source == "files" else f"data.source={cfg.source}"
+        named = {"files": f"data.path={cfg.path}", "tfds": f"data.tfds_name={cfg.tfds_name}"}
+        where = named.get(cfg.source, f"data.source={cfg.source}")
         raise UserError(f"{where} has no text in it: nothing to train on")
     np.save(directory / "ends.npy", np.frombuffer(ends, np.int64))
     about = {"dtype": dtype.name, "tokens": length, "digest": digest.hexdigest()}
     (directory / "about.json").write_text(json.dumps(about))
 
 
-def _batches(cfg: DataConfig) -> Iterator[list[sources.Piece]]:
+def _batches(cfg: DataConfig) -> Iterator[list[files.Piece]]:
     """Yields the source's pieces in lists of a few mebibytes: enough work for all cores."""
-    files = sources.find_files(cfg)
-    sizes = [path.stat().st_size for path in files]
-    with cache.progress(sum(sizes), f"tokenising {len(files):,} files") as advance_to:
-        pieces, characters, done = [], 0, 0
-        for path, size in zip(files, sizes, strict=True):
-            read = 0
-            for text, ends_document in sources.read_file(path, cfg.text_key):
-                pieces.append((text, ends_document))
-                characters += len(text)
-                read += len(text)
-                if characters >= BATCH_CHARACTERS:
-                    yield pieces
-                    pieces, characters = [], 0
-                    advance_to(done + min(read, size))
-            done += size
+    total, what, found = sources.read(cfg)
+    with cache.progress(total, f"tokenising {what}") as advance_to:
+        pieces, characters = [], 0
+        for piece, done in found:
+            pieces.append(piece)
+            characters += len(piece[0])
+            if characters >= BATCH_CHARACTERS:
+                yield pieces
+                pieces, characters = [], 0
+                advance_to(done)
         if pieces:
             yield pieces

@@ -9,25 +9,27 @@ Chapters: 6.
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo
-from pydantic import model_validator as _model_validator
+from pydantic import Field, PrivateAttr
 
+from minitext.schema.data import DataConfig, MixturePart
+from minitext.schema.model import GQAConfig, ModelConfig, SwiGLUConfig
+from minitext.schema.section import Section, divisors
 
-class Section(BaseModel):
-    """A frozen group of settings; `faults()` yields what is wrong between its values."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    def faults(self) -> Iterator[str]:
-        """Yields one line for every rule between values that does not hold."""
-        yield from ()
-
-    @_model_validator(mode="after")
-    def _check(self, info: ValidationInfo):
-        # Inside a whole Config the faults of all sections are gathered and reported together (Config.faults).
-        if not (info.context and info.context.get("whole")) and (faults := list(self.faults())):
-            raise ValueError("; ".join(faults))
-        return self
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "GQAConfig",
+    "MeshConfig",
+    "MixturePart",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "Section",
+    "ShardingConfig",
+    "SwiGLUConfig",
+    "TrainConfig",
+]
 
 
 class RunConfig(Section):
@@ -71,129 +73,7 @@ class TrainConfig(Section):
             yield (
                 f"train.global_batch={self.global_batch} is not divisible by "
                 f"train.microbatches={self.microbatches}: choose train.microbatches among "
-                f"{_divisors(self.global_batch)}"
-            )
-
-
-class DataConfig(Section):
-    """What text is read and how it becomes rows of tokens."""
-
-    source: Literal["stdlib", "grammar", "files", "arrayrecord", "hf"] = Field(
-        default="stdlib",
-        description="Python's own library, a synthetic grammar, local files, packed files, or Hugging Face",
-    )
-    path: str | None = Field(
-        default=None, description="files: a file, folder or glob of text; arrayrecord: the folder"
-    )
-    seq_len: int = Field(default=256, ge=2, le=2**24, description="tokens per row (T)")
-    tokenizer: Literal["byte", "bpe"] = Field(
-        default="byte", description="bytes, or byte-pair encoding trained on the source"
-    )
-    text_key: str = Field(
-        default="text",
-        description="field that holds the text in jsonl, parquet and Hugging Face records",
-    )
-    hf_name: str | None = Field(
-        default=None, description="hf: dataset name, or parquet or json with data.path"
-    )
-    hf_subset: str | None = Field(default=None, description="hf: configuration of the dataset")
-    hf_split: str = Field(default="train", description="hf: split of the dataset")
-    validation_fraction: float = Field(
-        default=0.05, gt=0, lt=1, description="share of the rows held out for validation"
-    )
-    shuffle: bool = Field(
-        default=True, description="whether training rows come in random order, new in every epoch"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the order of rows")
-
-    def faults(self) -> Iterator[str]:
-        """Yields a fault for a source that lacks its setting or has one that it cannot use."""
-        if self.source == "files" and not self.path:
-            yield "data.source=files needs data.path: set it to a file, a folder or a glob"
-        if self.source == "arrayrecord" and not self.path:
-            yield "data.source=arrayrecord needs data.path: set it to a folder that minitext data pack made"
-        if self.source == "hf" and not self.hf_name:
-            yield "data.source=hf needs data.hf_name: set it to a dataset's name, such as allenai/c4"
-        if self.source == "grammar" and self.tokenizer != "byte":
-            yield (
-                f"data.tokenizer={self.tokenizer} does not go with data.source=grammar, whose entropy rate is "
-                "computed per byte: set data.tokenizer=byte"
-            )
-
-
-class GQAConfig(Section):
-    """Grouped-query attention (Ainslie et al. 2023); heads and widths stand in `model`."""
-
-    kind: Literal["gqa"] = Field(default="gqa", description="grouped-query attention")
-    impl: Literal["auto", "xla", "xla_blocked", "cudnn"] = Field(
-        default="auto", description="implementation of the attention kernel"
-    )
-
-
-class SwiGLUConfig(Section):
-    """Gated feed-forward layer (Shazeer 2020); its width stands in `model.mlp`."""
-
-    kind: Literal["swiglu"] = Field(default="swiglu", description="gated linear unit with SiLU")
-
-
-class ModelConfig(Section):
-    """The decoder: sizes, numerics and how its layers are run."""
-
-    vocab: int = Field(default=320, ge=2, description="rows of the embedding table (V)")
-    layers: int = Field(default=4, ge=1, description="decoder layers (L)")
-    embed: int = Field(default=192, ge=1, description="width of the residual stream (D)")
-    heads: int = Field(default=6, ge=1, description="query heads (N)")
-    kv_heads: int | None = Field(
-        default=None, ge=1, description="key and value heads (K); null: as many as heads"
-    )
-    head_dim: int | None = Field(
-        default=None, ge=2, description="width of a head (H); null: embed / heads"
-    )
-    mlp: int = Field(default=512, ge=1, description="width of the feed-forward layer (F)")
-    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
-    norm_eps: float = Field(default=1e-6, gt=0, description="added to the mean square in RMSNorm")
-    tie_embeddings: bool = Field(
-        default=False, description="whether the output layer is the embedding table transposed"
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="compute type; parameters stay float32"
-    )
-    scan_layers: bool = Field(
-        default=True, description="run layers by lax.scan (compiles once) instead of unrolled"
-    )
-    remat: Literal["none", "dots", "full"] = Field(
-        default="none",
-        description="what the backward pass recomputes: nothing, all but matmuls, or everything",
-    )
-    attention: GQAConfig = Field(default=GQAConfig(), description="attention variant")
-    ffn: SwiGLUConfig = Field(default=SwiGLUConfig(), description="feed-forward variant")
-
-    @property
-    def K(self) -> int:
-        """Key and value heads, resolved."""
-        return self.kv_heads or self.heads
-
-    @property
-    def H(self) -> int:
-        """Width of a head, resolved."""
-        return self.head_dim or self.embed // self.heads
-
-    def faults(self) -> Iterator[str]:
-        """Yields a fault for each pair of sizes that do not go together."""
-        if self.head_dim is None and self.embed % self.heads:
-            yield (
-                f"model.embed={self.embed} is not divisible by model.heads={self.heads}: choose model.heads "
-                f"among {_divisors(self.embed)}, or set model.head_dim"
-            )
-        elif self.H % 2:
-            yield (
-                f"model.head_dim={self.H} is odd, and rotary positions turn pairs: choose model.heads so that "
-                "embed / heads is even, or set an even model.head_dim"
-            )
-        if self.heads % self.K:
-            yield (
-                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: choose "
-                f"model.kv_heads among {_divisors(self.heads)}"
+                f"{divisors(self.global_batch)}"
             )
 
 
@@ -322,8 +202,3 @@ class Config(Section):
         from minitext.config import resolve
 
         return resolve([("replaced", dict(values))], base=self)
-
-
-def _divisors(n: int) -> str:
-    found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
-    return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")

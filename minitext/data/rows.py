@@ -1,0 +1,155 @@
+"""The rows of a source that can be counted, in the order in which they are trained on or validated.
+
+Row i is a function of the settings and of i, so resuming and dealing rows to processes are
+arithmetic. An epoch is one pass over the training rows in an order of its own. A mixture deals its
+rows to its n parts so that after any number of rows each has had its share, to less than n - 1 rows;
+a part that comes to its end begins its next epoch whatever the others do. Held-out rows are mixed by
+the same weights until a part has no more, so that the validation loss is that of the mixture.
+
+Chapters: 7.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from minitext import cache
+from minitext.config import DataConfig
+from minitext.data import Split, array_record, files, grammar, packing, token_file
+from minitext.errors import UserError
+from minitext.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one split.
+
+    Attributes:
+        windows: a sequence of int32 [T + 1]; its length is `sys.maxsize` where rows never end.
+        digest: stands for the rows and their order; the same on every machine.
+        floor: the source's entropy rate in nats per token, where it is known.
+    """
+
+    windows: Any
+    digest: str
+    floor: float | None = None
+
+
+def open_rows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> Rows:
+    """Opens one split of any source but hf.
+
+    Args:
+        cfg: the data section of a config.
+        tokenizer: what text is encoded with.
+        split: "train" or "validation".
+
+    Raises:
+        UserError: the source cannot be read or does not go with the tokenizer, or two parts of a
+            mixture share text.
+    """
+    if cfg.source == "mixture":
+        _check_apart(cfg)
+        parts = [open_rows(cfg.of_part(part), tokenizer, split) for part in cfg.mixture]
+        weights = [part.weight for part in cfg.mixture]
+        windows = grain.MapDataset.mix(
+            [grain.MapDataset.source(part.windows) for part in parts], weights
+        )
+        return Rows(windows, cache.fingerprint([part.digest for part in parts], weights))
+    floor = None
+    if cfg.source == "grammar":
+        if not isinstance(tokenizer, ByteTokenizer):
+            raise UserError(
+                "data.source=grammar is a language of bytes and the tokenizer is another: leave the "
+                "grammar out, or the packed folder that brings the tokenizer"
+            )
+        windows, digest = grammar.Windows(cfg.seq_len, cfg.seed, split), grammar.DIGEST
+        floor = grammar.grammar_entropy_rate()
+    else:
+        windows, digest = _text_windows(cfg, tokenizer, split)
+        if split == "train":
+            windows = grain.MapDataset.source(windows)
+            windows = (windows.shuffle(cfg.seed) if cfg.shuffle else windows).repeat(cfg.epochs)
+    settings = (cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction, split)
+    return Rows(windows, cache.fingerprint(digest, *settings), floor)
+
+
+def _check_apart(cfg: DataConfig) -> None:
+    """Raises if two parts read the same text: what one holds out, the other would train on."""
+    owner: dict[Any, int] = {}
+    for number, part in enumerate(cfg.mixture):
+        single = cfg.of_part(part)
+        if part.source in ("stdlib", "files"):
+            names = [str(path.resolve()) for path in files.find_files(single)]
+        else:
+            names = [f"{part.source} {part.path or part.tfds_name or ''}".strip()]
+        for name in names:
+            if (other := owner.setdefault(name, number)) != number:
+                raise UserError(
+                    f"data.mixture: parts {other} and {number} both read {name}, so one would train on what "
+                    "the other holds out: leave it to one of them"
+                )
+
+
+def pack_source(
+    cfg: DataConfig, target: str | os.PathLike[str], *, vocab: int, shards: int
+) -> dict[str, int]:
+    """Tokenises the configured text and writes its rows as a folder for `data.source=arrayrecord`.
+
+    Args:
+        cfg: the data section of a config, with source stdlib, files or tfds.
+        target: the folder to make.
+        vocab: the model's vocabulary.
+        shards: files of training rows.
+
+    Returns:
+        The rows of each split.
+
+    Raises:
+        UserError: the text cannot be read, or the folder exists or cannot be written.
+    """
+    if cfg.source not in ("stdlib", "files", "tfds"):
+        raise UserError(f"data.source={cfg.source} cannot be packed: choose stdlib, files or tfds")
+    tokenizer = make_tokenizer(cfg, vocab)
+    rows, digest = _text_windows(cfg, tokenizer, "train")
+    held_out, _ = _text_windows(cfg, tokenizer, "validation")
+    about = cache.fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
+    splits = {"train": rows, "validation": held_out}
+    return array_record.write_rows(Path(target), cfg, tokenizer, splits, about, shards)
+
+
+def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[Any, str]:
+    """The rows of one split of local text, and what stands for that text.
+
+    Documents come in an order drawn from data.seed before rows are cut, so that the last rows,
+    which are held out, are a fair sample of the documents.
+    """
+    if cfg.source == "arrayrecord":
+        own = load_tokenizer(array_record.packed_folder(cfg) / array_record.TOKENIZER)
+        if own.to_json() != tokenizer.to_json():
+            raise UserError(
+                f"{cfg.path} was packed with another tokenizer than this run's: pack its text again, "
+                "or begin a new run with it alone"
+            )
+        return array_record.open_rows(cfg, split)
+    text = token_file.open_token_file(cfg, tokenizer, cache.fingerprint(tokenizer.to_json()))
+    total = len(text.tokens)
+    if total <= 2 * cfg.seq_len:
+        raise UserError(
+            f"data.seq_len={cfg.seq_len} is too long for the data, whose {total:,} tokens must "
+            f"fill two rows, one to train on and one to validate on: "
+            + (f"set it to {(total - 1) // 2} or less" if total > 4 else "give more text")
+        )
+    order = np.random.default_rng(cfg.seed).permutation(len(text.ends)) if cfg.shuffle else None
+    stream = packing.TokenStream(text.tokens, text.ends, tokenizer.eod_id, order)
+    rows = packing.row_count(total, cfg.seq_len)
+    held_out = min(rows - 1, max(1, round(rows * cfg.validation_fraction)))
+    if split == "train":
+        return packing.Windows(stream, cfg.seq_len, 0, rows - held_out), text.digest
+    # Neighbouring rows are of one document: in this order the first few batches are a fair sample of all.
+    mixed = np.random.default_rng(cfg.seed + 1).permutation(held_out)
+    windows = packing.Windows(stream, cfg.seq_len, rows - held_out, rows, mixed)
+    return windows, text.digest

@@ -1,0 +1,87 @@
+"""The settings of the decoder.
+
+Chapters: 6.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from minitext.schema.section import Section, divisors
+
+
+class GQAConfig(Section):
+    """Grouped-query attention (Ainslie et al. 2023); heads and widths stand in `model`."""
+
+    kind: Literal["gqa"] = Field(default="gqa", description="grouped-query attention")
+    impl: Literal["auto", "xla", "xla_blocked", "cudnn"] = Field(
+        default="auto", description="implementation of the attention kernel"
+    )
+
+
+class SwiGLUConfig(Section):
+    """Gated feed-forward layer (Shazeer 2020); its width stands in `model.mlp`."""
+
+    kind: Literal["swiglu"] = Field(default="swiglu", description="gated linear unit with SiLU")
+
+
+class ModelConfig(Section):
+    """The decoder: sizes, numerics and how its layers are run."""
+
+    vocab: int = Field(default=320, ge=2, description="rows of the embedding table (V)")
+    layers: int = Field(default=4, ge=1, description="decoder layers (L)")
+    embed: int = Field(default=192, ge=1, description="width of the residual stream (D)")
+    heads: int = Field(default=6, ge=1, description="query heads (N)")
+    kv_heads: int | None = Field(
+        default=None, ge=1, description="key and value heads (K); null: as many as heads"
+    )
+    head_dim: int | None = Field(
+        default=None, ge=2, description="width of a head (H); null: embed / heads"
+    )
+    mlp: int = Field(default=512, ge=1, description="width of the feed-forward layer (F)")
+    rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(default=1e-6, gt=0, description="added to the mean square in RMSNorm")
+    tie_embeddings: bool = Field(
+        default=False, description="whether the output layer is the embedding table transposed"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="compute type; parameters stay float32"
+    )
+    scan_layers: bool = Field(
+        default=True, description="run layers by lax.scan (compiles once) instead of unrolled"
+    )
+    remat: Literal["none", "dots", "full"] = Field(
+        default="none",
+        description="what the backward pass recomputes: nothing, all but matmuls, or everything",
+    )
+    attention: GQAConfig = Field(default=GQAConfig(), description="attention variant")
+    ffn: SwiGLUConfig = Field(default=SwiGLUConfig(), description="feed-forward variant")
+
+    @property
+    def K(self) -> int:
+        """Key and value heads, resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def H(self) -> int:
+        """Width of a head, resolved."""
+        return self.head_dim or self.embed // self.heads
+
+    def faults(self) -> Iterator[str]:
+        """Yields a fault for each pair of sizes that do not go together."""
+        if self.head_dim is None and self.embed % self.heads:
+            yield (
+                f"model.embed={self.embed} is not divisible by model.heads={self.heads}: choose model.heads "
+                f"among {divisors(self.embed)}, or set model.head_dim"
+            )
+        elif self.H % 2:
+            yield (
+                f"model.head_dim={self.H} is odd, and rotary positions turn pairs: choose model.heads so that "
+                "embed / heads is even, or set an even model.head_dim"
+            )
+        if self.heads % self.K:
+            yield (
+                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: choose "
+                f"model.kv_heads among {divisors(self.heads)}"
+            )
