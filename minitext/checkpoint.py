@@ -9,10 +9,9 @@ A checkpoint is a directory named after its step:
 
 It is written as `300.1.tmp` and renamed when all of it, the manifest too, is on the disk. The
 rename is the only commit: a process killed at any moment leaves a whole `300`, or a directory
-ending in `.tmp`, which is never read and which the next process to save deletes. So a step with any
-file missing (also the manifest), cut short or altered is damaged: restoring says so in one line and
-goes on to the step before. The next save renames the damaged one (`300.damaged`); nothing deletes
-it.
+ending in `.tmp`, which is never read and which the next process to save deletes. So a step with a
+file (also the manifest) missing, cut short or altered is damaged: restoring says so in one line and
+goes on to the step before. The next save renames it (`300.damaged`); nothing deletes it.
 
 Chapters: 8, 21.
 """
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from minitext import disk, leaves
+from minitext import disk, leaves, stacks
 from minitext.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -105,8 +104,8 @@ class Checkpointer:
         if step < 0:
             raise ValueError(f"step={step}: a step is a count of updates, 0 or more")
         named = leaves.named(state)
-        layout = leaves.layout(named)
-        facts = {"step": step, "data_state": data_state, "config": config, "layout": layout}
+        facts = {"step": step, "data_state": data_state, "config": config}
+        facts["layout"] = leaves.layout(named)
         text = json.dumps(facts, indent=1)
         self._saves += 1
         target = self._path(step, f".{self._saves}{TEMPORARY}")
@@ -136,7 +135,8 @@ class Checkpointer:
         Args:
             abstract_state: a pytree of the same names: `jax.ShapeDtypeStruct`s or arrays for what
                 comes back as jax arrays, on their shardings, of whatever mesh (uncommitted where
-                there is none); numpy arrays and numbers come back as such.
+                there is none); numpy arrays and numbers come back as such. Layers may have been
+                saved one by one or stacked (`stacks`).
             step: the step to read; it must exist and be whole.
             partial: allows `abstract_state` to lack leaves that were saved; they are not read.
 
@@ -152,15 +152,15 @@ class Checkpointer:
         if chosen is None:
             return None
         facts = self.facts(chosen)
-        wanted = leaves.named(abstract_state)
-        difference = leaves.difference(facts["layout"]["leaves"], wanted, partial)
+        wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
+        to_read = stacks.as_stored(saved, wanted)
+        difference = leaves.difference(saved, to_read, partial)
         if difference:
-            raise UserError(
-                f"{self.directory} holds another model: {difference}; "
-                "choose another run.dir or delete this one"
-            )
-        values = leaves.read(self._orbax, self._path(chosen) / STATE, wanted)
-        return Restored(leaves.rebuild(abstract_state, values), facts["data_state"], chosen)
+            told = f"{self.directory} holds another model: {difference}"
+            raise UserError(f"{told}; choose another run.dir or delete this one")
+        values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+        state = leaves.rebuild(abstract_state, stacks.as_wanted(values, wanted))
+        return Restored(state, facts["data_state"], chosen)
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first, except those found damaged."""

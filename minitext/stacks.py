@@ -1,0 +1,112 @@
+"""Layers stored one by one and layers stored as a stack, each read as the other.
+
+This package keeps the leaves of its L layers stacked, `params.blocks.ffn.gate` [L, D, F], whether it runs them by
+`lax.scan` or unrolled. Code that keeps a list of layers has `params.blocks.0.ffn.gate` [D, F] and so on. Two names
+that differ in one number between dots are taken for these two forms of the same parameter, in the optimizer's state
+as well.
+
+Chapters: 8.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Stack(NamedTuple):
+    """A wanted leaf [L, ...] whose layers are stored under names of their own, in their order."""
+
+    layers: tuple[str, ...]
+
+
+class Layer(NamedTuple):
+    """A wanted leaf that is stored as one layer of a stack."""
+
+    stack: str
+    number: int
+
+
+def match(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, Stack | Layer]:
+    """Finds the wanted names that are stored in the other form; of names stored as wanted it says nothing."""
+    stored = set(stored)
+    layers: dict[str, dict[int, str]] = {}
+    for name in stored:
+        for number, stack in _numbers(name):
+            layers.setdefault(stack, {})[number] = name
+    found: dict[str, Stack | Layer] = {}
+    for name in wanted:
+        if name in stored:
+            continue
+        if (by_number := layers.get(name)) and set(by_number) == set(range(len(by_number))):
+            found[name] = Stack(tuple(by_number[k] for k in range(len(by_number))))
+        for number, stack in _numbers(name):
+            if stack in stored:
+                found[name] = Layer(stack, number)
+    return found
+
+
+def as_stored(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the wanted leaves in the form in which they are stored: what to read, and onto which shardings.
+
+    Args:
+        saved: the "leaves" of the saved `leaves.layout`.
+        wanted: named leaves.
+    """
+    forms, to_read = match(saved, wanted), {}
+    for name, leaf in wanted.items():
+        match forms.get(name):
+            case Stack(layers) if leaf.shape[:1] == (len(layers),):
+                piece = _abstract(leaf, leaf.shape[1:], lambda spec: spec[1:])
+                to_read |= dict.fromkeys(layers, piece)
+            case Layer(stack, number) if number < (saved[stack]["shape"] or [0])[0]:
+                shape = (saved[stack]["shape"][0], *leaf.shape)
+                to_read[stack] = _abstract(leaf, shape, lambda spec: (None, *spec))
+            case _:
+                to_read[name] = leaf
+    return to_read
+
+
+def as_wanted(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values read by `as_stored` under their wanted names, stacked or taken apart."""
+    forms, found = match(values, wanted), {}
+    for name, leaf in wanted.items():
+        sharding = getattr(leaf, "sharding", None)
+        match forms.get(name):
+            case Stack(layers):
+                found[name] = _run(_stack, [values[layer] for layer in layers], sharding)
+            case Layer(stack, number):
+                found[name] = _run(lambda whole, k=number: whole[k], values[stack], sharding)
+            case _ if name in values:
+                found[name] = values[name]
+    return found
+
+
+def _numbers(name: str) -> Iterable[tuple[int, str]]:
+    """Yields every number between the dots of a name, with the name that is left without it."""
+    words = name.split(".")
+    for place, word in enumerate(words):
+        if word.isdecimal():
+            yield int(word), ".".join(words[:place] + words[place + 1 :])
+
+
+def _abstract(leaf: Any, shape: tuple[int, ...], change: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(
+            sharding.mesh, jax.sharding.PartitionSpec(*change(tuple(sharding.spec)))
+        )
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def _stack(layers: list[Any]) -> Any:
+    return np.stack(layers) if isinstance(layers[0], np.ndarray) else jnp.stack(layers)
+
+
+def _run(function: Any, values: Any, sharding: Any) -> Any:
+    """Applies a function to arrays of the host, or, compiled, to those on devices."""
+    if all(isinstance(value, np.ndarray) for value in jax.tree.leaves(values)):
+        return function(values)
+    return jax.jit(function, out_shardings=sharding)(values)
