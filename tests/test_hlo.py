@@ -1,5 +1,8 @@
 """The reader of compiled programs, on small ones and on damaged text; test_aot has the real ones."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -144,20 +147,54 @@ def test_what_a_ring_moves_follows_from_its_size(groups, size):
     assert reduce.moved == 2 * gather.moved
 
 
-def test_a_compiled_scan_is_read_back():
+RECORDED = Path(__file__).parent / "hlo"
+
+
+def devices_of(kind):
+    """Eight devices of this machine, or of another by ahead-of-time compilation; None if that isn't installed."""
+    if kind == "cpu":
+        return jax.devices()
+    if kind == "tpu":
+        pytest.importorskip("libtpu")
+        return list(topology_mesh("v5e:2x4", MeshConfig()).devices.flatten())
+    if find_spec("jax_cuda13_plugin") is None:
+        return None
+    return list(topology_mesh("h100:1x1x8", MeshConfig()).devices.flatten())
+
+
+def compiled(name, kind, make):
+    """The text of a program from a real compiler; the GPU's, where it isn't installed, as it once was."""
+    devices = devices_of(kind)
+    if devices is None:
+        return (RECORDED / f"{kind}_{name}.txt").read_text()
+    return make(devices)
+
+
+def scanned_layers(devices):
+    """Five layers in a loop, on one device."""
+
     def layers(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) * 2 + jnp.sin(x), None), x, w)[0]
 
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64), (5, 64, 64))]
-    module = hlo.Module(jax.jit(layers).lower(*shapes).compile().as_text())
+    place = jax.sharding.SingleDeviceSharding(devices[0])
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=place) for s in ((8, 64), (5, 64, 64))]
+    return jax.jit(layers).lower(*shapes).compile().as_text()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "tpu", "gpu"])
+def test_a_compiled_scan_is_read_back(kind):
+    module = hlo.Module(compiled("scan", kind, scanned_layers))
     assert [loop.trips for loop in module.loops()] == [5]
-    fused = next(f for f in module.fusions() if "tanh" in [i.opcode for i in f.inside])
-    assert fused.runs == 5 and "sine" in [i.opcode for i in fused.inside]
-    assert (fused.read, fused.written) == (2 * 8 * 64 * 4, 8 * 64 * 4)
+    fused = {i.opcode: fusion for fusion in module.fusions() for i in fusion.inside}
+    assert fused["tanh"].runs == fused["sine"].runs == 5
+    if kind == "cpu":
+        assert fused["tanh"] == fused["sine"]
+        assert (fused["tanh"].read, fused["tanh"].written) == (2 * 8 * 64 * 4, 8 * 64 * 4)
 
 
-def sharded_products(mesh):
-    """A compiled product whose weights are gathered over 4 devices and whose sum is over 2."""
+def sharded_products(devices):
+    """A product whose weights are gathered over 4 devices and whose sum is over 2."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), devices=devices, axis_types=(AxisType.Explicit,) * 2)
     x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("a", "b")))
     w = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("b", "a")))
 
@@ -169,16 +206,9 @@ def sharded_products(mesh):
         return jax.jit(product).lower(x, w).compile().as_text()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "tpu"])
+@pytest.mark.parametrize("kind", ["cpu", "tpu", "gpu"])
 def test_collectives_of_real_compilers(kind):
-    types = {"axis_types": (AxisType.Explicit,) * 2}
-    if kind == "cpu":
-        mesh = jax.make_mesh((4, 2), ("a", "b"), **types)
-    else:
-        pytest.importorskip("libtpu")
-        devices = topology_mesh("v5e:2x4", MeshConfig()).devices.flatten()
-        mesh = jax.make_mesh((4, 2), ("a", "b"), devices=list(devices), **types)
-    module = hlo.Module(sharded_products(mesh))
+    module = hlo.Module(compiled("product", kind, sharded_products))
     assert module.devices == 8
     found = {c.kind: c for c in module.collectives()}
     gather, reduce = found["all-gather"], found["all-reduce"]
@@ -188,14 +218,27 @@ def test_collectives_of_real_compilers(kind):
     assert reduce.group == 2 and reduce.bytes in (16 * 512 * 2, 16 * 512 * 4)
     assert reduce.moved == reduce.bytes and gather.runs == reduce.runs == 1
     assert module.fusions()
+    assert (gather.overlapped is None) == (kind == "cpu" or "-start" not in gather.name)
+
+
+def cut_and_noise(data, text):
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    noise = data.draw(st.text(alphabet="{}()[]%=,:. \n09az", max_size=8))
+    place = data.draw(st.integers(start, end))
+    return text[start:place] + noise + text[place:end]
+
+
+@pytest.mark.parametrize("name", ["gpu_product", "gpu_scan"])
+@given(data=st.data())
+def test_damaged_text_of_a_compiler_raises_nothing(name, data):
+    module = hlo.Module(cut_and_noise(data, (RECORDED / f"{name}.txt").read_text()))
+    assert all(c.moved >= 0 for c in module.collectives())
+    assert all(f.written >= 0 for f in module.fusions()) and len(module.loops()) >= 0
 
 
 @given(data=st.data())
 def test_damaged_text_raises_nothing(data):
-    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(LOOP))] * 2)))
-    noise = data.draw(st.text(alphabet="{}()[]%=,:. \n09az", max_size=8))
-    place = data.draw(st.integers(start, end))
-    cut = LOOP[start:place] + noise + LOOP[place:end]
+    cut = cut_and_noise(data, LOOP)
     for count, size in hlo.collectives(cut).values():
         assert count >= 0 and size >= 0
     module = hlo.Module(cut)
