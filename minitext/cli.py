@@ -167,6 +167,7 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
 def roofline(
     settings: Settings = None,
     rows: Annotated[int, typer.Option(min=0, help="operations to list, the longest first")] = 20,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw them: .svg, .png")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time of a preset's train step from its FLOPs and bytes, here or on a chip: chip=v5p.
@@ -184,6 +185,10 @@ def roofline(
         print(json.dumps(prediction.to_json()))
     else:
         roofline.print_prediction(prediction, cfg.model.dtype, rows)
+    if plot is not None:
+        from minitext.notebook import save_roofline
+
+        save_roofline(plot, prediction, cfg.model.dtype)
 
 
 @config_app.command("show")

@@ -22,7 +22,17 @@ from typing import Any
 from minitext.devices import start
 from minitext.errors import UserError
 
-__all__ = ["check", "draw_collectives", "draw_fusion", "figure_style", "glue", "setup", "show"]
+__all__ = [
+    "check",
+    "draw_collectives",
+    "draw_fusion",
+    "draw_roofline",
+    "figure_style",
+    "glue",
+    "save_roofline",
+    "setup",
+    "show",
+]
 
 # Figures have a transparent ground and must read on white and on near-black. Each colour has a
 # contrast of at least 3:1 on both, which confines them to a narrow band of lightness; so the line
@@ -190,6 +200,10 @@ def draw_fusion(fusion: Any) -> Any:
     import matplotlib.pyplot as plt
 
     inside = [i for i in fusion.inside if i.opcode not in ("constant", "tuple")]
+    if not inside:
+        raise UserError(
+            f"{fusion.name} has nothing to draw: its text was cut off, or is no fusion's"
+        )
     level: dict[str, int] = {}
     for i in inside:
         level[i.name] = 1 + max((level[o] for o in i.operands if o in level), default=-1)
@@ -243,6 +257,59 @@ def draw_collectives(module: Any) -> Any:
     axes.set_yticks(range(len(found)), [f"{c.kind} x{c.runs}, groups of {c.group}" for c in found])
     axes.set_xlabel("MiB sent by each device")
     return figure
+
+
+def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
+    """Draw a `minitext.roofline.Prediction` under its machine's roof, a disc for each operation.
+
+    Args:
+        prediction: what to draw; an operation stands where its intensity and predicted time put it.
+        dtype: the type whose matmul peak is the roof.
+
+    Returns:
+        The figure. A disc's area is the time that all runs of its operation take.
+    """
+    import matplotlib.pyplot as plt
+
+    machine, parts = prediction.machine, dict(zip(prediction.parts, COLORS, strict=False))
+    peak, ridge = machine.peak(dtype), machine.ridge(dtype)
+    discs = [row for row in prediction.rows if row["flops"] and row["seconds"]]
+    reach = [row["intensity"] for row in discs] + [ridge]
+    ends = min(reach) / 3, max(reach) * 4
+    figure, axes = plt.subplots(figsize=(7, 4.4))
+    bends = [ends[0], ridge, ends[1]]
+    axes.loglog(
+        bends, [min(peak, x * machine.bandwidth) / 1e9 for x in bends], color=INK, ls="-", lw=2.5
+    )
+    axes.axvline(ridge, color=INK, ls=":", lw=1.2)
+    for part, color in parts.items():
+        axes.scatter([], [], s=80, color=color, alpha=0.6, lw=0, label=part)
+    for row in discs:  # the longest first, so that short ones lie on top
+        rate = row["flops"] * row["runs"] / prediction.devices / row["seconds"] / 1e9
+        area = 10_000 * row["seconds"] / prediction.seconds
+        axes.scatter(row["intensity"], rate, s=area, color=parts[row["part"]], alpha=0.5, lw=0)
+    axes.set(xlabel="intensity, FLOPs per byte", ylabel="GFLOP/s", ylim=(None, 5 * peak / 1e9))
+    axes.legend(loc="lower right")
+    return figure
+
+
+def save_roofline(file: str, prediction: Any, dtype: str = "float32") -> None:
+    """Write `draw_roofline` as a picture, of the kind that the file's name ends in.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file is of another kind or cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UserError("drawing needs matplotlib: pip install 'minitext[book]'") from error
+    matplotlib.use("agg")
+    figure_style()
+    figure = draw_roofline(prediction, dtype)
+    try:
+        figure.savefig(file, facecolor="white", dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot draw into {file}: {error}") from error
 
 
 def check(exercise: str, answer: Callable | Sequence[Callable], **options: Any) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from minitext import hw, roofline
+from minitext import hw, notebook, roofline
 from minitext.cli import app
 from minitext.config import load_config
 from minitext.cost import PARTS, Operation
@@ -80,6 +80,32 @@ def test_the_command_prints_a_table_or_json():
     assert answer["devices"] == 8 and sum(answer["parts"].values()) == answer["seconds"]
     assert set(answer["rows"][0]) >= {"part", "operation", "flops", "bytes", "intensity", "limit"}
     assert isinstance(run(app, ["roofline", "chip=v9"]).exception, UserError)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operations_are_drawn_under_the_roof(dtype, tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    prediction = roofline.predict_step(load_config("laptop", [f"model.dtype={dtype}"]), "v5p")
+    axes = notebook.draw_roofline(prediction, dtype).axes[0]
+    roof = axes.lines[0]
+    assert max(roof.get_ydata()) == prediction.machine.peak(dtype) / 1e9
+    discs = [c for c in axes.collections if len(c.get_offsets())]
+    drawn = [row for row in prediction.rows if row["flops"] and row["seconds"]]
+    assert len(discs) == len(drawn)
+    for disc in discs:
+        x, y = disc.get_offsets()[0]
+        limit = min(prediction.machine.peak("bfloat16"), x * prediction.machine.bandwidth) / 1e9
+        assert y <= limit * 1.001
+    plt.close("all")
+
+
+def test_the_command_draws(tmp_path):
+    run = CliRunner().invoke
+    run(app, ["roofline", "chip=v5e", "--rows", "0", "--plot", str(tmp_path / "a.svg")])
+    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
+    for file in (tmp_path / "a.docx", tmp_path / "no" / "a.png"):
+        error = run(app, ["roofline", "chip=v5e", "--plot", str(file)]).exception
+        assert isinstance(error, UserError) and str(file) in str(error)
 
 
 def test_this_machine_is_measured_once(monkeypatch, tmp_path):
