@@ -12,6 +12,7 @@ from flax import nnx
 from minitext import kernels
 from minitext.config import ModelConfig
 from minitext.layers import Linear, flatten_tokens, rope, unflatten_tokens
+from minitext.parallel.context import context_attention
 from minitext.sharding import RULES, ShardingRules
 
 
@@ -89,9 +90,11 @@ class GQA(nnx.Module):
         k_BTKH = rope(k_BTKH, positions_BT, cfg.rope_theta)
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
         if cache is None or not cache.k.shape[2]:  # nothing came before
-            out_BTNH = kernels.attention(
-                q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, impl=cfg.attention.impl
-            )
+            qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
+            if rules.splits("seq"):
+                out_BTNH = context_attention(*qkvs, rules=rules, method=cfg.attention.context)
+            else:
+                out_BTNH = kernels.attention(*qkvs, impl=cfg.attention.impl)
         else:
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache)
         out_BTF = jax.lax.reshape(
@@ -103,7 +106,7 @@ class GQA(nnx.Module):
 
 
 def make_cache(
-    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["fsdp"]
+    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
 ) -> KVCache:
     """Returns an empty cache for `length` tokens: keys and values [L, B, K, S, H] in the compute type."""
     empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)

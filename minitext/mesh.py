@@ -18,6 +18,7 @@ from minitext.config import MeshConfig
 from minitext.errors import UserError
 
 AXES = tuple(MeshConfig().sizes())
+BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of these
 
 
 def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ apart (`unstack_layers`): a slice of a stack is a copy, as expensive as the prod
 Chapters: 4, 14.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from minitext.layers import (
     flatten_tokens,
     unflatten_tokens,
 )
+from minitext.parallel.context import zigzag
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
@@ -66,7 +68,7 @@ class Transformer(nnx.Module):
       rngs: `nnx.Rngs(seed)`; draws the parameters.
     """
 
-    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules = RULES["fsdp"], rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules = RULES["all"], rngs: nnx.Rngs):
         self.cfg, self.rules = cfg, rules
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
@@ -107,8 +109,16 @@ class Transformer(nnx.Module):
             start = 0 if cache is None else cache.length
             positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
             positions_BT = rules.shard(positions_BT, "batch", "seq")
+        ring = rules.splits("seq") and cfg.attention.context == "ring"
+        if ring:
+            order = partial(zigzag, rules=rules)
+            tokens_BT, positions_BT = (order(x, "batch", "seq") for x in (tokens_BT, positions_BT))
+            if segment_ids_BT is not None:
+                segment_ids_BT = order(segment_ids_BT, "batch", "seq")
         x_XD = flatten_tokens(self.embed(tokens_BT, jnp.dtype(cfg.dtype)), rules)
         x_XD, new = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
+        if ring:
+            x_XD = zigzag(x_XD, "batch", "residual", "act", rules=rules, back=True)
         x_XD = self.norm(x_XD)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
         # Softmax follows: bfloat16 logits would cost more accuracy than they save.

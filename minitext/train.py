@@ -6,6 +6,8 @@ are not there. Nothing here looks at `jax.devices()`; the mesh says where arrays
 Chapters: 6.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.loss import cross_entropy, masked_sum
+from minitext.mesh import BATCH_AXES
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
-from minitext.sharding import RULES, tree_shardings
+from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -57,28 +60,49 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
                 f"only {usable}"
             )
-    ways = shape["data"] * shape["fsdp"]
+    ways = math.prod(shape[axis] for axis in BATCH_AXES)
     per_microbatch = cfg.train.global_batch // cfg.train.microbatches
     if per_microbatch % ways:
         raise UserError(
             f"train.global_batch={cfg.train.global_batch} in train.microbatches={cfg.train.microbatches} gives "
-            f"{per_microbatch} sequences, which mesh.data={shape['data']} x mesh.fsdp={shape['fsdp']} does not divide: "
-            f"choose train.global_batch as a multiple of {ways * cfg.train.microbatches}"
+            f"{per_microbatch} sequences, which mesh.data={shape['data']} x mesh.fsdp={shape['fsdp']} x "
+            f"mesh.expert={shape['expert']} does not divide: choose train.global_batch as a multiple of "
+            f"{ways * cfg.train.microbatches}"
         )
-    if rules.table["embed"] and cfg.model.embed % shape["fsdp"]:
-        raise UserError(
-            f"model.embed={cfg.model.embed} is not divisible by mesh.fsdp={shape['fsdp']}: choose a multiple of it, "
-            "or sharding.rules=dp"
-        )
+    sizes = {
+        "embed": ("model.embed", cfg.model.embed),
+        "heads": ("model.heads", cfg.model.heads),
+        "kv_heads": ("model.kv_heads", cfg.model.K),
+        "mlp": ("model.mlp", cfg.model.mlp),
+        "vocab": ("model.vocab", cfg.model.vocab),
+        "layers": ("model.layers", cfg.model.layers),
+        "seq": ("data.seq_len", cfg.data.seq_len),
+        "residual": ("data.seq_len", cfg.data.seq_len),
+    }
+    table = {**rules.table, **rules.optimizer}
+    for name, (key, size) in sizes.items():
+        for axis in table[name]:
+            # The ring cuts each device's tokens in two pieces.
+            pieces = 2 if axis == "context" and cfg.model.attention.context == "ring" else 1
+            needed = shape[axis] * (pieces if shape[axis] > 1 else 1)
+            if size % needed:
+                raise UserError(
+                    f"{key}={size} is not divisible by {'2 x ' if needed > shape[axis] else ''}mesh.{axis}="
+                    f"{shape[axis]}: choose a multiple of {needed}, or another mesh.{axis}"
+                )
 
 
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         shapes = jax.eval_shape(lambda: _init(cfg))
-    shardings = tree_shardings(shapes, mesh, RULES[cfg.sharding.rules])
+    rules = RULES[cfg.sharding.rules]
+    shardings = tree_shardings(shapes, mesh, rules)
+    of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        dataclasses.replace(shardings, opt_state=of_optimizer),
     )
 
 
@@ -99,7 +123,7 @@ def _init(cfg: Config) -> TrainState:
 def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, types and shardings of one batch, [B, T] each."""
     shape = (cfg.train.global_batch, cfg.data.seq_len)
-    sharding = NamedSharding(mesh, RULES[cfg.sharding.rules].spec(("batch", "seq")))
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))  # as `make_batches` places it
     kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
         "loss_mask": jnp.float32
     }
@@ -132,9 +156,10 @@ def model_def(cfg: Config) -> Any:
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Returns a function of (params, batch) giving the summed loss and the summed negative log-likelihood, in nats."""
-    graphdef = model_def(cfg)
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
 
     def loss_fn(params, batch):
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         model = nnx.merge(graphdef, params)
         logits_BTV = model(batch["tokens"], batch["positions"], batch["segment_ids"])
         nll = masked_sum(cross_entropy(logits_BTV, batch["targets"]), batch["loss_mask"])
@@ -155,6 +180,7 @@ def make_train_step(
     `learning_rate`, and `tokens` (target tokens in the batch).
     """
     check_mesh(cfg, mesh)
+    rules = RULES[cfg.sharding.rules]
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
     schedule = make_schedule(cfg.optim, cfg.train.steps)
     gradients = accumulate(jax.value_and_grad(make_loss_fn(cfg), has_aux=True), cfg)
@@ -165,9 +191,11 @@ def make_train_step(
         tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
         nll, grads = gradients(state.params, batch)
         share = 1.0 / jnp.maximum(tokens, 1.0)
+        # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
+        params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
         grads = jax.tree.map(lambda g: g * share, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        params = reshard_tree(optax.apply_updates(params, updates), rules)
         metrics = {
             "loss": nll * share,
             "grad_norm": optax.tree.norm(grads),
@@ -187,12 +215,12 @@ def accumulate(
 
     def whole(params, batch):
         (_, nll), grads = value_and_grad(params, batch)
-        return nll, grads
+        return nll, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
 
     def split(x_BT):
         # Row b goes to microbatch b % M, so that every device keeps its own rows and nothing moves.
         B, T = x_BT.shape
-        x = jax.lax.reshape(x_BT, (B // M, M, T), out_sharding=rules.out("batch", None, "seq"))
+        x = jax.lax.reshape(x_BT, (B // M, M, T), out_sharding=rules.out("batch", None, None))
         return jnp.swapaxes(x, 0, 1)
 
     def in_parts(params, batch):
@@ -200,6 +228,8 @@ def accumulate(
             return jax.tree.map(jnp.add, total, whole(params, part)), None
 
         zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
+        if rules.scatter:
+            zero = reshard_tree(zero, rules.of_optimizer)
         return jax.lax.scan(add, zero, jax.tree.map(split, batch))[0]
 
     return whole if M == 1 else in_parts

@@ -113,8 +113,10 @@ class MeshConfig(Section):
 class ShardingConfig(Section):
     """Which dimension of an array lies on which axis of the mesh."""
 
-    rules: Literal["dp", "fsdp"] = Field(
-        default="fsdp", description="dp: replicated parameters; fsdp: sharded parameters"
+    rules: Literal[
+        "dp", "zero1", "zero2", "fsdp", "tp", "tp_seq", "fsdp_tp", "cp", "pp", "ep", "all"
+    ] = Field(
+        default="all", description="what mesh axes split; all: every axis splits what it is named for"
     )
 
 

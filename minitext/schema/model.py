@@ -18,6 +18,9 @@ class GQAConfig(Section):
     impl: Literal["auto", "xla", "xla_blocked", "cudnn"] = Field(
         default="auto", description="implementation of the attention kernel"
     )
+    context: Literal["ring", "allgather"] = Field(
+        default="ring", description="how tokens see the rest of a sequence split over mesh.context"
+    )
 
 
 class SwiGLUConfig(Section):
