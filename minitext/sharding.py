@@ -84,9 +84,7 @@ class ShardingRules:
             entries.append(axes[0] if len(axes) == 1 else axes or None)
         return PartitionSpec(*entries)
 
-    def out(
-        self, *names: str | None, drop: frozenset[str] = frozenset()
-    ) -> PartitionSpec | None:
+    def out(self, *names: str | None, drop: frozenset[str] = frozenset()) -> PartitionSpec | None:
         """Returns the spec for an operation's `out_sharding=`, or None where no mesh is set."""
         empty = jax.sharding.get_abstract_mesh().empty
         return None if empty else self.spec(names, drop=drop)

@@ -243,9 +243,7 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
         k, v, k_segments = arrived
 
         def first_piece():
-            part = block(
-                q_BTNH, segments, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2]
-            )
+            part = block(q_BTNH, segments, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
             return merge(total, part)
 
         def second_piece():
@@ -295,9 +293,7 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
         k, v, k_segments = arrived
 
         def first_piece():
-            part_q, *part_kv = block(
-                0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2]
-            )
+            part_q, *part_kv = block(0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
             added = [x.at[:, : T // 2].add(y) for x, y in zip(back, part_kv, strict=True)]
             return grad_q + part_q, tuple(added)
 
