@@ -27,9 +27,10 @@ __all__ = [
     "draw_collectives",
     "draw_fusion",
     "draw_roofline",
+    "draw_sharding",
     "figure_style",
     "glue",
-    "save_roofline",
+    "save_figure",
     "setup",
     "show",
 ]
@@ -293,8 +294,62 @@ def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
     return figure
 
 
-def save_roofline(file: str, prediction: Any, dtype: str = "float32") -> None:
-    """Write `draw_roofline` as a picture, of the kind that the file's name ends in.
+def draw_sharding(parameters: Any, mesh: Any) -> Any:
+    """Draw which device of a mesh holds which part of each parameter.
+
+    Args:
+        parameters: `minitext.shard_report.Parameter`s; those of one name but for the optimizer's are drawn once.
+        mesh: the mesh, or an abstract one.
+
+    Returns:
+        The figure: a panel for each parameter, its last two dimensions as rows and columns. A cell is a part; its
+        colour and number are those of the first device that holds it, and the title says how many copies there are.
+    """
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    drawn = [p for p in parameters if p.name.startswith("params.") and len(p.axes) > 1]
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(7, 1.9 * rows), squeeze=False)
+    for axes in panels.flat[len(drawn) :]:
+        axes.axis("off")
+    for axes, p in zip(panels.flat, drawn, strict=False):
+        ways = [[(a, mesh.shape[a]) for a in entry] for entry in p.spec[-2:]]
+        first = _first_devices(ways, mesh)
+        axes.imshow(first, vmin=0, vmax=max(1, mesh.size - 1), aspect="auto")
+        if first.size <= 64:
+            for (i, k), device in np.ndenumerate(first):
+                axes.text(k, i, str(device), ha="center", va="center", fontsize=8,
+                          color="white" if device < 0.6 * mesh.size else "black")  # fmt: skip
+        copies = mesh.size // max(1, round(p.bytes / p.device_bytes))
+        axes.set_title(
+            f"{p.name.removeprefix('params.')}\n{copies} cop{'y' if copies == 1 else 'ies'}",
+            fontsize=8,
+        )
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel(p.axes[-2], fontsize=8)
+        axes.set_xlabel(p.axes[-1], fontsize=8)
+        axes.grid(False)
+    return figure
+
+
+def _first_devices(ways: Any, mesh: Any) -> Any:
+    """[rows, columns] of the number of the first device with each part."""
+    import numpy as np
+
+    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    names = list(mesh.shape)
+    order = [names.index(a) for entry in ways for a, _ in entry]
+    others = [i for i in range(len(names)) if i not in order]
+    lying = numbers.transpose(*order, *others).reshape(
+        *(int(np.prod([n for _, n in entry])) for entry in ways), -1
+    )
+    return lying[..., 0]
+
+
+def save_figure(file: str, draw: Callable[[], Any]) -> None:
+    """Write a figure as a picture, of the kind that the file's name ends in.
 
     Raises:
         UserError: matplotlib is not installed, or the file is of another kind or cannot be written.
@@ -305,9 +360,8 @@ def save_roofline(file: str, prediction: Any, dtype: str = "float32") -> None:
         raise UserError("drawing needs matplotlib: pip install 'minitext[book]'") from error
     matplotlib.use("agg")
     figure_style()
-    figure = draw_roofline(prediction, dtype)
     try:
-        figure.savefig(file, facecolor="white", dpi=150)
+        draw().savefig(file, facecolor="white", dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot draw into {file}: {error}") from error
 

@@ -25,11 +25,11 @@ LAYERS = [
     {"config", "devices", "disk"},
     {"mesh", "cost", "hlo", "buffers", "targets", "compile_report", "leaves", "stacks"},
     {"sharding"},
-    {"kernels", "layers"},
+    {"kernels", "layers", "parallel"},
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim"},
     {"train", "generate"},
-    {"aot", "roofline", "rundir", "run", "grading", "doctor"},
+    {"aot", "roofline", "shard_report", "rundir", "run", "grading", "doctor"},
     {"notebook", "cli"},
     {"__main__"},
 ]

@@ -72,13 +72,10 @@ class Names:
 
     def on_each_device(self, function: Any, inputs: str, outputs: str) -> Any:
         """Wraps a function of the arrays that one letter each stands for."""
-        out = tuple(self.specs[name] for name in outputs)
-        return jax.shard_map(
-            function,
-            in_specs=tuple(self.specs[name] for name in inputs),
-            out_specs=out if len(out) > 1 else out[0],
-            check_vma=False,
-        )
+        inside = tuple(self.specs[name] for name in inputs)
+        out: Any = tuple(self.specs[name] for name in outputs)
+        out = out if len(out) > 1 else out[0]
+        return jax.shard_map(function, in_specs=inside, out_specs=out, check_vma=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Names) and self.key == other.key
