@@ -71,9 +71,7 @@ def type_bytes(text: str) -> int:
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
     """Splits a module's text into computations.
 
-    Returns:
-      The instructions of every computation by its name, and the entry computation's name (None if
-      there is none).
+    Returns the instructions of every computation by its name, and the entry computation's name (None if there is none).
     """
     found: dict[str, list[Instruction]] = {}
     entry, current = None, None
@@ -132,6 +130,7 @@ class Collective(NamedTuple):
         the array of an all-reduce.
       runs: how often one run of the module executes it.
       overlapped: names of the instructions between its start and its done; None if it blocks.
+      arrays: bytes of each array in it: compilers combine collectives.
     """
 
     kind: str
@@ -140,6 +139,7 @@ class Collective(NamedTuple):
     bytes: int
     runs: int
     overlapped: tuple[str, ...] | None
+    arrays: tuple[int, ...]
 
     @property
     def moved(self) -> float:
@@ -218,8 +218,8 @@ class Module:
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
-            size = _whole_side(i, self._sizes[name])
-            found.append(Collective(kind, i.name, group, size, runs, between))
+            arrays = _whole_side(i, self._sizes[name])
+            found.append(Collective(kind, i.name, group, sum(arrays), runs, between, arrays))
         return found
 
 
@@ -230,8 +230,7 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
     counts once, and so does each branch of a conditional. What is counted and whose bytes they are:
     `Module.collectives` and `Collective`.
 
-    Returns:
-      Kind -> (count, bytes), kinds that don't occur left out.
+    Returns kind -> (count, bytes), kinds that don't occur left out.
     """
     totals: dict[str, tuple[int, int]] = {}
     for found in Module(text).collectives():
@@ -253,14 +252,16 @@ def _group(line: str, devices: int) -> int:
     return max(1, devices)
 
 
-def _whole_side(collective: Instruction, sizes: dict[str, int]) -> int:
-    operands = sum(sizes.get(operand, 0) for operand in collective.operands)
-    result = 0 if collective.opcode == "send" else collective.bytes
-    if collective.opcode.endswith("-start") and result > operands:
-        # The type is a tuple of the operands, the results and, of a permute, two counters.
-        words = collective.line.partition(f" {collective.opcode}(")[0].count("u32[]")
-        result -= operands + 4 * words
-    return max(operands, result)
+def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[int, ...]:
+    operands = [sizes.get(operand, 0) for operand in collective.operands]
+    if collective.opcode == "send":  # of one array, after a token
+        return (sum(operands),)
+    written = collective.line.partition(f" {collective.opcode}(")[0]
+    results = [type_bytes(match[0]) for match in _TYPE.finditer(written)]
+    # The type of a start is a tuple of the operands, the results and, of a permute, two counters.
+    if collective.opcode.endswith("-start") and len(results) >= 2 * len(operands):
+        results = results[len(operands) :]
+    return tuple(max(pair) for pair in zip(operands, results, strict=False))
 
 
 def _between(start: Instruction, computation: list[Instruction]) -> tuple[str, ...]:
