@@ -102,7 +102,7 @@ class GQA(nnx.Module):
             (*out_BTNH.shape[:2], cfg.heads * cfg.H),
             out_sharding=rules.out("batch", "seq", "heads"),
         )
-        return self.o(flatten_tokens(out_BTF, rules)), new
+        return self.o(flatten_tokens(out_BTF, rules, "heads")), new
 
 
 def make_cache(

@@ -232,15 +232,16 @@ class Embedding(nnx.Module):
         return logits / math.sqrt(x.shape[-1])
 
 
-def flatten_tokens(x: jax.Array, rules: ShardingRules) -> jax.Array:
+def flatten_tokens(x: jax.Array, rules: ShardingRules, *names: str | None) -> jax.Array:
     """Reshapes [B, T, ...] to [B*T, ...] where no row is split over devices; elsewhere leaves it.
 
+    The dimensions behind T have these names; without names they are whole.
     There the tokens of a device would be strides of B*T, which no sharding describes.
     """
     if rules.splits("seq", "residual"):
         return x
     shape = (x.shape[0] * x.shape[1], *x.shape[2:])
-    rest = (None,) * (x.ndim - 2)
+    rest = names or (None,) * (x.ndim - 2)
     return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
 
 

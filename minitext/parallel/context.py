@@ -93,10 +93,20 @@ def zigzag(x: jax.Array, *names: str | None, rules: ShardingRules, back: bool = 
       rules: what they mean.
       back: whether to undo it.
     """
-    spec = rules.spec(names)
-    return jax.shard_map(
-        partial(_exchange, back=back), in_specs=spec, out_specs=spec, check_vma=False
-    )(x)
+    return _reorder(x, rules.spec(names), back)
+
+
+# Its gradient is the way back. Autodiff's would also sum over mesh axes along which x is the same everywhere.
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _reorder(x, spec, back):
+    exchange = partial(_exchange, back=back)
+    return jax.shard_map(exchange, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
+_reorder.defvjp(
+    lambda x, spec, back: (_reorder(x, spec, back), None),
+    lambda spec, back, _, grad: (_reorder(grad, spec, not back),),
+)
 
 
 def _exchange(x: jax.Array, back: bool) -> jax.Array:
