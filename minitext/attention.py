@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from minitext import kernels
 from minitext.config import ModelConfig
@@ -88,6 +89,7 @@ class GQA(nnx.Module):
         v_BTKH = unflatten_tokens(self.v(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
         q_BTNH = rope(q_BTNH, positions_BT, cfg.rope_theta)
         k_BTKH = rope(k_BTKH, positions_BT, cfg.rope_theta)
+        q_BTNH, k_BTKH, v_BTKH = checkpoint_name((q_BTNH, k_BTKH, v_BTKH), "qkv")
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
         if cache is None or not cache.k.shape[2]:  # nothing came before
             qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
@@ -102,7 +104,9 @@ class GQA(nnx.Module):
             (*out_BTNH.shape[:2], cfg.heads * cfg.H),
             out_sharding=rules.out("batch", "seq", "heads"),
         )
-        return self.o(flatten_tokens(out_BTF, rules, "heads")), new
+        out_BTF = checkpoint_name(out_BTF, "attention")
+        out = self.o(flatten_tokens(out_BTF, rules, "heads"))
+        return checkpoint_name(out, "attention_out"), new
 
 
 def make_cache(

@@ -7,6 +7,7 @@ apart (`unstack_layers`): a slice of a stack is a copy, as expensive as the prod
 Chapters: 4, 14.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,18 @@ from minitext.sharding import RULES, ShardingRules
 # A new variant is one config, one class and one row here.
 VARIANTS: dict[type[Section], type[nnx.Module]] = {GQAConfig: GQA, SwiGLUConfig: SwiGLU}
 
-REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+
+def remat(layer: Callable, cfg: ModelConfig) -> Callable:
+    """Returns the layer with the recomputation that `model.remat` asks for in its backward pass."""
+    policies = jax.checkpoint_policies
+    if cfg.remat == "none":
+        return layer
+    policy = {
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "names": policies.save_only_these_names(*cfg.remat_save),
+        "full": policies.nothing_saveable,
+    }[cfg.remat]
+    return jax.checkpoint(layer, policy=policy)
 
 
 class Block(nnx.Module):
@@ -103,6 +112,18 @@ class Transformer(nnx.Module):
         Returns:
           Logits [B, T, V] in float32; with a cache, (logits, keys and values of the T tokens for `KVCache.append`).
         """
+        x_BTD, new = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
+        logits_BTV = self.logits(x_BTD)
+        return logits_BTV if cache is None else (logits_BTV, new)
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Returns what the output layer reads, [B, T, D] normalised, and with a cache its new keys and values."""
         cfg, rules = self.cfg, self.rules
         B, T = tokens_BT.shape
         if positions_BT is None:
@@ -119,13 +140,20 @@ class Transformer(nnx.Module):
         x_XD, new = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
         if ring:
             x_XD = zigzag(x_XD, "batch", "residual", "act", rules=rules, back=True)
-        x_XD = self.norm(x_XD)
+        x_BTD = jax.lax.reshape(
+            self.norm(x_XD), (B, T, cfg.embed), out_sharding=rules.out("batch", "residual", "act")
+        )
+        return x_BTD, new
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V] of hidden states [B, T, D], in float32."""
+        cfg, rules = self.cfg, self.rules
+        x_XD = flatten_tokens(x_BTD, rules)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
         # Softmax follows: bfloat16 logits would cost more accuracy than they save.
-        logits_BTV = unflatten_tokens(
-            logits_XV.astype(jnp.float32), B, "vocab", sizes=(cfg.vocab,), rules=rules
+        return unflatten_tokens(
+            logits_XV.astype(jnp.float32), len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules
         )
-        return logits_BTV if cache is None else (logits_BTV, new)
 
     def _layers(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None):
         """Runs the layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
@@ -150,8 +178,7 @@ class Transformer(nnx.Module):
             params_l, kv_l = inputs
             return run(nnx.merge(graphdef, params_l), x, kv_l)
 
-        if self.cfg.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.cfg.remat])
+        layer = remat(layer, self.cfg)
         x_XD, new = _run_stack(layer, x_XD, (params, kv), self.cfg.scan_layers)
         return x_XD, None if new is None else KVCache(new[0], new[1], positions_BT.shape[1])
 

@@ -20,10 +20,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.config import Config
 from minitext.errors import UserError
-from minitext.loss import cross_entropy, masked_sum
+from minitext.loss import cross_entropy, masked_sum, sum_in_chunks
 from minitext.mesh import BATCH_AXES
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
+from minitext.schema.section import divisors
 from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
@@ -69,6 +70,12 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
             f"mesh.expert={shape['expert']} does not divide: choose train.global_batch as a multiple of "
             f"{ways * cfg.train.microbatches}"
         )
+    chunks, ways = cfg.train.loss_chunks, math.prod(shape[a] for a in rules.table["residual"])
+    if cfg.data.seq_len % (chunks * ways):
+        raise UserError(
+            f"data.seq_len={cfg.data.seq_len} is not divisible by train.loss_chunks={chunks} x {ways} device(s) that "
+            f"share a sequence: choose train.loss_chunks among {divisors(cfg.data.seq_len // ways)}"
+        )
     sizes = {
         "embed": ("model.embed", cfg.model.embed),
         "heads": ("model.heads", cfg.model.heads),
@@ -99,6 +106,8 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     rules = RULES[cfg.sharding.rules]
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
+    if cfg.optim.offload:
+        of_optimizer = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), of_optimizer)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
@@ -156,17 +165,23 @@ def model_def(cfg: Config) -> Any:
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Returns a function of (params, batch) giving the summed loss and the summed negative log-likelihood, in nats."""
-    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+    graphdef, rules, chunks = model_def(cfg), RULES[cfg.sharding.rules], cfg.train.loss_chunks
 
     def loss_fn(params, batch):
         batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         model = nnx.merge(graphdef, params)
-        logits_BTV = model(batch["tokens"], batch["positions"], batch["segment_ids"])
-        nll = masked_sum(cross_entropy(logits_BTV, batch["targets"]), batch["loss_mask"])
-        if not cfg.train.z_loss:
-            return nll, nll
-        total = cross_entropy(logits_BTV, batch["targets"], z_loss=cfg.train.z_loss)
-        return masked_sum(total, batch["loss_mask"]), nll
+        x_BTD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+
+        def sums(x_BTD, targets_BT, mask_BT):
+            logits_BTV = model.logits(x_BTD)
+            nll = masked_sum(cross_entropy(logits_BTV, targets_BT), mask_BT)
+            if not cfg.train.z_loss:
+                return nll, nll
+            total = cross_entropy(logits_BTV, targets_BT, z_loss=cfg.train.z_loss)
+            return masked_sum(total, mask_BT), nll
+
+        tokens = x_BTD, batch["targets"], batch["loss_mask"]
+        return sums(*tokens) if chunks == 1 else sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
 
     return loss_fn
 
@@ -194,7 +209,12 @@ def make_train_step(
         # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
         params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
         grads = jax.tree.map(lambda g: g * share, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        opt_state = state.opt_state
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
         params = reshard_tree(optax.apply_updates(params, updates), rules)
         metrics = {
             "loss": nll * share,

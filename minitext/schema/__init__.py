@@ -65,6 +65,9 @@ class TrainConfig(Section):
     z_loss: float = Field(
         default=0.0, ge=0, description="weight of the squared log-normalizer in the loss"
     )
+    loss_chunks: int = Field(
+        default=1, ge=1, description="parts of the sequence whose logits are computed one after another"
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the parameters")
 
     def faults(self) -> Iterator[str]:
@@ -151,6 +154,9 @@ class OptimConfig(Section):
         default=0.1, ge=0, description="decoupled decay of matrices; norms have none"
     )
     clip_norm: float = Field(default=1.0, gt=0, description="largest global norm of the gradients")
+    offload: bool = Field(
+        default=False, description="whether the state waits in the host's memory between steps"
+    )
 
 
 class CheckpointConfig(Section):
