@@ -147,10 +147,9 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
     Prints whether it fits, bytes of arguments and temporaries per chip, collectives and compile time. Exits with 3,
     naming the largest tensors, if it does not fit.
     """
-    targets = [s.partition("=")[2] for s in settings or [] if s.startswith("target=")]
+    targets, cfg = _load_for("target", settings)
     if len(targets) != 1:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
-    cfg = _load([s for s in settings or [] if not s.startswith("target=")])
     _start()
     from minitext import aot
 
@@ -161,6 +160,22 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
         aot.print_report(report)
     if not report.fits:
         raise typer.Exit(3)
+
+
+@app.command()
+def memory(settings: Settings = None, as_json: Json = False) -> None:
+    """Predict what a preset's train step keeps in each device's memory, beside what the compiler says: target=v5e:2x4.
+
+    Without a target the step is compiled for the devices that are there.
+    """
+    targets, cfg = _load_for("target", settings)
+    if len(targets) > 1:
+        raise UserError("name one target, such as target=v5e:2x4, or none for this machine")
+    _start(None if targets else cfg.mesh.simulate)
+    from minitext import memory
+
+    found = memory.predict_and_compile(cfg, targets[0] if targets else None)
+    print(json.dumps(found)) if as_json else memory.print_memory(found)
 
 
 @app.command()
@@ -175,8 +190,7 @@ def roofline(
     On a chip the step is shared evenly by the devices of mesh.*, and what they tell each other takes no time. This
     machine's peak and bandwidth are measured once a day.
     """
-    chips = [s.partition("=")[2] for s in settings or [] if s.startswith("chip=")]
-    cfg = _load([s for s in settings or [] if not s.startswith("chip=")])
+    chips, cfg = _load_for("chip", settings)
     _start()
     from minitext import roofline
 
@@ -261,20 +275,11 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
     cfg = _load(settings)
     _start()
-    from minitext.compile_report import print_tables, show_bytes, table
+    from minitext.memory import print_optimizers
     from minitext.train import optimizer_memory
 
     found = optimizer_memory(cfg)
-    if as_json:
-        print(json.dumps(found))
-        return
-    rows = [
-        (kind, *(show_bytes(size) for size in (*parts.values(), sum(parts.values()))))
-        for kind, parts in found.items()
-    ]
-    print_tables(
-        table(("optimizer", "parameters", "gradients", "state", "sum"), rows, right=(1, 2, 3, 4))
-    )
+    print(json.dumps(found)) if as_json else print_optimizers(found)
 
 
 @app.command()
@@ -304,6 +309,12 @@ def _load(settings: list[str] | None):
     named = words[0] if words else None
     from_file = any(p.startswith("config=") for p in pairs)
     return load_config(named if named or from_file else DEFAULT_PRESET, pairs)
+
+
+def _load_for(key: str, settings: list[str] | None):
+    """Splits off the values of `KEY=`, which is no setting: returns them and the configuration."""
+    values = [s.partition("=")[2] for s in settings or [] if s.startswith(f"{key}=")]
+    return values, _load([s for s in settings or [] if not s.startswith(f"{key}=")])
 
 
 def _start(simulate: int | None = None, *, keep_memory: bool = False) -> None:

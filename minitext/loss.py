@@ -71,7 +71,8 @@ def sum_in_chunks(
     def add(total, chunk):
         return jax.tree.map(jnp.add, total, sums(*chunk)), None
 
-    arrays = split(x_BTD, "batch", "residual", "act"), *(
-        split(x, "batch", "seq") for x in per_token_BT
+    arrays = (
+        split(x_BTD, "batch", "residual", "act"),
+        *(split(x, "batch", "seq") for x in per_token_BT),
     )
     return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), arrays)[0]

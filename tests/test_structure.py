@@ -29,7 +29,7 @@ LAYERS = [
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim"},
     {"train", "generate"},
-    {"aot", "roofline", "rundir", "run", "grading", "doctor"},
+    {"aot", "memory", "roofline", "rundir", "run", "grading", "doctor"},
     {"notebook", "cli"},
     {"__main__"},
 ]
