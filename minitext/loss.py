@@ -41,12 +41,12 @@ def masked_sum(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
 
 
 def sum_in_chunks(
-    sums: Callable[..., tuple[jax.Array, ...]],
+    sums: Callable[..., tuple[jax.Array, jax.Array]],
     x_BTD: jax.Array,
     *per_token_BT: jax.Array,
     chunks: int,
     rules: ShardingRules,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Adds up `sums(x_BtD, *per_token_Bt)` over chunks of the sequence, each computed again in the backward pass.
 
     What a chunk makes of its tokens (their logits, t*V numbers for each row) exists for one chunk at a time. A chunk's

@@ -131,14 +131,16 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Memory:
         replicated=stored(
             (state.params, state.opt_state), lambda x: x.sharding.is_fully_replicated
         ),
-        moments=_moments(cfg, _Shares(cfg, dict(mesh.shape)), stored(state.params), optimizer),
+        moments=_moments(
+            cfg, _Shares(cfg, dict(mesh.shape), platform), stored(state.params), optimizer
+        ),
     )
 
 
 class _Shares:
-    """Sizes of one device's part of everything, in numbers, not bytes."""
+    """Sizes of one device's part of everything, in numbers; `size` and `operand` are bytes of a number."""
 
-    def __init__(self, cfg: Config, mesh: dict[str, int]):
+    def __init__(self, cfg: Config, mesh: dict[str, int], platform: str):
         rules, model = RULES[cfg.sharding.rules], cfg.model
 
         def ways(name: str) -> int:
@@ -157,12 +159,14 @@ class _Shares:
         # A layer's matrices, gathered for use, and as they are stored.
         self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
         self.fsdp = ways("embed")
+        self.size = 2 if model.dtype == "bfloat16" else 4
+        # A TPU multiplies in bfloat16, and stores so what only products read.
+        self.operand = 2 if platform == "tpu" else self.size
 
 
 def _moments(cfg: Config, s: _Shares, params: int, optimizer: int) -> dict[str, dict[str, int]]:
     """Returns bytes at each moment; `params` and `optimizer` are the bytes of those on the device."""
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
-    layers, chunks = cfg.model.layers, cfg.train.loss_chunks
+    size, layers, chunks = s.size, cfg.model.layers, cfg.train.loss_chunks
     # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
     summed = params if cfg.train.microbatches > 1 else 0
     # Casts of the stacked weights do not depend on the layer: the compiler makes them once, before the loop.
@@ -193,14 +197,13 @@ def kept(cfg: Config, s: _Shares) -> int:
     """Returns the bytes of the activations that a layer keeps for its backward pass.
 
     Rematerialised, its input and the tensors with names that are saved. Otherwise what autodiff saves: for each norm
-    three float32 arrays of the residual stream's size, the projections' inputs and outputs, and attention's
-    probabilities in float32 and in the compute type.
+    three float32 arrays of the residual stream's size, the inputs and outputs of the projections, and attention's
+    probabilities twice, in float32 for softmax's gradient and as the input of a product.
     """
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
     if cfg.model.remat == "none":
         scores = s.rows * s.N * s.T * s.S
-        streams = 3 * s.residual + s.X * (s.q + s.kv + 3 * s.F)
-        return 6 * s.residual * 4 + streams * size + scores * (4 + size)
+        products = 2 * s.residual + s.X * (2 * s.q + s.kv + s.F) + scores
+        return 4 * (6 * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
     tensors = {
         "qkv": s.X * (s.q + s.kv),
         "attention": s.X * s.q,
@@ -208,20 +211,20 @@ def kept(cfg: Config, s: _Shares) -> int:
         "gate_up": 2 * s.X * s.F,
         "hidden": s.X * s.F,
     }
-    return size * (s.residual + sum(tensors[name] for name in set(cfg.model.saved)))
+    return s.size * (s.residual + sum(tensors[name] for name in set(cfg.model.saved)))
 
 
 def working_set(cfg: Config, s: _Shares) -> int:
     """Returns the bytes of what a layer's backward pass works on.
 
-    The tensors that were kept, read from their stacks; the residual stream and its gradient in float32; attention's
-    scores in float32, which rematerialisation computes before anything else; and the larger of the scores' gradient in
-    the compute type and the feed-forward layer's five arrays: gate, up, their product, and the gradients of two.
+    The residual stream and its gradient in float32, and the larger of the gradient of attention's scores and the
+    feed-forward layer's five arrays: gate, up, their product, and the gradients of two. Rematerialisation adds what was
+    kept, which its barrier has taken out of the stacks before anything is computed, and the scores in float32, which
+    it computes first of all.
     """
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
     scores = s.rows * s.N * s.T * s.S
-    recomputed = 0 if cfg.model.remat == "none" else 4 * scores
-    return kept(cfg, s) + 8 * s.residual + recomputed + max(scores, 5 * s.X * s.F) * size
+    again = 0 if cfg.model.remat == "none" else kept(cfg, s) + 4 * scores
+    return again + 8 * s.residual + max(scores, 5 * s.X * s.F) * s.size
 
 
 def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
     """
     mesh = make_mesh(cfg.mesh) if target is None else topology_mesh(target, cfg.mesh)
     device = mesh.devices.flat[0]
-    platform = {"cuda": "gpu"}.get(device.platform, device.platform)
+    platform = "gpu" if device.platform == "cuda" else device.platform
     compiled = _compile_here(cfg, mesh) if target is None else _compile_for(cfg, target)
     return {
         "target": target or device.device_kind,
