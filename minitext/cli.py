@@ -154,20 +154,14 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
     from minitext import aot
 
     report = aot.compile_preset(cfg, targets[0])
-    if as_json:
-        print(json.dumps(report.to_json()))
-    else:
-        aot.print_report(report)
+    print(json.dumps(report.to_json())) if as_json else aot.print_report(report)
     if not report.fits:
         raise typer.Exit(3)
 
 
-@app.command()
-def memory(settings: Settings = None, as_json: Json = False) -> None:
-    """Predict what a preset's train step keeps in each device's memory, beside what the compiler says: target=v5e:2x4.
-
-    Without a target the step is compiled for the devices that are there.
-    """
+@app.command("memory")
+def memory_(settings: Settings = None, as_json: Json = False) -> None:
+    """Predict the memory of a preset's train step, beside what the compiler says, here or for target=v5e:2x4."""
     targets, cfg = _load_for("target", settings)
     if len(targets) > 1:
         raise UserError("name one target, such as target=v5e:2x4, or none for this machine")
@@ -275,11 +269,10 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
     cfg = _load(settings)
     _start()
-    from minitext.memory import print_optimizers
-    from minitext.train import optimizer_memory
+    from minitext import memory, train
 
-    found = optimizer_memory(cfg)
-    print(json.dumps(found)) if as_json else print_optimizers(found)
+    found = train.optimizer_memory(cfg)
+    print(json.dumps(found)) if as_json else memory.print_optimizers(found)
 
 
 @app.command()
@@ -289,11 +282,8 @@ def doctor(as_json: Json = False) -> None:
     from minitext.doctor import examine
 
     facts = examine()
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        print(f"{name:<22} {value}")
+    lines = (f"{name:<22} {value}" for name, value in facts.items())
+    print(json.dumps(facts) if as_json else "\n".join(lines))
 
 
 def _load(settings: list[str] | None):

@@ -30,7 +30,12 @@ def cross_entropy(
     logits_BTV = logits_BTV.astype(jnp.float32)
     normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     # A masked sum, not a gather: it stays local when the vocabulary is sharded, and fuses with the logsumexp.
-    hit_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[:, :, None]
+    # The numbers to compare with are made where the logits are: `arange` would count the whole vocabulary everywhere.
+    place = jax.typeof(logits_BTV).sharding
+    id_BTV = jax.lax.broadcasted_iota(
+        jnp.int32, logits_BTV.shape, 2, out_sharding=None if place.mesh.empty else place
+    )
+    hit_BTV = id_BTV == targets_BT[:, :, None]
     target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, 0.0), axis=-1)
     return normalizer_BT - target_BT + z_loss * jnp.square(normalizer_BT)
 

@@ -157,7 +157,8 @@ class OptimConfig(Section):
     )
     clip_norm: float = Field(default=1.0, gt=0, description="largest global norm of the gradients")
     offload: bool = Field(
-        default=False, description="whether the state waits in the host's memory between steps"
+        default=False,
+        description="whether the state waits in the host's memory between steps (run on CPUs, only compiled for TPUs)",
     )
 
 
