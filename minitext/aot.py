@@ -105,7 +105,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
         buffers.sort(key=lambda buffer: -buffer.bytes)
-    sizes = _refused_sizes(refusal, assignment, buffers) if refusal else _compiled_sizes(compiled)
+    sizes = _refused_sizes(refusal, assignment, buffers) if refusal else compiled_sizes(compiled)
     available = refusal.available if refusal else chip.usable_bytes
     return Report(
         target=target,
@@ -181,7 +181,8 @@ def _read_dump(folder: str) -> tuple[str, str, str]:
     return texts[0], texts[1], texts[2]
 
 
-def _compiled_sizes(compiled: Any) -> dict[str, int]:
+def compiled_sizes(compiled: Any) -> dict[str, int]:
+    """Returns the bytes on one device that a compiled program needs, as `Report` names them."""
     stats = compiled.memory_analysis()
     own_output = stats.output_size_in_bytes - stats.alias_size_in_bytes
     code = stats.generated_code_size_in_bytes

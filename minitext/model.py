@@ -35,15 +35,10 @@ VARIANTS: dict[type[Section], type[nnx.Module]] = {GQAConfig: GQA, SwiGLUConfig:
 
 def remat(layer: Callable, cfg: ModelConfig) -> Callable:
     """Returns the layer with the recomputation that `model.remat` asks for in its backward pass."""
-    policies = jax.checkpoint_policies
     if cfg.remat == "none":
         return layer
-    policy = {
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "names": policies.save_only_these_names(*cfg.remat_save),
-        "full": policies.nothing_saveable,
-    }[cfg.remat]
-    return jax.checkpoint(layer, policy=policy)
+    # JAX's policies for products do not see those inside of a custom_vjp (`Linear`); names they see.
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
 
 
 class Block(nnx.Module):

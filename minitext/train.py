@@ -30,6 +30,8 @@ from minitext.sharding import RULES, reshard_tree, tree_shardings
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
+HOST = "pinned_host"  # JAX's name of the host's memory from which a device can copy
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
             f"mesh.expert={shape['expert']} does not divide: choose train.global_batch as a multiple of "
             f"{ways * cfg.train.microbatches}"
         )
+    _check_offload(cfg, mesh)
     chunks, ways = cfg.train.loss_chunks, math.prod(shape[a] for a in rules.table["residual"])
     if cfg.data.seq_len % (chunks * ways):
         raise UserError(
@@ -99,6 +102,22 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 )
 
 
+def _check_offload(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Refuses to offload to a host whose memory the mesh's devices don't name.
+
+    On jax 0.10.2 those of CPUs (where host and device share one memory) and of TPUs do, real and ahead of time.
+    Ahead-of-time GPUs don't, and their compiler then leaves the state on the device without saying so.
+    """
+    if cfg.optim.offload and isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds:
+            raise UserError(
+                f"optim.offload=true needs devices with {HOST} memory, and {device.device_kind} here has "
+                f"{', '.join(kinds) or 'none that JAX knows of'}: set optim.offload=false"
+            )
+
+
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -107,7 +126,7 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
     if cfg.optim.offload:
-        of_optimizer = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), of_optimizer)
+        of_optimizer = jax.tree.map(lambda s: s.with_memory_kind(HOST), of_optimizer)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
@@ -181,7 +200,11 @@ def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Arr
             return masked_sum(total, mask_BT), nll
 
         tokens = x_BTD, batch["targets"], batch["loss_mask"]
-        return sums(*tokens) if chunks == 1 else sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
+        return (
+            sums(*tokens)
+            if chunks == 1
+            else sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
+        )
 
     return loss_fn
 

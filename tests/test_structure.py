@@ -30,6 +30,7 @@ LAYERS = [
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim"},
     {"train", "generate"},
     {"aot", "roofline", "shard_report", "rundir", "run", "grading", "doctor"},
+    {"memory"},
     {"notebook", "cli"},
     {"__main__"},
 ]

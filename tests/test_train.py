@@ -1,13 +1,27 @@
 """The train step: token weighting, accumulation, donation, and bit-equal reruns."""
 
+import functools
+import math
+import re
+
 import jax
 import numpy as np
 import pytest
-from test_sharding import batch_for
+from test_aot import needs_libtpu
+from test_sharding import batch_for, loss_and_gradients
 
 from minitext.errors import UserError
+from minitext.memory import stored_bytes
 from minitext.mesh import make_mesh
-from minitext.train import abstract_state, check_mesh, init_state, make_eval_step, make_train_step
+from minitext.targets import topology_mesh
+from minitext.train import (
+    abstract_batch,
+    abstract_state,
+    check_mesh,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 
 
 def run(cfg, mesh, steps=2):
@@ -87,13 +101,118 @@ def test_abstract_state_is_the_state(tiny):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["mesh.tensor=2"], "mesh.tensor=2"),
+        (["mesh.tensor=2", "sharding.rules=fsdp"], "mesh.tensor=2"),
         (["train.global_batch=12"], "train.global_batch=12"),
         (["train.microbatches=4"], "train.microbatches=4"),
         (["mesh.fsdp=8", "model.embed=36", "model.heads=2"], "model.embed=36"),
+        (["train.loss_chunks=3"], "train.loss_chunks=3"),
+        (["train.loss_chunks=8", "mesh.context=8"], "among 1, 2, 4"),
     ],
 )
 def test_a_mesh_the_model_cannot_use_is_refused(tiny, overrides, named):
     cfg = tiny(*overrides)
     with pytest.raises(UserError, match=named):
         check_mesh(cfg, make_mesh(cfg.mesh))
+
+
+# The loss in chunks
+
+
+@functools.cache
+def whole_loss(tiny, z_loss, tied):
+    cfg = tiny(f"train.z_loss={z_loss}", f"model.tie_embeddings={tied}", *HEADS)
+    return loss_and_gradients(cfg, make_mesh(devices=jax.devices()[:1]))
+
+
+HEADS = ("model.heads=8", "model.kv_heads=4")
+CHUNKED = [
+    ("mesh.data=1",),
+    ("train.z_loss=0.1", "mesh.fsdp=4", "mesh.tensor=2"),
+    ("train.z_loss=0.1", "mesh.context=2", "mesh.tensor=4", "model.tie_embeddings=true"),
+    ("sharding.rules=tp_seq", "mesh.tensor=4"),
+]
+
+
+@pytest.mark.parametrize("layout", CHUNKED, ids=" ".join)
+def test_a_loss_in_chunks_is_the_loss(tiny, layout):
+    cfg = tiny("train.loss_chunks=4", *HEADS, *layout)
+    mesh = make_mesh(cfg.mesh, devices=jax.devices()[: 1 if layout == CHUNKED[0] else 8])
+    loss, grads = loss_and_gradients(cfg, mesh)
+    want_loss, want = whole_loss(tiny, cfg.train.z_loss, cfg.model.tie_embeddings)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def compiled_text(cfg, mesh):
+    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
+    with jax.set_mesh(mesh):
+        return make_train_step(cfg, mesh).lower(*args).compile().as_text()
+
+
+def sizes_with(text, dimension):
+    """Numbers in each array of a program that has a dimension of this size."""
+    shapes = [list(map(int, s.split(","))) for s in re.findall(r"\w\d+\[([\d,]+)\]", text)]
+    return [math.prod(shape) for shape in shapes if dimension in shape]
+
+
+V = 8 * 47  # a size that nothing else has
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("v5e:2x4", marks=needs_libtpu)])
+def test_no_device_holds_logits_of_the_whole_vocabulary(tiny, where):
+    def program(*settings):
+        cfg = tiny(f"model.vocab={V}", "model.scan_layers=true", *HEADS, *settings)
+        return compiled_text(
+            cfg, make_mesh(cfg.mesh) if where == "cpu" else topology_mesh(where, cfg.mesh)
+        )
+
+    split = program("mesh.data=2", "mesh.tensor=4")
+    assert not sizes_with(split, V) and sizes_with(split, V // 4)
+    if where == "cpu":  # the same search finds them where the vocabulary is whole
+        assert max(sizes_with(program("mesh.data=8"), V)) >= 32 * V
+
+
+def test_chunks_hold_a_part_of_the_logits(tiny, one_device):
+    one, four = (
+        max(
+            sizes_with(
+                compiled_text(tiny(f"model.vocab={V}", f"train.loss_chunks={n}"), one_device), V
+            )
+        )
+        for n in (1, 4)
+    )
+    assert one == 8 * 32 * V and four <= max(one // 4, V * 32)
+
+
+# The optimizer's state on the host
+
+
+def test_offloaded_state_waits_on_the_host_and_changes_no_bit(tiny):
+    cfg = tiny("optim.offload=true", "mesh.fsdp=8")
+    mesh = make_mesh(cfg.mesh)
+    with jax.set_mesh(mesh):
+        state = init_state(cfg, mesh)
+        state, _ = make_train_step(cfg, mesh)(state, batch_for(cfg, mesh, 0))
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)} == {"pinned_host"}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+        (_, away), (_, here) = (
+            run(tiny(f"optim.offload={x}", "mesh.fsdp=8"), mesh) for x in (True, False)
+        )
+    for a, b in zip(jax.tree.leaves(away), jax.tree.leaves(here), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_libtpu
+def test_offloaded_state_is_no_argument_in_a_tpus_memory(tiny):
+    cfg = tiny("optim.offload=true")
+    mesh = topology_mesh("v5e:2x4", cfg.mesh)
+    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
+    with jax.set_mesh(mesh):
+        stats = make_train_step(cfg, mesh).lower(*args).compile().memory_analysis()
+    moments, params = (
+        sum(stored_bytes(x.shape, 4, "tpu") for x in jax.tree.leaves(tree))
+        for tree in (args[0].opt_state, args[0].params)
+    )
+    assert stats.host_argument_size_in_bytes == moments > 2 * params
+    assert params < stats.argument_size_in_bytes < 1.1 * params

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from minitext.cli.common import Json, Settings, load, split_off, start
+from minitext.devices import simulate_for
 from minitext.errors import UserError
 
 
@@ -66,20 +67,13 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
     cfg = load(settings)
     start()
-    from minitext.compile_report import print_tables, show_bytes, table
-    from minitext.train import optimizer_memory
+    from minitext import memory, train
 
-    found = optimizer_memory(cfg)
+    found = train.optimizer_memory(cfg)
     if as_json:
         print(json.dumps(found))
-        return
-    rows = [
-        (kind, *(show_bytes(size) for size in (*parts.values(), sum(parts.values()))))
-        for kind, parts in found.items()
-    ]
-    print_tables(
-        table(("optimizer", "parameters", "gradients", "state", "sum"), rows, right=(1, 2, 3, 4))
-    )
+    else:
+        memory.print_optimizers(found)
 
 
 def shard(
@@ -104,3 +98,19 @@ def shard(
         from minitext.notebook import draw_sharding, save_figure
 
         save_figure(plot, lambda: draw_sharding(found, shard_report.abstract_mesh(cfg)))
+
+
+def memory_(settings: Settings = None, as_json: Json = False) -> None:
+    """Predict the memory of a preset's train step, beside what the compiler says, here or for target=v5e:2x4."""
+    targets, settings = split_off(settings, "target")
+    cfg = load(settings)
+    if len(targets) > 1:
+        raise UserError("name one target, such as target=v5e:2x4, or none for this machine")
+    start(None if targets else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
+    from minitext import memory
+
+    found = memory.predict_and_compile(cfg, targets[0] if targets else None)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        memory.print_memory(found)

@@ -66,7 +66,9 @@ class TrainConfig(Section):
         default=0.0, ge=0, description="weight of the squared log-normalizer in the loss"
     )
     loss_chunks: int = Field(
-        default=1, ge=1, description="parts of the sequence whose logits are computed one after another"
+        default=1,
+        ge=1,
+        description="parts of the sequence whose logits are computed one after another",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the parameters")
 
@@ -155,7 +157,8 @@ class OptimConfig(Section):
     )
     clip_norm: float = Field(default=1.0, gt=0, description="largest global norm of the gradients")
     offload: bool = Field(
-        default=False, description="whether the state waits in the host's memory between steps"
+        default=False,
+        description="whether the state waits in the host's memory between steps (run on CPUs, only compiled for TPUs)",
     )
 
 

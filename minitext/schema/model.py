@@ -10,9 +10,10 @@ from pydantic import Field
 
 from minitext.schema.section import Section, divisors
 
-
 # Tensors of a layer that `model.remat_save` can keep; the layers mark them with `checkpoint_name`.
 REMAT_NAMES = ("qkv", "attention", "attention_out", "gate_up", "hidden")
+# What products with weights make and the backward pass reads; attention's own products are computed again.
+PRODUCTS = ("qkv", "attention_out", "gate_up")
 
 
 class GQAConfig(Section):
@@ -68,6 +69,11 @@ class ModelConfig(Section):
     )
     attention: GQAConfig = Field(default=GQAConfig(), description="attention variant")
     ffn: SwiGLUConfig = Field(default=SwiGLUConfig(), description="feed-forward variant")
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The named tensors that a rematerialised layer keeps for its backward pass."""
+        return PRODUCTS if self.remat == "dots" else self.remat_save
 
     @property
     def K(self) -> int:
