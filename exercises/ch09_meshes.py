@@ -11,15 +11,15 @@ def place(shape, mesh, spec, itemsize, index):
 
     Args:
       shape: the array's, a tuple of Python ints.
-      mesh: axis name -> number of devices, in the mesh's order. Devices are numbered from 0, the last
-        axis fastest.
+      mesh: axis name -> number of devices, in the mesh's order. Devices are numbered from 0, the
+        last axis fastest.
       spec: a tuple with None, a name or a tuple of names for each dimension; it may be too short.
       itemsize: bytes of one number.
       index: of one element, a tuple of Python ints.
 
     Returns:
-      (shard, bytes, copies, holders): the shape of one device's part, its bytes, how many devices hold
-      the same part, and the numbers of all devices that hold the element, ascending.
+      (shard, bytes, copies, holders): the shape of one device's part, its bytes, how many devices
+      hold the same part, and the numbers of all devices that hold the element, ascending.
 
     Raises:
       ValueError: no array can lie so.

@@ -589,8 +589,7 @@ def _(fn, t):
     flops, largest = 0, 0
     for jaxpr, runs in traced(fn):
         for eqn in jaxpr.eqns:
-            local = [v.aval for v in eqn.outvars if getattr(v.aval, "vma", None)]
-            largest = max([largest, *(a.size for a in local)])
+            largest = max([largest, *(v.aval.size for v in eqn.outvars)])
             if eqn.primitive.name == "dot_general":
                 (over, _), _ = eqn.params["dimension_numbers"]
                 inner = int(np.prod([eqn.invars[0].aval.shape[i] for i in over]))

@@ -74,7 +74,7 @@ MLP_SPECS = (("data",), (None, "tensor"), (None, "tensor"), ("tensor",))
 
 def draw_mlp(t, mesh, scale=1.0):
     """Arguments on the mesh, and as NumPy arrays."""
-    B, T, D = mesh.shape["data"] * int(t.rng.integers(1, 4)), *map(int, t.rng.integers(3, 9, 2))
+    B, (T, D) = mesh.shape["data"] * int(t.rng.integers(1, 4)), 2 * t.rng.integers(2, 6, 2)
     F = mesh.shape["tensor"] * int(t.rng.integers(2, 6))
     plain = (
         normal(t, B, T, D, scale=scale),
@@ -207,18 +207,17 @@ def gathers_hidden(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You leave the result in parts over `tensor`, a part of the tokens or features on each device. Sequence "
-    "parallelism wants that; here each device needs all of it."
+    "You leave the result in parts over `tensor`, a part of the tokens on each device. Sequence parallelism "
+    "wants that; here each device needs all of it."
 )
 def leaves_parts(x_BTD, gate_DF, up_DF, down_FD):
     gate, up = (jnp.einsum("BTD,DF->BTF", x_BTD, w) for w in (gate_DF, up_DF))
     down = jnp.einsum(
         "BTF,FD->BTD", jax.nn.silu(gate) * up, down_FD, out_sharding=P("data", None, None)
     )
-    axis = 1 if down.shape[1] % jax.sharding.get_abstract_mesh().shape["tensor"] == 0 else 2
-    if down.shape[axis] % jax.sharding.get_abstract_mesh().shape["tensor"]:
+    if down.shape[1] % jax.sharding.get_abstract_mesh().shape["tensor"]:
         return down
-    return jax.sharding.reshard(down, P("data", *("tensor" if i == axis else None for i in (1, 2))))
+    return jax.sharding.reshard(down, P("data", "tensor", None))
 
 
 # ------------------------------------------------------------------------ vocab_parallel_loss
