@@ -30,7 +30,6 @@ optim_app = typer.Typer(no_args_is_help=True, help="What optimizers cost.")
 app.add_typer(optim_app, name="optim")
 app.command("grade")(grade)
 
-
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -94,19 +93,14 @@ def generate(
             print(text[len(shown) :], end="", flush=True)
             shown = text
     text = prompt + tokenizer.decode(tokens)
-    print(
-        json.dumps({"text": text, "tokens": len(tokens), "step": step})
-        if as_json
-        else text[len(shown) :]
-    )
+    found = {"text": text, "tokens": len(tokens), "step": step}
+    print(json.dumps(found) if as_json else text[len(shown) :])
 
 
 @app.command()
 def export(
     directory: RunDir,
-    target: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="where to write; must not exist")
-    ],
+    target: Annotated[str, typer.Argument(metavar="DIRECTORY", help="must not exist")],
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""
     _start()
@@ -147,10 +141,10 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
     Prints whether it fits, bytes of arguments and temporaries per chip, collectives and compile time. Exits with 3,
     naming the largest tensors, if it does not fit.
     """
-    targets = [s.partition("=")[2] for s in settings or [] if s.startswith("target=")]
+    targets, rest = _split("target", settings)
     if len(targets) != 1:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
-    cfg = _load([s for s in settings or [] if not s.startswith("target=")])
+    cfg = _load(rest)
     _start()
     from minitext import aot
 
@@ -161,6 +155,18 @@ def compile_(settings: Settings = None, as_json: Json = False) -> None:
         aot.print_report(report)
     if not report.fits:
         raise typer.Exit(3)
+
+
+@app.command()
+def comms(settings: Settings = None, as_json: Json = False) -> None:
+    """Predict what devices send each other in a step, beside the program for simulated ones or for target=v5e:2x4."""
+    targets, rest = _split("target", settings)
+    cfg = _load(rest)
+    _start(None if targets else cfg.mesh.simulate or 8)
+    from minitext import comms_report
+
+    found = comms_report.audit_preset(cfg, targets[-1] if targets else None)
+    print(json.dumps(found.to_json())) if as_json else comms_report.print_audit(found)
 
 
 @app.command()
@@ -175,8 +181,8 @@ def roofline(
     On a chip the step is shared evenly by the devices of mesh.*, and what they tell each other takes no time. This
     machine's peak and bandwidth are measured once a day.
     """
-    chips = [s.partition("=")[2] for s in settings or [] if s.startswith("chip=")]
-    cfg = _load([s for s in settings or [] if not s.startswith("chip=")])
+    chips, rest = _split("chip", settings)
+    cfg = _load(rest)
     _start()
     from minitext import roofline
 
@@ -197,37 +203,29 @@ def config_show(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.config import to_yaml
 
     cfg = _load(settings)
-    print(
-        json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True),
-        end="\n" * as_json,
-    )
+    shown = json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True)
+    print(shown, end="\n" * as_json)
 
 
 @config_app.command("explain")
 def config_explain(
-    key: Annotated[
-        str, typer.Argument(help="dotted key, or the beginning of some, such as optim.")
-    ],
+    key: Annotated[str, typer.Argument(help="dotted key, or the start of some, such as optim.")],
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
     from minitext.config import ConfigError, keys, suggest
 
     cfg = _load(settings)
-    found = {
-        name: field
-        for name, field in keys().items()
-        if name == key or name.startswith(key.rstrip(".") + ".")
-    }
+    below = key.rstrip(".") + "."
+    found = {n: field for n, field in keys().items() if n == key or n.startswith(below)}
     if not found:
         raise ConfigError([f"unknown key {key!r}{suggest(key, list(keys()))}"])
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):
             value = getattr(value, part)
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace(
-            "typing.", ""
-        )
+        kind = getattr(field.annotation, "__name__", None)
+        kind = kind or str(field.annotation).replace("typing.", "")
         print(
             f"{name} = {value}   ({cfg.provenance(name)})\n    {field.description}; {kind}, default {field.default}"
         )
@@ -272,9 +270,8 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
         (kind, *(show_bytes(size) for size in (*parts.values(), sum(parts.values()))))
         for kind, parts in found.items()
     ]
-    print_tables(
-        table(("optimizer", "parameters", "gradients", "state", "sum"), rows, right=(1, 2, 3, 4))
-    )
+    heads = ("optimizer", "parameters", "gradients", "state", "sum")
+    print_tables(table(heads, rows, right=(1, 2, 3, 4)))
 
 
 @app.command()
@@ -291,6 +288,12 @@ def doctor(as_json: Json = False) -> None:
         print(f"{name:<22} {value}")
 
 
+def _split(key: str, settings: list[str] | None) -> tuple[list[str], list[str]]:
+    """Returns the values of `key=` among the settings, and the other settings."""
+    mine = [s for s in settings or [] if s.startswith(f"{key}=")]
+    return [s.partition("=")[2] for s in mine], [s for s in settings or [] if s not in mine]
+
+
 def _load(settings: list[str] | None):
     """Splits `[PRESET] [KEY=VALUE]...` and resolves it; a config file takes the default preset's place."""
     from minitext.config import DEFAULT_PRESET, load_config
@@ -301,9 +304,8 @@ def _load(settings: list[str] | None):
         raise UserError(
             f"one preset at most: got {', '.join(words)}; settings are written KEY=VALUE"
         )
-    named = words[0] if words else None
     from_file = any(p.startswith("config=") for p in pairs)
-    return load_config(named if named or from_file else DEFAULT_PRESET, pairs)
+    return load_config(words[0] if words else None if from_file else DEFAULT_PRESET, pairs)
 
 
 def _start(simulate: int | None = None, *, keep_memory: bool = False) -> None:

@@ -1,29 +1,23 @@
-"""What the devices tell each other in one train step: predicted by a short formula, and read from the compiled program.
+"""What the devices tell each other in one train step, by a short formula.
 
-`predict` adds up what each parallelism sends; every term is one line with a name. `audit` compiles the step, for the
-devices of a mesh or for chips that need not be there, and puts both side by side. Where they agree exactly, nothing
-is sent that was not meant to be. The formulas are those of Austin et al. 2025 ("How to Scale Your Model", parts 3
-and 5), and a ring's costs those of Thakur et al. 2005.
+`predict` adds up what each parallelism sends; every term is one line with a name. `minitext.comms_report` puts the
+program beside it: where they agree, nothing is sent that was not meant to be. The formulas are those of Austin et al.
+2025 ("How to Scale Your Model", parts 3 and 5), and a ring's costs those of Thakur et al. 2005.
 
 Arrays are counted, not instructions: compilers combine several collectives into one. Scalars (loss, numbers of
-tokens, norms) and integers (tokens, positions, segment ids) are counted apart and not predicted: they are small, and
-where a compiler merges them or moves them out of loops follows no rule worth stating.
+tokens, norms) and integers (tokens, positions, segment ids) are left out: they are small, and where a compiler merges
+them or moves them out of loops follows no rule worth stating.
 
 Chapters: 11, 12.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
-from minitext import hlo
-from minitext.aot import no_cache
-from minitext.compile_report import show_bytes, table
 from minitext.config import Config
 from minitext.hlo import Collective
 from minitext.sharding import RULES
@@ -104,13 +98,18 @@ class Split:
 
     @property
     def wide(self) -> int:
-        """Bytes of a number in the compute type."""
-        return 2 if self.cfg.model.dtype == "bfloat16" else 4
+        """Bytes of a number in the compute type; XLA's CPU backend computes and sends bfloat16 as float32."""
+        return 2 if self.tpu and self.cfg.model.dtype == "bfloat16" else 4
 
     @property
     def narrow(self) -> int:
         """Bytes of a number that only products read: a TPU multiplies in bfloat16, and converts before it sends."""
         return 2 if self.tpu else self.wide
+
+    @property
+    def again(self) -> bool:
+        """Whether the backward pass computes layers again; no policy keeps what a projection sent."""
+        return self.cfg.model.remat != "none"
 
     @property
     def stream(self) -> int:
@@ -139,8 +138,8 @@ def split(cfg: Config, mesh: Mesh, backend: str) -> Split:
     """Returns what the rules of a configuration make of a mesh, for the compiler of `backend`: `cpu` or `tpu`."""
     rules = RULES[cfg.sharding.rules]
 
-    def ways(name: str, table=rules.table) -> int:
-        return math.prod(mesh.shape[axis] for axis in table[name])
+    def ways(name: str, places=rules.table) -> int:
+        return math.prod(mesh.shape[axis] for axis in places[name])
 
     return Split(
         cfg, backend == "tpu", ways("embed"), ways("embed", rules.optimizer) if rules.optimizer else 1,
@@ -153,8 +152,12 @@ def predict(cfg: Config, mesh: Mesh, backend: str) -> list[Term]:
 
     Two compilers make different programs of it. The TPU's turns a sum of which each device keeps a part into a
     reduce-scatter, adds what is to be summed over the same devices before it sums it, sends bfloat16 where only
-    products read, and gathers a vector of uneven rows by an all-reduce. XLA's CPU backend leaves the all-reduce,
+    products read, and gathers a vector of which
+    devices hold less than whole rows by an all-reduce. XLA's CPU backend leaves the all-reduce,
     sums each product of its own, one mesh dimension after the other, and sends the compute type.
+
+    On a TPU this holds for shards of whole tiles (16 rows of a weight, 128 numbers of its columns): smaller ones
+    it moves in other ways. With FSDP and several microbatches it is not known which sums it leaves as all-reduces.
 
     Args:
       cfg: the configuration; `model.scan_layers` true, AdamW, no pipeline and no experts.
@@ -169,15 +172,6 @@ def predict(cfg: Config, mesh: Mesh, backend: str) -> list[Term]:
     return [t for t in terms if t.group > 1 and t.count]
 
 
-def totals(terms: list[Term]) -> dict[str, tuple[int, int]]:
-    """Returns kind -> (arrays, bytes) of the terms, as `hlo.collectives` does for a program."""
-    found = {}
-    for kind in sorted({t.kind for t in terms}):
-        of_kind = [t for t in terms if t.kind == kind]
-        found[kind] = (sum(t.count for t in of_kind), sum(t.bytes for t in of_kind))
-    return found
-
-
 def _scaled(numbers: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(number * size for number in numbers)
 
@@ -190,7 +184,7 @@ def _runs(s: Split) -> tuple[int, int]:
 
 def _fsdp(s: Split) -> Iterator[Term]:
     """Weights are gathered for the forward pass and again for the backward pass (Rajbhandari et al. 2020)."""
-    layers, once = _runs(s)
+    layers, _ = _runs(s)
     model = s.cfg.model
     weights = _scaled(s.layer, s.narrow)
     scale = 4 * model.embed
@@ -198,23 +192,31 @@ def _fsdp(s: Split) -> Iterator[Term]:
     yield Term("all-gather of the weights, forward", "all-gather", s.fsdp, weights, layers)
     yield Term("all-gather of the weights, backward", "all-gather", s.fsdp, weights, layers)
     yield Term("RMSNorm scales, forward", vector, s.fsdp, (scale, scale), layers)
-    if model.remat == "full":
+    if s.again:
         yield Term("RMSNorm scales, recomputed", vector, s.fsdp, (scale, scale), layers)
     # A lookup is no product: the table is sent in the compute type.
-    yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.wide,), once)
+    yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.wide,), 1)
     if not model.tie_embeddings:
-        yield Term("output layer", "all-gather", s.fsdp, (s.table * s.narrow,), once)
-    yield Term("last RMSNorm's scale", vector, s.fsdp, (scale,), once)
+        yield Term("output layer", "all-gather", s.fsdp, (s.table * s.narrow,), 1)
+        if (
+            not s.tpu and model.dtype == "bfloat16"
+        ):  # the two conversions hide that both are the same
+            yield Term("output layer, backward", "all-gather", s.fsdp, (s.table * s.narrow,), 1)
+    yield Term("last RMSNorm's scale", vector, s.fsdp, (scale,), 1)
 
 
 def _gradients(s: Split) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens, and what is stored in parts is kept in parts."""
     layers, once = _runs(s)
-    scale = 4 * s.cfg.model.embed
+    scale, table = 4 * s.cfg.model.embed, s.table * s.wide
+    if (
+        s.tpu and once > 1 and s.fsdp == 1
+    ):  # what is added up over microbatches is sent once, as the float32 sum
+        once, table = 1, s.table * 4
     rest = s.replicas // s.fsdp
     products = {"weights": (_scaled(s.layer, s.wide), layers)}
     if not s.cfg.model.tie_embeddings:
-        products["output layer"] = ((s.table * s.wide,), once)
+        products["output layer"] = ((table,), once)
     for name, (arrays, runs) in products.items():
         kind = s.scatter if s.fsdp > 1 or (s.optimizer > 1 and runs == once) else "all-reduce"
         yield Term(f"gradient of the {name}, over fsdp", kind, s.fsdp, arrays, runs)
@@ -229,8 +231,9 @@ def _gradients(s: Split) -> Iterator[Term]:
         )
     # Of a lookup and of a scale, whose sums are not of a product, the sum is over all at once.
     alone = s.scatter if rest == 1 or s.optimizer > 1 else "all-reduce"
+    uses = 2 if s.cfg.model.tie_embeddings and not s.tpu else 1
     for group in _groups(s, 1):
-        yield Term("gradient of the embedding table", alone, group, (s.table * s.wide,), once)
+        yield Term("gradient of the embedding table", alone, group, (table,) * uses, once)
     for group in _groups(s, s.sequence):
         yield Term("gradient of RMSNorm scales", "all-reduce", group, (scale, scale), layers)
         yield Term("gradient of the last RMSNorm's scale", "all-reduce", group, (scale,), once)
@@ -265,7 +268,7 @@ def _tensor(s: Split) -> Iterator[Term]:
     one, sent = s.stream * s.wide, s.stream * s.narrow
     yield Term("embedding lookup, over vocab", kind, s.tensor, (one,), once)
     yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * 2, layers)
-    if s.cfg.model.remat == "full":
+    if s.again:
         yield Term("row-parallel sum, recomputed", kind, s.tensor, (one,), layers)
     backward = 2 if s.tpu else 5
     yield Term("column-parallel sums, backward", kind, s.tensor, (one,) * backward, layers)
@@ -296,11 +299,11 @@ def _context(s: Split) -> Iterator[Term]:
     layers, once = _runs(s)
     model, c = s.cfg.model, s.context
     pair = (s.tokens * model.K * model.H // s.tensor,) * 2
-    sent, again = _scaled(pair, s.narrow), model.remat == "full"
+    sent = _scaled(pair, s.narrow)
     if model.attention.context == "allgather":
         whole = _scaled(sent, c)
         yield Term("keys and values, forward", "all-gather", c, whole, layers)
-        if again:
+        if s.again:
             yield Term("keys and values, recomputed", "all-gather", c, whole, layers)
         yield Term(
             "gradients of keys and values", "reduce-scatter", c, _scaled(pair, s.wide * c), layers
@@ -308,7 +311,7 @@ def _context(s: Split) -> Iterator[Term]:
         return
     kind, turns = "collective-permute", layers * (c - 1)
     yield Term("ring: keys and values, forward", kind, c, sent, turns)
-    if again:  # what the first turn brings serves both
+    if s.again:  # what the first turn brings serves both
         yield Term("ring: keys and values, recomputed", kind, c, sent, layers * (c - 2))
     yield Term("ring: keys and values, backward", kind, c, sent, turns)
     yield Term("ring: gradients of keys and values", kind, c, _scaled(pair, 4), turns)

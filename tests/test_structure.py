@@ -29,7 +29,7 @@ LAYERS = [
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim"},
     {"train", "generate"},
-    {"aot", "roofline", "rundir", "run", "grading", "doctor"},
+    {"aot", "comms", "comms_report", "roofline", "rundir", "run", "grading", "doctor"},
     {"notebook", "cli"},
     {"__main__"},
 ]
@@ -139,6 +139,7 @@ TESTED_WITH = {
     "schema": "config",
     "targets": "aot",
     "compile_report": "aot",
+    "comms_report": "comms",
     "disk": "checkpoint",
     "leaves": "checkpoint",
 }
