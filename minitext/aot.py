@@ -92,7 +92,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         compiled, refusal = None, None
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         start = time.perf_counter()
-        with jax.set_mesh(mesh), _no_cache(), _spinner(f"compiling for {target}"):
+        with jax.set_mesh(mesh), no_cache(), _spinner(f"compiling for {target}"):
             try:
                 compiled = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
@@ -231,7 +231,7 @@ def _by_part(buffers: list[Buffer]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
+def no_cache() -> Iterator[None]:
     """Switches off JAX's compilation cache: it writes ahead-of-time programs, can't read them."""
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -56,8 +56,7 @@ class Instruction(NamedTuple):
 def type_bytes(text: str) -> int:
     """Returns the size of an HLO type in bytes, tuples summed, padding not counted.
 
-    Args:
-      text: such as `bf16[8,128]{1,0}` or `(f32[4], s4[3])`; other text counts nothing.
+    The text is such as `bf16[8,128]{1,0}` or `(f32[4], s4[3])`; other text counts nothing.
     """
     total = 0
     for name, bits, dims in _TYPE.findall(text):
@@ -130,7 +129,7 @@ class Collective(NamedTuple):
         the array of an all-reduce.
       runs: how often one run of the module executes it.
       overlapped: names of the instructions between its start and its done; None if it blocks.
-      arrays: bytes of each array in it: compilers combine collectives.
+      arrays: type and bytes of each array in it: compilers combine collectives.
     """
 
     kind: str
@@ -139,7 +138,7 @@ class Collective(NamedTuple):
     bytes: int
     runs: int
     overlapped: tuple[str, ...] | None
-    arrays: tuple[int, ...]
+    arrays: tuple[tuple[str, int], ...]
 
     @property
     def moved(self) -> float:
@@ -219,7 +218,8 @@ class Module:
                 kind = "reduce-scatter"
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
             arrays = _whole_side(i, self._sizes[name])
-            found.append(Collective(kind, i.name, group, sum(arrays), runs, between, arrays))
+            size = sum(size for _, size in arrays)
+            found.append(Collective(kind, i.name, group, size, runs, between, arrays))
         return found
 
 
@@ -252,16 +252,16 @@ def _group(line: str, devices: int) -> int:
     return max(1, devices)
 
 
-def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[int, ...]:
+def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = [sizes.get(operand, 0) for operand in collective.operands]
-    if collective.opcode == "send":  # of one array, after a token
-        return (sum(operands),)
     written = collective.line.partition(f" {collective.opcode}(")[0]
-    results = [type_bytes(match[0]) for match in _TYPE.finditer(written)]
+    results = [(match[1], type_bytes(match[0])) for match in _TYPE.finditer(written)]
+    if collective.opcode == "send":  # of one array, after a token
+        return ((results[0][0], sum(operands)),) if results else ()
     # The type of a start is a tuple of the operands, the results and, of a permute, two counters.
     if collective.opcode.endswith("-start") and len(results) >= 2 * len(operands):
         results = results[len(operands) :]
-    return tuple(max(pair) for pair in zip(operands, results, strict=False))
+    return tuple((kind, max(n, size)) for n, (kind, size) in zip(operands, results, strict=False))
 
 
 def _between(start: Instruction, computation: list[Instruction]) -> tuple[str, ...]:

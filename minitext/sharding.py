@@ -169,10 +169,12 @@ def param_spec(
 
 
 def reshard_tree(tree: Any, rules: ShardingRules) -> Any:
-    """Moves the arrays of a pytree of `nnx.Variable`s to where rules put them; without a mesh, does nothing."""
+    """Moves the `nnx.Variable`s of a pytree to where rules put them; without a mesh, does nothing."""
     from flax import nnx
 
     def leaf(x):
+        if not isinstance(x, nnx.Variable):
+            return x
         return x.replace(jax.sharding.reshard(x.get_value(), param_spec(rules, x)))
 
     if jax.sharding.get_abstract_mesh().empty:

@@ -29,8 +29,8 @@ LAYERS = [
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim"},
     {"train", "generate"},
-    {"aot", "roofline", "shard_report", "rundir", "run", "grading", "doctor"},
-    {"memory"},
+    {"aot", "comms", "comms_report", "memory", "roofline", "shard_report"}
+    | {"rundir", "run", "grading", "doctor"},
     {"notebook", "cli"},
     {"__main__"},
 ]
@@ -140,6 +140,7 @@ TESTED_WITH = {
     "schema": "config",
     "targets": "aot",
     "compile_report": "aot",
+    "comms_report": "comms",
     "disk": "checkpoint",
     "leaves": "checkpoint",
 }

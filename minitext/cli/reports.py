@@ -114,3 +114,21 @@ def memory_(settings: Settings = None, as_json: Json = False) -> None:
         print(json.dumps(found))
     else:
         memory.print_memory(found)
+
+
+def comms(settings: Settings = None, as_json: Json = False) -> None:
+    """Predict what devices send each other in a step, beside the program for simulated ones or for target=v5e:2x4."""
+    targets, settings = split_off(settings, "target")
+    cfg = load(settings)
+    if len(targets) > 1:
+        raise UserError("name one target, such as target=v5e:2x4, or none for simulated devices")
+    start(
+        None if targets else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate or 8)
+    )
+    from minitext import comms_report
+
+    found = comms_report.audit_preset(cfg, targets[0] if targets else None)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        comms_report.print_audit(found)
