@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 # EXERCISE 10.ring_all_reduce
 def ring_all_reduce(x_N, axis):
-    """The sum over the devices of a mesh axis, for each of them, by messages to the right neighbour.
+    """The sum over the devices of a mesh axis, for each of them, by permutes to the right.
 
     Args:
       x_N: [N], this device's numbers; N is a multiple of the number of devices n on the axis.
@@ -66,8 +66,8 @@ def distributed_transpose(x_RN, axis):
     """This device's rows of the transpose of a matrix that is divided by rows.
 
     Args:
-      x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on the axis, and n divides
-        M and N.
+      x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on the axis, and n
+        divides M and N.
       axis: name of the mesh axis.
 
     Returns:
