@@ -84,6 +84,11 @@ def as_wanted(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def in_groups(tree: Any, repeats: int) -> Any:
+    """Returns stacked layers [L, ...] in the order in which a circular pipeline stores them, [repeats, L/repeats, ...]."""
+    return jax.tree.map(lambda x: x.reshape(repeats, x.shape[0] // repeats, *x.shape[1:]), tree)
+
+
 def _numbers(name: str) -> Iterable[tuple[int, str]]:
     """Yields every number between the dots of a name, with the name that is left without it."""
     words = name.split(".")

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,15 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from minitext import stacks
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.loss import cross_entropy, masked_sum
 from minitext.mesh import BATCH_AXES
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
+from minitext.parallel.pipeline import split_rows
+from minitext.parallel.schedule import groups_per_stage
 from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
@@ -95,7 +99,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        shapes = jax.eval_shape(lambda: _init(cfg))
+        shapes = jax.eval_shape(lambda: _init(cfg, stored_groups(cfg, mesh)))
     rules = RULES[cfg.sharding.rules]
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
@@ -110,11 +114,20 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
     """Draws the parameters from `train.seed`; every array is born on its shard."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: _init(cfg), out_shardings=shardings)()
+        return jax.jit(lambda: _init(cfg, stored_groups(cfg, mesh)), out_shardings=shardings)()
 
 
-def _init(cfg: Config) -> TrainState:
+def stored_groups(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
+    """Returns in how many groups the layers' parameters are stored: above 1 only for a circular pipeline."""
+    return groups_per_stage(cfg.pipeline) if mesh.shape["stage"] > 1 else 1
+
+
+def _init(cfg: Config, repeats: int = 1) -> TrainState:
+    """Draws the state; a circular pipeline's layers are stored [repeats, L / repeats, ...]."""
     model = Transformer(cfg.model, rules=RULES[cfg.sharding.rules], rngs=nnx.Rngs(cfg.train.seed))
+    if repeats > 1:
+        graphdef, blocks = nnx.split(model.blocks)
+        model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
     params = nnx.state(model, nnx.Param)
     opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
@@ -148,10 +161,8 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
 
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
-    rules = RULES[cfg.sharding.rules]
-    return nnx.graphdef(
-        nnx.eval_shape(lambda: Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0)))
-    )
+    new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)
+    return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
@@ -218,10 +229,7 @@ def accumulate(
         return nll, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
 
     def split(x_BT):
-        # Row b goes to microbatch b % M, so that every device keeps its own rows and nothing moves.
-        B, T = x_BT.shape
-        x = jax.lax.reshape(x_BT, (B // M, M, T), out_sharding=rules.out("batch", None, None))
-        return jnp.swapaxes(x, 0, 1)
+        return split_rows(x_BT, M, "batch", None, rules=rules)
 
     def in_parts(params, batch):
         def add(total, part):
