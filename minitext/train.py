@@ -26,8 +26,8 @@ from minitext.loss import cross_entropy, masked_sum
 from minitext.mesh import BATCH_AXES
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
-from minitext.parallel.pipeline import split_rows
-from minitext.parallel.schedule import groups_per_stage
+from minitext.parallel.pipeline import Pieces, one_forward_one_backward, split_rows
+from minitext.parallel.schedule import count_microbatches, groups_per_stage
 from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
@@ -173,13 +173,55 @@ def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Arr
         batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         model = nnx.merge(graphdef, params)
         logits_BTV = model(batch["tokens"], batch["positions"], batch["segment_ids"])
-        nll = masked_sum(cross_entropy(logits_BTV, batch["targets"]), batch["loss_mask"])
-        if not cfg.train.z_loss:
-            return nll, nll
-        total = cross_entropy(logits_BTV, batch["targets"], z_loss=cfg.train.z_loss)
-        return masked_sum(total, batch["loss_mask"]), nll
+        return _summed_loss(cfg, logits_BTV, batch)
 
     return loss_fn
+
+
+def _summed_loss(cfg: Config, logits_BTV: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    nll = masked_sum(cross_entropy(logits_BTV, batch["targets"]), batch["loss_mask"])
+    if not cfg.train.z_loss:
+        return nll, nll
+    total = cross_entropy(logits_BTV, batch["targets"], z_loss=cfg.train.z_loss)
+    return masked_sum(total, batch["loss_mask"]), nll
+
+
+def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
+    """Returns a function of (params, batch) giving (summed loss, summed log-likelihood) and the loss's gradients.
+
+    It is autodiff's, but for the pipeline schedule 1F1B, whose order of forward and backward work autodiff cannot give.
+    """
+    S = mesh.shape["stage"]
+    if S == 1 or cfg.pipeline.schedule != "1f1b":
+        return jax.value_and_grad(make_loss_fn(cfg), has_aux=True)
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+
+    def value_and_grad(params, batch):
+        model = nnx.merge(graphdef, params)
+        blocks, outer = nnx.split_state(params, nnx.PathContains("blocks"), ...)
+        blocks_def = nnx.graphdef(model.blocks)
+
+        def with_outer(outer):
+            return nnx.merge(graphdef, nnx.merge_state(outer, blocks))
+
+        def layers(blocks, x_XD, one):
+            seen = model.order_tokens((one["positions"], one["segment_ids"]))
+            return model.apply_layers(nnx.merge(blocks_def, blocks["blocks"]), x_XD, *seen)[0]
+
+        def loss(outer, x_XD, one):
+            logits_BTV = with_outer(outer).unembed_tokens(x_XD, one["tokens"].shape[0])
+            return _summed_loss(cfg, logits_BTV, one)
+
+        def embed(outer, one):
+            return with_outer(outer).embed_tokens(model.order_tokens(one["tokens"]))
+
+        M = count_microbatches(cfg.pipeline, S, batch["tokens"].shape[0] // rules.ways("batch"))
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
+        parts = {n: split_rows(x, M, "batch", "seq", rules=rules) for n, x in batch.items()}
+        sums, grads = one_forward_one_backward(Pieces(embed, layers, loss), outer, blocks, parts)
+        return sums, nnx.merge_state(*grads)
+
+    return value_and_grad
 
 
 def make_train_step(
@@ -194,7 +236,7 @@ def make_train_step(
     rules = RULES[cfg.sharding.rules]
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
     schedule = make_schedule(cfg.optim, cfg.train.steps)
-    gradients = accumulate(jax.value_and_grad(make_loss_fn(cfg), has_aux=True), cfg)
+    gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
