@@ -85,15 +85,20 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     }
     table = {**rules.table, **rules.optimizer}
     for name, (key, size) in sizes.items():
-        for axis in table[name]:
-            # The ring cuts each device's tokens in two pieces.
-            pieces = 2 if axis == "context" and cfg.model.attention.context == "ring" else 1
-            needed = shape[axis] * (pieces if shape[axis] > 1 else 1)
-            if size % needed:
-                raise UserError(
-                    f"{key}={size} is not divisible by {'2 x ' if needed > shape[axis] else ''}mesh.{axis}="
-                    f"{shape[axis]}: choose a multiple of {needed}, or another mesh.{axis}"
-                )
+        factors = {f"mesh.{axis}={shape[axis]}": shape[axis] for axis in table[name]}
+        if "context" in table[name] and cfg.model.attention.context == "ring":
+            factors["the ring's 2 pieces"] = 2 if shape["context"] > 1 else 1
+        if "stage" in table[name] and name == "layers":
+            groups = stored_groups(cfg, mesh)
+            factors[f"pipeline.repeats={groups}"] = groups
+        needed, used = math.prod(factors.values()), [f for f, n in factors.items() if n > 1]
+        if size % needed:
+            raise UserError(
+                f"{key}={size} is not divisible by {' x '.join(used)}: choose a multiple of {needed}, or another "
+                f"{used[0].partition('=')[0]}"
+            )
+    if shape["stage"] > 1:
+        count_microbatches(cfg.pipeline, shape["stage"], per_microbatch // ways)
 
 
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:

@@ -25,7 +25,7 @@ LAYERS = [
     {"config", "devices", "disk"},
     {"mesh", "cost", "hlo", "buffers", "targets", "compile_report", "leaves", "stacks"},
     {"sharding"},
-    {"kernels", "layers"},
+    {"kernels", "layers", "parallel"},
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim"},
     {"train", "generate"},

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from minitext import kernels
 from minitext.config import PipelineConfig
 from minitext.layers import flatten_tokens, unflatten_tokens
 from minitext.parallel.schedule import (
@@ -57,12 +58,18 @@ def _pass_on(x: jax.Array, step: int) -> jax.Array:
 
 def _to_all(x: jax.Array, stage: int) -> jax.Array:
     """One stage's x, on all of them."""
-    return jax.lax.psum(jnp.where(jax.lax.axis_index(AXIS) == stage, x, 0), AXIS)
+    mine = jnp.where(jax.lax.axis_index(AXIS) == stage, x, 0)
+    return jax.lax.psum(mine.astype(_sum_type(x)), AXIS).astype(x.dtype)
 
 
-def _varying(tree: Any) -> Any:
-    """Zeros like these arrays, typed as different on each stage."""
-    return jax.tree.map(lambda x: jax.lax.pcast(jnp.zeros_like(x), AXIS, to="varying"), tree)
+def _varying(x: jax.Array) -> jax.Array:
+    """An x that is the same on all stages, typed as different; its gradient is the sum of theirs."""
+    return jax.lax.pcast(x.astype(_sum_type(x)), AXIS, to="varying").astype(x.dtype)
+
+
+def _sum_type(x: jax.Array) -> Any:
+    # XLA's CPU backend dies of a bfloat16 sum over a manual axis among others ("Invalid binary instruction opcode copy").
+    return jnp.float32 if kernels.platform() == "cpu" else x.dtype
 
 
 def _pick(tree: Any, number: Any) -> Any:
@@ -98,7 +105,7 @@ def run_stages(
     @partial(_on_each_stage, in_specs=(P(None, AXIS), P(), P()), out_specs=P())
     def run(params, x_MBTD, seen):
         stage, S = jax.lax.axis_index(AXIS), jax.lax.axis_size(AXIS)
-        ticks = forward_ticks(S, M, R)
+        ticks, x_MBTD = forward_ticks(S, M, R), _varying(x_MBTD)
 
         def tick(arrived, t):
             work = forward_work(t, stage, S, M, R)
@@ -111,7 +118,7 @@ def run_stages(
             )
             return _pass_on(y_XD, 1), y_XD
 
-        nothing = _varying(flatten_tokens(x_MBTD[0], rules))
+        nothing = jnp.zeros_like(flatten_tokens(x_MBTD[0], rules))
         _, y_tXD = jax.lax.scan(tick, nothing, jnp.arange(ticks))
         done = [forward_work(t, S - 1, S, M, R) for t in range(ticks)]
         leaves = [t for t, w in enumerate(done) if w.active and w.group == R - 1]

@@ -145,7 +145,7 @@ def count_microbatches(cfg: PipelineConfig, stages: int, rows: int) -> int:
                 f"pipeline.schedule=circular with mesh.stage={stages} needs a multiple of {stages} sequences a device, "
                 f"and there are {rows}: raise train.global_batch, or set pipeline.schedule=1f1b"
             )
-        return max(m for m in fits if m <= max(4 * stages, step))
+        return max(m for m in fits if m <= 4 * stages)
     if cfg.microbatches not in fits:
         rule = f"be a multiple of mesh.stage={stages} and divide" if step > 1 else "divide"
         mend = f"choose pipeline.microbatches among {shown}" if fits else "raise train.global_batch"
