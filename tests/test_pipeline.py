@@ -15,6 +15,7 @@ from minitext.checkpoint import Checkpointer
 from minitext.errors import UserError
 from minitext.mesh import make_mesh
 from minitext.parallel.schedule import Slot, bubble, idle_share, make_table
+from minitext.parallel.trace import measure_slots
 from minitext.train import (
     abstract_batch,
     abstract_state,
@@ -131,3 +132,40 @@ def test_stages_compute_what_one_device_computes(tiny, layout):
         ):
             scale, name = np.abs(leaf).max(), jax.tree_util.keystr(path)
             np.testing.assert_allclose(got / scale, leaf / scale, atol=1e-5, err_msg=name)
+
+
+def test_a_trace_shows_the_idle_slots_of_the_formula(tiny):
+    """Four stages and sixteen microbatches: stages that wait compute no layer, those that work do."""
+    cfg = tiny(*SMALL, "mesh.stage=4", "pipeline.schedule=circular", "pipeline.microbatches=16")
+    mesh = mesh_of(cfg)
+    state, batch = init_state(cfg, mesh), batch_for(cfg, mesh, 0)
+    with jax.set_mesh(mesh):
+        compiled = make_train_step(cfg, mesh).lower(state, batch).compile()
+    slots = measure_slots(compiled, state, batch)
+    table = make_table("circular", 4, 16, 2)
+    assert [[slot is not None for slot in row] for row in table] == slots
+    idle = 1 - np.mean(slots)
+    assert abs(idle - bubble("circular", 4, 16, 2)) < 0.03
+
+
+# --- memory
+
+
+def temporary_bytes(tiny, schedule, M):
+    """Temporaries of a step whose microbatches have two rows, however many there are."""
+    cfg = tiny(
+        *SMALL, "mesh.stage=4", f"pipeline.schedule={schedule}", "model.layers=4", "data.seq_len=64",
+        f"pipeline.microbatches={M}", f"train.global_batch={2 * M}",
+    )  # fmt: skip
+    mesh = mesh_of(cfg)
+    with jax.set_mesh(mesh):
+        step = make_train_step(cfg, mesh).lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    return step.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+def test_memory_of_1f1b_does_not_grow_with_microbatches(tiny):
+    few, many = (temporary_bytes(tiny, "1f1b", M) for M in (8, 32))
+    assert many < 1.2 * few
+    few, many = (temporary_bytes(tiny, "gpipe", M) for M in (8, 32))
+    assert many > 2.5 * few
