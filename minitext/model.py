@@ -118,9 +118,8 @@ class Transformer(nnx.Module):
             start = 0 if cache is None else cache.length
             positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
             positions_BT = rules.shard(positions_BT, "batch", "seq")
-        tokens_BT, positions_BT, segment_ids_BT = self.order_tokens(
-            (tokens_BT, positions_BT, segment_ids_BT)
-        )
+        arrays: Any = tokens_BT, positions_BT, segment_ids_BT
+        tokens_BT, positions_BT, segment_ids_BT = self.order_tokens(arrays)
         x_XD = self.embed_tokens(tokens_BT)
         if cache is None and rules.splits("layers"):
             graphdef, params = nnx.split(self.blocks)
@@ -128,7 +127,7 @@ class Transformer(nnx.Module):
             def layers(params, x_XD, seen):
                 return self.apply_layers(nnx.merge(graphdef, params), x_XD, *seen)[0]
 
-            seen = positions_BT, segment_ids_BT
+            seen: Any = positions_BT, segment_ids_BT
             x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
             return self.unembed_tokens(x_XD, B)
         x_XD, new = self.apply_layers(self.blocks, x_XD, positions_BT, segment_ids_BT, cache)

@@ -69,7 +69,9 @@ class ShardingRules:
         """
         mesh = mesh or jax.sharding.get_abstract_mesh()
         # Inside a pipeline stage nothing is split over `stage`: that axis is manual there.
-        drop = drop | {axis for axis, size in mesh.shape.items() if size == 1} | set(mesh.manual_axes)
+        drop = (
+            drop | {axis for axis, size in mesh.shape.items() if size == 1} | set(mesh.manual_axes)
+        )
         entries, taken = [], {}
         for name in names:
             if name is not None and name not in self.table:
@@ -86,9 +88,7 @@ class ShardingRules:
             entries.append(axes[0] if len(axes) == 1 else axes or None)
         return PartitionSpec(*entries)
 
-    def out(
-        self, *names: str | None, drop: frozenset[str] = frozenset()
-    ) -> PartitionSpec | None:
+    def out(self, *names: str | None, drop: frozenset[str] = frozenset()) -> PartitionSpec | None:
         """Returns the spec for an operation's `out_sharding=`, or None where no mesh is set."""
         empty = jax.sharding.get_abstract_mesh().empty
         return None if empty else self.spec(names, drop=drop)

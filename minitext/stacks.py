@@ -123,13 +123,16 @@ def _numbers(name: str) -> Iterable[tuple[int, str]]:
 
 def _is_regrouped(stored: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether one shape is [L, ...] and the other [R, L/R, ...]; a layer's own parameter has a dimension at least."""
-    one, groups = sorted((tuple(stored), tuple(wanted)), key=len)
-    same = len(one) > 1 and len(groups) == len(one) + 1 and groups[2:] == one[1:]
-    return same and groups[0] * groups[1] == one[0]
+    one, groups = sorted((list(stored), list(wanted)), key=len)
+    if len(one) < 2 or len(groups) != len(one) + 1:
+        return False
+    return [groups[0] * groups[1], *groups[2:]] == one
 
 
 def _reshape(shape: tuple[int, ...], sharding: Any, x: Any) -> Any:
-    return x.reshape(shape) if sharding is None else jax.lax.reshape(x, shape, out_sharding=sharding)
+    return (
+        x.reshape(shape) if sharding is None else jax.lax.reshape(x, shape, out_sharding=sharding)
+    )
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], change: Any) -> jax.ShapeDtypeStruct:

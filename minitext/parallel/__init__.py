@@ -1,4 +1,4 @@
-"""Programs written device by device, where the compiler would not find them: attention over a split sequence, pipelines.
+"""Programs written device by device where the compiler would not find them: split sequences and pipelines.
 
 Chapters: 12, 13.
 """

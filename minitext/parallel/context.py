@@ -52,7 +52,11 @@ def context_attention(
         segment_ids_BT = rules.shard(jnp.zeros(q_BTNH.shape[:2], jnp.int32), "batch", "seq")
     names = Names(rules)
     if method == "allgather":
-        run = names.on_each_device(_gathered_attention, "qkvs", "q")
+        run = jax.shard_map(
+            _gathered_attention,
+            in_specs=tuple(names.specs[name] for name in "qkvs"),
+            out_specs=names.specs["q"],
+        )
         return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, names)
 
@@ -71,14 +75,22 @@ class Names:
         self.key = rules
 
     def on_each_device(self, function: Any, inputs: str, outputs: str) -> Any:
-        """Wraps a function of the arrays that one letter each stands for."""
-        out = tuple(self.specs[name] for name in outputs)
-        return jax.shard_map(
+        """Wraps a function of the arrays that one letter each stands for; it is not differentiated."""
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        out: Any = tuple(self.specs[name] for name in outputs)
+        mapped = jax.shard_map(
             function,
             in_specs=tuple(self.specs[name] for name in inputs),
             out_specs=out if len(out) > 1 else out[0],
             check_vma=False,
         )
+
+        def run(*arrays: jax.Array) -> Any:
+            # Unchecked, the result forgets that it differs between the stages of a pipeline.
+            varying = partial(jax.lax.pcast, axis_name=outer, to="varying")
+            return jax.tree.map(varying, mapped(*arrays)) if outer else mapped(*arrays)
+
+        return run
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Names) and self.key == other.key
@@ -243,9 +255,7 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
         k, v, k_segments = arrived
 
         def first_piece():
-            part = block(
-                q_BTNH, segments, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2]
-            )
+            part = block(q_BTNH, segments, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
             return merge(total, part)
 
         def second_piece():
@@ -295,9 +305,7 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
         k, v, k_segments = arrived
 
         def first_piece():
-            part_q, *part_kv = block(
-                0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2]
-            )
+            part_q, *part_kv = block(0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
             added = [x.at[:, : T // 2].add(y) for x, y in zip(back, part_kv, strict=True)]
             return grad_q + part_q, tuple(added)
 

@@ -68,14 +68,12 @@ def _varying(x: jax.Array) -> jax.Array:
 
 
 def _sum_type(x: jax.Array) -> Any:
-    # XLA's CPU backend dies of a bfloat16 sum over a manual axis among others ("Invalid binary instruction opcode copy").
+    # Of a bfloat16 sum over one manual axis XLA's CPU backend dies ("Invalid binary instruction opcode copy").
     return jnp.float32 if kernels.platform() == "cpu" else x.dtype
 
 
 def _pick(tree: Any, number: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree
-    )
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
 def run_stages(
@@ -279,12 +277,17 @@ def _forward(run, layers, x_XD, arrived, kept, batch, t):
 
 
 def _backward(run, layers, grad_y_XD, came_back, kept, grad_layers, batch, t):
-    """The backward half of a tick; arguments as those of `_forward`.
+    """The backward half of a tick.
 
     Args:
+      run: as in `_forward`, and so are `layers`, `kept`, `batch` and `t`.
+      layers: see there.
       grad_y_XD: [X, D] gradient of the last stage's output.
       came_back: [S, X, D] gradients of the others' outputs, as their followers sent them.
+      kept: see there.
       grad_layers: gradients so far.
+      batch: see there.
+      t: see there.
 
     Returns:
       [X, D] gradient of the first stage's input, on all of them; `came_back` and `grad_layers` for the next tick.

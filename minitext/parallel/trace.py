@@ -52,7 +52,9 @@ def measure_slots(compiled: Any, *args: Any) -> list[list[bool]]:
 def stage_branches(text: str) -> list[Branches]:
     """Returns, of a compiled program's text, the conditionals in which stages do their work or wait."""
     found, names = computations(text)[0], op_names(text)
-    inside: dict[str, set[str]] = {}  # the instructions in the branches of each, and in what they call
+    inside: dict[
+        str, set[str]
+    ] = {}  # the instructions in the branches of each, and in what they call
     for body in found.values():
         for i in body:
             if i.opcode == "conditional" and "shard_map" in names.get(i.name, ""):

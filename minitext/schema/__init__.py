@@ -117,7 +117,8 @@ class ShardingConfig(Section):
     rules: Literal[
         "dp", "zero1", "zero2", "fsdp", "tp", "tp_seq", "fsdp_tp", "cp", "pp", "ep", "all"
     ] = Field(
-        default="all", description="what mesh axes split; all: every axis splits what it is named for"
+        default="all",
+        description="what mesh axes split; all: every axis splits what it is named for",
     )
 
 
