@@ -98,6 +98,12 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"{used[0].partition('=')[0]}"
             )
     if shape["stage"] > 1:
+        if shape["context"] > 1:
+            # Inside a stage's `cond` a ring would wait for devices of stages that wait themselves, and JAX 0.10 cannot
+            # lower the gradient of attention's own shard_map within the stage's.
+            raise UserError(
+                f"mesh.context={shape['context']} does not go with mesh.stage={shape['stage']}: set one of them to 1"
+            )
         count_microbatches(cfg.pipeline, shape["stage"], per_microbatch // ways)
 
 

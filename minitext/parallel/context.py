@@ -52,11 +52,7 @@ def context_attention(
         segment_ids_BT = rules.shard(jnp.zeros(q_BTNH.shape[:2], jnp.int32), "batch", "seq")
     names = Names(rules)
     if method == "allgather":
-        run = jax.shard_map(
-            _gathered_attention,
-            in_specs=tuple(names.specs[name] for name in "qkvs"),
-            out_specs=names.specs["q"],
-        )
+        run = names.on_each_device(_gathered_attention, "qkvs", "q")
         return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, names)
 
@@ -75,22 +71,14 @@ class Names:
         self.key = rules
 
     def on_each_device(self, function: Any, inputs: str, outputs: str) -> Any:
-        """Wraps a function of the arrays that one letter each stands for; it is not differentiated."""
-        outer = jax.sharding.get_abstract_mesh().manual_axes
+        """Wraps a function of the arrays that one letter each stands for."""
         out: Any = tuple(self.specs[name] for name in outputs)
-        mapped = jax.shard_map(
+        return jax.shard_map(
             function,
             in_specs=tuple(self.specs[name] for name in inputs),
             out_specs=out if len(out) > 1 else out[0],
             check_vma=False,
         )
-
-        def run(*arrays: jax.Array) -> Any:
-            # Unchecked, the result forgets that it differs between the stages of a pipeline.
-            varying = partial(jax.lax.pcast, axis_name=outer, to="varying")
-            return jax.tree.map(varying, mapped(*arrays)) if outer else mapped(*arrays)
-
-        return run
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Names) and self.key == other.key
