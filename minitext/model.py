@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext.attention import GQA, KVCache
-from minitext.config import GQAConfig, ModelConfig, Section, SwiGLUConfig
+from minitext.config import GQAConfig, ModelConfig, PipelineConfig, Section, SwiGLUConfig
 from minitext.ffn import SwiGLU
 from minitext.layers import (
     Embedding,
@@ -27,6 +27,7 @@ from minitext.layers import (
     unflatten_tokens,
 )
 from minitext.parallel.context import zigzag
+from minitext.parallel.pipeline import pipelined
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
@@ -69,11 +70,19 @@ class Transformer(nnx.Module):
     Args:
       cfg: sizes and numerics.
       rules: sharding rules; they matter only where a mesh is set.
+      pipeline: how microbatches pass through the layers; it matters only where a mesh splits these.
       rngs: `nnx.Rngs(seed)`; draws the parameters.
     """
 
-    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules = RULES["all"], rngs: nnx.Rngs):
-        self.cfg, self.rules = cfg, rules
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        rules: ShardingRules = RULES["all"],
+        pipeline: PipelineConfig | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.rules, self.pipeline = cfg, rules, pipeline or PipelineConfig()
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
         self.blocks: Any = stacked(rngs.split(cfg.layers))  # or an nnx.List: unstack_layers
@@ -119,26 +128,47 @@ class Transformer(nnx.Module):
         cache: KVCache | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Returns what the output layer reads, [B, T, D] normalised, and with a cache its new keys and values."""
-        cfg, rules = self.cfg, self.rules
+        rules = self.rules
         B, T = tokens_BT.shape
         if positions_BT is None:
             start = 0 if cache is None else cache.length
             positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
             positions_BT = rules.shard(positions_BT, "batch", "seq")
-        ring = rules.splits("seq") and cfg.attention.context == "ring"
-        if ring:
-            order = partial(zigzag, rules=rules)
-            tokens_BT, positions_BT = (order(x, "batch", "seq") for x in (tokens_BT, positions_BT))
-            if segment_ids_BT is not None:
-                segment_ids_BT = order(segment_ids_BT, "batch", "seq")
-        x_XD = flatten_tokens(self.embed(tokens_BT, jnp.dtype(cfg.dtype)), rules)
-        x_XD, new = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
-        if ring:
-            x_XD = zigzag(x_XD, "batch", "residual", "act", rules=rules, back=True)
-        x_BTD = jax.lax.reshape(
-            self.norm(x_XD), (B, T, cfg.embed), out_sharding=rules.out("batch", "residual", "act")
-        )
-        return x_BTD, new
+        arrays: Any = tokens_BT, positions_BT, segment_ids_BT
+        tokens_BT, positions_BT, segment_ids_BT = self.order_tokens(arrays)
+        x_XD = self.embed_tokens(tokens_BT)
+        if cache is None and rules.splits("layers"):
+            graphdef, params = nnx.split(self.blocks)
+
+            def layers(params, x_XD, seen):
+                return self.apply_layers(nnx.merge(graphdef, params), x_XD, *seen)[0]
+
+            seen: Any = positions_BT, segment_ids_BT
+            x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
+            return self.finish(x_XD, B), None
+        x_XD, new = self.apply_layers(self.blocks, x_XD, positions_BT, segment_ids_BT, cache)
+        return self.finish(x_XD, B), new
+
+    @property
+    def _ring(self) -> bool:
+        return self.rules.splits("seq") and self.cfg.attention.context == "ring"
+
+    def order_tokens(self, arrays: Any) -> Any:
+        """Returns arrays [B, T] of tokens, positions and so on with tokens in the order in which layers take them."""
+        order = partial(zigzag, rules=self.rules)
+        return jax.tree.map(lambda x: order(x, "batch", "seq"), arrays) if self._ring else arrays
+
+    def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the residual stream before the first layer, [B*T, D], of tokens in the layers' order."""
+        return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
+
+    def finish(self, x_XD: jax.Array, batch: int) -> jax.Array:
+        """Returns what the output layer reads, [B, T, D], of the residual stream after the last layer."""
+        if self._ring:
+            x_XD = zigzag(x_XD, "batch", "residual", "act", rules=self.rules, back=True)
+        shape = (batch, x_XD.size // batch // self.cfg.embed, self.cfg.embed)
+        where = self.rules.out("batch", "residual", "act")
+        return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V] of hidden states [B, T, D], in float32."""
@@ -150,8 +180,10 @@ class Transformer(nnx.Module):
             logits_XV.astype(jnp.float32), len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules
         )
 
-    def _layers(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None):
-        """Runs the layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
+    def apply_layers(
+        self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None = None
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Runs layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
         kv: Any = None if cache is None else (cache.k, cache.v)
 
         def run(block: Any, x, kv: Any):
@@ -160,14 +192,14 @@ class Transformer(nnx.Module):
             x, new = block(x, positions_BT, segment_ids_BT, one)
             return x, None if cache is None else (new.k, new.v)
 
-        if isinstance(self.blocks, nnx.List):
+        if isinstance(blocks, nnx.List):
             news = []
-            for block, *one in zip(self.blocks, *kv, strict=True):
+            for block, *one in zip(blocks, *kv, strict=True):
                 x_XD, new = run(block, x_XD, one)
                 news.append(new)
             k, v = zip(*news, strict=True)
             return x_XD, KVCache(k, v, positions_BT.shape[1])
-        graphdef, params = nnx.split(self.blocks)
+        graphdef, params = nnx.split(blocks)
 
         def layer(x, inputs):
             params_l, kv_l = inputs

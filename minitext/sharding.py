@@ -7,6 +7,7 @@ the model. The idea and most names are MaxText's (`logical_axis_rules` in its ba
 Chapters: 9, 11.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -66,8 +67,11 @@ class ShardingRules:
         Raises:
           ValueError: for a name the rules don't know, or a mesh axis that two dimensions claim.
         """
-        sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
-        drop = drop | {axis for axis, size in sizes.items() if size == 1}
+        mesh = mesh or jax.sharding.get_abstract_mesh()
+        # Inside a pipeline stage nothing is split over `stage`: that axis is manual there.
+        drop = (
+            drop | {axis for axis, size in mesh.shape.items() if size == 1} | set(mesh.manual_axes)
+        )
         entries, taken = [], {}
         for name in names:
             if name is not None and name not in self.table:
@@ -99,8 +103,12 @@ class ShardingRules:
 
     def splits(self, *names: str) -> bool:
         """Whether the mesh in use has several devices along an axis of these dimensions."""
+        return any(self.ways(name) > 1 for name in names)
+
+    def ways(self, name: str) -> int:
+        """Returns over how many devices the mesh in use splits a dimension."""
         sizes = jax.sharding.get_abstract_mesh().shape
-        return any(sizes.get(axis, 1) > 1 for name in names for axis in self.table[name])
+        return math.prod(sizes.get(axis, 1) for axis in self.table[name])
 
     def axes(self) -> frozenset[str]:
         """Returns the mesh axes that any dimension uses."""
@@ -114,6 +122,8 @@ _WHOLE = dict.fromkeys(
 _DP = _WHOLE | {"batch": BATCH_AXES}
 _FSDP = {"embed": ("fsdp",)}
 _TP = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
+# Embedding and output layer belong to no stage: each holds and computes its part of the vocabulary (Yeung et al. 2024).
+_PP = {"layers": ("stage",), "vocab": ("stage", "tensor")}
 _CP = dict.fromkeys(("seq", "residual"), ("context",))
 
 RULES: Mapping[str, ShardingRules] = MappingProxyType(
@@ -134,13 +144,11 @@ RULES: Mapping[str, ShardingRules] = MappingProxyType(
         # The sequence is split everywhere, and attention fetches what it must see (Liu et al. 2023).
         "cp": ShardingRules(_DP | _FSDP | _CP),
         # Layers are split in stages (Huang et al. 2019).
-        "pp": ShardingRules(_DP | _FSDP | _TP | {"layers": ("stage",)}),
+        "pp": ShardingRules(_DP | _FSDP | _TP | _PP),
         # Experts are split.
         "ep": ShardingRules(_DP | _FSDP | {"expert": ("expert",)}),
         # Every axis does what its name says; those of size one do nothing.
-        "all": ShardingRules(
-            _DP | _FSDP | _TP | _CP | {"layers": ("stage",), "expert": ("expert",)}
-        ),
+        "all": ShardingRules(_DP | _FSDP | _TP | _CP | _PP | {"expert": ("expert",)}),
     }
 )
 
@@ -157,14 +165,16 @@ def _reshard(x: jax.Array, names: Names, spec: PartitionSpec) -> jax.Array:
 def param_spec(
     rules: ShardingRules, variable: Any, mesh: Mesh | AbstractMesh | None = None
 ) -> PartitionSpec:
-    """Returns the spec of an `nnx.Variable` from its `axes` metadata; a stacked one has `layers` in front.
+    """Returns the spec of an `nnx.Variable` from its `axes` metadata.
+
+    A stacked one has `layers` in front, one of a circular pipeline the groups of layers before that.
 
     Variables without `axes`, and optimizer state that no longer has its parameter's rank, are replicated.
     """
     ndim = variable.get_value().ndim
     names = getattr(variable, "axes", None)
-    if names is not None and len(names) == ndim - 1:
-        names = ("layers", *names)
+    if names is not None and 0 < (more := ndim - len(names)) <= 2:
+        names = (*(None, "layers")[-more:], *names)
     return rules.spec(names, mesh) if names is not None and len(names) == ndim else PartitionSpec()
 
 

@@ -5,10 +5,14 @@ This package keeps the leaves of its L layers stacked, `params.blocks.ffn.gate` 
 that differ in one number between dots are taken for these two forms of the same parameter, in the optimizer's state
 as well.
 
+A circular pipeline (`minitext.parallel.pipeline`) keeps the L layers as [R, L/R, ...], in the same order. A stored
+leaf whose shape says that it is the other form of the wanted one is reshaped.
+
 Chapters: 8.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +68,12 @@ def as_stored(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
             case Layer(stack, number) if number < (saved[stack]["shape"] or [0])[0]:
                 shape = (saved[stack]["shape"][0], *leaf.shape)
                 to_read[stack] = _abstract(leaf, shape, lambda spec: (None, *spec))
+            case _ if name in saved and _is_regrouped(saved[name]["shape"], leaf.shape):
+                shape = tuple(saved[name]["shape"])
+                # The groups' layers may be too few for the wanted stages.
+                first = () if len(shape) < leaf.ndim else (None, None)
+                piece = _abstract(leaf, shape, lambda spec, first=first: (*first, *spec[1:]))
+                to_read[name] = piece
             case _:
                 to_read[name] = leaf
     return to_read
@@ -79,9 +89,28 @@ def as_wanted(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
                 found[name] = _run(_stack, [values[layer] for layer in layers], sharding)
             case Layer(stack, number):
                 found[name] = _run(lambda whole, k=number: whole[k], values[stack], sharding)
+            case _ if name in values and values[name].shape != leaf.shape:
+                shape = leaf.shape
+                found[name] = _run(partial(_reshape, shape, sharding), values[name], sharding)
             case _ if name in values:
                 found[name] = values[name]
     return found
+
+
+def in_groups(tree: Any, repeats: int) -> Any:
+    """Returns stacked layers [L, ...] as a circular pipeline stores them, [repeats, L / repeats, ...]."""
+    return jax.tree.map(lambda x: x.reshape(repeats, x.shape[0] // repeats, *x.shape[1:]), tree)
+
+
+def as_one_stack(params: Any) -> Any:
+    """Returns a model's parameters, `nnx.Variable`s on one device or the host, with the layers as [L, ...]."""
+
+    def leaf(x):
+        value = x.get_value()
+        grouped = value.ndim == len(x.axes) + 2
+        return x.replace(value.reshape(-1, *value.shape[2:])) if grouped else x
+
+    return jax.tree.map(leaf, params, is_leaf=lambda x: hasattr(x, "axes"))
 
 
 def _numbers(name: str) -> Iterable[tuple[int, str]]:
@@ -90,6 +119,20 @@ def _numbers(name: str) -> Iterable[tuple[int, str]]:
     for place, word in enumerate(words):
         if word.isdecimal():
             yield int(word), ".".join(words[:place] + words[place + 1 :])
+
+
+def _is_regrouped(stored: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether one shape is [L, ...] and the other [R, L/R, ...]; a layer's own parameter has a dimension at least."""
+    one, groups = sorted((list(stored), list(wanted)), key=len)
+    if len(one) < 2 or len(groups) != len(one) + 1:
+        return False
+    return [groups[0] * groups[1], *groups[2:]] == one
+
+
+def _reshape(shape: tuple[int, ...], sharding: Any, x: Any) -> Any:
+    return (
+        x.reshape(shape) if sharding is None else jax.lax.reshape(x, shape, out_sharding=sharding)
+    )
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], change: Any) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,15 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from minitext import stacks
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.loss import cross_entropy, masked_sum, sum_in_chunks
 from minitext.mesh import BATCH_AXES
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
+from minitext.parallel.pipeline import Pieces, one_forward_one_backward, split_rows
+from minitext.parallel.schedule import count_microbatches, groups_per_stage
 from minitext.schema.section import divisors
 from minitext.sharding import RULES, reshard_tree, tree_shardings
 
@@ -91,15 +95,26 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     }
     table = {**rules.table, **rules.optimizer}
     for name, (key, size) in sizes.items():
-        for axis in table[name]:
-            # The ring cuts each device's tokens in two pieces.
-            pieces = 2 if axis == "context" and cfg.model.attention.context == "ring" else 1
-            needed = shape[axis] * (pieces if shape[axis] > 1 else 1)
-            if size % needed:
-                raise UserError(
-                    f"{key}={size} is not divisible by {'2 x ' if needed > shape[axis] else ''}mesh.{axis}="
-                    f"{shape[axis]}: choose a multiple of {needed}, or another mesh.{axis}"
-                )
+        factors = {f"mesh.{axis}={shape[axis]}": shape[axis] for axis in table[name]}
+        if "context" in table[name] and cfg.model.attention.context == "ring":
+            factors["the ring's 2 pieces"] = 2 if shape["context"] > 1 else 1
+        if "stage" in table[name] and name == "layers":
+            groups = stored_groups(cfg, mesh)
+            factors[f"pipeline.repeats={groups}"] = groups
+        needed, used = math.prod(factors.values()), [f for f, n in factors.items() if n > 1]
+        if size % needed:
+            raise UserError(
+                f"{key}={size} is not divisible by {' x '.join(used)}: choose a multiple of {needed}, or another "
+                f"{used[0].partition('=')[0]}"
+            )
+    if shape["stage"] > 1:
+        if shape["context"] > 1:
+            # Inside a stage's `cond` a ring would wait for devices of stages that wait themselves, and JAX 0.10 cannot
+            # lower the gradient of attention's own shard_map within the stage's.
+            raise UserError(
+                f"mesh.context={shape['context']} does not go with mesh.stage={shape['stage']}: set one of them to 1"
+            )
+        count_microbatches(cfg.pipeline, shape["stage"], per_microbatch // ways)
 
 
 def _check_offload(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
@@ -121,7 +136,7 @@ def _check_offload(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        shapes = jax.eval_shape(lambda: _init(cfg))
+        shapes = jax.eval_shape(lambda: _init(cfg, stored_groups(cfg, mesh)))
     rules = RULES[cfg.sharding.rules]
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
@@ -138,11 +153,20 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
     """Draws the parameters from `train.seed`; every array is born on its shard."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: _init(cfg), out_shardings=shardings)()
+        return jax.jit(lambda: _init(cfg, stored_groups(cfg, mesh)), out_shardings=shardings)()
 
 
-def _init(cfg: Config) -> TrainState:
+def stored_groups(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
+    """Returns in how many groups the layers' parameters are stored: above 1 only for a circular pipeline."""
+    return groups_per_stage(cfg.pipeline) if mesh.shape["stage"] > 1 else 1
+
+
+def _init(cfg: Config, repeats: int = 1) -> TrainState:
+    """Draws the state; a circular pipeline's layers are stored [repeats, L / repeats, ...]."""
     model = Transformer(cfg.model, rules=RULES[cfg.sharding.rules], rngs=nnx.Rngs(cfg.train.seed))
+    if repeats > 1:
+        graphdef, blocks = nnx.split(model.blocks)
+        model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
     params = nnx.state(model, nnx.Param)
     opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
@@ -176,37 +200,79 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
 
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
-    rules = RULES[cfg.sharding.rules]
-    return nnx.graphdef(
-        nnx.eval_shape(lambda: Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0)))
-    )
+    new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)
+    return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Returns a function of (params, batch) giving the summed loss and the summed negative log-likelihood, in nats."""
-    graphdef, rules, chunks = model_def(cfg), RULES[cfg.sharding.rules], cfg.train.loss_chunks
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
 
     def loss_fn(params, batch):
         batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         model = nnx.merge(graphdef, params)
         x_BTD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-
-        def sums(x_BTD, targets_BT, mask_BT):
-            logits_BTV = model.logits(x_BTD)
-            nll = masked_sum(cross_entropy(logits_BTV, targets_BT), mask_BT)
-            if not cfg.train.z_loss:
-                return nll, nll
-            total = cross_entropy(logits_BTV, targets_BT, z_loss=cfg.train.z_loss)
-            return masked_sum(total, mask_BT), nll
-
-        tokens = x_BTD, batch["targets"], batch["loss_mask"]
-        return (
-            sums(*tokens)
-            if chunks == 1
-            else sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
-        )
+        return _summed_loss(cfg, model, x_BTD, batch)
 
     return loss_fn
+
+
+def _summed_loss(
+    cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """The summed loss and negative log-likelihood of what the output layer reads."""
+
+    def sums(x_BTD, targets_BT, mask_BT):
+        logits_BTV = model.logits(x_BTD)
+        nll = masked_sum(cross_entropy(logits_BTV, targets_BT), mask_BT)
+        if not cfg.train.z_loss:
+            return nll, nll
+        total = cross_entropy(logits_BTV, targets_BT, z_loss=cfg.train.z_loss)
+        return masked_sum(total, mask_BT), nll
+
+    tokens, chunks = (x_BTD, batch["targets"], batch["loss_mask"]), cfg.train.loss_chunks
+    if chunks == 1:
+        return sums(*tokens)
+    return sum_in_chunks(sums, *tokens, chunks=chunks, rules=RULES[cfg.sharding.rules])
+
+
+def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
+    """Returns a function of (params, batch) giving (summed loss, summed log-likelihood) and the loss's gradients.
+
+    It is autodiff's, but for the pipeline schedule 1F1B, whose order of forward and backward work autodiff cannot give.
+    """
+    S = mesh.shape["stage"]
+    if S == 1 or cfg.pipeline.schedule != "1f1b":
+        return jax.value_and_grad(make_loss_fn(cfg), has_aux=True)
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+
+    def value_and_grad(params, batch):
+        model = nnx.merge(graphdef, params)
+        blocks, outer = nnx.split_state(params, nnx.PathContains("blocks"), ...)
+        blocks_def = nnx.graphdef(model.blocks)
+
+        def with_outer(outer):
+            return nnx.merge(graphdef, nnx.merge_state(outer, blocks))
+
+        def layers(blocks, x_XD, one):
+            seen = model.order_tokens((one["positions"], one["segment_ids"]))
+            return model.apply_layers(nnx.merge(blocks_def, blocks["blocks"]), x_XD, *seen)[0]
+
+        def loss(outer, x_XD, one):
+            model = with_outer(outer)
+            x_BTD = model.finish(x_XD, one["tokens"].shape[0])
+            return _summed_loss(cfg, model, x_BTD, one)
+
+        def embed(outer, one):
+            return with_outer(outer).embed_tokens(model.order_tokens(one["tokens"]))
+
+        M = count_microbatches(cfg.pipeline, S, batch["tokens"].shape[0] // rules.ways("batch"))
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
+        parts = {n: split_rows(x, M, "batch", "seq", rules=rules) for n, x in batch.items()}
+        sums, grads = one_forward_one_backward(Pieces(embed, layers, loss), outer, blocks, parts)
+        return sums, nnx.merge_state(*grads)
+
+    return value_and_grad
 
 
 def make_train_step(
@@ -221,7 +287,7 @@ def make_train_step(
     rules = RULES[cfg.sharding.rules]
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
     schedule = make_schedule(cfg.optim, cfg.train.steps)
-    gradients = accumulate(jax.value_and_grad(make_loss_fn(cfg), has_aux=True), cfg)
+    gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
@@ -261,10 +327,7 @@ def accumulate(
         return nll, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
 
     def split(x_BT):
-        # Row b goes to microbatch b % M, so that every device keeps its own rows and nothing moves.
-        B, T = x_BT.shape
-        x = jax.lax.reshape(x_BT, (B // M, M, T), out_sharding=rules.out("batch", None, None))
-        return jnp.swapaxes(x, 0, 1)
+        return split_rows(x_BT, M, "batch", None, rules=rules)
 
     def in_parts(params, batch):
         def add(total, part):

@@ -24,6 +24,7 @@ __all__ = [
     "MixturePart",
     "ModelConfig",
     "OptimConfig",
+    "PipelineConfig",
     "RunConfig",
     "Section",
     "ShardingConfig",
@@ -126,6 +127,24 @@ class ShardingConfig(Section):
     )
 
 
+class PipelineConfig(Section):
+    """How microbatches pass through the stages of layers; it matters only if `mesh.stage` is above 1."""
+
+    schedule: Literal["gpipe", "1f1b", "circular"] = Field(
+        default="1f1b",
+        description="gpipe: all forward, then all backward; 1f1b: as fast, with less memory; circular: a shorter "
+        "wait, with more messages",
+    )
+    microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="parts of a batch that are in the pipeline together; null: up to four for each stage",
+    )
+    repeats: int = Field(
+        default=2, ge=1, description="circular: groups of layers on each stage, in turns"
+    )
+
+
 class OptimConfig(Section):
     """The optimizer and its schedule."""
 
@@ -192,6 +211,7 @@ class Config(Section):
     model: ModelConfig = Field(default=ModelConfig(), description="model")
     mesh: MeshConfig = Field(default=MeshConfig(), description="devices")
     sharding: ShardingConfig = Field(default=ShardingConfig(), description="sharding")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="pipeline")
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="checkpoints")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
