@@ -29,6 +29,7 @@ from minitext.data import Batches, make_batches
 from minitext.errors import UserError
 from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
+from minitext.mesh_check import check_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops, count_params
 from minitext.rundir import (
@@ -45,7 +46,6 @@ from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from minitext.train import (
     TrainState,
     abstract_state,
-    check_mesh,
     evaluate,
     make_eval_step,
     make_train_step,

@@ -16,7 +16,8 @@ from minitext import leaves
 from minitext.compile_report import print_tables, show_bytes, table
 from minitext.config import Config
 from minitext.mesh import AXES, resolve_axes
-from minitext.train import abstract_state, check_mesh
+from minitext.mesh_check import check_mesh
+from minitext.train import abstract_state
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Chapters: 6.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,20 +20,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext import stacks
 from minitext.config import Config
-from minitext.errors import UserError
 from minitext.loss import cross_entropy, masked_sum, sum_in_chunks
 from minitext.mesh import BATCH_AXES
+from minitext.mesh_check import HOST, check_mesh
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
 from minitext.parallel.pipeline import Pieces, one_forward_one_backward, split_rows
-from minitext.parallel.schedule import count_microbatches, groups_per_stage
-from minitext.schema.section import divisors
+from minitext.parallel.schedule import count_microbatches, stored_groups
 from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-
-HOST = "pinned_host"  # JAX's name of the host's memory from which a device can copy
 
 
 @jax.tree_util.register_dataclass
@@ -53,90 +49,12 @@ class TrainState:
     opt_state: Any
 
 
-def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses a mesh that the configuration cannot use, before anything is compiled.
-
-    Raises:
-      UserError: if a mesh axis has no use under the rules, or the batch or a parameter cannot be split over it.
-    """
-    rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
-    for axis, size in shape.items():
-        if size > 1 and axis not in rules.axes():
-            usable = ", ".join(f"mesh.{a}" for a in shape if a in rules.axes())
-            raise UserError(
-                f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
-                f"only {usable}"
-            )
-    ways = math.prod(shape[axis] for axis in BATCH_AXES)
-    per_microbatch = cfg.train.global_batch // cfg.train.microbatches
-    if per_microbatch % ways:
-        raise UserError(
-            f"train.global_batch={cfg.train.global_batch} in train.microbatches={cfg.train.microbatches} gives "
-            f"{per_microbatch} sequences, which mesh.data={shape['data']} x mesh.fsdp={shape['fsdp']} x "
-            f"mesh.expert={shape['expert']} does not divide: choose train.global_batch as a multiple of "
-            f"{ways * cfg.train.microbatches}"
-        )
-    _check_offload(cfg, mesh)
-    chunks, ways = cfg.train.loss_chunks, math.prod(shape[a] for a in rules.table["residual"])
-    if cfg.data.seq_len % (chunks * ways):
-        raise UserError(
-            f"data.seq_len={cfg.data.seq_len} is not divisible by train.loss_chunks={chunks} x {ways} device(s) that "
-            f"share a sequence: choose train.loss_chunks among {divisors(cfg.data.seq_len // ways)}"
-        )
-    sizes = {
-        "embed": ("model.embed", cfg.model.embed),
-        "heads": ("model.heads", cfg.model.heads),
-        "kv_heads": ("model.kv_heads", cfg.model.K),
-        "mlp": ("model.mlp", cfg.model.mlp),
-        "vocab": ("model.vocab", cfg.model.vocab),
-        "layers": ("model.layers", cfg.model.layers),
-        "seq": ("data.seq_len", cfg.data.seq_len),
-        "residual": ("data.seq_len", cfg.data.seq_len),
-    }
-    table = {**rules.table, **rules.optimizer}
-    for name, (key, size) in sizes.items():
-        factors = {f"mesh.{axis}={shape[axis]}": shape[axis] for axis in table[name]}
-        if "context" in table[name] and cfg.model.attention.context == "ring":
-            factors["the ring's 2 pieces"] = 2 if shape["context"] > 1 else 1
-        if "stage" in table[name] and name == "layers":
-            groups = stored_groups(cfg, mesh)
-            factors[f"pipeline.repeats={groups}"] = groups
-        needed, used = math.prod(factors.values()), [f for f, n in factors.items() if n > 1]
-        if size % needed:
-            raise UserError(
-                f"{key}={size} is not divisible by {' x '.join(used)}: choose a multiple of {needed}, or another "
-                f"{used[0].partition('=')[0]}"
-            )
-    if shape["stage"] > 1:
-        if shape["context"] > 1:
-            # Inside a stage's `cond` a ring would wait for devices of stages that wait themselves, and JAX 0.10 cannot
-            # lower the gradient of attention's own shard_map within the stage's.
-            raise UserError(
-                f"mesh.context={shape['context']} does not go with mesh.stage={shape['stage']}: set one of them to 1"
-            )
-        count_microbatches(cfg.pipeline, shape["stage"], per_microbatch // ways)
-
-
-def _check_offload(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses to offload to a host whose memory the mesh's devices don't name.
-
-    On jax 0.10.2 those of CPUs (where host and device share one memory) and of TPUs do, real and ahead of time.
-    Ahead-of-time GPUs don't, and their compiler then leaves the state on the device without saying so.
-    """
-    if cfg.optim.offload and isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if HOST not in kinds:
-            raise UserError(
-                f"optim.offload=true needs devices with {HOST} memory, and {device.device_kind} here has "
-                f"{', '.join(kinds) or 'none that JAX knows of'}: set optim.offload=false"
-            )
-
-
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        shapes = jax.eval_shape(lambda: _init(cfg, stored_groups(cfg, mesh)))
+        shapes = jax.eval_shape(
+            lambda: _init(cfg, stored_groups(cfg.pipeline, mesh.shape["stage"]))
+        )
     rules = RULES[cfg.sharding.rules]
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
@@ -153,12 +71,10 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
     """Draws the parameters from `train.seed`; every array is born on its shard."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: _init(cfg, stored_groups(cfg, mesh)), out_shardings=shardings)()
-
-
-def stored_groups(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
-    """Returns in how many groups the layers' parameters are stored: above 1 only for a circular pipeline."""
-    return groups_per_stage(cfg.pipeline) if mesh.shape["stage"] > 1 else 1
+        return jax.jit(
+            lambda: _init(cfg, stored_groups(cfg.pipeline, mesh.shape["stage"])),
+            out_shardings=shardings,
+        )()
 
 
 def _init(cfg: Config, repeats: int = 1) -> TrainState:

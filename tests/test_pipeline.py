@@ -15,13 +15,13 @@ from minitext.checkpoint import Checkpointer
 from minitext.config import PipelineConfig
 from minitext.errors import UserError
 from minitext.mesh import make_mesh
+from minitext.mesh_check import check_mesh
 from minitext.parallel.schedule import Slot, bubble, count_microbatches, idle_share, make_table
 from minitext.parallel.trace import measure_slots
 from minitext.train import (
     abstract_batch,
     abstract_state,
     accumulate,
-    check_mesh,
     init_state,
     make_eval_step,
     make_train_step,

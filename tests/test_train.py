@@ -13,11 +13,11 @@ from test_sharding import batch_for, loss_and_gradients
 from minitext.errors import UserError
 from minitext.memory import stored_bytes
 from minitext.mesh import make_mesh
+from minitext.mesh_check import check_mesh
 from minitext.targets import topology_mesh
 from minitext.train import (
     abstract_batch,
     abstract_state,
-    check_mesh,
     init_state,
     make_eval_step,
     make_train_step,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.common import Json, Settings, load, split_off, start
+from minitext.cli.arguments import Json, Settings, load, split_off, start
 from minitext.devices import simulate_for
 from minitext.errors import UserError
 
@@ -58,7 +58,7 @@ def roofline(
     else:
         roofline.print_prediction(prediction, cfg.model.dtype, rows)
     if plot is not None:
-        from minitext.notebook import draw_roofline, save_figure
+        from minitext.figures import draw_roofline, save_figure
 
         save_figure(plot, lambda: draw_roofline(prediction, cfg.model.dtype))
 
@@ -95,7 +95,7 @@ def shard(
     else:
         shard_report.print_parameters(cfg, found)
     if plot is not None:
-        from minitext.notebook import draw_sharding, save_figure
+        from minitext.figures import draw_sharding, save_figure
 
         save_figure(plot, lambda: draw_sharding(found, shard_report.abstract_mesh(cfg)))
 

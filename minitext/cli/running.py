@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.common import Json, RunDir, Settings, load, start
+from minitext.cli.arguments import Json, RunDir, Settings, load, start
 from minitext.devices import simulate_for
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minitext.cli.common import Json, Settings, load, start
+from minitext.cli.arguments import Json, Settings, load, start
 
 
 def config_show(settings: Settings = None, as_json: Json = False) -> None:

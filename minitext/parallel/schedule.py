@@ -121,6 +121,11 @@ def groups_per_stage(cfg: PipelineConfig) -> int:
     return cfg.repeats if cfg.schedule == "circular" else 1
 
 
+def stored_groups(cfg: PipelineConfig, stages: int) -> int:
+    """Returns in how many groups the layers' parameters are stored: above 1 only for a circular pipeline."""
+    return groups_per_stage(cfg) if stages > 1 else 1
+
+
 def count_microbatches(cfg: PipelineConfig, stages: int, rows: int) -> int:
     """Returns M, as configured or by default.
 
