@@ -231,7 +231,9 @@ def _gradients(s: Split) -> Iterator[Term]:
         )
     # Of a lookup and of a scale, whose sums are not of a product, the sum is over all at once.
     alone = s.scatter if rest == 1 or s.optimizer > 1 else "all-reduce"
-    uses = 2 if s.cfg.model.tie_embeddings and not s.tpu else 1
+    # A tied table has two; a TPU adds them first if they are float32 as the table is, not if they are converted after.
+    tied, converted = s.cfg.model.tie_embeddings, s.cfg.model.dtype == "bfloat16"
+    uses = 2 if tied and (converted or not s.tpu) else 1
     for group in _groups(s, 1):
         yield Term("gradient of the embedding table", alone, group, (table,) * uses, once)
     for group in _groups(s, s.sequence):

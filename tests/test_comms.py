@@ -49,7 +49,12 @@ def audited(cfg, target=None):
     return audit(cfg, mesh)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def some(cases, quick):
+    """Marks the cases slow that are not among the quick ones; each compiles a step."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("layout", some(LAYOUTS, ("fsdp", "zero1", "tp_seq", "all")))
 def test_simulated_devices_send_what_the_formula_says(tiny, layout):
     found = audited(tiny(*SIZES, *LAYOUTS[layout].split()))
     assert found.differences() == {}
@@ -66,6 +71,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "other"),
     [
@@ -83,22 +89,26 @@ def test_the_formula_follows_the_configuration(tiny, layout, other):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("layout", "other"),
+    "case",
     [
-        ("dp", "model.dtype=bfloat16 train.microbatches=2"),
-        ("fsdp", ""),
-        ("fsdp", "model.dtype=bfloat16 model.remat=full model.tie_embeddings=true"),
-        ("zero1", ""),
-        ("tp", "model.dtype=bfloat16"),
-        ("tp_seq", "model.remat=full"),
-        ("fsdp_tp", "model.tie_embeddings=true"),
-        ("allgather", "model.dtype=bfloat16"),
-        ("ring", ""),
-        ("all", "model.remat=full"),
+        "fsdp model.dtype=bfloat16 model.remat=full model.tie_embeddings=true",
+        "all model.remat=full",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (
+            "dp model.dtype=bfloat16 train.microbatches=2",
+            "fsdp",
+            "hybrid",
+            "zero1",
+            "tp model.dtype=bfloat16",
+            "tp_seq model.remat=full",
+            "fsdp_tp model.tie_embeddings=true",
+            "allgather model.dtype=bfloat16",
+            "ring",
+        )),
     ],
-)
-def test_tpus_send_what_the_formula_says(tiny, layout, other):
-    found = audited(tiny(*TILES, *LAYOUTS[layout].split(), *other.split()), "v5e:2x4")
+)  # fmt: skip
+def test_tpus_send_what_the_formula_says(tiny, case):
+    layout, *other = case.split()
+    found = audited(tiny(*TILES, *LAYOUTS[layout].split(), *other), "v5e:2x4")
     assert found.differences() == {} and found.backend == "tpu"
 
 
