@@ -93,7 +93,8 @@ def orthogonalize(update: jax.Array) -> jax.Array:
     x = jax.sharding.reshard(update, PartitionSpec()) if gathered else update
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else jnp.swapaxes(x, -2, -1)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
+    norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    x = x / jnp.maximum(norm, 1e-12)  # a matrix of zeros stays one
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
         gram = jnp.einsum("...DF,...EF->...DE", x, x)
