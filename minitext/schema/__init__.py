@@ -11,25 +11,13 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from minitext.schema.data import DataConfig, MixturePart
-from minitext.schema.model import GQAConfig, ModelConfig, SwiGLUConfig
-from minitext.schema.section import Section, divisors
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "GQAConfig",
-    "MeshConfig",
-    "MixturePart",
-    "ModelConfig",
-    "OptimConfig",
-    "RunConfig",
-    "Section",
-    "ShardingConfig",
-    "SwiGLUConfig",
-    "TrainConfig",
-]
+from minitext.schema.data import DataConfig as DataConfig
+from minitext.schema.data import MixturePart as MixturePart
+from minitext.schema.model import GQAConfig as GQAConfig
+from minitext.schema.model import ModelConfig as ModelConfig
+from minitext.schema.model import SwiGLUConfig as SwiGLUConfig
+from minitext.schema.section import Section as Section
+from minitext.schema.section import divisors
 
 
 class RunConfig(Section):
