@@ -20,7 +20,7 @@ MUON_RMS = 0.2  # of an update's entries: about AdamW's, so that its rates and d
 
 
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step: linear warm-up from zero, then one of four courses.
+    """Returns the learning rate as a function of the step: linear warm-up, then one of four courses.
 
     `cosine` and `linear` fall from the end of warm-up on; `wsd` (warm-up, stable, decay; Hu et al. 2024) stays at the
     peak until the last `decay_share` of the run and falls linearly; `constant` stays.

@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import json
 
@@ -11,8 +12,8 @@ bpe_merge = Exercise(
     "07.bpe_merge",
     title="One merge of byte-pair encoding",
     function="merge_step",
-    minutes=20,
-    points=10,
+    minutes=10,
+    points=5,
     statement="""
 Write `merge_step(words, counts, new_id)`: one step of the training of a byte-pair encoding. A text
 is given as its different words, each a list of ids, and how often each of them occurs.
@@ -244,7 +245,7 @@ packing = Exercise(
     "07.packing",
     title="Documents into rows",
     function="pack_documents",
-    minutes=35,
+    minutes=25,
     points=15,
     statement="""
 Write `pack_documents(documents, rows, T, eod)`: lay the documents end to end, each followed by
@@ -283,7 +284,7 @@ NAMES = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
 
 def pack_variant(
     stride=0,
-    lengths=1,
+    keep_empty=True,
     ends=True,
     ids_per_row=True,
     first_id=1,
@@ -299,7 +300,8 @@ def pack_variant(
     """A correct pack_documents, written place by place, but for what is passed."""
 
     def pack_documents(documents, rows, T, eod):
-        stream = [x for document in documents for x in [*document, *[eod] * ends]]
+        kept = [document for document in documents if document or keep_empty]
+        stream = [x for document in kept for x in [*document, *[eod] * ends]]
         kinds = {name: np.int32 for name in NAMES}
         out = {name: np.zeros((rows, T), kind) for name, kind in kinds.items()}
         document = 0
@@ -457,6 +459,12 @@ wrong_pack(
     "no_end_of_document",
     "You don't put `eod` after each document. Nobody can tell where one ends.",
     ends=False,
+)
+wrong_pack(
+    "no_end_of_an_empty_document",
+    "You leave out empty documents. Each document is followed by `eod`, one without tokens too: its end "
+    "stands in the stream.",
+    keep_empty=False,
 )
 wrong_pack(
     "last_row_missing",
@@ -732,6 +740,22 @@ class CorrectRows:
         self.taken = state["taken"]
 
 
+@contextlib.contextmanager
+def generators():
+    """A list that grows with each generator that is made."""
+    made, real = [], np.random.default_rng
+
+    def counting(*args, **kwargs):
+        made.append(args)
+        return real(*args, **kwargs)
+
+    np.random.default_rng = counting
+    try:
+        yield made
+    finally:
+        np.random.default_rng = real
+
+
 def take(iterator, count):
     return [next(iterator) for _ in range(count)]
 
@@ -816,18 +840,24 @@ def _(fn, t):
 def _(fn, t):
     rows = 30_000
     it = fn(rows, int(t.rng.integers(1, 1000)))
-    drawn, real = [], np.random.default_rng
-
-    def counting(*args, **kwargs):
-        drawn.append(args)
-        return real(*args, **kwargs)
-
-    np.random.default_rng = counting
-    try:
+    with generators() as drawn:
         take(it, 50)
-    finally:
-        np.random.default_rng = real
     t.true(len(drawn) <= 2, why=f"{len(drawn)} generators for 50 rows", observed=len(drawn))
+
+
+@resume.check("going to a place costs one permutation")
+def _(fn, t):
+    rows, seed = int(t.rng.integers(20, 40)), int(t.rng.integers(1, 1000))
+    taken = 7 * rows + int(t.rng.integers(2, rows - 2))
+    running = fn(rows, seed)
+    take(running, taken)
+    state, resumed = carried(running), fn(rows, seed)
+    with generators() as drawn:
+        resumed.set_state(state)
+        row = next(resumed)
+    t.equal(row, int(right_rows(rows, seed, taken, 1)[0]), why=f"row {taken} of epochs of {rows}")
+    why = f"{len(drawn)} permutations to go to epoch 7, where one is enough"
+    t.true(len(drawn) <= 1, why=why, observed=len(drawn))
 
 
 @resume.mutant(
@@ -897,6 +927,38 @@ class OldOrder(CorrectRows):
             self.held = self.taken // self.rows, self.order(self.taken // self.rows)
         self.taken += 1
         return int(self.held[1][place])
+
+
+@resume.mutant(
+    "You go to the right place of the wrong epoch's order. `set_state` must also make that epoch's "
+    "permutation."
+)
+class OrderNotMade(CorrectRows):
+    """Holds epoch, place and order, and makes the next order at the end of each epoch."""
+
+    def __init__(self, rows, seed):
+        super().__init__(rows, seed)
+        self.epoch, self.place, self.now = 0, 0, self.order(0)
+
+    def __next__(self):
+        if self.place == self.rows:
+            self.epoch, self.place = self.epoch + 1, 0
+            self.now = self.order(self.epoch)
+        self.place += 1
+        return int(self.now[self.place - 1])
+
+    def get_state(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def set_state(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+@resume.mutant("You walk to the place. Any epoch's order can be made at once.")
+class WalksThere(CorrectRows):
+    def set_state(self, state):
+        self.taken = 0
+        take(self, state["taken"])
 
 
 @resume.mutant(
@@ -1205,6 +1267,15 @@ def may_rounded_up(weights, i):
 )
 def rows_of_the_round(weights, i):
     return by_table(weights, i % sum(weights))
+
+
+@mixture.mutant(
+    "Your rows are one too high. A part's first row is row 0, so the row is how many that part has given "
+    "*before*."
+)
+def rows_from_one(weights, i):
+    part, row = by_table(weights, i)
+    return part, row + 1
 
 
 @mixture.mutant(

@@ -41,7 +41,8 @@ A path is a folder's name, or `folder/file`; `""` is the disk itself.
 - After `kill -9` the disk is as your calls left it. After a power failure, content that was not
   flushed by `fsync` is lost, and each change of a name that was not flushed may have happened or not,
   whatever the order of your calls.
-- When `save_step` returns, the new step survives a power failure, and no other step is left.
+- When `save_step` returns, the new step survives a power failure, and no other step is left. (A deleted
+  step may come back after a power failure.)
 - A save that was killed before may have left folders whose names end in `.tmp`. They are no steps, what
   is in them is of no use, and none of them is left either.
 - Yours is the only process that saves. Don't catch exceptions: the machine is gone.
@@ -312,7 +313,7 @@ def _(fn, t):
 
 
 def save_variant(
-    clean=True,
+    clean="all",
     draft=lambda step: f"{step}.tmp",
     make=lambda disk, name: disk.mkdir(name),
     sync_files=True,
@@ -327,7 +328,7 @@ def save_variant(
         old = [name for name in disk.list("") if name.isdigit()]
         if clean:
             for name in disk.list(""):
-                if name.endswith(".tmp"):
+                if name.endswith(".tmp") and (clean == "all" or name == draft(step)):
                     disk.delete(name)
         if delete == "first":
             for name in old:
@@ -413,13 +414,19 @@ wrong_save(
     "leftovers_stay",
     "The `.tmp` folder of a killed save is in your way or stays for ever. Delete every name that "
     "ends in `.tmp` before you begin.",
-    clean=False,
+    clean=None,
+)
+wrong_save(
+    "deletes_only_its_own",
+    "A `.tmp` folder of an earlier save is still there. Delete every name that ends in `.tmp`, not only "
+    "yours.",
+    clean="own",
 )
 wrong_save(
     "writes_into_leftovers",
     "You go on in the `.tmp` folder that a killed save left, and what was in it becomes part of your "
     "step. Delete such folders first, and make a new one.",
-    clean=False,
+    clean=None,
     make=lambda disk, name: None if name in disk.list("") else disk.mkdir(name),
 )
 
@@ -698,8 +705,8 @@ Write `names_to_delete(names, saved, keep, keep_every)`, which is asked after ea
 the names in the checkpoint folder. You return those to delete, the oldest step first.
 
 - Only a name of digits alone is a step. `300.tmp`, `300.damaged` and `notes` are not, and are left alone.
-- The `keep` newest steps stay, and all multiples of `keep_every` stay too, unless it is None. The
-  multiples don't use up the places of the newest: a newest step that is a multiple counts as a newest.
+- The `keep` newest steps stay, and all multiples of `keep_every` stay too, unless it is None. The `keep`
+  newest are counted among *all* steps, multiples too. Older multiples stay in addition.
 - The step `saved` stays in any case. It need not be among the newest: who starts again from step 100 may
   find steps 200 and 300 of an earlier attempt there.
 - Step 0 is a multiple of every number.
@@ -854,10 +861,9 @@ wrong_retention(
 
 
 @retention.mutant(
-    "You make the multiples use up the places of the newest. Take the newest `keep` of *all* steps, and "
-    "keep the multiples besides."
+    "You count the newest `keep` among those that are no multiples. Take them of *all* steps."
 )
-def multiples_take_places(names, saved, keep, keep_every=None):
+def newest_without_multiples(names, saved, keep, keep_every=None):
     steps = sorted(int(n) for n in names if n.isdigit())
     others = [s for s in steps if keep_every is None or s % keep_every]
     return [str(s) for s in others[:-keep] if s != saved]
@@ -1241,16 +1247,17 @@ def compare_interval(fn, t, stall, step_seconds, devices, hours, why):
 
 
 def own_hours(t):
-    """The learner's own devices fail once in so many hours."""
+    """Hours between the failures of one device, another number for each learner."""
     return 20_000.0 + t.learner % 30_011
 
 
-@interval.check("your own cluster")
+@interval.check("one device, hundreds, thousands")
 def _(fn, t):
     hours = own_hours(t)
     for devices, stall, step in ((1, 0.9, 0.37), (256, 2.3, 1.7), (16_384, 6.1, 4.3)):
         compare_interval(fn, t, stall, step, devices, hours,
-                         f"{devices} devices of {hours:.0f} hours, a stall of {stall} s")  # fmt: skip
+                         f"{devices} device{'s' * (devices > 1)} of {hours:.0f} hours each, "
+                         f"a stall of {stall} s")  # fmt: skip
 
 
 def compare_near_root(fn, t, n, low, high, why):
@@ -1352,6 +1359,11 @@ wrong_interval(
     "rounded_down",
     "You always take the number below. Compute w for the one above too, and take the better.",
     whole=math.floor,
+)
+wrong_interval(
+    "rounded_up",
+    "You always take the number above. Compute w for both.",
+    whole=math.ceil,
 )
 wrong_interval(
     "never_less_than_nothing",

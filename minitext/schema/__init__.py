@@ -118,7 +118,7 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="course of the rate after warm-up"
     )
-    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up from zero")
+    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up")
     decay_share: float = Field(
         default=0.2, gt=0, le=1, description="part of all steps in which wsd decays, at their end"
     )
