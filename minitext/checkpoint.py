@@ -105,8 +105,7 @@ class Checkpointer:
             raise ValueError(f"step={step}: a step is a count of updates, 0 or more")
         named = leaves.named(state)
         facts = {"step": step, "data_state": data_state, "config": config}
-        facts["layout"] = leaves.layout(named)
-        text = json.dumps(facts, indent=1)
+        text = json.dumps(facts | {"layout": leaves.layout(named)}, indent=1)
         self._saves += 1
         target = self._path(step, f".{self._saves}{TEMPORARY}")
         try:
@@ -156,8 +155,8 @@ class Checkpointer:
         to_read = stacks.as_stored(saved, wanted)
         difference = leaves.difference(saved, to_read, partial)
         if difference:
-            told = f"{self.directory} holds another model: {difference}"
-            raise UserError(f"{told}; choose another run.dir or delete this one")
+            mend = "choose another run.dir or delete this one"
+            raise UserError(f"{self.directory} holds another model: {difference}; {mend}")
         values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
         state = leaves.rebuild(abstract_state, stacks.as_wanted(values, wanted))
         return Restored(state, facts["data_state"], chosen)
@@ -224,6 +223,7 @@ class Checkpointer:
         """Makes the directory to write in; clears what killed saves left; sets damage aside."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._saves == 1:
+            disk.sync(self.directory.parent)
             for path in self.directory.glob(f"[0-9]*{TEMPORARY}/"):
                 shutil.rmtree(path)
         for damaged in sorted(self._damaged):
@@ -300,8 +300,8 @@ class Checkpointer:
                 return candidate
             faults[candidate] = fault
             if candidate != candidates[0]:
-                path = self._path(candidate)
-                logger.warning("checkpoint %s is damaged: %s; trying the one before", path, fault)
+                told = "checkpoint %s is damaged: %s; trying the one before"
+                logger.warning(told, self._path(candidate), fault)
         if not faults:
             return None
         raise UserError(

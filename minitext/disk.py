@@ -68,7 +68,9 @@ def verify(directory: str | os.PathLike[str]) -> str | None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Gives a folder to write in, which becomes `path` when the block ends without an error; else it is removed.
+    """Gives a folder to write in, which becomes `path`, whole on the disk, when the block ends without an error.
+
+    After an error it is removed.
 
     Raises:
         OSError: it can't be made, or renamed because there is something at `path`.
@@ -78,20 +80,25 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield new
         new.chmod(0o755)  # mkdtemp's is for this user alone
+        for file in [new, *new.rglob("*")]:
+            sync(file)
         new.rename(path)
+        sync(path.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a text file so that a process killed at any moment leaves the old file or the new one.
+    """Writes a text file so that a killed process, or a power failure, leaves the old file or the new one.
 
     Raises:
         OSError: the file can't be written.
     """
     draft = path.with_name(path.name + ".new")
     draft.write_text(text, encoding="utf-8")
+    sync(draft)
     os.replace(draft, path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

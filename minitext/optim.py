@@ -20,7 +20,7 @@ MUON_RMS = 0.2  # of an update's entries: about AdamW's, so that its rates and d
 
 
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step: linear warm-up from zero, then one of four courses.
+    """Returns the learning rate as a function of the step: linear warm-up, then one of four courses.
 
     `cosine` and `linear` fall from the end of warm-up on; `wsd` (warm-up, stable, decay; Hu et al. 2024) stays at the
     peak until the last `decay_share` of the run and falls linearly; `constant` stays.
@@ -93,7 +93,8 @@ def orthogonalize(update: jax.Array) -> jax.Array:
     x = jax.sharding.reshard(update, PartitionSpec()) if gathered else update
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else jnp.swapaxes(x, -2, -1)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
+    norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    x = x / jnp.maximum(norm, 1e-12)  # a matrix of zeros stays one
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
         gram = jnp.einsum("...DF,...EF->...DE", x, x)

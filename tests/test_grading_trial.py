@@ -98,6 +98,7 @@ def test_equal(trial):
     for got, want in pairs:
         failure(trial.equal, got, want)
     assert "at [1]: got 2, want 3" in failure(trial.equal, [1, 2], [1, 3])
+    assert "at [1][0]: got 2, want 3" in failure(trial.equal, [(1, 1), (2, 1)], [(1, 1), (3, 1)])
 
 
 def test_true_finite_raises(trial):

@@ -147,6 +147,15 @@ def shared_letters_twice(subscripts, shapes, dtype, result_dtype):
     )
 
 
+@intensity.mutant(
+    "You multiply only the sizes of the result. A letter that both operands have and the result has not is "
+    "a loop too."
+)
+def no_loop_for_the_sum(subscripts, shapes, dtype, result_dtype):
+    _, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    return with_total(2 * (written // jnp.dtype(result_dtype).itemsize), read, written)
+
+
 @intensity.mutant("You forget that the result is written: it is the third array that is moved.")
 def nothing_written(subscripts, shapes, dtype, result_dtype):
     flops, read, _ = right_cost(subscripts, shapes, dtype, result_dtype)
@@ -295,6 +304,23 @@ def _(fn, t):
         t.equal(fn(*args), B, why=f"crossover_batch{args}, both times are equal at {B}")
 
 
+@crossover.check("and so with peak and bandwidth as floats")
+def _(fn, t):
+    for _ in range(40):
+        B, (D, F, peak, bandwidth, *rest) = exact_layer(t, (1500, 9000), (2000, 4500))
+        # Both are below 2^53, so nothing is rounded here.
+        args = (D, F, float(peak), float(bandwidth), *rest)
+        t.equal(fn(*args), B, why=f"crossover_batch{args}, both times are equal at {B}")
+
+
+@crossover.check("a peak that is higher by one")
+def _(fn, t):
+    for _ in range(40):
+        B, (D, F, peak, *rest) = exact_layer(t, (1500, 9000), (2000, 9000))
+        args = (D, F, peak + 1, *rest)
+        t.equal(fn(*args), B + 1, why=f"crossover_batch{args}, at {B} memory takes a little longer")
+
+
 @crossover.check("layers that never get there")
 def _(fn, t):
     for D, F in ((1, 4096), (64, 64), (int(t.rng.integers(2, 30)), int(t.rng.integers(2, 30)))):
@@ -380,6 +406,40 @@ def in_floats(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 
 @crossover.mutant(
+    "Your integers are exact only while `peak` and `bandwidth` are integers too. With floats Python goes on "
+    "in floats: make all of them `fractions.Fraction` first."
+)
+def exact_for_integers_only(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
+    if weight_bytes == 0:
+        return 1 if gain >= 0 else None
+    return int(-(-peak * int(2 * weight_bytes) * D * F // (2 * gain))) if gain > 0 else None
+
+
+@crossover.mutant(
+    "You divide with `/`, and the quotient is a float: what is a little above a whole number is rounded to it "
+    "before `math.ceil` sees it. Divide Fractions, or integers with `//`."
+)
+def divides_integers_into_a_float(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
+    if weight_bytes == 0:
+        return 1 if gain >= 0 else None
+    return math.ceil(peak * int(2 * weight_bytes) * D * F / (2 * gain)) if gain > 0 else None
+
+
+@crossover.mutant(
+    "You round the quotient before you round it up. That hides the error of floats where both times are "
+    "equal, and loses what is really there where they are not. Compute exactly."
+)
+def rounds_before_rounding_up(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2.0 * D * F * bandwidth - float(peak) * activation_bytes * (D + F)
+    if weight_bytes == 0:
+        return 1 if gain >= 0 else None
+    best = float(peak) * weight_bytes * D * F / gain if gain > 0 else math.nan
+    return math.ceil(round(best, 6)) if gain > 0 else None
+
+
+@crossover.mutant(
     "You return 0 where the weights need not be read. A batch has at least one row, and whether one "
     "is enough depends on the input and the result."
 )
@@ -410,8 +470,8 @@ Write `predict_time(ops, peaks, bandwidth)`, the roofline of a whole program. It
 - `limits` has, for each operation in order, `"compute"` where arithmetic takes longer than memory, and
   `"memory"` otherwise, also where both are equal.
 - Operations follow one another, so `seconds` is the sum over all runs of all operations.
-- `memory_share` is the part of `seconds` in which memory is what is waited for. A program that takes no
-  time has a share of 0.0.
+- `memory_share` is the part of `seconds` that the operations with the limit `"memory"` take. A program
+  that takes no time has a share of 0.0.
 """,
     hints=(
         "The roofline holds for one operation at a time. Two operations, one of each kind, do not help "
@@ -473,6 +533,17 @@ def prediction_is(t, fn, ops, peaks, bandwidth):
 def _(fn, t):
     peaks, bandwidth = draw_machine(t)
     for op in draw_ops(t, peaks, bandwidth, 2):
+        limits, seconds, _ = right_prediction([op], peaks, bandwidth)
+        got = fn([op], peaks, bandwidth)
+        t.equal(len(got), 3, why="how many values are returned")
+        t.equal(list(got[0]), limits, why="what it waits for")
+        t.close(float(got[1]), seconds, rtol=1e-9, atol=0, why="seconds")
+
+
+@classify.check("the share of one product on each side")
+def _(fn, t):
+    peaks, bandwidth = draw_machine(t)
+    for op in draw_ops(t, peaks, bandwidth, 2)[::-1]:
         prediction_is(t, fn, [op], peaks, bandwidth)
 
 
@@ -607,6 +678,16 @@ def share_of_operations(ops, peaks, bandwidth):
 
 
 @classify.mutant(
+    "You add memory time of products that wait for arithmetic. The share is the whole time of those that "
+    "wait for memory, over `seconds`."
+)
+def share_of_all_memory_time(ops, peaks, bandwidth):
+    limits, total, _ = right_prediction(ops, peaks, bandwidth)
+    memory = sum(op["runs"] * op["bytes"] / bandwidth for op in ops)
+    return limits, total, memory / total if total else 0.0
+
+
+@classify.mutant(
     "You divide by a total of 0 where there is nothing to do. A program that takes no time has a share "
     "of 0.0."
 )
@@ -626,7 +707,7 @@ count_scan = Exercise(
     "03.count_scan",
     title="Count what a loop really does",
     function="matmul_flops",
-    minutes=30,
+    minutes=25,
     points=15,
     forbid=("minitext.cost", "minitext.roofline", "jax.experimental.roofline"),
     statement="""
@@ -775,6 +856,8 @@ def _(fn, t):
 
 
 def right_flops(closed, length=True, inside=("jaxpr", "call_jaxpr"), pick=max, product=None):
+    """The right count, but for what is passed."""
+
     def walk(jaxpr):
         total = 0
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -836,6 +919,13 @@ def one_for_a_pair(closed_jaxpr):
 @count_scan.mutant("You add the branches of a cond. Only one of them runs: take the largest.")
 def both_branches(closed_jaxpr):
     return right_flops(closed_jaxpr, pick=sum)
+
+
+@count_scan.mutant(
+    "You never look into a cond: `params['branches']` is a tuple of jaxprs. Take the largest."
+)
+def closed_cond(closed_jaxpr):
+    return right_flops(closed_jaxpr, pick=lambda branches: 0)
 
 
 @count_scan.mutant(

@@ -18,7 +18,7 @@ adamw = Exercise(
     "05.adamw",
     title="AdamW from its definition",
     function="adamw_update",
-    minutes=30,
+    minutes=25,
     points=10,
     statement="""
 Write one update of AdamW, without optax:
@@ -680,7 +680,7 @@ orthogonalize = Exercise(
     "05.orthogonalize",
     title="Orthogonalise by Newton-Schulz",
     function="newton_schulz",
-    minutes=30,
+    minutes=20,
     points=10,
     statement="""
 Write `newton_schulz(x, rounds, a, b, c)`. Divide each matrix by its Frobenius norm, so that all its

@@ -8,8 +8,10 @@ Hugging Face. Grain gives the order of rows and reads ahead in a background thre
 Chapters: 7.
 """
 
+import atexit
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,6 +108,9 @@ class Batches:
         self._start = iterator.get_state()
         self._split = split
         self._about = {"data": digest, "global_batch": placement.shape[0]}
+        # A reader still at work when Python ends prints a traceback.
+        still_there = weakref.ref(iterator)
+        atexit.register(lambda: (it := still_there()) and it.close())
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "validation":
@@ -136,11 +141,12 @@ class Batches:
         place = dict(state["iterator"])
         saved, batch = state["global_batch"], self._about["global_batch"]
         if saved != batch:
-            rows = place.get("next_index", 0) * saved
-            if "next_index" not in place or rows % batch:
+            rows = place["next_index"] * saved if "next_index" in place else None
+            if rows is None or rows % batch:
+                where = "in a stream" if rows is None else f"at row {rows:,}"
                 raise UserError(
-                    f"train.global_batch={batch} cannot take up a run at row {rows:,} of batches "
-                    f"of {saved}: set train.global_batch={saved}"
+                    f"train.global_batch={batch} cannot take up a run {where} of batches of {saved}: "
+                    f"set train.global_batch={saved}"
                 )
             place["next_index"] = rows // batch
         self._iterator.set_state(place)

@@ -2,9 +2,10 @@
 
 Row i is a function of the settings and of i, so resuming and dealing rows to processes are
 arithmetic. An epoch is one pass over the training rows in an order of its own. A mixture deals its
-rows to its n parts so that after any number of rows each has had its share, to less than n - 1 rows;
-a part that comes to its end begins its next epoch whatever the others do. Held-out rows are mixed by
-the same weights until a part has no more, so that the validation loss is that of the mixture.
+rows to its n parts so that after any number of rows each has had its share, to less than n - 1 rows
+(weights count to a hundredth of the smallest); a part that comes to its end begins its next epoch
+whatever the others do. Held-out rows are mixed by the same weights until a part has no more, so that
+the validation loss is that of the mixture.
 
 Chapters: 7.
 """

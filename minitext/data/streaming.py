@@ -7,10 +7,8 @@ made from earlier records but not yet used.
 Chapters: 7.
 """
 
-import atexit
 import hashlib
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +34,7 @@ def read_ahead(
         lambda rows: placement(packing.pack(rows, tokenizer.eod_id))
     )
     ahead = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=batches)
-    iterator = iter(ahead)
-    # A reader still at work when Python ends prints a traceback.
-    still_there = weakref.ref(iterator)
-    atexit.register(lambda: (it := still_there()) and it.close())
-    return iterator
+    return iter(ahead)
 
 
 class StreamedWindows(grain.IterDataset):

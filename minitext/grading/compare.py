@@ -156,7 +156,8 @@ def _first(items: Iterator[tuple[str, Any, Any]]) -> str | None:
     for where, got, want in items:
         text = equal_values(got, want)
         if text is not None:
-            return f"at {where}: {text}"
+            inner = text.removeprefix("at ") if text.startswith("at [") else f": {text}"
+            return f"at {where}{inner}"
     return None
 
 

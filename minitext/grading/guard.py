@@ -145,7 +145,8 @@ class Seal:
     """
 
     def __init__(self, exercise: Exercise, checks: types.ModuleType):
-        importlib.import_module("numpy.testing")  # NumPy loads it at its first use, too late
+        for name in ("numpy.testing", "asyncio"):  # loaded at NumPy's and JAX's first use: too late
+            importlib.import_module(name)
         self._modules: dict[str, types.ModuleType] = {}
         self._entries: list[tuple[str, Any, str, Any, Any]] = []
         self._checks = (exercise, tuple((check, check.run) for check in exercise.checks))

@@ -11,26 +11,13 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from minitext.schema.data import DataConfig, MixturePart
-from minitext.schema.model import GQAConfig, ModelConfig, SwiGLUConfig
-from minitext.schema.section import Section, divisors
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "GQAConfig",
-    "MeshConfig",
-    "MixturePart",
-    "ModelConfig",
-    "OptimConfig",
-    "PipelineConfig",
-    "RunConfig",
-    "Section",
-    "ShardingConfig",
-    "SwiGLUConfig",
-    "TrainConfig",
-]
+from minitext.schema.data import DataConfig as DataConfig
+from minitext.schema.data import MixturePart as MixturePart
+from minitext.schema.model import GQAConfig as GQAConfig
+from minitext.schema.model import ModelConfig as ModelConfig
+from minitext.schema.model import SwiGLUConfig as SwiGLUConfig
+from minitext.schema.section import Section as Section
+from minitext.schema.section import divisors
 
 
 class RunConfig(Section):
@@ -157,7 +144,7 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="course of the rate after warm-up"
     )
-    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up from zero")
+    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up")
     decay_share: float = Field(
         default=0.2, gt=0, le=1, description="part of all steps in which wsd decays, at their end"
     )

@@ -1,0 +1,1373 @@
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from minitext.grading import Exercise
+
+# --------------------------------------------------------------------------- crash_safe_save
+
+crash_safe = Exercise(
+    "08.crash_safe_save",
+    title="A save that a crash cannot tear",
+    function="save_step",
+    minutes=30,
+    points=10,
+    statement="""
+Write `save_step(disk, step, files)`. It saves a checkpoint as a folder named after its step, such as
+`300`, and then deletes the older steps. A reader takes the folder with the largest number. At every
+moment at which the machine may stop, that folder must be whole: the new step with all its files, or
+the step before with all of its own.
+
+You write on a *simulated disk*, which the checks stop at each of your calls and in the middle of them.
+A path is a folder's name, or `folder/file`; `""` is the disk itself.
+
+| call | what it does |
+|---|---|
+| `disk.list("")` | the names on the disk; `disk.list("300")` those in a folder |
+| `disk.mkdir("a")` | makes a folder; `FileExistsError` if there is one |
+| `disk.write("a/b", data)` | makes or replaces a file; stopped half-way, it has half of the bytes |
+| `disk.fsync("a/b")` | the file's *content* is on the disk when this returns |
+| `disk.fsync("a")` | the *names* in this folder are on the disk when this returns; so does `fsync("")` |
+| `disk.rename("a", "b")` | renames a folder; `FileExistsError` if `b` exists |
+| `disk.delete("a")` | deletes a folder, file by file |
+
+- After `kill -9` the disk is as your calls left it. After a power failure, content that was not
+  flushed by `fsync` is lost, and each change of a name that was not flushed may have happened or not,
+  whatever the order of your calls.
+- When `save_step` returns, the new step survives a power failure, and no other step is left. (A deleted
+  step may come back after a power failure.)
+- A save that was killed before may have left folders whose names end in `.tmp`. They are no steps, what
+  is in them is of no use, and none of them is left either.
+- Yours is the only process that saves. Don't catch exceptions: the machine is gone.
+""",
+    hints=(
+        "Write down the calls in order and ask after each: if the machine stops here, what does the "
+        "reader find? The name `300` must not exist before everything in it is on the disk.",
+        "Three things are flushed, each with its own `fsync`: the content of each file, the names in "
+        "the new folder, and, after the rename, the names on the disk. What may be deleted before the "
+        "last of them?",
+        "Delete what ends in `.tmp`; `mkdir` a `.tmp` folder; `write` and `fsync` each file; `fsync` "
+        'the folder; `rename` it; `fsync("")`; only then delete the older steps.',
+    ),
+    forbid=("minitext.disk", "minitext.checkpoint"),
+)
+
+
+class Stopped(BaseException):
+    """The machine has stopped."""
+
+
+class Disk:
+    """Folders of files that remember what was flushed, and stop in or before a chosen call."""
+
+    def __init__(self, folders, stop=None):
+        # A folder: the names that are seen, and those that are on the disk. A file: its content.
+        self.folders, self.flushed, self.pending = {}, {}, []
+        self.stop, self.calls, self.stopped = stop, 0, False
+        for name, files in folders.items():
+            made = {n: {"now": d, "flushed": d} for n, d in files.items()}
+            self.folders[name] = {"now": dict(made), "flushed": dict(made)}
+        self.flushed = dict(self.folders)
+
+    def _begin(self):
+        """Whether this call is stopped in the middle."""
+        if self.stopped or (self.stop is not None and self.calls == self.stop // 2):
+            if self.stopped or self.stop % 2 == 0:
+                self.stopped = True
+                raise Stopped
+            return True
+        self.calls += 1
+        return False
+
+    def _end(self, half):
+        if half:
+            self.stopped = True
+            raise Stopped
+
+    def _folder(self, name):
+        if name not in self.folders:
+            raise FileNotFoundError(f"there is no folder {name!r}")
+        return self.folders[name]
+
+    def _change(self, *changes):
+        """Changes names on the disk itself: pairs of name and folder, or None to remove it."""
+        self.pending.append(changes)
+        _apply(self.folders, changes)
+
+    def list(self, folder):
+        half = self._begin()
+        found = sorted(self.folders if folder == "" else self._folder(folder)["now"])
+        self._end(half)
+        return found
+
+    def mkdir(self, name):
+        half = self._begin()
+        if not name or "/" in name:
+            raise ValueError(f"{name!r} is not a folder's name")
+        if name in self.folders:
+            raise FileExistsError(f"{name!r} exists")
+        if not half:
+            self._change((name, {"now": {}, "flushed": {}}))
+        self._end(half)
+
+    def write(self, path, data):
+        half = self._begin()
+        folder, _, name = path.partition("/")
+        if not name or "/" in name:
+            raise ValueError(f"{path!r} is not a file in a folder")
+        files = self._folder(folder)["now"]
+        data = bytes(data)
+        # A file that is written again is emptied first, so nothing of what it held can be relied on.
+        files[name] = {"now": data[: len(data) // 2] if half else data, "flushed": b""}
+        self._end(half)
+
+    def fsync(self, path):
+        half = self._begin()
+        folder, _, name = path.partition("/")
+        if name:
+            files = self._folder(folder)["now"]
+            if name not in files:
+                raise FileNotFoundError(f"there is no file {path!r}")
+            if not half:
+                files[name]["flushed"] = files[name]["now"]
+        elif folder:
+            found = self._folder(folder)
+            if not half:
+                found["flushed"] = dict(found["now"])
+        elif not half:
+            self.flushed, self.pending = dict(self.folders), []
+        self._end(half)
+
+    def rename(self, old, new):
+        half = self._begin()
+        folder = self._folder(old)
+        if new in self.folders:
+            raise FileExistsError(f"{new!r} exists")
+        if not half:
+            self._change((old, None), (new, folder))
+        self._end(half)
+
+    def delete(self, name):
+        half = self._begin()
+        folder = self._folder(name)
+        for file in sorted(folder["now"])[: len(folder["now"]) // 2 + 1 if half else None]:
+            del folder["now"][file]
+        if not half:
+            self._change((name, None))
+        self._end(half)
+
+    def killed(self):
+        """What is there after kill -9: all that was done."""
+        return {n: {f: c["now"] for f, c in d["now"].items()} for n, d in self.folders.items()}
+
+    def content_lost(self):
+        """After a power failure: every name is there, and no content that was not flushed."""
+        return {n: {f: c["flushed"] for f, c in d["now"].items()} for n, d in self.folders.items()}
+
+    def names_in_folders_lost(self):
+        return {n: _files(d) for n, d in self.folders.items()}
+
+    def names_lost(self):
+        """After power failures in which none, or any one, of the changes of names got through."""
+        for changes in [(), *self.pending]:
+            folders = dict(self.flushed)
+            _apply(folders, changes)
+            for when in ("flushed", "now"):  # deleting a folder's files may have got further
+                yield {n: _files(d, when) for n, d in folders.items()}
+
+
+def _apply(folders, changes):
+    for name, folder in changes:
+        if folder is None:
+            folders.pop(name, None)
+        else:
+            folders[name] = folder
+
+
+def _files(folder, when="flushed"):
+    names = folder[when]
+    return {f: c["flushed"] for f, c in names.items() if f in folder["flushed"]}
+
+
+def numbered(found):
+    return sorted((name for name in found if name.isdigit()), key=int)
+
+
+def look(found, old_step, old, step, new):
+    """What a reader finds: "old", "new", "nothing", or what is wrong with the newest step."""
+    names = numbered(found)
+    if not names:
+        return "nothing"
+    files = found[names[-1]]
+    for name, want, word in ((str(old_step), old, "old"), (str(step), new, "new")):
+        if names[-1] == name:
+            if files == want:
+                return word
+            lacks = "without some of its files" if set(files) < set(want) else "with other content"
+            return f"the {word} step {lacks}"
+    return f"a step {names[-1]} that nobody saved"
+
+
+def some_files(t, count):
+    names = t.rng.choice(["weights", "moments", "facts", "place", "manifest", "key"], count, False)
+    return {str(n): t.rng.bytes(int(t.rng.integers(8, 40))) for n in names}
+
+
+def crash_everywhere(fn, t, views, why, leftovers=None):
+    """Stops the machine before and in every call, and looks at the disk in each of `views`."""
+    old_step = int(t.rng.integers(1, 9)) * 100 - int(t.rng.integers(0, 2))
+    step = old_step + int(t.rng.integers(1, 3)) * 100
+    old, new = some_files(t, 3), some_files(t, 4)
+    before = {str(old_step): old} | (leftovers(step, t) if leftovers else {})
+    disk = Disk(before)
+    fn(disk, step, dict(new))
+    calls = disk.calls
+    t.true(calls > 0, "you made no call of the disk", observed=0)
+    for stop in range(2 * calls + 1):
+        disk = Disk(before, stop)
+        with contextlib.suppress(Stopped):
+            fn(disk, step, dict(new))
+        for found in views(disk):
+            seen = look(found, old_step, old, step, new)
+            place = f"{'in' if stop % 2 else 'before'} call {stop // 2 + 1} of {calls}"
+            t.true(
+                seen in ("old", "new"),
+                f"{why}: stopped {place}, the reader finds {seen}",
+                observed=[ord(c) for c in seen],
+            )
+
+
+@crash_safe.check("nothing stops it")
+def _(fn, t):
+    old, new, step = some_files(t, 2), some_files(t, 5), int(t.rng.integers(100, 900))
+    disk = Disk({"9": old, "50": old, "90": old})
+    fn(disk, step, dict(new))
+    found = disk.killed()
+    t.true(str(step) in found, f"there is no folder {step}", observed=sorted(found)[:1] == [])
+    t.true(found[str(step)] == new, "the new step holds other files than those given", observed=1)
+    t.equal(numbered(found), [str(step)], why="the steps that are left")
+    disk = Disk({})
+    fn(disk, 0, {"one": b"", "two": b"x"})
+    t.true(
+        disk.killed() == {"0": {"one": b"", "two": b"x"}}, "the very first step, step 0", observed=2
+    )
+
+
+@crash_safe.check("killed at every call")
+def _(fn, t):
+    crash_everywhere(fn, t, lambda disk: [disk.killed()], "kill -9")
+
+
+@crash_safe.check("the power fails, and content is lost")
+def _(fn, t):
+    crash_everywhere(
+        fn, t, lambda disk: [disk.content_lost()], "content that was not flushed is lost"
+    )
+
+
+@crash_safe.check("the power fails, and names in a folder are lost")
+def _(fn, t):
+    why = "names in folders that were not flushed are lost"
+    crash_everywhere(fn, t, lambda disk: [disk.names_in_folders_lost()], why)
+
+
+@crash_safe.check("the power fails, and names on the disk are lost")
+def _(fn, t):
+    why = "changes of names that were not flushed happen or not"
+    crash_everywhere(fn, t, lambda disk: disk.names_lost(), why)
+
+
+@crash_safe.check("the power fails after it returned")
+def _(fn, t):
+    old, new = some_files(t, 2), some_files(t, 3)
+    disk = Disk({"70": old})
+    fn(disk, 80, dict(new))
+    for found in (disk.content_lost(), disk.names_in_folders_lost(), *disk.names_lost()):
+        seen = look(found, 70, old, 80, new)
+        t.true(seen == "new", f"the reader finds {seen}", observed=[ord(c) for c in seen])
+
+
+@crash_safe.check("what a killed save left")
+def _(fn, t):
+    def leftovers(step, t):
+        return {f"{step}.tmp": {"stale": b"half of someth"}, "7.tmp": some_files(t, 2)}
+
+    disk = Disk({"70": some_files(t, 2)} | leftovers(80, t))
+    new = some_files(t, 3)
+    fn(disk, 80, dict(new))
+    found = disk.killed()
+    t.true(
+        "stale" not in found.get("80", {}), "a file of the killed save is in step 80", observed=3
+    )
+    t.equal(sorted(found), ["80"], why="the names that are left")
+    crash_everywhere(
+        fn, t, lambda disk: [disk.killed(), disk.content_lost()], "leftovers", leftovers
+    )
+
+
+def save_variant(
+    clean="all",
+    draft=lambda step: f"{step}.tmp",
+    make=lambda disk, name: disk.mkdir(name),
+    sync_files=True,
+    sync_late=False,
+    sync_folder=True,
+    sync_disk="before",
+    delete="after",
+):
+    """A correct save_step but for what is passed."""
+
+    def save_step(disk, step, files):
+        old = [name for name in disk.list("") if name.isdigit()]
+        if clean:
+            for name in disk.list(""):
+                if name.endswith(".tmp") and (clean == "all" or name == draft(step)):
+                    disk.delete(name)
+        if delete == "first":
+            for name in old:
+                disk.delete(name)
+        name = draft(step)
+        make(disk, name)
+        for file, data in files.items():
+            disk.write(f"{name}/{file}", data)
+            if sync_files and not sync_late:
+                disk.fsync(f"{name}/{file}")
+        if sync_folder:
+            disk.fsync(name)
+        if name != str(step):
+            disk.rename(name, str(step))
+        if sync_late:
+            for file in files:
+                disk.fsync(f"{step}/{file}")
+        if sync_disk == "before":
+            disk.fsync("")
+        if delete == "after":
+            for other in old:
+                disk.delete(other)
+        if sync_disk == "after":
+            disk.fsync("")
+
+    return save_step
+
+
+def wrong_save(name, hint, **changes):
+    fn = save_variant(**changes)
+    fn.__name__ = name
+    crash_safe.mutant(hint)(fn)
+
+
+wrong_save(
+    "in_place",
+    "You write straight into the folder that the reader looks for. Stopped half-way, it is there and "
+    "not whole. Write under another name, one that ends in `.tmp`, and rename when all is written.",
+    draft=str,
+)
+wrong_save(
+    "deletes_first",
+    "You delete the old step before the new one has its name. Stopped between the two, the reader finds "
+    "nothing: what ends in `.tmp` is no step yet. Rename, flush, and only then delete.",
+    delete="first",
+)
+wrong_save(
+    "no_fsync_of_files",
+    "You never flush the files. Their names may reach the disk before their content does, and after "
+    "a power failure the files are there and empty. fsync each file before the rename.",
+    sync_files=False,
+)
+wrong_save(
+    "files_flushed_after_the_rename",
+    "You flush the files after the rename. Between the two, the new name is there and the content "
+    "perhaps not. First all the content, then the rename.",
+    sync_late=True,
+)
+wrong_save(
+    "no_fsync_of_the_folder",
+    "You flush the files' content but not their names. A file's name belongs to its folder: fsync "
+    "the new folder too, before the rename.",
+    sync_folder=False,
+)
+wrong_save(
+    "no_fsync_of_the_disk",
+    "You never flush the rename. The names of the steps belong to the disk itself: "
+    'fsync("") after the rename, and before anything is deleted.',
+    sync_disk=None,
+)
+wrong_save(
+    "disk_flushed_after_deleting",
+    "You delete the old step before the rename is flushed. The disk may carry out the later change "
+    'and not the earlier one. fsync("") between the rename and the deletion.',
+    sync_disk="after",
+)
+wrong_save(
+    "keeps_old_steps",
+    "You leave the older steps there. Delete them when the new one is on the disk.",
+    delete=None,
+)
+wrong_save(
+    "leftovers_stay",
+    "The `.tmp` folder of a killed save is in your way or stays for ever. Delete every name that "
+    "ends in `.tmp` before you begin.",
+    clean=None,
+)
+wrong_save(
+    "deletes_only_its_own",
+    "A `.tmp` folder of an earlier save is still there. Delete every name that ends in `.tmp`, not only "
+    "yours.",
+    clean="own",
+)
+wrong_save(
+    "writes_into_leftovers",
+    "You go on in the `.tmp` folder that a killed save left, and what was in it becomes part of your "
+    "step. Delete such folders first, and make a new one.",
+    clean=None,
+    make=lambda disk, name: None if name in disk.list("") else disk.mkdir(name),
+)
+
+
+# ----------------------------------------------------------------------------------- reshard
+
+reshard = Exercise(
+    "08.reshard",
+    title="From any devices to any other",
+    function="read_piece",
+    minutes=30,
+    points=10,
+    statement="""
+Eight devices saved an array, each its own piece. Now two devices want it, or three, or one, divided in
+another way. Write `read_piece(saved, read, want, dtype)`, which builds the piece of one of the new
+devices from the saved pieces.
+
+A *place* says which part of the whole array a piece is: a tuple with one `(start, stop)` for each
+dimension, as in a slice. `saved` lists the places of the pieces on the disk, and `read(i)` reads the
+whole piece `saved[i]`, a NumPy array of that place's shape.
+
+- Read only pieces that have an element in common with `want`, and each of them once: the checks count.
+- Where devices held copies of one piece, the same place is in `saved` several times. Read one of them.
+- The result has the shape of `want` and the `dtype`, which may be one of JAX's own, such as bfloat16.
+- Arrays have any number of dimensions. A scalar's place is `()`. A place with `start == stop` has no
+  elements.
+- If some element of `want` is in no saved piece, raise a `ValueError`. An array with a hole in it,
+  filled with whatever was in memory, would train on.
+""",
+    hints=(
+        "Draw one dimension: a saved piece from 4 to 8, a wanted one from 6 to 12. Which elements "
+        "have both? Where are they in the saved piece, and where in the wanted one?",
+        "In each dimension both have `max(starts)` to `min(stops)`; there is nothing in common as "
+        "soon as one dimension has nothing. Subtract the wanted start to index the result, and the "
+        "saved start to index what was read.",
+        "`piece[tuple(slice(a - c, b - c) ...)] = read(i)[tuple(slice(a - e, b - e) ...)]`, with "
+        "(a, b) in common, c the wanted start and e the saved one. Count the elements you have "
+        "filled, and keep a set of places you have read.",
+    ),
+    forbid=("jax", "tensorstore", "orbax"),
+)
+
+
+class Pieces:
+    """An array that was saved in pieces; counts what is read."""
+
+    def __init__(self, t, array, splits, copies=1, leave_out=()):
+        self.array = array
+        cuts = [
+            list(itertools.pairwise(edges))
+            for edges in (
+                [0, *sorted(int(x) for x in t.rng.choice(np.arange(1, n), s - 1, False)), n]
+                for n, s in zip(array.shape, splits, strict=True)
+            )
+        ]
+        places = [()]
+        for ranges in cuts:
+            places = [(*place, r) for place in places for r in ranges]
+        places = [p for i, p in enumerate(places) if i not in leave_out] * copies
+        self.places = [places[i] for i in t.rng.permutation(len(places))]
+        self.reads = []
+
+    def read(self, index):
+        self.reads.append(int(index))
+        found = self.part(self.places[index]).copy()
+        found.setflags(write=False)
+        return found
+
+    def part(self, place):
+        return self.array[tuple(slice(a, b) for a, b in place)]
+
+    def needed(self, want):
+        """The bytes that must be read: those of the pieces that overlap, without copies."""
+        found = {
+            p
+            for p in self.places
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(p, want, strict=True))
+        }
+        return sum(self.part(p).nbytes for p in found)
+
+    def read_bytes(self):
+        return sum(self.part(self.places[i]).nbytes for i in self.reads)
+
+
+def random_array(t, shape, dtype=np.float32):
+    return t.rng.integers(-99, 99, shape).astype(dtype)
+
+
+def random_place(t, shape):
+    return tuple(tuple(sorted(int(x) for x in t.rng.choice(n + 1, 2, False))) for n in shape)
+
+
+def compare_piece(fn, t, pieces, want, why):
+    pieces.reads.clear()
+    got = fn(list(pieces.places), pieces.read, want, pieces.array.dtype)
+    t.equal(isinstance(got, np.ndarray), True, why=f"a NumPy array is wanted, {why}")
+    t.equal(str(got.dtype), str(pieces.array.dtype), why=f"the dtype, {why}")
+    t.close(got.astype(np.float64), pieces.part(want).astype(np.float64), atol=0, rtol=0, why=why)
+    t.equal(pieces.read_bytes(), pieces.needed(want), why=f"bytes read, {why}")
+
+
+@reshard.check("eight rows of pieces, two devices")
+def _(fn, t):
+    array = random_array(t, (16, 5))
+    pieces = Pieces(t, array, (1, 1))
+    pieces.places = [((2 * i, 2 * i + 2), (0, 5)) for i in range(8)]
+    for want in (((0, 8), (0, 5)), ((8, 16), (0, 5)), ((0, 16), (0, 5))):
+        compare_piece(fn, t, pieces, want, f"rows {want[0]} of pieces of two rows")
+
+
+@reshard.check("pieces that fit nowhere")
+def _(fn, t):
+    for shape, splits in (((23,), (5,)), ((13, 17), (4, 3)), ((5, 7, 6), (2, 3, 2))):
+        pieces = Pieces(t, random_array(t, shape), splits)
+        for _ in range(6):
+            compare_piece(fn, t, pieces, random_place(t, shape), f"shape {list(shape)} in {splits}")
+
+
+@reshard.check("neighbours that only touch")
+def _(fn, t):
+    pieces = Pieces(t, random_array(t, (12, 12)), (1, 1))
+    pieces.places = [((i, i + 3), (j, j + 4)) for i in range(0, 12, 3) for j in range(0, 12, 4)]
+    compare_piece(fn, t, pieces, ((3, 6), (4, 8)), "exactly one piece")
+    compare_piece(fn, t, pieces, ((4, 5), (5, 7)), "inside one piece")
+
+
+@reshard.check("copies of a piece")
+def _(fn, t):
+    pieces = Pieces(t, random_array(t, (11, 8)), (3, 2), copies=4)
+    for _ in range(3):
+        compare_piece(fn, t, pieces, random_place(t, (11, 8)), "each piece saved by four devices")
+
+
+@reshard.check("scalars, empty pieces and other dtypes")
+def _(fn, t):
+    scalar = Pieces(t, np.asarray(t.rng.integers(1, 99), np.int32), ())
+    compare_piece(fn, t, scalar, (), "a scalar")
+    for dtype in (ml_dtypes.bfloat16, np.int8, np.float64):
+        pieces = Pieces(t, random_array(t, (9, 6), dtype), (3, 2))
+        compare_piece(fn, t, pieces, random_place(t, (9, 6)), f"dtype {np.dtype(dtype)}")
+        compare_piece(fn, t, pieces, ((4, 4), (0, 6)), "a piece without elements")
+
+
+@reshard.check("a hole")
+def _(fn, t):
+    pieces = Pieces(t, random_array(t, (8, 6)), (4, 2), leave_out=(3,))
+    places, whole = list(pieces.places), ((0, 8), (0, 6))
+    for there, why in ((places, "one saved piece is missing"), ([], "nothing was saved at all")):
+        t.raises(ValueError, fn, there, pieces.read, whole, pieces.array.dtype, why=why)
+
+
+def read_variant(
+    overlaps=lambda a, b: a < b,
+    every=any,
+    copies=False,
+    offset_here=lambda want: want,
+    offset_there=lambda place: place,
+    checks_holes=True,
+    skips_elsewhere=True,
+    make=np.empty,
+    read_first=False,
+):
+    """A correct read_piece but for what is passed."""
+
+    def read_piece(saved, read, want, dtype):
+        shape = tuple(b - a for a, b in want)
+        piece, filled, seen = make(shape, dtype), np.zeros(shape, bool), set()
+        for index, place in enumerate(saved):
+            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(place, want, strict=True)]
+            if place in seen and not copies:
+                continue
+            found = read(index) if read_first else None
+            if skips_elsewhere and every(not overlaps(a, b) for a, b in both):
+                continue
+            seen.add(place)
+            found = read(index) if found is None else found
+            both = [(a, max(a, b)) for a, b in both]
+            first = [start for start, _ in offset_here(want)]
+            other = [start for start, _ in offset_there(place)]
+            here = tuple(slice(a - o, b - o) for (a, b), o in zip(both, first, strict=True))
+            there = tuple(slice(a - o, b - o) for (a, b), o in zip(both, other, strict=True))
+            piece[here] = found[there]
+            filled[here] = True
+        if checks_holes and not filled.all():
+            raise ValueError(f"{(~filled).sum()} elements are in no saved piece")
+        return piece
+
+    return read_piece
+
+
+def zero_corner(place):
+    return [(0, 0) for _ in place]
+
+
+def wrong_read(name, hint, **changes):
+    fn = read_variant(**changes)
+    fn.__name__ = name
+    reshard.mutant(hint)(fn)
+
+
+wrong_read(
+    "reads_everything",
+    "You read every saved piece and look afterwards whether you need it. On a thousand devices each "
+    "would read the whole checkpoint. Compare the places first.",
+    read_first=True,
+)
+wrong_read(
+    "reads_neighbours",
+    "You read pieces that only touch the wanted one: a piece that stops at 4 and one that starts at "
+    "4 have no element in common. They overlap where max(starts) < min(stops).",
+    overlaps=lambda a, b: a <= b,
+)
+wrong_read(
+    "one_dimension_is_enough",
+    "You read a piece if *some* dimension overlaps. A part in common needs an overlap in *every* "
+    "dimension.",
+    every=all,
+)
+wrong_read(
+    "reads_copies",
+    "You read all the copies of a piece. Keep a set of the places that you have read.",
+    copies=True,
+)
+wrong_read(
+    "indexes_the_saved_piece_as_the_whole",
+    "You index what you read as if it were the whole array. Its first element is the one at the "
+    "place's start: subtract that.",
+    offset_there=zero_corner,
+)
+wrong_read(
+    "indexes_the_result_as_the_whole",
+    "You index the result as if it were the whole array. Its first element is the one at the start "
+    "of `want`: subtract that.",
+    offset_here=zero_corner,
+)
+wrong_read(
+    "ignores_holes",
+    "Where no saved piece has an element you return whatever was in memory, or zeros. Count what you "
+    "have filled and raise a ValueError if something is missing.",
+    checks_holes=False,
+)
+wrong_read(
+    "always_float32",
+    "Your result is float32, or float64, whatever was saved. Make it with the `dtype` that you are given.",
+    make=lambda shape, dtype: np.zeros(shape, np.float32),
+)
+
+
+@reshard.mutant(
+    "You join pieces in the order of the list. The list is in any order, and pieces are cut in every "
+    "dimension: put each part where its place says."
+)
+def joins_in_order(saved, read, want, dtype):
+    parts = [
+        read(i)[
+            tuple(
+                slice(max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(p, want, strict=True)
+            )
+        ]
+        for i, p in enumerate(saved)
+        if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(p, want, strict=True))
+    ]
+    return np.concatenate(parts).astype(dtype)
+
+
+# --------------------------------------------------------------------------------- retention
+
+retention = Exercise(
+    "08.retention",
+    title="Which checkpoints to delete",
+    function="names_to_delete",
+    minutes=15,
+    points=10,
+    statement="""
+Write `names_to_delete(names, saved, keep, keep_every)`, which is asked after each save. `names` are all
+the names in the checkpoint folder. You return those to delete, the oldest step first.
+
+- Only a name of digits alone is a step. `300.tmp`, `300.damaged` and `notes` are not, and are left alone.
+- The `keep` newest steps stay, and all multiples of `keep_every` stay too, unless it is None. The `keep`
+  newest are counted among *all* steps, multiples too. Older multiples stay in addition.
+- The step `saved` stays in any case. It need not be among the newest: who starts again from step 100 may
+  find steps 200 and 300 of an earlier attempt there.
+- Step 0 is a multiple of every number.
+""",
+    hints=(
+        "First make numbers of the names that are steps, and sort them. Which are never to be deleted?",
+        'As text, "90" is larger than "100". Sort numbers; the candidates are all but the last '
+        "`keep` of them. From the candidates take out `saved` and the multiples.",
+        "`steps = sorted(int(n) for n in names if n.isdigit())`, then a list over `steps[:-keep]` "
+        "with `step != saved and (keep_every is None or step % keep_every)`, as text again.",
+    ),
+    forbid=("minitext.checkpoint",),
+)
+
+
+def retention_by_sets(names, saved, keep, keep_every):
+    steps = sorted({int(n) for n in names if n.isdigit()})
+    stay = set(steps[max(0, len(steps) - keep) :]) | {saved}
+    if keep_every is not None:
+        stay |= {step for step in steps if step % keep_every == 0}
+    return [str(step) for step in steps if step not in stay]
+
+
+def compare_retention(fn, t, names, saved, keep, keep_every, why):
+    shuffled = [str(n) for n in t.rng.permutation(np.array(names, object))]
+    got = fn(list(shuffled), saved, keep, keep_every)
+    t.equal(got, retention_by_sets(shuffled, saved, keep, keep_every), why=why)
+
+
+@retention.check("the newest stay")
+def _(fn, t):
+    first = int(t.rng.integers(2, 8))
+    steps = [first + 10 * i for i in range(9)]
+    for keep in (1, 3, 8, 9, 20):
+        compare_retention(fn, t, steps, steps[-1], keep, None, f"keep={keep} of 9 steps")
+
+
+@retention.check("numbers of different length")
+def _(fn, t):
+    steps = [8, 9, 10, 90, 99, 100, 900, 1000, 12000]
+    for keep in (1, 2, 4):
+        compare_retention(fn, t, steps, 12000, keep, None, f"keep={keep} of {steps}")
+
+
+@retention.check("multiples stay as well")
+def _(fn, t):
+    every = int(t.rng.integers(3, 6))
+    steps = list(range(0, 40))
+    for keep in (1, 2, 5):
+        compare_retention(fn, t, steps, 39, keep, every, f"keep={keep}, keep_every={every}")
+    compare_retention(fn, t, [0, 7, 14, 21], 21, 1, 7, "nothing but multiples, step 0 among them")
+    compare_retention(fn, t, steps, 39, 2, 1, "keep_every=1 keeps all")
+
+
+@retention.check("what was just saved stays")
+def _(fn, t):
+    saved = int(t.rng.integers(101, 150))
+    compare_retention(fn, t, [saved, 200, 300, 400], saved, 2, None, "an earlier attempt's steps")
+    compare_retention(fn, t, [50, saved, 200, 300], saved, 1, 100, "and multiples of 100")
+
+
+@retention.check("names that are no steps")
+def _(fn, t):
+    strange = [
+        "400.tmp",
+        "300.damaged",
+        "300.damaged.2",
+        "notes",
+        "-5",
+        "1e3",
+        "tensorboard",
+        ".300-x",
+    ]
+    compare_retention(fn, t, [100, 200, 300, *strange], 300, 2, None, "names that are no steps")
+    compare_retention(fn, t, [100, *strange], 100, 1, 7, "one step among other names")
+
+
+def retention_variant(
+    order=int,
+    is_step=str.isdigit,
+    newest=lambda steps, keep: steps[:-keep],
+    multiple=lambda step, every: every is not None and step % every == 0,
+    spare_saved=True,
+    joined=lambda is_multiple, is_newest: is_multiple or is_newest,
+    result=lambda steps: [str(step) for step in steps],
+):
+    """A correct names_to_delete but for what is passed."""
+
+    def names_to_delete(names, saved, keep, keep_every=None):
+        steps = [int(n) for n in sorted((n for n in names if is_step(n)), key=order)]
+        old = newest(steps, keep)
+        gone = [
+            s
+            for s in steps
+            if not joined(multiple(s, keep_every), s not in old)
+            and not (spare_saved and s == saved)
+        ]
+        return result(gone)
+
+    return names_to_delete
+
+
+def wrong_retention(name, hint, **changes):
+    fn = retention_variant(**changes)
+    fn.__name__ = name
+    retention.mutant(hint)(fn)
+
+
+wrong_retention(
+    "sorted_as_text",
+    'You sort the names as text, in which "90" comes after "100". Make numbers of them first.',
+    order=str,
+)
+wrong_retention(
+    "one_too_few",
+    "You keep one step too few, or too many. The newest `keep` are the last `keep` of the sorted "
+    "list: `steps[-keep:]`; all before them, `steps[:-keep]`, may go.",
+    newest=lambda steps, keep: steps[: len(steps) - keep + 1],
+)
+wrong_retention(
+    "keeps_the_oldest",
+    "You keep the oldest steps and delete the newest.",
+    newest=lambda steps, keep: steps[keep:],
+)
+wrong_retention(
+    "deletes_what_was_saved",
+    "You delete the step that was just saved where older attempts left larger numbers. `saved` stays "
+    "in any case.",
+    spare_saved=False,
+)
+wrong_retention(
+    "multiples_only_if_newest",
+    "You delete what is not newest *or* not a multiple. A step stays if it is one of the two.",
+    joined=lambda is_multiple, is_newest: is_multiple and is_newest,
+)
+wrong_retention(
+    "never_keeps_multiples",
+    "You don't look at `keep_every`: its multiples stay however old they are.",
+    multiple=lambda step, every: False,
+)
+wrong_retention(
+    "step_0_is_no_multiple",
+    "You don't count step 0 as a multiple. 0 % n is 0 for every n.",
+    multiple=lambda step, every: every is not None and step > 0 and step % every == 0,
+)
+wrong_retention(
+    "newest_first",
+    "You return the right steps, the newest first. The oldest is to be deleted first: who is killed "
+    "in between should lose what is worth least.",
+    result=lambda steps: [str(step) for step in reversed(steps)],
+)
+
+
+@retention.mutant(
+    "You count the newest `keep` among those that are no multiples. Take them of *all* steps."
+)
+def newest_without_multiples(names, saved, keep, keep_every=None):
+    steps = sorted(int(n) for n in names if n.isdigit())
+    others = [s for s in steps if keep_every is None or s % keep_every]
+    return [str(s) for s in others[:-keep] if s != saved]
+
+
+@retention.mutant(
+    "You take the number in front of a dot for a step. `300.damaged` and `400.tmp` are not steps: they "
+    "don't count among the newest and are not yours to delete."
+)
+def counts_other_names(names, saved, keep, keep_every=None):
+    steps = {}
+    for name in names:
+        head = name.partition(".")[0]
+        if head.isdigit():
+            steps[name] = int(head)
+    old = sorted(steps, key=lambda n: (steps[n], n))[:-keep]
+    return [n for n in old if steps[n] != saved and (keep_every is None or steps[n] % keep_every)]
+
+
+# ------------------------------------------------------------------------------ find_damaged
+
+damage = Exercise(
+    "08.find_damaged",
+    title="The newest step that is whole",
+    function="newest_whole",
+    minutes=25,
+    points=10,
+    statement="""
+Write `newest_whole(folder)`. The folder holds a folder for each step, named by its number, and in each
+of them is a `manifest.json`:
+
+```
+{"files": {"facts.json": "9f86d0...", "state/a": "60303a..."}, "sha256": "2c26b4..."}
+```
+
+`files` has the SHA-256 of every file's content, in hexadecimal, under the file's path within the step.
+`sha256` is that of `json.dumps(files)`, encoded as UTF-8, so that the manifest vouches for itself.
+
+Return `(step, damaged)`: the newest step of which every listed file is what was written, and a list of
+the damaged steps that are newer, newest first. If none is whole, the step is None.
+
+- Files may be missing, cut short, or altered without a change of size, and so may the manifest: it may
+  be no JSON at all, or JSON of another kind.
+- A file that the manifest doesn't list is of no concern. Names that are not of digits alone are no steps.
+- Nothing is written or deleted, no exception is raised, and steps older than the one you return are not
+  looked at.
+""",
+    hints=(
+        "Write a function that says of one step whether it is whole, then ask it of the newest, the "
+        "one before, and so on.",
+        "`hashlib.sha256(path.read_bytes()).hexdigest()` is a file's digest. What does each line of "
+        "your function raise if the manifest is missing, is cut short, or is the list `[]`?",
+        "In one `try`: read, `json.loads`, compare `hashlib.sha256(json.dumps(files).encode())` with "
+        "`manifest['sha256']`, then each file. Return False on `OSError`, `ValueError`, `KeyError`, "
+        "`TypeError`, `AttributeError`. Sort steps as numbers.",
+    ),
+    forbid=("minitext.disk", "minitext.checkpoint"),
+)
+
+
+def write_step(t, folder, step):
+    """Writes a step of four files and its manifest."""
+    path = folder / str(step)
+    (path / "state" / "d").mkdir(parents=True)
+    files = {}
+    for name in ("facts.json", "state/_METADATA", "state/d/a", "state/d/b"):
+        data = t.rng.bytes(int(t.rng.integers(20, 300)))
+        (path / name).write_bytes(data)
+        files[name] = hashlib.sha256(data).hexdigest()
+    write_manifest(path, files)
+    return path
+
+
+def write_manifest(path, files):
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"files": files, "sha256": digest}))
+
+
+def flip(t, path):
+    data = bytearray(path.read_bytes())
+    data[int(t.rng.integers(len(data)))] ^= 1 << int(t.rng.integers(7))
+    path.write_bytes(data)
+
+
+def cut(t, path):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(t.rng.integers(len(data)))])
+
+
+def compare_steps(fn, t, steps, harm, want, why):
+    """Writes `steps`, lets `harm(folder)` do its work, and compares what is found."""
+    with tempfile.TemporaryDirectory() as room:
+        folder = Path(room) / "checkpoints"
+        folder.mkdir()
+        for step in steps:
+            write_step(t, folder, step)
+        harm(folder)
+        before = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+        step, damaged = fn(folder)
+        t.equal((step, list(damaged)), want, why=why)
+        after = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+        t.true(before == after, "files were made or deleted", observed=[len(after) - len(before)])
+
+
+FILES = ("facts.json", "state/_METADATA", "state/d/a", "state/d/b")
+
+
+@damage.check("nothing is damaged")
+def _(fn, t):
+    compare_steps(fn, t, [100, 200, 300], lambda folder: None, (300, []), "three whole steps")
+    compare_steps(fn, t, [9, 90, 100, 1000], lambda folder: None, (1000, []), "9, 90, 100, 1000")
+    compare_steps(fn, t, [0], lambda folder: None, (0, []), "step 0 alone")
+    compare_steps(fn, t, [], lambda folder: None, (None, []), "no step at all")
+
+
+@damage.check("missing files")
+def _(fn, t):
+    for name in FILES:
+        harm = lambda folder, name=name: (folder / "300" / name).unlink()  # noqa: E731
+        compare_steps(fn, t, [100, 200, 300], harm, (200, [300]), f"{name} is missing in step 300")
+
+
+@damage.check("files cut short")
+def _(fn, t):
+    for name in FILES:
+        harm = lambda folder, name=name: cut(t, folder / "80" / name)  # noqa: E731
+        compare_steps(fn, t, [80, 9], harm, (9, [80]), f"{name} is cut short in step 80")
+
+
+@damage.check("files altered")
+def _(fn, t):
+    for name in FILES:
+        harm = lambda folder, name=name: flip(t, folder / "300" / name)  # noqa: E731
+        compare_steps(fn, t, [200, 300], harm, (200, [300]), f"one bit of {name} is flipped")
+
+
+@damage.check("the manifest itself")
+def _(fn, t):
+    def alters_a_digest(path):  # to that of the damaged file
+        flip(t, path / "state/d/a")
+        manifest = json.loads((path / "manifest.json").read_text())
+        digest = hashlib.sha256((path / "state/d/a").read_bytes()).hexdigest()
+        manifest["files"]["state/d/a"] = digest
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    def forgets_a_file(path):
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["files"]["facts.json"]
+        (path / "facts.json").unlink()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    harms = {
+        "is missing": lambda path: (path / "manifest.json").unlink(),
+        "is cut short": lambda path: cut(t, path / "manifest.json"),
+        "is empty": lambda path: (path / "manifest.json").write_text(""),
+        "is a list": lambda path: (path / "manifest.json").write_text("[]"),
+        "is a number": lambda path: (path / "manifest.json").write_text("3"),
+        "has a list of files": lambda path: write_manifest(path, ["facts.json"]),
+        "has a number for a digest": lambda path: write_manifest(path, {"facts.json": 3}),
+        "is no UTF-8": lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+        "forgot a file": forgets_a_file,
+        "was altered together with a file": alters_a_digest,
+    }
+    for told, harm in harms.items():
+        hurt = lambda folder, harm=harm: harm(folder / "300")  # noqa: E731
+        compare_steps(fn, t, [100, 200, 300], hurt, (200, [300]), f"the manifest {told}")
+
+
+@damage.check("several damaged, and all")
+def _(fn, t):
+    def harm(folder):
+        cut(t, folder / "1000" / "state/d/b")
+        (folder / "900" / "manifest.json").unlink()
+        flip(t, folder / "20" / "facts.json")  # older than the one that is found: not looked at
+
+    compare_steps(fn, t, [20, 90, 900, 1000], harm, (90, [1000, 900]), "two newer ones are damaged")
+
+    def all_of_them(folder):
+        for path in folder.iterdir():
+            flip(t, path / "state/d/a")
+
+    compare_steps(fn, t, [7, 10, 30], all_of_them, (None, [30, 10, 7]), "all are damaged")
+
+
+@damage.check("what is no step, and files of no concern")
+def _(fn, t):
+    def harm(folder):
+        write_step(t, folder, "400.tmp")
+        write_step(t, folder, "300.damaged")
+        (folder / "notes").write_text("of no concern")
+        (folder / "200" / "state" / "extra").write_text("not in the manifest")
+
+    compare_steps(fn, t, [100, 200], harm, (200, []), "other names, and a file that is not listed")
+
+    def a_folder_for_a_file(folder):
+        (folder / "200" / "facts.json").unlink()
+        (folder / "200" / "facts.json").mkdir()
+
+    compare_steps(
+        fn, t, [100, 200], a_folder_for_a_file, (100, [200]), "a folder in a file's place"
+    )
+
+
+EVERYTHING = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def damage_variant(
+    key=int,
+    is_step=str.isdigit,
+    own=True,
+    digest=lambda path: hashlib.sha256(path.read_bytes()).hexdigest(),
+    same=lambda path, found, digest: found == digest,
+    catch=EVERYTHING,
+    go_on=True,
+    skip=lambda name: False,
+    extra=False,
+    order=list,
+):
+    """A correct newest_whole but for what is passed."""
+
+    def whole(path):
+        try:
+            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+            files = manifest["files"]
+            if own and manifest["sha256"] != hashlib.sha256(json.dumps(files).encode()).hexdigest():
+                return False
+            if extra:
+                there = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
+                if there - {"manifest.json"} != set(files):
+                    return False
+            return all(
+                same(path / n, digest(path / n), want) for n, want in files.items() if not skip(n)
+            )
+        except catch:
+            return False
+
+    def newest_whole(folder):
+        names = sorted((p.name for p in folder.iterdir() if is_step(p.name)), key=key)
+        damaged = []
+        for name in reversed(names):
+            if whole(folder / name):
+                return int(name.partition(".")[0]), order(damaged)
+            damaged.append(int(name.partition(".")[0]))
+            if not go_on:
+                return None, damaged
+        return None, order(damaged)
+
+    return newest_whole
+
+
+def wrong_damage(name, hint, **changes):
+    fn = damage_variant(**changes)
+    fn.__name__ = name
+    damage.mutant(hint)(fn)
+
+
+wrong_damage(
+    "sorted_as_text",
+    'You take the last name in the order of text, in which "90" comes after "100". Compare the steps '
+    "as numbers.",
+    key=str,
+)
+wrong_damage(
+    "only_asks_whether_it_exists",
+    "You only look whether the files are there. A file that was cut short or altered is there too: "
+    "compare its SHA-256.",
+    digest=lambda path: path.stat().st_size >= 0,
+    same=lambda path, found, digest: True,
+)
+wrong_damage(
+    "only_asks_for_content",
+    "You take a file that has content for whole. Half a file has content too: compare its SHA-256.",
+    digest=lambda path: len(path.read_bytes()),
+    same=lambda path, found, digest: found > 10,
+)
+wrong_damage(
+    "trusts_the_manifest",
+    "You trust the manifest. It may have lost a line, or have been altered together with a file. "
+    "Compare the SHA-256 of json.dumps(files) with the manifest's own.",
+    own=False,
+)
+wrong_damage(
+    "gives_up",
+    "You look at the newest step only. If it is damaged, the one before may be whole: go on.",
+    go_on=False,
+)
+wrong_damage(
+    "a_missing_manifest_is_an_error",
+    "You raise an exception where a file is missing. That is one of the ways in which a step is "
+    "damaged: catch OSError, and go on.",
+    catch=(ValueError, KeyError, TypeError, AttributeError),
+)
+wrong_damage(
+    "a_manifest_cut_short_is_an_error",
+    "You raise an exception where the manifest is no JSON. json.loads raises a ValueError: that step "
+    "is damaged.",
+    catch=(OSError,),
+)
+wrong_damage(
+    "a_strange_manifest_is_an_error",
+    "Your manifest can be read as JSON and is not what you expect, a list or a number. What you do "
+    "with it raises a TypeError or an AttributeError: that step is damaged.",
+    catch=(OSError, ValueError, KeyError),
+)
+wrong_damage(
+    "extra_files_are_damage",
+    "You take a file that the manifest doesn't list for damage. It is of no concern: look at what is "
+    "listed.",
+    extra=True,
+)
+wrong_damage(
+    "only_the_top_folder",
+    "You don't look into the folders of a step. The manifest's names are paths: `step / name`.",
+    skip=lambda name: "/" in name,
+)
+wrong_damage(
+    "counts_unfinished_steps",
+    "You take `400.tmp` for a step. A save that was killed left it, or it was set aside as damaged: "
+    "a step's name is digits alone.",
+    is_step=lambda name: name.partition(".")[0].isdigit(),
+    key=lambda name: int(name.partition(".")[0]),
+)
+wrong_damage(
+    "oldest_first",
+    "You list the damaged steps with the oldest first. Newest first is asked for.",
+    order=lambda damaged: damaged[::-1],
+)
+
+
+# ---------------------------------------------------------------------------------- interval
+
+interval = Exercise(
+    "08.interval",
+    title="How often to save",
+    function="best_save_every",
+    minutes=15,
+    points=10,
+    statement="""
+Write `best_save_every(stall, step_seconds, devices, hours_per_device)`. A save holds the loop up for
+`stall` seconds, a step takes `step_seconds`, and a device fails once in `hours_per_device` hours on
+average. The job stops when *any* of its devices fails. How many steps should lie between two saves?
+
+With $n$ steps between saves, the share of time that is lost is, to first order,
+
+$$
+w(n) = \\frac{\\delta}{n s} + \\frac{n s}{2 M}
+$$
+
+with $\\delta$ the stall, $s$ the seconds of a step and $M$ the *job's* mean time between failures.
+
+- Return the $n \\ge 1$ for which $w(n)$ is least, as a Python int. It is not always what rounding gives:
+  compare the neighbours. If two are equally good, return the smaller.
+- A save that costs nothing is made after every step.
+- Don't search through all n: a job of short steps may have a best n of a million.
+""",
+    hints=(
+        "If one device fails once in 1,000 hours, how long do 100 devices run until the first fails? "
+        "And how many seconds is that?",
+        "Young's interval is the root of $2 \\delta M$, in seconds. Divide by the seconds of a step. "
+        "The best whole number is the one below or the one above, whichever has the smaller w.",
+        "`M = 3600 * hours_per_device / devices`; `n = math.floor(math.sqrt(2 * stall * M) / "
+        "step_seconds)`, at least 1; then `min((n, n + 1), key=w)`.",
+    ),
+)
+
+
+def waste_of(n, stall, step_seconds, seconds):
+    return stall / (n * step_seconds) + n * step_seconds / (2 * seconds)
+
+
+def compare_interval(fn, t, stall, step_seconds, devices, hours, why):
+    """The answer, compared by its waste and as a number, in exact arithmetic where it matters."""
+    seconds = 3600 * hours / devices
+    root = math.sqrt(2 * stall * seconds) / step_seconds
+    near = range(max(1, math.floor(root) - 2), math.floor(root) + 4)
+    want = min(near, key=lambda n: (waste_of(n, stall, step_seconds, seconds), n))
+    got = fn(stall, step_seconds, devices, hours)
+    t.true(isinstance(got, int) and not isinstance(got, bool),
+           f"got {got!r}, want a Python int, {why}", observed=got)  # fmt: skip
+    t.equal(got, want, why=why)
+
+
+def own_hours(t):
+    """Hours between the failures of one device, another number for each learner."""
+    return 20_000.0 + t.learner % 30_011
+
+
+@interval.check("one device, hundreds, thousands")
+def _(fn, t):
+    hours = own_hours(t)
+    for devices, stall, step in ((1, 0.9, 0.37), (256, 2.3, 1.7), (16_384, 6.1, 4.3)):
+        compare_interval(fn, t, stall, step, devices, hours,
+                         f"{devices} device{'s' * (devices > 1)} of {hours:.0f} hours each, "
+                         f"a stall of {stall} s")  # fmt: skip
+
+
+def compare_near_root(fn, t, n, low, high, why):
+    """Compares where the root of 2 stall M is n + low to n + high steps."""
+    root = n + low + (high - low) * float(t.rng.uniform(0.2, 0.8))
+    seconds, step = float(t.rng.uniform(900, 4000)), float(t.rng.uniform(3, 30))
+    stall = (root * step) ** 2 / (2 * seconds)
+    compare_interval(fn, t, stall, step, 1, seconds / 3600, why)
+
+
+@interval.check("between two whole numbers")
+def _(fn, t):
+    for n in (5, 3, 2, 1):
+        compare_near_root(fn, t, n, 0.1, 0.35, f"a root a little above {n}")
+        compare_near_root(fn, t, n, 0.6, 0.9, f"a root a little below {n + 1}")
+
+
+@interval.check("nearly in the middle")
+def _(fn, t):
+    for n in (1, 2, 3):  # n + 1 is better than n from the root of n (n + 1) on
+        compare_near_root(fn, t, n, math.sqrt(n * (n + 1)) - n, 0.5, f"a root just below {n + 0.5}")
+
+
+@interval.check("saves that cost nothing, or too much")
+def _(fn, t):
+    compare_interval(fn, t, 0.0, 2.5, 8, 1000.0, "a stall of 0 s")
+    compare_interval(fn, t, 1e-9, 30.0, 5000, 1000.0, "a stall far below a step")
+    compare_interval(fn, t, 60.0, 600.0, 1000, 50.0, "steps longer than the time between failures")
+
+
+@interval.check("a million steps")
+def _(fn, t):
+    step = float(t.rng.uniform(0.01, 0.02))
+    compare_interval(fn, t, 30.0, step, 4, 9000.0, "steps of a hundredth of a second")
+
+
+def interval_variant(
+    mtbf=lambda hours, devices: 3600 * hours / devices,
+    factor=2.0,
+    whole=None,
+    least=1,
+    per_step=True,
+):
+    """A correct best_save_every but for what is passed."""
+
+    def best_save_every(stall, step_seconds, devices, hours_per_device):
+        seconds = mtbf(hours_per_device, devices)
+        best = math.sqrt(factor * stall * seconds) / (step_seconds if per_step else 1.0)
+        if whole is not None:
+            return max(least, whole(best)) if least else whole(best)
+        below = max(1, math.floor(best))
+        return min((below, below + 1), key=lambda n: stall / (n * step_seconds)
+                   + n * step_seconds / (factor * seconds))  # fmt: skip
+
+    return best_save_every
+
+
+def wrong_interval(name, hint, **changes):
+    fn = interval_variant(**changes)
+    fn.__name__ = name
+    interval.mutant(hint)(fn)
+
+
+wrong_interval(
+    "one_device",
+    "You use the time between failures of one device. Of many, the first fails much earlier: divide "
+    "by their number.",
+    mtbf=lambda hours, devices: 3600 * hours,
+)
+wrong_interval(
+    "multiplies_by_devices",
+    "You multiply by the number of devices. More devices fail more often, so the time between "
+    "failures is divided by it.",
+    mtbf=lambda hours, devices: 3600 * hours * devices,
+)
+wrong_interval(
+    "hours_for_seconds",
+    "You use hours where seconds are meant. Multiply by 3600.",
+    mtbf=lambda hours, devices: hours / devices,
+)
+wrong_interval(
+    "without_the_two",
+    "You have left out the 2. A failure comes on average in the middle of an interval, so half of it "
+    "is lost: the interval is the root of 2 times stall times M.",
+    factor=1.0,
+)
+wrong_interval(
+    "seconds_for_steps",
+    "You return seconds. Divide by the seconds of a step.",
+    per_step=False,
+)
+wrong_interval(
+    "rounded",
+    "You round to the nearest whole number. w is not symmetric: it falls steeply and rises slowly, so "
+    "compute it for the number below and the one above, and take the better.",
+    whole=round,
+)
+wrong_interval(
+    "rounded_down",
+    "You always take the number below. Compute w for the one above too, and take the better.",
+    whole=math.floor,
+)
+wrong_interval(
+    "rounded_up",
+    "You always take the number above. Compute w for both.",
+    whole=math.ceil,
+)
+wrong_interval(
+    "never_less_than_nothing",
+    "Where a save costs next to nothing you return 0. Between two saves lies at least one step.",
+    whole=math.floor,
+    least=0,
+)
