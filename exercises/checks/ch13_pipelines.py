@@ -259,6 +259,149 @@ def computes_rubbish(layer, w_LDD, x_MBD):
     return pipeline_with(always=True)(layer, w_LDD, x_MBD)
 
 
+# ----------------------------------------------------------------------------------- circular
+
+circular = Exercise(
+    "13.circular",
+    title="Round the ring",
+    function="circular_work",
+    minutes=20,
+    points=10,
+    forbid=("minitext.parallel",),
+    statement="""
+Write `circular_work(tick, stage, S, M, R)`: which microbatch a stage of a circular pipeline works on in a tick of
+the forward pass, and with which of its R groups of layers. If it has nothing to do, return `None`.
+
+- Microbatch 0 enters stage 0 in tick 0. Microbatches enter in order.
+- **Nothing waits**: what a stage computes in a tick, the next one works on in the next tick. From stage S-1 it goes to
+  stage 0, which has the next group.
+- S microbatches in a row go round R times before the next S enter. From its first slot to its last a stage is never
+  idle.
+- Raise `ValueError` if M is not a multiple of S.
+""",
+    hints=(
+        "Stage s does what stage 0 did s ticks ago. So solve it for stage 0, and put tick - stage in place of "
+        "tick.",
+        "Stage 0 works in laps of S ticks. In lap 0 microbatches 0 to S-1 meet group 0; in lap 1 the same "
+        "ones meet group 1. After R laps the next S enter.",
+        "With `lap, place = divmod(tick - stage, S)` the group is `lap % R`, and the microbatch is `place` of "
+        "the set number `lap // R`.",
+    ),
+)
+
+
+def right_work(tick, stage, S, M, R):
+    if M % S:
+        raise ValueError("not a multiple")
+    number = tick - stage
+    lap, place = divmod(number, S)
+    return (lap // R * S + place, lap % R) if 0 <= number < R * M else None
+
+
+def grid(fn, S, M, R, more=2):
+    found = [
+        [fn(tick, stage, S, M, R) for stage in range(S)] for tick in range(R * M + S - 1 + more)
+    ]
+    return [[work and [int(n) for n in work] for work in row] for row in found]
+
+
+def grid_is_right(t, fn, S, M, R):
+    got, want = grid(fn, S, M, R), grid(right_work, S, M, R)
+    wrong = [(n, s) for n, row in enumerate(want) for s in range(S) if got[n][s] != row[s]]
+    at = wrong[0] if wrong else (0, 0)
+    show = lambda g: g[at[0]][at[1]]  # noqa: E731
+    why = f"S={S}, M={M}, R={R}: in tick {at[0]} stage {at[1]} has {show(got)}, want {show(want)}"
+    t.true(not wrong, why=why, observed=str(got))
+
+
+@circular.check("as many microbatches as stages")
+def _(fn, t):
+    grid_is_right(t, fn, 3, 3, 2)
+
+
+@circular.check("several sets of microbatches")
+def _(fn, t):
+    S, R = int(t.rng.integers(2, 5)), int(t.rng.integers(2, 5))
+    grid_is_right(t, fn, S, 3 * S, R)
+
+
+@circular.check("one group, and one stage")
+def _(fn, t):
+    grid_is_right(t, fn, 4, 8, 1)
+    grid_is_right(t, fn, 1, 5, 3)
+
+
+@circular.check("nothing is early, and nothing waits")
+def _(fn, t):
+    S, M, R = 4, 8, 3
+    when = {
+        (*work, stage): tick
+        for tick, row in enumerate(grid(fn, S, M, R))
+        for stage, work in enumerate(row)
+        if work is not None
+    }
+    t.equal(len(when), S * M * R, why="pieces of work, each a microbatch, a group and a stage")
+    way = list(itertools.product(range(R), range(S)))
+    for m in range(M):
+        ticks = [when.get((m, group, stage), -1) for group, stage in way]
+        want = list(range(ticks[0], ticks[0] + S * R))
+        t.equal(ticks, want, why=f"ticks of microbatch {m}, from its first layer to its last")
+
+
+@circular.check("the idle share")
+def _(fn, t):
+    for S, M, R in ((4, 8, 2), (5, 5, 4), (2, 6, 3)):
+        slots = [work for row in grid(fn, S, M, R, more=0) for work in row]
+        want = Fraction(S - 1, R * M + S - 1)
+        t.equal(Fraction(slots.count(None), len(slots)), want, why=f"S={S}, M={M}, R={R}")
+
+
+@circular.check("a number of microbatches that does not go round")
+def _(fn, t):
+    t.raises(ValueError, fn, 0, 0, 4, 6, 2, why="6 microbatches, 4 stages")
+
+
+@circular.mutant(
+    "You send all M microbatches through a group before the next group begins. What stage S-1 sends back "
+    "then has to wait: the same S microbatches go on with the next group."
+)
+def all_before_the_next_group(tick, stage, S, M, R):
+    right_work(0, 0, S, M, R)
+    number = tick - stage
+    return (number % M, number // M) if 0 <= number < R * M else None
+
+
+@circular.mutant(
+    "All your stages do the same at once. Stage s lags s ticks behind stage 0: use tick - stage."
+)
+def no_lag(tick, stage, S, M, R):
+    return right_work(tick, 0, S, M, R)
+
+
+@circular.mutant(
+    "Your group changes with every tick. It changes with every lap of S ticks, when a microbatch has been at "
+    "all stages."
+)
+def groups_too_fast(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and (work[0], (tick - stage) % R)
+
+
+@circular.mutant("Your work never ends: after R * M slots a stage is done, and returns None.")
+def never_ends(tick, stage, S, M, R):
+    right_work(0, 0, S, M, R)
+    return right_work(tick, stage, S, 100 * M, R)
+
+
+@circular.mutant(
+    "You start over with microbatch 0 in each set. After R laps the next S enter: add S for each set that went "
+    "before."
+)
+def same_set_again(tick, stage, S, M, R):
+    work = right_work(tick, stage, S, M, R)
+    return work and (work[0] % S, work[1])
+
+
 # ------------------------------------------------------------------------------------- bubble
 
 bubble = Exercise(
@@ -426,149 +569,6 @@ def counts_slots(schedule, S, R, wanted, forward, backward, send):
 )
 def rounds_floats(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, floats=1)
-
-
-# ----------------------------------------------------------------------------------- circular
-
-circular = Exercise(
-    "13.circular",
-    title="Round the ring",
-    function="circular_work",
-    minutes=20,
-    points=10,
-    forbid=("minitext.parallel",),
-    statement="""
-Write `circular_work(tick, stage, S, M, R)`: which microbatch a stage of a circular pipeline works on in a tick of
-the forward pass, and with which of its R groups of layers. If it has nothing to do, return `None`.
-
-- Microbatch 0 enters stage 0 in tick 0. Microbatches enter in order.
-- **Nothing waits**: what a stage computes in a tick, the next one works on in the next tick. From stage S-1 it goes to
-  stage 0, which has the next group.
-- S microbatches in a row go round R times before the next S enter. From its first slot to its last a stage is never
-  idle.
-- Raise `ValueError` if M is not a multiple of S.
-""",
-    hints=(
-        "Stage s does what stage 0 did s ticks ago. So solve it for stage 0, and put tick - stage in place of "
-        "tick.",
-        "Stage 0 works in laps of S ticks. In lap 0 microbatches 0 to S-1 meet group 0; in lap 1 the same "
-        "ones meet group 1. After R laps the next S enter.",
-        "With `lap, place = divmod(tick - stage, S)` the group is `lap % R`, and the microbatch is `place` of "
-        "the set number `lap // R`.",
-    ),
-)
-
-
-def right_work(tick, stage, S, M, R):
-    if M % S:
-        raise ValueError("not a multiple")
-    number = tick - stage
-    lap, place = divmod(number, S)
-    return (lap // R * S + place, lap % R) if 0 <= number < R * M else None
-
-
-def grid(fn, S, M, R, more=2):
-    found = [
-        [fn(tick, stage, S, M, R) for stage in range(S)] for tick in range(R * M + S - 1 + more)
-    ]
-    return [[work and [int(n) for n in work] for work in row] for row in found]
-
-
-def grid_is_right(t, fn, S, M, R):
-    got, want = grid(fn, S, M, R), grid(right_work, S, M, R)
-    wrong = [(n, s) for n, row in enumerate(want) for s in range(S) if got[n][s] != row[s]]
-    at = wrong[0] if wrong else (0, 0)
-    show = lambda g: g[at[0]][at[1]]  # noqa: E731
-    why = f"S={S}, M={M}, R={R}: in tick {at[0]} stage {at[1]} has {show(got)}, want {show(want)}"
-    t.true(not wrong, why=why, observed=str(got))
-
-
-@circular.check("as many microbatches as stages")
-def _(fn, t):
-    grid_is_right(t, fn, 3, 3, 2)
-
-
-@circular.check("several sets of microbatches")
-def _(fn, t):
-    S, R = int(t.rng.integers(2, 5)), int(t.rng.integers(2, 5))
-    grid_is_right(t, fn, S, 3 * S, R)
-
-
-@circular.check("one group, and one stage")
-def _(fn, t):
-    grid_is_right(t, fn, 4, 8, 1)
-    grid_is_right(t, fn, 1, 5, 3)
-
-
-@circular.check("nothing is early, and nothing waits")
-def _(fn, t):
-    S, M, R = 4, 8, 3
-    when = {
-        (*work, stage): tick
-        for tick, row in enumerate(grid(fn, S, M, R))
-        for stage, work in enumerate(row)
-        if work is not None
-    }
-    t.equal(len(when), S * M * R, why="pieces of work, each a microbatch, a group and a stage")
-    way = list(itertools.product(range(R), range(S)))
-    for m in range(M):
-        ticks = [when.get((m, group, stage), -1) for group, stage in way]
-        want = list(range(ticks[0], ticks[0] + S * R))
-        t.equal(ticks, want, why=f"ticks of microbatch {m}, from its first layer to its last")
-
-
-@circular.check("the idle share")
-def _(fn, t):
-    for S, M, R in ((4, 8, 2), (5, 5, 4), (2, 6, 3)):
-        slots = [work for row in grid(fn, S, M, R, more=0) for work in row]
-        want = Fraction(S - 1, R * M + S - 1)
-        t.equal(Fraction(slots.count(None), len(slots)), want, why=f"S={S}, M={M}, R={R}")
-
-
-@circular.check("a number of microbatches that does not go round")
-def _(fn, t):
-    t.raises(ValueError, fn, 0, 0, 4, 6, 2, why="6 microbatches, 4 stages")
-
-
-@circular.mutant(
-    "You send all M microbatches through a group before the next group begins. What stage S-1 sends back "
-    "then has to wait: the same S microbatches go on with the next group."
-)
-def all_before_the_next_group(tick, stage, S, M, R):
-    right_work(0, 0, S, M, R)
-    number = tick - stage
-    return (number % M, number // M) if 0 <= number < R * M else None
-
-
-@circular.mutant(
-    "All your stages do the same at once. Stage s lags s ticks behind stage 0: use tick - stage."
-)
-def no_lag(tick, stage, S, M, R):
-    return right_work(tick, 0, S, M, R)
-
-
-@circular.mutant(
-    "Your group changes with every tick. It changes with every lap of S ticks, when a microbatch has been at "
-    "all stages."
-)
-def groups_too_fast(tick, stage, S, M, R):
-    work = right_work(tick, stage, S, M, R)
-    return work and (work[0], (tick - stage) % R)
-
-
-@circular.mutant("Your work never ends: after R * M slots a stage is done, and returns None.")
-def never_ends(tick, stage, S, M, R):
-    right_work(0, 0, S, M, R)
-    return right_work(tick, stage, S, 100 * M, R)
-
-
-@circular.mutant(
-    "You start over with microbatch 0 in each set. After R laps the next S enter: add S for each set that went "
-    "before."
-)
-def same_set_again(tick, stage, S, M, R):
-    work = right_work(tick, stage, S, M, R)
-    return work and (work[0] % S, work[1])
 
 
 # ------------------------------------------------------------------------------------ balance

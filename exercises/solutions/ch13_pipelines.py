@@ -45,6 +45,35 @@ def gpipe(layer, w_LDD, x_MBD):
     # END SOLUTION
 
 
+# EXERCISE 13.circular
+def circular_work(tick, stage, S, M, R):
+    """What a stage of a circular pipeline works on in a tick of the forward pass.
+
+    Args:
+      tick: from 0 on.
+      stage: from 0 to S-1.
+      S: number of stages.
+      M: number of microbatches.
+      R: groups of layers in each stage.
+
+    Returns:
+      (microbatch, group), two ints, or None if the stage has nothing to do.
+
+    Raises:
+      ValueError: M is not a multiple of S.
+    """
+    # BEGIN SOLUTION
+    if M % S:
+        raise ValueError(f"{M} microbatches are not a multiple of {S} stages")
+    number = tick - stage
+    if not 0 <= number < R * M:
+        return None
+    # Stage 0 works in laps of S ticks; R laps in a row are those of the same S microbatches.
+    lap, place = divmod(number, S)
+    return lap // R * S + place, lap % R
+    # END SOLUTION
+
+
 # EXERCISE 13.bubble
 def plan(schedule, S, R, wanted, forward, backward, send):
     """The smallest number of microbatches for a wanted bubble, and what a step of them costs.
@@ -72,35 +101,6 @@ def plan(schedule, S, R, wanted, forward, backward, send):
     slots = groups * M + S - 1
     seconds = slots * ((forward + backward) / groups + 2 * send)
     return M, seconds, 1 - M * (forward + backward) / seconds
-    # END SOLUTION
-
-
-# EXERCISE 13.circular
-def circular_work(tick, stage, S, M, R):
-    """What a stage of a circular pipeline works on in a tick of the forward pass.
-
-    Args:
-      tick: from 0 on.
-      stage: from 0 to S-1.
-      S: number of stages.
-      M: number of microbatches.
-      R: groups of layers in each stage.
-
-    Returns:
-      (microbatch, group), two ints, or None if the stage has nothing to do.
-
-    Raises:
-      ValueError: M is not a multiple of S.
-    """
-    # BEGIN SOLUTION
-    if M % S:
-        raise ValueError(f"{M} microbatches are not a multiple of {S} stages")
-    number = tick - stage
-    if not 0 <= number < R * M:
-        return None
-    # Stage 0 works in laps of S ticks; R laps in a row are those of the same S microbatches.
-    lap, place = divmod(number, S)
-    return lap // R * S + place, lap % R
     # END SOLUTION
 
 
