@@ -33,6 +33,7 @@ from minitext.compile_report import LISTED, Report, print_report, render, show_b
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.hw import find_chip
+from minitext.sharding import RULES
 from minitext.targets import parse_target, topology_mesh
 
 __all__ = ["Report", "compile_preset", "compile_step", "print_report", "render", "topology_mesh"]
@@ -134,7 +135,7 @@ def _advise(report: Report, cfg: Config) -> Iterator[str]:
     share = f"{show_bytes(state)} of {show_bytes(available)}"
     ways = math.prod(report.mesh.get(axis, 1) for axis in ("data", "fsdp"))
     if 2 * state > available:
-        if cfg.sharding.rules != "fsdp" or report.mesh.get("data", 1) > 1:
+        if not RULES[cfg.sharding.rules].table["embed"] or report.mesh.get("data", 1) > 1:
             yield (
                 f"every replica's parameters and optimizer state take {share}: shard them further "
                 "with mesh.data=1 mesh.fsdp=-1 sharding.rules=fsdp"
