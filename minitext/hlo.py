@@ -12,24 +12,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
-)
-
+)  # fmt: skip
 FREE = {
-    "parameter",
-    "constant",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "after-all",
-    "partition-id",
-}
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
+}  # fmt: skip
 _TYPE = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.+)$")
@@ -39,7 +27,11 @@ _CALLED = re.compile(
 )
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_CHANNEL = re.compile(r"\bchannel_id=\d+")
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_AXIS = re.compile(r"(\w+)'?(?::\(\d+\)(\d+))?")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -107,7 +99,7 @@ class Fusion(NamedTuple):
       name: its name.
       kind: the compiler's word, such as `kLoop`, `kOutput` or `kCustom`.
       inside: the instructions of its computation.
-      read: bytes of its operands.
+      read: bytes of its operands, each once.
       written: bytes of its result.
       runs: how often one run of the module executes it.
     """
@@ -191,7 +183,7 @@ class Module:
                 called = dict(_CALLED.findall(i.line)).get("calls", "")
                 kind = re.search(r"\bkind=(\w+)", i.line)
                 inside = tuple(self.computations.get(called, ()))
-                read = sum(sizes.get(operand, 0) for operand in i.operands)
+                read = sum(sizes.get(operand, 0) for operand in set(i.operands))
                 found.append(Fusion(i.name, kind[1] if kind else "", inside, read, i.bytes, runs))
         return found
 
@@ -208,8 +200,9 @@ class Module:
     def collectives(self) -> list[Collective]:
         """The collectives that run.
 
-        The pieces of one that the compiler splits to overlap it with compute have one channel number and size, and
-        count once. An all-reduce that a TPU fuses with the slice that follows is the reduce-scatter it becomes.
+        The pieces of one that a TPU splits to overlap it with compute are a chain with a number, and count once. An
+        all-reduce that it fuses with the slice that follows is the reduce-scatter it becomes. Groups of one device
+        send nothing and don't count.
         """
         found, seen = [], set()
         for name, i, runs in self._executed():
@@ -218,23 +211,16 @@ class Module:
                 kind = f"{slices[1].lower().replace('_', '-')} (dcn)"
             elif kind not in COLLECTIVES:
                 continue
-            size = _whole_side(i, self._sizes[name])
-            channel = _CHANNEL.search(i.line)
-            if channel and (kind, channel[0], size) in seen:
+            chain, group = _CHAIN.search(i.line), _group(i.line, self.devices)
+            if (chain and chain[1] in seen) or group == 1 < self.devices:
                 continue
-            seen.add((kind, channel and channel[0], size))
+            seen.add(chain and chain[1])
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
-            found.append(Collective(kind, i.name, self._group(i), size, runs, between))
+            size = _whole_side(i, self._sizes[name])
+            found.append(Collective(kind, i.name, group, size, runs, between))
         return found
-
-    def _group(self, collective: Instruction) -> int:
-        if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", collective.line):
-            return listed[1].count(",") + 1
-        if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", collective.line):
-            return max(1, int(counted[1]))
-        return max(1, self.devices)
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
@@ -252,6 +238,19 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
         count, total = totals.get(found.kind, (0, 0))
         totals[found.kind] = (count + found.runs, total + found.runs * found.bytes)
     return {kind: totals[kind] for kind in sorted(totals)}
+
+
+def _group(line: str, devices: int) -> int:
+    """Devices of a collective's groups: listed, counted, or the product of some axes of a mesh; by default all."""
+    if listed := _LISTED.search(line):
+        return listed[1].count(",") + 1
+    if counted := _COUNTED.search(line):
+        return max(1, int(counted[1]))
+    if named := _NAMED.search(line):
+        sizes = dict(re.findall(r"(\w+)'?=(\d+)", named[1]))
+        # Of `'a':(2)4` it is 4 of axis a's devices, in steps that don't matter here.
+        return max(1, math.prod(int(n or sizes.get(a, 1)) for a, n in _AXIS.findall(named[2])))
+    return max(1, devices)
 
 
 def _whole_side(collective: Instruction, sizes: dict[str, int]) -> int:

@@ -43,9 +43,9 @@ HloModule loop
 %body (carry: (s32[], bf16[16,8])) -> (s32[], bf16[16,8]) {
   %carry = (s32[]{:T(128)}, bf16[16,8]{1,0:T(8,128)(2,1)}) parameter(0)
   %w = bf16[16,8]{1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=1
-  %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)} all-gather(%w), channel_id=5, dimensions={0}
-  %piece = bf16[64,8]{1,0:T(8,128)(2,1)} all-gather(%w), channel_id=5, dimensions={0}
-  %fusion.1 = bf16[16,8]{1,0:T(8,128)(2,1)} fusion(%all-gather.1), kind=kCustom, calls=%all-reduce-scatter.1
+  %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)} all-gather(%w), channel_id=5, frontend_attributes={chain_id="0"}
+  %piece = bf16[64,8]{1,0:T(8,128)(2,1)} all-gather(%w), channel_id=5, frontend_attributes={chain_id="0"}
+  %fusion.1 = bf16[16,8]{1,0} fusion(%all-gather.1, %all-gather.1), kind=kCustom, calls=%all-reduce-scatter.1
   ROOT %tuple = (s32[]{:T(128)}, bf16[16,8]{1,0:T(8,128)(2,1)}) tuple(%i, %fusion.1)
 }
 
@@ -76,6 +76,23 @@ def test_collectives_of_a_loop_count_as_often_as_it_turns():
         "reduce-scatter": (40, 40 * 64 * 8 * 2),
         "collective-permute": (1, 16),
     }
+
+
+def test_collectives_of_one_channel_count_each():
+    """JAX gives all collectives inside shard_map channel 1."""
+    again = LOOP.replace(
+        "  %permuted =",
+        "  %other = f32[4]{0} all-reduce(%v), channel_id=1, to_apply=%add\n"
+        "  %third = f32[4]{0} all-reduce(%other), channel_id=1, to_apply=%add\n  %permuted =",
+    )
+    assert hlo.collectives(again)["all-reduce"] == (3, 48)
+
+
+def test_groups_of_one_device_send_nothing():
+    alone = LOOP.replace("HloModule loop", "HloModule loop, num_partitions=2").replace(
+        "all-reduce(%q),", "all-reduce(%q), replica_groups={{0},{1}},"
+    )
+    assert "all-reduce" not in hlo.collectives(alone)
 
 
 def test_what_goes_between_slices_is_a_kind_of_its_own():
@@ -135,7 +152,16 @@ def test_a_module_knows_its_loops_fusions_and_what_overlaps():
 
 @pytest.mark.parametrize(
     ("groups", "size"),
-    [("{{0,1,2,3},{4,5,6,7}}", 4), ("[4,2]<=[8]", 2), ("[2,4]<=[4,2]T(1,0)", 4), ("{}", 8)],
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[4,2]<=[8]", 2),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("{}", 8),
+        ("mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_1'}", 4),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_0'}", 2),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4),
+        ("mesh['a'=8] {'a':(2)4}", 4),
+    ],
 )
 def test_what_a_ring_moves_follows_from_its_size(groups, size):
     text = LOOP.replace("HloModule loop", "HloModule loop, num_partitions=8").replace(
@@ -219,6 +245,32 @@ def test_collectives_of_real_compilers(kind):
     assert reduce.moved == reduce.bytes and gather.runs == reduce.runs == 1
     assert module.fusions()
     assert (gather.overlapped is None) == (kind == "cpu" or "-start" not in gather.name)
+
+
+def sums_and_gathers(devices):
+    """An array over 4 x 2 devices, summed and gathered over each axis."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), devices=devices, axis_types=(AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("a", "b")))
+
+    def everything(x):
+        gathered = [jax.sharding.reshard(x, spec) for spec in (P(None, "b"), P("a", None))]
+        return *(jnp.sum(x, axis=axis) for axis in (0, 1)), gathered
+
+    with jax.set_mesh(mesh):
+        return jax.jit(everything).lower(x).compile().as_text()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "tpu"])
+def test_groups_named_by_axes_of_a_mesh(kind):
+    text = sums_and_gathers(devices_of(kind))
+    assert "replica_groups=mesh[" in text
+    found = {(c.kind, c.group): c.bytes for c in hlo.Module(text).collectives()}
+    assert found == {
+        ("all-reduce", 4): 128 * 4,
+        ("all-reduce", 2): 16 * 4,
+        ("all-gather", 4): 64 * 128 * 4,
+        ("all-gather", 2): 16 * 256 * 4,
+    }
 
 
 def cut_and_noise(data, text):
