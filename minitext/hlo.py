@@ -300,7 +300,7 @@ def _trip_count(loop: Instruction, condition: list[Instruction]) -> int:
     """Returns a counted loop's bound: noted by the compiler, or the condition's one constant."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
-    constants = [re.match(r"s32\[\]\S* constant\((\d+)\)", i.line) for i in condition]
+    constants = [re.match(r"[su](?:32|64)\[\]\S* constant\((\d+)\)", i.line) for i in condition]
     bounds = [int(match[1]) for match in constants if match]
     return bounds[0] if len(bounds) == 1 else 1
 

@@ -109,6 +109,12 @@ def test_a_trip_count_that_the_compiler_noted_wins():
     assert hlo.collectives(noted)["all-gather"][0] == 7
 
 
+@pytest.mark.parametrize("kind", ["u32", "s64"])
+def test_a_counter_may_have_another_type(kind):
+    other = LOOP.replace("s32[]{:T(128)} constant(40)", f"{kind}[]{{:T(128)}} constant(40)")
+    assert other != LOOP and hlo.collectives(other) == hlo.collectives(LOOP)
+
+
 def test_a_loop_without_a_bound_counts_once():
     unknown = LOOP.replace("s32[]{:T(128)} constant(40)", "s32[]{:T(128)} copy(%other)")
     assert hlo.collectives(unknown)["all-gather"][0] == 1
