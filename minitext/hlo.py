@@ -217,7 +217,8 @@ class Module:
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
-            between = self._along(chain[0]) if chain else between
+            if chain and between is None:
+                between = self._along(chain[0])
             size = _whole_side(i, self._sizes[name])
             found.append(Collective(kind, i.name, group, size, runs, between))
         return found
