@@ -26,6 +26,8 @@ from minitext.buffers import (
     Buffer,
     OutOfMemory,
     allocated,
+    argument_names,
+    op_names,
     parse_out_of_memory,
     read_buffers,
 )
@@ -102,7 +104,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
                     raise
         compile_seconds = time.perf_counter() - start
         traced, module, assignment = _read_dump(folder)
-    buffers = read_buffers(assignment, hlo.op_names(module), hlo.argument_names(traced))
+    buffers = read_buffers(assignment, op_names(module), argument_names(traced))
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
         buffers.sort(key=lambda buffer: -buffer.bytes)

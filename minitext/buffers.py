@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from minitext import hlo
+
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([^\s{>]+).*? @(\d+)> \(size=(\d+),offset=(\d+)\): (.+)$")
 
@@ -152,3 +155,28 @@ def _read_size(text: str) -> int | None:
         return round(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")) if match else None
     except ValueError:
         return None
+
+
+def argument_names(text: str) -> dict[int, str]:
+    """Returns the JAX names of a module's arguments by their number.
+
+    Args:
+      text: the module before optimizations; the compiler may overwrite the names later.
+    """
+    found, entry = hlo.computations(text)
+    names = {}
+    for instruction in found.get(entry or "", []):
+        number = re.search(r" parameter\((\d+)\)", instruction.line)
+        if number and (op := _OP_NAME.search(instruction.line)):
+            names[int(number[1])] = op[1].replace("\\'", "'")
+    return names
+
+
+def op_names(text: str) -> dict[str, str]:
+    """Returns the JAX name of every instruction of a module that has one."""
+    return {
+        instruction.name: op[1].replace("\\'", "'")
+        for instructions in hlo.computations(text)[0].values()
+        for instruction in instructions
+        if (op := _OP_NAME.search(instruction.line))
+    }

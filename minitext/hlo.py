@@ -32,7 +32,6 @@ _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _AXIS = re.compile(r"(\w+)'?(?::\(\d+\)(\d+))?")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 class Instruction(NamedTuple):
@@ -217,10 +216,24 @@ class Module:
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
+            if chain and between is None:
+                between = self._along(chain[0])
             arrays = _whole_side(i, self._sizes[name])
             size = sum(size for _, size in arrays)
             found.append(Collective(kind, i.name, group, size, runs, between, arrays))
         return found
+
+    def _along(self, chain: str) -> tuple[str, ...] | None:
+        """Names of what the schedule has between the pieces of a split collective, a TPU's fusions, and of these."""
+        pieces = {
+            c for c, found in self.computations.items() if any(chain in i.line for i in found)
+        }
+        for found in self.computations.values():
+            calls = [dict(_CALLED.findall(i.line)).get("calls") in pieces for i in found]
+            if sum(calls) > 1:
+                first, last = calls.index(True), len(calls) - 1 - calls[::-1].index(True)
+                return tuple(i.name for i in found[first + 1 : last] if i.opcode not in FREE)
+        return None
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
@@ -301,30 +314,6 @@ def _trip_count(loop: Instruction, condition: list[Instruction]) -> int:
     """Returns a counted loop's bound: noted by the compiler, or the condition's one constant."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
-    constants = [re.match(r"s32\[\]\S* constant\((\d+)\)", i.line) for i in condition]
+    constants = [re.match(r"[su](?:32|64)\[\]\S* constant\((\d+)\)", i.line) for i in condition]
     bounds = [int(match[1]) for match in constants if match]
     return bounds[0] if len(bounds) == 1 else 1
-
-
-def argument_names(text: str) -> dict[int, str]:
-    """Returns the JAX names of a module's arguments by their number.
-
-    Args:
-      text: the module before optimizations; the compiler may overwrite the names later.
-    """
-    found, entry = computations(text)
-    names = {}
-    for instruction in found.get(entry or "", []):
-        number = re.search(r" parameter\((\d+)\)", instruction.line)
-        if number and (op := _OP_NAME.search(instruction.line)):
-            names[int(number[1])] = op[1].replace("\\'", "'")
-    return names
-
-
-def op_names(text: str) -> dict[str, str]:
-    """Returns the JAX name of every instruction of a module that has one."""
-    names = {}
-    for line in text.splitlines():
-        if (match := _INSTRUCTION.match(line)) and (op := _OP_NAME.search(match["rest"])):
-            names[match["name"]] = op[1].replace("\\'", "'")
-    return names

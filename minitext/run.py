@@ -99,9 +99,6 @@ def train(cfg: Config, console: Console | None = None) -> Path:
         _check_enough(cfg, batches, 0)
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
-        disk.write(directory / CONFIG, to_yaml(cfg))
-        if not known.exists():
-            tokenizer.save(known)
         keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
         with Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer:
             restored = checkpointer.restore(abstract_state(cfg, mesh))
@@ -111,6 +108,10 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 state, start = restored.state, restored.step
                 batches.set_state(restored.data_state)
             _check_enough(cfg, batches, start)
+            # Written last: what was refused must not be what the command to resume reads.
+            disk.write(directory / CONFIG, to_yaml(cfg))
+            if not known.exists():
+                tokenizer.save(known)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
                 with MetricsWriter(directory, after_step=start) as writer:

@@ -12,7 +12,6 @@ Chapters: 8.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +32,15 @@ class Layer(NamedTuple):
     number: int
 
 
-def match(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, Stack | Layer]:
+class Regrouped(NamedTuple):
+    """A wanted leaf [R, L/R, ...] that is stored as [L, ...], or the reverse."""
+
+    name: str
+    shape: tuple[int, ...]
+    sharding: Any
+
+
+def other_forms(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, Stack | Layer]:
     """Finds the wanted names that are stored in the other form; of names stored as wanted it says nothing."""
     stored = set(stored)
     layers: dict[str, dict[int, str]] = {}
@@ -59,7 +66,7 @@ def as_stored(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
         saved: the "leaves" of the saved `leaves.layout`.
         wanted: named leaves.
     """
-    forms, to_read = match(saved, wanted), {}
+    forms, to_read = other_forms(saved, wanted), {}
     for name, leaf in wanted.items():
         match forms.get(name):
             case Stack(layers) if leaf.shape[:1] == (len(layers),):
@@ -81,20 +88,37 @@ def as_stored(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
 
 def as_wanted(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values read by `as_stored` under their wanted names, stacked or taken apart."""
-    forms, found = match(values, wanted), {}
+    forms: dict[str, Stack | Layer | Regrouped] = dict(other_forms(values, wanted))
     for name, leaf in wanted.items():
-        sharding = getattr(leaf, "sharding", None)
-        match forms.get(name):
-            case Stack(layers):
-                found[name] = _run(_stack, [values[layer] for layer in layers], sharding)
-            case Layer(stack, number):
-                found[name] = _run(lambda whole, k=number: whole[k], values[stack], sharding)
-            case _ if name in values and values[name].shape != leaf.shape:
-                shape = leaf.shape
-                found[name] = _run(partial(_reshape, shape, sharding), values[name], sharding)
-            case _ if name in values:
-                found[name] = values[name]
+        if name in values and tuple(values[name].shape) != tuple(leaf.shape):
+            forms[name] = Regrouped(name, tuple(leaf.shape), getattr(leaf, "sharding", None))
+    found = {name: values[name] for name in wanted if name in values and name not in forms}
+    on_host = {name for name in forms if not hasattr(wanted[name], "sharding")}
+    found |= _convert(values, {name: forms[name] for name in on_host})
+    if rest := {name: form for name, form in forms.items() if name not in on_host}:
+        # One program for all leaves: of a program for each, compiling would take longest.
+        places = {name: wanted[name].sharding for name in rest}
+        arrays = {name: values[name] for form in rest.values() for name in _read_by(form)}
+        found |= jax.jit(lambda arrays: _convert(arrays, rest), out_shardings=places)(arrays)
     return found
+
+
+def _convert(
+    values: Mapping[str, Any], forms: Mapping[str, Stack | Layer | Regrouped]
+) -> dict[str, Any]:
+    def one(form: Stack | Layer | Regrouped) -> Any:
+        if isinstance(form, Layer):
+            return values[form.stack][form.number]
+        if isinstance(form, Regrouped):
+            return _reshape(form.shape, form.sharding, values[form.name])
+        layers = [values[name] for name in form.layers]
+        return np.stack(layers) if isinstance(layers[0], np.ndarray) else jnp.stack(layers)
+
+    return {name: one(form) for name, form in forms.items()}
+
+
+def _read_by(form: Stack | Layer | Regrouped) -> tuple[str, ...]:
+    return form.layers if isinstance(form, Stack) else (form[0],)
 
 
 def in_groups(tree: Any, repeats: int) -> Any:
@@ -142,14 +166,3 @@ def _abstract(leaf: Any, shape: tuple[int, ...], change: Any) -> jax.ShapeDtypeS
             sharding.mesh, jax.sharding.PartitionSpec(*change(tuple(sharding.spec)))
         )
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-
-def _stack(layers: list[Any]) -> Any:
-    return np.stack(layers) if isinstance(layers[0], np.ndarray) else jnp.stack(layers)
-
-
-def _run(function: Any, values: Any, sharding: Any) -> Any:
-    """Applies a function to arrays of the host, or, compiled, to those on devices."""
-    if all(isinstance(value, np.ndarray) for value in jax.tree.leaves(values)):
-        return function(values)
-    return jax.jit(function, out_shardings=sharding)(values)

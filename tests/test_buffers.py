@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitext import hlo
+from minitext import buffers
 from minitext.aot import _read_dump
 from minitext.buffers import Buffer, allocated, parse_out_of_memory, read_buffers
 
@@ -37,7 +37,7 @@ def test_buffers_agree_with_the_compiler(program):
     assert sums["argument"] == stats.argument_size_in_bytes
     assert sums["alias"] == stats.alias_size_in_bytes == 5 * 64 * 64 * 4
     assert sums["temporary"] <= stats.temp_size_in_bytes
-    pieces = read_buffers(assignment, hlo.op_names(module), hlo.argument_names(traced))
+    pieces = read_buffers(assignment, buffers.op_names(module), buffers.argument_names(traced))
     arguments = {piece.op: piece for piece in pieces if piece.kind == "argument"}
     assert {"state['w']", "batch['x']"} <= set(arguments)
     assert arguments["state['w']"] == Buffer(81920, "f32[5,64,64]", "argument", "state['w']")
@@ -53,7 +53,7 @@ def test_damaged_text_raises_nothing(program, data):
     place = data.draw(st.integers(start, end))
     cut = text[start:place] + noise + text[place:end]
     assert all(size >= 0 for size in allocated(cut).values())
-    for piece in read_buffers(cut, hlo.op_names(module)):
+    for piece in read_buffers(cut, buffers.op_names(module)):
         assert piece.bytes >= 0
     found = parse_out_of_memory(cut)
     assert found is None or (found.used >= 0 and found.available >= 0)
@@ -127,3 +127,16 @@ def test_out_of_memory_with_a_list():
 )
 def test_other_errors_are_not_about_hbm(message):
     assert parse_out_of_memory(message) is None
+
+
+def test_names_are_those_of_jax():
+    text = """\
+HloModule names
+
+ENTRY %main (start: f32[4]) -> f32[4] {
+  %start = f32[4]{0} parameter(0), metadata={op_name="state[\\'w\\']"}
+  ROOT %twice = f32[4]{0} add(%start, %start), metadata={op_name="jit(f)/add"}
+}
+"""
+    assert buffers.op_names(text) == {"start": "state['w']", "twice": "jit(f)/add"}
+    assert buffers.argument_names(text) == {0: "state['w']"}

@@ -117,8 +117,10 @@ def test_a_run_that_asks_for_more_than_the_epochs_is_refused(folder, tmp_path):
         train(cfg)
     assert not (tmp_path / "r").exists()
     train(cfg.replace({"train.steps": count}))
+    resolved = (tmp_path / "r" / "config.yml").read_text()
     with pytest.raises(UserError, match=f"set train.steps={count} or raise data.epochs"):
         train(cfg.replace({"train.steps": count + 1}))
+    assert (tmp_path / "r" / "config.yml").read_text() == resolved
     train(cfg.replace({"train.steps": count + 1, "data.epochs": 2}))
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == count + 1
@@ -313,6 +315,13 @@ def test_tensorflow_datasets_mix_and_are_packed(tales, folder, tmp_path):
     assert next(batches(mixture([*parts, part(folder, "abc", 1)])))["tokens"].any()
     assert pack_source(from_tfds(tales), tmp_path / "packed", vocab=320, shards=2)["train"] > 0
     assert make_tokenizer(from_tfds(tales, tokenizer="bpe"), 270).vocab_size > 257
+
+
+def test_splits_of_a_tensorflow_dataset_are_texts_of_their_own(tales):
+    one = {"weight": 1, "source": "tfds", "tfds_name": "tales", "path": str(tales)}
+    assert next(batches(mixture([one, {**one, "tfds_split": "test"}])))["tokens"].any()
+    with pytest.raises(UserError, match="parts 0 and 1 both read tales train"):
+        batches(mixture([one, {**one, "tfds_split": "train[:10%]"}]))
 
 
 @pytest.mark.parametrize(

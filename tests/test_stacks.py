@@ -14,7 +14,7 @@ from minitext.checkpoint import Checkpointer
 from minitext.config import load_config
 from minitext.errors import UserError
 from minitext.mesh import make_mesh
-from minitext.stacks import Layer, Stack, match
+from minitext.stacks import Layer, Stack, other_forms
 from minitext.train import abstract_state, init_state
 
 
@@ -161,6 +161,8 @@ def test_another_number_of_layers_is_refused(tmp_path, saved, wanted, told):
 
 
 def test_a_list_with_a_layer_missing_is_no_stack():
-    assert match({"a.0.w", "a.2.w"}, ["a.w"]) == {}
-    assert match({"a.1.w", "a.0.w"}, ["a.w", "a.0.w"]) == {"a.w": Stack(("a.0.w", "a.1.w"))}
-    assert match({"o.0.mu.w"}, ["o.0.mu.w", "o.0.mu.4.w"]) == {"o.0.mu.4.w": Layer("o.0.mu.w", 4)}
+    assert other_forms({"a.0.w", "a.2.w"}, ["a.w"]) == {}
+    assert other_forms({"a.1.w", "a.0.w"}, ["a.w", "a.0.w"]) == {"a.w": Stack(("a.0.w", "a.1.w"))}
+    assert other_forms({"o.0.mu.w"}, ["o.0.mu.w", "o.0.mu.4.w"]) == {
+        "o.0.mu.4.w": Layer("o.0.mu.w", 4)
+    }

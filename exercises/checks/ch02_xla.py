@@ -751,15 +751,16 @@ def first_number(text):
     return right_sent(text, group=wrong_group(number=0))
 
 
-ALL_AXES = "Multiply the sizes of *all* named axes. `{'x','y'}` names two."
-
-
-@read_collective.mutant(ALL_AXES)
+@read_collective.mutant(
+    "You take the first named axis alone. Multiply the sizes of *all* of them: `{'x','y'}` names two."
+)
 def first_axis(text):
     return right_sent(text, group=wrong_group(axes_of=lambda sizes: sizes[:1]))
 
 
-@read_collective.mutant(ALL_AXES)
+@read_collective.mutant(
+    "You take the last named axis alone. Multiply the sizes of *all* of them: `{'x','y'}` names two."
+)
 def last_axis(text):
     return right_sent(text, group=wrong_group(axes_of=lambda sizes: sizes[-1:]))
 
@@ -772,15 +773,14 @@ def empty_is_alone(text):
     return right_sent(text, group=wrong_group(everyone=1))
 
 
-ALL_OF_S = "A `collective-permute` sends all of s; there is no (n-1)/n."
-
-
-@read_collective.mutant(ALL_OF_S)
+@read_collective.mutant("A `collective-permute` sends all of s; there is no (n-1)/n.")
 def permute_in_parts(text):
     return right_sent(text, permuted=lambda n: (n - 1) / n)
 
 
-@read_collective.mutant(ALL_OF_S)
+@read_collective.mutant(
+    "You take a `collective-permute`, which lists no groups, for one of groups of one. It sends all of s."
+)
 def permute_alone(text):
     return right_sent(text, permuted=lambda n: 0.0)
 
@@ -1009,15 +1009,14 @@ def drops_the_last(x, w, b):
     return paired(x, w, b, tail=False)
 
 
-ONE_OVER = "A pair needs two layers. With an odd L one is left over: tanh, after the scan."
-
-
-@roll_loop.mutant(ONE_OVER)
+@roll_loop.mutant("A pair needs two layers. With an odd L one is left over: tanh, after the scan.")
 def pairs_of_an_odd_number(x, w, b):
     return paired(x, w, b, whole=True)
 
 
-@roll_loop.mutant(ONE_OVER)
+@roll_loop.mutant(
+    "The layer that an odd L leaves over has an even number, counted from 0: it takes tanh."
+)
 def relu_at_the_end(x, w, b):
     return paired(x, w, b, last_activation=1)
 

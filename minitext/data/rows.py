@@ -11,6 +11,7 @@ Chapters: 7.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,21 @@ def _check_apart(cfg: DataConfig) -> None:
     """Raises if two parts read the same text: what one holds out, the other would train on."""
     owner: dict[Any, int] = {}
     for number, part in enumerate(cfg.mixture):
-        single = cfg.of_part(part)
-        if part.source in ("stdlib", "files"):
-            names = [str(path.resolve()) for path in files.find_files(single)]
-        else:
-            names = [f"{part.source} {part.path or part.tfds_name or ''}".strip()]
-        for name in names:
+        for name in _texts(cfg.of_part(part)):
             if (other := owner.setdefault(name, number)) != number:
                 raise UserError(
                     f"data.mixture: parts {other} and {number} both read {name}, so one would train on what "
                     "the other holds out: leave it to one of them"
                 )
+
+
+def _texts(cfg: DataConfig) -> list[str]:
+    """Names of the texts that a source reads; of a TensorFlow dataset each split is one, a part of it too."""
+    if cfg.source in ("stdlib", "files"):
+        return [str(path.resolve()) for path in files.find_files(cfg)]
+    if cfg.source == "tfds":
+        return [f"{cfg.tfds_name} {split}" for split in re.findall(r"[A-Za-z_]\w*", cfg.tfds_split)]
+    return [cfg.path or cfg.source]
 
 
 def pack_source(

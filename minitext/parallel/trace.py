@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from minitext.hlo import Instruction, computations, op_names
+from minitext.buffers import op_names
+from minitext.hlo import Instruction, computations
 
 
 class Branches(NamedTuple):
