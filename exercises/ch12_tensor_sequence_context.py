@@ -36,7 +36,6 @@ def vocab_parallel_loss(x_XD, w_DV, targets_X):
     Returns:
       [X] float32, whole on every device: the negative log-likelihood in nats.
     """
-
     # YOUR CODE HERE
     raise NotImplementedError("12.vocab_parallel_loss")
 
@@ -53,7 +52,6 @@ def ring_attention(q_BTNH, k_BTNH, v_BTNH):
     Returns:
       [B, T, N, H] float32, as P(None, "context").
     """
-
     # YOUR CODE HERE
     raise NotImplementedError("12.ring_attention")
 

@@ -19,7 +19,6 @@ def gpipe(layer, w_LDD, x_MBD):
     Returns:
       [M, B, D], whole on every device.
     """
-
     # YOUR CODE HERE
     raise NotImplementedError("13.gpipe")
 

@@ -90,7 +90,7 @@ def as_wanted(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
     """Returns the values read by `as_stored` under their wanted names, stacked or taken apart."""
     forms: dict[str, Stack | Layer | Regrouped] = dict(other_forms(values, wanted))
     for name, leaf in wanted.items():
-        if name in values and tuple(values[name].shape) != tuple(leaf.shape):
+        if name in values and _is_regrouped(values[name].shape, leaf.shape):
             forms[name] = Regrouped(name, tuple(leaf.shape), getattr(leaf, "sharding", None))
     found = {name: values[name] for name in wanted if name in values and name not in forms}
     on_host = {name for name in forms if not hasattr(wanted[name], "sharding")}

@@ -131,7 +131,7 @@ def moved(kind, *settings):
 
 def test_zero_costs_what_data_parallelism_costs_and_fsdp_half_as_much_again():
     """Rajbhandari et al. 2020, section 7: but for a reduce-scatter instead of the all-reduce, which a TPU makes."""
-    weights = ("model.layers=24", "model.tie_embeddings=true")
+    weights = ("model.layers=48", "model.tie_embeddings=false")
     dp = moved("tpu", "sharding.rules=dp", *weights)
     fsdp = moved("tpu", "sharding.rules=fsdp", "mesh.fsdp=8", "model.dtype=bfloat16", *weights)
     half = moved("tpu", "sharding.rules=dp", "model.dtype=bfloat16", *weights)
