@@ -21,7 +21,13 @@ from minitext.sharding import STORAGE_AXES, ShardingRules
 
 
 def make_param(
-    key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, scale: float = 1.0
+    key: jax.Array,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    fan_in: int,
+    scale: float = 1.0,
+    rules: ShardingRules,
 ) -> nnx.Param:
     """Makes a float32 weight with named dimensions.
 
@@ -31,15 +37,17 @@ def make_param(
       axes: one dimension name per dimension, for `ShardingRules`.
       fan_in: number of inputs that are summed into one output.
       scale: factor on the standard deviation 1/sqrt(fan_in).
+      rules: where the dimensions lie: each device draws its own part, and no device needs room for more.
 
     Returns:
       A parameter drawn from a normal distribution truncated at two standard deviations, whose variance is kept.
     """
     # A standard normal cut at +-2 has standard deviation 0.8796; dividing restores the one that is asked for.
     std = scale / math.sqrt(fan_in) / 0.87962566
-    return nnx.Param(
-        std * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32), axes=axes
+    drawn = jax.random.truncated_normal(
+        key, -2.0, 2.0, shape, jnp.float32, out_sharding=rules.out(*axes)
     )
+    return nnx.Param(std * drawn, axes=axes)
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
@@ -114,7 +122,7 @@ class Linear(nnx.Module):
         rules: ShardingRules,
         scale: float = 1.0,
     ):
-        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale)
+        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
         self.axes, self.rules = axes, rules
 
     def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
@@ -214,7 +222,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
         # fan_in 1: token vectors have unit variance per feature, which RMSNorm expects of the residual stream.
-        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1)
+        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
         self.rules = rules
 
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -85,7 +85,9 @@ class Transformer(nnx.Module):
         self.cfg, self.rules, self.pipeline = cfg, rules, pipeline or PipelineConfig()
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
-        self.blocks: Any = stacked(rngs.split(cfg.layers))  # or an nnx.List: unstack_layers
+        # Each device draws the layers that it keeps.
+        each = jax.tree.map(lambda keys: rules.shard(keys, "layers"), rngs.split(cfg.layers))
+        self.blocks: Any = stacked(each)  # or an nnx.List: unstack_layers
         self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         if not cfg.tie_embeddings:
             # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 class Stack(NamedTuple):
@@ -123,7 +124,14 @@ def _read_by(form: Stack | Layer | Regrouped) -> tuple[str, ...]:
 
 def in_groups(tree: Any, repeats: int) -> Any:
     """Returns stacked layers [L, ...] as a circular pipeline stores them, [repeats, L / repeats, ...]."""
-    return jax.tree.map(lambda x: x.reshape(repeats, x.shape[0] // repeats, *x.shape[1:]), tree)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = None if mesh.empty else PartitionSpec(None, *jax.typeof(x).sharding.spec)
+        shape = (repeats, x.shape[0] // repeats, *x.shape[1:])
+        return jax.lax.reshape(x, shape, out_sharding=spec)
+
+    return jax.tree.map(leaf, tree)
 
 
 def as_one_stack(params: Any) -> Any:
@@ -161,8 +169,6 @@ def _reshape(shape: tuple[int, ...], sharding: Any, x: Any) -> Any:
 
 def _abstract(leaf: Any, shape: tuple[int, ...], change: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = jax.sharding.NamedSharding(
-            sharding.mesh, jax.sharding.PartitionSpec(*change(tuple(sharding.spec)))
-        )
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*change(tuple(sharding.spec))))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

@@ -67,14 +67,18 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     )
 
 
-def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """Draws the parameters from `train.seed`; every array is born on its shard."""
+def make_init(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[], TrainState]:
+    """Returns the jitted function that draws the state; every array is born on its shard."""
+    check_mesh(cfg, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
+    return jax.jit(lambda: _init(cfg, groups), out_shardings=shardings)
+
+
+def init_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """Draws the parameters from `train.seed` onto a mesh, the same on every mesh."""
     with jax.set_mesh(mesh):
-        return jax.jit(
-            lambda: _init(cfg, stored_groups(cfg.pipeline, mesh.shape["stage"])),
-            out_shardings=shardings,
-        )()
+        return make_init(cfg, mesh)()
 
 
 def _init(cfg: Config, repeats: int = 1) -> TrainState:

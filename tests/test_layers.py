@@ -78,7 +78,7 @@ def test_rope_pairs_feature_i_with_i_plus_half():
 
 def test_parameters_have_the_variance_that_is_asked_for():
     w = make_param(
-        jax.random.key(0), (512, 512), ("embed", "mlp"), fan_in=512, scale=0.5
+        jax.random.key(0), (512, 512), ("embed", "mlp"), fan_in=512, scale=0.5, rules=RULE
     ).get_value()
     np.testing.assert_allclose(w.std() * 512**0.5, 0.5, rtol=0.01)
     assert w.dtype == jnp.float32

@@ -9,7 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 from minitext.mesh import AXES, make_mesh
 from minitext.sharding import RULES, ShardingRules
-from minitext.train import abstract_batch, abstract_state, init_state, make_loss_fn, make_train_step
+from minitext.train import (
+    abstract_batch,
+    abstract_state,
+    make_init,
+)
 
 names = st.sampled_from(["batch", "seq", "embed", "mlp", "heads", "vocab"])
 
@@ -75,25 +79,6 @@ def batch_for(cfg, mesh, seed):
     }
 
 
-def loss_and_gradients(cfg, mesh):
-    state = init_state(cfg, mesh)
-    with jax.set_mesh(mesh):
-        (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True))(
-            state.params, batch_for(cfg, mesh, 0)
-        )
-    return float(loss), jax.device_get(grads)
-
-
-def train(cfg, mesh, steps=3):
-    state, losses = init_state(cfg, mesh), []
-    step = make_train_step(cfg, mesh)
-    with jax.set_mesh(mesh):
-        for seed in range(steps):
-            state, metrics = step(state, batch_for(cfg, mesh, seed))
-            losses.append(float(metrics["loss"]))
-    return losses, jax.device_get(state.params)
-
-
 def test_fsdp_splits_parameters_and_moments_eightfold(tiny):
     cfg = tiny("sharding.rules=fsdp", "mesh.fsdp=8")
     state = abstract_state(cfg, make_mesh(cfg.mesh))
@@ -103,6 +88,19 @@ def test_fsdp_splits_parameters_and_moments_eightfold(tiny):
             np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree) if x.ndim
         )
         assert whole == 8 * part
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+def test_no_device_draws_more_than_it_keeps(tiny, schedule):
+    """A model may be too large for one device."""
+    cfg = tiny(
+        "mesh.fsdp=2", "mesh.tensor=2", "mesh.stage=2", f"pipeline.schedule={schedule}", "model.layers=8",
+        "model.embed=128",
+    )  # fmt: skip
+    mesh = make_mesh(cfg.mesh)
+    with jax.set_mesh(mesh):
+        memory = make_init(cfg, mesh).lower().compile().memory_analysis()
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes
 
 
 def test_dp_replicates_parameters(tiny):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from test_aot import needs_libtpu
-from test_sharding import batch_for, loss_and_gradients
+from test_sharding import batch_for
 
 from minitext.errors import UserError
 from minitext.memory import stored_bytes
@@ -20,8 +20,18 @@ from minitext.train import (
     abstract_state,
     init_state,
     make_eval_step,
+    make_loss_fn,
     make_train_step,
 )
+
+
+def loss_and_gradients(cfg, mesh):
+    state = init_state(cfg, mesh)
+    with jax.set_mesh(mesh):
+        (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True))(
+            state.params, batch_for(cfg, mesh, 0)
+        )
+    return float(loss), jax.device_get(grads)
 
 
 def run(cfg, mesh, steps=2):
