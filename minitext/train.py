@@ -203,13 +203,25 @@ def make_train_step(
     Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
     `learning_rate`, and `tokens` (target tokens in the batch).
     """
+    step = make_step_fn(cfg, mesh)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return step(state, batch)[:2]
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_step_fn(
+    cfg: Config, mesh: Mesh | AbstractMesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics, Any]]:
+    """Returns the function that `make_train_step` jits, `(state, batch) -> (state, metrics, gradients)`."""
     check_mesh(cfg, mesh)
     rules = RULES[cfg.sharding.rules]
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
     schedule = make_schedule(cfg.optim, cfg.train.steps)
     gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Any]:
         # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
         # by how full their part of the batch is.
         tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
@@ -231,9 +243,9 @@ def make_train_step(
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": tokens,
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state), metrics, grads
 
-    return jax.jit(train_step, donate_argnums=0)
+    return step
 
 
 def accumulate(
