@@ -143,10 +143,10 @@ def _go_round(x_XD: jax.Array, w_DF: jax.Array, axis: str, half: tuple[int, int,
     first, *others = [part * (x_XD.shape[0] // n) + low for part in parts]
     moving = _product(_rows(x_XD, first, rows), w_DF).astype(x_XD.dtype)
     for place in others:
-        # The product begins as the sum before it departs, and is not fused with the addition behind it: else it may be
-        # made too early to hide the trip, or wait for what arrives.
+        # The product begins as the sum before it departs: made earlier, it would not hide the trip. Fused with the
+        # addition behind it, it waits for what arrives; but then the other half's hides the trip.
         place, moving = jax.lax.optimization_barrier((place, moving))
-        made = jax.lax.optimization_barrier(_product(_rows(x_XD, place, rows), w_DF))
+        made = _product(_rows(x_XD, place, rows), w_DF)
         moving = (made + _pass_on(moving, axis, direction)).astype(x_XD.dtype)
     return moving
 
