@@ -70,7 +70,7 @@ def draw(seed, *shapes, dtype=np.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     product=st.sampled_from(list(PLAIN)),
     n=st.sampled_from([1, 2, 4]),
@@ -148,7 +148,7 @@ def rounded(x):
     return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [2, 4])
 def test_bfloat16_sums_are_rounded_only_as_they_depart(n):
     """Against the same ring in float64, where each sum is rounded before a trip and at its end, and nothing else is."""
     rows, D, F = 6, n * 64, n * 2

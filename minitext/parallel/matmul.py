@@ -11,9 +11,9 @@ the gradient of the weight: they go round once more (as in Korthikanti et al. 20
 permutes for n devices: libtpu 0.0.51 estimates 0.4 to 0.9 of the cycles of the same ring as a loop.
 
 The model leaves its products to the compiler, which does a part of this. Of a `tp_seq` step for eight v5e chips (one
-layer of width 2048) libtpu makes some products rings of its own; two fifths of the bytes it sends by collectives that
-block, some gathers and every reduce-scatter that it leaves one. The rings here cost something too, in smaller products
-and in sums that pass through memory: by its estimates they pay where the collective takes as long as the product.
+layer of width 2048) libtpu makes rings of some products; two fifths of the bytes go by collectives that block, which
+are some gathers and all reduce-scatters that are left. The rings here cost something too, in smaller products and in
+sums that pass through memory: by libtpu's estimates they pay where the collective takes as long as the product.
 
 Shapes: X rows in all, R = X/n of them on a device; D is summed over.
 
