@@ -8,7 +8,7 @@ goes round either way, so that both of a chip's links on the axis are used and a
 Both functions are for the inside of a `jax.shard_map` that is manual over all axes over which their arguments lie
 divided. Each is the other's transpose, so gradients go round the same rings. Rows that are gathered are not kept for
 the gradient of the weight: they go round once more (as in Korthikanti et al. 2022). The rings are unrolled, 2(n-1)
-permutes for n devices: libtpu 0.0.51 estimates 0.4 to 0.9 of the cycles of the same ring as a loop.
+permutes for n devices: libtpu 0.0.51 estimates 0.4 to 0.9 of the cycles of a loop that hides as much.
 
 The model leaves its products to the compiler, which does a part of this. Of a `tp_seq` step for eight v5e chips (one
 layer of width 2048) libtpu makes rings of some products; two fifths of the bytes go by collectives that block, which
