@@ -178,10 +178,13 @@ def draw_sharding(parameters: Any, mesh: Any) -> Any:
     for axes, p in zip(panels.flat, drawn, strict=False):
         ways = [[(a, mesh.shape[a]) for a in entry] for entry in p.spec[-2:]]
         first = _first_devices(ways, mesh)
-        axes.imshow(first, vmin=0, vmax=max(1, mesh.size - 1), aspect="auto")
+        # An edge around each part shows how many there are also where neighbours have one colour.
+        edges = {"edgecolor": INK, "linewidth": 0.5} if first.size <= 64 else {}
+        axes.pcolormesh(first, vmin=0, vmax=max(1, mesh.size - 1), **edges)
+        axes.invert_yaxis()
         if first.size <= 64:
             for (i, k), device in np.ndenumerate(first):
-                axes.text(k, i, str(device), ha="center", va="center", fontsize=8,
+                axes.text(k + 0.5, i + 0.5, str(device), ha="center", va="center", fontsize=8,
                           color="white" if device < 0.6 * mesh.size else "black")  # fmt: skip
         copies = mesh.size // max(1, round(p.bytes / p.device_bytes))
         axes.set_title(
