@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from minitext import hlo
 from minitext.aot import no_cache
-from minitext.comms import Term, predict
+from minitext.comms import predict
+from minitext.comms_sizes import Term
 from minitext.compile_report import print_tables, show_bytes, table
 from minitext.config import Config
 from minitext.mesh import make_mesh

@@ -9,32 +9,13 @@ from test_sharding import batch_for
 
 from minitext import stacks
 from minitext.mesh import make_mesh
+from minitext.parallel.layouts import LAYOUTS
 from minitext.train import accumulate, init_state, make_train_step, make_value_and_grad
 
 SIZES = [
     "model.layers=4", "model.embed=32", "model.heads=8", "model.kv_heads=4", "model.mlp=64", "model.vocab=256",
     "model.scan_layers=true", "data.seq_len=32", "train.global_batch=16", "mesh.data=1",
 ]  # fmt: skip
-
-MATRIX = {
-    "dp": "sharding.rules=dp mesh.data=8",
-    "fsdp": "sharding.rules=fsdp mesh.fsdp=8",
-    "zero1": "sharding.rules=zero1 mesh.fsdp=8",
-    "zero2": "sharding.rules=zero2 mesh.fsdp=8 train.microbatches=2",
-    "tp": "sharding.rules=tp mesh.tensor=4 mesh.data=2",
-    "tp_seq": "sharding.rules=tp_seq mesh.tensor=4 mesh.data=2",
-    "fsdp x tp": "sharding.rules=fsdp_tp mesh.fsdp=4 mesh.tensor=2",
-    "cp, ring": "sharding.rules=cp mesh.context=8",
-    "cp, all-gather": "sharding.rules=cp mesh.context=8 model.attention.context=allgather",
-    "cp x fsdp": "sharding.rules=cp mesh.context=2 mesh.fsdp=4 model.remat=full",
-    "ep as dp": "sharding.rules=ep mesh.expert=4 mesh.fsdp=2",
-    "pp, gpipe": "sharding.rules=pp mesh.stage=4 mesh.data=2 pipeline.schedule=gpipe",
-    "pp, 1f1b": "sharding.rules=pp mesh.stage=4 mesh.fsdp=2 pipeline.schedule=1f1b",
-    "pp, circular": "sharding.rules=pp mesh.stage=2 mesh.fsdp=2 mesh.tensor=2 pipeline.schedule=circular",
-    "fsdp x tp x cp": "mesh.fsdp=2 mesh.tensor=2 mesh.context=2",
-    "fsdp x tp x pp": "mesh.fsdp=2 mesh.tensor=2 mesh.stage=2 train.loss_chunks=2",
-    "dp x tp x cp, bare": "mesh.data=2 mesh.tensor=2 mesh.context=2 model.tie_embeddings=true model.scan_layers=false",
-}
 
 
 def three_steps(cfg, mesh):
@@ -63,7 +44,7 @@ def assert_near(got, want, relative):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", MATRIX.values(), ids=MATRIX.keys())
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_three_steps_are_those_of_one_device(tiny, layout):
     cfg = tiny(*SIZES, *layout.split())
     losses, grads, params = three_steps(cfg, make_mesh(cfg.mesh))

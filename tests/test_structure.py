@@ -29,7 +29,7 @@ LAYERS = [
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
-    {"aot", "comms", "comms_report", "memory", "roofline", "shard_report"}
+    {"aot", "comms", "comms_report", "comms_sizes", "memory", "roofline", "shard_report"}
     | {"rundir", "run", "grading", "doctor"},
     {"figures", "notebook", "cli"},
     {"__main__"},
@@ -142,6 +142,7 @@ TESTED_WITH = {
     "targets": "aot",
     "compile_report": "aot",
     "comms_report": "comms",
+    "comms_sizes": "comms",
     "disk": "checkpoint",
     "leaves": "checkpoint",
     "parallel": "pipeline",

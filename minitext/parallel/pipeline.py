@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from minitext import kernels
 from minitext.config import PipelineConfig
 from minitext.layers import flatten_tokens, unflatten_tokens
 from minitext.parallel.schedule import (
@@ -22,13 +21,8 @@ from minitext.parallel.schedule import (
     groups_per_stage,
     one_f_one_b_ticks,
 )
+from minitext.parallel.stages import AXIS, differentiable, on_each_stage, pass_on, to_all, varying
 from minitext.sharding import ShardingRules
-
-AXIS = "stage"
-
-# Each device runs its own branch of a `cond`, so the program must be its own: `stage` is manual. Inside a stage the
-# other axes stay Explicit, and layers are sharded there as anywhere else.
-_on_each_stage = partial(jax.shard_map, axis_names={AXIS})
 
 
 def split_rows(x: jax.Array, parts: int, *names: str | None, rules: ShardingRules) -> jax.Array:
@@ -48,28 +42,6 @@ def join_rows(x: jax.Array, *names: str | None, rules: ShardingRules) -> jax.Arr
     """Undoes `split_rows`: [parts, b, ...] to [parts * b, ...]; `names` are those of the result."""
     shape = (x.shape[0] * x.shape[1], *x.shape[2:])
     return jax.lax.reshape(jnp.swapaxes(x, 0, 1), shape, out_sharding=rules.out(*names))
-
-
-def _pass_on(x: jax.Array, step: int) -> jax.Array:
-    """Every stage's x goes `step` stages on, round the ring."""
-    S = jax.lax.axis_size(AXIS)
-    return jax.lax.ppermute(x, AXIS, [(s, (s + step) % S) for s in range(S)])
-
-
-def _to_all(x: jax.Array, stage: int) -> jax.Array:
-    """One stage's x, on all of them."""
-    mine = jnp.where(jax.lax.axis_index(AXIS) == stage, x, 0)
-    return jax.lax.psum(mine.astype(_sum_type(x)), AXIS).astype(x.dtype)
-
-
-def _varying(x: jax.Array) -> jax.Array:
-    """An x that is the same on all stages, typed as different; its gradient is the sum of theirs."""
-    return jax.lax.pcast(x.astype(_sum_type(x)), AXIS, to="varying").astype(x.dtype)
-
-
-def _sum_type(x: jax.Array) -> Any:
-    # Of a bfloat16 sum over one manual axis XLA's CPU backend dies ("Invalid binary instruction opcode copy").
-    return jnp.float32 if kernels.platform() == "cpu" else x.dtype
 
 
 def _pick(tree: Any, number: Any) -> Any:
@@ -100,10 +72,10 @@ def run_stages(
     """
     M, R = x_MBTD.shape[0], jax.tree.leaves(params)[0].shape[0]
 
-    @partial(_on_each_stage, in_specs=(P(None, AXIS), P(), P()), out_specs=P())
+    @partial(differentiable, in_specs=(P(None, AXIS), P(), P()), out_specs=P())
     def run(params, x_MBTD, seen):
         stage, S = jax.lax.axis_index(AXIS), jax.lax.axis_size(AXIS)
-        ticks, x_MBTD = forward_ticks(S, M, R), _varying(x_MBTD)
+        ticks, x_MBTD = forward_ticks(S, M, R), varying(x_MBTD)
 
         def tick(arrived, t):
             work = forward_work(t, stage, S, M, R)
@@ -114,13 +86,13 @@ def run_stages(
                 lambda: layers(_pick(params, work.group), x_XD, _pick(seen, work.microbatch)),
                 lambda: x_XD,
             )
-            return _pass_on(y_XD, 1), y_XD
+            return pass_on(y_XD, 1), y_XD
 
         nothing = jnp.zeros_like(flatten_tokens(x_MBTD[0], rules))
         _, y_tXD = jax.lax.scan(tick, nothing, jnp.arange(ticks))
         done = [forward_work(t, S - 1, S, M, R) for t in range(ticks)]
         leaves = [t for t, w in enumerate(done) if w.active and w.group == R - 1]
-        y_MXD = _to_all(y_tXD[jnp.array(leaves)], S - 1)
+        y_MXD = to_all(y_tXD[jnp.array(leaves)], S - 1)
         shape = x_MBTD.shape
         return jax.lax.reshape(y_MXD, shape, out_sharding=rules.out(None, "batch", "seq", "act"))
 
@@ -257,7 +229,7 @@ def _forward(run, layers, x_XD, arrived, kept, batch, t):
     """
 
     @partial(
-        _on_each_stage, in_specs=(P(AXIS), P(), P(AXIS), P(AXIS), P(), P()), out_specs=(P(), P(AXIS), P(AXIS))
+        on_each_stage, in_specs=(P(AXIS), P(), P(AXIS), P(AXIS), P(), P()), out_specs=(P(), P(AXIS), P(AXIS))
     )  # fmt: skip
     def on_stage(layers, x_XD, arrived, kept, batch, t):
         stage, S = jax.lax.axis_index(AXIS), jax.lax.axis_size(AXIS)
@@ -271,7 +243,7 @@ def _forward(run, layers, x_XD, arrived, kept, batch, t):
             return run(layers, x_XD, _pick(batch, work.microbatch)), slots
 
         y_XD, slots = jax.lax.cond(work.active, active, lambda: (x_XD, kept[0]))
-        return _to_all(y_XD, S - 1), _pass_on(y_XD, 1)[None], slots[None]
+        return to_all(y_XD, S - 1), pass_on(y_XD, 1)[None], slots[None]
 
     return on_stage(layers, x_XD, arrived, kept, batch, t)
 
@@ -294,7 +266,7 @@ def _backward(run, layers, grad_y_XD, came_back, kept, grad_layers, batch, t):
     """
 
     @partial(
-        _on_each_stage, in_specs=(P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS), P(), P()),
+        on_each_stage, in_specs=(P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS), P(), P()),
         out_specs=(P(), P(AXIS), P(AXIS)),
     )  # fmt: skip
     def on_stage(layers, grad_y_XD, came_back, kept, grad_layers, batch, t):
@@ -310,7 +282,7 @@ def _backward(run, layers, grad_y_XD, came_back, kept, grad_layers, batch, t):
             return grad_x_XD, jax.tree.map(jnp.add, grad_layers, more)
 
         grad_x_XD, total = jax.lax.cond(work.active, active, lambda: (grad_y_XD, grad_layers))
-        return _to_all(grad_x_XD, 0), _pass_on(grad_x_XD, -1)[None], total
+        return to_all(grad_x_XD, 0), pass_on(grad_x_XD, -1)[None], total
 
     return on_stage(layers, grad_y_XD, came_back, kept, grad_layers, batch, t)
 
