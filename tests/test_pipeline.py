@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sharding import batch_for, train
 
 from minitext import stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import PipelineConfig
+from minitext.equality import packed_batch, train
 from minitext.errors import UserError
 from minitext.mesh import make_mesh
 from minitext.mesh_check import check_mesh
@@ -101,7 +101,7 @@ def descend(cfg, mesh, steps=3):
     move = jax.jit(lambda params, grads: jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads))
     with jax.set_mesh(mesh):
         for seed in range(steps):
-            nll, grads = gradients(params, batch_for(cfg, mesh, seed))
+            nll, grads = gradients(params, packed_batch(cfg, mesh, seed))
             params = move(params, grads)
             seen.append((float(nll), stacks.as_one_stack(jax.device_get(grads))))
     return seen
@@ -139,7 +139,7 @@ def test_a_trace_shows_the_idle_slots_of_the_formula(tiny):
     """Four stages and sixteen microbatches: stages that wait compute no layer, those that work do."""
     cfg = tiny(*SMALL, "mesh.stage=4", "pipeline.schedule=circular", "pipeline.microbatches=16")
     mesh = mesh_of(cfg)
-    state, batch = init_state(cfg, mesh), batch_for(cfg, mesh, 0)
+    state, batch = init_state(cfg, mesh), packed_batch(cfg, mesh, 0)
     with jax.set_mesh(mesh):
         compiled = make_train_step(cfg, mesh).lower(state, batch).compile()
     slots = measure_slots(compiled, state, batch)
@@ -200,7 +200,7 @@ def test_documents_in_a_row_stay_apart(tiny, schedule):
         *SMALL, "model.layers=4", "train.global_batch=4", "mesh.stage=2", f"pipeline.schedule={schedule}"
     )  # fmt: skip
     mesh = mesh_of(cfg)
-    params, batch = init_state(cfg, mesh).params, batch_for(cfg, mesh, 0)
+    params, batch = init_state(cfg, mesh).params, packed_batch(cfg, mesh, 0)
     batch["loss_mask"] = (batch["segment_ids"] == 2).astype("float32")
     other = {**batch, "tokens": jax.numpy.where(batch["segment_ids"] == 1, 7, batch["tokens"])}
     gradients = jax.jit(make_value_and_grad(cfg, mesh))

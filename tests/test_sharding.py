@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from minitext.mesh import AXES, make_mesh
 from minitext.sharding import RULES, ShardingRules
 from minitext.train import (
-    abstract_batch,
     abstract_state,
     make_init,
 )
@@ -58,25 +57,6 @@ def test_rules_are_frozen_and_hashable():
 def test_names_must_match_the_rank(one_device):
     with pytest.raises(ValueError, match="2 dimensions"):
         RULES["dp"].shard(jax.numpy.zeros((2, 2)), "batch")
-
-
-def batch_for(cfg, mesh, seed):
-    """A batch of packed rows with different numbers of targets."""
-    rng = np.random.default_rng(seed)
-    B, T = cfg.train.global_batch, cfg.data.seq_len
-    cut = rng.integers(1, T, size=(B, 1))
-    place = np.arange(T)[None].repeat(B, 0)
-    arrays = {
-        "tokens": rng.integers(0, 256, (B, T)),
-        "targets": rng.integers(0, 256, (B, T)),
-        "segment_ids": 1 + (place >= cut),
-        "positions": np.where(place >= cut, place - cut, place),
-        "loss_mask": rng.random((B, T)) < rng.random((B, 1)),
-    }
-    wanted = abstract_batch(cfg, mesh)
-    return {
-        k: jax.device_put(v.astype(wanted[k].dtype), wanted[k].sharding) for k, v in arrays.items()
-    }
 
 
 def test_fsdp_splits_parameters_and_moments_eightfold(tiny):

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 from test_aot import needs_libtpu
-from test_sharding import batch_for
 
+from minitext.equality import packed_batch
 from minitext.errors import UserError
 from minitext.memory import stored_bytes
 from minitext.mesh import make_mesh
@@ -29,7 +29,7 @@ def loss_and_gradients(cfg, mesh):
     state = init_state(cfg, mesh)
     with jax.set_mesh(mesh):
         (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True))(
-            state.params, batch_for(cfg, mesh, 0)
+            state.params, packed_batch(cfg, mesh, 0)
         )
     return float(loss), jax.device_get(grads)
 
@@ -37,7 +37,7 @@ def loss_and_gradients(cfg, mesh):
 def run(cfg, mesh, steps=2):
     state, step, losses = init_state(cfg, mesh), make_train_step(cfg, mesh), []
     for seed in range(steps):
-        state, metrics = step(state, batch_for(cfg, mesh, seed))
+        state, metrics = step(state, packed_batch(cfg, mesh, seed))
         losses.append(jax.device_get(metrics))
     return losses, jax.device_get(state)
 
@@ -69,7 +69,7 @@ def test_two_runs_are_bit_equal(tiny, one_device):
 
 def test_the_old_state_is_donated(tiny, one_device):
     cfg = tiny()
-    state, batch = init_state(cfg, one_device), batch_for(cfg, one_device, 0)
+    state, batch = init_state(cfg, one_device), packed_batch(cfg, one_device, 0)
     make_train_step(cfg, one_device)(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
@@ -83,7 +83,7 @@ def test_z_loss_changes_the_gradient_and_not_the_reported_loss(tiny, one_device)
 
 def test_a_batch_without_targets_changes_nothing_to_nan(tiny, one_device):
     cfg = tiny()
-    batch = batch_for(cfg, one_device, 0)
+    batch = packed_batch(cfg, one_device, 0)
     batch["loss_mask"] = batch["loss_mask"] * 0
     _, metrics = make_train_step(cfg, one_device)(init_state(cfg, one_device), batch)
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["tokens"] == 0
@@ -91,7 +91,7 @@ def test_a_batch_without_targets_changes_nothing_to_nan(tiny, one_device):
 
 def test_eval_sums_and_counts(tiny, one_device):
     cfg = tiny()
-    batch = batch_for(cfg, one_device, 0)
+    batch = packed_batch(cfg, one_device, 0)
     nll, tokens = make_eval_step(cfg)(init_state(cfg, one_device).params, batch)
     (metrics, _), _ = run(cfg, one_device)
     np.testing.assert_allclose(nll / tokens, metrics["loss"], rtol=1e-6)
@@ -203,7 +203,7 @@ def test_offloaded_state_waits_on_the_host_and_changes_no_bit(tiny):
     mesh = make_mesh(cfg.mesh)
     with jax.set_mesh(mesh):
         state = init_state(cfg, mesh)
-        state, _ = make_train_step(cfg, mesh)(state, batch_for(cfg, mesh, 0))
+        state, _ = make_train_step(cfg, mesh)(state, packed_batch(cfg, mesh, 0))
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)} == {"pinned_host"}
         assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
         (_, away), (_, here) = (
