@@ -26,7 +26,7 @@ from minitext import aot
 from minitext.compile_report import print_tables, show_bytes, table
 from minitext.config import Config
 from minitext.mesh import make_mesh
-from minitext.sharding import RULES
+from minitext.step_memory import Moments, Shares, heap, moments
 from minitext.targets import topology_mesh
 from minitext.train import abstract_batch, abstract_state, make_train_step
 
@@ -55,17 +55,18 @@ class Memory:
     batch: int
     host: int
     replicated: int
-    moments: Mapping[str, Mapping[str, int]]
+    moments: Moments
 
     @property
     def peak(self) -> str:
-        """The moment at which most is there: `loss`, `layer` or `update`."""
-        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+        """The moment at which the most memory is in use: `loss`, `layer` or `update`."""
+        tops = heap(self.moments)
+        return max(tops, key=lambda moment: tops[moment])
 
     @property
     def temporaries(self) -> int:
-        """What is there at the peak besides the arguments."""
-        return sum(self.moments[self.peak].values())
+        """Memory in use at the peak besides the arguments, holes that nothing fits into included."""
+        return max(heap(self.moments).values())
 
     @property
     def total(self) -> int:
@@ -111,8 +112,17 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, platform: str) -> int:
     return math.prod(rest) * min(tiled(a, b), tiled(b, a)) * itemsize
 
 
-def predict(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Memory:
-    """Predicts the memory of `cfg`'s train step on each device of a mesh of `cpu`, `gpu` or `tpu` devices."""
+def predict(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, vmem_bytes: int | None = None
+) -> Memory:
+    """Predicts the memory of `cfg`'s train step on each device of a mesh.
+
+    Args:
+      cfg: the configuration.
+      mesh: the mesh; its shape is all that counts.
+      platform: `cpu`, `gpu` or `tpu`.
+      vmem_bytes: a TPU's vector memory, where it keeps what fits; by default none.
+    """
     state = abstract_state(cfg, mesh)
 
     def stored(tree, wanted=lambda x: True):
@@ -131,100 +141,13 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Memory:
         replicated=stored(
             (state.params, state.opt_state), lambda x: x.sharding.is_fully_replicated
         ),
-        moments=_moments(
-            cfg, _Shares(cfg, dict(mesh.shape), platform), stored(state.params), optimizer
+        moments=moments(
+            cfg,
+            Shares(cfg, dict(mesh.shape), platform, vmem_bytes or 0),
+            stored(state.params),
+            optimizer,
         ),
     )
-
-
-class _Shares:
-    """Sizes of one device's part of everything, in numbers; `size` and `operand` are bytes of a number."""
-
-    def __init__(self, cfg: Config, mesh: dict[str, int], platform: str):
-        rules, model = RULES[cfg.sharding.rules], cfg.model
-
-        def ways(name: str) -> int:
-            return math.prod(mesh[axis] for axis in rules.table[name])
-
-        self.rows = cfg.train.global_batch // cfg.train.microbatches // ways("batch")
-        self.T = cfg.data.seq_len // ways("seq")
-        self.X = self.rows * self.T  # tokens
-        self.residual = self.X * model.embed * ways("seq") // ways("residual")
-        self.q = model.heads * model.H // ways("heads")
-        self.kv = 2 * model.K * model.H // ways("kv_heads")
-        ring = ways("seq") > 1 and model.attention.context == "ring"
-        self.N, self.S = model.heads // ways("heads"), self.T if ring else cfg.data.seq_len
-        self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
-        self.D = model.embed
-        # A layer's matrices, gathered for use, and as they are stored.
-        self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
-        self.fsdp = ways("embed")
-        self.size = 2 if model.dtype == "bfloat16" else 4
-        # A TPU multiplies in bfloat16, and stores so what only products read.
-        self.operand = 2 if platform == "tpu" else self.size
-
-
-def _moments(cfg: Config, s: _Shares, params: int, optimizer: int) -> dict[str, dict[str, int]]:
-    """Returns bytes at each moment; `params` and `optimizer` are the bytes of those on the device."""
-    size, layers, chunks = s.size, cfg.model.layers, cfg.train.loss_chunks
-    # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
-    summed = params if cfg.train.microbatches > 1 else 0
-    # Casts of the stacked weights do not depend on the layer: the compiler makes them once, before the loop.
-    cast = layers * s.layer // s.fsdp * size if size < 4 else 0
-    head = s.V * s.D
-    always = {
-        "activations kept": layers * kept(cfg, s),
-        "weights in the compute type": cast,
-        "gradients": summed,
-    }
-    loss = {
-        "output layer's weight": head * size,
-        # Softmax reads the logits and writes their gradient; in chunks, the weight's gradient is summed up.
-        "logits": 2 * s.X // chunks * s.V * size,
-        "residual stream": s.residual * 4,
-        "gradients": summed + (0 if chunks == 1 else head // s.fsdp * 4 + head * size),
-    }
-    layer = {
-        "gradients": summed + params,
-        "a layer's gathered weights": s.layer * size if s.fsdp > 1 else 0,
-        "a layer's working set": working_set(cfg, s),
-    }
-    update = {"gradients": params, "state from the host": optimizer * cfg.optim.offload}
-    return {"loss": always | loss, "layer": always | layer, "update": update}
-
-
-def kept(cfg: Config, s: _Shares) -> int:
-    """Returns the bytes of the activations that a layer keeps for its backward pass.
-
-    Rematerialised, its input and the tensors with names that are saved. Otherwise what autodiff saves: for each norm
-    three float32 arrays of the residual stream's size, the inputs and outputs of the projections, and attention's
-    probabilities twice, in float32 for softmax's gradient and as the input of a product.
-    """
-    if cfg.model.remat == "none":
-        scores = s.rows * s.N * s.T * s.S
-        products = 2 * s.residual + s.X * (2 * s.q + s.kv + s.F) + scores
-        return 4 * (6 * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
-    tensors = {
-        "qkv": s.X * (s.q + s.kv),
-        "attention": s.X * s.q,
-        "attention_out": s.residual,
-        "gate_up": 2 * s.X * s.F,
-        "hidden": s.X * s.F,
-    }
-    return s.size * (s.residual + sum(tensors[name] for name in set(cfg.model.saved)))
-
-
-def working_set(cfg: Config, s: _Shares) -> int:
-    """Returns the bytes of what a layer's backward pass works on.
-
-    The residual stream and its gradient in float32, and the larger of the gradient of attention's scores and the
-    feed-forward layer's five arrays: gate, up, their product, and the gradients of two. Rematerialisation adds what was
-    kept, which its barrier has taken out of the stacks before anything is computed, and the scores in float32, which
-    it computes first of all.
-    """
-    scores = s.rows * s.N * s.T * s.S
-    again = 0 if cfg.model.remat == "none" else kept(cfg, s) + 4 * scores
-    return again + 8 * s.residual + max(scores, 5 * s.X * s.F) * s.size
 
 
 def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,206 @@
+"""What is alive in a train step on one device, by formula: the parts that `minitext.memory` adds up.
+
+Chapters: 14.
+"""
+
+import math
+from collections.abc import Mapping
+
+from minitext.config import Config
+from minitext.parallel.schedule import count_microbatches, forward_ticks, groups_per_stage
+from minitext.sharding import RULES
+
+Moments = Mapping[str, Mapping[str, int]]
+
+# Single large arrays, which need one piece of memory; the other parts are many small ones.
+WHOLE = ("output layer's weight", "logits", "tables' gradients")
+# Of the TPU's vector memory the compiler leaves a part to itself: 112 of 128 MiB are planned at most.
+VMEM_SHARE = 7 / 8
+
+
+class Shares:
+    """Sizes of one device's part of everything, in numbers; `size` and `operand` are bytes of a number.
+
+    Args:
+      cfg: the configuration.
+      mesh: axis -> size.
+      platform: `cpu`, `gpu` or `tpu`.
+      vmem: bytes of a TPU's vector memory; 0 plans everything in main memory.
+    """
+
+    def __init__(self, cfg: Config, mesh: dict[str, int], platform: str, vmem: int = 0):
+        rules, model = RULES[cfg.sharding.rules], cfg.model
+
+        def ways(name: str) -> int:
+            return math.prod(mesh[axis] for axis in rules.table[name])
+
+        self.vmem = int(vmem * VMEM_SHARE)
+        self.stages = ways("layers")
+        self.layers = model.layers // self.stages
+        self.rows = cfg.train.global_batch // cfg.train.microbatches // ways("batch")
+        self.loss_rows = self.rows
+        self.passes, self.flying = 1, 0
+        self.pipeline = None if self.stages == 1 else cfg.pipeline.schedule
+        if self.pipeline:
+            M = count_microbatches(cfg.pipeline, self.stages, self.rows)
+            self.rows //= M
+            if self.pipeline == "1f1b":
+                self.loss_rows = self.rows
+                self.flying = 2 * self.stages - 1 + 2
+            else:
+                groups = groups_per_stage(cfg.pipeline)
+                ticks = forward_ticks(self.stages, M, groups)
+                self.passes, self.flying = ticks / groups, ticks + M
+        self.T = cfg.data.seq_len // ways("seq")
+        self.X = self.rows * self.T  # tokens in a layer
+        self.residual = self.X * model.embed * ways("seq") // ways("residual")
+        self.q = model.heads * model.H // ways("heads")
+        self.kv = 2 * model.K * model.H // ways("kv_heads")
+        self.ring = ways("seq") > 1 and model.attention.context == "ring"
+        self.N, self.S = model.heads // ways("heads"), self.T if self.ring else cfg.data.seq_len
+        self.scores = self.rows * self.N * self.T * self.S
+        self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
+        self.D = model.embed
+        # A layer's matrices as they are used; `fsdp` stores parts of them.
+        self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
+        self.head, self.tables = self.V * self.D, 1 if model.tie_embeddings else 2
+        self.fsdp = ways("embed")
+        self.flat = ways("seq") == ways("residual") == 1  # rows are joined to [B*T, ...]
+        self.size = 2 if model.dtype == "bfloat16" else 4
+        # A TPU multiplies in bfloat16, and stores so what only products read.
+        self.operand = 2 if platform == "tpu" else self.size
+
+
+def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
+    """Returns bytes at each moment; `params` and `optimizer` are the bytes of those on the device."""
+    size, chunks = s.size, cfg.train.loss_chunks
+    tokens = s.loss_rows * s.T // chunks
+    # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
+    summed = params if cfg.train.microbatches > 1 else 0
+    blocks = params - s.tables * s.head // s.fsdp * 4
+    # Casts of the stacked weights do not depend on the layer: the compiler makes them once, before the loop.
+    cast = s.layers * s.layer // s.fsdp * size if size < 4 else 0
+    # Each tick of a pipeline that autodiff turns round keeps what its layers keep, and their weights.
+    weights = s.layer // s.fsdp * size if s.passes > 1 else 0
+    always = {
+        "activations kept": int(s.passes * s.layers * (kept(cfg, s) + weights)),
+        "weights in the compute type": cast,
+        "microbatches under way": s.flying * s.X * s.D * size,
+    }
+    # Softmax reads the logits and writes their gradient: into the same place, unless rows must be split again between.
+    copies = 2 if s.flat and s.loss_rows > 1 else 1
+    # A vocabulary that tiles of 128 do not divide is laid out with the tokens last; softmax wants a float32 copy.
+    wide = size if s.V % 128 == 0 else 4
+    # The weight's gradient is made at once if that is smaller than the logits' gradient, which it frees; else last.
+    waits = chunks == 1 and tokens < s.D
+    early = 0 if waits else s.head * size
+    loss = {
+        "output layer's weight": s.head * size,
+        "logits": copies * tokens * s.V * wide,
+        "residual stream": s.residual * 4,
+        "gradients": summed
+        + (0 if chunks == 1 else s.head // s.fsdp * 4 + s.head * size)
+        + (params if s.pipeline == "1f1b" else 0),
+    }
+    layer = {
+        "logits": tokens * s.V * size if waits else 0,
+        "gradients": summed + (params + params if s.pipeline == "1f1b" else blocks + early),
+        "a layer's gathered weights": s.layer * size if s.fsdp > 1 else 0,
+        "a layer's working set": working_set(cfg, s),
+    }
+    # Tables' gradients are split over fsdp only after the clipping norm is known: until then they are whole.
+    whole = s.tables * (s.head * size - s.head // s.fsdp * 4)
+    update = {
+        "logits": layer["logits"],
+        "gradients": summed + params,
+        "tables' gradients": max(0, whole),
+        "state from the host": optimizer * cfg.optim.offload,
+    }
+    found = {"loss": always | loss, "layer": always | layer, "update": update}
+    return found
+
+
+def kept(cfg: Config, s: Shares) -> int:
+    """Returns the bytes of the activations that a layer keeps for its backward pass.
+
+    Rematerialised, its input and the tensors with names that are saved. Otherwise what autodiff saves: for each norm
+    three float32 arrays of the residual stream's size, the inputs and outputs of the projections, and attention's
+    probabilities twice, in float32 for softmax's gradient and as the input of a product (a ring computes them again).
+    """
+    if cfg.model.remat == "none":
+        scores = 0 if s.ring else s.scores
+        products = 2 * s.residual + s.X * (2 * s.q + s.kv + s.F) + scores
+        return 4 * (6 * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
+    tensors = {
+        "qkv": s.X * (s.q + s.kv),
+        "attention": s.X * s.q,
+        "attention_out": s.residual,
+        "gate_up": 2 * s.X * s.F,
+        "hidden": s.X * s.F,
+    }
+    return s.size * (s.residual + sum(tensors[name] for name in set(cfg.model.saved)))
+
+
+def working_set(cfg: Config, s: Shares) -> int:
+    """Returns the bytes of what a layer's backward pass works on.
+
+    The residual stream and its gradient in float32, and the larger of the gradient of attention's scores and the
+    feed-forward layer's five arrays: gate, up, their product, and the gradients of two. Rematerialisation adds what was
+    kept, which its barrier has taken out of the stacks before anything is computed, and the scores in float32, which
+    it computes first of all.
+    """
+    attention, ffn = [s.scores * s.size], [s.X * s.F * s.size] * 5
+    rest = [4 * s.residual] * 2
+    if cfg.model.remat != "none":
+        rest += [4 * s.scores, kept(cfg, s)]
+    return max(_beyond(s.vmem, attention + rest), _beyond(s.vmem, ffn + rest))
+
+
+def _beyond(vmem: int, arrays: list[int]) -> int:
+    """Returns the bytes of the arrays for which a vector memory has no room, if the largest that fit come first."""
+    outside = 0
+    for array in sorted(arrays, reverse=True):
+        if array <= vmem:
+            vmem -= array
+        else:
+            outside += array
+    return outside
+
+
+def heap(found: Moments) -> dict[str, int]:
+    """Returns the highest address in use at each moment, one after another.
+
+    Addresses are given in the order of the program: an array takes the lowest hole that it fits into, and stays there.
+    So memory that is free may be of no use, because the holes are too small. Small arrays fill any hole.
+    """
+    places: list[tuple[int, int, str]] = []  # begin, end, part
+    tops = {}
+    for moment, parts in found.items():
+        held: dict[str, int] = {}
+        still = []
+        for begin, end, part in sorted(places):
+            room = parts.get(part, 0) - held.get(part, 0)
+            if room > 0:
+                end = min(end, begin + room)
+                held[part] = held.get(part, 0) + end - begin
+                still.append((begin, end, part))
+        places = still
+        for part, size in parts.items():
+            missing = size - held.get(part, 0)
+            while missing > 0:
+                begin, room = _hole(places, missing if part in WHOLE else 1)
+                take = min(room, missing)
+                places.append((begin, begin + take, part))
+                missing -= take
+        tops[moment] = max((end for _, end, _ in places), default=0)
+    return tops
+
+
+def _hole(places: list[tuple[int, int, str]], least: int) -> tuple[int, float]:
+    """Returns address and size of the lowest hole of at least some bytes; above all places there is no end."""
+    free = 0
+    for begin, end, _ in sorted(places):
+        if begin - free >= least:
+            return free, begin - free
+        free = max(free, end)
+    return free, math.inf
