@@ -15,7 +15,7 @@ Chapters: 14.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,9 @@ from jax.sharding import AbstractMesh, Mesh
 from minitext import aot
 from minitext.compile_report import print_tables, show_bytes, table
 from minitext.config import Config
+from minitext.hw import find_chip
 from minitext.mesh import make_mesh
-from minitext.step_memory import Moments, Shares, heap, moments
+from minitext.step_memory import VMEM_SHARE, Moments, Shares, heap, moments
 from minitext.targets import topology_mesh
 from minitext.train import abstract_batch, abstract_state, make_train_step
 
@@ -121,7 +122,8 @@ def predict(
       cfg: the configuration.
       mesh: the mesh; its shape is all that counts.
       platform: `cpu`, `gpu` or `tpu`.
-      vmem_bytes: a TPU's vector memory, where it keeps what fits; by default none.
+      vmem_bytes: a TPU's vector memory, which the largest arrays of a layer leave main memory for, if they fit. Of a
+        step whose temporaries fit all together, the prediction is what both memories hold. By default none.
     """
     state = abstract_state(cfg, mesh)
 
@@ -133,6 +135,10 @@ def predict(
         )
 
     optimizer = stored(state.opt_state)
+    sizes = stored(state.params), optimizer
+    found = moments(cfg, Shares(cfg, dict(mesh.shape), platform), *sizes)
+    if vmem_bytes and max(heap(found).values()) > VMEM_SHARE * vmem_bytes:
+        found = moments(cfg, Shares(cfg, dict(mesh.shape), platform, vmem_bytes), *sizes)
     return Memory(
         parameters=stored(state.params),
         optimizer=0 if cfg.optim.offload else optimizer,
@@ -141,12 +147,7 @@ def predict(
         replicated=stored(
             (state.params, state.opt_state), lambda x: x.sharding.is_fully_replicated
         ),
-        moments=moments(
-            cfg,
-            Shares(cfg, dict(mesh.shape), platform, vmem_bytes or 0),
-            stored(state.params),
-            optimizer,
-        ),
+        moments=found,
     )
 
 
@@ -163,14 +164,49 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
     mesh = make_mesh(cfg.mesh) if target is None else topology_mesh(target, cfg.mesh)
     device = mesh.devices.flat[0]
     platform = "gpu" if device.platform == "cuda" else device.platform
+    chip = find_chip(device)
+    vmem = 0 if chip is None else chip.vmem_bytes or 0
+    predicted = predict(cfg, mesh, platform, vmem)
     compiled = _compile_here(cfg, mesh) if target is None else _compile_for(cfg, target)
+    remarks = list(_notes(cfg, platform))
+    if not compiled.get("fits", True):
+        used, there = (show_bytes(compiled[name]) for name in ("total", "available"))
+        remarks.insert(
+            0,
+            f"the step does not fit: it needs {used} of a device's {there}, and the compiler's figures are those of a "
+            "plan that it gave up",
+        )
+    if "vector" in compiled and predicted.temporaries <= VMEM_SHARE * vmem:
+        for name in ("temporaries", "total"):
+            compiled[name] += compiled["vector"]
+        remarks.append(
+            f"temporaries fit into the chip's {show_bytes(vmem)} of vector memory, where it keeps "
+            f"{show_bytes(compiled['vector'])} of them: both memories are counted"
+        )
     return {
         "target": target or device.device_kind,
         "devices": mesh.size,
         "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
-        "predicted": predict(cfg, mesh, platform).to_json(),
+        "predicted": predicted.to_json(),
         "compiled": compiled,
+        "notes": remarks,
     }
+
+
+def _notes(cfg: Config, platform: str) -> Iterator[str]:
+    """Yields a line for each setting that the formulas do not describe."""
+    model, attention = cfg.model, cfg.model.attention
+    if platform != "tpu":
+        yield f"the formulas describe what the TPU compiler does: its {platform} backend plans otherwise"
+    if not model.scan_layers:
+        yield (
+            "model.scan_layers=false: the formulas describe a scan; unrolled layers free memory in between, and "
+            "recompute nothing where the compiler sees that it has been computed"
+        )
+    if attention.impl == "xla_blocked" or (attention.impl == "auto" and platform != "tpu"):
+        yield "attention in blocks or by a kernel never holds all scores, which the formulas count"
+    if cfg.optim.kind == "muon":
+        yield "optim.kind=muon gathers whole matrices for the update, which the formulas do not count"
 
 
 def _compile_here(cfg: Config, mesh: Mesh) -> dict[str, int]:
@@ -195,7 +231,10 @@ def _compile_for(cfg: Config, target: str) -> dict[str, int]:
         "optimizer": parts.get("state.opt_state", 0),
         "batch": parts.get("batch", 0) + parts.get("state.step", 0),
         "temporaries": report.total_bytes - report.argument_bytes - report.code_bytes,
+        "vector": report.vector_bytes,
         "total": report.total_bytes - report.code_bytes,
+        "fits": report.fits,
+        "available": report.available_bytes,
         "program": report.code_bytes,
     }
 
@@ -212,6 +251,8 @@ def print_memory(found: Mapping[str, Any]) -> None:
     peak = predicted["moments"][predicted["peak"]]
     rows.append(("temporaries at the peak", predicted["temporaries"], compiled["temporaries"]))
     rows += [(f"  {label}", size, None) for label, size in peak.items() if size]
+    if holes := predicted["temporaries"] - sum(peak.values()):
+        rows.append(("  holes too small for what came next", holes, None))
     rows.append(("total", predicted["total"], compiled["total"]))
     rows.append(("program", None, compiled["program"]))
     rows.append(("optimizer state on the host", predicted["host"], None))
@@ -225,6 +266,7 @@ def print_memory(found: Mapping[str, Any]) -> None:
             right=(1, 2),
         ),
         f"peak: {MOMENTS[predicted['peak']]}; predicted total {off:+.1%} of the compiled one",
+        *(f"note: {line}" for line in found["notes"]),
     )
 
 

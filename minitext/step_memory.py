@@ -78,12 +78,22 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
     summed = params if cfg.train.microbatches > 1 else 0
     blocks = params - s.tables * s.head // s.fsdp * 4
+    if not cfg.model.scan_layers and cfg.model.remat == "none":
+        blocks //= s.layers  # unrolled layers free what they kept, one by one, while gradients come
     # Casts of the stacked weights do not depend on the layer: the compiler makes them once, before the loop.
     cast = s.layers * s.layer // s.fsdp * size if size < 4 else 0
     # Each tick of a pipeline that autodiff turns round keeps what its layers keep, and their weights.
     weights = s.layer // s.fsdp * size if s.passes > 1 else 0
+    stacks = int(s.passes * s.layers * (kept(cfg, s) + weights))
+    if cfg.model.remat == "none":
+        # Vector memory takes what is read most: all layers' probabilities if they fit, or what is kept of single layers.
+        likely = [0 if s.ring else 4 * s.scores]
+        likely = (likely + 2 * [s.X * s.F * size]) * s.layers
+        if cfg.model.scan_layers:
+            likely = [int(s.passes * s.layers * likely[0])]
+        stacks -= sum(likely) - _beyond(s.vmem, likely)
     always = {
-        "activations kept": int(s.passes * s.layers * (kept(cfg, s) + weights)),
+        "activations kept": stacks,
         "weights in the compute type": cast,
         "microbatches under way": s.flying * s.X * s.D * size,
     }
@@ -92,7 +102,7 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     # A vocabulary that tiles of 128 do not divide is laid out with the tokens last; softmax wants a float32 copy.
     wide = size if s.V % 128 == 0 else 4
     # The weight's gradient is made at once if that is smaller than the logits' gradient, which it frees; else last.
-    waits = chunks == 1 and tokens < s.D
+    waits = chunks == 1 and tokens < s.D and s.pipeline != "1f1b"
     early = 0 if waits else s.head * size
     loss = {
         "output layer's weight": s.head * size,
@@ -126,11 +136,12 @@ def kept(cfg: Config, s: Shares) -> int:
     Rematerialised, its input and the tensors with names that are saved. Otherwise what autodiff saves: for each norm
     three float32 arrays of the residual stream's size, the inputs and outputs of the projections, and attention's
     probabilities twice, in float32 for softmax's gradient and as the input of a product (a ring computes them again).
+    Of layers that are not scanned the compiler keeps a norm's input alone: it sees how cheap the others are.
     """
     if cfg.model.remat == "none":
-        scores = 0 if s.ring else s.scores
+        scores, norms = 0 if s.ring else s.scores, 6 if cfg.model.scan_layers else 2
         products = 2 * s.residual + s.X * (2 * s.q + s.kv + s.F) + scores
-        return 4 * (6 * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
+        return 4 * (norms * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
     tensors = {
         "qkv": s.X * (s.q + s.kv),
         "attention": s.X * s.q,

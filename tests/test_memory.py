@@ -13,10 +13,11 @@ from flax import nnx
 import minitext as mt
 from minitext import cli
 from minitext.config import MeshConfig
-from minitext.memory import _Shares, kept, predict, predict_and_compile, stored_bytes
+from minitext.memory import predict, predict_and_compile, stored_bytes
 from minitext.mesh import make_mesh
 from minitext.model import Transformer
 from minitext.schema.model import REMAT_NAMES
+from minitext.step_memory import Shares, heap, kept
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
@@ -102,7 +103,7 @@ def test_what_is_kept_is_what_autodiff_keeps(tiny, save):
     ]
     sizes = sum(x.size * 2 for x in stacks)
     one = make_mesh(devices=jax.devices()[:1])
-    assert sizes == cfg.model.layers * kept(cfg, _Shares(cfg, dict(one.shape), "cpu"))
+    assert sizes == cfg.model.layers * kept(cfg, Shares(cfg, dict(one.shape), "cpu"))
 
 
 def test_fsdp_leaves_an_eighth_and_what_is_replicated(tiny):
