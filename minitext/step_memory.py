@@ -14,6 +14,9 @@ Moments = Mapping[str, Mapping[str, int]]
 
 # Single large arrays, which need one piece of memory; the other parts are many small ones.
 WHOLE = ("output layer's weight", "logits", "tables' gradients")
+# Softmax over more keys than this writes its differences from the maximum beside the scores, in float32 as well: seen
+# at 4,096 and not at 2,048 keys.
+LONG = 2048
 # Of the TPU's vector memory the compiler leaves a part to itself: 112 of 128 MiB are planned at most.
 VMEM_SHARE = 7 / 8
 
@@ -69,6 +72,7 @@ class Shares:
         self.size = 2 if model.dtype == "bfloat16" else 4
         # A TPU multiplies in bfloat16, and stores so what only products read.
         self.operand = 2 if platform == "tpu" else self.size
+        self.tile = 128 if platform == "tpu" else 1
 
 
 def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
@@ -77,57 +81,55 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     tokens = s.loss_rows * s.T // chunks
     # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
     summed = params if cfg.train.microbatches > 1 else 0
+    once = cfg.model.remat == "none" and not cfg.model.scan_layers
     blocks = params - s.tables * s.head // s.fsdp * 4
-    if not cfg.model.scan_layers and cfg.model.remat == "none":
-        blocks //= s.layers  # unrolled layers free what they kept, one by one, while gradients come
+    if once:
+        blocks //= s.layers  # layers free what they kept, one by one, while gradients come
     # Casts of the stacked weights do not depend on the layer: the compiler makes them once, before the loop.
     cast = s.layers * s.layer // s.fsdp * size if size < 4 else 0
     # Each tick of a pipeline that autodiff turns round keeps what its layers keep, and their weights.
     weights = s.layer // s.fsdp * size if s.passes > 1 else 0
     stacks = int(s.passes * s.layers * (kept(cfg, s) + weights))
-    if cfg.model.remat == "none":
-        # Vector memory takes what is read most: all layers' probabilities if they fit, or what is kept of single layers.
-        likely = [0 if s.ring else 4 * s.scores]
-        likely = (likely + 2 * [s.X * s.F * size]) * s.layers
-        if cfg.model.scan_layers:
-            likely = [int(s.passes * s.layers * likely[0])]
-        stacks -= sum(likely) - _beyond(s.vmem, likely)
+    if cfg.model.remat == "none" and not s.pipeline:
+        # Vector memory takes what is read most: all layers' probabilities, if they fit.
+        probabilities = 0 if s.ring or not cfg.model.scan_layers else 4 * s.scores * s.layers
+        stacks -= probabilities - _beyond(s.vmem, [probabilities])
     always = {
         "activations kept": stacks,
         "weights in the compute type": cast,
         "microbatches under way": s.flying * s.X * s.D * size,
     }
     # Softmax reads the logits and writes their gradient: into the same place, unless rows must be split again between.
-    copies = 2 if s.flat and s.loss_rows > 1 else 1
-    # A vocabulary that tiles of 128 do not divide is laid out with the tokens last; softmax wants a float32 copy.
-    wide = size if s.V % 128 == 0 else 4
+    # A vocabulary that tiles of 128 do not divide is laid out with the tokens last, and turned round in float32.
+    logits = 8 if s.V % s.tile else size + (s.operand if s.flat and s.loss_rows > 1 else 0)
     # The weight's gradient is made at once if that is smaller than the logits' gradient, which it frees; else last.
     waits = chunks == 1 and tokens < s.D and s.pipeline != "1f1b"
     early = 0 if waits else s.head * size
     loss = {
         "output layer's weight": s.head * size,
-        "logits": copies * tokens * s.V * wide,
+        "logits": tokens * s.V * logits,
         "residual stream": s.residual * 4,
         "gradients": summed
         + (0 if chunks == 1 else s.head // s.fsdp * 4 + s.head * size)
         + (params if s.pipeline == "1f1b" else 0),
     }
+    # A scan gathers a layer's weights again in its backward pass; what is not scanned keeps them all, for products.
+    gathered = s.layers * s.layer * s.operand if once else s.layer * size
     layer = {
-        "logits": tokens * s.V * size if waits else 0,
+        "logits": tokens * s.V * s.operand if waits else 0,
         "gradients": summed + (params + params if s.pipeline == "1f1b" else blocks + early),
-        "a layer's gathered weights": s.layer * size if s.fsdp > 1 else 0,
+        "gathered weights": gathered if s.fsdp > 1 else 0,
         "a layer's working set": working_set(cfg, s),
     }
     # Tables' gradients are split over fsdp only after the clipping norm is known: until then they are whole.
     whole = s.tables * (s.head * size - s.head // s.fsdp * 4)
     update = {
         "logits": layer["logits"],
-        "gradients": summed + params,
+        "gradients": summed or params,
         "tables' gradients": max(0, whole),
         "state from the host": optimizer * cfg.optim.offload,
     }
-    found = {"loss": always | loss, "layer": always | layer, "update": update}
-    return found
+    return {"loss": always | loss, "layer": always | layer, "update": update}
 
 
 def kept(cfg: Config, s: Shares) -> int:
@@ -136,11 +138,14 @@ def kept(cfg: Config, s: Shares) -> int:
     Rematerialised, its input and the tensors with names that are saved. Otherwise what autodiff saves: for each norm
     three float32 arrays of the residual stream's size, the inputs and outputs of the projections, and attention's
     probabilities twice, in float32 for softmax's gradient and as the input of a product (a ring computes them again).
-    Of layers that are not scanned the compiler keeps a norm's input alone: it sees how cheap the others are.
+    Of layers that are not scanned the compiler keeps less, because it sees what is cheap to compute again: norms'
+    inputs, queries, keys, values, attention's output, and one copy of the probabilities.
     """
     if cfg.model.remat == "none":
-        scores, norms = 0 if s.ring else s.scores, 6 if cfg.model.scan_layers else 2
-        products = 2 * s.residual + s.X * (2 * s.q + s.kv + s.F) + scores
+        scores, norms = 0 if s.ring else s.scores, 2
+        products = s.X * (2 * s.q + s.kv)
+        if cfg.model.scan_layers:
+            norms, products = 6, products + 2 * s.residual + s.X * s.F + scores
         return 4 * (norms * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
     tensors = {
         "qkv": s.X * (s.q + s.kv),
@@ -162,7 +167,13 @@ def working_set(cfg: Config, s: Shares) -> int:
     """
     attention, ffn = [s.scores * s.size], [s.X * s.F * s.size] * 5
     rest = [4 * s.residual] * 2
-    if cfg.model.remat != "none":
+    if cfg.model.remat == "none":
+        ffn = (
+            ffn if cfg.model.scan_layers else ffn[:1]
+        )  # all but the product's gradient is in place
+    else:
+        if s.S > LONG:
+            attention = [4 * s.scores]
         rest += [4 * s.scores, kept(cfg, s)]
     return max(_beyond(s.vmem, attention + rest), _beyond(s.vmem, ffn + rest))
 

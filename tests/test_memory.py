@@ -21,7 +21,7 @@ from minitext.step_memory import Shares, heap, kept
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
-# Layers are scanned in all of them.
+# As different as they are few: each one is compiled.
 CONFIGS = {
     # Float32, nothing recomputed: attention's probabilities of every layer are kept.
     "laptop": ("laptop", "train.global_batch=1024", "model.scan_layers=true"),
