@@ -68,6 +68,8 @@ class Shares:
         self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
         self.head, self.tables = self.V * self.D, 1 if model.tie_embeddings else 2
         self.fsdp = ways("embed")
+        scatter = rules.of_optimizer.table["embed"] if rules.scatter else ()
+        self.scattered = math.prod(mesh[axis] for axis in scatter)
         self.flat = ways("seq") == ways("residual") == 1  # rows are joined to [B*T, ...]
         self.size = 2 if model.dtype == "bfloat16" else 4
         # A TPU multiplies in bfloat16, and stores so what only products read.
@@ -80,7 +82,7 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     size, chunks = s.size, cfg.train.loss_chunks
     tokens = s.loss_rows * s.T // chunks
     # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
-    summed = params if cfg.train.microbatches > 1 else 0
+    summed = params // s.scattered if cfg.train.microbatches > 1 else 0
     once = cfg.model.remat == "none" and not cfg.model.scan_layers
     blocks = params - s.tables * s.head // s.fsdp * 4
     if once:
@@ -99,9 +101,11 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
         "weights in the compute type": cast,
         "microbatches under way": s.flying * s.X * s.D * size,
     }
-    # Softmax reads the logits and writes their gradient: into the same place, unless rows must be split again between.
-    # A vocabulary that tiles of 128 do not divide is laid out with the tokens last, and turned round in float32.
-    logits = 8 if s.V % s.tile else size + (s.operand if s.flat and s.loss_rows > 1 else 0)
+    # Softmax reads the logits and writes their gradient: into the same place, unless [B*T, V] becomes [B, T, V] between.
+    # Of a vocabulary that tiles of 128 do not divide, tokens are then the last dimension, and turned round in float32.
+    logits = size
+    if s.flat and s.loss_rows > 1:
+        logits = 4 + 4 if s.V % s.tile else size + s.operand
     # The weight's gradient is made at once if that is smaller than the logits' gradient, which it frees; else last.
     waits = chunks == 1 and tokens < s.D and s.pipeline != "1f1b"
     early = 0 if waits else s.head * size
@@ -163,17 +167,21 @@ def working_set(cfg: Config, s: Shares) -> int:
     The residual stream and its gradient in float32, and the larger of the gradient of attention's scores and the
     feed-forward layer's five arrays: gate, up, their product, and the gradients of two. Rematerialisation adds what was
     kept, which its barrier has taken out of the stacks before anything is computed, and the scores in float32, which
-    it computes first of all.
+    it computes first of all. If attention's result is not kept either, the probabilities have been multiplied with the
+    values before the feed-forward layer's turn.
     """
     attention, ffn = [s.scores * s.size], [s.X * s.F * s.size] * 5
     rest = [4 * s.residual] * 2
+    if s.residual < s.X * s.D:
+        rest.append(s.X * s.D * s.size)  # tokens that a product gathered
     if cfg.model.remat == "none":
-        ffn = (
-            ffn if cfg.model.scan_layers else ffn[:1]
-        )  # all but the product's gradient is in place
+        if not cfg.model.scan_layers:
+            ffn = ffn[:1]  # all but the product's gradient is in place
     else:
         if s.S > LONG:
             attention = [4 * s.scores]
+        if not {"attention", "attention_out"} & set(cfg.model.saved):
+            ffn += [s.scores * s.size]
         rest += [4 * s.scores, kept(cfg, s)]
     return max(_beyond(s.vmem, attention + rest), _beyond(s.vmem, ffn + rest))
 
