@@ -6,10 +6,11 @@ of three moments:
 - at the loss, when every layer's activations are kept and nothing has been freed: the logits and their gradient;
 - in the backward pass of a layer: the gradients of all layers, which a scan writes into one stack that is as large from
   its first turn as after its last, and what the layer computes again;
-- at the update, where the optimizer's state comes back from the host, if that is where it waits.
+- at the update, where the optimizer's state comes back from the host, if that is where it waits, and where the
+  gradients of large tables are still whole.
 
 The largest of the three is the peak (Korthikanti et al. 2022 count the kept activations, Rajbhandari et al. 2020 the
-state). Arrays in a TPU's memory are laid out in tiles, and incomplete tiles take as much as full ones: `stored_bytes`.
+state); `minitext.step_memory` has their parts. Arrays in a TPU's memory are laid out in tiles, and incomplete tiles take as much as full ones: `stored_bytes`.
 
 Chapters: 14.
 """

@@ -101,7 +101,7 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
         "weights in the compute type": cast,
         "microbatches under way": s.flying * s.X * s.D * size,
     }
-    # Softmax reads the logits and writes their gradient: into the same place, unless [B*T, V] becomes [B, T, V] between.
+    # Softmax reads the logits and writes their gradient: to the same place, unless [B*T, V] becomes [B, T, V] between.
     # Of a vocabulary that tiles of 128 do not divide, tokens are then the last dimension, and turned round in float32.
     logits = size
     if s.flat and s.loss_rows > 1:
