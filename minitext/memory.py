@@ -10,7 +10,8 @@ of three moments:
   gradients of large tables are still whole.
 
 The largest of the three is the peak (Korthikanti et al. 2022 count the kept activations, Rajbhandari et al. 2020 the
-state); `minitext.step_memory` has their parts. Arrays in a TPU's memory are laid out in tiles, and incomplete tiles take as much as full ones: `stored_bytes`.
+state); `minitext.step_memory` has their parts. Arrays in a TPU's memory are laid out
+in tiles, and incomplete tiles take as much as full ones: `stored_bytes`.
 
 Chapters: 14.
 """

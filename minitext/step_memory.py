@@ -206,31 +206,27 @@ def heap(found: Moments) -> dict[str, int]:
     places: list[tuple[int, int, str]] = []  # begin, end, part
     tops = {}
     for moment, parts in found.items():
-        held: dict[str, int] = {}
-        still = []
+        held, still = dict.fromkeys(parts, 0), []
         for begin, end, part in sorted(places):
-            room = parts.get(part, 0) - held.get(part, 0)
-            if room > 0:
-                end = min(end, begin + room)
-                held[part] = held.get(part, 0) + end - begin
-                still.append((begin, end, part))
+            stays = min(end - begin, parts.get(part, 0) - held.get(part, 0))
+            if stays > 0:
+                held[part] += stays
+                still.append((begin, begin + stays, part))
         places = still
         for part, size in parts.items():
-            missing = size - held.get(part, 0)
-            while missing > 0:
-                begin, room = _hole(places, missing if part in WHOLE else 1)
-                take = min(room, missing)
-                places.append((begin, begin + take, part))
-                missing -= take
+            while missing := size - held[part]:
+                begin, end = _hole(places, missing if part in WHOLE else 1, missing)
+                held[part] += end - begin
+                places.append((begin, end, part))
         tops[moment] = max((end for _, end, _ in places), default=0)
     return tops
 
 
-def _hole(places: list[tuple[int, int, str]], least: int) -> tuple[int, float]:
-    """Returns address and size of the lowest hole of at least some bytes; above all places there is no end."""
+def _hole(places: list[tuple[int, int, str]], least: int, most: int) -> tuple[int, int]:
+    """Returns begin and end of the lowest free addresses, at least so many and at most; above all places is no end."""
     free = 0
     for begin, end, _ in sorted(places):
         if begin - free >= least:
-            return free, begin - free
+            return free, min(begin, free + most)
         free = max(free, end)
-    return free, math.inf
+    return free, free + most
