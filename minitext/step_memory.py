@@ -76,6 +76,10 @@ class Shares:
         self.operand = 2 if platform == "tpu" else self.size
         self.tile = 128 if platform == "tpu" else 1
 
+    def beyond_vector_memory(self, array: int) -> int:
+        """Returns the bytes that an array much in use takes in main memory: none if the vector memory can hold it."""
+        return 0 if array <= self.vmem else array
+
 
 def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     """Returns bytes at each moment; `params` and `optimizer` are the bytes of those on the device."""
@@ -95,7 +99,7 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     if cfg.model.remat == "none" and not s.pipeline:
         # Vector memory takes what is read most: all layers' probabilities, if they fit.
         probabilities = 0 if s.ring or not cfg.model.scan_layers else 4 * s.scores * s.layers
-        stacks -= probabilities - _beyond(s.vmem, [probabilities])
+        stacks += s.beyond_vector_memory(probabilities) - probabilities
     always = {
         "activations kept": stacks,
         "weights in the compute type": cast,
@@ -170,31 +174,21 @@ def working_set(cfg: Config, s: Shares) -> int:
     it computes first of all. If attention's result is not kept either, the probabilities have been multiplied with the
     values before the feed-forward layer's turn.
     """
-    attention, ffn = [s.scores * s.size], [s.X * s.F * s.size] * 5
-    rest = [4 * s.residual] * 2
+    attention, ffn = s.scores * s.size, 5 * s.X * s.F * s.size
+    rest = 8 * s.residual
     if s.residual < s.X * s.D:
-        rest.append(s.X * s.D * s.size)  # tokens that a product gathered
+        rest += s.X * s.D * s.size  # tokens that a product gathered
     if cfg.model.remat == "none":
         if not cfg.model.scan_layers:
-            ffn = ffn[:1]  # all but the product's gradient is in place
+            ffn //= 5  # all but the product's gradient is in place
     else:
+        scores = s.beyond_vector_memory(4 * s.scores)
         if s.S > LONG:
-            attention = [4 * s.scores]
+            attention = scores
         if not {"attention", "attention_out"} & set(cfg.model.saved):
-            ffn += [s.scores * s.size]
-        rest += [4 * s.scores, kept(cfg, s)]
-    return max(_beyond(s.vmem, attention + rest), _beyond(s.vmem, ffn + rest))
-
-
-def _beyond(vmem: int, arrays: list[int]) -> int:
-    """Returns the bytes of the arrays for which a vector memory has no room, if the largest that fit come first."""
-    outside = 0
-    for array in sorted(arrays, reverse=True):
-        if array <= vmem:
-            vmem -= array
-        else:
-            outside += array
-    return outside
+            ffn += s.scores * s.size
+        rest += scores + kept(cfg, s)
+    return rest + max(attention, ffn)
 
 
 def heap(found: Moments) -> dict[str, int]:

@@ -25,11 +25,7 @@ needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason
 CONFIGS = {
     # Float32, nothing recomputed: attention's probabilities of every layer are kept.
     "laptop": ("v5e:2x4", "laptop", "train.global_batch=1024", "model.scan_layers=true"),
-    # Layers one by one, and so small that the chip keeps all of it in vector memory but a little.
-    "unrolled": ("v5e:2x4", "laptop", "train.global_batch=256", "mesh.fsdp=8"),
-    # Large vocabulary, products kept: the logits are the peak.
-    "gpt2-124m": ("v5e:2x4", "gpt2-124m", "train.global_batch=64"),
-    # The vocabulary is five sixths of the parameters' gradients: the update is the peak, and the heap has holes.
+    # A large vocabulary on many devices: its whole gradients at the update are the peak, and the heap has holes.
     "pod": (
         "v5p:4x4x4", "llama3-8b", "mesh.fsdp=64", "data.seq_len=2048", "train.global_batch=64",
     ),
