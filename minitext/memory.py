@@ -187,8 +187,8 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
         )
     elif predicted.temporaries <= 2 * vmem:
         remarks.append(
-            f"temporaries are not much more than the chip's {show_bytes(vmem)} of vector memory: what it keeps there is "
-            "a good part of them, and hard to foresee"
+            f"temporaries are not much more than the chip's {show_bytes(vmem)} of vector memory: what it keeps "
+            "there is a good part of them, and hard to foresee"
         )
     return {
         "target": target or device.device_kind,
