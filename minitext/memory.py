@@ -174,21 +174,20 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
     if not compiled.get("fits", True):
         used, there = (show_bytes(compiled[name]) for name in ("total", "available"))
         remarks.insert(
-            0,
-            f"the step does not fit: it needs {used} of a device's {there}, and the compiler's figures are those of a "
-            "plan that it gave up",
+            0, f"does not fit: {used} of {there}; the compiled figures are of a plan given up"
         )
     if "vector" in compiled and predicted.temporaries <= VMEM_SHARE * vmem:
         for name in ("temporaries", "total"):
             compiled[name] += compiled["vector"]
+        inside = show_bytes(compiled["vector"])
         remarks.append(
-            f"temporaries fit into the chip's {show_bytes(vmem)} of vector memory, where it keeps "
-            f"{show_bytes(compiled['vector'])} of them: both memories are counted"
+            f"temporaries fit into vector memory, which holds {inside} of them, counted here; "
+            "the rest is mostly scratch"
         )
     elif predicted.temporaries <= 2 * vmem:
         remarks.append(
-            f"temporaries are not much more than the chip's {show_bytes(vmem)} of vector memory: what it keeps "
-            "there is a good part of them, and hard to foresee"
+            f"temporaries are little more than the {show_bytes(vmem)} of vector memory, and the compiler's choice of "
+            "what it holds decides"
         )
     return {
         "target": target or device.device_kind,
@@ -204,16 +203,13 @@ def _notes(cfg: Config, platform: str) -> Iterator[str]:
     """Yields a line for each setting that the formulas do not describe."""
     model, attention = cfg.model, cfg.model.attention
     if platform != "tpu":
-        yield f"the formulas describe what the TPU compiler does: its {platform} backend plans otherwise"
-    if not model.scan_layers:
-        yield (
-            "model.scan_layers=false: the formulas describe a scan; unrolled layers free memory in between, and "
-            "recompute nothing where the compiler sees that it has been computed"
-        )
+        yield f"the formulas are those of the TPU compiler: XLA for {platform} plans otherwise"
+    if not model.scan_layers and model.remat != "none":
+        yield "of unrolled layers the compiler recomputes as it sees fit: model.remat is counted as in a scan"
     if attention.impl == "xla_blocked" or (attention.impl == "auto" and platform != "tpu"):
-        yield "attention in blocks or by a kernel never holds all scores, which the formulas count"
+        yield "attention in blocks or by a kernel never holds all the scores that are counted here"
     if cfg.optim.kind == "muon":
-        yield "optim.kind=muon gathers whole matrices for the update, which the formulas do not count"
+        yield "optim.kind=muon gathers whole matrices for the update, which are not counted here"
 
 
 def _compile_here(cfg: Config, mesh: Mesh) -> dict[str, int]:

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import minitext as mt
-from minitext import cli
+from minitext import cli, memory
 from minitext.config import MeshConfig
 from minitext.memory import predict, predict_and_compile, stored_bytes
 from minitext.mesh import make_mesh
@@ -189,3 +189,11 @@ def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
     assert run(monkeypatch, *words) == 2
     error = capsys.readouterr().err
     assert says in error and len(error.strip().splitlines()) == 1
+
+
+def test_notes_say_where_the_formulas_end():
+    cfg = mt.load_config("laptop", ["model.remat=full", "optim.kind=muon"])
+    notes = "\n".join(memory._notes(cfg, "gpu"))
+    for word in ("gpu", "unrolled", "never holds all the scores", "muon"):
+        assert word in notes
+    assert not list(memory._notes(mt.load_config("gpt2-124m"), "tpu"))

@@ -150,6 +150,7 @@ TESTED_WITH = {
     "schema": "config",
     "targets": "aot",
     "compile_report": "aot",
+    "step_memory": "memory",
     "comms_report": "comms",
     "comms_sizes": "comms",
     "disk": "checkpoint",
