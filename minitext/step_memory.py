@@ -101,7 +101,7 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
         probabilities = 0 if s.ring or not cfg.model.scan_layers else 4 * s.scores * s.layers
         stacks += s.beyond_vector_memory(probabilities) - probabilities
     always = {
-        "activations kept": stacks,
+        "activations kept": stacks if s.pipeline != "1f1b" else 0,
         "weights in the compute type": cast,
         "microbatches under way": s.flying * s.X * s.D * size,
     }
@@ -124,6 +124,7 @@ def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
     # A scan gathers a layer's weights again in its backward pass; what is not scanned keeps them all, for products.
     gathered = s.layers * s.layer * s.operand if once else s.layer * size
     layer = {
+        "activations kept": stacks,  # 1F1B computes a microbatch's again after its loss
         "logits": tokens * s.V * s.operand if waits else 0,
         "gradients": summed + (params + params if s.pipeline == "1f1b" else blocks + early),
         "gathered weights": gathered if s.fsdp > 1 else 0,
