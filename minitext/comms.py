@@ -66,8 +66,6 @@ def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
         and layers == 1,
         "parts of fewer than 16 rows, some of which the TPU's compiler sums whole": s.tpu
         and cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS != 0,
-        "model.dtype=bfloat16 with mesh.fsdp and mesh.tensor: the TPU's compiler sums some parts whole": s.tpu
-        and cfg.model.dtype == "bfloat16" and s.fsdp > 1 and s.tensor > 1,
     }  # fmt: skip
     return [text for text, applies in known.items() if applies] if mesh.size > 1 else []
 
@@ -108,26 +106,30 @@ def _fsdp(s: Split) -> Iterator[Term]:
 
 def _gradients(s: Split) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens, and what is stored in parts is kept in parts."""
-    r, tied, scale = s.runs, s.cfg.model.tie_embeddings, 4 * s.cfg.model.embed
+    r, model, tied, scale = s.runs, s.cfg.model, s.cfg.model.tie_embeddings, 4 * s.cfg.model.embed
+    q, kv, f = (n // s.tensor for n in (model.heads * model.H, model.K * model.H, model.mlp))
     (once, table), (heads, head) = _outside(s, 1), _outside(s, s.cfg.train.loss_chunks)
     groups = _groups(s, s.batch, s.context) if s.fsdp == 1 else (s.replicas // s.fsdp,)
-    products = {"weights": (_scaled(s.layer, s.wide), r.backward)}
+    products = {
+        "weights": (_scaled(s.layer, s.wide), r.backward, _whole(s, q, kv, kv, None, f, f, None))
+    }
     if not tied:
-        products["output layer"] = ((head,), heads)
-    for name, (arrays, runs) in products.items():
+        products["output layer"] = ((head,), heads, _whole(s, model.vocab // s.vocab))
+    for name, (arrays, runs, whole) in products.items():
         stored = s.fsdp > 1 or (s.optimizer > 1 and name != "weights")
         kind = s.scatter if stored else "all-reduce"
-        yield Term(f"gradient of the {name}, over fsdp", kind, s.fsdp, arrays, runs)
+        rest = tuple(size for size, every in zip(arrays, whole, strict=True) if not every)
+        yield Term(f"gradient of the {name}, over fsdp", kind, s.fsdp, rest, runs)
+        sums = tuple(size for size, every in zip(arrays, whole, strict=True) if every)
+        yield Term(f"gradient of the {name}, whole, over fsdp", "all-reduce", s.fsdp, sums, runs)
         parts = tuple(size // s.fsdp for size in arrays)
         where = ", its part, over the rest" if s.fsdp > 1 else ""
-        rest = kind if s.fsdp == 1 else "all-reduce"
-        for group in (
-            _groups(s, s.batch // s.fsdp, s.context) if s.fsdp == 1 else (s.replicas // s.fsdp,)
-        ):
-            yield Term(f"gradient of the {name}{where}", rest, group, parts, runs)
+        for group in groups:
+            last = kind if s.fsdp == 1 else "all-reduce"
+            yield Term(f"gradient of the {name}{where}", last, group, parts, runs)
     # Of a lookup and of a scale, whose sums are not of a product, the sum is over all at once.
     kept = s.cfg.train.microbatches == 1 and (s.replicas == s.fsdp or s.optimizer > 1)
-    alone = s.scatter if kept else "all-reduce"
+    alone = s.scatter if kept and not _whole(s, None)[0] else "all-reduce"
     for group in _groups(s, s.batch, s.context):
         yield Term("gradient of the embedding table", alone, group, (table,), once)
         # A TPU adds both uses of a tied table first if they are float32 as the table is, and neither is of a loop.
@@ -137,6 +139,17 @@ def _gradients(s: Split) -> Iterator[Term]:
     for group in _groups(s, s.batch, s.context * s.sequence):
         yield Term("gradient of RMSNorm scales", "all-reduce", group, (scale, scale), r.backward)
         yield Term("gradient of the last RMSNorm's scale", "all-reduce", group, (scale,), once)
+
+
+def _whole(s: Split, *widths: int | None) -> tuple[bool, ...]:
+    """Whether a gradient [embed, width], or [..., embed] for None, is summed whole though a device keeps a part of it.
+
+    The TPU's compiler leaves the all-reduce of bfloat16 if parts are whole lanes of the array's last dimension, which
+    is the longer one where the other is shorter than a lane row.
+    """
+    part = s.cfg.model.embed // max(s.fsdp, s.optimizer)
+    lanes = s.tpu and s.wide == 2 and part % LANES == 0
+    return tuple(lanes and (width is None or width < LANES) for width in widths)
 
 
 def _outside(s: Split, chunks: int) -> tuple[int, int]:
