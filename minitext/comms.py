@@ -8,7 +8,7 @@ Arrays are counted, not instructions: compilers combine several collectives into
 tokens, norms) and integers (tokens, positions, segment ids) are left out: they are small, and where a compiler merges
 them or moves them out of loops follows no rule worth stating.
 
-Chapters: 11, 12, 13.
+Chapters: 11, 12.
 """
 
 import math
@@ -87,12 +87,15 @@ def _fsdp(s: Split) -> Iterator[Term]:
         yield Term("RMSNorm scales, recomputed", vector, s.fsdp, (scale, scale), r.backward)
         if s.converted:  # but `down`, whose product nobody needs again
             yield Term("weights, recomputed", "all-gather", s.fsdp, weights[:-1], r.backward)
-    # What no loop changes is gathered before it; out of the branches of 1F1B the TPU's compiler alone takes it.
-    last = r.outside if s.one_f_one_b and not s.tpu else 1
-    head = r.outside if s.one_f_one_b and chunks > 1 else last
+    # What no loop changes is gathered before it: on a TPU out of branches too, but not what the program converts there.
+    converts = s.tpu and model.dtype == "bfloat16"
+    last = 1 if not s.one_f_one_b else s.cfg.train.microbatches if s.tpu else r.outside
+    head = r.outside if s.one_f_one_b and (chunks > 1 or not s.tpu) else 1
+    table = 1 if not s.tpu else head if model.tie_embeddings else last
+    if converts:
+        head, table = r.chunks, r.outside
     # A lookup is no product: the table is sent in the compute type.
-    runs = head if s.tpu and model.tie_embeddings else 1
-    yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.wide,), runs)
+    yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.wide,), table)
     output = (s.table * s.narrow,)
     if not model.tie_embeddings or (s.one_f_one_b and (chunks > 1 or not s.tpu)):
         yield Term("output layer", "all-gather", s.fsdp, output, head)
@@ -128,7 +131,8 @@ def _gradients(s: Split) -> Iterator[Term]:
             last = kind if s.fsdp == 1 else "all-reduce"
             yield Term(f"gradient of the {name}{where}", last, group, parts, runs)
     # Of a lookup and of a scale, whose sums are not of a product, the sum is over all at once.
-    kept = s.cfg.train.microbatches == 1 and (s.replicas == s.fsdp or s.optimizer > 1)
+    once_or_branch = s.cfg.train.microbatches == 1 or s.one_f_one_b
+    kept = once_or_branch and (s.replicas == s.fsdp or s.optimizer > 1)
     alone = s.scatter if kept and not _whole(s, None)[0] else "all-reduce"
     for group in _groups(s, s.batch, s.context):
         yield Term("gradient of the embedding table", alone, group, (table,), once)
