@@ -8,7 +8,7 @@ Arrays are counted, not instructions: compilers combine several collectives into
 tokens, norms) and integers (tokens, positions, segment ids) are left out: they are small, and where a compiler merges
 them or moves them out of loops follows no rule worth stating.
 
-Chapters: 11, 12.
+Chapters: 11, 12, 13.
 """
 
 import math

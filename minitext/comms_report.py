@@ -3,7 +3,7 @@
 `audit` compiles the step, for the devices of a mesh or for chips that need not be there, and `print_audit` shows both
 sides with what differs. `minitext comms` does this for a preset.
 
-Chapters: 11, 12.
+Chapters: 11, 12, 13.
 """
 
 from collections import Counter

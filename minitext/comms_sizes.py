@@ -1,6 +1,6 @@
 """Sizes of a train step on one device, which the formula of what devices send is made of.
 
-Chapters: 11, 12.
+Chapters: 11, 12, 13.
 """
 
 import math
