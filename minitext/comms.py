@@ -21,6 +21,7 @@ from minitext.config import Config
 from minitext.parallel.schedule import stored_groups
 
 LANES = 128  # numbers in a row of a TPU's vector register
+CHECKED = "TPU v5 lite", "TPU v6 lite"  # chips whose programs this was compared with
 TILE_ROWS = 16  # rows of a tile of bfloat16 in a TPU's memory
 
 
@@ -51,15 +52,18 @@ def predict(cfg: Config, mesh: Mesh, backend: str) -> list[Term]:
 
 def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
     """Returns what `predict` does not know of a configuration, a line each: there it may differ from the program."""
-    s, slices = split(cfg, mesh, backend), 1
+    s, slices, chip = split(cfg, mesh, backend), 1, ""
     if isinstance(mesh, Mesh):
         slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+        chip = mesh.devices.flat[0].device_kind
     layers = cfg.model.layers // (s.stages * stored_groups(cfg.pipeline, s.stages))
     loop = s.stages == 1 or s.one_f_one_b
     known = {
         f"{slices} slices: sums are made within a slice, between slices and within again": slices > 1,
         f"the compiler for {backend}: this is the formula for XLA's CPU backend": backend
         not in ("cpu", "tpu"),
+        f"{chip}: this is the formula for v5e and v6e": chip.startswith("TPU")
+        and chip not in CHECKED,
         "optim.kind=muon: it multiplies whole matrices, gathered from their parts": cfg.optim.kind
         == "muon" and s.fsdp * s.optimizer * s.tensor > 1,
         "one layer in a loop: compilers merge what its forward and backward pass send": loop
@@ -148,11 +152,11 @@ def _gradients(s: Split) -> Iterator[Term]:
 def _whole(s: Split, *widths: int | None) -> tuple[bool, ...]:
     """Whether a gradient [embed, width], or [..., embed] for None, is summed whole though a device keeps a part of it.
 
-    The TPU's compiler leaves the all-reduce of bfloat16 if parts are whole lanes of the array's last dimension, which
-    is the longer one where the other is shorter than a lane row.
+    The TPU's compiler leaves the all-reduce of bfloat16 if a part is an odd number of lane rows of the array's last
+    dimension, which is the longer one where the other is shorter than a lane row: found by compiling for v5e and v6e.
     """
     part = s.cfg.model.embed // max(s.fsdp, s.optimizer)
-    lanes = s.tpu and s.wide == 2 and part % LANES == 0
+    lanes = s.tpu and s.wide == 2 and part % (2 * LANES) == LANES
     return tuple(lanes and (width is None or width < LANES) for width in widths)
 
 
