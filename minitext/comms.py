@@ -25,7 +25,7 @@ CHECKED = "TPU v5 lite", "TPU v6 lite"  # chips whose programs this was compared
 TILE_ROWS = 16  # rows of a tile of bfloat16 in a TPU's memory
 
 
-def predict(cfg: Config, mesh: Mesh, backend: str) -> list[Term]:
+def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     """Predicts what one train step sends, term by term.
 
     Two compilers make different programs of it. The TPU's turns a sum of which each device keeps a part into a
