@@ -313,7 +313,7 @@ def compiles_to(t, fn, case):
     data = pick(t, 2, 4)
     mesh = jax.make_mesh((data, 8 // data), ("data", "tensor"))
     B, D = 8 * number(t, 1, 4), 8 * number(t, 1, 4)
-    D += 8 * (D == B // data)  # else gathering w_DF costs what gathering h_BF does
+    D += 8 * (B // data == D)  # else gathering w_DF costs what gathering h_BF does
     F = D + 8 * number(t, 3, 6)
     *specs, result = CASES[case]
     host = [
