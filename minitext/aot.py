@@ -119,6 +119,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         hbm_bytes=chip.hbm_bytes // chip.devices,
         available_bytes=available,
         **sizes,
+        vector_bytes=allocated(assignment)["vector"],
         arguments=_by_part(buffers),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,

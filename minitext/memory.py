@@ -6,16 +6,18 @@ of three moments:
 - at the loss, when every layer's activations are kept and nothing has been freed: the logits and their gradient;
 - in the backward pass of a layer: the gradients of all layers, which a scan writes into one stack that is as large from
   its first turn as after its last, and what the layer computes again;
-- at the update, where the optimizer's state comes back from the host, if that is where it waits.
+- at the update, where the optimizer's state comes back from the host, if that is where it waits, and where the
+  gradients of large tables are still whole.
 
 The largest of the three is the peak (Korthikanti et al. 2022 count the kept activations, Rajbhandari et al. 2020 the
-state). Arrays in a TPU's memory are laid out in tiles, and incomplete tiles take as much as full ones: `stored_bytes`.
+state); `minitext.step_memory` has their parts. Arrays in a TPU's memory are laid out
+in tiles, and incomplete tiles take as much as full ones: `stored_bytes`.
 
 Chapters: 14.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +27,9 @@ from jax.sharding import AbstractMesh, Mesh
 from minitext import aot
 from minitext.compile_report import print_tables, show_bytes, table
 from minitext.config import Config
+from minitext.hw import find_chip
 from minitext.mesh import make_mesh
-from minitext.sharding import RULES
+from minitext.step_memory import VMEM_SHARE, Moments, Shares, heap, moments
 from minitext.targets import topology_mesh
 from minitext.train import abstract_batch, abstract_state, make_train_step
 
@@ -55,17 +58,18 @@ class Memory:
     batch: int
     host: int
     replicated: int
-    moments: Mapping[str, Mapping[str, int]]
+    moments: Moments
 
     @property
     def peak(self) -> str:
-        """The moment at which most is there: `loss`, `layer` or `update`."""
-        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+        """The moment at which the most memory is in use: `loss`, `layer` or `update`."""
+        tops = heap(self.moments)
+        return max(tops, key=lambda moment: tops[moment])
 
     @property
     def temporaries(self) -> int:
-        """What is there at the peak besides the arguments."""
-        return sum(self.moments[self.peak].values())
+        """Memory in use at the peak besides the arguments, holes that nothing fits into included."""
+        return max(heap(self.moments).values())
 
     @property
     def total(self) -> int:
@@ -111,8 +115,18 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, platform: str) -> int:
     return math.prod(rest) * min(tiled(a, b), tiled(b, a)) * itemsize
 
 
-def predict(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Memory:
-    """Predicts the memory of `cfg`'s train step on each device of a mesh of `cpu`, `gpu` or `tpu` devices."""
+def predict(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, vmem_bytes: int | None = None
+) -> Memory:
+    """Predicts the memory of `cfg`'s train step on each device of a mesh.
+
+    Args:
+      cfg: the configuration.
+      mesh: the mesh; its shape is all that counts.
+      platform: `cpu`, `gpu` or `tpu`.
+      vmem_bytes: a TPU's vector memory, which the largest arrays of a layer leave main memory for, if they fit. Of a
+        step whose temporaries fit all together, the prediction is what both memories hold. By default none.
+    """
     state = abstract_state(cfg, mesh)
 
     def stored(tree, wanted=lambda x: True):
@@ -123,6 +137,10 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Memory:
         )
 
     optimizer = stored(state.opt_state)
+    sizes = stored(state.params), optimizer
+    found = moments(cfg, Shares(cfg, dict(mesh.shape), platform), *sizes)
+    if vmem_bytes and max(heap(found).values()) > VMEM_SHARE * vmem_bytes:
+        found = moments(cfg, Shares(cfg, dict(mesh.shape), platform, vmem_bytes), *sizes)
     return Memory(
         parameters=stored(state.params),
         optimizer=0 if cfg.optim.offload else optimizer,
@@ -131,100 +149,8 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Memory:
         replicated=stored(
             (state.params, state.opt_state), lambda x: x.sharding.is_fully_replicated
         ),
-        moments=_moments(
-            cfg, _Shares(cfg, dict(mesh.shape), platform), stored(state.params), optimizer
-        ),
+        moments=found,
     )
-
-
-class _Shares:
-    """Sizes of one device's part of everything, in numbers; `size` and `operand` are bytes of a number."""
-
-    def __init__(self, cfg: Config, mesh: dict[str, int], platform: str):
-        rules, model = RULES[cfg.sharding.rules], cfg.model
-
-        def ways(name: str) -> int:
-            return math.prod(mesh[axis] for axis in rules.table[name])
-
-        self.rows = cfg.train.global_batch // cfg.train.microbatches // ways("batch")
-        self.T = cfg.data.seq_len // ways("seq")
-        self.X = self.rows * self.T  # tokens
-        self.residual = self.X * model.embed * ways("seq") // ways("residual")
-        self.q = model.heads * model.H // ways("heads")
-        self.kv = 2 * model.K * model.H // ways("kv_heads")
-        ring = ways("seq") > 1 and model.attention.context == "ring"
-        self.N, self.S = model.heads // ways("heads"), self.T if ring else cfg.data.seq_len
-        self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
-        self.D = model.embed
-        # A layer's matrices, gathered for use, and as they are stored.
-        self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
-        self.fsdp = ways("embed")
-        self.size = 2 if model.dtype == "bfloat16" else 4
-        # A TPU multiplies in bfloat16, and stores so what only products read.
-        self.operand = 2 if platform == "tpu" else self.size
-
-
-def _moments(cfg: Config, s: _Shares, params: int, optimizer: int) -> dict[str, dict[str, int]]:
-    """Returns bytes at each moment; `params` and `optimizer` are the bytes of those on the device."""
-    size, layers, chunks = s.size, cfg.model.layers, cfg.train.loss_chunks
-    # What needs no recomputation in a loop needs none for each microbatch: the sum has a place of its own.
-    summed = params if cfg.train.microbatches > 1 else 0
-    # Casts of the stacked weights do not depend on the layer: the compiler makes them once, before the loop.
-    cast = layers * s.layer // s.fsdp * size if size < 4 else 0
-    head = s.V * s.D
-    always = {
-        "activations kept": layers * kept(cfg, s),
-        "weights in the compute type": cast,
-        "gradients": summed,
-    }
-    loss = {
-        "output layer's weight": head * size,
-        # Softmax reads the logits and writes their gradient; in chunks, the weight's gradient is summed up.
-        "logits": 2 * s.X // chunks * s.V * size,
-        "residual stream": s.residual * 4,
-        "gradients": summed + (0 if chunks == 1 else head // s.fsdp * 4 + head * size),
-    }
-    layer = {
-        "gradients": summed + params,
-        "a layer's gathered weights": s.layer * size if s.fsdp > 1 else 0,
-        "a layer's working set": working_set(cfg, s),
-    }
-    update = {"gradients": params, "state from the host": optimizer * cfg.optim.offload}
-    return {"loss": always | loss, "layer": always | layer, "update": update}
-
-
-def kept(cfg: Config, s: _Shares) -> int:
-    """Returns the bytes of the activations that a layer keeps for its backward pass.
-
-    Rematerialised, its input and the tensors with names that are saved. Otherwise what autodiff saves: for each norm
-    three float32 arrays of the residual stream's size, the inputs and outputs of the projections, and attention's
-    probabilities twice, in float32 for softmax's gradient and as the input of a product.
-    """
-    if cfg.model.remat == "none":
-        scores = s.rows * s.N * s.T * s.S
-        products = 2 * s.residual + s.X * (2 * s.q + s.kv + s.F) + scores
-        return 4 * (6 * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
-    tensors = {
-        "qkv": s.X * (s.q + s.kv),
-        "attention": s.X * s.q,
-        "attention_out": s.residual,
-        "gate_up": 2 * s.X * s.F,
-        "hidden": s.X * s.F,
-    }
-    return s.size * (s.residual + sum(tensors[name] for name in set(cfg.model.saved)))
-
-
-def working_set(cfg: Config, s: _Shares) -> int:
-    """Returns the bytes of what a layer's backward pass works on.
-
-    The residual stream and its gradient in float32, and the larger of the gradient of attention's scores and the
-    feed-forward layer's five arrays: gate, up, their product, and the gradients of two. Rematerialisation adds what was
-    kept, which its barrier has taken out of the stacks before anything is computed, and the scores in float32, which
-    it computes first of all.
-    """
-    scores = s.rows * s.N * s.T * s.S
-    again = 0 if cfg.model.remat == "none" else kept(cfg, s) + 4 * scores
-    return again + 8 * s.residual + max(scores, 5 * s.X * s.F) * s.size
 
 
 def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any]:
@@ -240,14 +166,54 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
     mesh = make_mesh(cfg.mesh) if target is None else topology_mesh(target, cfg.mesh)
     device = mesh.devices.flat[0]
     platform = "gpu" if device.platform == "cuda" else device.platform
+    chip = find_chip(device)
+    vmem = 0 if chip is None else chip.vmem_bytes or 0
+    predicted = predict(cfg, mesh, platform, vmem)
     compiled = _compile_here(cfg, mesh) if target is None else _compile_for(cfg, target)
+    remarks = list(_notes(cfg, platform))
+    if not compiled.get("fits", True):
+        used, there = (show_bytes(compiled[name]) for name in ("total", "available"))
+        remarks.insert(
+            0,
+            f"the step does not fit: it needs {used} of a device's {there}, and the compiler's figures are those of a "
+            "plan that it gave up",
+        )
+    if "vector" in compiled and predicted.temporaries <= VMEM_SHARE * vmem:
+        for name in ("temporaries", "total"):
+            compiled[name] += compiled["vector"]
+        remarks.append(
+            f"temporaries fit into the chip's {show_bytes(vmem)} of vector memory, where it keeps "
+            f"{show_bytes(compiled['vector'])} of them: both memories are counted"
+        )
+    elif predicted.temporaries <= 2 * vmem:
+        remarks.append(
+            f"temporaries are not much more than the chip's {show_bytes(vmem)} of vector memory: what it keeps "
+            "there is a good part of them, and hard to foresee"
+        )
     return {
         "target": target or device.device_kind,
         "devices": mesh.size,
         "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
-        "predicted": predict(cfg, mesh, platform).to_json(),
+        "predicted": predicted.to_json(),
         "compiled": compiled,
+        "notes": remarks,
     }
+
+
+def _notes(cfg: Config, platform: str) -> Iterator[str]:
+    """Yields a line for each setting that the formulas do not describe."""
+    model, attention = cfg.model, cfg.model.attention
+    if platform != "tpu":
+        yield f"the formulas describe what the TPU compiler does: its {platform} backend plans otherwise"
+    if not model.scan_layers:
+        yield (
+            "model.scan_layers=false: the formulas describe a scan; unrolled layers free memory in between, and "
+            "recompute nothing where the compiler sees that it has been computed"
+        )
+    if attention.impl == "xla_blocked" or (attention.impl == "auto" and platform != "tpu"):
+        yield "attention in blocks or by a kernel never holds all scores, which the formulas count"
+    if cfg.optim.kind == "muon":
+        yield "optim.kind=muon gathers whole matrices for the update, which the formulas do not count"
 
 
 def _compile_here(cfg: Config, mesh: Mesh) -> dict[str, int]:
@@ -272,7 +238,10 @@ def _compile_for(cfg: Config, target: str) -> dict[str, int]:
         "optimizer": parts.get("state.opt_state", 0),
         "batch": parts.get("batch", 0) + parts.get("state.step", 0),
         "temporaries": report.total_bytes - report.argument_bytes - report.code_bytes,
+        "vector": report.vector_bytes,
         "total": report.total_bytes - report.code_bytes,
+        "fits": report.fits,
+        "available": report.available_bytes,
         "program": report.code_bytes,
     }
 
@@ -289,6 +258,8 @@ def print_memory(found: Mapping[str, Any]) -> None:
     peak = predicted["moments"][predicted["peak"]]
     rows.append(("temporaries at the peak", predicted["temporaries"], compiled["temporaries"]))
     rows += [(f"  {label}", size, None) for label, size in peak.items() if size]
+    if holes := predicted["temporaries"] - sum(peak.values()):
+        rows.append(("  holes too small for what came next", holes, None))
     rows.append(("total", predicted["total"], compiled["total"]))
     rows.append(("program", None, compiled["program"]))
     rows.append(("optimizer state on the host", predicted["host"], None))
@@ -302,6 +273,7 @@ def print_memory(found: Mapping[str, Any]) -> None:
             right=(1, 2),
         ),
         f"peak: {MOMENTS[predicted['peak']]}; predicted total {off:+.1%} of the compiled one",
+        *(f"note: {line}" for line in found["notes"]),
     )
 
 
