@@ -14,25 +14,29 @@ Chapters: 11, 12, 13.
 import math
 from collections.abc import Iterator
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from minitext.comms_sizes import Split, Term, split
 from minitext.config import Config
+from minitext.parallel.schedule import stored_groups
 
 LANES = 128  # numbers in a row of a TPU's vector register
+CHECKED = "TPU v5 lite", "TPU v6 lite"  # chips whose programs this was compared with
+TILE_ROWS = 16  # rows of a tile of bfloat16 in a TPU's memory
 
 
-def predict(cfg: Config, mesh: Mesh, backend: str) -> list[Term]:
+def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     """Predicts what one train step sends, term by term.
 
     Two compilers make different programs of it. The TPU's turns a sum of which each device keeps a part into a
     reduce-scatter, adds what is to be summed over the same devices before it sums it, sends bfloat16 where only
-    products read, and gathers a vector of which
-    devices hold less than whole rows by an all-reduce. XLA's CPU backend leaves the all-reduce,
-    sums each product of its own, one mesh dimension after the other, and sends the compute type.
+    products read, and gathers a vector of which devices hold less than whole rows by an all-reduce. XLA's CPU backend
+    leaves the all-reduce, sums each product of its own, one mesh dimension after the other, and sends the compute type.
+
+    A pipeline's terms count every tick, idle or not: `minitext.comms_sizes.Runs`.
 
     Args:
-      cfg: the configuration; `model.scan_layers` true.
+      cfg: the configuration; its layers are taken as scanned.
       mesh: the mesh.
       backend: `cpu` or `tpu`.
 
@@ -44,6 +48,30 @@ def predict(cfg: Config, mesh: Mesh, backend: str) -> list[Term]:
         *_fsdp(s), *_gradients(s), *_zero(s), *_tensor(s), *_loss(s), *_context(s), *_pipeline(s)
     ]  # fmt: skip
     return [t for t in terms if t.group > 1 and t.count]
+
+
+def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
+    """Returns what `predict` does not know of a configuration, a line each: there it may differ from the program."""
+    s, slices, chip = split(cfg, mesh, backend), 1, ""
+    if isinstance(mesh, Mesh):
+        slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+        chip = mesh.devices.flat[0].device_kind
+    layers = cfg.model.layers // (s.stages * stored_groups(cfg.pipeline, s.stages))
+    loop = s.stages == 1 or s.one_f_one_b
+    known = {
+        f"{slices} slices: sums are made within a slice, between slices and within again": slices > 1,
+        f"the compiler for {backend}: this is the formula for XLA's CPU backend": backend
+        not in ("cpu", "tpu"),
+        f"{chip}: this is the formula for v5e and v6e": chip.startswith("TPU")
+        and chip not in CHECKED,
+        "optim.kind=muon: it multiplies whole matrices, gathered from their parts": cfg.optim.kind
+        == "muon" and s.fsdp * s.optimizer * s.tensor > 1,
+        "one layer in a loop: compilers merge what its forward and backward pass send": loop
+        and layers == 1,
+        "parts of fewer than 16 rows, some of which the TPU's compiler sums whole": s.tpu
+        and cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS != 0,
+    }  # fmt: skip
+    return [text for text, applies in known.items() if applies] if mesh.size > 1 else []
 
 
 def _scaled(numbers: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -63,57 +91,85 @@ def _fsdp(s: Split) -> Iterator[Term]:
         yield Term("RMSNorm scales, recomputed", vector, s.fsdp, (scale, scale), r.backward)
         if s.converted:  # but `down`, whose product nobody needs again
             yield Term("weights, recomputed", "all-gather", s.fsdp, weights[:-1], r.backward)
+    # What no loop changes is gathered before it: on a TPU out of branches too, but not what the program converts there.
+    converts = s.tpu and model.dtype == "bfloat16"
+    last = 1 if not s.one_f_one_b else s.cfg.train.microbatches if s.tpu else r.outside
+    head = r.outside if s.one_f_one_b and (chunks > 1 or not s.tpu) else 1
+    table = 1 if not s.tpu else head if model.tie_embeddings else last
+    if converts:
+        head, table = r.chunks, r.outside
     # A lookup is no product: the table is sent in the compute type.
-    yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.wide,), 1)
-    # What no loop changes is gathered before it; out of the branches of 1F1B the TPU's compiler alone takes it.
-    last = r.outside if s.one_f_one_b and not s.tpu else 1
-    head = r.outside if s.one_f_one_b and chunks > 1 else last
+    yield Term("embedding table", "all-gather", s.fsdp, (s.table * s.wide,), table)
     output = (s.table * s.narrow,)
-    if not model.tie_embeddings:
+    if not model.tie_embeddings or (s.one_f_one_b and (chunks > 1 or not s.tpu)):
         yield Term("output layer", "all-gather", s.fsdp, output, head)
     if chunks > 1:
         yield Term("output layer, for each chunk", "all-gather", s.fsdp, output, r.chunks)
-    elif s.converted and not model.tie_embeddings:
-        yield Term("output layer, backward", "all-gather", s.fsdp, output, head)
+    if s.converted and not model.tie_embeddings:
+        runs = head if chunks == 1 else r.chunks
+        yield Term("output layer, backward", "all-gather", s.fsdp, output, runs)
     yield Term("last RMSNorm's scale", vector, s.fsdp, (scale,), last)
 
 
 def _gradients(s: Split) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens, and what is stored in parts is kept in parts."""
-    r, tied, scale = s.runs, s.cfg.model.tie_embeddings, 4 * s.cfg.model.embed
-    (once, table), (heads, head) = _outside(s, r.outside), _outside(s, r.chunks)
-    products = {"weights": (_scaled(s.layer, s.wide), r.backward)}
+    r, model, tied, scale = s.runs, s.cfg.model, s.cfg.model.tie_embeddings, 4 * s.cfg.model.embed
+    q, kv, f = (n // s.tensor for n in (model.heads * model.H, model.K * model.H, model.mlp))
+    (once, table), (heads, head) = _outside(s, 1), _outside(s, s.cfg.train.loss_chunks)
+    groups = _groups(s, s.batch, s.context) if s.fsdp == 1 else (s.replicas // s.fsdp,)
+    products = {
+        "weights": (_scaled(s.layer, s.wide), r.backward, _whole(s, q, kv, kv, None, f, f, None))
+    }
     if not tied:
-        products["output layer"] = ((head,), heads)
-    for name, (arrays, runs) in products.items():
+        products["output layer"] = ((head,), heads, _whole(s, model.vocab // s.vocab))
+    for name, (arrays, runs, whole) in products.items():
         stored = s.fsdp > 1 or (s.optimizer > 1 and name != "weights")
         kind = s.scatter if stored else "all-reduce"
-        yield Term(f"gradient of the {name}, over fsdp", kind, s.fsdp, arrays, runs)
+        rest = tuple(size for size, every in zip(arrays, whole, strict=True) if not every)
+        yield Term(f"gradient of the {name}, over fsdp", kind, s.fsdp, rest, runs)
+        sums = tuple(size for size, every in zip(arrays, whole, strict=True) if every)
+        yield Term(f"gradient of the {name}, whole, over fsdp", "all-reduce", s.fsdp, sums, runs)
         parts = tuple(size // s.fsdp for size in arrays)
         where = ", its part, over the rest" if s.fsdp > 1 else ""
-        rest = kind if s.fsdp == 1 else "all-reduce"
-        for group in _groups(s, s.batch // s.fsdp, s.context):
-            yield Term(f"gradient of the {name}{where}", rest, group, parts, runs)
+        for group in groups:
+            last = kind if s.fsdp == 1 else "all-reduce"
+            yield Term(f"gradient of the {name}{where}", last, group, parts, runs)
     # Of a lookup and of a scale, whose sums are not of a product, the sum is over all at once.
-    kept = s.replicas == s.fsdp or (s.optimizer > 1 and s.cfg.train.microbatches == 1)
-    alone = s.scatter if kept else "all-reduce"
-    # A tied table has two; a TPU adds them first if they are float32 as the table is, not if they are converted after.
-    uses = 2 if tied and (s.cfg.model.dtype == "bfloat16" or not s.tpu) else 1
+    once_or_branch = s.cfg.train.microbatches == 1 or s.one_f_one_b
+    kept = once_or_branch and (s.replicas == s.fsdp or s.optimizer > 1)
+    alone = s.scatter if kept and not _whole(s, None)[0] else "all-reduce"
     for group in _groups(s, s.batch, s.context):
-        yield Term("gradient of the embedding table", alone, group, (table,) * uses, once)
+        yield Term("gradient of the embedding table", alone, group, (table,), once)
+        # A TPU adds both uses of a tied table first if they are float32 as the table is, and neither is of a loop.
+        loop = s.one_f_one_b or (s.fsdp > 1 and s.cfg.train.loss_chunks > 1)
+        if tied and (s.cfg.model.dtype == "bfloat16" or not s.tpu or loop):
+            yield Term("gradient of the table as output layer", alone, group, (head,), heads)
     for group in _groups(s, s.batch, s.context * s.sequence):
         yield Term("gradient of RMSNorm scales", "all-reduce", group, (scale, scale), r.backward)
         yield Term("gradient of the last RMSNorm's scale", "all-reduce", group, (scale,), once)
 
 
-def _outside(s: Split, runs: int) -> tuple[int, int]:
+def _whole(s: Split, *widths: int | None) -> tuple[bool, ...]:
+    """Whether a gradient [embed, width], or [..., embed] for None, is summed whole though a device keeps a part of it.
+
+    The TPU's compiler leaves the all-reduce of bfloat16 if a part is an odd number of lane rows of the array's last
+    dimension, which is the longer one where the other is shorter than a lane row: found by compiling for v5e and v6e.
+    """
+    part = s.cfg.model.embed // max(s.fsdp, s.optimizer)
+    lanes = s.tpu and s.wide == 2 and part % (2 * LANES) == LANES
+    return tuple(lanes and (width is None or width < LANES) for width in widths)
+
+
+def _outside(s: Split, chunks: int) -> tuple[int, int]:
     """How often gradients of the embedding table or the output layer are summed, and their bytes.
 
-    What a loop adds up a TPU sends once, as the float32 sum, if each device keeps the whole.
+    What a loop adds up a TPU sends once, as the float32 sum, if each device keeps the whole; not out of a branch.
     """
-    if s.tpu and runs > 1 and s.fsdp == 1 and not s.in_parts:
-        return 1, s.table * 4
-    return runs, s.table * s.wide
+    microbatches = s.cfg.train.microbatches
+    added = chunks > 1 or (microbatches > 1 and not s.in_parts)
+    if s.tpu and added and s.fsdp == 1 and not s.one_f_one_b:
+        return microbatches if s.in_parts else 1, s.table * 4
+    return s.runs.outside * chunks, s.table * s.wide
 
 
 def _groups(s: Split, *groups: int) -> tuple[int, ...]:

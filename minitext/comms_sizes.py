@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config import Config
 from minitext.hlo import Collective
@@ -202,7 +202,7 @@ class Split:
         return "reduce-scatter" if self.tpu else "all-reduce"
 
 
-def split(cfg: Config, mesh: Mesh, backend: str) -> Split:
+def split(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Split:
     """Returns what the rules of a configuration make of a mesh, for the compiler of `backend`: `cpu` or `tpu`."""
     rules = RULES[cfg.sharding.rules]
 

@@ -27,8 +27,8 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
     _check_use(cfg, rules, shape)
     rows = _check_batch(cfg, shape)
-    _check_chunks(cfg, rules, shape)
     _check_sizes(cfg, rules, shape)
+    _check_chunks(cfg, rules, shape)
     _check_stages(cfg, shape, rows)
     _check_offload(cfg, mesh)
 
@@ -68,12 +68,12 @@ def _check_chunks(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> N
 
 def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
     sizes = {
+        "layers": ("model.layers", cfg.model.layers),
         "embed": ("model.embed", cfg.model.embed),
         "heads": ("model.heads", cfg.model.heads),
         "kv_heads": ("model.kv_heads", cfg.model.K),
         "mlp": ("model.mlp", cfg.model.mlp),
         "vocab": ("model.vocab", cfg.model.vocab),
-        "layers": ("model.layers", cfg.model.layers),
         "seq": ("data.seq_len", cfg.data.seq_len),
         "residual": ("data.seq_len", cfg.data.seq_len),
     }

@@ -29,17 +29,8 @@ LAYERS = [
     {"attention", "ffn"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
-    {
-        "aot",
-        "comms",
-        "comms_report",
-        "comms_sizes",
-        "equality",
-        "memory",
-        "roofline",
-        "shard_report",
-    }
-    | {"rundir", "run", "grading", "doctor", "step_memory"},
+    {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
+    | {"shard_report", "equality", "rundir", "run", "grading", "doctor"},
     {"figures", "notebook", "cli"},
     {"__main__"},
 ]

@@ -116,6 +116,11 @@ def test_abstract_state_is_the_state(tiny):
         (["train.microbatches=4"], "train.microbatches=4"),
         (["mesh.fsdp=8", "model.embed=36", "model.heads=2"], "model.embed=36"),
         (["train.loss_chunks=3"], "train.loss_chunks=3"),
+        (
+            ["mesh.context=8", "data.seq_len=36"],
+            "data.seq_len=36 is not divisible by mesh.context=8",
+        ),
+        (["mesh.stage=8", "model.vocab=258"], "model.layers=2 is not divisible by mesh.stage=8"),
         (["train.loss_chunks=8", "mesh.context=8"], "among 1, 2, 4"),
     ],
 )

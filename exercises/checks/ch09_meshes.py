@@ -56,18 +56,25 @@ Write `place(shape, mesh, spec, itemsize, index)`: where an array lies, computed
 def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice divide", **wrong):
     if "rank" in refuse and len(spec) > len(shape):
         raise ValueError("rank")
+    given = spec
     spec = (*spec, *[None] * (len(shape) - len(spec)))[: len(shape)]
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     named = [a for e in entries for a in e]
     if "axis" in refuse and set(named) - set(mesh):
         raise ValueError("axis")
+    if wrong.get("ones"):
+        named = [a for a in named if mesh.get(a, 1) > 1]
     if "twice" in refuse and len(set(named)) < len(named):
         raise ValueError("twice")
+    if "padded" in refuse and any(e is not None for e in given[len(shape) :]):
+        raise ValueError("padded")
     shard, wanted = [], {}
     for size, entry, i in zip(shape, entries, index, strict=True):
         parts = math.prod(mesh.get(a, 1) for a in entry)
         if "divide" in refuse and size % parts:
             raise ValueError("divide")
+        if "each" in refuse and any(size % mesh.get(a, 1) for a in entry):
+            raise ValueError("each")
         shard.append(-(-size // parts))
         part = i // shard[-1] if not wrong.get("cyclic") else i % parts
         for a in entry if wrong.get("first_fastest") else reversed(entry):
@@ -145,16 +152,20 @@ def _(fn, t):
 
 @spec_puzzle.check("what cannot be")
 def _(fn, t):
-    mesh = {"a": 2, "b": 3}
     for shape, spec, why in (
-        ((6,), ("a", "b"), "more entries than dimensions"),
+        ((4,), ("a", "b"), "more entries than dimensions"),
+        ((6,), ("a", None), "more entries than dimensions"),
+        ((), (None,), "more entries than dimensions"),
         ((6, 6), ("a", "z"), "the mesh has no axis 'z'"),
         ((6, 6), ("b", "b"), "axis 'b' is named twice"),
         ((36,), (("a", "a"),), "axis 'a' is named twice in one entry"),
         ((6, 4), ("a", "b"), "3 parts do not divide 4"),
         ((9,), (("a", "b"),), "6 parts do not divide 9"),
         ((2,), (("b", "a"),), "6 parts do not divide 2"),
+        ((12,), (("a", "c"),), "8 parts do not divide 12"),
+        ((6, 6), ("one", "one"), "axis 'one' is named twice"),
     ):
+        mesh = {"a": 2, "b": 3, "c": 4, "one": 1}
         index = (0,) * len(shape)
         why = f"{why}: array {shape}, mesh {mesh}, spec {spec}"
         t.raises(ValueError, fn, shape, mesh, spec, 4, index, why=why)
@@ -228,6 +239,34 @@ def too_long(*args):
     return right_place(*args, refuse="axis twice divide")
 
 
+@spec_puzzle.mutant(
+    "You let a spec have too many entries if those beyond the last dimension are None. An entry is an entry."
+)
+def too_long_of_none(*args):
+    return right_place(*args, refuse="padded axis twice divide")
+
+
+@spec_puzzle.mutant(
+    "You ask of each axis by itself whether it divides the dimension. The number of parts must: the product "
+    "of the axes' sizes."
+)
+def each_axis_divides(*args):
+    return right_place(*args, refuse="rank axis twice each")
+
+
+@spec_puzzle.mutant(
+    "You leave out axes of size 1 before you look for one that is named twice. Here every name counts."
+)
+def drops_ones(*args):
+    return right_place(*args, ones=True)
+
+
+@spec_puzzle.mutant("The holders are asked for in ascending order.")
+def descending(*args):
+    shard, size, copies, holders = right_place(*args)
+    return shard, size, copies, holders[::-1]
+
+
 # ------------------------------------------------------------------------------- out_sharding
 
 out_sharding = Exercise(
@@ -246,7 +285,7 @@ A computation of two layers, `relu(x w) v`, on a mesh in use with the Explicit a
 | A | `data, -` | `-, tensor` | `tensor, -` | `data, -` | all-reduce | y_BD, [B/data, D] |
 | B | `data, -` | `-, tensor` | `-, tensor` | `data, tensor` | all-gather | h_BF, [B/data, F] |
 | C | `data, tensor` | `tensor, -` | `-, -` | `data, -` | all-reduce | h_BF, [B/data, F] |
-| D | `data, -` | `-, -` | `-, -` | `-, data` | all-to-all | y_BD |
+| D | `data, -` | `-, -` | `-, -` | `-, data` | all-to-all | y_BD, [B, D/data] |
 
 Arguments arrive as the table says; a dash is a whole dimension. F is larger than D. The checks compile your
 function for eight simulated devices and read the HLO: another collective, a second one, or one of more bytes
@@ -274,6 +313,7 @@ def compiles_to(t, fn, case):
     data = pick(t, 2, 4)
     mesh = jax.make_mesh((data, 8 // data), ("data", "tensor"))
     B, D = 8 * number(t, 1, 4), 8 * number(t, 1, 4)
+    D += 8 * (B // data == D)  # else gathering w_DF costs what gathering h_BF does
     F = D + 8 * number(t, 3, 6)
     *specs, result = CASES[case]
     host = [
@@ -399,6 +439,27 @@ def does_not_turn(case):
     return layers_of(D=lambda x, w, v: jax.nn.relu(x @ w) @ v)(case)
 
 
+@out_sharding.mutant(
+    "Case C: your relu is missing, or it acts on each device's partial products. It belongs behind their sum."
+)
+def relu_of_parts(case):
+    def fn(x, w, v):
+        return einsum("bd,df->bf", x, w, "data", None) @ v
+
+    return layers_of(C=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case D: you turn h_BF in place of y_BD. It is wider, and then its product must be summed over devices."
+)
+def turns_the_hidden(case):
+    def fn(x, w, v):
+        h = jax.sharding.reshard(jax.nn.relu(x @ w), P(None, "data"))
+        return jax.sharding.reshard(h @ v, P(None, "data"))
+
+    return layers_of(D=fn)(case)
+
+
 @out_sharding.mutant("There is a relu between the layers. Without it the two products are one.")
 def linear(case):
     def fn(x, w, v):
@@ -433,7 +494,7 @@ Write `split_softmax(x_BV, vocab)`, which does the same inside one `jax.shard_ma
 - `x_BV` is sharded `P("data", "tensor")` on the mesh in use, and so is the result. Either axis may have size 1.
 - The compiled program has exactly two collectives, both all-reduces over `tensor` of one number for each row
   of the device.
-- Logits may be as large as 1000, and a device may have nothing but padding.
+- Numbers may be anything from -1000 to 1000, those of the padding too. A device may have nothing but padding.
 - Its gradient is right. `jax.lax.pmax` has none; the softmax does not depend on what is subtracted from a row,
   so put `jax.lax.stop_gradient` around what you give to `pmax`.
 """,
@@ -493,7 +554,7 @@ def _(fn, t):
 @shard_map_port.check("devices with nothing but padding")
 def _(fn, t):
     x, _ = draw_rows(t, 2)
-    softmax_is(t, fn, x, number(t, 2, x.shape[1] // 4), 2, "tokens on one device only")
+    softmax_is(t, fn, x, number(t, 1, x.shape[1] // 4), 2, "tokens on one device only")
 
 
 @shard_map_port.check("large logits")
@@ -502,6 +563,15 @@ def _(fn, t):
     x = np.where(rng.random(x.shape) < 0.5, x + 90, x - 90).astype(np.float32)
     x[0, number(t, 0, x.shape[1])] = 1000
     softmax_is(t, fn, x, x.shape[1], 2, "logits of 90 and 1000")
+
+
+@shard_map_port.check("padding that is larger than any token")
+def _(fn, t):
+    x, _ = draw_rows(t, 2)
+    vocab = x.shape[1] - number(t, 1, 5)
+    x[:, :vocab] -= 1000
+    x[0, vocab:] = 1000
+    softmax_is(t, fn, x, vocab, 2, "logits of -1000, and 1000 in the padding")
 
 
 @shard_map_port.check("an axis of size one")
@@ -541,8 +611,9 @@ def _(fn, t):
 
 
 def ported(
-    x, vocab, *, columns=True, top="all", stop=True, total=("tensor",), late=False, gather=False
-):
+    x, vocab, *, columns=True, top="all", stop=True, total=("tensor",), late=False, gather=False,
+    fill=-jnp.inf, past=0, early=False, frozen=False,
+):  # fmt: skip
     """The right answer, with what mutants change."""
 
     def one(x):
@@ -552,16 +623,18 @@ def ported(
         if gather:
             x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
             first = 0
-        keep = first + jnp.arange(x.shape[1]) < vocab
-        if not late:
-            x = jnp.where(keep, x, -jnp.inf)
+        keep = first + jnp.arange(x.shape[1]) < vocab + past
         mine = jnp.max(x, axis=1, keepdims=True)
+        if not late:
+            x = jnp.where(keep, x, fill)
+        mine = mine if early else jnp.max(x, axis=1, keepdims=True)
         mine = jax.lax.stop_gradient(mine) if stop else mine
         if top == "all" and not gather:
             mine = jax.lax.pmax(mine, "tensor")
         e = jnp.exp(x - mine if top else x)
         sums = jnp.sum(e, axis=1, keepdims=True)
-        p = e / (jax.lax.psum(sums, total) if total and not gather else sums)
+        sums = jax.lax.psum(sums, total) if total and not gather else sums
+        p = e / (jax.lax.stop_gradient(sums) if frozen else sums)
         if late:
             p = jnp.where(keep, p, 0)
         return jax.lax.dynamic_slice_in_dim(p, me * width, width, axis=1) if gather else p
@@ -615,6 +688,34 @@ def through_pmax(x, vocab):
 )
 def masks_late(x, vocab):
     return ported(x, vocab, late=True)
+
+
+@shard_map_port.mutant(
+    "Your maximum has the padding in it. Where that is large, the exponential of every token is 0: mask before "
+    "the maximum."
+)
+def padded_maximum(x, vocab):
+    return ported(x, vocab, early=True)
+
+
+@shard_map_port.mutant(
+    "You mask with a large negative number, and a token's logit may be as small. -inf is below them all."
+)
+def finite_mask(x, vocab):
+    return ported(x, vocab, fill=-1000.0)
+
+
+@shard_map_port.mutant("Column `vocab` is padding already: you keep one column too many.")
+def one_column_more(x, vocab):
+    return ported(x, vocab, past=1)
+
+
+@shard_map_port.mutant(
+    "`stop_gradient` belongs around the maximum alone. The sum depends on the logits, and so do the "
+    "exponentials."
+)
+def frozen_sum(x, vocab):
+    return ported(x, vocab, frozen=True)
 
 
 @shard_map_port.mutant(
@@ -727,7 +828,7 @@ def _(fn, t):
 
 @rules.check("unknown names")
 def _(fn, t):
-    typo = pick(t, "mpl", "emb", "Heads")
+    typo = pick(t, "mpl", "embd", "Heads")
     for sizes in (axis_sizes(t), axis_sizes(t, "data", "fsdp", "context", "tensor")):
         why = f"{typo!r} is not in the table"
         t.raises(ValueError, fn, ("batch", typo), TABLE, sizes, why=why, match=typo)

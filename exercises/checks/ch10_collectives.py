@@ -82,7 +82,7 @@ def _(fn, t):
 
 @ring_all_reduce.check("one number a part, and integers")
 def _(fn, t):
-    x = t.rng.integers(-(10**6), 10**6, (8, 8)).astype(np.int32)
+    x = t.rng.integers(-(10**8), 10**8, (8, 8)).astype(np.int32)  # float32 would round them
     want = np.broadcast_to(x.sum(0, dtype=np.int32), x.shape)
     t.close(rows_over(mesh_of(8), fn, "a", x), want, rtol=0, atol=0, dtype="int32", why="N = n = 8")
 
@@ -110,6 +110,17 @@ def _(fn, t):
     t.equal(kinds, ["collective-permute"], why="the collectives in the program")
 
 
+@ring_all_reduce.check("to the right neighbour")
+def _(fn, t):
+    mesh = mesh_of(8)
+    program = split(lambda x: fn(x[0], "a")[None], mesh, P("a"), P("a"))
+    jaxpr = jax.make_jaxpr(program)(spec_of(mesh, P("a"), (8, 24))).jaxpr
+    permutes = [e for inner, _ in walk(jaxpr) for e in inner.eqns if e.primitive.name == "ppermute"]
+    pairs = [sorted(tuple(int(i) for i in pair) for pair in e.params["perm"]) for e in permutes]
+    others = [p for p in pairs if p != right(8)]
+    t.equal(others, [], why="permutes on 8 devices, as (from, to), that don't go from i to i + 1")
+
+
 @ring_all_reduce.check("number and bytes of the permutes")
 def _(fn, t):
     for n in (8, 4):
@@ -121,7 +132,7 @@ def _(fn, t):
         t.equal(runs, 2 * (n - 1), why=f"permutes in one run on {n} devices")
 
 
-def ring_with(x, axis, *, first=0, short=0, again=False, start=1):
+def ring_with(x, axis, *, first=0, short=0, more=0, again=False, start=1):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
 
     def add(step, parts):
@@ -133,7 +144,7 @@ def ring_with(x, axis, *, first=0, short=0, again=False, start=1):
         place = parts.at[(me + start - 1 - step) % n]
         return place.add(arriving) if again else place.set(arriving)
 
-    parts = jax.lax.fori_loop(first, n - 1 - short, add, x.reshape(n, -1))
+    parts = jax.lax.fori_loop(first, n - 1 - short + more, add, x.reshape(n, -1))
     return jax.lax.fori_loop(0, n - 1 - short, keep, parts).reshape(-1)
 
 
@@ -177,6 +188,58 @@ def wrong_start(x, axis):
 )
 def a_step_short(x, axis):
     return ring_with(x, axis, short=1)
+
+
+@ring_all_reduce.mutant(
+    "Your first phase makes n steps. After n - 1 all parts are complete, and one more sends them for nothing."
+)
+def a_step_more(x, axis):
+    return ring_with(x, axis, more=1)
+
+
+@ring_all_reduce.mutant(
+    "Your ring turns to the left. The sum is right, but every permute shall go from i to i + 1."
+)
+def to_the_left(x, axis):
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    left = [(b, a) for a, b in right(n)]
+
+    def add(step, parts):
+        arriving = jax.lax.ppermute(parts[(me + step) % n], axis, left)
+        return parts.at[(me + 1 + step) % n].add(arriving)
+
+    def keep(step, parts):
+        arriving = jax.lax.ppermute(parts[(me - 1 + step) % n], axis, left)
+        return parts.at[(me + step) % n].set(arriving)
+
+    parts = jax.lax.fori_loop(0, n - 1, add, x.reshape(n, -1))
+    return jax.lax.fori_loop(0, n - 1, keep, parts).reshape(-1)
+
+
+@ring_all_reduce.mutant(
+    "Your numbers pass through float32, which rounds large integers. Add in the dtype that x_N has."
+)
+def through_float32(x, axis):
+    return ring_with(x.astype(jnp.float32), axis).astype(x.dtype)
+
+
+@ring_all_reduce.mutant(
+    "In your first phase what arrives is added to the part that was just sent. It is the part to the left of "
+    "it: the neighbour sent its own part me - 1 - s."
+)
+def added_to_the_sent(x, axis):
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+
+    def add(step, parts):
+        arriving = jax.lax.ppermute(parts[(me - step) % n], axis, right(n))
+        return parts.at[(me - step) % n].add(arriving)
+
+    def keep(step, parts):
+        arriving = jax.lax.ppermute(parts[(me + 1 - step) % n], axis, right(n))
+        return parts.at[(me - step) % n].set(arriving)
+
+    parts = jax.lax.fori_loop(0, n - 1, add, x.reshape(n, -1))
+    return jax.lax.fori_loop(0, n - 1, keep, parts).reshape(-1)
 
 
 @ring_all_reduce.mutant(
@@ -281,9 +344,9 @@ def _(fn, t):
     predicts(
         t, fn, [("all-reduce", 8, (), "float32"), ("all-gather", 8, (), "float32")], "a scalar"
     )
-    predicts(
-        t, fn, [(kind, 512, (2**20, 2**20, 512), "bfloat16") for kind in KINDS], "2^49 numbers"
-    )
+    odd = 3_000_017, 2_999_999, 1_777_777  # neither int64 nor float32 has their product
+    for shape, why in (((2**20, 2**20, 512), "2^49 numbers"), (odd, "more than 2^63 numbers")):
+        predicts(t, fn, [(kind, 512, shape, "bfloat16") for kind in KINDS], why)
 
 
 @byte_predictor.check("compiled programs")
@@ -352,11 +415,52 @@ def scatter_from_part(kind, group, shape, dtype):
 
 
 @byte_predictor.mutant(
-    "You multiply the sizes in NumPy's 32 or 64 bits, or in float32. Python's integers have no limit."
+    "You multiply the sizes in 32 bits, as `jnp.prod` does. Python's integers have no limit."
 )
 def overflows(kind, group, shape, dtype):
     numbers = int(np.prod(np.array(shape, np.int32), dtype=np.int32)) if shape else 1
     return right_bytes(kind, group, (numbers,), dtype)
+
+
+@byte_predictor.mutant(
+    "You multiply in 64 bits, as `np.prod` does, and 2^63 does not fit. `math.prod` has no limit."
+)
+def overflows_late(kind, group, shape, dtype):
+    with np.errstate(over="ignore"):
+        s = np.prod(np.array(shape, np.int64), dtype=np.int64) * np.int64(jnp.dtype(dtype).itemsize)
+    return right_bytes(kind, group, (int(s),), "int8")
+
+
+@byte_predictor.mutant("You compute in float32, which has 7 digits. The answer is a Python number.")
+def rounds(kind, group, shape, dtype):
+    numbers = float(np.prod(np.array(shape, np.float32), dtype=np.float32))
+    return right_bytes(kind, group, (int(numbers),), dtype)
+
+
+@byte_predictor.mutant(
+    "You round down, and then double. Half of what a device sends in an all-reduce need not be a whole number."
+)
+def floors(kind, group, shape, dtype):
+    if kind == "all-reduce":
+        return 2 * (right_bytes("reduce-scatter", group, shape, dtype) // 1)
+    return right_bytes(kind, group, shape, dtype)
+
+
+@byte_predictor.mutant(
+    "In an all-to-all a device keeps one of its n parts: it sends (group - 1)/group of its operand."
+)
+def all_to_all_whole(kind, group, shape, dtype):
+    kind = "collective-permute" if kind == "all-to-all" and group > 1 else kind
+    return right_bytes(kind, group, shape, dtype)
+
+
+@byte_predictor.mutant(
+    "You take an all-to-all's operand for one part of a whole, as in an all-gather. It has a part for everyone: "
+    "its size is the whole side."
+)
+def all_to_all_from_part(kind, group, shape, dtype):
+    kind = "all-gather" if kind == "all-to-all" else kind
+    return right_bytes(kind, group, shape, dtype)
 
 
 # ------------------------------------------------------------------------- all_to_all_transpose
@@ -425,6 +529,9 @@ def _(fn, t):
     )
     sent = int(sum(c.runs * c.moved for c in found))
     t.equal(sent, 4 * M * N // 8 * 7 // 8, why=f"bytes sent by each device for [{M}, {N}]")
+    narrow = collectives(program, spec_of(mesh_of(8), P("a"), (M, N), "int8"))
+    sent = int(sum(c.runs * c.moved for c in narrow))
+    t.equal(sent, M * N // 8 * 7 // 8, why=f"bytes sent by each device for [{M}, {N}] in int8")
 
 
 @all_to_all_transpose.mutant(
@@ -463,6 +570,38 @@ def dealt(x, axis):
     blocks = x.reshape(R, N // n, n).transpose(2, 0, 1)
     arrived = jax.lax.all_to_all(blocks, axis, 0, 0, tiled=True)
     return arrived.reshape(n * R, N // n).T
+
+
+@all_to_all_transpose.mutant(
+    "You send float32 where the matrix has fewer bits, so more bytes. Nothing is computed here, so no number "
+    "needs another type."
+)
+def sent_wide(x, axis):
+    wide = jax.lax.all_to_all(x.astype(jnp.float32), axis, split_axis=1, concat_axis=0, tiled=True)
+    return wide.T.astype(x.dtype)
+
+
+@all_to_all_transpose.mutant(
+    "The bytes are right, but you send n - 1 messages by permutes. An all-to-all is one collective."
+)
+def by_permutes(x, axis):
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    R, C = x.shape[0], x.shape[1] // n
+    out = jnp.tile(jnp.zeros_like(x[None, :, :C]), (n, 1, 1))
+    for s in range(n):
+        block = jax.lax.dynamic_slice_in_dim(x, (me + s) % n * C, C, axis=1)
+        if s:
+            block = jax.lax.ppermute(block, axis, [(i, (i + s) % n) for i in range(n)])
+        out = out.at[(me - s) % n].set(block)
+    return out.reshape(n * R, C).T
+
+
+@all_to_all_transpose.mutant(
+    "You only reshape what arrives, [M, N/n], to [N/n, M]. Rows become columns by a transpose."
+)
+def reshaped(x, axis):
+    columns = jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
+    return columns.reshape(columns.shape[::-1])
 
 
 @all_to_all_transpose.mutant(
@@ -529,6 +668,9 @@ def _(fn, t):
         got = np.asarray(multiplies(fn, mesh)(put(mesh, MATMUL[0], x), put(mesh, MATMUL[1], w)))
         want = x.astype(np.float64) @ w
         t.close(got, want, rtol=1e-4, atol=1e-4, why=f"{x.shape} by {w.shape} on {n} devices")
+    args = [spec_of(mesh, s, a.shape, "bfloat16") for s, a in zip(MATMUL, (x, w), strict=True)]
+    found = str(jax.eval_shape(multiplies(fn, mesh), *args).dtype)
+    t.equal(found, "bfloat16", why="the result's dtype for bfloat16 arguments")
 
 
 @collective_matmul.check("one row a device, and a row of infinities")
@@ -684,6 +826,13 @@ def collect_first(x, w, axis):
 
     whole = place(jnp.tile(jnp.zeros_like(x), (n, 1)), x, me * rows, 0)
     return jax.lax.fori_loop(1, n, trip, (whole, x))[0] @ w
+
+
+@collective_matmul.mutant(
+    "Your result is float32 whatever x_RD is. Make the first one of the arguments, or with x_RD's dtype."
+)
+def always_wide(x, w, axis):
+    return multiply_with(x, w, axis).astype(jnp.float32)
 
 
 @collective_matmul.mutant(

@@ -96,14 +96,16 @@ def grad_of(fn):
 @remat_policy.check("values")
 def _(fn, t):
     args = draw_stack(t)
-    t.close(fn(*args), right_stack(*args), rtol=1e-3, atol=1e-4, why="the stack's result")
+    t.close(fn(*args), jax.jit(right_stack)(*args), rtol=1e-3, atol=1e-4, why="the stack's result")
 
 
 @remat_policy.check("gradients")
 def _(fn, t):
     args = draw_stack(t)
-    want = grad_of(right_stack)(*args)
-    t.close(grad_of(fn)(*args), want, rtol=1e-3, atol=1e-3, why="gradients of x and weights")
+    want = jax.jit(grad_of(right_stack))(*args)
+    t.close(
+        jax.jit(grad_of(fn))(*args), want, rtol=1e-3, atol=1e-3, why="gradients of x and weights"
+    )
 
 
 @remat_policy.check("the layers are scanned")
@@ -136,7 +138,9 @@ def a_stack(x, weights, *, policy=None, inner=True, outer=False, mark="a"):
         a = checkpoint_name(a, "a") if mark == "a" else a
         h = jax.nn.silu(a)
         h = checkpoint_name(h, "a") if mark == "h" else h
-        return x + jnp.tanh(h @ w["down"]), None
+        y = h @ w["down"]
+        y = checkpoint_name(y, "a") if mark == "y" else y
+        return x + jnp.tanh(y), None
 
     layer = jax.checkpoint(layer, policy=policy) if inner else layer
     whole = lambda x, weights: jax.lax.scan(layer, x, weights)[0]  # noqa: E731
@@ -182,6 +186,13 @@ def keeps_the_wrong_one(x, weights):
 )
 def around_everything(x, weights):
     return a_stack(x, weights, inner=False, outer=True)
+
+
+@remat_policy.mutant(
+    "You named what `down` returns. That is the other product; the one with `up` is asked for."
+)
+def names_the_other(x, weights):
+    return a_stack(x, weights, policy=NAMED, mark="y")
 
 
 @remat_policy.mutant("Your layers stand in the program one by one. Use `jax.lax.scan`.")
@@ -269,7 +280,7 @@ def right_normed(x, weights):
 def _(fn, t):
     for L in (None, 1):
         args = draw_normed(t, L)
-        got, want = fn(*args), right_normed(*args)
+        got, want = fn(*args), jax.jit(right_normed)(*args)
         t.equal(len(got), 2, why="how many values are returned")
         t.close(got[1], want[1], rtol=1e-3, atol=1e-4, why="the mean squares")
         t.close(got[0], want[0], rtol=1e-3, atol=1e-4, why="the last layer's result")
@@ -278,7 +289,8 @@ def _(fn, t):
 @scanned_stack.check("gradients")
 def _(fn, t):
     args = draw_normed(t)
-    t.close(grad_of(fn)(*args), grad_of(right_normed)(*args), rtol=2e-3, atol=2e-3, why="gradients")
+    got, want = (jax.jit(grad_of(run))(*args) for run in (fn, right_normed))
+    t.close(got, want, rtol=2e-3, atol=2e-3, why="gradients")
 
 
 @scanned_stack.check("a program that does not grow")
@@ -362,6 +374,31 @@ def same_number(x, weights):
     return a_scan(x, weights, constant=True)
 
 
+@scanned_stack.mutant(
+    "You stack every layer's result and take the mean squares afterwards: [L, X, D] more to keep. Take them in "
+    "the body."
+)
+def means_afterwards(x, weights):
+    def body(x, inputs):
+        x = normed_layer(x, *inputs)
+        return x, x
+
+    x, all_x = jax.lax.scan(jax.checkpoint(body), x, (jnp.arange(len(weights["norm"])), weights))
+    return x, jnp.mean(all_x**2, axis=(1, 2))
+
+
+@scanned_stack.mutant(
+    "The scan has all its trips unrolled, so each layer stands in the program again. Leave `unroll` out."
+)
+def unrolled_scan(x, weights):
+    def body(x, inputs):
+        x = normed_layer(x, *inputs)
+        return x, jnp.mean(x**2)
+
+    numbers = jnp.arange(len(weights["norm"]))
+    return jax.lax.scan(jax.checkpoint(body), x, (numbers, weights), unroll=True)
+
+
 @scanned_stack.mutant("You take the mean square of what goes into a layer, not of what it returns.")
 def sizes_too_early(x, weights):
     return a_scan(x, weights, late=False)
@@ -401,6 +438,7 @@ def draw_tokens(t, X=24, D=6, V=50, scale=1.0, dtype=np.float32):
     x = jnp.asarray(normal(t, X, D, scale=scale), dtype)
     w = jnp.asarray(normal(t, D, V), dtype)
     targets = t.rng.integers(0, V, size=X).astype(np.int32)
+    targets[1] = 0
     return x, w, targets
 
 
@@ -425,9 +463,9 @@ def _(fn, t):
     x, w, targets = draw_tokens(t)
     want = right_nll(x, w, targets)
     for chunks in (1, 6):
-        got = fn(x, w, targets, chunks)
+        both = jax.value_and_grad(lambda x, w, c=chunks: fn(x, w, targets, c), argnums=(0, 1))
+        got, grads = jax.jit(both)(x, w)
         t.close(got, want[0], rtol=1e-4, atol=1e-3, dtype="float32", why=f"{chunks} chunks")
-        grads = jax.grad(fn, argnums=(0, 1))(x, w, targets, chunks)
         t.close(grads[0], want[1], rtol=1e-3, atol=1e-3, why=f"the gradient of x, {chunks} chunks")
         t.close(grads[1], want[2], rtol=1e-3, atol=1e-3, why=f"the gradient of w, {chunks} chunks")
 
@@ -437,51 +475,19 @@ def _(fn, t):
     x, w, targets = draw_tokens(t)
     targets[t.rng.random(len(targets)) < 0.5] = -1
     targets[:4] = -1
-    targets[-1] = 7
+    targets[-2:] = 0, 7
     want = right_nll(x, w, targets)
-    t.close(fn(x, w, targets, 6), want[0], rtol=1e-4, atol=1e-3, why="the loss, many targets -1")
-    grad = jax.grad(fn)(x, w, targets, 6)
+    got, grad = jax.jit(jax.value_and_grad(lambda x, w: fn(x, w, targets, 6)))(x, w)
+    t.close(got, want[0], rtol=1e-4, atol=1e-3, why="the loss, many targets -1")
     t.close(grad, want[1], rtol=1e-3, atol=1e-3, why="the gradient of x, many targets -1")
 
 
 @chunked_loss.check("large logits")
 def _(fn, t):
     x, w, targets = draw_tokens(t, scale=5e3)
-    got, grad = jax.value_and_grad(fn)(x, w, targets, 4)
+    got, grad = jax.jit(jax.value_and_grad(lambda x, w: fn(x, w, targets, 4)))(x, w)
     t.finite((got, grad), why="logits of about 10000")
     t.close(got, right_nll(x, w, targets)[0], rtol=1e-3, why="the loss of logits of about 10000")
-
-
-@chunked_loss.check("bfloat16")
-def _(fn, t):
-    x, w, targets = draw_tokens(t, X=1024, D=16, V=40, scale=0.5, dtype=jnp.bfloat16)
-    got, want = fn(x, w, targets, 256), right_nll(x, w, targets)[0]
-    t.close(got, want, rtol=3e-4, dtype="float32", why="1,024 tokens in bfloat16, 256 chunks")
-
-
-def largest_array(text):
-    """Numbers of the largest array that an instruction of the program makes."""
-    shapes = re.findall(r"\b(?:f32|bf16|pred|s32|f64)\[([\d,]+)\]", text)
-    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
-
-
-@chunked_loss.check("no array of X times V in the forward pass")
-def _(fn, t):
-    X, D, V, chunks = 256, 8, 512, 16
-    alone = lambda x, w, y: fn(x, w, y, chunks)  # noqa: E731
-    found = largest_array(t.hlo(alone, spec(X, D), spec(D, V), spec(X, dtype="int32")))
-    why = f"an array of {found:,} numbers, X x V = {X * V:,}, in the loss alone"
-    t.true(found < X * V // 2, why=why, observed=found / (X * V))
-
-
-@chunked_loss.check("no array of X times V")
-def _(fn, t):
-    X, D, V, chunks = 256, 8, 512, 16
-    both = jax.value_and_grad(lambda x, w, y: fn(x, w, y, chunks), argnums=(0, 1))
-    text = t.hlo(both, spec(X, D), spec(D, V), spec(X, dtype="int32"))
-    found = largest_array(text)
-    why = f"an array of {found:,} numbers, X x V = {X * V:,}; in {chunks} chunks {X * V // chunks:,} do"
-    t.true(found < X * V // 2, why=why, observed=found / (X * V))
 
 
 @chunked_loss.check("a program that does not grow")
@@ -495,24 +501,83 @@ def _(fn, t):
     t.true(counts[1] < 1.2 * counts[0], why=why, observed=counts[1] / counts[0])
 
 
+@chunked_loss.check("bfloat16")
+def _(fn, t):
+    x, w, targets = draw_tokens(t, X=1024, D=16, V=40, scale=0.5, dtype=jnp.bfloat16)
+    got = jax.jit(lambda x, w: fn(x, w, targets, 256))(x, w)
+    want = right_nll(x, w, targets)[0]
+    t.close(got, want, rtol=3e-4, dtype="float32", why="1,024 tokens in bfloat16, 256 chunks")
+
+
+def largest_array(text):
+    """Numbers of the largest array that an instruction of the program makes."""
+    shapes = re.findall(r"\b(?:f32|bf16|pred|s32|f64)\[([\d,]+)\]", text)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@chunked_loss.check("no array of X times V in the forward pass")
+def _(fn, t):
+    X, D, V, chunks = 256, 8, 512, 32
+    alone = lambda x, w, y: fn(x, w, y, chunks)  # noqa: E731
+    found = largest_array(t.hlo(alone, spec(X, D), spec(D, V), spec(X, dtype="int32")))
+    why = f"an array of {found:,} numbers, X x V = {X * V:,}, in the loss alone"
+    t.true(found < X * V // 8, why=why, observed=found / (X * V))
+
+
+@chunked_loss.check("no array of X times V")
+def _(fn, t):
+    X, D, V, chunks = 256, 8, 512, 32
+    both = jax.value_and_grad(lambda x, w, y: fn(x, w, y, chunks), argnums=(0, 1))
+    text = t.hlo(both, spec(X, D), spec(D, V), spec(X, dtype="int32"))
+    found = largest_array(text)
+    why = f"an array of {found:,} numbers, X x V = {X * V:,}; in {chunks} chunks {X * V // chunks:,} do"
+    t.true(found < X * V // 8, why=why, observed=found / (X * V))
+
+
+@chunked_loss.check("logits in float32")
+def _(fn, t):
+    X, D, V, chunks = 48, 4, 40, 6
+    args = spec(X, D, dtype="bfloat16"), spec(D, V, dtype="bfloat16"), spec(X, dtype="int32")
+    narrow = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            for out in equation.outvars:
+                behind = out.aval.shape[:1] in ((X // chunks,), (X,), ()) and out.aval.shape[
+                    1:
+                ] != (D,)
+                if behind and out.aval.dtype == jnp.bfloat16:
+                    narrow.append(f"{equation.primitive.name} of {list(out.aval.shape)}")
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(inner):
+                    walk(getattr(inner, "jaxpr", inner))
+
+    walk(jax.make_jaxpr(lambda x, w, y: fn(x, w, y, chunks))(*args).jaxpr)
+    why = f"the product or what is behind it is bfloat16 here: {', '.join(narrow[:4])}"
+    t.true(not narrow, why=why, observed=float("dot_general" in "".join(narrow)))
+
+
 def any_nll(
-    x, w, y, chunks, *, again=True, wide=jnp.float32, stable=True, mask=True, mean=False, total=None
-):
+    x, w, y, chunks, *, again=True, wide=jnp.float32, stable=True, mask=True, mean=False, total=None,
+    first=0, behind=None, turned=False,
+):  # fmt: skip
     total_type = total or jnp.float32
 
     def add(total, chunk):
         x, y = chunk
         logits = jnp.einsum("td,dv->tv", x, w, preferred_element_type=wide)
+        logits = logits.astype(behind or jnp.float32)
         top = jnp.max(logits, axis=1, keepdims=True) if stable else jnp.zeros((len(x), 1))
         top = jax.lax.stop_gradient(top)
         normalizer = jnp.log(jnp.sum(jnp.exp(logits - top), axis=1)) + top[:, 0]
         target = jnp.take_along_axis(logits, y[:, None] % w.shape[1], axis=1)[:, 0]
         nll = normalizer - target
-        nll = jnp.where(y >= 0, nll, 0.0) if mask else nll
+        nll = jnp.where(y >= first, nll.astype(jnp.float32), 0.0) if mask else nll
         found = jnp.mean(nll) if mean else jnp.sum(nll)
         return (total + found).astype(total_type), None
 
     add = jax.checkpoint(add) if again else add
+    chunks = len(x) // chunks if turned else chunks
     parts = x.reshape(chunks, -1, x.shape[1]), y.reshape(chunks, -1)
     found = jax.lax.scan(add, jnp.zeros((), total_type), parts)[0].astype(jnp.float32)
     return found / chunks if mean else found
@@ -552,6 +617,36 @@ def mean_of_means(x, w, y, chunks):
 )
 def narrow_sum(x, w, y, chunks):
     return any_nll(x, w, y, chunks, total=x.dtype)
+
+
+@chunked_loss.mutant(
+    "Your product is bfloat16 and widened afterwards: its result was rounded by then. Ask the product for "
+    "float32, by `preferred_element_type`."
+)
+def rounded_product(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, wide=x.dtype)
+
+
+@chunked_loss.mutant(
+    "The product is float32, and then you round it: the normalizer and the target's logit must be float32 too."
+)
+def narrow_behind(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, behind=x.dtype)
+
+
+@chunked_loss.mutant(
+    "You leave out the tokens whose target is 0. It is a token like any other: only negative targets count "
+    "nothing."
+)
+def skips_token_0(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, first=1)
+
+
+@chunked_loss.mutant(
+    "Your chunks have `chunks` tokens each. There shall be `chunks` of them, of X/chunks tokens."
+)
+def turned_chunks(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, turned=True)
 
 
 @chunked_loss.mutant(
@@ -661,6 +756,23 @@ def _(fn, t):
         t.close(got["b"].astype(jnp.float32), 1.0, rtol=4e-3, why=f"{M} parts, a bfloat16 leaf")
 
 
+@f32_accumulators.check("rounded once")
+def _(fn, t):
+    def grads(params, part):
+        count = jnp.sum(part[1])
+        return {"e": jnp.sum(part[1] * part[0].T, axis=1)}, count.astype(jnp.bfloat16)
+
+    x = (1 + 0.25 * t.rng.integers(0, 30, size=(40, 3, 200))).astype(np.float32)
+    mask = (t.rng.random((40, 3)) < 0.7).astype(np.float32)
+    mask[:, 0] = 1
+    got = fn(grads, {"e": jnp.zeros(200, jnp.bfloat16)}, (jnp.asarray(x), jnp.asarray(mask)))
+    got = np.asarray(got["e"].astype(jnp.float32))
+    want = np.asarray(jnp.asarray(right_mean(None, (x, mask)), jnp.bfloat16).astype(jnp.float32))
+    off = int(np.sum(got != want))
+    why = f"{off} of 200 numbers differ from the mean rounded once to bfloat16"
+    t.true(off <= 4, why=why, observed=off / 200)
+
+
 @f32_accumulators.check("unequal parts")
 def _(fn, t):
     params, (x, mask) = draw_parts(t, 64, rows=8)
@@ -700,18 +812,22 @@ def is_jaxpr(x):
 
 
 def any_mean(
-    grad_fn, params, parts, *, sums=jnp.float32, counts=jnp.float32, result=None, means=False
-):
+    grad_fn, params, parts, *, sums=jnp.float32, counts=jnp.float32, result=None, means=False,
+    early=False, ones=False,
+):  # fmt: skip
     def add(total, part):
         grads, count = grad_fn(params, part)
         if means:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
+        if means or ones:
             count = jnp.ones_like(count)
         new = grads, count
         return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total, new), None
 
     zero = jax.tree.map(lambda p: jnp.zeros(p.shape, sums or p.dtype), params)
     (grads, count), _ = jax.lax.scan(add, (zero, jnp.zeros((), counts)), parts)
+    if early:
+        return jax.tree.map(lambda g, p: g.astype(p.dtype) / count.astype(p.dtype), grads, params)
     return jax.tree.map(lambda g, p: (g / count).astype(result or p.dtype), grads, params)
 
 
@@ -749,6 +865,20 @@ def mean_of_part_means(grad_fn, params, parts):
 
 
 @f32_accumulators.mutant(
+    "You round the sum, then divide: rounded twice. Divide in float32 and round what comes out."
+)
+def rounds_early(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, early=True)
+
+
+@f32_accumulators.mutant(
+    "You divide by the number of microbatches. The gradients are sums over tokens: divide by all tokens."
+)
+def divides_by_parts(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, ones=True)
+
+
+@f32_accumulators.mutant(
     "You compute all microbatches' gradients and then add them: M gradients in memory. Scan, and carry the "
     "sum."
 )
@@ -779,9 +909,8 @@ which returns the fastest `(remat, microbatches, offload)` whose peak is at most
 `sizes["logits"]`, all for the batch at once.
 
 - From beginning to end there are P, and O unless offloaded.
-- At the loss and in the backward pass there are besides A/M, and P more for the sum of the gradients if
-  M > 1.
-- At the update there are besides P for the gradients, and O if offloaded: it has to come back.
+- At the loss and in the backward pass A/M comes on top, and P more for the sum of the gradients if M > 1.
+- At the update P comes on top, for the gradients, and O if offloaded: it has to come back.
 - The peak is what is always there plus the larger of these two.
 - A step takes 3 times `seconds["forward"]`, 4 times with remat `"full"`; `seconds["microbatch"]` more for
   each microbatch after the first; and with offload 2 times `seconds["transfer"]`.
@@ -797,22 +926,28 @@ which returns the fastest `(remat, microbatches, offload)` whose peak is at most
 
 
 def all_plans(
-    sizes, seconds, memory, rows, *, back=True, summed=True, divide=True, cheap=True, steps=None
-):
+    sizes, seconds, memory, rows, *, back=True, summed=True, divide=True, cheap=True, steps=None,
+    strict=False, both=False, once=False, first=False, offloads=(False, True), gradients=1, logits=1,
+    again=1, always_summed=False,
+):  # fmt: skip
     P, O = sizes["parameters"], sizes["optimizer"]
     found = []
     for remat in ("none", "full"):
         for M in [m for m in range(1, rows + 1) if rows % m == 0 and (steps is None or m in steps)]:
-            for offload in (False, True):
+            for offload in offloads:
                 held = sizes[f"kept_{remat}"]
-                held = (held + sizes["logits"]) / M if divide else held / M + sizes["logits"]
-                held += P if M > 1 and summed else 0
-                update = P + (O if offload and back else 0)
-                peak = P + (0 if offload else O) + max(held, update)
-                time = seconds["forward"] * (3 + (remat == "full"))
-                time += (M - 1) * seconds["microbatch"] + 2 * offload * seconds["transfer"]
-                if peak <= memory:
+                all_logits = logits * sizes["logits"]
+                held = (held + all_logits) / M if divide else held / M + all_logits
+                held += P if (M > 1 or always_summed) and summed else 0
+                update = gradients * P + (O if offload and back else 0)
+                peak = P + (0 if offload else O) + (held + update if both else max(held, update))
+                time = seconds["forward"] * (3 + again * (remat == "full"))
+                time += (M - 1) * seconds["microbatch"]
+                time += (1 if once else 2) * offload * seconds["transfer"]
+                if peak < memory or (peak == memory and not strict):
                     found.append((time if cheap else peak, (remat, M, offload)))
+    if first and found:
+        return found[0][1]
     return min(found)[1] if found else None
 
 
@@ -832,10 +967,12 @@ def planned(t, fn, sizes, seconds, memory, rows, why):
 
 
 def draw_sizes(t):
-    P = int(t.rng.integers(50, 150))
+    unit = 15 * 4096  # every number of microbatches divides it
+    P = unit * int(t.rng.integers(50, 150))
     none = int(t.rng.integers(2000, 4000))
-    sizes = {"parameters": P, "optimizer": 2 * P, "kept_none": none, "kept_full": none // 20}
-    sizes["logits"] = int(t.rng.integers(200, 400))
+    sizes = {"parameters": P, "optimizer": 2 * P}
+    sizes |= {"kept_none": unit * none, "kept_full": unit * (none // 20)}
+    sizes["logits"] = unit * int(t.rng.integers(200, 400))
     seconds = {"forward": 1.0 + t.rng.random(), "microbatch": 0.1 * (0.5 + t.rng.random())}
     seconds["transfer"] = 0.2 + t.rng.random()
     return sizes, seconds
@@ -844,7 +981,7 @@ def draw_sizes(t):
 @fit_plan.check("plenty of memory")
 def _(fn, t):
     sizes, seconds = draw_sizes(t)
-    planned(t, fn, sizes, seconds, 10**6, 12, "everything fits")
+    planned(t, fn, sizes, seconds, 10**12, 12, "everything fits")
 
 
 @fit_plan.check("no memory")
@@ -867,6 +1004,38 @@ def _(fn, t):
     P = sizes["parameters"]
     memory = 3 * P + (sizes["kept_none"] + sizes["logits"]) // 4 + P // 2
     planned(t, fn, sizes, seconds, memory, 64, "a quarter of the activations and half of P")
+
+
+@fit_plan.check("the way there and the way back")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    sizes["logits"] += 4 * P
+    memory = 3 * P + sizes["kept_none"] + sizes["logits"] - 1
+    for transfer, why in ((0.4, "less"), (0.6, "more")):
+        seconds["transfer"] = transfer * seconds["forward"]
+        why = f"one row, and both ways cost {why} than a forward pass"
+        planned(t, fn, sizes, seconds, memory, 1, why)
+
+
+@fit_plan.check("one row, and a byte more")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    sizes["logits"] += 4 * P
+    seconds["transfer"] = seconds["forward"]
+    for kind in ("none", "full"):
+        least = 3 * P + sizes[f"kept_{kind}"] + sizes["logits"]
+        planned(t, fn, sizes, seconds, least, 1, f"one row; remat {kind} fits exactly")
+
+
+@fit_plan.check("small activations, one row")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    sizes |= {"kept_none": P // 4, "kept_full": P // 8, "logits": P // 4}
+    planned(t, fn, sizes, seconds, 4 * P - 1, 1, "the update needs 4P, a byte more than there is")
+    planned(t, fn, sizes, seconds, 4 * P, 1, "the update needs 4P, and so much there is")
 
 
 @fit_plan.check("between")
@@ -906,6 +1075,61 @@ def no_place_for_the_sum(sizes, seconds, memory, rows):
 )
 def whole_logits(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, divide=False)
+
+
+@fit_plan.mutant("You refuse a plan whose peak is exactly `memory`. At most: equal fits.")
+def strict(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, strict=True)
+
+
+@fit_plan.mutant(
+    "You add what the loss needs and what the update needs. They are not there at the same time: take the larger."
+)
+def both_at_once(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, both=True)
+
+
+@fit_plan.mutant("What is offloaded travels twice in each step: it comes, and it goes.")
+def one_way(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, once=True)
+
+
+@fit_plan.mutant(
+    "You return the first plan that fits. The fastest of all is asked for: look at every plan."
+)
+def first_that_fits(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, first=True)
+
+
+@fit_plan.mutant(
+    "You never offload. It is one of the three ways, and where only it helps you find nothing."
+)
+def no_offload(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, offloads=(False,))
+
+
+@fit_plan.mutant("At the update the gradients are there too: P bytes beside the parameters.")
+def update_without_gradients(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, gradients=0)
+
+
+@fit_plan.mutant("A is what is kept and the logits besides. You left the logits out.")
+def no_logits(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, logits=0)
+
+
+@fit_plan.mutant(
+    "With remat `full` a step takes 4 forward passes' time, with none 3. Yours cost the same."
+)
+def remat_for_nothing(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, again=0)
+
+
+@fit_plan.mutant(
+    "You count the sum of the gradients for one microbatch too. With M = 1 there is nothing to add up."
+)
+def sum_of_one(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, always_summed=True)
 
 
 @fit_plan.mutant("You return the smallest plan. The fastest that fits is asked for.")

@@ -74,6 +74,7 @@ def make_two_layers(case):
         return jnp.einsum("bf,fd->bd", h_BF, v_FD, out_sharding=P("data", None))
 
     def column_column(x_BD, w_DF, v_FD):
+        # Without the reshard the compiler gathers h_BF too: only one side is split where the sum is.
         h_BF = jax.nn.relu(x_BD @ w_DF)
         return jax.sharding.reshard(h_BF, P("data", None)) @ v_FD
 

@@ -1,6 +1,6 @@
 """Settings that lay a model over eight devices, by name.
 
-Chapters: 11, 12, 13.
+Chapters: 12, 13.
 """
 
 # One of every kind of parallelism, and combinations: what the tests prove equal to one device, and what the book draws.

@@ -100,7 +100,10 @@ class MeshConfig(Section):
                 yield f"mesh.{name}={size} is not a size: set it to 1 or more, or to -1 for all remaining devices"
         free = [name for name, size in self.sizes().items() if size == -1]
         if len(free) > 1:
-            yield f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take the remaining devices"
+            yield (
+                f"mesh.{' and mesh.'.join(free)} are both -1, and only one axis can take the remaining devices: set "
+                f"mesh.{free[0]}=1"
+            )
 
 
 class ShardingConfig(Section):
