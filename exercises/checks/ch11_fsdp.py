@@ -1,5 +1,6 @@
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ Write `make_gradient(loss_sum, mesh, microbatches)`. It returns a function of `(
 target token of the whole batch and its gradient, on every device. `loss_sum` gives a *sum* and a *count*.
 
 - The rows are split over the mesh axis `data`, and each device goes through its own in `microbatches` equal parts,
-  one after another in a loop.
+  one after another in a loop: the checks look for arrays with the activations of more than one part.
 - The result is that of one device with all rows, within rounding. Devices and microbatches have very different
   numbers of target tokens, some none. A batch without any gives a loss and a gradient of 0.
 - In one run each number of the gradient is summed over the devices **once**, whatever the number of microbatches, and
@@ -93,7 +94,8 @@ def graded_gradient(fn, t, size, microbatches, rows_each, empty=False):
     mesh, params = devices_along("data", size), text_params(t)
     rows = text_rows(t, size * microbatches * rows_each, empty=empty)
     call = jax.jit(fn(text_loss, mesh, microbatches))
-    return call(put(mesh, P(), params), put(mesh, P("data"), rows)), on_one(params, rows)
+    got = call(put(mesh, P(), params), put(mesh, P("data"), rows))
+    return got, None if empty else on_one(params, rows)
 
 
 @gradient_equality.check("loss and gradient of one device")
@@ -119,22 +121,27 @@ def _(fn, t):
     t.close(grads, want, rtol=0, atol=0, why="the gradient of nothing")
 
 
-@gradient_equality.check("each number is sent once")
+@gradient_equality.check("each number is sent once, and one part is computed at a time")
 def _(fn, t):
     mesh, params = devices_along("data"), text_params(t)
-    args = put(mesh, P(), params), put(mesh, P("data"), text_rows(t, 8 * 4))
-    found = hlo.Module(t.hlo(fn(text_loss, mesh, 4), *args)).collectives()
+    rows = text_rows(t, 8 * 4 * 2)
+    text = t.hlo(fn(text_loss, mesh, 4), put(mesh, P(), params), put(mesh, P("data"), rows))
+    found = hlo.Module(text).collectives()
     kinds = sorted({c.kind for c in found})
     t.equal(kinds, ["all-reduce"], why="kinds of collectives in the program")
     numbers = sum(x.size for x in jax.tree.leaves(params))
     sent = sum(c.runs * c.bytes for c in found)
     why = f"bytes all-reduced in one run with 4 microbatches; the gradient has {4 * numbers}, two scalars 8"
     t.equal(sent, 4 * numbers + 8, why=why)
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\bf32\[([\d,]+)\]", text)}
+    largest, logits = max(map(math.prod, shapes)), 2 * rows["mask"].shape[1] * V
+    why = f"numbers in a device's largest array; the logits of one of its 4 parts have {logits}"
+    t.true(largest < 2 * logits, why=f"{largest} {why}", observed=largest / logits)
 
 
 def gradient_with(
-    *, own=True, once=True, divide="all", guard=True, gather=False, last=False, again=False
-):
+    *, own=True, divide="all", guard=True, gather=False, last=False, again=False, parts=None,
+):  # fmt: skip
     def make(loss_sum, mesh, microbatches):
         n = mesh.shape["data"]
 
@@ -145,19 +152,21 @@ def gradient_with(
             if gather:
                 rows = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), rows)
             params = varying(params) if own else params
-            parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), rows)
+            split = jax.tree.map(lambda x: x.reshape(parts or microbatches, -1, *x.shape[1:]), rows)
 
             def add(sums, part):
                 (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)
                 if divide == "micro":
                     share = 1 / jnp.maximum(count, 1.0) / microbatches
                     total, grads = total * share, jax.tree.map(lambda g: g * share, grads)
+                if divide == "at least 1 each":
+                    count = jnp.maximum(count, 1.0)
                 new = (total, count, grads)
                 return (new if last else jax.tree.map(jnp.add, sums, new)), None
 
             zero = jax.tree.map(jnp.zeros_like, params)
             zeros = varying((jnp.zeros(()), jnp.zeros(())))
-            sums = jax.lax.scan(add, (*zeros, zero), parts)[0]
+            sums = jax.lax.scan(add, (*zeros, zero), split)[0]
             total, count, grads = sums
             if divide in ("own", "micro"):
                 share = (1 / jnp.maximum(count, 1.0) if divide == "own" else 1.0) / n
@@ -165,9 +174,10 @@ def gradient_with(
             mean = jax.lax.pmean if gather else jax.lax.psum
             total, count = mean((total, count), "data")
             grads = mean(grads, "data") if own or again else grads
-            if divide == "all":
+            if divide not in ("own", "micro"):
                 share = 1 / (jnp.maximum(count, 1.0) if guard else count)
-                total, grads = total * share, jax.tree.map(lambda g: g * share, grads)
+                total = total if divide == "gradient" else total * share
+                grads = jax.tree.map(lambda g: g * share, grads)
             return total, grads
 
         return jax.shard_map(of_one_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
@@ -215,6 +225,20 @@ gradient_mutant(
     gather=True,
 )
 gradient_mutant(
+    "The values are right, but all rows of a device are computed at once, so nothing of the memory is saved that "
+    "microbatches are for. Split the rows in `microbatches` parts and go through them in a `jax.lax.scan`, not in a "
+    "`vmap`.",
+    parts=1,
+)
+gradient_mutant(
+    "You take the larger of count and 1 for each part or device, so empty ones count as a token. Only the count of "
+    "the whole batch may be replaced.",
+    divide="at least 1 each",
+)
+gradient_mutant(
+    "Your loss is a sum. Divide it by the count, as you do the gradient.", divide="gradient"
+)
+gradient_mutant(
     "Only the last microbatch is left: your loop replaces what it carries. Add to it.",
     last=True,
 )
@@ -255,22 +279,30 @@ CUT = {"dp": "", "zero1": "m", "zero2": "gm", "fsdp": "pgm"}
 
 
 def right_state(
-    params, scheme, devices, *, cut=None, axis="embed", moments=2, even=False, one=False, lazy=False
-):
+    params, scheme, devices, *, cut=None, axis="embed", moments=2, even=False, one=False, lazy=False,
+    two=False, uneven="refused", short=False, nameless=False, strict=False,
+):  # fmt: skip
     cuts = (cut or CUT)[scheme]
     specs, totals, everything = {}, [0, 0, 0], [0, 0, 0]
     for name, (dims, shape) in params.items():
         places = [i for i, dim in enumerate(dims) if dim == axis]
         if axis == "first":
             places = [0]
-        places = places if devices > 1 or one else []
-        uneven = places and (len(places) > 1 or shape[places[0]] % devices)
-        if uneven and (cuts or lazy) and devices > 1:
+        if strict and cuts and len(places) > 1:
             raise ValueError(name)
+        places = places if devices > 1 or one else []
+        if two:
+            places = places[:1]
+        odd = places and (len(places) > 1 or shape[places[0]] % devices)
+        if odd and (cuts or lazy) and devices > 1:
+            if uneven == "refused":
+                raise ValueError("cannot be cut" if nameless else name)
+            places = [] if uneven == "whole" else places[:1]
         found = []
         for k, (thing, each) in enumerate(zip("pgm", (4, 4, 4 * moments), strict=True)):
             split = places if thing in cuts else []
-            found.append(P(*("fsdp" if i in split else None for i in range(len(dims)))))
+            entries = [] if short and not split else range(len(dims))
+            found.append(P(*("fsdp" if i in split else None for i in entries)))
             size = each * math.prod(shape)
             totals[k] += size // (devices if split else 1)
             everything[k] += size // (devices if thing in cuts else 1)
@@ -380,6 +412,33 @@ state_mutant(
     "You count one moment for each parameter. AdamW has two, 8 bytes a parameter.", moments=1
 )
 state_mutant("You name the axis although it has one device. Then nothing is cut.", one=True)
+state_mutant(
+    "A spec that cuts nothing is empty in your answer. Give it an entry for each dimension: None for each that stays "
+    "whole.",
+    short=True,
+)
+state_mutant(
+    "Where a parameter has two dimensions called `embed` you cut the first. One mesh axis cannot cut two dimensions, "
+    "and which one to cut is not yours to choose: refuse.",
+    two=True,
+)
+state_mutant(
+    "You leave whole what cannot be cut. It would take more memory than the scheme promises, and nobody would be told: "
+    "raise a ValueError.",
+    uneven="whole",
+)
+state_mutant(
+    "You cut dimensions that the number of devices does not divide, and count the bytes of rounded parts. Look at the "
+    "remainder first, and raise a ValueError.",
+    uneven="rounded",
+)
+state_mutant(
+    "Your ValueError does not name the parameter. In a model of a hundred, `embed does not divide` helps nobody.",
+    nameless=True,
+)
+state_mutant(
+    "You refuse on one device. There nothing is cut, so nothing can fail to divide.", strict=True
+)
 state_mutant(
     "You refuse in `dp` too. It cuts nothing, so nothing can fail to divide: ask first what the scheme cuts.",
     lazy=True,
@@ -605,6 +664,25 @@ def wide_backward(x, *weights):
 
 
 @hlo_budget.mutant(
+    "You gather two weights as one array. The bytes are right, but the budget is an all-gather for each weight: "
+    "gather them one by one, and leave it to the compiler to combine."
+)
+def gathers_a_pair(x, *weights):
+    @jax.checkpoint
+    def layer(x, gate, up, down):
+        pair = jnp.stack([gate, up]).astype(x.dtype)
+        gate, up = jax.sharding.reshard(pair, P(None, None, None))
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ whole(down, x.dtype)
+
+    return layer(x, *weights)
+
+
+@hlo_budget.mutant("You forget the residual: a layer adds its result to x.")
+def no_residual(x, *weights):
+    return jax.checkpoint(gathered_layer)(x, *weights) - x
+
+
+@hlo_budget.mutant(
     "The last product still gathers all tokens and turns its result by an all-to-all. Gather `down_FD` as you gather "
     "the others; the tokens stay where they are."
 )
@@ -670,15 +748,18 @@ for you.
 
 def right_costs(
     cut, whole, devices, scheme, microbatches, *, update=4, ones=2, scatter=1, often=True, rest=True,
-    moments=2, uncut=True, keep=True, fetched=2,
+    moments=2, uncut=True, keep=True, fetched=2, new="once", whole_often=False, used=2, held_as=4,
+    floats=False,
 ):  # fmt: skip
     stage = list(CUT).index(scheme)
     held = []
-    for each, start in ((4, 3), (4, 2), (4 * moments, 1)):
+    for each, start in ((4, 3), (held_as, 2), (4 * moments, 1)):
         n = devices if stage >= start else 1
         held.append(each * (cut // n) + each * whole // (1 if uncut else n))
 
     def ring(numbers, each):
+        if floats:
+            return int(each * numbers * ((devices - 1) / devices))
         return each * numbers * (devices - 1) // devices if keep else each * numbers
 
     M = microbatches if often else 1
@@ -686,9 +767,10 @@ def right_costs(
     sent = {
         "dp": ones * ring(cut, 2),
         "zero1": scattered + gather,
-        "zero2": M * scattered + gather,
-        "fsdp": M * (fetched * ring(cut, 2) + scattered),
+        "zero2": M * scattered + (M if new == "each" else 1) * gather,
+        "fsdp": M * (fetched * ring(cut, used) + scattered),
     }[scheme]
+    ones *= M if whole_often else 1
     return (*held, sent + (ones * ring(whole, 2) if rest else 0))
 
 
@@ -764,4 +846,26 @@ costs_mutant(
 costs_mutant(
     "You gather each weight once. It is gathered for the forward pass and again for the backward pass.",
     fetched=1,
+)
+costs_mutant(
+    "Your `zero2` gathers the new parameters after each microbatch. They are new once a step: only the scatter is "
+    "repeated.",
+    new="each",
+)
+costs_mutant(
+    "You all-reduce the gradients of `whole` parameters in each microbatch. They are added up on each device and sent "
+    "once a step.",
+    whole_often=True,
+)
+costs_mutant(
+    "Your `fsdp` gathers float32. Weights that are gathered for use are cast first: 2 bytes each.",
+    used=4,
+)
+costs_mutant(
+    "Your gradients take 2 bytes each on a device. bfloat16 is what is sent; what lies there is float32.",
+    held_as=2,
+)
+costs_mutant(
+    "You divide with `/`, and a float has 53 bits. Multiply first, then divide integers with `//`.",
+    floats=True,
 )

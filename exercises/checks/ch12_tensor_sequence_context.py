@@ -220,6 +220,30 @@ def leaves_parts(x_BTD, gate_DF, up_DF, down_FD):
     return jax.sharding.reshard(down, P("data", "tensor", None))
 
 
+def whole_result(hidden, down):
+    return jnp.einsum("BTF,FD->BTD", hidden, down, out_sharding=P("data", None, None))
+
+
+@tp_mlp.mutant("You apply silu to `up`. It belongs to `gate`.")
+def silu_of_up(x_BTD, gate_DF, up_DF, down_FD):
+    return whole_result(jax.nn.silu(x_BTD @ up_DF) * (x_BTD @ gate_DF), down_FD)
+
+
+@tp_mlp.mutant(
+    "You apply silu to the product of both. It belongs to `gate` alone, before they are multiplied."
+)
+def silu_of_both(x_BTD, gate_DF, up_DF, down_FD):
+    return whole_result(jax.nn.silu((x_BTD @ gate_DF) * (x_BTD @ up_DF)), down_FD)
+
+
+@tp_mlp.mutant(
+    "You gather the batch. Rows lie along `data` and stay there: `out_sharding` names `data` for the first dimension."
+)
+def gathers_rows(x_BTD, gate_DF, up_DF, down_FD):
+    hidden = jax.nn.silu(x_BTD @ gate_DF) * (x_BTD @ up_DF)
+    return jax.sharding.reshard(whole_result(hidden, down_FD), P(None, None, None))
+
+
 # ------------------------------------------------------------------------ vocab_parallel_loss
 
 vocab_loss = Exercise(
@@ -337,7 +361,10 @@ def _(fn, t):
         t.close(g, np.asarray(w), rtol=1e-3, atol=1e-4, why=f"the gradient of {name}")
 
 
-def loss_by_hand(*, top=True, shared=True, stop=True, add=jax.lax.psum, offset=True, masked=True):
+def loss_by_hand(
+    *, top=True, shared=True, stop=True, add=jax.lax.psum, offset=True, masked=True, back=True, for_all=False,
+    collect=False,
+):  # fmt: skip
     """The solution with some of its parts left out."""
 
     def part(x, w, targets):
@@ -345,7 +372,11 @@ def loss_by_hand(*, top=True, shared=True, stop=True, add=jax.lax.psum, offset=T
         v = logits.shape[1]
         highest = jnp.max(logits, axis=1) * (1.0 if top else 0.0)
         highest = jax.lax.stop_gradient(highest) if stop else highest
-        everywhere = jax.lax.pmax(highest, "tensor")
+        highest = jnp.full_like(highest, jnp.max(highest)) if for_all else highest
+        if collect:
+            everywhere = jnp.max(jax.lax.all_gather(highest, "tensor"), axis=0)
+        else:
+            everywhere = jax.lax.pmax(highest, "tensor")
         base = everywhere if shared else highest
         size = add(jnp.sum(jnp.exp(logits - base[:, None]), axis=1), "tensor")
         first = jax.lax.axis_index("tensor") * v if offset else 0
@@ -355,7 +386,8 @@ def loss_by_hand(*, top=True, shared=True, stop=True, add=jax.lax.psum, offset=T
         else:
             index = jnp.clip(targets - first, 0, v - 1)
             target = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0]
-        return everywhere + jnp.log(size) - jax.lax.psum(target, "tensor")
+        log_size = jnp.log(size) + (everywhere if back else 0.0)
+        return log_size - jax.lax.psum(target, "tensor")
 
     def loss(x, w, targets):
         specs = P(), P(None, "tensor"), P()
@@ -365,8 +397,8 @@ def loss_by_hand(*, top=True, shared=True, stop=True, add=jax.lax.psum, offset=T
 
 
 @vocab_loss.mutant(
-    "You gather the logits. Then each device has all V columns, which is what splitting the vocabulary was "
-    "to avoid."
+    "You gather the logits, or the weights that make them. Then each device has all V columns, which is what "
+    "splitting the vocabulary was to avoid."
 )
 def gathers_logits(x_XD, w_DV, targets_X):
     logits = jax.sharding.reshard(jnp.einsum("XD,DV->XV", x_XD, w_DV), P(None, None))
@@ -422,6 +454,28 @@ def differentiates_maximum(x_XD, w_DV, targets_X):
     return loss_by_hand(stop=False)(x_XD, w_DV, targets_X)
 
 
+@vocab_loss.mutant(
+    "You gather the maxima of all devices, n numbers for each token, where one would do: `pmax` of a stopped gradient."
+)
+def gathers_maxima(x_XD, w_DV, targets_X):
+    return loss_by_hand(collect=True)(x_XD, w_DV, targets_X)
+
+
+@vocab_loss.mutant(
+    "You subtract the maximum and never add it back: the normaliser is the maximum plus the logarithm of the sum."
+)
+def never_adds_back(x_XD, w_DV, targets_X):
+    return loss_by_hand(back=False)(x_XD, w_DV, targets_X)
+
+
+@vocab_loss.mutant(
+    "You subtract one maximum for all tokens. Where a token's own logits are far below it, all exponentials are 0 and "
+    "their logarithm is minus infinity: each token has its own maximum."
+)
+def one_maximum_for_all(x_XD, w_DV, targets_X):
+    return loss_by_hand(for_all=True)(x_XD, w_DV, targets_X)
+
+
 # ----------------------------------------------------------------------------- ring_attention
 
 ring = Exercise(
@@ -439,7 +493,8 @@ i has the places i·t to (i+1)·t - 1.
 
 - Keys and values go around a ring by `jax.lax.ppermute`. On n devices each device sends its neighbour
   n - 1 parts of keys and n - 1 of values, and there is no other collective.
-- Blocks are merged by an online softmax: one running `out`, `top` and `size`, divided at the end.
+- Blocks are merged by an online softmax: one running `out`, `top` and `size`, divided at the end. Nothing is
+  collected: no array on a device is larger than its keys and values together.
 - Logits of ±90 give finite and right results. t may be 1, and n need not be even.
 - No load balancing: a device may compute blocks of which it masks everything.
 - It is called inside `jax.jit` and `jax.set_mesh`; you write the `jax.shard_map`.
@@ -511,21 +566,37 @@ def _(fn, t):
     t.true(sent == 14 * part, why=why, observed=sent / part)
 
 
+@ring.check("what a device holds")
+def _(fn, t):
+    # A part of keys is then larger than the scores of a block, and the scores of a whole row are larger than two.
+    n, B, N, per_device, H = 8, 2, 1, 8, 16
+    plain = [normal(t, B, n * per_device, N, H) for _ in "qkv"]
+    mesh = mesh_of(context=n)
+    args = [put(mesh, x, None, "context") for x in plain]
+    compiled, _ = program(t, mesh, fn, *args)
+    found = re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())
+    shapes = {tuple(map(int, dims.split(","))) for dims in found}
+    largest, part = max(shapes, key=math.prod), B * per_device * N * H
+    share = math.prod(largest) / part
+    why = f"the largest array on a device, {list(largest)}, is {share:g} times as large as its keys; at most 2"
+    t.true(share <= 2, why=why, observed=share)
+
+
 def ring_by_hand(
-    *, owner=lambda me, turn, n: (me - turn) % n, masked=-1e30, top=True, rescale=True,
-    average=False, extra=0, scaled=True, gather=False,
+    *, owner=lambda me, turn, n: (me - turn) % n, masked=-1e30, top=True, rescale=True, resize=True,
+    average=False, extra=0, scale=lambda q: math.sqrt(q.shape[3]), gather=False, collect=False, own=True,
 ):  # fmt: skip
     """The solution with some of its parts changed."""
 
     def part(q, k, v):
         n, me = jax.lax.axis_size("context"), jax.lax.axis_index("context")
-        t, H = q.shape[1], q.shape[3]
+        t = q.shape[1]
         place = jnp.arange(t)
         onwards = [(device, (device + 1) % n) for device in range(n)]
 
         def block(k, v, first, keys=t):
-            logits = jnp.einsum("BTNH,BSNH->BNTS", q, k) / (math.sqrt(H) if scaled else 1.0)
-            seen = (me * t + place)[:, None] >= first + jnp.arange(keys)
+            logits = jnp.einsum("BTNH,BSNH->BNTS", q, k) / scale(q)
+            seen = (me * t + place)[:, None] - (not own) >= first + jnp.arange(keys)
             logits = jnp.where(seen, logits, masked)
             highest = jnp.max(logits, axis=-1) * (1.0 if top else 0.0)
             exps = jnp.exp(logits - highest[..., None])
@@ -542,11 +613,24 @@ def ring_by_hand(
             out_2, high_2, size_2 = block(*held, owner(me, number, n) * t)
             new = jnp.maximum(high, high_2)
             a, b = jnp.exp(high - new), jnp.exp(high_2 - new)
-            scale = a[..., None] if rescale else 1.0
-            out = out * scale + out_2 * b[..., None]
-            return ((out, new, size * a + size_2 * b), held), None
+            out = out * (a[..., None] if rescale else 1.0) + out_2 * b[..., None]
+            size = size * a + size_2 * b if resize else size + size_2
+            return ((out, new, size), held), None
 
-        if gather:
+        if collect:
+            hands = [(k, v)]
+            for _ in range(n - 1):
+                hands.append(jax.lax.ppermute(hands[-1], "context", onwards))
+            # In the row's order: what device 0 has, what device 1 has, and so on.
+            turn_of = (me - jnp.arange(n)) % n
+            k, v = (
+                jnp.reshape(
+                    jnp.swapaxes(jnp.stack(x)[turn_of], 0, 1), (q.shape[0], n * t, *q.shape[2:])
+                )
+                for x in zip(*hands, strict=True)
+            )
+            out, _, size = block(k, v, 0, n * t)
+        elif gather:
             k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
             out, _, size = block(k, v, 0, n * t)
         else:
@@ -615,7 +699,45 @@ def divides_each_block(q_BTNH, k_BTNH, v_BTNH):
 
 @ring.mutant("You forget to divide the logits by the square root of H.")
 def not_scaled(q_BTNH, k_BTNH, v_BTNH):
-    return ring_by_hand(scaled=False)(q_BTNH, k_BTNH, v_BTNH)
+    return ring_by_hand(scale=lambda q: 1.0)(q_BTNH, k_BTNH, v_BTNH)
+
+
+@ring.mutant(
+    "You divide the logits by the square root of the number of heads. H is the width of a head, the last dimension."
+)
+def scaled_by_heads(q_BTNH, k_BTNH, v_BTNH):
+    return ring_by_hand(scale=lambda q: math.sqrt(q.shape[2]))(q_BTNH, k_BTNH, v_BTNH)
+
+
+@ring.mutant(
+    "You rescale the sum of values when the maximum grows, but not the sum of exponentials beside it. Both are "
+    "relative to the old maximum."
+)
+def size_not_rescaled(q_BTNH, k_BTNH, v_BTNH):
+    return ring_by_hand(resize=False)(q_BTNH, k_BTNH, v_BTNH)
+
+
+@ring.mutant(
+    "Your mask hides a query's own place. A query at place p sees a key at place s if p >= s."
+)
+def hides_itself(q_BTNH, k_BTNH, v_BTNH):
+    return ring_by_hand(own=False)(q_BTNH, k_BTNH, v_BTNH)
+
+
+@ring.mutant(
+    "Your turns are counted from 0, though the keys have moved before you look: after the first `ppermute` you hold "
+    "the keys of device i - 1."
+)
+def one_turn_behind(q_BTNH, k_BTNH, v_BTNH):
+    return ring_by_hand(owner=lambda me, turn, n: (me - turn + 1) % n)(q_BTNH, k_BTNH, v_BTNH)
+
+
+@ring.mutant(
+    "You collect what comes round and compute with all of it at the end. The bytes sent are right, but each device "
+    "holds the whole row's keys: merge each block when it arrives."
+)
+def collects_keys(q_BTNH, k_BTNH, v_BTNH):
+    return ring_by_hand(collect=True)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
@@ -648,7 +770,8 @@ Write `zigzag_order(T, devices)`, in NumPy. It cuts a row of T tokens in `2 * de
 and returns `(pieces, order, back)`:
 
 - `pieces` [devices, 2]: the two pieces of each device, the earlier first. Causal attention must be the same
-  work for every device, for any T and any number of devices, where the token at place p costs p + 1.
+  work for every device, for any T and any number of devices, where the token at place p costs p + 1. Device i's
+  earlier piece is piece i.
 - `order` [T]: `row[order]` has the tokens of device 0, then those of device 1, and so on. Within a piece tokens
   keep their order.
 - `back` [T]: undoes it, `row[order][back]` is `row`.
@@ -747,6 +870,14 @@ def in_row_order(T, devices):
 )
 def both_rise(T, devices):
     return with_pieces(T, devices, np.arange(2 * devices).reshape(2, devices).T)
+
+
+@zigzag.mutant(
+    "Your pairs are right, and dealt to the devices in another order. Device 0 has the first piece of the row, device "
+    "1 the second."
+)
+def pairs_in_another_order(T, devices):
+    return with_pieces(T, devices, right_order(T, devices)[0][::-1])
 
 
 @zigzag.mutant("You put the later piece of a device first.")

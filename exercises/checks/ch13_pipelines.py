@@ -27,7 +27,8 @@ is `stage`. The naive version above repeats its code in every tick, and its wait
 neither:
 
 - The ticks are one `jax.lax.scan`: the program is no longer for more microbatches.
-- A stage that has nothing to do calls no layer. The check uses a layer whose gradient at zero is not a number.
+- A stage that has nothing to do calls no layer: layers stand in a branch that it does not take. The check also uses a
+  layer whose gradient at zero is not a number.
 - It has a gradient, for w and for x. Autodiff makes the backward pass; you write none.
 - In the forward pass the stages exchange nothing but **one microbatch in each tick**, by collective permute, and at the
   end the result, in one collective.
@@ -73,7 +74,7 @@ def right_stack(layer, w_LDD, x_MBD):
 
 def draw_stack(t, S, M):
     """A mesh, arguments on it, and the same as NumPy arrays."""
-    L, B, D = S * int(t.rng.integers(1, 4)), *(int(n) for n in t.rng.integers(3, 9, 2))
+    L, B, D = S * int(t.rng.integers(2, 4)), *(int(n) for n in t.rng.integers(3, 9, 2))
     mesh = stage_mesh(S)
     w, x = (t.rng.normal(size=s).astype(np.float32) for s in ((L, D, D), (M, B, D)))
     w /= D
@@ -103,10 +104,9 @@ def _(fn, t):
     stack_is_right(t, fn, 4, 6)
 
 
-@gpipe.check("one microbatch, and fewer than stages")
+@gpipe.check("one microbatch, eight stages")
 def _(fn, t):
-    stack_is_right(t, fn, 4, 1)
-    stack_is_right(t, fn, 8, 3)
+    stack_is_right(t, fn, 8, 1)
 
 
 @gpipe.check("what the stages exchange")
@@ -143,7 +143,30 @@ def _(fn, t):
     t.true(few == many, why=why, observed=str((few, many)))
 
 
-def gradients_are_right(t, fn, layer, why):
+def outside_branches(jaxpr):
+    """Names of the primitives that stand in no `cond`."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        held = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns"))
+        for value in held if eqn.primitive.name != "cond" else []:
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from outside_branches(inner)
+
+
+@gpipe.check("a waiting stage calls no layer")
+def _(fn, t):
+    mesh, args, _ = draw_stack(t, 4, 5)
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(lambda w, x: fn(plain_layer, w, x))(*args)
+    count = list(outside_branches(traced.jaxpr)).count("dot_general")
+    why = f"{count} products of layers stand outside of every branch, and so run in every tick"
+    t.true(count == 0, why=why, observed=min(count, 1))
+
+
+@gpipe.check("gradients, of a layer that must not see zeros")
+def _(fn, t):
+    layer = dividing_layer
     mesh, args, plain = draw_stack(t, 4, 5)
     weight = t.rng.normal(size=plain[1].shape).astype(np.float32)
 
@@ -154,22 +177,14 @@ def gradients_are_right(t, fn, layer, why):
     want = jax.jit(total(right_stack))(*plain)
     for name, g, w in zip("wx", got, want, strict=True):
         scale = float(np.abs(w).max())
-        t.close(g, w, rtol=1e-3, atol=1e-4 * scale, why=f"the gradient of {name}{why}")
-
-
-@gpipe.check("gradients")
-def _(fn, t):
-    gradients_are_right(t, fn, plain_layer, "")
-
-
-@gpipe.check("gradients of a layer that must not see zeros")
-def _(fn, t):
-    gradients_are_right(t, fn, dividing_layer, ", with a layer that divides by its input's size")
+        why = f"the gradient of {name}, with a layer that divides by its input's size"
+        t.close(g, w, rtol=1e-3, atol=1e-4 * scale, why=why)
 
 
 def pipeline_with(
-    first=None, step=1, result=None, send=None, always=False, mask=True, unrolled=False
-):
+    first=None, step=1, send=None, always=False, mask=True, unrolled=False, early=0, ahead=0, every=False,
+    order=slice(None), on_data=False,
+):  # fmt: skip
     """The tick loop, with one mistake."""
 
     def fn(layer, w_LDD, x_MBD):
@@ -178,17 +193,22 @@ def pipeline_with(
             ring = [(s, (s + step) % S) for s in range(S)]
 
             def stack(x_BD):
-                for w_DD in w_lDD:
+                for w_DD in w_lDD[order]:
                     x_BD = layer(w_DD, x_BD)
                 return x_BD
 
             def tick(arrived, t):
-                x_BD = jnp.where(stage == 0, x_MBD[jnp.minimum(t, M - 1)], arrived)
-                working = always | ((t >= stage) & (t < stage + M))
+                x_BD = jnp.where(stage == 0, x_MBD[jnp.clip(t + ahead, 0, M - 1)], arrived)
+                working = (t >= stage) & (t < stage + M - early)
+                if on_data:
+                    x_BD = jnp.where(working, x_BD, x_MBD[0])
                 y_BD = stack(x_BD) if always else jax.lax.cond(working, stack, lambda x: x, x_BD)
                 if send:
                     return send(y_BD, stage, S), y_BD
-                return jax.lax.ppermute(y_BD, "stage", ring), y_BD
+                done = y_BD
+                if every:
+                    done = jax.lax.psum(jnp.where(stage == S - 1, y_BD, 0.0), "stage")
+                return jax.lax.ppermute(y_BD, "stage", ring), done
 
             ticks, carry = M + S - 1, jnp.zeros_like(x_MBD[0])
             if unrolled:
@@ -199,7 +219,9 @@ def pipeline_with(
                 y_tBD = jnp.stack(ys)
             else:
                 y_tBD = jax.lax.scan(tick, carry, jnp.arange(ticks))[1]
-            y_MBD = y_tBD[:M] if first == 0 else y_tBD[S - 1 :]
+            y_MBD = y_tBD[S - 1 :] if first is None else y_tBD[first : first + M]
+            if every:
+                return y_MBD
             return jax.lax.psum(jnp.where(stage == S - 1, y_MBD, 0.0) if mask else y_MBD, "stage")
 
         return jax.shard_map(
@@ -257,6 +279,46 @@ def repeats_the_code(layer, w_LDD, x_MBD):
 )
 def computes_rubbish(layer, w_LDD, x_MBD):
     return pipeline_with(always=True)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "Your waiting stages compute layers on some real microbatch. That saves the gradient, not the work: a stage that "
+    "waits should take a branch of `jax.lax.cond` without layers."
+)
+def computes_on_other_rows(layer, w_LDD, x_MBD):
+    return pipeline_with(always=True, on_data=True)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "You stop one tick early: stage s has microbatch t - s while 0 <= t - s < M, and your last one is cut off."
+)
+def stops_early(layer, w_LDD, x_MBD):
+    return pipeline_with(early=1)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "Stage 0 takes the wrong microbatch: in tick t it takes number t, and the first is number 0."
+)
+def one_behind(layer, w_LDD, x_MBD):
+    return pipeline_with(ahead=-1)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant(
+    "You send the last stage's output to all in every tick. Let the scan stack the outputs, and send the results at "
+    "the end, in one collective."
+)
+def sends_each_result(layer, w_LDD, x_MBD):
+    return pipeline_with(every=True)(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant("A stage computes only the first of its layers. It holds L/S of them in `w_LDD`.")
+def first_layer_only(layer, w_LDD, x_MBD):
+    return pipeline_with(order=slice(1))(layer, w_LDD, x_MBD)
+
+
+@gpipe.mutant("Your stages go through their layers from the last to the first.")
+def layers_reversed(layer, w_LDD, x_MBD):
+    return pipeline_with(order=slice(None, None, -1))(layer, w_LDD, x_MBD)
 
 
 # ----------------------------------------------------------------------------------- circular
@@ -359,6 +421,9 @@ def _(fn, t):
 @circular.check("a number of microbatches that does not go round")
 def _(fn, t):
     t.raises(ValueError, fn, 0, 0, 4, 6, 2, why="6 microbatches, 4 stages")
+    t.raises(
+        ValueError, fn, 0, 3, 4, 6, 2, why="6 microbatches, 4 stages, where stage 3 still waits"
+    )
 
 
 @circular.mutant(
@@ -391,6 +456,32 @@ def groups_too_fast(tick, stage, S, M, R):
 def never_ends(tick, stage, S, M, R):
     right_work(0, 0, S, M, R)
     return right_work(tick, stage, S, 100 * M, R)
+
+
+@circular.mutant(
+    "You look at M only where there is work. A number that cannot go round is refused in every tick, on every stage."
+)
+def refuses_late(tick, stage, S, M, R):
+    return right_work(tick, stage, S, M, R) if 0 <= tick - stage < R * M else None
+
+
+@circular.mutant(
+    "Your stages begin too early: before tick s nothing has reached stage s, and it returns None."
+)
+def no_beginning(tick, stage, S, M, R):
+    right_work(0, 0, S, M, R)
+    lap, place = divmod(tick - stage, S)
+    return (lap // R * S + place, lap % R) if tick - stage < R * M else None
+
+
+@circular.mutant(
+    "Your laps have R ticks. A lap is once round all stages: S ticks. After R laps the next set enters."
+)
+def laps_of_groups(tick, stage, S, M, R):
+    if right_work(tick, stage, S, M, R) is None:
+        return None
+    lap, place = divmod(tick - stage, R)
+    return lap // R * S + place, lap % R
 
 
 @circular.mutant(
@@ -442,17 +533,28 @@ def right_plan(schedule, S, R, wanted, forward, backward, send, **wrong):
         step = 1
     busy_only = "busy" in wrong
     M = step
-    while Fraction(S - 1, groups * M + (0 if busy_only else S - 1)) > wanted:
+    counted = 1 if "no_groups" in wrong else groups
+    while Fraction(S - 1, counted * M + (0 if busy_only else S - 1)) > wanted:
+        M += step
+    if "below" in wrong and S > 1 and Fraction(S - 1, groups * M + S - 1) == wanted:
         M += step
     if "floats" in wrong:
         least = math.ceil((S - 1) * (1 - float(wanted)) / (float(wanted) * groups))
         M = max(1, -(-least // step)) * step
+    if "zero" in wrong and S == 1:
+        raise ZeroDivisionError("M is 0")
     if schedule == "1f1b" and "no_remat" not in wrong:
         backward = forward + backward
     slots = groups * M + S - 1
     length = (forward + backward) / (1 if "long_slots" in wrong else groups)
-    seconds = slots * (length + (1 if "one_send" in wrong else 2) * send)
-    idle = (S - 1) / slots if "slots" in wrong else 1 - M * (forward + backward) / seconds
+    sends = (1 if "one_send" in wrong else 2) / (groups if "short_sends" in wrong else 1)
+    seconds = slots * (length + sends * send)
+    busy = forward + backward
+    if schedule == "1f1b" and "again_idle" in wrong:
+        busy -= forward
+    if "busy_groups" in wrong:
+        busy /= groups
+    idle = (S - 1) / slots if "slots" in wrong else 1 - M * busy / seconds
     return M, seconds, idle
 
 
@@ -564,6 +666,51 @@ def counts_slots(schedule, S, R, wanted, forward, backward, send):
 
 
 @bubble.mutant(
+    "You take a bubble below `wanted`. One of exactly `wanted` will do: round up, don't add one."
+)
+def strictly_below(schedule, S, R, wanted, forward, backward, send):
+    return right_plan(schedule, S, R, wanted, forward, backward, send, below=1)
+
+
+@bubble.mutant(
+    "With one stage there is no bubble, and your M is 0. A step has at least one microbatch."
+)
+def no_microbatch(schedule, S, R, wanted, forward, backward, send):
+    return right_plan(schedule, S, R, wanted, forward, backward, send, zero=1)
+
+
+@bubble.mutant(
+    "You count 1F1B's second forward pass as idle. A stage computes in it: computing again is computing."
+)
+def again_is_idle(schedule, S, R, wanted, forward, backward, send):
+    return right_plan(schedule, S, R, wanted, forward, backward, send, again_idle=1)
+
+
+@bubble.mutant(
+    "You divide the sends by R as well. A message has the size of a microbatch whatever the slot computes: `send` "
+    "seconds after every slot."
+)
+def short_sends(schedule, S, R, wanted, forward, backward, send):
+    return right_plan(schedule, S, R, wanted, forward, backward, send, short_sends=1)
+
+
+@bubble.mutant(
+    "You divide a stage's work in a step by R. Its slots are shorter, and there are R times as many: it computes all "
+    "its layers for each microbatch."
+)
+def less_work(schedule, S, R, wanted, forward, backward, send):
+    return right_plan(schedule, S, R, wanted, forward, backward, send, busy_groups=1)
+
+
+@bubble.mutant(
+    "Your circular M is GPipe's. Each microbatch fills R slots, so fewer microbatches make the same bubble: "
+    "(S-1) / (RM + S-1)."
+)
+def m_without_groups(schedule, S, R, wanted, forward, backward, send):
+    return right_plan(schedule, S, R, wanted, forward, backward, send, no_groups=1)
+
+
+@bubble.mutant(
     "You round a float up. Where the bubble is exactly what was wanted, 12.000000000000002 becomes 13: stay "
     "in fractions until you have rounded."
 )
@@ -633,9 +780,16 @@ def _(fn, t):
 
 @balanced.check("layers of different cost")
 def _(fn, t):
-    for _ in range(5):
+    for _ in range(12):
         costs = t.rng.integers(1, 30, int(t.rng.integers(6, 20))).tolist()
         cuts_are_best(t, fn, costs, int(t.rng.integers(2, 6)), f"{costs}")
+
+
+@balanced.check("only the slowest stage counts")
+def _(fn, t):
+    # Of these, cuts by the sum of squares or at even shares of the sum have a slower stage.
+    costs = (int(t.rng.integers(1, 9)) * np.array([7, 3, 11, 11, 1])).tolist()
+    cuts_are_best(t, fn, costs, 4, f"{costs} in 4")
 
 
 @balanced.check("one stage, and as many stages as pieces")
@@ -653,7 +807,9 @@ def _(fn, t):
 
 @balanced.check("a hundred pieces")
 def _(fn, t):
-    cuts_are_best(t, fn, t.rng.integers(50, 150, 100).tolist(), 12, "a hundred pieces in 12")
+    for _ in range(3):
+        costs = t.rng.integers(50, 150, 100).tolist()
+        cuts_are_best(t, fn, costs, 12, "a hundred pieces in 12")
 
 
 @balanced.mutant(
@@ -688,3 +844,60 @@ def fills_to_the_average(costs, S):
             filled = 0
         filled += cost
     return [*cuts, len(costs)]
+
+
+@balanced.mutant(
+    "You cut where the sum so far is nearest to its even share. That is close, and one cut that is a little off moves "
+    "all others: compare all places of the last cut."
+)
+def nearest_share(costs, S):
+    sums, cuts = [0, *itertools.accumulate(costs)], [0]
+    for s in range(1, S):
+        legal = range(cuts[-1] + 1, len(costs) - (S - s) + 1)
+        cuts.append(min(legal, key=lambda i: abs(sums[i] - sums[-1] * s / S)))
+    return [*cuts, len(costs)]
+
+
+@balanced.mutant(
+    "Your cuts have fewer stages than S. With a limit for the slowest stage fewer may be enough; split some of them, "
+    "for no stage may be empty."
+)
+def too_few_stages(costs, S):
+    limit, cuts, filled = best_slowest(costs, S), [0], 0
+    for i, cost in enumerate(costs):
+        if filled + cost > limit:
+            cuts.append(i)
+            filled = 0
+        filled += cost
+    return [*cuts, len(costs)]
+
+
+def cut_by(costs, S, *, first, join, empty=False):
+    """The best cuts, stages added one at a time, by a value of a stage and a way to join two values."""
+    sums, n = [0, *itertools.accumulate(costs)], len(costs)
+    best = {i: (first(sums[i]), [0, i]) for i in range(0 if empty else 1, n + 1)}
+    for s in range(2, S + 1):
+        best = {
+            i: min(
+                (join(best[j][0], first(sums[i] - sums[j])), [*best[j][1], i])
+                for j in range(0 if empty else s - 1, i + empty)
+            )
+            for i in range(0 if empty else s, n + 1)
+        }
+    return best[n][1]
+
+
+@balanced.mutant(
+    "Some of your stages are empty: two cuts are at the same place. The last of s stages begins behind at least s - 1 "
+    "pieces, and has at least one."
+)
+def empty_stages(costs, S):
+    return cut_by(costs, S, first=lambda cost: cost, join=max, empty=True)
+
+
+@balanced.mutant(
+    "You make the sum of squares small. That keeps stages alike, but a tick lasts as long as the slowest alone: take "
+    "the largest of two values, don't add them."
+)
+def least_squares(costs, S):
+    return cut_by(costs, S, first=lambda cost: cost**2, join=lambda a, b: a + b)
