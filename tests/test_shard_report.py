@@ -71,7 +71,7 @@ def test_the_picture_names_the_devices_that_hold_a_part(tiny, layout):
     mesh = make_mesh(cfg.mesh)
     found = [p for p in shard_report.parameters(cfg) if p.name == "params.blocks.ffn.down.w"]
     (axes,) = notebook.draw_sharding(found, mesh).axes[:1]
-    drawn = axes.images[0].get_array()
+    drawn = axes.collections[0].get_array()
     (parameter,) = found
     whole = jax.ShapeDtypeStruct(parameter.shape, np.float32)
     array = leaves.named({"params": init_state(cfg, mesh).params})[parameter.name]
