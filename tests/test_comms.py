@@ -44,12 +44,12 @@ def tiles(layout, *other):
     return *TILES, *LAYOUTS[layout].split(), *other
 
 
-def some(cases, quick):
-    """Marks the cases slow that are not among the quick ones; each compiles a step."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+def some(cases, quick, mark):
+    """Marks the cases that are not among the quick ones; each compiles a step."""
+    return [case if case in quick else pytest.param(case, marks=mark) for case in cases]
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, QUICK))
+@pytest.mark.parametrize("layout", some(LAYOUTS, QUICK, pytest.mark.slow))
 def test_simulated_devices_send_what_the_formula_says(layout):
     found = audited(*small(layout))
     assert found.differences() == {}
@@ -58,7 +58,7 @@ def test_simulated_devices_send_what_the_formula_says(layout):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("layout", some(LAYOUTS, QUICK[:1]))
+@pytest.mark.parametrize("layout", some(LAYOUTS, QUICK[:1], pytest.mark.audit))
 def test_tpus_send_what_the_formula_says(layout):
     found = audited(*tiles(layout), target="v5e:2x4")
     assert found.differences() == {} and found.backend == "tpu"
@@ -93,7 +93,7 @@ def test_the_formula_follows_the_configuration(layout, other):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.audit
 @pytest.mark.parametrize(
     ("layout", "other"),
     [

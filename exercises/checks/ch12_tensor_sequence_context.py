@@ -322,7 +322,9 @@ def _(fn, t):
 @vocab_loss.check("hostile logits, three parts")
 def _(fn, t):
     mesh, (x, w, targets) = draw_loss(t, 3)
-    x[:, 0] = t.rng.choice([-1, 1], len(x)) * t.rng.choice([90, 1000], len(x))
+    x[:, 0] = t.rng.choice([-1, 1], len(x)) * t.rng.permutation(
+        np.where(np.arange(len(x)) % 2, 90, 1000)
+    )
     w[0] = np.where(np.arange(w.shape[1]) % 3, -1, 1)
     w[1:] *= 0.1
     loss_is(t, fn, mesh, (x, w, targets), "logits of 90 and 1000, and of the opposite sign")
