@@ -7,7 +7,7 @@ export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 ON_CPU := JAX_PLATFORMS=cpu
 
-.PHONY: help train test book lab grade check sync clean
+.PHONY: help train test audit book lab grade check sync clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -15,8 +15,11 @@ help:  ## list the targets
 train: .venv/base  ## train a small language model on your Python's own source text (2 minutes)
 	$(BIN)/minitext train $(ARGS)
 
-test: .venv/test  ## run every test
-	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book' $(ARGS)
+test: .venv/test  ## run every test but those of audit and book
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit' $(ARGS)
+
+audit: .venv/test  ## compile larger programs for TPUs: memory, and what every layout sends, as predicted (4 minutes)
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m audit $(ARGS)
 
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
 	rm -rf _build/html

@@ -35,6 +35,7 @@ from minitext.compile_report import LISTED, Report, print_report, render, show_b
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.hw import find_chip
+from minitext.sharding import RULES
 from minitext.targets import parse_target, topology_mesh
 
 __all__ = ["Report", "compile_preset", "compile_step", "print_report", "render", "topology_mesh"]
@@ -94,7 +95,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         compiled, refusal = None, None
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         start = time.perf_counter()
-        with jax.set_mesh(mesh), _no_cache(), _spinner(f"compiling for {target}"):
+        with jax.set_mesh(mesh), no_cache(), _spinner(f"compiling for {target}"):
             try:
                 compiled = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
@@ -107,7 +108,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
         buffers.sort(key=lambda buffer: -buffer.bytes)
-    sizes = _refused_sizes(refusal, assignment, buffers) if refusal else _compiled_sizes(compiled)
+    sizes = _refused_sizes(refusal, assignment, buffers) if refusal else compiled_sizes(compiled)
     available = refusal.available if refusal else chip.usable_bytes
     return Report(
         target=target,
@@ -118,6 +119,7 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         hbm_bytes=chip.hbm_bytes // chip.devices,
         available_bytes=available,
         **sizes,
+        vector_bytes=allocated(assignment)["vector"],
         arguments=_by_part(buffers),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
@@ -136,7 +138,7 @@ def _advise(report: Report, cfg: Config) -> Iterator[str]:
     share = f"{show_bytes(state)} of {show_bytes(available)}"
     ways = math.prod(report.mesh.get(axis, 1) for axis in ("data", "fsdp"))
     if 2 * state > available:
-        if cfg.sharding.rules != "fsdp" or report.mesh.get("data", 1) > 1:
+        if not RULES[cfg.sharding.rules].table["embed"] or report.mesh.get("data", 1) > 1:
             yield (
                 f"every replica's parameters and optimizer state take {share}: shard them further "
                 "with mesh.data=1 mesh.fsdp=-1 sharding.rules=fsdp"
@@ -183,7 +185,8 @@ def _read_dump(folder: str) -> tuple[str, str, str]:
     return texts[0], texts[1], texts[2]
 
 
-def _compiled_sizes(compiled: Any) -> dict[str, int]:
+def compiled_sizes(compiled: Any) -> dict[str, int]:
+    """Returns the bytes on one device that a compiled program needs, as `Report` names them."""
     stats = compiled.memory_analysis()
     own_output = stats.output_size_in_bytes - stats.alias_size_in_bytes
     code = stats.generated_code_size_in_bytes
@@ -232,7 +235,7 @@ def _by_part(buffers: list[Buffer]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
+def no_cache() -> Iterator[None]:
     """Switches off JAX's compilation cache: it writes ahead-of-time programs, can't read them."""
     from jax.experimental.compilation_cache import compilation_cache
 

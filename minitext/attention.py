@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from minitext import kernels
 from minitext.config import ModelConfig
 from minitext.layers import Linear, flatten_tokens, rope, unflatten_tokens
+from minitext.parallel.context import context_attention
 from minitext.sharding import RULES, ShardingRules
 
 
@@ -87,11 +89,14 @@ class GQA(nnx.Module):
         v_BTKH = unflatten_tokens(self.v(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
         q_BTNH = rope(q_BTNH, positions_BT, cfg.rope_theta)
         k_BTKH = rope(k_BTKH, positions_BT, cfg.rope_theta)
+        q_BTNH, k_BTKH, v_BTKH = checkpoint_name((q_BTNH, k_BTKH, v_BTKH), "qkv")
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
         if cache is None or not cache.k.shape[2]:  # nothing came before
-            out_BTNH = kernels.attention(
-                q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, impl=cfg.attention.impl
-            )
+            qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
+            if rules.splits("seq"):
+                out_BTNH = context_attention(*qkvs, rules=rules, method=cfg.attention.context)
+            else:
+                out_BTNH = kernels.attention(*qkvs, impl=cfg.attention.impl)
         else:
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache)
         out_BTF = jax.lax.reshape(
@@ -99,11 +104,13 @@ class GQA(nnx.Module):
             (*out_BTNH.shape[:2], cfg.heads * cfg.H),
             out_sharding=rules.out("batch", "seq", "heads"),
         )
-        return self.o(flatten_tokens(out_BTF, rules)), new
+        out_BTF = checkpoint_name(out_BTF, "attention")
+        out = self.o(flatten_tokens(out_BTF, rules, "heads"))
+        return checkpoint_name(out, "attention_out"), new
 
 
 def make_cache(
-    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["fsdp"]
+    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
 ) -> KVCache:
     """Returns an empty cache for `length` tokens: keys and values [L, B, K, S, H] in the compute type."""
     empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)

@@ -86,11 +86,14 @@ def allocated(assignment: str) -> dict[str, int]:
 
     Returns:
       Bytes of `argument`s, `alias` (arguments whose memory an output reuses), other `output`s and
-      `temporary` memory.
+      `temporary` memory; and `vector`, what a TPU keeps in its vector memory instead.
     """
-    totals = {"argument": 0, "alias": 0, "output": 0, "temporary": 0}
+    totals = {"argument": 0, "alias": 0, "output": 0, "temporary": 0, "vector": 0}
     for line in assignment.splitlines():
-        if (header := _ALLOCATION.match(line)) and (kind := _kind(header[2])):
+        header = _ALLOCATION.match(line)
+        if header and re.search(r"\bcolor 1,.*preallocated-temp", header[2]):
+            totals["vector"] += int(header[1])
+        elif header and (kind := _kind(header[2])):
             totals[kind] += int(header[1])
             if kind == "argument" and "maybe-live-out" in header[2]:
                 totals["alias"] += int(header[1])

@@ -31,6 +31,7 @@ class Report:
       output_bytes: new state and metrics.
       alias_bytes: the part of the outputs that takes over arguments' memory.
       temp_bytes: everything in between: activations, gradients, gathered weights.
+      vector_bytes: what a TPU keeps in its vector memory instead.
       code_bytes: the program itself; 0 if it was not made because it does not fit.
       total_bytes: arguments, outputs that take over no memory, temporaries and code.
       arguments: bytes of each part of the arguments, such as `state.params`.
@@ -52,6 +53,7 @@ class Report:
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
+    vector_bytes: int
     code_bytes: int
     total_bytes: int
     arguments: Mapping[str, int]

@@ -10,8 +10,10 @@ import ctypes
 import gc
 import glob
 import importlib.util
+import math
 import os
 import pkgutil
+from collections.abc import Sequence
 
 from minitext.errors import UserError
 
@@ -62,6 +64,18 @@ def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
             f"{jax.default_backend()} device(s): unset JAX_PLATFORMS and XLA_FLAGS, and ask before JAX starts "
             "(in a notebook: restart the kernel and run the first cell first)"
         )
+
+
+def simulate_for(sizes: Sequence[int], asked: int | None) -> int | None:
+    """Returns how many CPU devices to simulate for a mesh: as asked, or, without an accelerator, as it needs.
+
+    Args:
+      sizes: of the mesh's axes; -1 takes what is there.
+      asked: `mesh.simulate`.
+    """
+    needed = math.prod(size for size in sizes if size != -1)
+    on_cpu = os.environ.get("JAX_PLATFORMS", "" if accelerator_is_visible() else "cpu") == "cpu"
+    return asked if asked or needed == 1 or not on_cpu else needed
 
 
 def accelerator_is_visible() -> bool:

@@ -5,6 +5,7 @@ Chapters: 4.
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from minitext.config import ModelConfig
 from minitext.layers import Linear
@@ -26,8 +27,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         """Maps tokens [X, D] to [X, D]."""
-        hidden_XF = _gated(self.gate(x_XD, "mlp"), self.up(x_XD, "mlp"))
-        return self.down(hidden_XF)
+        gate_XF, up_XF = checkpoint_name((self.gate(x_XD, "mlp"), self.up(x_XD, "mlp")), "gate_up")
+        return self.down(checkpoint_name(_gated(gate_XF, up_XF), "hidden"))
 
 
 # Computed again in the backward pass. Autodiff would keep two more arrays of [X, F] of each layer, a fifth of a step's

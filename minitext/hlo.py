@@ -55,8 +55,7 @@ class Instruction(NamedTuple):
 def type_bytes(text: str) -> int:
     """Returns the size of an HLO type in bytes, tuples summed, padding not counted.
 
-    Args:
-      text: such as `bf16[8,128]{1,0}` or `(f32[4], s4[3])`; other text counts nothing.
+    The text is such as `bf16[8,128]{1,0}` or `(f32[4], s4[3])`; other text counts nothing.
     """
     total = 0
     for name, bits, dims in _TYPE.findall(text):
@@ -70,9 +69,7 @@ def type_bytes(text: str) -> int:
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
     """Splits a module's text into computations.
 
-    Returns:
-      The instructions of every computation by its name, and the entry computation's name (None if
-      there is none).
+    Returns the instructions of every computation by its name, and the entry computation's name (None if there is none).
     """
     found: dict[str, list[Instruction]] = {}
     entry, current = None, None
@@ -131,6 +128,7 @@ class Collective(NamedTuple):
         the array of an all-reduce.
       runs: how often one run of the module executes it.
       overlapped: names of the instructions between its start and its done; None if it blocks.
+      arrays: type and bytes of each array in it: compilers combine collectives.
     """
 
     kind: str
@@ -139,6 +137,7 @@ class Collective(NamedTuple):
     bytes: int
     runs: int
     overlapped: tuple[str, ...] | None
+    arrays: tuple[tuple[str, int], ...]
 
     @property
     def moved(self) -> float:
@@ -219,8 +218,9 @@ class Module:
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
             if chain and between is None:
                 between = self._along(chain[0])
-            size = _whole_side(i, self._sizes[name])
-            found.append(Collective(kind, i.name, group, size, runs, between))
+            arrays = _whole_side(i, self._sizes[name])
+            size = sum(size for _, size in arrays)
+            found.append(Collective(kind, i.name, group, size, runs, between, arrays))
         return found
 
     def _along(self, chain: str) -> tuple[str, ...] | None:
@@ -243,8 +243,7 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
     counts once, and so does each branch of a conditional. What is counted and whose bytes they are:
     `Module.collectives` and `Collective`.
 
-    Returns:
-      Kind -> (count, bytes), kinds that don't occur left out.
+    Returns kind -> (count, bytes), kinds that don't occur left out.
     """
     totals: dict[str, tuple[int, int]] = {}
     for found in Module(text).collectives():
@@ -266,14 +265,16 @@ def _group(line: str, devices: int) -> int:
     return max(1, devices)
 
 
-def _whole_side(collective: Instruction, sizes: dict[str, int]) -> int:
-    operands = sum(sizes.get(operand, 0) for operand in collective.operands)
-    result = 0 if collective.opcode == "send" else collective.bytes
-    if collective.opcode.endswith("-start") and result > operands:
-        # The type is a tuple of the operands, the results and, of a permute, two counters.
-        words = collective.line.partition(f" {collective.opcode}(")[0].count("u32[]")
-        result -= operands + 4 * words
-    return max(operands, result)
+def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    operands = [sizes.get(operand, 0) for operand in collective.operands]
+    written = collective.line.partition(f" {collective.opcode}(")[0]
+    results = [(match[1], type_bytes(match[0])) for match in _TYPE.finditer(written)]
+    if collective.opcode == "send":  # of one array, after a token
+        return ((results[0][0], sum(operands)),) if results else ()
+    # The type of a start is a tuple of the operands, the results and, of a permute, two counters.
+    if collective.opcode.endswith("-start") and len(results) >= 2 * len(operands):
+        results = results[len(operands) :]
+    return tuple((kind, max(n, size)) for n, (kind, size) in zip(operands, results, strict=False))
 
 
 def _between(start: Instruction, computation: list[Instruction]) -> tuple[str, ...]:

@@ -9,17 +9,25 @@ Chapters: 4.
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from minitext import kernels
-from minitext.sharding import ShardingRules
+from minitext.sharding import STORAGE_AXES, ShardingRules
 
 
 def make_param(
-    key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, scale: float = 1.0
+    key: jax.Array,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    fan_in: int,
+    scale: float = 1.0,
+    rules: ShardingRules,
 ) -> nnx.Param:
     """Makes a float32 weight with named dimensions.
 
@@ -29,15 +37,17 @@ def make_param(
       axes: one dimension name per dimension, for `ShardingRules`.
       fan_in: number of inputs that are summed into one output.
       scale: factor on the standard deviation 1/sqrt(fan_in).
+      rules: where the dimensions lie: each device draws its own part, and no device needs room for more.
 
     Returns:
       A parameter drawn from a normal distribution truncated at two standard deviations, whose variance is kept.
     """
     # A standard normal cut at +-2 has standard deviation 0.8796; dividing restores the one that is asked for.
     std = scale / math.sqrt(fan_in) / 0.87962566
-    return nnx.Param(
-        std * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32), axes=axes
+    drawn = jax.random.truncated_normal(
+        key, -2.0, 2.0, shape, jnp.float32, out_sharding=rules.out(*axes)
     )
+    return nnx.Param(std * drawn, axes=axes)
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
@@ -97,9 +107,9 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A bias-free projection of the last dimension, `y_XF = x_XD @ w_DF` with all leading dimensions in X.
 
-    The caller flattens [B, T, D] to [B*T, D] once per layer (`flatten_tokens`). XLA's CPU backend then sees plain
-    two-dimensional products in the forward and the backward pass; with two leading dimensions the gradient of the
-    weight contracts over both and is preceded by a transposed copy. On TPU and GPU the reshape is free.
+    The caller flattens [B, T, D] to [B*T, D] once per layer (`flatten_tokens`) where rows are whole. XLA's CPU backend
+    then sees plain two-dimensional products in the forward and the backward pass; with two leading dimensions the
+    gradient of the weight contracts over both and is preceded by a transposed copy. On TPU and GPU the reshape is free.
     """
 
     def __init__(
@@ -112,33 +122,64 @@ class Linear(nnx.Module):
         rules: ShardingRules,
         scale: float = 1.0,
     ):
-        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale)
+        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
         self.axes, self.rules = axes, rules
 
-    def __call__(self, x_XD: jax.Array, out: str = "act") -> jax.Array:
-        """Projects x [X, D] to [X, F] in x's type; `out` names the output's last dimension."""
-        w_DF = self.rules.gather(self.w.get_value(), *self.axes).astype(x_XD.dtype)
-        return _project(x_XD, w_DF, self.rules.out("batch", out))
+    def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
+        """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
+        rules, features = self.rules, "act" if self.axes[0] == "embed" else self.axes[0]
+        places = Places(
+            rules.out(*_token_names(x), features),
+            rules.out(*self.axes, drop=STORAGE_AXES),
+            rules.out(*_token_names(x, residual=out == "act"), out),
+        )
+        return _project(x, self.w.get_value(), places)
 
 
+class Places(NamedTuple):
+    """Where a product wants its factors and its result; None where no mesh is set."""
+
+    x: PartitionSpec | None
+    w: PartitionSpec | None
+    y: PartitionSpec | None
+
+
+def _token_names(x: jax.Array, residual: bool = False) -> tuple[str, ...]:
+    return ("batch",) if x.ndim == 2 else ("batch", "residual" if residual else "seq")
+
+
+# What is kept for the backward pass is what is stored: split tokens and split weights are gathered again.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _project(x_XD, w_DF, out_sharding):
-    return _product("XD,DF->XF", x_XD, w_DF, out_sharding)
+def _project(x, w_DF, places):
+    return _product("...D,DF->...F", *_gathered(x, w_DF, places), places.y)
 
 
-def _project_forward(x_XD, w_DF, out_sharding):
-    return _project(x_XD, w_DF, out_sharding), (x_XD, w_DF)
+def _gathered(x, w_DF, places: Places) -> tuple[jax.Array, jax.Array]:
+    """Both factors where the product wants them, in the compute type: that is sent, not the parameters' float32."""
+    w_DF = w_DF.astype(x.dtype)
+    if places.x is None:
+        return x, w_DF
+    return jax.sharding.reshard(x, places.x), jax.sharding.reshard(w_DF, places.w)
 
 
-def _project_backward(_, residuals, grad_XF):
-    x_XD, w_DF = residuals
-    x_DX = x_XD.T
-    if kernels.platform() == "cpu":
-        # Autodiff leaves the transposition of x to the product, and so would XLA without the barrier; its CPU backend
-        # then takes a slower product: in float32 310 GFLOP/s against 415, in bfloat16 320 against 800.
-        x_DX = jax.lax.optimization_barrier(x_DX[None])[0]
-    grad_w = _product("DX,XF->DF", x_DX, grad_XF, _sharding(w_DF))
-    return _product("XF,DF->XD", grad_XF, w_DF, _sharding(x_XD)), grad_w
+def _project_forward(x, w_DF, places):
+    return _project(x, w_DF, places), (x, w_DF)
+
+
+def _project_backward(places, residuals, grad):
+    x, w_DF = residuals
+    x_whole, w_whole = _gathered(x, w_DF, places)
+    if x.ndim == 3:
+        grad_w = _product("BTD,BTF->DF", x_whole, grad, _sharding(w_DF))
+    else:
+        x_DX = x_whole.T
+        if kernels.platform() == "cpu":
+            # Autodiff leaves the transposition of x to the product, and so would XLA without the barrier; its CPU
+            # backend then takes a slower product: in float32 310 GFLOP/s against 415, in bfloat16 320 against 800.
+            x_DX = jax.lax.optimization_barrier(x_DX[None])[0]
+        grad_w = _product("DX,XF->DF", x_DX, grad, _sharding(w_DF))
+    grad_x = _product("...F,DF->...D", grad, w_whole, _sharding(x))
+    return grad_x, grad_w.astype(w_DF.dtype)
 
 
 _project.defvjp(_project_forward, _project_backward)
@@ -181,33 +222,42 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
         # fan_in 1: token vectors have unit variance per feature, which RMSNorm expects of the residual stream.
-        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1)
+        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
         self.rules = rules
 
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
-        table_VD = self.rules.gather(self.table.get_value(), "vocab", "embed").astype(dtype)
-        return table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
+        table_VD = self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
+        x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
+        return self.rules.shard(x_BTD, "batch", "residual", "act")
 
-    def attend(self, x_XD: jax.Array) -> jax.Array:
-        """Returns the products of x [X, D] with every token vector, [X, V], scaled by 1/sqrt(D)."""
-        table_VD = self.rules.gather(self.table.get_value(), "vocab", "embed").astype(x_XD.dtype)
-        logits = jnp.einsum(
-            "XD,VD->XV", x_XD, table_VD, out_sharding=self.rules.out("batch", "vocab")
-        )
-        return logits / math.sqrt(x_XD.shape[-1])
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Returns the products of x [..., D] with every token vector, [..., V], scaled by 1/sqrt(D)."""
+        rules, names = self.rules, _token_names(x)
+        table_VD = rules.gather(self.table.get_value().astype(x.dtype), "vocab", "embed")
+        x = rules.shard(x, *names, "act")
+        logits = jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))
+        return logits / math.sqrt(x.shape[-1])
 
 
-def flatten_tokens(x: jax.Array, rules: ShardingRules) -> jax.Array:
-    """Reshapes [B, T, ...] to [B*T, ...]."""
+def flatten_tokens(x: jax.Array, rules: ShardingRules, *names: str | None) -> jax.Array:
+    """Reshapes [B, T, ...] to [B*T, ...] where no row is split over devices; elsewhere leaves it.
+
+    The dimensions behind T have these names; without names they are whole.
+    There the tokens of a device would be strides of B*T, which no sharding describes.
+    """
+    if rules.splits("seq", "residual"):
+        return x
     shape = (x.shape[0] * x.shape[1], *x.shape[2:])
-    rest = (None,) * (x.ndim - 2)
+    rest = names or (None,) * (x.ndim - 2)
     return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
 
 
 def unflatten_tokens(
     x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules
 ) -> jax.Array:
-    """Reshapes [B*T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
-    shape = (batch, x.shape[0] // batch, *sizes)
-    return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", "seq", *names))
+    """Reshapes [B*T, ...] or [B, T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
+    length = x.shape[1] if rules.splits("seq", "residual") else x.shape[0] // batch
+    return jax.lax.reshape(
+        x, (batch, length, *sizes), out_sharding=rules.out("batch", "seq", *names)
+    )

@@ -6,8 +6,12 @@ target tokens, and a mean of their means would weight the tokens unequally.
 Chapters: 6.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+
+from minitext.sharding import ShardingRules
 
 
 def cross_entropy(
@@ -26,7 +30,12 @@ def cross_entropy(
     logits_BTV = logits_BTV.astype(jnp.float32)
     normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     # A masked sum, not a gather: it stays local when the vocabulary is sharded, and fuses with the logsumexp.
-    hit_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[:, :, None]
+    # The numbers to compare with are made where the logits are: `arange` would count the whole vocabulary everywhere.
+    place = jax.typeof(logits_BTV).sharding
+    id_BTV = jax.lax.broadcasted_iota(
+        jnp.int32, logits_BTV.shape, 2, out_sharding=None if place.mesh.empty else place
+    )
+    hit_BTV = id_BTV == targets_BT[:, :, None]
     target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, 0.0), axis=-1)
     return normalizer_BT - target_BT + z_loss * jnp.square(normalizer_BT)
 
@@ -34,3 +43,41 @@ def cross_entropy(
 def masked_sum(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
     """Returns the sum of the values where the mask is not 0, as a float32 scalar."""
     return jnp.sum(jnp.where(mask_BT != 0, values_BT, 0.0))
+
+
+def sum_in_chunks(
+    sums: Callable[..., tuple[jax.Array, jax.Array]],
+    x_BTD: jax.Array,
+    *per_token_BT: jax.Array,
+    chunks: int,
+    rules: ShardingRules,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds up `sums(x_BtD, *per_token_Bt)` over chunks of the sequence, each computed again in the backward pass.
+
+    What a chunk makes of its tokens (their logits, t*V numbers for each row) exists for one chunk at a time. A chunk's
+    share of an unsplit parameter's gradient is added up in float32, and weights that fsdp splits are gathered once more
+    for each chunk.
+
+    Args:
+      sums: returns two float32 scalars.
+      x_BTD: [B, T, D] hidden states.
+      per_token_BT: [B, T] arrays.
+      chunks: how many; it divides the tokens of a row that a device holds.
+      rules: where tokens lie.
+    """
+
+    def split(x, *names):
+        # Token t goes to chunk t % M, so that every device keeps its own tokens and nothing moves.
+        (B, T, *rest), M = x.shape, chunks
+        out = rules.out(*names[:2], None, *names[2:])
+        return jnp.moveaxis(jax.lax.reshape(x, (B, T // M, M, *rest), out_sharding=out), 2, 0)
+
+    @jax.checkpoint
+    def add(total, chunk):
+        return jax.tree.map(jnp.add, total, sums(*chunk)), None
+
+    arrays = (
+        split(x_BTD, "batch", "residual", "act"),
+        *(split(x, "batch", "seq") for x in per_token_BT),
+    )
+    return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), arrays)[0]

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from minitext.config import MeshConfig
 from minitext.errors import UserError
 
 AXES = tuple(MeshConfig().sizes())
+BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of these
 
 
 def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
@@ -47,21 +49,40 @@ def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
 def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """Arranges devices in a mesh with the axes `AXES`, all Explicit.
 
+    Devices that are neighbours on an axis are neighbours on the interconnect. Of several TPU slices, which only the
+    data-centre network joins, one axis alone crosses from one to the next: `data`, or else `stage`, or else `fsdp`,
+    in the order of what they send.
+
     Args:
       cfg: sizes of the axes; by default all devices lie along `data`.
       devices: real, simulated or ahead-of-time devices; by default all that JAX sees.
 
     Raises:
-      UserError: if the sizes do not fit the number of devices.
+      UserError: if the sizes do not fit the number of devices or of slices.
     """
-    cfg = cfg or MeshConfig()
-    if devices is None:
-        devices = jax.devices()
-    sizes = resolve_axes(cfg, len(devices))
-    # make_mesh orders the devices of a TPU slice so that neighbours on an axis are neighbours on the interconnect.
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        AXES,
-        axis_types=(AxisType.Explicit,) * len(AXES),
-        devices=list(devices),
-    )
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_axes(cfg or MeshConfig(), len(devices))
+    types = (AxisType.Explicit,) * len(AXES)
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if len(slices) > 1:
+        return Mesh(_arrange_slices(sizes, len(slices), devices), AXES, axis_types=types)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+
+
+def _arrange_slices(sizes: dict[str, int], slices: int, devices: list[Any]) -> np.ndarray:
+    from jax.experimental import mesh_utils
+
+    across = next((axis for axis in ("data", "stage", "fsdp") if sizes[axis] % slices == 0), None)
+    if across is None:
+        raise UserError(
+            f"{slices} slices divide none of mesh.data={sizes['data']}, mesh.stage={sizes['stage']} and "
+            f"mesh.fsdp={sizes['fsdp']}: make one of them a multiple of {slices}"
+        )
+    between = {axis: slices if axis == across else 1 for axis in sizes}
+    within = [size // between[axis] for axis, size in sizes.items()]
+    try:
+        return mesh_utils.create_hybrid_device_mesh(
+            within, list(between.values()), devices, allow_split_physical_axes=True
+        )
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"{slices} slices: {error}: choose other mesh.* sizes") from error

@@ -7,6 +7,8 @@ apart (`unstack_layers`): a slice of a stack is a copy, as expensive as the prod
 Chapters: 4, 14.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext.attention import GQA, KVCache
-from minitext.config import GQAConfig, ModelConfig, Section, SwiGLUConfig
+from minitext.config import GQAConfig, ModelConfig, PipelineConfig, Section, SwiGLUConfig
 from minitext.ffn import SwiGLU
 from minitext.layers import (
     Embedding,
@@ -24,15 +26,20 @@ from minitext.layers import (
     flatten_tokens,
     unflatten_tokens,
 )
+from minitext.parallel.context import zigzag
+from minitext.parallel.pipeline import pipelined
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
 VARIANTS: dict[type[Section], type[nnx.Module]] = {GQAConfig: GQA, SwiGLUConfig: SwiGLU}
 
-REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+
+def remat(layer: Callable, cfg: ModelConfig) -> Callable:
+    """Returns the layer with the recomputation that `model.remat` asks for in its backward pass."""
+    if cfg.remat == "none":
+        return layer
+    # JAX's policies for products do not see those inside of a custom_vjp (`Linear`); names they see.
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
 
 
 class Block(nnx.Module):
@@ -63,14 +70,24 @@ class Transformer(nnx.Module):
     Args:
       cfg: sizes and numerics.
       rules: sharding rules; they matter only where a mesh is set.
+      pipeline: how microbatches pass through the layers; it matters only where a mesh splits these.
       rngs: `nnx.Rngs(seed)`; draws the parameters.
     """
 
-    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules = RULES["fsdp"], rngs: nnx.Rngs):
-        self.cfg, self.rules = cfg, rules
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        rules: ShardingRules = RULES["all"],
+        pipeline: PipelineConfig | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.rules, self.pipeline = cfg, rules, pipeline or PipelineConfig()
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
-        self.blocks: Any = stacked(rngs.split(cfg.layers))  # or an nnx.List: unstack_layers
+        # Each device draws the layers that it keeps.
+        each = jax.tree.map(lambda keys: rules.shard(keys, "layers"), rngs.split(cfg.layers))
+        self.blocks: Any = stacked(each)  # or an nnx.List: unstack_layers
         self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         if not cfg.tie_embeddings:
             # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
@@ -101,24 +118,74 @@ class Transformer(nnx.Module):
         Returns:
           Logits [B, T, V] in float32; with a cache, (logits, keys and values of the T tokens for `KVCache.append`).
         """
-        cfg, rules = self.cfg, self.rules
+        x_BTD, new = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
+        logits_BTV = self.logits(x_BTD)
+        return logits_BTV if cache is None else (logits_BTV, new)
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Returns what the output layer reads, [B, T, D] normalised, and with a cache its new keys and values."""
+        rules = self.rules
         B, T = tokens_BT.shape
         if positions_BT is None:
             start = 0 if cache is None else cache.length
             positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
             positions_BT = rules.shard(positions_BT, "batch", "seq")
-        x_XD = flatten_tokens(self.embed(tokens_BT, jnp.dtype(cfg.dtype)), rules)
-        x_XD, new = self._layers(x_XD, positions_BT, segment_ids_BT, cache)
-        x_XD = self.norm(x_XD)
+        arrays: Any = tokens_BT, positions_BT, segment_ids_BT
+        tokens_BT, positions_BT, segment_ids_BT = self.order_tokens(arrays)
+        x_XD = self.embed_tokens(tokens_BT)
+        if cache is None and rules.splits("layers"):
+            graphdef, params = nnx.split(self.blocks)
+
+            def layers(params, x_XD, seen):
+                return self.apply_layers(nnx.merge(graphdef, params), x_XD, *seen)[0]
+
+            seen: Any = positions_BT, segment_ids_BT
+            x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
+            return self.finish(x_XD, B), None
+        x_XD, new = self.apply_layers(self.blocks, x_XD, positions_BT, segment_ids_BT, cache)
+        return self.finish(x_XD, B), new
+
+    @property
+    def _ring(self) -> bool:
+        return self.rules.splits("seq") and self.cfg.attention.context == "ring"
+
+    def order_tokens(self, arrays: Any) -> Any:
+        """Returns arrays [B, T] of tokens, positions and so on with tokens in the order in which layers take them."""
+        order = partial(zigzag, rules=self.rules)
+        return jax.tree.map(lambda x: order(x, "batch", "seq"), arrays) if self._ring else arrays
+
+    def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the residual stream before the first layer, [B*T, D], of tokens in the layers' order."""
+        return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
+
+    def finish(self, x_XD: jax.Array, batch: int) -> jax.Array:
+        """Returns what the output layer reads, [B, T, D], of the residual stream after the last layer."""
+        if self._ring:
+            x_XD = zigzag(x_XD, "batch", "residual", "act", rules=self.rules, back=True)
+        shape = (batch, x_XD.size // batch // self.cfg.embed, self.cfg.embed)
+        where = self.rules.out("batch", "residual", "act")
+        return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V] of hidden states [B, T, D], in float32."""
+        cfg, rules = self.cfg, self.rules
+        x_XD = flatten_tokens(x_BTD, rules)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
         # Softmax follows: bfloat16 logits would cost more accuracy than they save.
-        logits_BTV = unflatten_tokens(
-            logits_XV.astype(jnp.float32), B, "vocab", sizes=(cfg.vocab,), rules=rules
+        return unflatten_tokens(
+            logits_XV.astype(jnp.float32), len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules
         )
-        return logits_BTV if cache is None else (logits_BTV, new)
 
-    def _layers(self, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None):
-        """Runs the layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
+    def apply_layers(
+        self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None = None
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Runs layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
         kv: Any = None if cache is None else (cache.k, cache.v)
 
         def run(block: Any, x, kv: Any):
@@ -127,21 +194,20 @@ class Transformer(nnx.Module):
             x, new = block(x, positions_BT, segment_ids_BT, one)
             return x, None if cache is None else (new.k, new.v)
 
-        if isinstance(self.blocks, nnx.List):
+        if isinstance(blocks, nnx.List):
             news = []
-            for block, *one in zip(self.blocks, *kv, strict=True):
+            for block, *one in zip(blocks, *kv, strict=True):
                 x_XD, new = run(block, x_XD, one)
                 news.append(new)
             k, v = zip(*news, strict=True)
             return x_XD, KVCache(k, v, positions_BT.shape[1])
-        graphdef, params = nnx.split(self.blocks)
+        graphdef, params = nnx.split(blocks)
 
         def layer(x, inputs):
             params_l, kv_l = inputs
             return run(nnx.merge(graphdef, params_l), x, kv_l)
 
-        if self.cfg.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.cfg.remat])
+        layer = remat(layer, self.cfg)
         x_XD, new = _run_stack(layer, x_XD, (params, kv), self.cfg.scan_layers)
         return x_XD, None if new is None else KVCache(new[0], new[1], positions_BT.shape[1])
 

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from minitext import disk, hw
+from minitext import disk, hw, stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, to_yaml
 from minitext.data import Batches, make_batches
 from minitext.errors import UserError
 from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
+from minitext.mesh_check import check_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops, count_params
 from minitext.rundir import (
@@ -45,7 +46,6 @@ from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from minitext.train import (
     TrainState,
     abstract_state,
-    check_mesh,
     evaluate,
     make_eval_step,
     make_train_step,
@@ -209,7 +209,8 @@ class _Loop:
         rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
         prompt = rows[0, :PROMPT_TOKENS].tolist()
         # One row cannot be spread over a batch axis: the parameters come to one device.
-        params = jax.device_put(jax.device_get(state.params), jax.local_devices()[0])
+        params = stacks.as_one_stack(jax.device_get(state.params))
+        params = jax.device_put(params, jax.local_devices()[0])
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
             tokens = list(
                 generate(

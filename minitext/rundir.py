@@ -46,6 +46,7 @@ RESUMABLE = (
     "model.scan_layers",
     "model.remat",
     "model.attention.impl",
+    "model.attention.context",
     "optim.",
     "mesh.",
     "sharding.",

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from minitext.config import MeshConfig
 from minitext.errors import UserError
 from minitext.hw import CHIPS, Chip
-from minitext.mesh import make_mesh, resolve_axes
+from minitext.mesh import make_mesh
 
 EXAMPLES = "target=v5e:2x2, target=v5p:4x4x4, target='v5e:16x16 slices=2' or target=h100:1x2x8"
 KNOWN = (*(name for name, chip in CHIPS.items() if chip.platform == "tpu"), "h100")
@@ -149,32 +149,7 @@ def topology_mesh(target: str | Target, mesh_cfg: MeshConfig | None = None) -> M
         devices.
     """
     parsed = parse_target(target) if isinstance(target, str) else target
-    devices = topology_devices(parsed)
-    if parsed.slices == 1:
-        return make_mesh(mesh_cfg, devices)
-    return _mesh_of_slices(parsed, mesh_cfg or MeshConfig(), devices)
-
-
-def _mesh_of_slices(target: Target, mesh_cfg: MeshConfig, devices: list[Any]) -> Mesh:
-    """Lays slices along `data`, or else `fsdp`, so that one axis alone crosses the slow network."""
-    from jax.experimental import mesh_utils
-
-    sizes = resolve_axes(mesh_cfg, len(devices))
-    across = [name for name in ("data", "fsdp") if sizes[name] % target.slices == 0]
-    if not across:
-        raise UserError(
-            f"target={target}: slices={target.slices} divides neither mesh.data={sizes['data']} nor "
-            f"mesh.fsdp={sizes['fsdp']}: make one of them a multiple of it"
-        )
-    slices = {name: target.slices if name == across[0] else 1 for name in sizes}
-    within = [size // slices[name] for name, size in sizes.items()]
-    try:
-        array = mesh_utils.create_hybrid_device_mesh(
-            within, list(slices.values()), devices, allow_split_physical_axes=True
-        )
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(f"target={target}: {error}: choose other mesh.* sizes") from error
-    return Mesh(array, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    return make_mesh(mesh_cfg, topology_devices(parsed))
 
 
 def _tpu_devices(target: Target) -> list[Any]:

@@ -6,22 +6,28 @@ are not there. Nothing here looks at `jax.devices()`; the mesh says where arrays
 Chapters: 6.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from minitext import stacks
 from minitext.config import Config
-from minitext.errors import UserError
-from minitext.loss import cross_entropy, masked_sum
+from minitext.loss import cross_entropy, masked_sum, sum_in_chunks
+from minitext.mesh import BATCH_AXES
+from minitext.mesh_check import HOST, check_mesh
 from minitext.model import Transformer
 from minitext.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
-from minitext.sharding import RULES, tree_shardings
+from minitext.parallel.pipeline import Pieces, one_forward_one_backward, split_rows
+from minitext.parallel.schedule import count_microbatches, stored_groups
+from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -43,54 +49,44 @@ class TrainState:
     opt_state: Any
 
 
-def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses a mesh that the configuration cannot use, before anything is compiled.
-
-    Raises:
-      UserError: if a mesh axis has no use under the rules, or the batch or a parameter cannot be split over it.
-    """
-    rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
-    for axis, size in shape.items():
-        if size > 1 and axis not in rules.axes():
-            usable = ", ".join(f"mesh.{a}" for a in shape if a in rules.axes())
-            raise UserError(
-                f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
-                f"only {usable}"
-            )
-    ways = shape["data"] * shape["fsdp"]
-    per_microbatch = cfg.train.global_batch // cfg.train.microbatches
-    if per_microbatch % ways:
-        raise UserError(
-            f"train.global_batch={cfg.train.global_batch} in train.microbatches={cfg.train.microbatches} gives "
-            f"{per_microbatch} sequences, which mesh.data={shape['data']} x mesh.fsdp={shape['fsdp']} does not divide: "
-            f"choose train.global_batch as a multiple of {ways * cfg.train.microbatches}"
-        )
-    if rules.table["embed"] and cfg.model.embed % shape["fsdp"]:
-        raise UserError(
-            f"model.embed={cfg.model.embed} is not divisible by mesh.fsdp={shape['fsdp']}: choose a multiple of it, "
-            "or sharding.rules=dp"
-        )
-
-
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        shapes = jax.eval_shape(lambda: _init(cfg))
-    shardings = tree_shardings(shapes, mesh, RULES[cfg.sharding.rules])
+        shapes = jax.eval_shape(
+            lambda: _init(cfg, stored_groups(cfg.pipeline, mesh.shape["stage"]))
+        )
+    rules = RULES[cfg.sharding.rules]
+    shardings = tree_shardings(shapes, mesh, rules)
+    of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
+    if cfg.optim.offload:
+        of_optimizer = jax.tree.map(lambda s: s.with_memory_kind(HOST), of_optimizer)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        dataclasses.replace(shardings, opt_state=of_optimizer),
     )
 
 
-def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """Draws the parameters from `train.seed`; every array is born on its shard."""
+def make_init(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[], TrainState]:
+    """Returns the jitted function that draws the state; every array is born on its shard."""
+    check_mesh(cfg, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
+    return jax.jit(lambda: _init(cfg, groups), out_shardings=shardings)
+
+
+def init_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """Draws the parameters from `train.seed` onto a mesh, the same on every mesh."""
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: _init(cfg), out_shardings=shardings)()
+        return make_init(cfg, mesh)()
 
 
-def _init(cfg: Config) -> TrainState:
+def _init(cfg: Config, repeats: int = 1) -> TrainState:
+    """Draws the state; a circular pipeline's layers are stored [repeats, L / repeats, ...]."""
     model = Transformer(cfg.model, rules=RULES[cfg.sharding.rules], rngs=nnx.Rngs(cfg.train.seed))
+    if repeats > 1:
+        graphdef, blocks = nnx.split(model.blocks)
+        model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
     params = nnx.state(model, nnx.Param)
     opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
@@ -99,7 +95,7 @@ def _init(cfg: Config) -> TrainState:
 def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, types and shardings of one batch, [B, T] each."""
     shape = (cfg.train.global_batch, cfg.data.seq_len)
-    sharding = NamedSharding(mesh, RULES[cfg.sharding.rules].spec(("batch", "seq")))
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))  # as `make_batches` places it
     kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
         "loss_mask": jnp.float32
     }
@@ -124,26 +120,79 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
 
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
-    rules = RULES[cfg.sharding.rules]
-    return nnx.graphdef(
-        nnx.eval_shape(lambda: Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0)))
-    )
+    new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)
+    return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Returns a function of (params, batch) giving the summed loss and the summed negative log-likelihood, in nats."""
-    graphdef = model_def(cfg)
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
 
     def loss_fn(params, batch):
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         model = nnx.merge(graphdef, params)
-        logits_BTV = model(batch["tokens"], batch["positions"], batch["segment_ids"])
-        nll = masked_sum(cross_entropy(logits_BTV, batch["targets"]), batch["loss_mask"])
-        if not cfg.train.z_loss:
-            return nll, nll
-        total = cross_entropy(logits_BTV, batch["targets"], z_loss=cfg.train.z_loss)
-        return masked_sum(total, batch["loss_mask"]), nll
+        x_BTD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        return _summed_loss(cfg, model, x_BTD, batch)
 
     return loss_fn
+
+
+def _summed_loss(
+    cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """The summed loss and negative log-likelihood of what the output layer reads."""
+
+    def sums(x_BTD, targets_BT, mask_BT):
+        logits_BTV = model.logits(x_BTD)
+        nll = masked_sum(cross_entropy(logits_BTV, targets_BT), mask_BT)
+        if not cfg.train.z_loss:
+            return nll, nll
+        total = cross_entropy(logits_BTV, targets_BT, z_loss=cfg.train.z_loss)
+        return masked_sum(total, mask_BT), nll
+
+    tokens, chunks = (x_BTD, batch["targets"], batch["loss_mask"]), cfg.train.loss_chunks
+    if chunks == 1:
+        return sums(*tokens)
+    return sum_in_chunks(sums, *tokens, chunks=chunks, rules=RULES[cfg.sharding.rules])
+
+
+def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
+    """Returns a function of (params, batch) giving (summed loss, summed log-likelihood) and the loss's gradients.
+
+    It is autodiff's, but for the pipeline schedule 1F1B, whose order of forward and backward work autodiff cannot give.
+    """
+    S = mesh.shape["stage"]
+    if S == 1 or cfg.pipeline.schedule != "1f1b":
+        return jax.value_and_grad(make_loss_fn(cfg), has_aux=True)
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+
+    def value_and_grad(params, batch):
+        model = nnx.merge(graphdef, params)
+        blocks, outer = nnx.split_state(params, nnx.PathContains("blocks"), ...)
+        blocks_def = nnx.graphdef(model.blocks)
+
+        def with_outer(outer):
+            return nnx.merge(graphdef, nnx.merge_state(outer, blocks))
+
+        def layers(blocks, x_XD, one):
+            seen = model.order_tokens((one["positions"], one["segment_ids"]))
+            return model.apply_layers(nnx.merge(blocks_def, blocks["blocks"]), x_XD, *seen)[0]
+
+        def loss(outer, x_XD, one):
+            model = with_outer(outer)
+            x_BTD = model.finish(x_XD, one["tokens"].shape[0])
+            return _summed_loss(cfg, model, x_BTD, one)
+
+        def embed(outer, one):
+            return with_outer(outer).embed_tokens(model.order_tokens(one["tokens"]))
+
+        M = count_microbatches(cfg.pipeline, S, batch["tokens"].shape[0] // rules.ways("batch"))
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
+        parts = {n: split_rows(x, M, "batch", "seq", rules=rules) for n, x in batch.items()}
+        sums, grads = one_forward_one_backward(Pieces(embed, layers, loss), outer, blocks, parts)
+        return sums, nnx.merge_state(*grads)
+
+    return value_and_grad
 
 
 def make_train_step(
@@ -154,29 +203,49 @@ def make_train_step(
     Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
     `learning_rate`, and `tokens` (target tokens in the batch).
     """
-    check_mesh(cfg, mesh)
-    optimizer = make_optimizer(cfg.optim, cfg.train.steps)
-    schedule = make_schedule(cfg.optim, cfg.train.steps)
-    gradients = accumulate(jax.value_and_grad(make_loss_fn(cfg), has_aux=True), cfg)
+    step = make_step_fn(cfg, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return step(state, batch)[:2]
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_step_fn(
+    cfg: Config, mesh: Mesh | AbstractMesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics, Any]]:
+    """Returns the function that `make_train_step` jits, `(state, batch) -> (state, metrics, gradients)`."""
+    check_mesh(cfg, mesh)
+    rules = RULES[cfg.sharding.rules]
+    optimizer = make_optimizer(cfg.optim, cfg.train.steps)
+    schedule = make_schedule(cfg.optim, cfg.train.steps)
+    gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Any]:
         # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
         # by how full their part of the batch is.
         tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
         nll, grads = gradients(state.params, batch)
         share = 1.0 / jnp.maximum(tokens, 1.0)
+        # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
+        params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
         grads = jax.tree.map(lambda g: g * share, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        opt_state = state.opt_state
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
+        params = reshard_tree(optax.apply_updates(params, updates), rules)
         metrics = {
             "loss": nll * share,
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": tokens,
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state), metrics, grads
 
-    return jax.jit(train_step, donate_argnums=0)
+    return step
 
 
 def accumulate(
@@ -187,19 +256,18 @@ def accumulate(
 
     def whole(params, batch):
         (_, nll), grads = value_and_grad(params, batch)
-        return nll, grads
+        return nll, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
 
     def split(x_BT):
-        # Row b goes to microbatch b % M, so that every device keeps its own rows and nothing moves.
-        B, T = x_BT.shape
-        x = jax.lax.reshape(x_BT, (B // M, M, T), out_sharding=rules.out("batch", None, "seq"))
-        return jnp.swapaxes(x, 0, 1)
+        return split_rows(x_BT, M, "batch", None, rules=rules)
 
     def in_parts(params, batch):
         def add(total, part):
             return jax.tree.map(jnp.add, total, whole(params, part)), None
 
         zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
+        if rules.scatter:
+            zero = reshard_tree(zero, rules.of_optimizer)
         return jax.lax.scan(add, zero, jax.tree.map(split, batch))[0]
 
     return whole if M == 1 else in_parts

@@ -15,7 +15,12 @@ from minitext import devices
 from minitext.config import MeshConfig
 from minitext.mesh import make_mesh
 
+# Tests compile small programs most of the time, and half of that is LLVM's optimisations. This process does without;
+# the commands that it starts, and the book, run with them.
+FLAGS = os.environ.get("XLA_FLAGS")
+os.environ["XLA_FLAGS"] = f"{FLAGS or ''} --xla_backend_optimization_level=0"
 devices.start(8)
+os.environ.pop("XLA_FLAGS") if FLAGS is None else os.environ.update(XLA_FLAGS=FLAGS)
 devices.use_compilation_cache()
 # The first example of a property compiles; how long that takes says nothing about the property.
 hypothesis.settings.register_profile("minitext", deadline=None)

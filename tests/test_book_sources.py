@@ -111,3 +111,11 @@ def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkey
         assert f"`benchmarks/{name}.py`, {found[name][-1]['date'][:4]}" in text
     measured.figure(found["train_cpu"], tmp_path / "a.svg")
     assert "</svg>" in (tmp_path / "a.svg").read_text()
+
+
+def test_the_bibliography_can_be_read_and_has_what_is_cited():
+    database = pytest.importorskip("pybtex.database")
+    known = set(database.parse_file(str(ROOT / "book" / "references.bib")).entries)
+    for page in [*(ROOT / "notebooks").glob("*.md"), *(ROOT / "book").glob("*.md")]:
+        for cited in re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", page.read_text()):
+            assert {key.strip() for key in cited.split(",")} <= known, page.name

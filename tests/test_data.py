@@ -260,7 +260,7 @@ def test_on_a_mesh_batches_are_the_same_arrays_sharded(tmp_path, cache_path):
         placed, plain = batches(cfg, mesh=mesh), batches(cfg)
         for _ in range(3):
             batch = next(placed)
-            assert batch["tokens"].sharding.spec == jax.P(("data", "fsdp"), None)
+            assert batch["tokens"].sharding.spec == jax.P(("data", "fsdp", "expert"), None)
             assert batch["tokens"].addressable_data(0).shape == (1, 16)
             same({key: np.asarray(value) for key, value in batch.items()}, next(plain))
     with pytest.raises(UserError, match=r"global_batch=6 is not divisible .* a multiple of 4"):

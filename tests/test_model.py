@@ -95,6 +95,31 @@ def test_scan_and_remat_change_nothing(model, scan, remat):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("save", [("qkv", "gate_up"), ("attention", "attention_out", "hidden")])
+def test_what_remat_keeps_by_name_changes_no_bit(save):
+    def gradient(**changes):
+        graphdef, params = nnx.split(make(scan_layers=True, **changes))
+        loss = lambda p: jnp.sum(jnp.square(nnx.merge(graphdef, p)(TOKENS)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    kept, full = gradient(remat="names", remat_save=save), gradient(remat="full")
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(full), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"remat": "names", "remat_save": ["qkv", "gates"]}, "gates: choose among qkv, attention"),
+        ({"remat": "names"}, "it is empty"),
+        ({"remat": "full", "remat_save": ["qkv"]}, "has no use with model.remat=full"),
+    ],
+)
+def test_names_to_keep_are_checked(changes, says):
+    with pytest.raises(ValueError, match=says):
+        ModelConfig(**changes)
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_cache_gives_the_logits_of_the_whole_row(scan):
     model = make(scan_layers=scan)

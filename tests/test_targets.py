@@ -110,11 +110,17 @@ def test_mesh_has_the_axes_of_every_mesh():
 
 @needs_libtpu
 def test_slices_lie_along_one_axis():
-    for axes, across in (({"data": 4, "fsdp": 8}, "data"), ({"data": 1, "fsdp": 32}, "fsdp")):
+    for axes, across in (
+        ({"data": 4, "fsdp": 8}, "data"),
+        ({"data": 1, "fsdp": 32}, "fsdp"),
+        ({"data": 1, "stage": 2, "fsdp": 16}, "stage"),
+    ):
         mesh = topology_mesh("v5e:4x4 slices=2", MeshConfig(**axes))
         assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | axes
         slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
         first, second = np.split(slices, 2, axis=AXES.index(across))
         assert not first.any() and second.all()
-    with pytest.raises(UserError, match=r"divides neither mesh.data=1 nor mesh.fsdp=1"):
+    with pytest.raises(
+        UserError, match=r"3 slices divide none of mesh.data=1, mesh.stage=1 and mesh.fsdp=1"
+    ):
         topology_mesh("v5e:4x4 slices=3", MeshConfig(data=1, tensor=48))

@@ -1,19 +1,43 @@
 """The train step: token weighting, accumulation, donation, and bit-equal reruns."""
 
+import functools
+import math
+import re
+
 import jax
 import numpy as np
 import pytest
-from test_sharding import batch_for
+from test_aot import needs_libtpu
 
+from minitext.equality import packed_batch
 from minitext.errors import UserError
+from minitext.memory import stored_bytes
 from minitext.mesh import make_mesh
-from minitext.train import abstract_state, check_mesh, init_state, make_eval_step, make_train_step
+from minitext.mesh_check import check_mesh
+from minitext.targets import topology_mesh
+from minitext.train import (
+    abstract_batch,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_loss_fn,
+    make_train_step,
+)
+
+
+def loss_and_gradients(cfg, mesh):
+    state = init_state(cfg, mesh)
+    with jax.set_mesh(mesh):
+        (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True))(
+            state.params, packed_batch(cfg, mesh, 0)
+        )
+    return float(loss), jax.device_get(grads)
 
 
 def run(cfg, mesh, steps=2):
     state, step, losses = init_state(cfg, mesh), make_train_step(cfg, mesh), []
     for seed in range(steps):
-        state, metrics = step(state, batch_for(cfg, mesh, seed))
+        state, metrics = step(state, packed_batch(cfg, mesh, seed))
         losses.append(jax.device_get(metrics))
     return losses, jax.device_get(state)
 
@@ -45,7 +69,7 @@ def test_two_runs_are_bit_equal(tiny, one_device):
 
 def test_the_old_state_is_donated(tiny, one_device):
     cfg = tiny()
-    state, batch = init_state(cfg, one_device), batch_for(cfg, one_device, 0)
+    state, batch = init_state(cfg, one_device), packed_batch(cfg, one_device, 0)
     make_train_step(cfg, one_device)(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
@@ -59,7 +83,7 @@ def test_z_loss_changes_the_gradient_and_not_the_reported_loss(tiny, one_device)
 
 def test_a_batch_without_targets_changes_nothing_to_nan(tiny, one_device):
     cfg = tiny()
-    batch = batch_for(cfg, one_device, 0)
+    batch = packed_batch(cfg, one_device, 0)
     batch["loss_mask"] = batch["loss_mask"] * 0
     _, metrics = make_train_step(cfg, one_device)(init_state(cfg, one_device), batch)
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["tokens"] == 0
@@ -67,7 +91,7 @@ def test_a_batch_without_targets_changes_nothing_to_nan(tiny, one_device):
 
 def test_eval_sums_and_counts(tiny, one_device):
     cfg = tiny()
-    batch = batch_for(cfg, one_device, 0)
+    batch = packed_batch(cfg, one_device, 0)
     nll, tokens = make_eval_step(cfg)(init_state(cfg, one_device).params, batch)
     (metrics, _), _ = run(cfg, one_device)
     np.testing.assert_allclose(nll / tokens, metrics["loss"], rtol=1e-6)
@@ -87,13 +111,123 @@ def test_abstract_state_is_the_state(tiny):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["mesh.tensor=2"], "mesh.tensor=2"),
+        (["mesh.tensor=2", "sharding.rules=fsdp"], "mesh.tensor=2"),
         (["train.global_batch=12"], "train.global_batch=12"),
         (["train.microbatches=4"], "train.microbatches=4"),
         (["mesh.fsdp=8", "model.embed=36", "model.heads=2"], "model.embed=36"),
+        (["train.loss_chunks=3"], "train.loss_chunks=3"),
+        (
+            ["mesh.context=8", "data.seq_len=36"],
+            "data.seq_len=36 is not divisible by mesh.context=8",
+        ),
+        (["mesh.stage=8", "model.vocab=258"], "model.layers=2 is not divisible by mesh.stage=8"),
+        (["train.loss_chunks=8", "mesh.context=8"], "among 1, 2, 4"),
     ],
 )
 def test_a_mesh_the_model_cannot_use_is_refused(tiny, overrides, named):
     cfg = tiny(*overrides)
     with pytest.raises(UserError, match=named):
         check_mesh(cfg, make_mesh(cfg.mesh))
+
+
+# The loss in chunks
+
+
+@functools.cache
+def whole_loss(tiny, z_loss, tied):
+    cfg = tiny(f"train.z_loss={z_loss}", f"model.tie_embeddings={tied}", *HEADS)
+    return loss_and_gradients(cfg, make_mesh(devices=jax.devices()[:1]))
+
+
+HEADS = ("model.heads=8", "model.kv_heads=4")
+CHUNKED = [
+    ("mesh.data=1",),
+    ("train.z_loss=0.1", "mesh.fsdp=4", "mesh.tensor=2"),
+    ("train.z_loss=0.1", "mesh.context=2", "mesh.tensor=4", "model.tie_embeddings=true"),
+    ("sharding.rules=tp_seq", "mesh.tensor=4"),
+]
+
+
+@pytest.mark.parametrize("layout", CHUNKED, ids=" ".join)
+def test_a_loss_in_chunks_is_the_loss(tiny, layout):
+    cfg = tiny("train.loss_chunks=4", *HEADS, *layout)
+    mesh = make_mesh(cfg.mesh, devices=jax.devices()[: 1 if layout == CHUNKED[0] else 8])
+    loss, grads = loss_and_gradients(cfg, mesh)
+    want_loss, want = whole_loss(tiny, cfg.train.z_loss, cfg.model.tie_embeddings)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def compiled_text(cfg, mesh):
+    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
+    with jax.set_mesh(mesh):
+        return make_train_step(cfg, mesh).lower(*args).compile().as_text()
+
+
+def sizes_with(text, dimension):
+    """Numbers in each array of a program that has a dimension of this size."""
+    shapes = [list(map(int, s.split(","))) for s in re.findall(r"\w\d+\[([\d,]+)\]", text)]
+    return [math.prod(shape) for shape in shapes if dimension in shape]
+
+
+V = 8 * 47  # a size that nothing else has
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("v5e:2x4", marks=needs_libtpu)])
+def test_no_device_holds_logits_of_the_whole_vocabulary(tiny, where):
+    def program(*settings):
+        cfg = tiny(f"model.vocab={V}", "model.scan_layers=true", *HEADS, *settings)
+        return compiled_text(
+            cfg, make_mesh(cfg.mesh) if where == "cpu" else topology_mesh(where, cfg.mesh)
+        )
+
+    split = program("mesh.data=2", "mesh.tensor=4")
+    assert not sizes_with(split, V) and sizes_with(split, V // 4)
+    if where == "cpu":  # the same search finds them where the vocabulary is whole
+        assert max(sizes_with(program("mesh.data=8"), V)) >= 32 * V
+
+
+def test_chunks_hold_a_part_of_the_logits(tiny, one_device):
+    one, four = (
+        max(
+            sizes_with(
+                compiled_text(tiny(f"model.vocab={V}", f"train.loss_chunks={n}"), one_device), V
+            )
+        )
+        for n in (1, 4)
+    )
+    assert one == 8 * 32 * V and four <= max(one // 4, V * 32)
+
+
+# The optimizer's state on the host
+
+
+def test_offloaded_state_waits_on_the_host_and_changes_no_bit(tiny):
+    cfg = tiny("optim.offload=true", "mesh.fsdp=8")
+    mesh = make_mesh(cfg.mesh)
+    with jax.set_mesh(mesh):
+        state = init_state(cfg, mesh)
+        state, _ = make_train_step(cfg, mesh)(state, packed_batch(cfg, mesh, 0))
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)} == {"pinned_host"}
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+        (_, away), (_, here) = (
+            run(tiny(f"optim.offload={x}", "mesh.fsdp=8"), mesh) for x in (True, False)
+        )
+    for a, b in zip(jax.tree.leaves(away), jax.tree.leaves(here), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_libtpu
+def test_offloaded_state_is_no_argument_in_a_tpus_memory(tiny):
+    cfg = tiny("optim.offload=true")
+    mesh = topology_mesh("v5e:2x4", cfg.mesh)
+    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
+    with jax.set_mesh(mesh):
+        stats = make_train_step(cfg, mesh).lower(*args).compile().memory_analysis()
+    moments, params = (
+        sum(stored_bytes(x.shape, 4, "tpu") for x in jax.tree.leaves(tree))
+        for tree in (args[0].opt_state, args[0].params)
+    )
+    assert stats.host_argument_size_in_bytes == moments > 2 * params
+    assert params < stats.argument_size_in_bytes < 1.1 * params

@@ -9,6 +9,7 @@ Chapters: 7.
 """
 
 import atexit
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -178,12 +179,14 @@ class Placement:
             return
         from jax.sharding import NamedSharding, PartitionSpec
 
-        self.sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
-        ways = mesh.shape["data"] * mesh.shape["fsdp"]
+        from minitext.mesh import BATCH_AXES
+
+        self.sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))
+        ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         if global_batch % ways:
             raise UserError(
-                f"train.global_batch={global_batch} is not divisible by "
-                f"mesh.data x mesh.fsdp={ways}: choose a multiple of {ways}"
+                f"train.global_batch={global_batch} is not divisible by mesh.data x mesh.fsdp x "
+                f"mesh.expert={ways}: choose a multiple of {ways}"
             )
         # Processes along a tensor or context axis hold the same rows, so each of them reads them.
         held = self.sharding.addressable_devices_indices_map(self.shape).values()

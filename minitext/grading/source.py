@@ -17,7 +17,8 @@ from collections.abc import Iterable
 
 MARKER = re.compile(r"^# EXERCISE (\S+)[ \t]*$", re.MULTILINE)
 SOLUTION = re.compile(
-    r"^(?P<indent>[ \t]*)# BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*# END SOLUTION[^\n]*\n?",
+    # A formatter puts an empty line between a docstring and a function that follows it.
+    r"(?:(?<=\"\"\"\n)\n)?^(?P<indent>[ \t]*)# BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*# END SOLUTION[^\n]*\n?",
     re.MULTILINE | re.DOTALL,
 )
 _IMPORTS = (ast.Import, ast.ImportFrom)

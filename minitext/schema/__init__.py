@@ -53,6 +53,11 @@ class TrainConfig(Section):
     z_loss: float = Field(
         default=0.0, ge=0, description="weight of the squared log-normalizer in the loss"
     )
+    loss_chunks: int = Field(
+        default=1,
+        ge=1,
+        description="parts of the sequence whose logits are computed one after another",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the parameters")
 
     def faults(self) -> Iterator[str]:
@@ -95,14 +100,38 @@ class MeshConfig(Section):
                 yield f"mesh.{name}={size} is not a size: set it to 1 or more, or to -1 for all remaining devices"
         free = [name for name, size in self.sizes().items() if size == -1]
         if len(free) > 1:
-            yield f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take the remaining devices"
+            yield (
+                f"mesh.{' and mesh.'.join(free)} are both -1, and only one axis can take the remaining devices: set "
+                f"mesh.{free[0]}=1"
+            )
 
 
 class ShardingConfig(Section):
     """Which dimension of an array lies on which axis of the mesh."""
 
-    rules: Literal["dp", "fsdp"] = Field(
-        default="fsdp", description="dp: replicated parameters; fsdp: sharded parameters"
+    rules: Literal[
+        "dp", "zero1", "zero2", "fsdp", "tp", "tp_seq", "fsdp_tp", "cp", "pp", "ep", "all"
+    ] = Field(
+        default="all",
+        description="what mesh axes split; all: every axis splits what it is named for",
+    )
+
+
+class PipelineConfig(Section):
+    """How microbatches pass through the stages of layers; it matters only if `mesh.stage` is above 1."""
+
+    schedule: Literal["gpipe", "1f1b", "circular"] = Field(
+        default="1f1b",
+        description="gpipe: all forward, then all backward; 1f1b: as fast, with less memory; circular: a shorter "
+        "wait, with more messages",
+    )
+    microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="parts of a batch that are in the pipeline together; null: up to four for each stage",
+    )
+    repeats: int = Field(
+        default=2, ge=1, description="circular: groups of layers on each stage, in turns"
     )
 
 
@@ -136,6 +165,10 @@ class OptimConfig(Section):
         default=0.1, ge=0, description="decoupled decay of matrices; norms have none"
     )
     clip_norm: float = Field(default=1.0, gt=0, description="largest global norm of the gradients")
+    offload: bool = Field(
+        default=False,
+        description="whether the state waits in the host's memory between steps (run on CPUs, only compiled for TPUs)",
+    )
 
 
 class CheckpointConfig(Section):
@@ -168,6 +201,7 @@ class Config(Section):
     model: ModelConfig = Field(default=ModelConfig(), description="model")
     mesh: MeshConfig = Field(default=MeshConfig(), description="devices")
     sharding: ShardingConfig = Field(default=ShardingConfig(), description="sharding")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="pipeline")
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="checkpoints")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -10,6 +10,11 @@ from pydantic import Field
 
 from minitext.schema.section import Section, divisors
 
+# Tensors of a layer that `model.remat_save` can keep; the layers mark them with `checkpoint_name`.
+REMAT_NAMES = ("qkv", "attention", "attention_out", "gate_up", "hidden")
+# What products with weights make and the backward pass reads; attention's own products are computed again.
+PRODUCTS = ("qkv", "attention_out", "gate_up")
+
 
 class GQAConfig(Section):
     """Grouped-query attention (Ainslie et al. 2023); heads and widths stand in `model`."""
@@ -17,6 +22,9 @@ class GQAConfig(Section):
     kind: Literal["gqa"] = Field(default="gqa", description="grouped-query attention")
     impl: Literal["auto", "xla", "xla_blocked", "cudnn"] = Field(
         default="auto", description="implementation of the attention kernel"
+    )
+    context: Literal["ring", "allgather"] = Field(
+        default="ring", description="how tokens see the rest of a sequence split over mesh.context"
     )
 
 
@@ -51,12 +59,21 @@ class ModelConfig(Section):
     scan_layers: bool = Field(
         default=True, description="run layers by lax.scan (compiles once) instead of unrolled"
     )
-    remat: Literal["none", "dots", "full"] = Field(
+    remat: Literal["none", "dots", "names", "full"] = Field(
         default="none",
-        description="what the backward pass recomputes: nothing, all but matmuls, or everything",
+        description="what the backward pass recomputes: nothing, all but matmuls, all but remat_save, or everything",
+    )
+    remat_save: tuple[str, ...] = Field(
+        default=(),
+        description=f"remat=names: a layer's tensors to keep, among {', '.join(REMAT_NAMES)}",
     )
     attention: GQAConfig = Field(default=GQAConfig(), description="attention variant")
     ffn: SwiGLUConfig = Field(default=SwiGLUConfig(), description="feed-forward variant")
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The named tensors that a rematerialised layer keeps for its backward pass."""
+        return PRODUCTS if self.remat == "dots" else self.remat_save
 
     @property
     def K(self) -> int:
@@ -69,7 +86,20 @@ class ModelConfig(Section):
         return self.head_dim or self.embed // self.heads
 
     def faults(self) -> Iterator[str]:
-        """Yields a fault for each pair of sizes that do not go together."""
+        """Yields a fault for each pair of values that do not go together."""
+        save = ",".join(self.remat_save)
+        if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
+            yield (
+                f"model.remat_save=[{save}]: no tensor of a layer is called {', '.join(unknown)}: choose among "
+                f"{', '.join(REMAT_NAMES)}"
+            )
+        if self.remat == "names" and not self.remat_save:
+            yield (
+                "model.remat=names keeps what model.remat_save lists, and it is empty: set for instance "
+                "model.remat_save=[qkv,gate_up], or model.remat=full"
+            )
+        if self.remat != "names" and self.remat_save:
+            yield f"model.remat_save=[{save}] has no use with model.remat={self.remat}: set model.remat=names"
         if self.head_dim is None and self.embed % self.heads:
             yield (
                 f"model.embed={self.embed} is not divisible by model.heads={self.heads}: choose model.heads "

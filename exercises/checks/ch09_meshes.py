@@ -1,0 +1,913 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitext import hlo
+from minitext.grading import Exercise
+
+
+def pick(t, *choices):
+    return choices[int(t.rng.integers(len(choices)))]
+
+
+def number(t, low, high):
+    return int(t.rng.integers(low, high))
+
+
+# ------------------------------------------------------------------------------- spec_puzzle
+
+spec_puzzle = Exercise(
+    "09.spec_puzzle",
+    title="Who holds what",
+    function="place",
+    minutes=25,
+    points=10,
+    devices=8,
+    forbid=("jax.sharding.NamedSharding", "jax.NamedSharding"),
+    statement="""
+Write `place(shape, mesh, spec, itemsize, index)`: where an array lies, computed without JAX. It returns
+`(shard, bytes, copies, holders)`.
+
+- `mesh` is a dict of axis sizes in the mesh's order. Devices are numbered from 0 and the last axis runs
+  fastest: in `{"a": 2, "b": 4}` device 5 is at a=1, b=1.
+- `spec` has an entry for each dimension: None, an axis, or a tuple of axes. With a tuple the last of *its*
+  axes runs fastest over the parts. Dimensions without an entry are whole.
+- `shard` is the shape of one device's part, `bytes` its size, `copies` the number of devices that hold the
+  same part, and `holders` the numbers of all devices that hold the element at `index`, ascending. All are
+  Python integers or tuples of them.
+- Raise `ValueError` where no array can lie so: a spec with more entries than the array has dimensions, an
+  axis that the mesh does not have, an axis that is named twice, a dimension that its parts do not divide.
+""",
+    hints=(
+        "Take one dimension first. Into how many parts is it cut? Which of them has the element? A part's "
+        "number then says where its devices stand on each of the entry's axes.",
+        "Go through the devices and ask of each whether it stands at the right place on all *named* axes. "
+        "Axes that the spec does not name are free: those devices hold copies.",
+        "`for axis in reversed(entry): number, wanted[axis] = divmod(number, mesh[axis])` takes a part's "
+        "number apart. The same loop over `reversed(mesh)` takes a device's number apart.",
+    ),
+)
+
+
+def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice divide", **wrong):
+    if "rank" in refuse and len(spec) > len(shape):
+        raise ValueError("rank")
+    given = spec
+    spec = (*spec, *[None] * (len(shape) - len(spec)))[: len(shape)]
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    named = [a for e in entries for a in e]
+    if "axis" in refuse and set(named) - set(mesh):
+        raise ValueError("axis")
+    if wrong.get("ones"):
+        named = [a for a in named if mesh.get(a, 1) > 1]
+    if "twice" in refuse and len(set(named)) < len(named):
+        raise ValueError("twice")
+    if "padded" in refuse and any(e is not None for e in given[len(shape) :]):
+        raise ValueError("padded")
+    shard, wanted = [], {}
+    for size, entry, i in zip(shape, entries, index, strict=True):
+        parts = math.prod(mesh.get(a, 1) for a in entry)
+        if "divide" in refuse and size % parts:
+            raise ValueError("divide")
+        if "each" in refuse and any(size % mesh.get(a, 1) for a in entry):
+            raise ValueError("each")
+        shard.append(-(-size // parts))
+        part = i // shard[-1] if not wrong.get("cyclic") else i % parts
+        for a in entry if wrong.get("first_fastest") else reversed(entry):
+            part, wanted[a] = divmod(part, mesh.get(a, 1))
+    holders = []
+    for device in range(math.prod(mesh.values())):
+        rest, here = device, {}
+        for a in mesh if wrong.get("columns") else reversed(mesh):
+            rest, here[a] = divmod(rest, mesh[a])
+        if all(here.get(a, 0) == place for a, place in wanted.items()):
+            holders.append(device)
+    copies = len(holders)
+    if wrong.get("parts"):
+        copies = math.prod(mesh.values()) // copies
+    if wrong.get("one"):
+        holders = holders[:1]
+    count = math.prod(shape if wrong.get("whole") else shard)
+    return tuple(shard), count * itemsize, copies, tuple(holders)
+
+
+def lies(t, fn, shape, mesh, spec, why=""):
+    itemsize, index = pick(t, 1, 2, 4), tuple(number(t, 0, size) for size in shape)
+    want = right_place(shape, mesh, spec, itemsize, index)
+    got = fn(shape, dict(mesh), spec, itemsize, index)
+    t.equal(len(got), 4, why="how many values are returned")
+    said = f"array {shape} on mesh {mesh} with spec {spec}{why}"
+    t.equal(tuple(got[0]), want[0], why=f"the part's shape, {said}")
+    t.equal(got[1], want[1], why=f"the part's bytes at {itemsize} a number, {said}")
+    t.equal(got[2], want[2], why=f"copies, {said}")
+    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}")
+
+
+@spec_puzzle.check("one axis for a dimension")
+def _(fn, t):
+    for spec in (("a", "b"), ("b", None), (None, "a"), (None, None)):
+        mesh = {"a": number(t, 2, 5), "b": number(t, 5, 8)}
+        shape = tuple(math.prod(mesh.values()) * number(t, 2, 9) for _ in spec)
+        lies(t, fn, shape, mesh, spec)
+
+
+@spec_puzzle.check("as JAX places it, on eight devices")
+def _(fn, t):
+    mesh, spec = {"a": 2, "b": 2, "c": 2}, pick(t, (("c", "a"), "b"), (("b", "c"), None, "a"))
+    shape = (8, 4, 2)[: len(spec)]
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    sharding = NamedSharding(jax.sharding.Mesh(devices, ("a", "b", "c")), P(*spec))
+    index = tuple(number(t, 0, size) for size in shape)
+    holders = sorted(
+        jax.devices().index(d)
+        for d, part in sharding.devices_indices_map(shape).items()
+        if all(i in range(*s.indices(n)) for i, s, n in zip(index, part, shape, strict=True))
+    )
+    got = fn(shape, mesh, spec, 4, index)
+    t.equal(tuple(got[0]), sharding.shard_shape(shape), why=f"the part's shape for {spec}")
+    t.equal(tuple(got[3]), tuple(holders), why=f"holders of {index} for {spec}")
+
+
+@spec_puzzle.check("several axes for a dimension, in any order")
+def _(fn, t):
+    for spec in ((("c", "a"), "b"), (("a", "b", "c"),), (None, ("b", "a")), (("b",), None, "c")):
+        mesh = {"a": 2, "b": 3, "c": number(t, 4, 6)}
+        shape = tuple(math.prod(mesh.values()) * number(t, 1, 4) for _ in spec)
+        lies(t, fn, shape, mesh, spec)
+
+
+@spec_puzzle.check("a short spec, an empty one, axes of size one, a scalar")
+def _(fn, t):
+    mesh = {"a": 1, "b": number(t, 2, 6), "c": 1}
+    size = 6 * mesh["b"]
+    lies(t, fn, (size, 5, 7), mesh, ("b",))
+    lies(t, fn, (size, 3), mesh, (("c", "a"), "a" if size % 2 else None))
+    lies(t, fn, (size,), mesh, ((),), why=", an empty tuple")
+    lies(t, fn, (), mesh, ())
+
+
+@spec_puzzle.check("what cannot be")
+def _(fn, t):
+    for shape, spec, why in (
+        ((4,), ("a", "b"), "more entries than dimensions"),
+        ((6,), ("a", None), "more entries than dimensions"),
+        ((), (None,), "more entries than dimensions"),
+        ((6, 6), ("a", "z"), "the mesh has no axis 'z'"),
+        ((6, 6), ("b", "b"), "axis 'b' is named twice"),
+        ((36,), (("a", "a"),), "axis 'a' is named twice in one entry"),
+        ((6, 4), ("a", "b"), "3 parts do not divide 4"),
+        ((9,), (("a", "b"),), "6 parts do not divide 9"),
+        ((2,), (("b", "a"),), "6 parts do not divide 2"),
+        ((12,), (("a", "c"),), "8 parts do not divide 12"),
+        ((6, 6), ("one", "one"), "axis 'one' is named twice"),
+    ):
+        mesh = {"a": 2, "b": 3, "c": 4, "one": 1}
+        index = (0,) * len(shape)
+        why = f"{why}: array {shape}, mesh {mesh}, spec {spec}"
+        t.raises(ValueError, fn, shape, mesh, spec, 4, index, why=why)
+
+
+@spec_puzzle.mutant(
+    "In a tuple you let the first axis run fastest over the parts. It is the last one, as in a number's "
+    "digits."
+)
+def first_axis_fastest(*args):
+    return right_place(*args, first_fastest=True)
+
+
+@spec_puzzle.mutant(
+    "You number the devices with the first axis of the mesh fastest. It is the last."
+)
+def devices_by_column(*args):
+    return right_place(*args, columns=True)
+
+
+@spec_puzzle.mutant(
+    "You return the number of different parts for the copies. Copies are the devices that hold the same "
+    "part: all devices over the number of parts."
+)
+def parts_for_copies(*args):
+    return right_place(*args, parts=True)
+
+
+@spec_puzzle.mutant(
+    "You return one holder. Devices that differ only on axes the spec does not name all hold the element."
+)
+def one_holder(*args):
+    return right_place(*args, one=True)
+
+
+@spec_puzzle.mutant(
+    "You deal the elements out in turn. A part is a block: element i of a dimension is in part "
+    "i // (size of a part)."
+)
+def dealt_in_turn(*args):
+    return right_place(*args, cyclic=True)
+
+
+@spec_puzzle.mutant("You return the bytes of the whole array. The question is one device's part.")
+def whole_bytes(*args):
+    return right_place(*args, whole=True)
+
+
+@spec_puzzle.mutant(
+    "You round up where the parts do not divide a dimension. Refuse it: ValueError."
+)
+def rounds_up(*args):
+    return right_place(*args, refuse="rank axis twice")
+
+
+@spec_puzzle.mutant(
+    "You accept an axis that two entries name, or one entry twice. A device cannot stand at two places on "
+    "one axis."
+)
+def twice(*args):
+    return right_place(*args, refuse="rank axis divide")
+
+
+@spec_puzzle.mutant("You take an axis that the mesh does not have for one of size 1. Refuse it.")
+def unknown_axis(*args):
+    return right_place(*args, refuse="rank twice divide")
+
+
+@spec_puzzle.mutant("You ignore entries beyond the array's last dimension. Refuse such a spec.")
+def too_long(*args):
+    return right_place(*args, refuse="axis twice divide")
+
+
+@spec_puzzle.mutant(
+    "You let a spec have too many entries if those beyond the last dimension are None. An entry is an entry."
+)
+def too_long_of_none(*args):
+    return right_place(*args, refuse="padded axis twice divide")
+
+
+@spec_puzzle.mutant(
+    "You ask of each axis by itself whether it divides the dimension. The number of parts must: the product "
+    "of the axes' sizes."
+)
+def each_axis_divides(*args):
+    return right_place(*args, refuse="rank axis twice each")
+
+
+@spec_puzzle.mutant(
+    "You leave out axes of size 1 before you look for one that is named twice. Here every name counts."
+)
+def drops_ones(*args):
+    return right_place(*args, ones=True)
+
+
+@spec_puzzle.mutant("The holders are asked for in ascending order.")
+def descending(*args):
+    shard, size, copies, holders = right_place(*args)
+    return shard, size, copies, holders[::-1]
+
+
+# ------------------------------------------------------------------------------- out_sharding
+
+out_sharding = Exercise(
+    "09.out_sharding",
+    title="One collective",
+    function="make_two_layers",
+    minutes=25,
+    points=15,
+    devices=8,
+    statement="""
+A computation of two layers, `relu(x w) v`, on a mesh in use with the Explicit axes `data` and `tensor`. Write
+`make_two_layers(case)`. It returns a function of `(x_BD, w_DF, v_FD)` that compiles to exactly one collective:
+
+| case | x_BD | w_DF | v_FD | result y_BD | collective | on one device it makes |
+|---|---|---|---|---|---|---|
+| A | `data, -` | `-, tensor` | `tensor, -` | `data, -` | all-reduce | y_BD, [B/data, D] |
+| B | `data, -` | `-, tensor` | `-, tensor` | `data, tensor` | all-gather | h_BF, [B/data, F] |
+| C | `data, tensor` | `tensor, -` | `-, -` | `data, -` | all-reduce | h_BF, [B/data, F] |
+| D | `data, -` | `-, -` | `-, -` | `-, data` | all-to-all | y_BD, [B, D/data] |
+
+Arguments arrive as the table says; a dash is a whole dimension. F is larger than D. The checks compile your
+function for eight simulated devices and read the HLO: another collective, a second one, or one of more bytes
+does not count.
+""",
+    hints=(
+        "Write the type of each product's result beside it. A type that follows from the operands needs "
+        "nothing. One that does not, or not uniquely, is where a collective stands.",
+        "There are two tools. `out_sharding=` says where a product's result shall be, and leaves the way there "
+        "to the compiler. `jax.sharding.reshard` moves an array that is there. In B and D you know which array "
+        "is cheapest to move.",
+        'A: the second product is `jnp.einsum("bf,fd->bd", h, v, out_sharding=P("data", None))`. C: the same '
+        'for the first. B: `reshard(h, P("data", None))` between the products. D: `reshard` after the second.',
+    ),
+)
+CASES = {
+    "A": (("data", None), (None, "tensor"), ("tensor", None), ("data", None)),
+    "B": (("data", None), (None, "tensor"), (None, "tensor"), ("data", "tensor")),
+    "C": (("data", "tensor"), ("tensor", None), (None, None), ("data", None)),
+    "D": (("data", None), (None, None), (None, None), (None, "data")),
+}
+
+
+def compiles_to(t, fn, case):
+    data = pick(t, 2, 4)
+    mesh = jax.make_mesh((data, 8 // data), ("data", "tensor"))
+    B, D = 8 * number(t, 1, 4), 8 * number(t, 1, 4)
+    D += 8 * (B // data == D)  # else gathering w_DF costs what gathering h_BF does
+    F = D + 8 * number(t, 3, 6)
+    *specs, result = CASES[case]
+    host = [
+        t.rng.standard_normal(shape, np.float32) / math.sqrt(shape[0])
+        for shape in ((B, D), (D, F), (F, D))
+    ]
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, P(*s)) for x, s in zip(host, specs, strict=True)]
+        compiled = t.compiled(fn(case), *args)
+        y = compiled(*args)
+    want = np.maximum(host[0] @ host[1], 0) @ host[2]
+    t.close(y, want, rtol=1e-3, atol=1e-4, why=f"case {case}, B={B} D={D} F={F} on {mesh.shape}")
+    said = ",".join(f"{n}@{a}" if a else str(n) for n, a in zip((B, D), result, strict=True))
+    t.equal(str(jax.typeof(y)), f"float32[{said}]", why=f"the result's type in case {case}")
+    wide = F if case in "BC" else D
+    kind = {"A": "all-reduce", "B": "all-gather", "C": "all-reduce", "D": "all-to-all"}[case]
+    found = {k: list(v) for k, v in hlo.collectives(compiled.as_text()).items()}
+    why = f"collectives (count, bytes) in case {case}, B={B} D={D} F={F} on {dict(mesh.shape)}"
+    t.equal(found, {kind: [1, 4 * B // data * wide]}, why=why)
+
+
+for _case in CASES:
+    out_sharding.check(f"case {_case}")(lambda fn, t, case=_case: compiles_to(t, fn, case))
+
+
+def einsum(subscripts, a, b, *spec):
+    return jnp.einsum(subscripts, a, b, out_sharding=P(*spec))
+
+
+def layers_of(**changed):
+    """The right four, with some replaced."""
+    relu, reshard = jax.nn.relu, jax.sharding.reshard
+    right = {
+        "A": lambda x, w, v: einsum("bf,fd->bd", relu(x @ w), v, "data", None),
+        "B": lambda x, w, v: reshard(relu(x @ w), P("data", None)) @ v,
+        "C": lambda x, w, v: relu(einsum("bd,df->bf", x, w, "data", None)) @ v,
+        "D": lambda x, w, v: reshard(relu(x @ w) @ v, P(None, "data")),
+    }
+    return lambda case: (right | changed)[case]
+
+
+@out_sharding.mutant(
+    "Case A: both operands of the second product are split over the dimension that is summed. JAX will not "
+    "guess where the sum goes: say it with `out_sharding=`."
+)
+def guesses(case):
+    return layers_of(A=lambda x, w, v: jax.nn.relu(x @ w) @ v)(case)
+
+
+@out_sharding.mutant(
+    "Case A: you make h_BF whole before the second product, and then its sum is split again. Leave h_BF "
+    "split over `tensor`: relu does not mind."
+)
+def whole_hidden(case):
+    def fn(x, w, v):
+        h = jax.nn.relu(jax.sharding.reshard(x @ w, P("data", None)))
+        return einsum("bf,fd->bd", h, v, "data", None)
+
+    return layers_of(A=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case B: `out_sharding=` on the first product makes the compiler gather the weight w_DF. Compute h_BF in "
+    "parts and `reshard` it."
+)
+def gathers_the_weight(case):
+    def fn(x, w, v):
+        return jax.nn.relu(einsum("bd,df->bf", x, w, "data", None)) @ v
+
+    return layers_of(B=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case B: the result shall stay split over `tensor`. You gather it too: a second collective."
+)
+def gathers_the_result(case):
+    def fn(x, w, v):
+        y = jax.sharding.reshard(jax.nn.relu(x @ w), P("data", None)) @ v
+        return jax.sharding.reshard(y, P("data", None))
+
+    return layers_of(B=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case C: you split h_BF over `tensor` after the sum, so the second product must sum over devices again. "
+    "Leave h_BF whole in F."
+)
+def splits_the_sum(case):
+    def fn(x, w, v):
+        h = jax.nn.relu(einsum("bd,df->bf", x, w, "data", "tensor"))
+        return einsum("bf,fd->bd", h, v, "data", None)
+
+    return layers_of(C=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case C: you gather x_BD and w_DF instead of adding up products of the parts. "
+    "`out_sharding=` on the first product is enough."
+)
+def gathers_the_operands(case):
+    def fn(x, w, v):
+        x, w = jax.sharding.reshard(x, P("data", None)), jax.sharding.reshard(w, P(None, None))
+        return jax.nn.relu(x @ w) @ v
+
+    return layers_of(C=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case D: with `out_sharding=` on the second product the compiler gathers h_BF, the wider array. Let the "
+    "product lie where it falls and `reshard` its result."
+)
+def turns_too_early(case):
+    def fn(x, w, v):
+        return einsum("bf,fd->bd", jax.nn.relu(x @ w), v, None, "data")
+
+    return layers_of(D=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case D: the result still lies as x_BD does. The table wants its columns split."
+)
+def does_not_turn(case):
+    return layers_of(D=lambda x, w, v: jax.nn.relu(x @ w) @ v)(case)
+
+
+@out_sharding.mutant(
+    "Case C: your relu is missing, or it acts on each device's partial products. It belongs behind their sum."
+)
+def relu_of_parts(case):
+    def fn(x, w, v):
+        return einsum("bd,df->bf", x, w, "data", None) @ v
+
+    return layers_of(C=fn)(case)
+
+
+@out_sharding.mutant(
+    "Case D: you turn h_BF in place of y_BD. It is wider, and then its product must be summed over devices."
+)
+def turns_the_hidden(case):
+    def fn(x, w, v):
+        h = jax.sharding.reshard(jax.nn.relu(x @ w), P(None, "data"))
+        return jax.sharding.reshard(h @ v, P(None, "data"))
+
+    return layers_of(D=fn)(case)
+
+
+@out_sharding.mutant("There is a relu between the layers. Without it the two products are one.")
+def linear(case):
+    def fn(x, w, v):
+        return einsum("bf,fd->bd", x @ w, v, "data", None)
+
+    return layers_of(A=fn)(case)
+
+
+# ----------------------------------------------------------------------------- shard_map_port
+
+shard_map_port = Exercise(
+    "09.shard_map_port",
+    title="The program of one device",
+    function="split_softmax",
+    minutes=30,
+    points=15,
+    devices=8,
+    statement="""
+A model's vocabulary was padded so that it can be split over devices. This is the softmax over its real part,
+as a global program:
+
+```python
+def global_softmax(x_BV, vocab):
+    is_token_V = jnp.arange(x_BV.shape[1]) < vocab
+    x_BV = jnp.where(is_token_V, x_BV, -jnp.inf)
+    e_BV = jnp.exp(x_BV - jnp.max(x_BV, axis=1, keepdims=True))
+    return e_BV / jnp.sum(e_BV, axis=1, keepdims=True)
+```
+
+Write `split_softmax(x_BV, vocab)`, which does the same inside one `jax.shard_map`.
+
+- `x_BV` is sharded `P("data", "tensor")` on the mesh in use, and so is the result. Either axis may have size 1.
+- The compiled program has exactly two collectives, both all-reduces over `tensor` of one number for each row
+  of the device.
+- Numbers may be anything from -1000 to 1000, those of the padding too. A device may have nothing but padding.
+- Its gradient is right. `jax.lax.pmax` has none; the softmax does not depend on what is subtracted from a row,
+  so put `jax.lax.stop_gradient` around what you give to `pmax`.
+""",
+    hints=(
+        "Inside, x_BV has only this device's columns. Which three lines of the global program look at more than "
+        "one column, or at a column's number?",
+        '`jax.lax.axis_index("tensor")` is this device\'s place on the axis: times the number of its columns, it '
+        "is the number of its first one. The maximum of maxima is a `pmax`, the sum of sums a `psum`.",
+        '`first = jax.lax.axis_index("tensor") * x_BV.shape[1]`, then mask by `first + arange`; '
+        '`top_B1 = jax.lax.pmax(jax.lax.stop_gradient(max of mine), "tensor")`; divide by '
+        '`jax.lax.psum(sum of mine, "tensor")`. `out_specs=P("data", "tensor")`; in_specs follow from the type.',
+    ),
+)
+
+
+def draw_rows(t, data, scale=1.0):
+    B, V = data * number(t, 1, 5), 8 * number(t, 2, 6)
+    x = t.rng.standard_normal((B, V), np.float32) * np.float32(scale)
+    return x, np.random.default_rng(int(t.rng.integers(1 << 30)))
+
+
+def right_softmax(x, vocab):
+    x = x.astype(np.float64)[:, :vocab]
+    e = np.exp(x - x.max(1, keepdims=True))
+    p = e / e.sum(1, keepdims=True)
+    return p
+
+
+def padded(p, V):
+    return np.pad(p, ((0, 0), (0, V - p.shape[1])))
+
+
+def softmax_is(t, fn, x, vocab, data, why):
+    mesh = jax.make_mesh((data, 8 // data), ("data", "tensor"))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P("data", "tensor"))
+        p = jax.jit(lambda x: fn(x, vocab))(placed)
+    where = f"{why}, [B, V] = {x.shape}, vocab={vocab}, mesh {data} x {8 // data}"
+    t.close(p, padded(right_softmax(x, vocab), x.shape[1]), rtol=1e-4, atol=1e-6, why=where)
+    t.equal(str(jax.typeof(p)), str(jax.typeof(placed)), why=f"the result's type, {where}")
+
+
+@shard_map_port.check("no padding")
+def _(fn, t):
+    data = pick(t, 2, 4)
+    x, _ = draw_rows(t, data)
+    softmax_is(t, fn, x, x.shape[1], data, "no padding")
+
+
+@shard_map_port.check("padding on the last devices")
+def _(fn, t):
+    for data in (2, 1):
+        x, _ = draw_rows(t, data)
+        softmax_is(t, fn, x, x.shape[1] - number(t, 1, 5), data, "some padding")
+
+
+@shard_map_port.check("devices with nothing but padding")
+def _(fn, t):
+    x, _ = draw_rows(t, 2)
+    softmax_is(t, fn, x, number(t, 1, x.shape[1] // 4), 2, "tokens on one device only")
+
+
+@shard_map_port.check("large logits")
+def _(fn, t):
+    x, rng = draw_rows(t, 2)
+    x = np.where(rng.random(x.shape) < 0.5, x + 90, x - 90).astype(np.float32)
+    x[0, number(t, 0, x.shape[1])] = 1000
+    softmax_is(t, fn, x, x.shape[1], 2, "logits of 90 and 1000")
+
+
+@shard_map_port.check("padding that is larger than any token")
+def _(fn, t):
+    x, _ = draw_rows(t, 2)
+    vocab = x.shape[1] - number(t, 1, 5)
+    x[:, :vocab] -= 1000
+    x[0, vocab:] = 1000
+    softmax_is(t, fn, x, vocab, 2, "logits of -1000, and 1000 in the padding")
+
+
+@shard_map_port.check("an axis of size one")
+def _(fn, t):
+    x, _ = draw_rows(t, 8)
+    softmax_is(t, fn, x, x.shape[1] - 3, 8, "all devices along data")
+
+
+@shard_map_port.check("the gradient")
+def _(fn, t):
+    x, rng = draw_rows(t, 2, scale=3)
+    vocab = x.shape[1] - number(t, 1, 5)
+    g = rng.standard_normal(x.shape).astype(np.float32)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    with jax.set_mesh(mesh):
+        placed, weight = (jax.device_put(a, P("data", "tensor")) for a in (x, g))
+        got = jax.jit(jax.grad(lambda x: jnp.sum(fn(x, vocab) * weight)))(placed)
+    p, g = right_softmax(x, vocab), g[:, :vocab].astype(np.float64)
+    want = p * (g - (p * g).sum(1, keepdims=True))
+    why = f"the gradient, [B, V] = {x.shape}, vocab={vocab}"
+    t.close(got, padded(want, x.shape[1]), rtol=1e-3, atol=1e-5, why=why)
+
+
+@shard_map_port.check("two all-reduces in a shard_map")
+def _(fn, t):
+    data = pick(t, 2, 4)
+    x, _ = draw_rows(t, data)
+    mesh = jax.make_mesh((data, 8 // data), ("data", "tensor"))
+    call = lambda x: fn(x, x.shape[1] - 1)  # noqa: E731
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P("data", "tensor"))
+        names, text = t.primitives(call, placed), t.hlo(call, placed)
+    t.true("shard_map" in names, why="there is no shard_map in the jaxpr")
+    found = {k: list(v) for k, v in hlo.collectives(text).items()}
+    want = {"all-reduce": [2, 2 * 4 * len(x) // data]}
+    t.equal(found, want, why=f"collectives (count, bytes) for {x.shape} on {data} x {8 // data}")
+
+
+def ported(
+    x, vocab, *, columns=True, top="all", stop=True, total=("tensor",), late=False, gather=False,
+    fill=-jnp.inf, past=0, early=False, frozen=False,
+):  # fmt: skip
+    """The right answer, with what mutants change."""
+
+    def one(x):
+        width = x.shape[1]
+        me = jax.lax.axis_index("tensor")
+        first = me * width if columns else 0
+        if gather:
+            x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+            first = 0
+        keep = first + jnp.arange(x.shape[1]) < vocab + past
+        mine = jnp.max(x, axis=1, keepdims=True)
+        if not late:
+            x = jnp.where(keep, x, fill)
+        mine = mine if early else jnp.max(x, axis=1, keepdims=True)
+        mine = jax.lax.stop_gradient(mine) if stop else mine
+        if top == "all" and not gather:
+            mine = jax.lax.pmax(mine, "tensor")
+        e = jnp.exp(x - mine if top else x)
+        sums = jnp.sum(e, axis=1, keepdims=True)
+        sums = jax.lax.psum(sums, total) if total and not gather else sums
+        p = e / (jax.lax.stop_gradient(sums) if frozen else sums)
+        if late:
+            p = jnp.where(keep, p, 0)
+        return jax.lax.dynamic_slice_in_dim(p, me * width, width, axis=1) if gather else p
+
+    return jax.shard_map(one, out_specs=P("data", "tensor"))(x)
+
+
+@shard_map_port.mutant(
+    "Each device divides by the sum of its own columns, so its part of a row adds up to 1. `psum` the sums."
+)
+def own_sum(x, vocab):
+    return ported(x, vocab, total=())
+
+
+@shard_map_port.mutant(
+    "You add up over `data` too. Along it lie other rows: sum over `tensor` only."
+)
+def sums_other_rows(x, vocab):
+    return ported(x, vocab, total=("data", "tensor"))
+
+
+@shard_map_port.mutant(
+    "You mask by column numbers that begin at 0 on every device. Add `axis_index` times the number of its "
+    "columns."
+)
+def local_columns(x, vocab):
+    return ported(x, vocab, columns=False)
+
+
+@shard_map_port.mutant(
+    "Each device subtracts its own maximum, and the parts of a row are then scaled differently. `pmax` it."
+)
+def own_maximum(x, vocab):
+    return ported(x, vocab, top="own")
+
+
+@shard_map_port.mutant("You subtract no maximum. The exponential of 90 overflows in float32's sum.")
+def no_maximum(x, vocab):
+    return ported(x, vocab, top="")
+
+
+@shard_map_port.mutant(
+    "You differentiate through `pmax`, which has no gradient. Put `stop_gradient` around what it gets."
+)
+def through_pmax(x, vocab):
+    return ported(x, vocab, stop=False)
+
+
+@shard_map_port.mutant(
+    "You set padding to 0 after dividing by a sum that had it in. Mask before the exponential."
+)
+def masks_late(x, vocab):
+    return ported(x, vocab, late=True)
+
+
+@shard_map_port.mutant(
+    "Your maximum has the padding in it. Where that is large, the exponential of every token is 0: mask before "
+    "the maximum."
+)
+def padded_maximum(x, vocab):
+    return ported(x, vocab, early=True)
+
+
+@shard_map_port.mutant(
+    "You mask with a large negative number, and a token's logit may be as small. -inf is below them all."
+)
+def finite_mask(x, vocab):
+    return ported(x, vocab, fill=-1000.0)
+
+
+@shard_map_port.mutant("Column `vocab` is padding already: you keep one column too many.")
+def one_column_more(x, vocab):
+    return ported(x, vocab, past=1)
+
+
+@shard_map_port.mutant(
+    "`stop_gradient` belongs around the maximum alone. The sum depends on the logits, and so do the "
+    "exponentials."
+)
+def frozen_sum(x, vocab):
+    return ported(x, vocab, frozen=True)
+
+
+@shard_map_port.mutant(
+    "You gather the whole row on every device. Two numbers for each row are enough: its maximum and its sum."
+)
+def gathers_rows(x, vocab):
+    return ported(x, vocab, gather=True)
+
+
+@shard_map_port.mutant(
+    "This is the global program, which the compiler divides. Write the program of one device in "
+    "`jax.shard_map`."
+)
+def still_global(x, vocab):
+    x = jnp.where(jnp.arange(x.shape[1]) < vocab, x, -jnp.inf)
+    return jax.nn.softmax(x, axis=1)
+
+
+# -------------------------------------------------------------------------------------- rules
+
+rules = Exercise(
+    "09.rules",
+    title="From names to axes",
+    function="spec_of",
+    minutes=15,
+    points=10,
+    forbid=("minitext.sharding",),
+    statement="""
+Write `spec_of(names, table, sizes, drop=())`: the `PartitionSpec` of an array whose dimensions have names.
+
+- `table` maps a name to a tuple of mesh axes, possibly an empty one. A None among the names is a dimension that
+  stays whole.
+- Axes of size 1, and those in `drop`, are left out before anything else is looked at.
+- The entry of a dimension is None if no axis is left, the axis itself if one is, and a tuple of them, in the
+  table's order, if there are several. There is an entry for every dimension.
+- A name that the table does not have is a `ValueError` whose message has the name, whatever the mesh.
+- An axis that is left and that two dimensions claim is a `ValueError` whose message has the axis.
+""",
+    hints=(
+        'Which sizes of the mesh make `("heads", "mlp")` a collision, if both go to `tensor`? Decide what is '
+        "left out before you look for collisions.",
+        "Keep a dict `taken` from axis to the name that claimed it, over all dimensions. Look names up with "
+        "`table[name]` after you have asked `name not in table`: `table.get(name, ())` is how typos survive.",
+        "`axes = tuple(a for a in table[name] if sizes[a] > 1 and a not in drop)`; the entry is "
+        "`None if not axes else axes[0] if len(axes) == 1 else axes`; return `P(*entries)`.",
+    ),
+)
+NAMES = ("batch", "seq", "embed", "heads", "mlp", "vocab", "layers")
+TABLE = {
+    "batch": ("data", "fsdp"), "seq": ("context",), "embed": ("fsdp",), "heads": ("tensor",),
+    "mlp": ("tensor",), "vocab": ("tensor", "context"), "layers": (),
+}  # fmt: skip
+
+
+def right_spec(
+    names, table, sizes, drop=(), *, unknown=True, clash="raise", ones=False, late=False, ends=True
+):
+    entries, taken = [], {}
+    for name in names:
+        if name is not None and name not in table and unknown:
+            raise ValueError(name)
+        axes = table.get(name, ()) if name is not None else ()
+        left = tuple(a for a in axes if (ones or sizes[a] > 1) and a not in drop)
+        for a in axes if late else left:
+            if a in taken and clash == "raise":
+                raise ValueError(a)
+            if clash == "skip" and a in taken:
+                left = tuple(b for b in left if b != a)
+            taken[a] = name
+        entries.append(None if not left else left[0] if len(left) == 1 else left)
+    while not ends and entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def axis_sizes(t, *ones):
+    axes = ("data", "fsdp", "context", "tensor")
+    return {axis: 1 if axis in ones else number(t, 2, 9) for axis in axes}
+
+
+def maps_to(t, fn, names, sizes, drop=(), table=TABLE):
+    want = right_spec(names, table, sizes, drop)
+    got = fn(names, table, sizes, drop) if drop else fn(names, table, sizes)
+    t.true(isinstance(got, P), why=f"got a {type(got).__name__}, want a PartitionSpec")
+    why = f"{names} with sizes {sizes}" + (f", without {sorted(drop)}" if drop else "")
+    t.equal(list(got), list(want), why=why)
+
+
+@rules.check("one axis, several, none")
+def _(fn, t):
+    sizes = axis_sizes(t)
+    for names in (("embed", "mlp"), ("batch", "seq", None), ("layers", "embed", "heads"), ()):
+        maps_to(t, fn, names, sizes)
+    maps_to(t, fn, ("vocab", "embed"), sizes)
+
+
+@rules.check("axes of size one")
+def _(fn, t):
+    maps_to(t, fn, ("batch", "seq", None), axis_sizes(t, pick(t, "data", "fsdp")))
+    maps_to(t, fn, ("batch", "seq", "heads"), axis_sizes(t, "data", "fsdp", "context"))
+    maps_to(t, fn, ("embed", "vocab"), axis_sizes(t, "data", "fsdp", "context", "tensor"))
+
+
+@rules.check("axes that are dropped")
+def _(fn, t):
+    for drop in (frozenset({"fsdp"}), {"fsdp", "tensor"}, ["data"]):
+        maps_to(t, fn, ("embed", "mlp"), axis_sizes(t), drop)
+        maps_to(t, fn, ("batch", None, "heads"), axis_sizes(t), drop)
+
+
+@rules.check("unknown names")
+def _(fn, t):
+    typo = pick(t, "mpl", "embd", "Heads")
+    for sizes in (axis_sizes(t), axis_sizes(t, "data", "fsdp", "context", "tensor")):
+        why = f"{typo!r} is not in the table"
+        t.raises(ValueError, fn, ("batch", typo), TABLE, sizes, why=why, match=typo)
+
+
+@rules.check("collisions")
+def _(fn, t):
+    sizes = axis_sizes(t)
+    for names, axis in (
+        (("heads", "mlp"), "tensor"),
+        (("batch", "seq", "embed"), "fsdp"),
+        (("embed", "embed"), "fsdp"),
+        (("vocab", None, "seq"), "context"),
+    ):
+        why = f"two dimensions of {names} claim {axis!r}"
+        t.raises(ValueError, fn, names, TABLE, sizes, why=why, match=axis)
+
+
+@rules.check("no collision over an axis that is left out")
+def _(fn, t):
+    maps_to(t, fn, ("heads", "mlp"), axis_sizes(t, "tensor"))
+    maps_to(t, fn, ("embed", "embed", "mlp"), axis_sizes(t, "fsdp"))
+    maps_to(t, fn, ("batch", "seq", "embed"), axis_sizes(t), {"fsdp"})
+
+
+@rules.check("several arrays, and the table as it was")
+def _(fn, t):
+    table, sizes = dict(TABLE), axis_sizes(t)
+    for names in (("embed", "heads"), ("embed", "mlp"), ("batch", "seq")):
+        maps_to(t, fn, names, sizes, table=table)
+    t.equal(table, TABLE, why="your function changed the table")
+
+
+@rules.mutant(
+    "An unknown name leaves its dimension whole and says nothing. A typo then costs memory for weeks: raise "
+    "ValueError."
+)
+def typos_survive(names, table, sizes, drop=()):
+    return right_spec(names, table, sizes, drop, unknown=False)
+
+
+@rules.mutant("You keep axes of size 1. They split nothing, but they would be in the array's type.")
+def keeps_ones(names, table, sizes, drop=()):
+    return right_spec(names, table, sizes, drop, ones=True)
+
+
+@rules.mutant("You ignore `drop`.")
+def ignores_drop(names, table, sizes, drop=()):
+    return right_spec(names, table, sizes)
+
+
+@rules.mutant(
+    "Where two dimensions claim an axis you give it to the first and go on. Raise ValueError: which of them is "
+    "split should not hang on their order."
+)
+def first_wins(names, table, sizes, drop=()):
+    return right_spec(names, table, sizes, drop, clash="skip")
+
+
+@rules.mutant(
+    "You do not look for collisions. JAX refuses such a spec too, later and without the dimensions' names."
+)
+def no_collisions(names, table, sizes, drop=()):
+    entries = []
+    for name in names:
+        if name is not None and name not in table:
+            raise ValueError(name)
+        axes = tuple(a for a in table.get(name, ()) if sizes[a] > 1 and a not in drop)
+        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return P(*entries)
+
+
+@rules.mutant(
+    "You see a collision over an axis that is left out. Take out axes of size 1 and those in `drop` first."
+)
+def collides_early(names, table, sizes, drop=()):
+    return right_spec(names, table, sizes, drop, late=True)
+
+
+@rules.mutant("You leave out the entries of whole dimensions at the end. Give every dimension one.")
+def short_spec(names, table, sizes, drop=()):
+    return right_spec(names, table, sizes, drop, ends=False)

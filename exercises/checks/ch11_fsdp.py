@@ -1,0 +1,871 @@
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitext import hlo
+from minitext.grading import Exercise
+
+
+def devices_along(axis, size=8):
+    return jax.make_mesh((size,), (axis,), devices=jax.devices()[:size])
+
+
+def put(mesh, spec, tree):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+
+
+def number(t, low, high):
+    return int(t.rng.integers(low, high))
+
+
+# --------------------------------------------------------------------------- gradient_equality
+
+gradient_equality = Exercise(
+    "11.gradient_equality",
+    title="The gradient of one device, from eight",
+    function="make_gradient",
+    minutes=30,
+    points=15,
+    devices=8,
+    statement="""
+Write `make_gradient(loss_sum, mesh, microbatches)`. It returns a function of `(params, rows)` that gives the loss per
+target token of the whole batch and its gradient, on every device. `loss_sum` gives a *sum* and a *count*.
+
+- The rows are split over the mesh axis `data`, and each device goes through its own in `microbatches` equal parts,
+  one after another in a loop: the checks look for arrays with the activations of more than one part.
+- The result is that of one device with all rows, within rounding. Devices and microbatches have very different
+  numbers of target tokens, some none. A batch without any gives a loss and a gradient of 0.
+- In one run each number of the gradient is summed over the devices **once**, whatever the number of microbatches, and
+  so are two scalars. Nothing else is sent: the checks read kinds, runs and bytes in the HLO.
+""",
+    hints=(
+        "Which numbers may be added over microbatches and devices, and which one division makes of them what is "
+        "asked for? Then count how often the sum over devices stands inside of the loop.",
+        "Inside a `shard_map` with `in_specs=(P(), P('data'))` the gradient by the parameters is summed over devices "
+        "as soon as you take it, since they are the same everywhere. `jax.lax.pcast(x, 'data', to='varying')` on "
+        "every leaf before the loop makes them the device's own.",
+        "Carry `(total, count, grads)` through `jax.lax.scan`, beginning with zeros that are `pcast` too "
+        "(`zeros_like` of a marked array is); then "
+        "`jax.lax.psum(sums, 'data')` once, and multiply by `1 / jnp.maximum(count, 1)`.",
+    ),
+)
+
+V, D = 11, 6
+
+
+def text_loss(params, rows):
+    h = jnp.tanh(params["table"][rows["ids"]] @ params["layers"]["w"] + params["layers"]["b"])
+    logits = h @ params["table"].T
+    right = jnp.take_along_axis(logits, rows["targets"][..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - right
+    return jnp.sum(nll * rows["mask"]), jnp.sum(rows["mask"])
+
+
+def text_params(t):
+    draw = lambda *shape: t.rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {"table": draw(V, D), "layers": {"w": draw(D, D), "b": draw(D)}}
+
+
+def text_rows(t, B, T=5, empty=False):
+    kept = np.zeros(B, int) if empty else t.rng.integers(0, T + 1, B)
+    if not empty:
+        kept[: B // 8] = 0  # the first device has nothing to predict
+        kept[-1] = T
+    mask = (np.arange(T) < kept[:, None]).astype(np.float32)
+    ids, targets = (t.rng.integers(0, V, (B, T)).astype(np.int32) for _ in range(2))
+    return {"ids": ids, "targets": targets, "mask": mask}
+
+
+def on_one(params, rows):
+    def mean(params):
+        total, count = text_loss(params, rows)
+        return total / jnp.maximum(count, 1.0)
+
+    return jax.jit(jax.value_and_grad(mean))(params)
+
+
+def graded_gradient(fn, t, size, microbatches, rows_each, empty=False):
+    mesh, params = devices_along("data", size), text_params(t)
+    rows = text_rows(t, size * microbatches * rows_each, empty=empty)
+    call = jax.jit(fn(text_loss, mesh, microbatches))
+    got = call(put(mesh, P(), params), put(mesh, P("data"), rows))
+    return got, None if empty else on_one(params, rows)
+
+
+@gradient_equality.check("loss and gradient of one device")
+def _(fn, t):
+    rows_each = number(t, 1, 4)
+    (loss, grads), (want, want_grads) = graded_gradient(fn, t, 8, 3, rows_each)
+    t.close(loss, want, rtol=1e-5, why="the loss")
+    t.close(grads, want_grads, rtol=1e-4, atol=1e-6, why="the gradient", dtype=np.float32)
+
+
+@gradient_equality.check("four devices, one microbatch")
+def _(fn, t):
+    (loss, grads), (want, want_grads) = graded_gradient(fn, t, 4, 1, 2)
+    t.close(loss, want, rtol=1e-5, why="the loss on four devices")
+    t.close(grads, want_grads, rtol=1e-4, atol=1e-6, why="the gradient on four devices")
+
+
+@gradient_equality.check("a batch without target tokens")
+def _(fn, t):
+    (loss, grads), _ = graded_gradient(fn, t, 8, 2, 1, empty=True)
+    t.close(loss, 0.0, rtol=0, atol=0, why="the loss of nothing")
+    want = jax.tree.map(np.zeros_like, text_params(t))
+    t.close(grads, want, rtol=0, atol=0, why="the gradient of nothing")
+
+
+@gradient_equality.check("each number is sent once, and one part is computed at a time")
+def _(fn, t):
+    mesh, params = devices_along("data"), text_params(t)
+    rows = text_rows(t, 8 * 4 * 2)
+    text = t.hlo(fn(text_loss, mesh, 4), put(mesh, P(), params), put(mesh, P("data"), rows))
+    found = hlo.Module(text).collectives()
+    kinds = sorted({c.kind for c in found})
+    t.equal(kinds, ["all-reduce"], why="kinds of collectives in the program")
+    numbers = sum(x.size for x in jax.tree.leaves(params))
+    sent = sum(c.runs * c.bytes for c in found)
+    why = f"bytes all-reduced in one run with 4 microbatches; the gradient has {4 * numbers}, two scalars 8"
+    t.equal(sent, 4 * numbers + 8, why=why)
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\bf32\[([\d,]+)\]", text)}
+    largest, logits = max(map(math.prod, shapes)), 2 * rows["mask"].shape[1] * V
+    why = f"numbers in a device's largest array; the logits of one of its 4 parts have {logits}"
+    t.true(largest < 2 * logits, why=f"{largest} {why}", observed=largest / logits)
+
+
+def gradient_with(
+    *, own=True, divide="all", guard=True, gather=False, last=False, again=False, parts=None,
+):  # fmt: skip
+    def make(loss_sum, mesh, microbatches):
+        n = mesh.shape["data"]
+
+        def varying(tree):
+            return jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), tree)
+
+        def of_one_device(params, rows):
+            if gather:
+                rows = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), rows)
+            params = varying(params) if own else params
+            split = jax.tree.map(lambda x: x.reshape(parts or microbatches, -1, *x.shape[1:]), rows)
+
+            def add(sums, part):
+                (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)
+                if divide == "micro":
+                    share = 1 / jnp.maximum(count, 1.0) / microbatches
+                    total, grads = total * share, jax.tree.map(lambda g: g * share, grads)
+                if divide == "at least 1 each":
+                    count = jnp.maximum(count, 1.0)
+                new = (total, count, grads)
+                return (new if last else jax.tree.map(jnp.add, sums, new)), None
+
+            zero = jax.tree.map(jnp.zeros_like, params)
+            zeros = varying((jnp.zeros(()), jnp.zeros(())))
+            sums = jax.lax.scan(add, (*zeros, zero), split)[0]
+            total, count, grads = sums
+            if divide in ("own", "micro"):
+                share = (1 / jnp.maximum(count, 1.0) if divide == "own" else 1.0) / n
+                total, grads = total * share, jax.tree.map(lambda g: g * share, grads)
+            mean = jax.lax.pmean if gather else jax.lax.psum
+            total, count = mean((total, count), "data")
+            grads = mean(grads, "data") if own or again else grads
+            if divide not in ("own", "micro"):
+                share = 1 / (jnp.maximum(count, 1.0) if guard else count)
+                total = total if divide == "gradient" else total * share
+                grads = jax.tree.map(lambda g: g * share, grads)
+            return total, grads
+
+        return jax.shard_map(of_one_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+
+    return make
+
+
+def gradient_mutant(hint, **wrong):
+    def mutant(*args):
+        return gradient_with(**wrong)(*args)
+
+    mutant.__name__ = "_".join(f"{name}_{value}".lower() for name, value in wrong.items())
+    gradient_equality.mutant(hint)(mutant)
+
+
+gradient_mutant(
+    "You average the devices' means: a token on a device with few of them weighs more. Sum losses, counts and "
+    "gradients over the devices, and divide once.",
+    divide="own",
+)
+gradient_mutant(
+    "You average the microbatches' means: a token in a microbatch with few of them weighs more. Keep sums and counts "
+    "to the end.",
+    divide="micro",
+)
+gradient_mutant(
+    "The values are right, but the gradient is summed over the devices in every turn of the loop: "
+    "`jax.value_and_grad` inside `shard_map` does so for parameters that are the same everywhere. Mark them as the "
+    "device's own before the loop with `jax.lax.pcast(..., 'data', to='varying')`.",
+    own=False,
+)
+gradient_mutant(
+    "Your gradient is the number of devices times too large: it is summed over them once by `jax.value_and_grad` and "
+    "once by you. Mark the parameters as the device's own before you differentiate.",
+    own=False,
+    again=True,
+)
+gradient_mutant(
+    "A batch without target tokens divides 0 by 0. Divide by the larger of count and 1.",
+    guard=False,
+)
+gradient_mutant(
+    "Every device gathers the whole batch and computes all of it: eight times the work, and an all-gather of rows. "
+    "Let each device see its own rows only.",
+    gather=True,
+)
+gradient_mutant(
+    "The values are right, but all rows of a device are computed at once, so nothing of the memory is saved that "
+    "microbatches are for. Split the rows in `microbatches` parts and go through them in a `jax.lax.scan`, not in a "
+    "`vmap`.",
+    parts=1,
+)
+gradient_mutant(
+    "You take the larger of count and 1 for each part or device, so empty ones count as a token. Only the count of "
+    "the whole batch may be replaced.",
+    divide="at least 1 each",
+)
+gradient_mutant(
+    "Your loss is a sum. Divide it by the count, as you do the gradient.", divide="gradient"
+)
+gradient_mutant(
+    "Only the last microbatch is left: your loop replaces what it carries. Add to it.",
+    last=True,
+)
+
+
+# --------------------------------------------------------------------------------- fsdp_rules
+
+fsdp_rules = Exercise(
+    "11.fsdp_rules",
+    title="Who stores what, by scheme",
+    function="place_state",
+    minutes=20,
+    points=10,
+    devices=8,
+    statement="""
+Write `place_state(params, scheme, devices)`: for each parameter the specs of the parameter itself, of its gradient
+and of its moments under `dp`, `zero1`, `zero2` or `fsdp`; and what all of them take on one device.
+
+- What a scheme cuts is cut along the dimension named `embed`, over the mesh axis `fsdp`. A parameter without such a
+  dimension stays whole in every scheme, on every device.
+- `zero1` cuts the moments, `zero2` the gradients too, `fsdp` the parameters too. All are float32, and there are two
+  moments.
+- A spec has an entry for each dimension: `"fsdp"` or None. With one device no axis is named.
+- Where a scheme would have to cut a dimension into unequal parts, or two dimensions of one parameter, raise
+  `ValueError` with the parameter's name. `dp` cuts nothing and so never raises.
+""",
+    hints=(
+        "Take one parameter and one scheme, and write three lines: is the parameter cut, is its gradient, are its "
+        "moments? Only then look at dimensions.",
+        "Bytes are sums over parameters: one that is cut counts an n-th, one that is not counts whole. Dividing the "
+        "total by n would forget the second kind.",
+        '`P(*("fsdp" if i in split else None for i in range(len(dims))))`, where `split` has the places of `embed`, or '
+        "nothing where the scheme does not cut or there is one device.",
+    ),
+)
+
+CUT = {"dp": "", "zero1": "m", "zero2": "gm", "fsdp": "pgm"}
+
+
+def right_state(
+    params, scheme, devices, *, cut=None, axis="embed", moments=2, even=False, one=False, lazy=False,
+    two=False, uneven="refused", short=False, nameless=False, strict=False,
+):  # fmt: skip
+    cuts = (cut or CUT)[scheme]
+    specs, totals, everything = {}, [0, 0, 0], [0, 0, 0]
+    for name, (dims, shape) in params.items():
+        places = [i for i, dim in enumerate(dims) if dim == axis]
+        if axis == "first":
+            places = [0]
+        if strict and cuts and len(places) > 1:
+            raise ValueError(name)
+        places = places if devices > 1 or one else []
+        if two:
+            places = places[:1]
+        odd = places and (len(places) > 1 or shape[places[0]] % devices)
+        if odd and (cuts or lazy) and devices > 1:
+            if uneven == "refused":
+                raise ValueError("cannot be cut" if nameless else name)
+            places = [] if uneven == "whole" else places[:1]
+        found = []
+        for k, (thing, each) in enumerate(zip("pgm", (4, 4, 4 * moments), strict=True)):
+            split = places if thing in cuts else []
+            entries = [] if short and not split else range(len(dims))
+            found.append(P(*("fsdp" if i in split else None for i in entries)))
+            size = each * math.prod(shape)
+            totals[k] += size // (devices if split else 1)
+            everything[k] += size // (devices if thing in cuts else 1)
+        specs[name] = tuple(found)
+    return specs, tuple(everything if even else totals)
+
+
+def drawn_params(t, devices):
+    D, F, L, V = devices * number(t, 2, 9), number(t, 3, 40), number(t, 2, 7), number(t, 9, 99)
+    return {
+        "embed.table": (("vocab", "embed"), (V, D)),
+        "blocks.up": (("layers", "embed", "mlp"), (L, D, F)),
+        "blocks.down": (("layers", "mlp", "embed"), (L, F, D)),
+        "blocks.scale": (("layers", "embed"), (L, D)),
+        "bias": (("mlp",), (8 * F,)),  # no embed: whole everywhere
+        "router": (("layers", "heads"), (8, 8 * number(t, 2, 9))),
+        "temperature": ((), ()),
+    }
+
+
+def plain_specs(specs):
+    return {
+        name: tuple(tuple(None if e is None else str(e) for e in spec) for spec in found)
+        for name, found in specs.items()
+    }
+
+
+@fsdp_rules.check("specs of every scheme")
+def _(fn, t):
+    params = drawn_params(t, 8)
+    for scheme in CUT:
+        got, want = fn(params, scheme, 8)[0], right_state(params, scheme, 8)[0]
+        t.equal(sorted(got), sorted(want), why=f"the names, {scheme}")
+        for name in want:
+            names = "parameter, gradient and moments"
+            one, other = (plain_specs({name: x[name]})[name] for x in (got, want))
+            t.equal(one, other, why=f"{scheme}: specs of {names} of {name} {params[name]}")
+
+
+@fsdp_rules.check("bytes on one device")
+def _(fn, t):
+    params = drawn_params(t, 4)
+    for scheme in CUT:
+        got = tuple(int(x) for x in fn(params, scheme, 4)[1])
+        want = right_state(params, scheme, 4)[1]
+        t.equal(got, want, why=f"{scheme} on 4 devices: parameters, gradients, moments in bytes")
+
+
+@fsdp_rules.check("arrays that are placed so take those bytes")
+def _(fn, t):
+    params, mesh = drawn_params(t, 8), devices_along("fsdp")
+    scheme = ("zero1", "zero2", "fsdp")[number(t, 0, 3)]
+    specs, told = fn(params, scheme, 8)
+    held = [0, 0, 0]
+    for name, (_, shape) in params.items():
+        for k, each in enumerate((1, 1, 2)):
+            array = jax.device_put(np.zeros(shape, np.float32), NamedSharding(mesh, specs[name][k]))
+            held[k] += each * array.addressable_shards[3].data.nbytes
+    why = f"{scheme}: what one device holds if arrays are placed by your specs"
+    t.equal([int(x) for x in told], held, why=why)
+
+
+@fsdp_rules.check("one device")
+def _(fn, t):
+    params = drawn_params(t, 1) | {"odd": (("embed", "embed"), (7, 7))}
+    got = fn(params, "fsdp", 1)
+    want = right_state(params, "fsdp", 1)
+    t.equal(plain_specs(got[0]), plain_specs(want[0]), why="no axis of one device is named")
+    t.equal([int(x) for x in got[1]], list(want[1]), why="bytes on one device")
+
+
+@fsdp_rules.check("what cannot be cut")
+def _(fn, t):
+    bad = {"odd.w": (("layers", "embed"), (8, 8 * number(t, 2, 9) + 4))}
+    square = {"square.w": (("embed", "embed"), (16, 16))}
+    for scheme in ("zero1", "zero2", "fsdp"):
+        t.raises(ValueError, fn, bad, scheme, 8, why=f"{scheme}: uneven parts", match="odd.w")
+        t.raises(ValueError, fn, square, scheme, 8, why=f"{scheme}: cut twice", match="square.w")
+    for params in (bad, square):
+        got = fn(params, "dp", 8)
+        t.equal(plain_specs(got[0]), plain_specs(right_state(params, "dp", 8)[0]), why="dp")
+
+
+def state_mutant(hint, **wrong):
+    fsdp_rules.mutant(hint)(functools.partial(right_state, **wrong))
+
+
+state_mutant(
+    "You cut the gradients in `zero1`. Stage 1 cuts the optimizer's state alone; the gradients follow in stage 2.",
+    cut=CUT | {"zero1": "gm"},
+)
+state_mutant(
+    "In `fsdp` you cut the parameters and leave gradients and moments whole. Each stage keeps what the one before "
+    "cut.",
+    cut=CUT | {"fsdp": "p"},
+)
+state_mutant(
+    "You divide the total by the number of devices. Parameters without `embed` are whole on every device, and count "
+    "whole.",
+    even=True,
+)
+state_mutant(
+    "You cut the first dimension, whatever its name. Only `embed` is cut: `layers` and `vocab` stay whole.",
+    axis="first",
+)
+state_mutant(
+    "You count one moment for each parameter. AdamW has two, 8 bytes a parameter.", moments=1
+)
+state_mutant("You name the axis although it has one device. Then nothing is cut.", one=True)
+state_mutant(
+    "A spec that cuts nothing is empty in your answer. Give it an entry for each dimension: None for each that stays "
+    "whole.",
+    short=True,
+)
+state_mutant(
+    "Where a parameter has two dimensions called `embed` you cut the first. One mesh axis cannot cut two dimensions, "
+    "and which one to cut is not yours to choose: refuse.",
+    two=True,
+)
+state_mutant(
+    "You leave whole what cannot be cut. It would take more memory than the scheme promises, and nobody would be told: "
+    "raise a ValueError.",
+    uneven="whole",
+)
+state_mutant(
+    "You cut dimensions that the number of devices does not divide, and count the bytes of rounded parts. Look at the "
+    "remainder first, and raise a ValueError.",
+    uneven="rounded",
+)
+state_mutant(
+    "Your ValueError does not name the parameter. In a model of a hundred, `embed does not divide` helps nobody.",
+    nameless=True,
+)
+state_mutant(
+    "You refuse on one device. There nothing is cut, so nothing can fail to divide.", strict=True
+)
+state_mutant(
+    "You refuse in `dp` too. It cuts nothing, so nothing can fail to divide: ask first what the scheme cuts.",
+    lazy=True,
+)
+
+
+# --------------------------------------------------------------------------------- hlo_budget
+
+hlo_budget = Exercise(
+    "11.hlo_budget",
+    title="A layer within its budget",
+    function="thrifty_layer",
+    minutes=35,
+    points=15,
+    devices=8,
+    statement="""
+`wasteful_layer` is a feed-forward layer whose weights are stored in parts. Its values are right. Its program gathers
+float32, gathers activations, and in a gradient it keeps what it gathered. Write `thrifty_layer`, which gives the same
+values within this budget. The checks put L layers in a scan and compile its gradient by the weights for eight
+devices:
+
+- **Gathers**: each of the three weights of a layer is gathered twice, once in the forward and once in the backward
+  pass: 6 L all-gathers of D x F numbers, and no others. So nothing that was gathered is kept for the backward pass,
+  and no activation is ever gathered.
+- **Type**: what is gathered is bfloat16, in the forward *and* in the backward pass. (XLA's CPU backend sends bfloat16
+  as float32, so this is read in the jaxpr: from `jax.sharding.reshard` or `jax.lax.all_gather`.)
+- **Kinds**: besides all-gathers only all-reduces or reduce-scatters, for the gradients. No all-to-all, no permute.
+- The gradient of a weight is float32 and lies as the weight does.
+""",
+    hints=(
+        "Go through `wasteful_layer` line by line and say of each `reshard` what moves, and in which type. Which "
+        "single array should move instead in the last product?",
+        "Cast first and reshard then, for all three weights; the tokens stay where they are. That mends the forward "
+        "pass. For the backward pass look at the four versions of section 3.",
+        "Put the whole layer into a function under `jax.checkpoint`: its backward pass runs it again, gathers "
+        "included. Or write a `custom_vjp` that keeps x and the parts. Both at once gather three times here.",
+    ),
+    seconds=90.0,
+)
+
+SPECS = P("fsdp", None), P("fsdp", None), P(None, "fsdp")
+
+
+def stack_sizes(t):
+    return 3, 8 * number(t, 1, 3), 8 * number(t, 2, 4), 8 * number(t, 5, 8) + 4  # L, B, D, F
+
+
+def stack_loss(fn):
+    def loss(weights, x_BD):
+        y_BD = jax.lax.scan(lambda x, w: (fn(x, *w), None), x_BD, weights)[0]
+        return jnp.mean(jnp.square(y_BD.astype(jnp.float32)))
+
+    return loss
+
+
+def stack_specs(mesh, sizes):
+    L, B, D, F = sizes
+    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    shapes = (L, D, F), (L, D, F), (L, F, D)
+    weights = tuple(
+        jax.ShapeDtypeStruct(shape, "float32", sharding=place(P(None, *spec)))
+        for shape, spec in zip(shapes, SPECS, strict=True)
+    )
+    return weights, jax.ShapeDtypeStruct((B, D), "bfloat16", sharding=place(P("fsdp", None)))
+
+
+def plain_layer(x, gate, up, down):
+    gate, up, down = (w.astype(x.dtype) for w in (gate, up, down))
+    return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def drawn_stack(t, sizes):
+    L, B, D, F = sizes
+    draw = lambda fan, *s: (t.rng.normal(size=s) / np.sqrt(fan)).astype(np.float32)  # noqa: E731
+    return (draw(D, L, D, F), draw(D, L, D, F), draw(F, L, F, D)), draw(1, B, D)
+
+
+@hlo_budget.check("values and gradients")
+def _(fn, t):
+    mesh, sizes = devices_along("fsdp"), stack_sizes(t)
+    weights, x = drawn_stack(t, sizes)
+    want, want_grads = jax.jit(jax.value_and_grad(stack_loss(plain_layer)))(
+        tuple(map(jnp.asarray, weights)), jnp.asarray(x)
+    )
+    with jax.set_mesh(mesh):
+        placed = tuple(
+            jax.device_put(w, P(None, *spec)) for w, spec in zip(weights, SPECS, strict=True)
+        )
+        x = jax.device_put(jnp.asarray(x, jnp.bfloat16), P("fsdp", None))
+        one = jax.jit(fn)(x, *(w[0] for w in placed))
+        t.equal((str(one.dtype), one.shape), ("bfloat16", x.shape), why="the result's type")
+        t.equal(str(one.sharding.spec[0]), "fsdp", why="the tokens stay where they are")
+        got, grads = jax.jit(jax.value_and_grad(stack_loss(fn)))(placed, x)
+    t.close(got / want, 1.0, rtol=0, atol=0.03, why="mean square of the result, over the right one")
+    for name, g, w in zip(("gate", "up", "down"), grads, want_grads, strict=True):
+        scale = np.abs(w).max()
+        t.close(np.asarray(g) / scale, np.asarray(w) / scale, rtol=0, atol=0.05,
+                why=f"gradient of {name}, over its largest number", dtype=np.float32)  # fmt: skip
+    lying = [tuple(g.sharding.spec)[1:] for g in grads]
+    lying = [tuple(map(str, (*spec, None, None)[:2])) for spec in lying]
+    t.equal(lying, [tuple(map(str, s)) for s in SPECS], why="a gradient lies as its weight does")
+
+
+def inner_jaxprs(eqn):
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+        value = getattr(value, "jaxpr", value)
+        if hasattr(value, "eqns"):
+            yield value
+
+
+def gathers(jaxpr):
+    """Types and sizes of what is gathered, as it is written."""
+    for eqn in jaxpr.eqns:
+        out = eqn.outvars[0].aval if eqn.outvars else None
+        if eqn.primitive.name == "reshard":
+            before, after = (str(v.sharding.spec) for v in (eqn.invars[0].aval, out))
+            if "fsdp" in before and "fsdp" not in after:
+                yield str(out.dtype), out.size
+        elif eqn.primitive.name.startswith("all_gather"):
+            yield str(out.dtype), out.size
+        for inner in inner_jaxprs(eqn):
+            yield from gathers(inner)
+
+
+@hlo_budget.check("what is gathered is bfloat16")
+def _(fn, t):
+    mesh, sizes = devices_along("fsdp"), stack_sizes(t)
+    _, _, D, F = sizes
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(jax.grad(stack_loss(fn)))(*stack_specs(mesh, sizes))
+    found = [kind for kind, size in gathers(traced.jaxpr) if size == D * F]
+    t.equal(
+        sorted(set(found)), ["bfloat16"], why="types of gathered weights in the gradient's jaxpr"
+    )
+
+
+@hlo_budget.check("gathers, their number and size")
+def _(fn, t):
+    mesh, sizes = devices_along("fsdp"), stack_sizes(t)
+    L, _, D, F = sizes
+    with jax.set_mesh(mesh):
+        text = t.hlo(jax.grad(stack_loss(fn)), *stack_specs(mesh, sizes))
+    found = hlo.Module(text).collectives()
+    allowed = {"all-gather", "all-reduce", "reduce-scatter"}
+    others = sorted({c.kind for c in found} - allowed)
+    t.equal(others, [], why="kinds of collectives that are not in the budget")
+    counted = {}
+    for c in found:
+        if c.kind == "all-gather":
+            for kind, size in c.arrays:
+                numbers = size // {"f32": 4, "bf16": 2}.get(kind, 1)
+                counted[numbers] = counted.get(numbers, 0) + c.runs
+    others = sorted(size for size in counted if size != D * F)
+    t.equal(others, [], why=f"sizes of gathered arrays other than a weight's {D} x {F}")
+    why = f"all-gathers of weights in the gradient of {L} layers; the budget is 2 x 3 x {L}"
+    t.equal(counted.get(D * F, 0), 6 * L, why=why)
+
+
+def whole(w, dtype=None):
+    return jax.sharding.reshard(w if dtype is None else w.astype(dtype), P(None, None))
+
+
+def gathered_layer(x, *weights):
+    gate, up, down = (whole(w, x.dtype) for w in weights)
+    return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def ruled_product(x, w, wide):
+    return x @ whole(w, x.dtype)
+
+
+def _ruled_backward(wide, kept, grad):
+    x, w = kept
+    w_whole = whole(w).astype(x.dtype) if wide else whole(w, x.dtype)
+    spec = jax.typeof(w).sharding.spec
+    grad_w = jnp.einsum("bd,bf->df", x, grad, out_sharding=spec)
+    return grad @ w_whole.T, grad_w.astype(w.dtype)
+
+
+ruled_product.defvjp(lambda x, w, wide: (ruled_product(x, w, wide), (x, w)), _ruled_backward)
+
+
+def ruled_layer(x, gate, up, down, wide=False):
+    h = jax.nn.silu(ruled_product(x, gate, wide)) * ruled_product(x, up, wide)
+    return x + ruled_product(h, down, wide)
+
+
+@hlo_budget.mutant(
+    "You gather float32 and cast afterwards: twice the bytes. Cast on each device, and gather what is cast."
+)
+def casts_late(x, *weights):
+    @jax.checkpoint
+    def layer(x, *weights):
+        gate, up, down = (whole(w).astype(x.dtype) for w in weights)
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    return layer(x, *weights)
+
+
+@hlo_budget.mutant(
+    "Your forward pass is right. In the gradient each weight is gathered once, and the gathered weights of all "
+    "layers are kept until the backward pass: that is the memory that cutting had saved. Put the layer under "
+    "`jax.checkpoint`."
+)
+def keeps(x, *weights):
+    return gathered_layer(x, *weights)
+
+
+@hlo_budget.mutant(
+    "You have a rule that gathers again *and* `jax.checkpoint`, so three gathers are written, and with bfloat16 this "
+    "compiler doesn't see that two are the same. One of the two is enough."
+)
+def both(x, *weights):
+    return jax.checkpoint(ruled_layer)(x, *weights)
+
+
+@hlo_budget.mutant(
+    "In the backward pass you gather float32. Forward and backward pass must both cast before they gather."
+)
+def wide_backward(x, *weights):
+    return ruled_layer(x, *weights, wide=True)
+
+
+@hlo_budget.mutant(
+    "You gather two weights as one array. The bytes are right, but the budget is an all-gather for each weight: "
+    "gather them one by one, and leave it to the compiler to combine."
+)
+def gathers_a_pair(x, *weights):
+    @jax.checkpoint
+    def layer(x, gate, up, down):
+        pair = jnp.stack([gate, up]).astype(x.dtype)
+        gate, up = jax.sharding.reshard(pair, P(None, None, None))
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ whole(down, x.dtype)
+
+    return layer(x, *weights)
+
+
+@hlo_budget.mutant("You forget the residual: a layer adds its result to x.")
+def no_residual(x, *weights):
+    return jax.checkpoint(gathered_layer)(x, *weights) - x
+
+
+@hlo_budget.mutant(
+    "The last product still gathers all tokens and turns its result by an all-to-all. Gather `down_FD` as you gather "
+    "the others; the tokens stay where they are."
+)
+def gathers_tokens(x, *weights):
+    @jax.checkpoint
+    def layer(x, gate, up, down):
+        gate, up = (whole(w, x.dtype) for w in (gate, up))
+        h = jax.nn.silu(x @ gate) * (x @ up)
+        y = whole(h) @ down.astype(x.dtype)
+        return x + jax.sharding.reshard(y, P("fsdp", None))
+
+    return layer(x, *weights)
+
+
+@hlo_budget.mutant(
+    "That is `wasteful_layer`: begin with its first line, and say of each `reshard` what moves and in which type."
+)
+def unchanged(x, gate, up, down):
+    gate, up = (whole(w).astype(x.dtype) for w in (gate, up))
+    h = jax.nn.silu(x @ gate) * (x @ up)
+    y = whole(h) @ down.astype(x.dtype)
+    return x + jax.sharding.reshard(y, P("fsdp", None))
+
+
+# -------------------------------------------------------------------------------- zero_stages
+
+zero_stages = Exercise(
+    "11.zero_stages",
+    title="What a stage takes and sends",
+    function="stage_costs",
+    minutes=20,
+    points=10,
+    statement="""
+Write `stage_costs(cut, whole, devices, scheme, microbatches)`: bytes of parameters, gradients and optimizer state on
+one device, and the bytes that it sends in one step, as four Python integers. The numbers that are checked are drawn
+for you.
+
+- `cut` parameters can be cut by a scheme, `whole` ones by none. Parameters, gradients and AdamW's two moments are
+  float32.
+- What is sent, by ring algorithms:
+
+| | `cut` parameters | how often a step |
+|---|---|---|
+| `dp` | all-reduce of the gradients | once |
+| `zero1` | reduce-scatter of the gradients; all-gather of the new parameters | once; once |
+| `zero2` | reduce-scatter of the gradients; all-gather of the new parameters | each microbatch; once |
+| `fsdp` | two all-gathers of the weights, reduce-scatter of the gradients | each microbatch |
+
+- The gradients of `whole` parameters are all-reduced once a step in every scheme; they are never gathered.
+- Gradients, and weights that are gathered for use, are sent in bfloat16; new parameters in float32.
+- Both counts are multiples of `devices`. Numbers may be larger than 64 bits hold.
+""",
+    hints=(
+        "Take the three kinds of memory first: from which stage on is each cut? The `whole` parameters take 16 bytes "
+        "each, always.",
+        "An all-gather or a reduce-scatter of S bytes sends S (n-1)/n, an all-reduce twice that. Which rows of the "
+        "table depend on the number of microbatches?",
+        "With `ring(numbers, each) = each * numbers * (n - 1) // n`: dp is 2 ring(cut, 2), zero1 ring(cut, 2) + "
+        "ring(cut, 4), zero2 the first of these M times, fsdp 3 M ring(cut, 2); and everyone adds 2 ring(whole, 2).",
+    ),
+)
+
+
+def right_costs(
+    cut, whole, devices, scheme, microbatches, *, update=4, ones=2, scatter=1, often=True, rest=True,
+    moments=2, uncut=True, keep=True, fetched=2, new="once", whole_often=False, used=2, held_as=4,
+    floats=False,
+):  # fmt: skip
+    stage = list(CUT).index(scheme)
+    held = []
+    for each, start in ((4, 3), (held_as, 2), (4 * moments, 1)):
+        n = devices if stage >= start else 1
+        held.append(each * (cut // n) + each * whole // (1 if uncut else n))
+
+    def ring(numbers, each):
+        if floats:
+            return int(each * numbers * ((devices - 1) / devices))
+        return each * numbers * (devices - 1) // devices if keep else each * numbers
+
+    M = microbatches if often else 1
+    gather, scattered = ring(cut, update), scatter * ring(cut, 2)
+    sent = {
+        "dp": ones * ring(cut, 2),
+        "zero1": scattered + gather,
+        "zero2": M * scattered + (M if new == "each" else 1) * gather,
+        "fsdp": M * (fetched * ring(cut, used) + scattered),
+    }[scheme]
+    ones *= M if whole_often else 1
+    return (*held, sent + (ones * ring(whole, 2) if rest else 0))
+
+
+def own_numbers(t):
+    draw = np.random.default_rng(t.learner)
+    n = 2 ** int(draw.integers(2, 8))
+    cut, rest = (n * int(draw.integers(low, 2 * low)) for low in (10**6, 10**3))
+    return cut, rest, n, int(draw.integers(2, 9))
+
+
+def costs_agree(t, fn, cut, whole, n, M, why):
+    for scheme in CUT:
+        # As text: the numbers may be too large for an array.
+        got, want = (
+            [f"{int(x):,}" for x in f(cut, whole, n, scheme, M)] for f in (fn, right_costs)
+        )
+        told = f"{scheme}, {why}: {cut:,} + {whole:,} parameters on {n} devices, {M} microbatches"
+        t.equal(got[:3], want[:3], why=f"parameters, gradients and state in bytes; {told}")
+        t.equal(got[3], want[3], why=f"bytes sent; {told}")
+
+
+@zero_stages.check("your own numbers")
+def _(fn, t):
+    costs_agree(t, fn, *own_numbers(t), "your numbers")
+
+
+@zero_stages.check("one microbatch, nothing that stays whole")
+def _(fn, t):
+    n = 2 ** number(t, 1, 6)
+    costs_agree(t, fn, n * number(t, 3, 999), 0, n, 1, "one microbatch")
+
+
+@zero_stages.check("one device sends nothing")
+def _(fn, t):
+    costs_agree(t, fn, number(t, 3, 999), number(t, 3, 999), 1, 4, "one device")
+
+
+@zero_stages.check("very large numbers, exactly")
+def _(fn, t):
+    n = 512
+    costs_agree(t, fn, n * (10**18 + number(t, 1, 99)), n * 12345, n, 3, "large")
+
+
+def costs_mutant(hint, **wrong):
+    zero_stages.mutant(hint)(functools.partial(right_costs, **wrong))
+
+
+costs_mutant(
+    "You send the new parameters in bfloat16. They are the float32 parameters themselves: 4 bytes each.",
+    update=2,
+)
+costs_mutant("An all-reduce sends twice (n-1)/n of the array: you count it once.", ones=1)
+costs_mutant(
+    "You count an all-reduce where a scheme has a reduce-scatter, which sends half of it.",
+    scatter=2,
+)
+costs_mutant(
+    "You forget the microbatches: `zero2` scatters after each, and `fsdp` gathers and scatters in each.",
+    often=False,
+)
+costs_mutant(
+    "You forget the parameters that no scheme cuts: their gradients are all-reduced in every scheme.",
+    rest=False,
+)
+costs_mutant("You count one moment. AdamW has two, 8 bytes a parameter.", moments=1)
+costs_mutant(
+    "You divide the `whole` parameters by the number of devices too. They are whole on every device.",
+    uncut=False,
+)
+costs_mutant(
+    "A device keeps its own part: it sends (n-1)/n of an array and not all of it.", keep=False
+)
+costs_mutant(
+    "You gather each weight once. It is gathered for the forward pass and again for the backward pass.",
+    fetched=1,
+)
+costs_mutant(
+    "Your `zero2` gathers the new parameters after each microbatch. They are new once a step: only the scatter is "
+    "repeated.",
+    new="each",
+)
+costs_mutant(
+    "You all-reduce the gradients of `whole` parameters in each microbatch. They are added up on each device and sent "
+    "once a step.",
+    whole_often=True,
+)
+costs_mutant(
+    "Your `fsdp` gathers float32. Weights that are gathered for use are cast first: 2 bytes each.",
+    used=4,
+)
+costs_mutant(
+    "Your gradients take 2 bytes each on a device. bfloat16 is what is sent; what lies there is float32.",
+    held_as=2,
+)
+costs_mutant(
+    "You divide with `/`, and a float has 53 bits. Multiply first, then divide integers with `//`.",
+    floats=True,
+)

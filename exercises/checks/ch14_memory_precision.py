@@ -1,0 +1,1144 @@
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from minitext import hlo
+from minitext.grading import Exercise
+
+POLICIES = jax.checkpoint_policies
+
+
+def spec(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def normal(t, *shape, scale=1.0):
+    return (scale * t.rng.normal(size=shape)).astype(np.float32)
+
+
+def residual_bytes(fn, *args):
+    """Bytes that the forward pass keeps for the backward pass."""
+    kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(fn, *a)[1], *args))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
+
+
+def tree_bytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# ----------------------------------------------------------------------------- remat_policy
+
+remat_policy = Exercise(
+    "14.remat_policy",
+    title="Keep one tensor of each layer",
+    function="keep_one",
+    minutes=20,
+    points=10,
+    statement="""
+Here is a stack of layers as somebody would write it who has memory to spare:
+
+```python
+def layer(x_XD, w):
+    a_XF = x_XD @ w["up"]
+    y_XD = jax.nn.silu(a_XF) @ w["down"]
+    return x_XD + jnp.tanh(y_XD), None
+
+
+def keep_everything(x_XD, weights):
+    return jax.lax.scan(layer, x_XD, weights)[0]
+```
+
+Write `keep_one(x_XD, weights)` with the same result, as a scan over the layers.
+
+- For its backward pass each layer keeps its input and **one** other tensor: the product `a_XF`, before
+  the silu. For L layers that is $4LX(D + F)$ bytes besides the weights.
+- What is kept is not computed again: the gradient's jaxpr has 7 products in its scans' bodies.
+""",
+    hints=(
+        "`jax.checkpoint` around one layer keeps the layer's input. What it keeps besides, a policy says; "
+        "tensors can be named.",
+        "`checkpoint_name(x, name)` returns x, marked. `jax.checkpoint_policies.save_only_these_names(name)` "
+        "keeps what is marked so. Mark the product itself, not what silu makes of it.",
+        'In the layer: `a_XF = checkpoint_name(x_XD @ w["up"], "a")`. Around it: `jax.checkpoint(layer, '
+        'policy=jax.checkpoint_policies.save_only_these_names("a"))`. Then scan that.',
+    ),
+)
+
+
+def draw_stack(t):
+    L, X, D, F = (int(t.rng.integers(*ends)) for ends in ((3, 7), (20, 40), (5, 12), (13, 20)))
+    weights = {"up": normal(t, L, D, F, scale=D**-0.5), "down": normal(t, L, F, D, scale=F**-0.5)}
+    return normal(t, X, D), weights
+
+
+def right_stack(x, weights):
+    for up, down in zip(weights["up"], weights["down"], strict=True):
+        x = x + jnp.tanh(jax.nn.silu(x @ up) @ down)
+    return x
+
+
+def grad_of(fn):
+    """The gradient of a sum whose terms are not all of one weight."""
+
+    def loss(x, weights):
+        found = fn(x, weights)
+        found = found if isinstance(found, tuple) else (found,)
+        return sum(jnp.sum(jnp.sin(y)) for y in found)
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
+@remat_policy.check("values")
+def _(fn, t):
+    args = draw_stack(t)
+    t.close(fn(*args), jax.jit(right_stack)(*args), rtol=1e-3, atol=1e-4, why="the stack's result")
+
+
+@remat_policy.check("gradients")
+def _(fn, t):
+    args = draw_stack(t)
+    want = jax.jit(grad_of(right_stack))(*args)
+    t.close(
+        jax.jit(grad_of(fn))(*args), want, rtol=1e-3, atol=1e-3, why="gradients of x and weights"
+    )
+
+
+@remat_policy.check("the layers are scanned")
+def _(fn, t):
+    args = draw_stack(t)
+    count = t.primitives(fn, *args).count("dot_general")
+    t.equal(count, 2, why="products in the jaxpr: those of one layer")
+
+
+@remat_policy.check("what is kept")
+def _(fn, t):
+    x, weights = draw_stack(t)
+    (L, D, F), X = weights["up"].shape, len(x)
+    kept = residual_bytes(fn, x, weights) - tree_bytes(weights)
+    want = 4 * L * X * (D + F)
+    why = f"{kept} bytes are kept besides the weights, want {want} for L={L}, X={X}, D={D}, F={F}"
+    t.true(kept == want, why=why, observed=kept / want)
+
+
+@remat_policy.check("what is computed again")
+def _(fn, t):
+    args = draw_stack(t)
+    count = t.primitives(grad_of(fn), *args).count("dot_general")
+    t.equal(count, 7, why="products in the gradient's jaxpr")
+
+
+def a_stack(x, weights, *, policy=None, inner=True, outer=False, mark="a"):
+    def layer(x, w):
+        a = x @ w["up"]
+        a = checkpoint_name(a, "a") if mark == "a" else a
+        h = jax.nn.silu(a)
+        h = checkpoint_name(h, "a") if mark == "h" else h
+        y = h @ w["down"]
+        y = checkpoint_name(y, "a") if mark == "y" else y
+        return x + jnp.tanh(y), None
+
+    layer = jax.checkpoint(layer, policy=policy) if inner else layer
+    whole = lambda x, weights: jax.lax.scan(layer, x, weights)[0]  # noqa: E731
+    return (jax.checkpoint(whole) if outer else whole)(x, weights)
+
+
+NAMED = POLICIES.save_only_these_names("a")
+
+
+@remat_policy.mutant(
+    "Nothing is rematerialised: put `jax.checkpoint` around the layer that you scan."
+)
+def keeps_everything(x, weights):
+    return a_stack(x, weights, inner=False)
+
+
+@remat_policy.mutant(
+    "You keep each layer's input and nothing else. Without a policy, `jax.checkpoint` computes all again; "
+    "and a policy of names keeps nothing if no tensor has the name."
+)
+def keeps_nothing(x, weights):
+    return a_stack(x, weights)
+
+
+@remat_policy.mutant(
+    "You keep both products. JAX's policies for products keep each of them; only names can choose one."
+)
+def keeps_both(x, weights):
+    return a_stack(x, weights, policy=POLICIES.dots_saveable)
+
+
+@remat_policy.mutant(
+    "You marked what silu returns. Its size is right, but silu's gradient needs what goes *into* it, so the "
+    "product is computed again all the same."
+)
+def keeps_the_wrong_one(x, weights):
+    return a_stack(x, weights, policy=NAMED, mark="h")
+
+
+@remat_policy.mutant(
+    "`jax.checkpoint` is around the whole scan. Then all layers are computed again at once, and keep "
+    "everything while they are. Put it around one layer."
+)
+def around_everything(x, weights):
+    return a_stack(x, weights, inner=False, outer=True)
+
+
+@remat_policy.mutant(
+    "You named what `down` returns. That is the other product; the one with `up` is asked for."
+)
+def names_the_other(x, weights):
+    return a_stack(x, weights, policy=NAMED, mark="y")
+
+
+@remat_policy.mutant("Your layers stand in the program one by one. Use `jax.lax.scan`.")
+def python_loop(x, weights):
+    @partial(jax.checkpoint, policy=NAMED)
+    def layer(x, up, down):
+        return x + jnp.tanh(jax.nn.silu(checkpoint_name(x @ up, "a")) @ down)
+
+    for up, down in zip(weights["up"], weights["down"], strict=True):
+        x = layer(x, up, down)
+    return x
+
+
+# ----------------------------------------------------------------------------- scanned_stack
+
+scanned_stack = Exercise(
+    "14.scanned_stack",
+    title="An unrolled stack, scanned",
+    function="scanned",
+    minutes=25,
+    points=10,
+    statement="""
+The author of this stack put `jax.checkpoint` around each layer and wonders why nothing got smaller:
+
+```python
+@jax.checkpoint
+def layer(x_XD, number, norm_D, up_DF, down_FD):
+    y_XD = x_XD * jax.lax.rsqrt(jnp.mean(x_XD**2, axis=1, keepdims=True) + 1e-6) * norm_D
+    a_XF = y_XD @ up_DF
+    h_XF = jnp.sin(a_XF) * jax.nn.silu(a_XF)
+    return x_XD + (h_XF @ down_FD) / (number + 1)
+
+
+def unrolled(x_XD, weights):
+    sizes = []
+    stacks = zip(weights["norm"], weights["up"], weights["down"])
+    for number, w in enumerate(stacks):
+        x_XD = layer(x_XD, number, *w)
+        sizes.append(jnp.mean(x_XD**2))
+    return x_XD, jnp.stack(sizes)
+```
+
+Write `scanned(x_XD, weights)` with the same two results and the same gradients.
+
+- The gradient's program has as many HLO instructions for 12 layers as for 5.
+- Each layer keeps its input for the backward pass, [X, D], and at most a few numbers more.
+- `L` may be 1.
+""",
+    hints=(
+        "A scan's body gets one layer's slice of each stack. What else differs from layer to layer here, and "
+        "what comes out of each?",
+        "The number of the layer is one more thing to scan over: `jnp.arange(L)`. The sizes are the body's "
+        "second result, which the scan stacks. `jax.checkpoint` goes around the body.",
+        "`jax.lax.scan(jax.checkpoint(body), x_XD, (jnp.arange(L), weights))` returns both results, if "
+        "`body(x_XD, (number, w))` returns `(x_XD, jnp.mean(x_XD**2))`.",
+    ),
+)
+
+
+def draw_normed(t, L=None, X=24, D=8, F=16):
+    L = L or int(t.rng.integers(3, 8))
+    weights = {
+        "norm": normal(t, L, D) + 1,
+        "up": normal(t, L, D, F, scale=D**-0.5),
+        "down": normal(t, L, F, D, scale=F**-0.5),
+    }
+    return normal(t, X, D), weights
+
+
+def normed_layer(x, number, w):
+    y = x * jax.lax.rsqrt(jnp.mean(x**2, axis=1, keepdims=True) + 1e-6) * w["norm"]
+    a = y @ w["up"]
+    return x + ((jnp.sin(a) * jax.nn.silu(a)) @ w["down"]) / (number + 1)
+
+
+def right_normed(x, weights):
+    found = []
+    for number in range(len(weights["norm"])):
+        x = normed_layer(x, number, jax.tree.map(lambda w, n=number: w[n], weights))
+        found.append(jnp.mean(x**2))
+    return x, jnp.stack(found)
+
+
+@scanned_stack.check("values")
+def _(fn, t):
+    for L in (None, 1):
+        args = draw_normed(t, L)
+        got, want = fn(*args), jax.jit(right_normed)(*args)
+        t.equal(len(got), 2, why="how many values are returned")
+        t.close(got[1], want[1], rtol=1e-3, atol=1e-4, why="the mean squares")
+        t.close(got[0], want[0], rtol=1e-3, atol=1e-4, why="the last layer's result")
+
+
+@scanned_stack.check("gradients")
+def _(fn, t):
+    args = draw_normed(t)
+    got, want = (jax.jit(grad_of(run))(*args) for run in (fn, right_normed))
+    t.close(got, want, rtol=2e-3, atol=2e-3, why="gradients")
+
+
+@scanned_stack.check("a program that does not grow")
+def _(fn, t):
+    counts = []
+    for L in (5, 12):
+        args = jax.tree.map(lambda a: spec(*a.shape), draw_normed(t, L))
+        text = t.hlo(grad_of(fn), *args)
+        counts.append(sum(map(len, hlo.computations(text)[0].values())))
+    why = f"{counts[0]} HLO instructions for 5 layers, {counts[1]} for 12"
+    t.true(counts[0] == counts[1], why=why, observed=counts[1] / counts[0])
+
+
+@scanned_stack.check("what is kept")
+def _(fn, t):
+    L, X, D, F = 8, 64, 8, 32
+    args = jax.tree.map(lambda a: spec(*a.shape), draw_normed(t, L, X, D, F))
+    kept = residual_bytes(fn, *args) - tree_bytes(args[1])
+    want = 4 * L * X * D
+    why = f"{kept} bytes are kept besides the weights; the inputs of {L} layers are {want}"
+    t.true(want <= kept <= 1.1 * want, why=why, observed=kept / want)
+
+
+@scanned_stack.check("temporaries")
+def _(fn, t):
+    L, X, D, F = 16, 512, 16, 32
+    args = jax.tree.map(lambda a: spec(*a.shape), draw_normed(t, L, X, D, F))
+    used = t.temp_bytes(grad_of(fn), *args)
+    bound = 4 * (3 * L * X * D + 12 * X * F)
+    why = f"{used} bytes of temporaries; three stacks of inputs and twelve [X, F] are {bound}"
+    t.true(used <= bound, why=why, observed=used / bound)
+
+
+def a_scan(x, weights, *, first=0, inner=True, outer=False, late=True, constant=False):
+    def body(x, inputs):
+        number, w = inputs
+        y = normed_layer(x, 0 if constant else number, w)
+        return y, jnp.mean((y if late else x) ** 2)
+
+    body = jax.checkpoint(body) if inner else body
+    numbers = jnp.arange(first, first + len(weights["norm"]))
+    whole = lambda x, weights: jax.lax.scan(body, x, (numbers, weights))  # noqa: E731
+    return (jax.checkpoint(whole) if outer else whole)(x, weights)
+
+
+@scanned_stack.mutant(
+    "The loop runs while tracing, so each layer stands in the program. Use `jax.lax.scan`."
+)
+def still_unrolled(x, weights):
+    layer, found = jax.checkpoint(normed_layer), []
+    for number in range(len(weights["norm"])):
+        x = layer(x, number, jax.tree.map(lambda w, n=number: w[n], weights))
+        found.append(jnp.mean(x**2))
+    return x, jnp.stack(found)
+
+
+@scanned_stack.mutant(
+    "A scan alone keeps all that each layer's gradient needs. Put `jax.checkpoint` around the body."
+)
+def no_remat(x, weights):
+    return a_scan(x, weights, inner=False)
+
+
+@scanned_stack.mutant(
+    "`jax.checkpoint` is around the whole scan, so its backward pass runs a forward pass that keeps "
+    "everything. Put it around the body."
+)
+def remat_outside(x, weights):
+    return a_scan(x, weights, inner=False, outer=True)
+
+
+@scanned_stack.mutant("Your layers count from 1. `enumerate` counts from 0.")
+def counts_from_one(x, weights):
+    return a_scan(x, weights, first=1)
+
+
+@scanned_stack.mutant(
+    "Each of your layers is divided by the same number. Scan over the layers' numbers as well."
+)
+def same_number(x, weights):
+    return a_scan(x, weights, constant=True)
+
+
+@scanned_stack.mutant(
+    "You stack every layer's result and take the mean squares afterwards: [L, X, D] more to keep. Take them in "
+    "the body."
+)
+def means_afterwards(x, weights):
+    def body(x, inputs):
+        x = normed_layer(x, *inputs)
+        return x, x
+
+    x, all_x = jax.lax.scan(jax.checkpoint(body), x, (jnp.arange(len(weights["norm"])), weights))
+    return x, jnp.mean(all_x**2, axis=(1, 2))
+
+
+@scanned_stack.mutant(
+    "The scan has all its trips unrolled, so each layer stands in the program again. Leave `unroll` out."
+)
+def unrolled_scan(x, weights):
+    def body(x, inputs):
+        x = normed_layer(x, *inputs)
+        return x, jnp.mean(x**2)
+
+    numbers = jnp.arange(len(weights["norm"]))
+    return jax.lax.scan(jax.checkpoint(body), x, (numbers, weights), unroll=True)
+
+
+@scanned_stack.mutant("You take the mean square of what goes into a layer, not of what it returns.")
+def sizes_too_early(x, weights):
+    return a_scan(x, weights, late=False)
+
+
+# ----------------------------------------------------------------------------- chunked_loss
+
+chunked_loss = Exercise(
+    "14.chunked_loss",
+    title="A loss without its logits",
+    function="chunked_nll",
+    minutes=30,
+    points=15,
+    statement="""
+Write `chunked_nll(x_XD, w_DV, targets_X, chunks)`: the sum of the negative log-likelihoods of the targets,
+where the logits are `x_XD @ w_DV`.
+
+- The logits of X/chunks tokens exist at a time, **in the gradient's program too**: no array in the compiled
+  program of value and gradient has X times V numbers.
+- A token whose target is -1 counts nothing, in the loss and in the gradient.
+- Logits may be $\\pm 10^4$. The product's result, everything behind it and the sum are float32, whatever
+  the type of x_XD and w_DV.
+- The program has one size for all numbers of chunks.
+""",
+    hints=(
+        "A scan over chunks keeps, for its backward pass, what each chunk's gradient needs: all chunks' logits, "
+        "stacked. What prevents that?",
+        "Scan `jax.checkpoint(add)` over `x_XD.reshape(chunks, -1, D)` and the targets, with the sum as carry. "
+        "In it: `preferred_element_type=jnp.float32` for the product, and `jax.nn.logsumexp`.",
+        "The target's logit: `jnp.sum(jnp.where(jnp.arange(V) == targets_t[:, None], logits_tV, 0.0), axis=1)`. "
+        "Then `jnp.sum(jnp.where(targets_t >= 0, logsumexp - target, 0.0))`.",
+    ),
+)
+
+
+def draw_tokens(t, X=24, D=6, V=50, scale=1.0, dtype=np.float32):
+    x = jnp.asarray(normal(t, X, D, scale=scale), dtype)
+    w = jnp.asarray(normal(t, D, V), dtype)
+    targets = t.rng.integers(0, V, size=X).astype(np.int32)
+    targets[1] = 0
+    return x, w, targets
+
+
+def right_nll(x, w, targets):
+    """(loss, gradient of x, gradient of w) in float64."""
+    x, w = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, w))
+    logits = x @ w
+    top = logits.max(1, keepdims=True)
+    p = np.exp(logits - top)
+    total = p.sum(1, keepdims=True)
+    counts = targets >= 0
+    rows = np.arange(len(x))[counts]
+    nll = (np.log(total) + top)[:, 0] - logits[np.arange(len(x)), targets]
+    g = p / total
+    g[rows, targets[counts]] -= 1
+    g[~counts] = 0
+    return nll[counts].sum(), g @ w.T, x.T @ g
+
+
+@chunked_loss.check("values and gradients")
+def _(fn, t):
+    x, w, targets = draw_tokens(t)
+    want = right_nll(x, w, targets)
+    for chunks in (1, 6):
+        both = jax.value_and_grad(lambda x, w, c=chunks: fn(x, w, targets, c), argnums=(0, 1))
+        got, grads = jax.jit(both)(x, w)
+        t.close(got, want[0], rtol=1e-4, atol=1e-3, dtype="float32", why=f"{chunks} chunks")
+        t.close(grads[0], want[1], rtol=1e-3, atol=1e-3, why=f"the gradient of x, {chunks} chunks")
+        t.close(grads[1], want[2], rtol=1e-3, atol=1e-3, why=f"the gradient of w, {chunks} chunks")
+
+
+@chunked_loss.check("tokens without a target")
+def _(fn, t):
+    x, w, targets = draw_tokens(t)
+    targets[t.rng.random(len(targets)) < 0.5] = -1
+    targets[:4] = -1
+    targets[-2:] = 0, 7
+    want = right_nll(x, w, targets)
+    got, grad = jax.jit(jax.value_and_grad(lambda x, w: fn(x, w, targets, 6)))(x, w)
+    t.close(got, want[0], rtol=1e-4, atol=1e-3, why="the loss, many targets -1")
+    t.close(grad, want[1], rtol=1e-3, atol=1e-3, why="the gradient of x, many targets -1")
+
+
+@chunked_loss.check("large logits")
+def _(fn, t):
+    x, w, targets = draw_tokens(t, scale=5e3)
+    got, grad = jax.jit(jax.value_and_grad(lambda x, w: fn(x, w, targets, 4)))(x, w)
+    t.finite((got, grad), why="logits of about 10000")
+    t.close(got, right_nll(x, w, targets)[0], rtol=1e-3, why="the loss of logits of about 10000")
+
+
+@chunked_loss.check("a program that does not grow")
+def _(fn, t):
+    counts = []
+    for chunks in (4, 16):
+        both = jax.value_and_grad(lambda x, w, y, c=chunks: fn(x, w, y, c))
+        text = t.hlo(both, spec(64, 8), spec(8, 128), spec(64, dtype="int32"))
+        counts.append(sum(map(len, hlo.computations(text)[0].values())))
+    why = f"{counts[0]} HLO instructions for 4 chunks, {counts[1]} for 16"
+    t.true(counts[1] < 1.2 * counts[0], why=why, observed=counts[1] / counts[0])
+
+
+@chunked_loss.check("bfloat16")
+def _(fn, t):
+    x, w, targets = draw_tokens(t, X=1024, D=16, V=40, scale=0.5, dtype=jnp.bfloat16)
+    got = jax.jit(lambda x, w: fn(x, w, targets, 256))(x, w)
+    want = right_nll(x, w, targets)[0]
+    t.close(got, want, rtol=3e-4, dtype="float32", why="1,024 tokens in bfloat16, 256 chunks")
+
+
+def largest_array(text):
+    """Numbers of the largest array that an instruction of the program makes."""
+    shapes = re.findall(r"\b(?:f32|bf16|pred|s32|f64)\[([\d,]+)\]", text)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@chunked_loss.check("no array of X times V in the forward pass")
+def _(fn, t):
+    X, D, V, chunks = 256, 8, 512, 32
+    alone = lambda x, w, y: fn(x, w, y, chunks)  # noqa: E731
+    found = largest_array(t.hlo(alone, spec(X, D), spec(D, V), spec(X, dtype="int32")))
+    why = f"an array of {found:,} numbers, X x V = {X * V:,}, in the loss alone"
+    t.true(found < X * V // 8, why=why, observed=found / (X * V))
+
+
+@chunked_loss.check("no array of X times V")
+def _(fn, t):
+    X, D, V, chunks = 256, 8, 512, 32
+    both = jax.value_and_grad(lambda x, w, y: fn(x, w, y, chunks), argnums=(0, 1))
+    text = t.hlo(both, spec(X, D), spec(D, V), spec(X, dtype="int32"))
+    found = largest_array(text)
+    why = f"an array of {found:,} numbers, X x V = {X * V:,}; in {chunks} chunks {X * V // chunks:,} do"
+    t.true(found < X * V // 8, why=why, observed=found / (X * V))
+
+
+@chunked_loss.check("logits in float32")
+def _(fn, t):
+    X, D, V, chunks = 48, 4, 40, 6
+    args = spec(X, D, dtype="bfloat16"), spec(D, V, dtype="bfloat16"), spec(X, dtype="int32")
+    narrow = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            for out in equation.outvars:
+                behind = out.aval.shape[:1] in ((X // chunks,), (X,), ()) and out.aval.shape[
+                    1:
+                ] != (D,)
+                if behind and out.aval.dtype == jnp.bfloat16:
+                    narrow.append(f"{equation.primitive.name} of {list(out.aval.shape)}")
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(inner):
+                    walk(getattr(inner, "jaxpr", inner))
+
+    walk(jax.make_jaxpr(lambda x, w, y: fn(x, w, y, chunks))(*args).jaxpr)
+    why = f"the product or what is behind it is bfloat16 here: {', '.join(narrow[:4])}"
+    t.true(not narrow, why=why, observed=float("dot_general" in "".join(narrow)))
+
+
+def any_nll(
+    x, w, y, chunks, *, again=True, wide=jnp.float32, stable=True, mask=True, mean=False, total=None,
+    first=0, behind=None, turned=False,
+):  # fmt: skip
+    total_type = total or jnp.float32
+
+    def add(total, chunk):
+        x, y = chunk
+        logits = jnp.einsum("td,dv->tv", x, w, preferred_element_type=wide)
+        logits = logits.astype(behind or jnp.float32)
+        top = jnp.max(logits, axis=1, keepdims=True) if stable else jnp.zeros((len(x), 1))
+        top = jax.lax.stop_gradient(top)
+        normalizer = jnp.log(jnp.sum(jnp.exp(logits - top), axis=1)) + top[:, 0]
+        target = jnp.take_along_axis(logits, y[:, None] % w.shape[1], axis=1)[:, 0]
+        nll = normalizer - target
+        nll = jnp.where(y >= first, nll.astype(jnp.float32), 0.0) if mask else nll
+        found = jnp.mean(nll) if mean else jnp.sum(nll)
+        return (total + found).astype(total_type), None
+
+    add = jax.checkpoint(add) if again else add
+    chunks = len(x) // chunks if turned else chunks
+    parts = x.reshape(chunks, -1, x.shape[1]), y.reshape(chunks, -1)
+    found = jax.lax.scan(add, jnp.zeros((), total_type), parts)[0].astype(jnp.float32)
+    return found / chunks if mean else found
+
+
+@chunked_loss.mutant(
+    "The forward pass is in chunks, but the scan stacks what the backward pass needs: all logits. Put "
+    "`jax.checkpoint` around its body."
+)
+def keeps_logits(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, again=False)
+
+
+@chunked_loss.mutant(
+    "exp of a large logit overflows. `jax.nn.logsumexp` takes the largest out first."
+)
+def overflows(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, stable=False)
+
+
+@chunked_loss.mutant(
+    "A target of -1 counts in your loss, as the vocabulary's last token or as no token. Mask the "
+    "negative log-likelihood."
+)
+def counts_all(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, mask=False)
+
+
+@chunked_loss.mutant("You return a mean. The sum is asked for: a mean of means is not the mean.")
+def mean_of_means(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, mean=True)
+
+
+@chunked_loss.mutant(
+    "You add up in bfloat16, where the sum soon is so large that a chunk's share vanishes. Begin with a "
+    "float32 zero."
+)
+def narrow_sum(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, total=x.dtype)
+
+
+@chunked_loss.mutant(
+    "Your product is bfloat16 and widened afterwards: its result was rounded by then. Ask the product for "
+    "float32, by `preferred_element_type`."
+)
+def rounded_product(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, wide=x.dtype)
+
+
+@chunked_loss.mutant(
+    "The product is float32, and then you round it: the normalizer and the target's logit must be float32 too."
+)
+def narrow_behind(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, behind=x.dtype)
+
+
+@chunked_loss.mutant(
+    "You leave out the tokens whose target is 0. It is a token like any other: only negative targets count "
+    "nothing."
+)
+def skips_token_0(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, first=1)
+
+
+@chunked_loss.mutant(
+    "Your chunks have `chunks` tokens each. There shall be `chunks` of them, of X/chunks tokens."
+)
+def turned_chunks(x, w, y, chunks):
+    return any_nll(x, w, y, chunks, turned=True)
+
+
+@chunked_loss.mutant(
+    "All logits are there at once, before you cut them in chunks. Cut the tokens, and multiply in the loop."
+)
+def cut_too_late(x, w, y, chunks):
+    logits = jnp.einsum("xd,dv->xv", x, w, preferred_element_type=jnp.float32)
+
+    def add(total, chunk):
+        logits, y = chunk
+        target = jnp.take_along_axis(logits, y[:, None] % w.shape[1], axis=1)[:, 0]
+        nll = jax.nn.logsumexp(logits, axis=1) - target
+        return total + jnp.sum(jnp.where(y >= 0, nll, 0.0)), None
+
+    parts = logits.reshape(chunks, -1, w.shape[1]), y.reshape(chunks, -1)
+    return jax.lax.scan(jax.checkpoint(add), jnp.zeros(()), parts)[0]
+
+
+@chunked_loss.mutant(
+    "Your loop over chunks runs while tracing: each chunk stands in the program. Use `jax.lax.scan`."
+)
+def python_chunks(x, w, y, chunks):
+    @jax.checkpoint
+    def one(x, y):
+        return any_nll(x, w, y, 1)
+
+    parts = zip(jnp.split(x, chunks), jnp.split(y, chunks), strict=True)
+    return sum((one(*part) for part in parts), jnp.zeros(()))
+
+
+# ----------------------------------------------------------------------------- f32_accumulators
+
+f32_accumulators = Exercise(
+    "14.f32_accumulators",
+    title="A sum that does not stop",
+    function="mean_gradient",
+    minutes=20,
+    points=10,
+    statement="""
+Write `mean_gradient(grad_fn, params, parts)`. It adds up the gradients of M microbatches and divides once
+by all tokens.
+
+- `grad_fn(params, part)` returns the gradient *summed* over the part's tokens, and their number. Both come
+  from a model that computes in bfloat16: a leaf of the gradient is bfloat16 or float32, the number is a
+  bfloat16 scalar.
+- Sums lose nothing: M may be 3,000, and parts may hold different numbers of tokens.
+- The result has the types of `params`, rounded once, at the end.
+- One microbatch's gradients exist at a time: no array of the program has the leading dimension M besides
+  `parts` themselves.
+""",
+    hints=(
+        "Two things are summed here, and both can stop. In which type do they have to be added, and what type "
+        "does `jnp.zeros_like(params)` have?",
+        "A scan over `parts` whose carry is float32: zeros of each parameter's *shape*, and a float32 zero for "
+        "the count. Cast what `grad_fn` returns before you add it.",
+        "`add(total, part)`: `jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, grad_fn(params, "
+        "part)), None`. At the end `(g / count).astype(p.dtype)`.",
+    ),
+)
+
+
+def linear_grads(params, part):
+    """The gradient of sum of mask * (w * x + b), as a bfloat16 model would return it."""
+    x, mask = part
+    count = jnp.sum(mask)
+    w = jnp.sum(mask[:, None] * x, axis=0, dtype=jnp.float32).astype(jnp.bfloat16)
+    return {"w": w, "b": count.astype(params["b"].dtype)}, count.astype(jnp.bfloat16)
+
+
+def draw_parts(t, M, rows=4, width=5):
+    x = (1 + 0.25 * t.rng.integers(0, 3, size=(M, rows, width))).astype(np.float32)
+    mask = (t.rng.random((M, rows)) < 0.5).astype(np.float32)
+    mask[:, 0] = 1
+    params = {"w": jnp.zeros(width, jnp.float32), "b": jnp.zeros((), jnp.bfloat16)}
+    return params, (jnp.asarray(x), jnp.asarray(mask))
+
+
+def right_mean(params, parts):
+    x, mask = (np.asarray(a, np.float64) for a in parts)
+    return (mask[..., None] * x).sum((0, 1)) / mask.sum()
+
+
+@f32_accumulators.check("a few microbatches")
+def _(fn, t):
+    for M in (1, 5):
+        params, parts = draw_parts(t, M)
+        got = fn(linear_grads, params, parts)
+        t.equal(sorted(got), ["b", "w"], why="the leaves of the result")
+        t.close(got["w"], right_mean(params, parts), rtol=1e-2, why=f"the mean over {M} parts")
+
+
+@f32_accumulators.check("the types of the parameters")
+def _(fn, t):
+    params, parts = draw_parts(t, 4)
+    got = fn(linear_grads, params, parts)
+    found = {name: str(jnp.asarray(leaf).dtype) for name, leaf in sorted(got.items())}
+    t.equal(found, {"b": "bfloat16", "w": "float32"}, why="dtypes of the result")
+
+
+@f32_accumulators.check("many microbatches")
+def _(fn, t):
+    for M in (700, 3000):
+        params, parts = draw_parts(t, M)
+        got = fn(linear_grads, params, parts)
+        want = right_mean(params, parts)
+        t.close(got["w"], want, rtol=1e-4, why=f"the mean over {M} parts, parameters float32")
+        t.close(got["b"].astype(jnp.float32), 1.0, rtol=4e-3, why=f"{M} parts, a bfloat16 leaf")
+
+
+@f32_accumulators.check("rounded once")
+def _(fn, t):
+    def grads(params, part):
+        count = jnp.sum(part[1])
+        return {"e": jnp.sum(part[1] * part[0].T, axis=1)}, count.astype(jnp.bfloat16)
+
+    x = (1 + 0.25 * t.rng.integers(0, 30, size=(40, 3, 200))).astype(np.float32)
+    mask = (t.rng.random((40, 3)) < 0.7).astype(np.float32)
+    mask[:, 0] = 1
+    got = fn(grads, {"e": jnp.zeros(200, jnp.bfloat16)}, (jnp.asarray(x), jnp.asarray(mask)))
+    got = np.asarray(got["e"].astype(jnp.float32))
+    want = np.asarray(jnp.asarray(right_mean(None, (x, mask)), jnp.bfloat16).astype(jnp.float32))
+    off = int(np.sum(got != want))
+    why = f"{off} of 200 numbers differ from the mean rounded once to bfloat16"
+    t.true(off <= 4, why=why, observed=off / 200)
+
+
+@f32_accumulators.check("unequal parts")
+def _(fn, t):
+    params, (x, mask) = draw_parts(t, 64, rows=8)
+    mask = mask.at[:32, 1:].set(0)
+    mask = mask.at[32:].set(1)
+    x = x.at[32:].multiply(4)
+    got = fn(linear_grads, params, (x, mask))
+    want = right_mean(params, (x, mask))
+    t.close(got["w"], want, rtol=1e-4, why="half of the parts have one token, half have eight")
+
+
+@f32_accumulators.check("one microbatch at a time")
+def _(fn, t):
+    M = 37
+    params, parts = draw_parts(t, M)
+    names = t.primitives(lambda p, b: fn(linear_grads, p, b), params, parts)
+    t.true("scan" in names or "while" in names, why="no loop: use `jax.lax.scan`", observed=0.0)
+
+    stacked = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            for out in equation.outvars:
+                if out.aval.shape[:1] == (M,):
+                    stacked.append(out.aval.shape)
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(inner):
+                    walk(getattr(inner, "jaxpr", inner))
+
+    walk(jax.make_jaxpr(lambda p, b: fn(linear_grads, p, b))(params, parts).jaxpr)
+    why = f"the program makes {len(stacked)} arrays with a leading dimension of {M}, such as {stacked[:1]}"
+    t.true(not stacked, why=why, observed=1.0)
+
+
+def is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+
+def any_mean(
+    grad_fn, params, parts, *, sums=jnp.float32, counts=jnp.float32, result=None, means=False,
+    early=False, ones=False,
+):  # fmt: skip
+    def add(total, part):
+        grads, count = grad_fn(params, part)
+        if means:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
+        if means or ones:
+            count = jnp.ones_like(count)
+        new = grads, count
+        return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total, new), None
+
+    zero = jax.tree.map(lambda p: jnp.zeros(p.shape, sums or p.dtype), params)
+    (grads, count), _ = jax.lax.scan(add, (zero, jnp.zeros((), counts)), parts)
+    if early:
+        return jax.tree.map(lambda g, p: g.astype(p.dtype) / count.astype(p.dtype), grads, params)
+    return jax.tree.map(lambda g, p: (g / count).astype(result or p.dtype), grads, params)
+
+
+@f32_accumulators.mutant(
+    "Your sums have the type of the parameters. The leaf that is bfloat16 stops at 256. Add up in float32 "
+    "and round at the end."
+)
+def sums_like_params(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, sums=None)
+
+
+@f32_accumulators.mutant("All your sums are bfloat16: they stop. Begin with float32 zeros.")
+def narrow_sums(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, sums=jnp.bfloat16)
+
+
+@f32_accumulators.mutant(
+    "The gradients are added in float32, the tokens in bfloat16. That count stops, and the mean grows."
+)
+def narrow_count(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, counts=jnp.bfloat16)
+
+
+@f32_accumulators.mutant("The result must have the type of each parameter; yours is all float32.")
+def all_float32(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, result=jnp.float32)
+
+
+@f32_accumulators.mutant(
+    "You average the microbatches' means. A part with one token then counts as much as one with eight: "
+    "divide once, at the end."
+)
+def mean_of_part_means(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, means=True)
+
+
+@f32_accumulators.mutant(
+    "You round the sum, then divide: rounded twice. Divide in float32 and round what comes out."
+)
+def rounds_early(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, early=True)
+
+
+@f32_accumulators.mutant(
+    "You divide by the number of microbatches. The gradients are sums over tokens: divide by all tokens."
+)
+def divides_by_parts(grad_fn, params, parts):
+    return any_mean(grad_fn, params, parts, ones=True)
+
+
+@f32_accumulators.mutant(
+    "You compute all microbatches' gradients and then add them: M gradients in memory. Scan, and carry the "
+    "sum."
+)
+def all_at_once(grad_fn, params, parts):
+    def one(_, part):
+        return None, grad_fn(params, part)
+
+    grads, count = jax.lax.scan(one, None, parts)[1]
+    count = jnp.sum(count.astype(jnp.float32))
+    mean = lambda g, p: (jnp.sum(g.astype(jnp.float32), axis=0) / count).astype(p.dtype)  # noqa: E731
+    return jax.tree.map(mean, grads, params)
+
+
+# ----------------------------------------------------------------------------- fit_plan
+
+fit_plan = Exercise(
+    "14.fit_plan",
+    title="Make it fit, as cheaply as you can",
+    function="fit_plan",
+    minutes=20,
+    points=10,
+    statement="""
+Three ways to make a step smaller, and each has a price. Write `fit_plan(sizes, seconds, memory, rows)`,
+which returns the fastest `(remat, microbatches, offload)` whose peak is at most `memory`, or None.
+
+`remat` is `"none"` or `"full"`; `microbatches` M divides `rows`; `offload` is a bool. Let P be
+`sizes["parameters"]`, O `sizes["optimizer"]`, and A `sizes["kept_none"]` or `sizes["kept_full"]` plus
+`sizes["logits"]`, all for the batch at once.
+
+- From beginning to end there are P, and O unless offloaded.
+- At the loss and in the backward pass A/M comes on top, and P more for the sum of the gradients if M > 1.
+- At the update P comes on top, for the gradients, and O if offloaded: it has to come back.
+- The peak is what is always there plus the larger of these two.
+- A step takes 3 times `seconds["forward"]`, 4 times with remat `"full"`; `seconds["microbatch"]` more for
+  each microbatch after the first; and with offload 2 times `seconds["transfer"]`.
+""",
+    hints=(
+        "There are not many plans: two kinds of remat, the divisors of `rows`, offload or not. Try them all.",
+        "Write the peak as `always + max(activations, update)`. Offloading takes O out of `always` and puts it "
+        "into `update`: it helps only where the peak is not at the update.",
+        "For each plan: skip it if its peak is above memory; else keep the one with the least time. `best` "
+        "begins as None. M runs over `[m for m in range(1, rows + 1) if rows % m == 0]`.",
+    ),
+)
+
+
+def all_plans(
+    sizes, seconds, memory, rows, *, back=True, summed=True, divide=True, cheap=True, steps=None,
+    strict=False, both=False, once=False, first=False, offloads=(False, True), gradients=1, logits=1,
+    again=1, always_summed=False,
+):  # fmt: skip
+    P, O = sizes["parameters"], sizes["optimizer"]
+    found = []
+    for remat in ("none", "full"):
+        for M in [m for m in range(1, rows + 1) if rows % m == 0 and (steps is None or m in steps)]:
+            for offload in offloads:
+                held = sizes[f"kept_{remat}"]
+                all_logits = logits * sizes["logits"]
+                held = (held + all_logits) / M if divide else held / M + all_logits
+                held += P if (M > 1 or always_summed) and summed else 0
+                update = gradients * P + (O if offload and back else 0)
+                peak = P + (0 if offload else O) + (held + update if both else max(held, update))
+                time = seconds["forward"] * (3 + again * (remat == "full"))
+                time += (M - 1) * seconds["microbatch"]
+                time += (1 if once else 2) * offload * seconds["transfer"]
+                if peak < memory or (peak == memory and not strict):
+                    found.append((time if cheap else peak, (remat, M, offload)))
+    if first and found:
+        return found[0][1]
+    return min(found)[1] if found else None
+
+
+def plan_as_numbers(plan):
+    return [0, 0, 0] if plan is None else [1 + (plan[0] == "full"), int(plan[1]), int(plan[2])]
+
+
+def planned(t, fn, sizes, seconds, memory, rows, why):
+    want = all_plans(sizes, seconds, memory, rows)
+    got = fn(sizes, seconds, memory, rows)
+    text = f"{why}: got {got}, want {want} for {sizes}, {seconds}, memory {memory}, {rows} rows"
+    t.true(
+        plan_as_numbers(got) == plan_as_numbers(want),
+        why=text,
+        observed=np.array(plan_as_numbers(got), float),
+    )
+
+
+def draw_sizes(t):
+    unit = 15 * 4096  # every number of microbatches divides it
+    P = unit * int(t.rng.integers(50, 150))
+    none = int(t.rng.integers(2000, 4000))
+    sizes = {"parameters": P, "optimizer": 2 * P}
+    sizes |= {"kept_none": unit * none, "kept_full": unit * (none // 20)}
+    sizes["logits"] = unit * int(t.rng.integers(200, 400))
+    seconds = {"forward": 1.0 + t.rng.random(), "microbatch": 0.1 * (0.5 + t.rng.random())}
+    seconds["transfer"] = 0.2 + t.rng.random()
+    return sizes, seconds
+
+
+@fit_plan.check("plenty of memory")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    planned(t, fn, sizes, seconds, 10**12, 12, "everything fits")
+
+
+@fit_plan.check("no memory")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    planned(t, fn, sizes, seconds, sizes["parameters"], 12, "not even the parameters and gradients")
+
+
+@fit_plan.check("exactly enough")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    planned(t, fn, sizes, seconds, 4 * P, 4096, "4P: the state and the gradients, no more")
+    planned(t, fn, sizes, seconds, 4 * P - 1, 4096, "one byte less")
+
+
+@fit_plan.check("microbatches cost memory")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    memory = 3 * P + (sizes["kept_none"] + sizes["logits"]) // 4 + P // 2
+    planned(t, fn, sizes, seconds, memory, 64, "a quarter of the activations and half of P")
+
+
+@fit_plan.check("the way there and the way back")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    sizes["logits"] += 4 * P
+    memory = 3 * P + sizes["kept_none"] + sizes["logits"] - 1
+    for transfer, why in ((0.4, "less"), (0.6, "more")):
+        seconds["transfer"] = transfer * seconds["forward"]
+        why = f"one row, and both ways cost {why} than a forward pass"
+        planned(t, fn, sizes, seconds, memory, 1, why)
+
+
+@fit_plan.check("one row, and a byte more")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    sizes["logits"] += 4 * P
+    seconds["transfer"] = seconds["forward"]
+    for kind in ("none", "full"):
+        least = 3 * P + sizes[f"kept_{kind}"] + sizes["logits"]
+        planned(t, fn, sizes, seconds, least, 1, f"one row; remat {kind} fits exactly")
+
+
+@fit_plan.check("small activations, one row")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P = sizes["parameters"]
+    sizes |= {"kept_none": P // 4, "kept_full": P // 8, "logits": P // 4}
+    planned(t, fn, sizes, seconds, 4 * P - 1, 1, "the update needs 4P, a byte more than there is")
+    planned(t, fn, sizes, seconds, 4 * P, 1, "the update needs 4P, and so much there is")
+
+
+@fit_plan.check("between")
+def _(fn, t):
+    for rows in (12, 30, 64):
+        sizes, seconds = draw_sizes(t)
+        most = 3 * sizes["parameters"] + sizes["kept_none"] + sizes["logits"]
+        for share in (0.9, 0.6, 0.4, 0.3, 0.2):
+            memory = int(share * most)
+            planned(t, fn, sizes, seconds, memory, rows, f"{share:.0%} of what the step takes")
+
+
+@fit_plan.check("large activations, one row")
+def _(fn, t):
+    sizes, seconds = draw_sizes(t)
+    P, A = sizes["parameters"], sizes["kept_full"] + sizes["logits"]
+    sizes["logits"] += 3 * P
+    planned(t, fn, sizes, seconds, P + A + 3 * P, 1, "one row: offload makes room at the loss")
+
+
+@fit_plan.mutant(
+    "At the update the offloaded state is back on the device. Your offload makes room even there."
+)
+def never_comes_back(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, back=False)
+
+
+@fit_plan.mutant(
+    "With more than one microbatch the sum of the gradients needs a place of its own: P bytes more."
+)
+def no_place_for_the_sum(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, summed=False)
+
+
+@fit_plan.mutant(
+    "The logits shrink with the microbatches as well: they belong to a microbatch's tokens."
+)
+def whole_logits(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, divide=False)
+
+
+@fit_plan.mutant("You refuse a plan whose peak is exactly `memory`. At most: equal fits.")
+def strict(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, strict=True)
+
+
+@fit_plan.mutant(
+    "You add what the loss needs and what the update needs. They are not there at the same time: take the larger."
+)
+def both_at_once(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, both=True)
+
+
+@fit_plan.mutant("What is offloaded travels twice in each step: it comes, and it goes.")
+def one_way(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, once=True)
+
+
+@fit_plan.mutant(
+    "You return the first plan that fits. The fastest of all is asked for: look at every plan."
+)
+def first_that_fits(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, first=True)
+
+
+@fit_plan.mutant(
+    "You never offload. It is one of the three ways, and where only it helps you find nothing."
+)
+def no_offload(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, offloads=(False,))
+
+
+@fit_plan.mutant("At the update the gradients are there too: P bytes beside the parameters.")
+def update_without_gradients(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, gradients=0)
+
+
+@fit_plan.mutant("A is what is kept and the logits besides. You left the logits out.")
+def no_logits(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, logits=0)
+
+
+@fit_plan.mutant(
+    "With remat `full` a step takes 4 forward passes' time, with none 3. Yours cost the same."
+)
+def remat_for_nothing(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, again=0)
+
+
+@fit_plan.mutant(
+    "You count the sum of the gradients for one microbatch too. With M = 1 there is nothing to add up."
+)
+def sum_of_one(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, always_summed=True)
+
+
+@fit_plan.mutant("You return the smallest plan. The fastest that fits is asked for.")
+def smallest(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, cheap=False)
+
+
+@fit_plan.mutant(
+    "You try powers of two only. Every divisor of `rows` is a number of microbatches, 3 and 5 among them."
+)
+def powers_of_two(sizes, seconds, memory, rows):
+    return all_plans(sizes, seconds, memory, rows, steps={2**k for k in range(20)})

@@ -1,0 +1,148 @@
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+
+# EXERCISE 09.spec_puzzle
+def place(shape, mesh, spec, itemsize, index):
+    """Where an array lies on a mesh.
+
+    Args:
+      shape: the array's, a tuple of Python ints.
+      mesh: axis name -> number of devices, in the mesh's order. Devices are numbered from 0, the
+        last axis fastest.
+      spec: a tuple with None, a name or a tuple of names for each dimension; it may be too short.
+      itemsize: bytes of one number.
+      index: of one element, a tuple of Python ints.
+
+    Returns:
+      (shard, bytes, copies, holders): the shape of one device's part, its bytes, how many devices
+      hold the same part, and the numbers of all devices that hold the element, ascending.
+
+    Raises:
+      ValueError: no array can lie so.
+    """
+    # BEGIN SOLUTION
+    if len(spec) > len(shape):
+        raise ValueError(f"a spec of {len(spec)} entries for {len(shape)} dimensions")
+    entries = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in (*spec, *[None] * (len(shape) - len(spec)))
+    ]
+    named = [axis for entry in entries for axis in entry]
+    for axis in named:
+        if axis not in mesh:
+            raise ValueError(f"the mesh has no axis {axis!r}")
+        if named.count(axis) > 1:
+            raise ValueError(f"axis {axis!r} is named twice")
+    shard, wanted = [], {}
+    for size, entry, i in zip(shape, entries, index, strict=True):
+        parts = math.prod(mesh[axis] for axis in entry)
+        if size % parts:
+            raise ValueError(f"{size} is not divisible by {parts}")
+        shard.append(size // parts)
+        number = i // shard[-1]  # of the part; the last of its axes is fastest
+        for axis in reversed(entry):
+            number, wanted[axis] = divmod(number, mesh[axis])
+    holders = []
+    for device in range(math.prod(mesh.values())):
+        rest, here = device, {}
+        for axis in reversed(mesh):
+            rest, here[axis] = divmod(rest, mesh[axis])
+        if all(here[axis] == place for axis, place in wanted.items()):
+            holders.append(device)
+    return tuple(shard), math.prod(shard) * itemsize, len(holders), tuple(holders)
+    # END SOLUTION
+
+
+# EXERCISE 09.out_sharding
+def make_two_layers(case):
+    """Return a two-layer computation with exactly one collective.
+
+    Args:
+      case: "A", "B", "C" or "D", a row of the table.
+
+    Returns:
+      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, placed as the row says.
+    """
+    # BEGIN SOLUTION
+
+    def column_row(x_BD, w_DF, v_FD):
+        h_BF = jax.nn.relu(x_BD @ w_DF)
+        return jnp.einsum("bf,fd->bd", h_BF, v_FD, out_sharding=P("data", None))
+
+    def column_column(x_BD, w_DF, v_FD):
+        # Without the reshard the compiler gathers h_BF too: only one side is split where the sum is.
+        h_BF = jax.nn.relu(x_BD @ w_DF)
+        return jax.sharding.reshard(h_BF, P("data", None)) @ v_FD
+
+    def row_whole(x_BD, w_DF, v_FD):
+        h_BF = jnp.einsum("bd,df->bf", x_BD, w_DF, out_sharding=P("data", None))
+        return jax.nn.relu(h_BF) @ v_FD
+
+    def turned(x_BD, w_DF, v_FD):
+        # out_sharding= on the product would gather h_BF, which is wider.
+        return jax.sharding.reshard(jax.nn.relu(x_BD @ w_DF) @ v_FD, P(None, "data"))
+
+    return {"A": column_row, "B": column_column, "C": row_whole, "D": turned}[case]
+    # END SOLUTION
+
+
+# EXERCISE 09.shard_map_port
+def split_softmax(x_BV, vocab):
+    """The softmax over the first columns of rows that are split over devices.
+
+    Args:
+      x_BV: float32 [B, V], sharded P("data", "tensor") on the mesh in use.
+      vocab: Python int, 1 to V. Columns from here on are padding.
+
+    Returns:
+      p_BV: float32 [B, V], sharded alike: padding is 0, every row adds up to 1.
+    """
+    # BEGIN SOLUTION
+
+    def of_one_device(x_BV):
+        first = jax.lax.axis_index("tensor") * x_BV.shape[1]
+        is_token_V = first + jnp.arange(x_BV.shape[1]) < vocab
+        x_BV = jnp.where(is_token_V, x_BV, -jnp.inf)
+        local_B1 = jnp.max(x_BV, axis=1, keepdims=True)
+        top_B1 = jax.lax.pmax(jax.lax.stop_gradient(local_B1), "tensor")
+        e_BV = jnp.exp(x_BV - top_B1)
+        return e_BV / jax.lax.psum(jnp.sum(e_BV, axis=1, keepdims=True), "tensor")
+
+    return jax.shard_map(of_one_device, out_specs=P("data", "tensor"))(x_BV)
+    # END SOLUTION
+
+
+# EXERCISE 09.rules
+def spec_of(names, table, sizes, drop=()):
+    """The PartitionSpec of an array whose dimensions have names.
+
+    Args:
+      names: for each dimension a name, or None for one that stays whole.
+      table: name -> tuple of mesh axes, possibly empty.
+      sizes: mesh axis -> number of devices; it has every axis of the table.
+      drop: mesh axes to leave out.
+
+    Returns:
+      A PartitionSpec with an entry for each dimension.
+
+    Raises:
+      ValueError: an unknown name, or an axis that two dimensions would be split over.
+    """
+    # BEGIN SOLUTION
+    entries, taken = [], {}
+    for name in names:
+        if name is not None and name not in table:
+            raise ValueError(f"unknown name {name!r}: choose among {', '.join(sorted(table))}")
+        axes = () if name is None else table[name]
+        axes = tuple(axis for axis in axes if sizes[axis] > 1 and axis not in drop)
+        for axis in axes:
+            if axis in taken:
+                raise ValueError(f"{taken[axis]!r} and {name!r} both claim mesh axis {axis!r}")
+            taken[axis] = name
+        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return P(*entries)
+    # END SOLUTION

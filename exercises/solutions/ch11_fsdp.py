@@ -1,0 +1,160 @@
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+
+# EXERCISE 11.gradient_equality
+def make_gradient(loss_sum, mesh, microbatches):
+    """Return a data-parallel gradient that is that of one device, and sends each number once.
+
+    Args:
+      loss_sum: pure function (params, some rows) -> (summed loss, number of target tokens), two
+        float32 scalars.
+      mesh: a mesh with the one axis "data".
+      microbatches: into how many equal parts each device splits its rows; they go through
+        loss_sum one after another.
+
+    Returns:
+      A function (params, rows) -> (loss, gradient), which can be jitted.
+        params: pytree of float32 arrays, the same on every device.
+        rows: pytree of arrays [B, ...], split over "data".
+        loss, gradient: the loss per target token of the whole batch and its gradient by params,
+          the same on every device; 0 for a batch without target tokens.
+    """
+    # BEGIN SOLUTION
+
+    def of_one_device(params, rows):
+        def own(tree):
+            return jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), tree)
+
+        # Gradients by what is the same everywhere would be summed in each turn of the loop.
+        params = own(params)
+
+        def add(sums, part):
+            (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)
+            return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), rows)
+        zeros = (*own((jnp.zeros(()), jnp.zeros(()))), jax.tree.map(jnp.zeros_like, params))
+        sums, _ = jax.lax.scan(add, zeros, parts)
+        total, count, grads = jax.lax.psum(sums, "data")
+        share = 1.0 / jnp.maximum(count, 1.0)
+        return total * share, jax.tree.map(lambda g: g * share, grads)
+
+    return jax.shard_map(of_one_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    # END SOLUTION
+
+
+# EXERCISE 11.fsdp_rules
+def place_state(params, scheme, devices):
+    """Where parameters, gradients and AdamW's moments lie, and what they take.
+
+    Args:
+      params: dict from name to (dimension names, shape), two tuples of one length. All float32.
+      scheme: "dp", "zero1", "zero2" or "fsdp".
+      devices: Python int, the devices on the mesh axis "fsdp".
+
+    Returns:
+      (specs, bytes): specs is a dict from name to (spec of the parameter, of its gradient, of its
+      moments), each a PartitionSpec with an entry for every dimension. bytes has three Python ints:
+      what parameters, gradients and moments take on one device.
+
+    Raises:
+      ValueError: what is to be cut cannot be; the message has the parameter's name.
+    """
+    # BEGIN SOLUTION
+    cut = {"dp": (), "zero1": (2,), "zero2": (1, 2), "fsdp": (0, 1, 2)}[scheme]
+    specs, totals = {}, [0, 0, 0]
+    for name, (dims, shape) in params.items():
+        places = [i for i, dim in enumerate(dims) if dim == "embed"] if devices > 1 else []
+        if places and cut:
+            if len(places) > 1:
+                raise ValueError(f"{name}: two dimensions would be cut along fsdp")
+            if shape[places[0]] % devices:
+                raise ValueError(
+                    f"{name}: embed={shape[places[0]]} does not go into {devices} parts"
+                )
+        numbers = 1
+        for size in shape:
+            numbers *= size
+        found = []
+        for thing, each in enumerate((4, 4, 8)):
+            split = places if thing in cut else []
+            found.append(P(*("fsdp" if i in split else None for i in range(len(dims)))))
+            totals[thing] += each * numbers // (devices if split else 1)
+        specs[name] = tuple(found)
+    return specs, tuple(totals)
+    # END SOLUTION
+
+
+# EXERCISE 11.hlo_budget
+def wasteful_layer(x_BD, gate_DF, up_DF, down_FD):
+    """The right values and a poor program. Given; leave it as it is."""
+    dtype, whole = x_BD.dtype, P(None, None)
+    gate_DF, up_DF = (jax.sharding.reshard(w, whole).astype(dtype) for w in (gate_DF, up_DF))
+    h_BF = jax.nn.silu(x_BD @ gate_DF) * (x_BD @ up_DF)
+    y_BD = jax.sharding.reshard(h_BF, whole) @ down_FD.astype(dtype)
+    return x_BD + jax.sharding.reshard(y_BD, P("fsdp", None))
+
+
+def thrifty_layer(x_BD, gate_DF, up_DF, down_FD):
+    """What wasteful_layer computes, within the budget.
+
+    Args:
+      x_BD: bfloat16 [B, D], sharded P("fsdp", None) on the mesh in use, whose axis is Explicit.
+      gate_DF: float32 [D, F], sharded P("fsdp", None).
+      up_DF: likewise.
+      down_FD: float32 [F, D], sharded P(None, "fsdp").
+
+    Returns:
+      bfloat16 [B, D], sharded as x_BD.
+    """
+    # BEGIN SOLUTION
+
+    # Recomputing the layer gathers its weights again; without it the gathered ones would be kept.
+    @jax.checkpoint
+    def layer(x_BD, *weights):
+        gate_DF, up_DF, down_FD = (
+            jax.sharding.reshard(w.astype(x_BD.dtype), P(None, None)) for w in weights
+        )
+        return x_BD + (jax.nn.silu(x_BD @ gate_DF) * (x_BD @ up_DF)) @ down_FD
+
+    return layer(x_BD, gate_DF, up_DF, down_FD)
+    # END SOLUTION
+
+
+# EXERCISE 11.zero_stages
+def stage_costs(cut, whole, devices, scheme, microbatches):
+    """What a scheme takes and sends on each device, in bytes.
+
+    Args:
+      cut: number of parameters that schemes can cut, a multiple of devices.
+      whole: number of parameters that no scheme cuts, a multiple of devices too.
+      devices: devices in the ring.
+      scheme: "dp", "zero1", "zero2" or "fsdp".
+      microbatches: in a step.
+
+    Returns:
+      (parameters, gradients, state, sent): Python ints; the first three are what lies on one
+      device, the last what it sends in one step.
+    """
+    # BEGIN SOLUTION
+    stage = ("dp", "zero1", "zero2", "fsdp").index(scheme)
+
+    def held(each, from_stage):
+        return each * (cut // devices if stage >= from_stage else cut) + each * whole
+
+    def ring(numbers, each):  # an all-gather or a reduce-scatter
+        return each * numbers * (devices - 1) // devices
+
+    sent = 2 * ring(whole, 2)
+    if scheme == "dp":
+        sent += 2 * ring(cut, 2)
+    if scheme == "zero1":
+        sent += ring(cut, 2) + ring(cut, 4)
+    if scheme == "zero2":
+        sent += microbatches * ring(cut, 2) + ring(cut, 4)
+    if scheme == "fsdp":
+        sent += microbatches * 3 * ring(cut, 2)
+    return held(4, 3), held(4, 2), held(8, 1), sent
+    # END SOLUTION

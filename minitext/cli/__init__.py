@@ -1,0 +1,60 @@
+"""The command line: `minitext` and `python -m minitext`.
+
+Commands parse, call one function, and print; JAX is imported only by the commands that compute. Exit codes: 0 done,
+1 failed, 2 bad input, 3 does not fit, 130 interrupted.
+
+Chapters: 6.
+"""
+
+import sys
+
+import typer
+
+from minitext.cli import reports, running, setup
+from minitext.errors import UserError
+from minitext.grading.command import grade
+
+app = typer.Typer(
+    name="minitext",
+    help="Train language models the way MaxText does, in code small enough to read.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(no_args_is_help=True, help="Show and explain configurations.")
+app.add_typer(config_app, name="config")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+app.add_typer(data_app, name="data")
+optim_app = typer.Typer(no_args_is_help=True, help="What optimizers cost.")
+app.add_typer(optim_app, name="optim")
+
+app.command("train")(running.train)
+app.command("generate")(running.generate)
+app.command("export")(running.export)
+app.command("eval")(running.evaluate)
+app.command("compile")(reports.compile_)
+app.command("roofline")(reports.roofline)
+app.command("shard")(reports.shard)
+app.command("memory")(reports.memory_)
+app.command("comms")(reports.comms)
+app.command("grade")(grade)
+config_app.command("show")(setup.config_show)
+config_app.command("explain")(setup.config_explain)
+config_app.command("presets")(setup.config_presets)
+data_app.command("pack")(setup.data_pack)
+optim_app.command("memory")(reports.optim_memory)
+app.command("doctor")(setup.doctor)
+
+
+def main() -> None:
+    """Runs the command line; a UserError becomes one line on stderr and its exit code."""
+    import logging
+
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("minitext").setLevel(logging.INFO)
+    try:
+        app()
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)

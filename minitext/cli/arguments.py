@@ -1,0 +1,48 @@
+"""What the commands share: their arguments, and how a configuration and JAX are brought up.
+
+Chapters: 6.
+"""
+
+from typing import Annotated
+
+import typer
+
+from minitext.errors import UserError
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PRESET] [KEY=VALUE]...", help="preset, then settings such as train.steps=300"
+    ),
+]
+RunDir = Annotated[str, typer.Argument(metavar="RUN", help="run directory, such as runs/NAME")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+
+
+def load(settings: list[str] | None):
+    """Splits `[PRESET] [KEY=VALUE]...` and resolves it; a config file takes the default preset's place."""
+    from minitext.config import DEFAULT_PRESET, load_config
+
+    words = [s for s in settings or [] if "=" not in s]
+    pairs = [s for s in settings or [] if "=" in s]
+    if len(words) > 1:
+        raise UserError(
+            f"one preset at most: got {', '.join(words)}; settings are written KEY=VALUE"
+        )
+    named = words[0] if words else None
+    from_file = any(p.startswith("config=") for p in pairs)
+    return load_config(named if named or from_file else DEFAULT_PRESET, pairs)
+
+
+def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str]]:
+    """Takes `key=value` out of the settings: returns its values, and the other settings."""
+    values = [s.partition("=")[2] for s in settings or [] if s.startswith(f"{key}=")]
+    return values, [s for s in settings or [] if not s.startswith(f"{key}=")]
+
+
+def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
+    """Brings up JAX, on simulated devices if any are asked for, with the compilation cache."""
+    from minitext import devices
+
+    devices.start(simulate, keep_memory=keep_memory)
+    devices.use_compilation_cache()

@@ -1,0 +1,108 @@
+"""The commands that make and use a model.
+
+Chapters: 6.
+"""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from minitext.cli.arguments import Json, RunDir, Settings, load, start
+from minitext.devices import simulate_for
+
+
+def train(settings: Settings = None) -> None:
+    """Train a model, by default the preset `laptop` on the text of the Python standard library.
+
+    Interrupt with Ctrl-C: the state is saved, and the command to resume is printed.
+    """
+    cfg = load(settings)
+    start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate), keep_memory=True)
+    from minitext import run
+
+    try:
+        directory = run.train(cfg)
+    except run.Interrupted as stop:
+        print(stop, file=sys.stderr)
+        raise typer.Exit(130) from None
+    prompt = "def " if cfg.data.source == "stdlib" else "the "
+    print(f"done; try: minitext generate {directory} --prompt '{prompt}'", file=sys.stderr)
+
+
+def generate(
+    directory: RunDir,
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="draw among the most likely tokens that sum to this probability")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with a trained model, using a key-value cache."""
+    start()
+    from minitext import rundir
+    from minitext.generate import Sampling
+    from minitext.generate import generate as stream
+
+    how = Sampling(temperature, top_k, top_p)
+    how.check()
+    cfg, params, tokenizer, step = rundir.load_run(directory)
+    tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
+    for token in stream(
+        cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, how=how, seed=seed,
+        stop_id=tokenizer.eod_id,
+    ):  # fmt: skip
+        tokens.append(token)
+        # A character may take several tokens: print what is complete.
+        text = prompt + tokenizer.decode(tokens)
+        if not as_json and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    text = prompt + tokenizer.decode(tokens)
+    print(
+        json.dumps({"text": text, "tokens": len(tokens), "step": step})
+        if as_json
+        else text[len(shown) :]
+    )
+
+
+def export(
+    directory: RunDir,
+    target: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", help="where to write; must not exist")
+    ],
+) -> None:
+    """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""
+    start()
+    from minitext import rundir
+
+    step = rundir.export_run(directory, target)
+    print(f"step {step} of {directory} is in {target}", file=sys.stderr)
+
+
+def evaluate(
+    directory: RunDir,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="other data, such as data.path=FILE"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a trained model's loss on all of its validation text."""
+    start()
+    from minitext import rundir
+
+    result = rundir.evaluate_run(directory, settings or [])
+    if as_json:
+        print(json.dumps(result))
+        return
+    floor = f", floor {result['floor']:.4f}" if result["floor"] else ""
+    print(
+        f"step {result['step']}: validation loss {result['loss']:.4f} nats/token{floor}, perplexity "
+        f"{result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits/byte, over {result['tokens']:,} tokens"
+    )

@@ -1,0 +1,86 @@
+"""The commands that look at configurations and machines, and prepare data.
+
+Chapters: 6.
+"""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from minitext.cli.arguments import Json, Settings, load, start
+
+
+def config_show(settings: Settings = None, as_json: Json = False) -> None:
+    """Print a resolved configuration with the origin of every value."""
+    from minitext.config import to_yaml
+
+    cfg = load(settings)
+    print(
+        json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True),
+        end="\n" * as_json,
+    )
+
+
+def config_explain(
+    key: Annotated[
+        str, typer.Argument(help="dotted key, or the beginning of some, such as optim.")
+    ],
+    settings: Settings = None,
+) -> None:
+    """Explain keys: type, default, meaning, and the value in a preset."""
+    from minitext.config import ConfigError, keys, suggest
+
+    cfg = load(settings)
+    found = {
+        name: field
+        for name, field in keys().items()
+        if name == key or name.startswith(key.rstrip(".") + ".")
+    }
+    if not found:
+        raise ConfigError([f"unknown key {key!r}{suggest(key, list(keys()))}"])
+    for name, field in found.items():
+        value: Any = cfg
+        for part in name.split("."):
+            value = getattr(value, part)
+        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace(
+            "typing.", ""
+        )
+        print(
+            f"{name} = {value}   ({cfg.provenance(name)})\n    {field.description}; {kind}, default {field.default}"
+        )
+
+
+def config_presets() -> None:
+    """List the presets."""
+    from minitext.config import presets
+
+    print("\n".join(presets()))
+
+
+def data_pack(
+    target: Annotated[str, typer.Argument(metavar="FOLDER", help="where to write; must not exist")],
+    settings: Settings = None,
+    shards: Annotated[int, typer.Option(min=1, help="files of training rows")] = 4,
+) -> None:
+    """Tokenise a preset's text once, into ArrayRecord files that data.source=arrayrecord data.path=FOLDER reads."""
+    cfg = load(settings)
+    from minitext.data.rows import pack_source
+
+    rows = pack_source(cfg.data, target, vocab=cfg.model.vocab, shards=shards)
+    said = ", ".join(f"{count:,} {split}" for split, count in rows.items())
+    print(f"{target}: {said} rows of {cfg.data.seq_len:,} tokens", file=sys.stderr)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine is and what minitext can do on it."""
+    start()
+    from minitext.doctor import examine
+
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        print(f"{name:<22} {value}")

@@ -1,0 +1,25 @@
+"""Settings that lay a model over eight devices, by name.
+
+Chapters: 12, 13.
+"""
+
+# One of every kind of parallelism, and combinations: what the tests prove equal to one device, and what the book draws.
+LAYOUTS = {
+    "dp": "sharding.rules=dp mesh.data=8",
+    "fsdp": "sharding.rules=fsdp mesh.fsdp=8",
+    "zero1": "sharding.rules=zero1 mesh.fsdp=8",
+    "zero2": "sharding.rules=zero2 mesh.fsdp=8 train.microbatches=2",
+    "tp": "sharding.rules=tp mesh.tensor=4 mesh.data=2",
+    "tp_seq": "sharding.rules=tp_seq mesh.tensor=4 mesh.data=2",
+    "fsdp x tp": "sharding.rules=fsdp_tp mesh.fsdp=4 mesh.tensor=2",
+    "cp, ring": "sharding.rules=cp mesh.context=8",
+    "cp, all-gather": "sharding.rules=cp mesh.context=8 model.attention.context=allgather",
+    "cp x fsdp": "sharding.rules=cp mesh.context=2 mesh.fsdp=4 model.remat=full",
+    "ep as dp": "sharding.rules=ep mesh.expert=4 mesh.fsdp=2",
+    "pp, gpipe": "sharding.rules=pp mesh.stage=4 mesh.data=2 pipeline.schedule=gpipe",
+    "pp, 1f1b": "sharding.rules=pp mesh.stage=4 mesh.fsdp=2 pipeline.schedule=1f1b",
+    "pp, circular": "sharding.rules=pp mesh.stage=2 mesh.fsdp=2 mesh.tensor=2 pipeline.schedule=circular",
+    "fsdp x tp x cp": "mesh.fsdp=2 mesh.tensor=2 mesh.context=2",
+    "fsdp x tp x pp": "mesh.fsdp=2 mesh.tensor=2 mesh.stage=2 train.loss_chunks=2",
+    "dp x tp x cp, bare": "mesh.data=2 mesh.tensor=2 mesh.context=2 model.tie_embeddings=true model.scan_layers=false",
+}
