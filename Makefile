@@ -18,7 +18,7 @@ train: .venv/base  ## train a small language model on your Python's own source t
 test: .venv/test  ## run every test but those of audit and book
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit' $(ARGS)
 
-audit: .venv/test  ## compile larger programs for TPUs: memory, and what every layout sends, as predicted (4 minutes)
+audit: .venv/test  ## long proofs: memory and what layouts send on TPUs, as predicted; a hint for every wrong answer (6 minutes)
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m audit $(ARGS)
 
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
