@@ -151,12 +151,12 @@ def test_every_tile_is_visited_once_for_each_group_in_it(sizes, tile, empty):
 # --- on meshes
 
 
-def on_each_device(run, check_vma):
-    """Every device along `data` has rows and group sizes of its own, and all matrices."""
+def on_each_device(run, check_vma, rhs_axis=None):
+    """Every device along `data` has rows and group sizes of its own, and all matrices or its own."""
     return with_gradients(
         jax.shard_map(
             lambda lhs, rhs, sizes: run(lhs, rhs, sizes[0]),
-            in_specs=(P("data"), P(), P("data")),
+            in_specs=(P("data"), P(rhs_axis), P("data")),
             out_specs=P("data"),
             check_vma=check_vma,
         )
@@ -181,8 +181,8 @@ def test_devices_multiply_their_own_rows_and_share_the_gradient():
     agree(got, want, "float32")
 
 
-def compiled(target, M, K, N, G, dtype="bfloat16"):
-    """The product and its gradients for every chip of a target, each with M rows of its own."""
+def compiled(target, M, K, N, G, dtype, rhs_axis=None):
+    """The product and its gradients, compiled for the chips of a target, each with M rows and G matrices."""
     mesh = topology_mesh(target)
     ways = mesh.shape["data"]
     with jax.set_mesh(mesh):
@@ -192,28 +192,33 @@ def compiled(target, M, K, N, G, dtype="bfloat16"):
 
         args = (
             array(P("data"), dtype, ways * M, K),
-            array(P(), dtype, G, K, N),
+            array(P(rhs_axis), dtype, ways * G if rhs_axis else G, K, N),
             array(P("data"), jnp.int32, ways, G),
             array(P("data"), dtype, ways * M, N),
         )
-        return (
-            jax.jit(on_each_device(kernels.grouped_matmul, check_vma=True)).lower(*args).compile()
-        )
+        f = on_each_device(kernels.grouped_matmul, check_vma=True, rhs_axis=rhs_axis)
+        return jax.jit(f).lower(*args).compile()
 
 
 def test_kernels_compile_for_tpus_and_auto_takes_them():
-    text = compiled("v5e:2x2", 300, 200, 130, 3).as_text()
+    text = compiled("v5e:2x2", 300, 200, 130, 3, "bfloat16").as_text()
     for name in ("gmm", "gmm_transposed", "tgmm"):
         assert re.search(rf"%{name}[.\d]* = .*custom-call", text), name
 
 
 @pytest.mark.audit
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("target", ["v4:1x1x1", "v5e:2x2", "v5p:1x1x1", "v6e:2x2", "tpu7x:1x1x1"])
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        *((target, "bfloat16") for target in ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")),
+        ("v4:1x1x1", "float32"),
+    ],
+)  # fmt: skip
 def test_mixtral_compiles_without_a_transposed_copy(target, dtype):
     M, K, N, G = 8192, 4096, 14336, 8
-    memory = compiled(target, M, K, N, G, dtype).memory_analysis()
-    assert memory.temp_size_in_bytes < G * K * N * jnp.dtype(dtype).itemsize
+    memory = compiled(target, M, K, N, G, dtype, rhs_axis="data").memory_analysis()
+    # Less than the matrices take, and no more than two results whose last rows are yet to become zeros.
+    assert memory.temp_size_in_bytes < 1.1 * M * (K + N) * jnp.dtype(dtype).itemsize
 
 
 # --- dispatch
