@@ -126,6 +126,8 @@ def test_there_is_no_room_for_odds_and_ends():
 def test_every_test_file_mirrors_a_module():
     rooms = set(LEVEL) | {"structure", "book", "wheel", "crash", "exercises", "benchmarks"}
     rooms |= {path.stem for path in (PACKAGE / "parallel").glob("*.py")}
+    # One test file for all implementations of an operation.
+    rooms |= {re.sub("_(xla|tpu|gpu)$", "", p.stem) for p in (PACKAGE / "kernels").glob("*.py")}
     for path in (ROOT / "tests").glob("test_*.py"):
         assert any(path.stem.removeprefix("test_").startswith(name) for name in rooms), path.name
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from minitext.errors import UserError
-from minitext.kernels import cudnn, reference
+from minitext.kernels import cudnn, grouped_matmul_tpu, grouped_matmul_xla, reference
 from minitext.kernels.reference import cached_attention as cached_attention
 
 log = logging.getLogger("minitext.kernels")
@@ -47,10 +47,18 @@ def _cudnn_supports(*args) -> str | None:
     return cudnn.supports(*args, platform=platform())
 
 
+def _grouped_matmul_tpu_supports(*args) -> str | None:
+    return grouped_matmul_tpu.supports(*args, platform=platform())
+
+
 IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("attention", "xla"): Implementation(reference.attention, _always),
     ("attention", "xla_blocked"): Implementation(reference.blocked_attention, _blocked_supports),
     ("attention", "cudnn"): Implementation(cudnn.attention, _cudnn_supports),
+    ("grouped_matmul", "xla"): Implementation(grouped_matmul_xla.grouped_matmul, _always),
+    ("grouped_matmul", "pallas_tpu"): Implementation(
+        grouped_matmul_tpu.grouped_matmul, _grouped_matmul_tpu_supports
+    ),
 }
 
 # The order in which `auto` tries implementations on each platform.
@@ -58,6 +66,9 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
     ("attention", "gpu"): ("cudnn", "xla"),
     ("attention", "tpu"): ("xla",),
+    ("grouped_matmul", "cpu"): ("xla",),
+    ("grouped_matmul", "gpu"): ("xla",),
+    ("grouped_matmul", "tpu"): ("pallas_tpu", "xla"),
 }
 
 
@@ -86,6 +97,28 @@ def attention(
     """
     run = choose("attention", impl, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+
+
+def grouped_matmul(
+    lhs_MK: jax.Array, rhs_GKN: jax.Array, group_sizes_G: jax.Array, *, impl: str = "auto"
+) -> jax.Array:
+    """Multiplies each group of rows by the group's own matrix, as the experts of a mixture are.
+
+    Args:
+      lhs_MK: [M, K] rows sorted by group: group g owns the `group_sizes_G[g]` rows after those of group g - 1.
+      rhs_GKN: [G, K, N] one matrix for each group.
+      group_sizes_G: [G] int32, in all at most M; groups may be empty.
+      impl: `auto`, or the name of an implementation.
+
+    Returns:
+      [M, N] in the type of `lhs_MK`, summed in float32. Rows that no group owns give zeros and have no gradient,
+      whatever they hold.
+
+    Raises:
+      UserError: if the named implementation does not exist or can't take these arguments.
+    """
+    run = choose("grouped_matmul", impl, lhs_MK, rhs_GKN, group_sizes_G)
+    return run(lhs_MK, rhs_GKN, group_sizes_G)
 
 
 def choose(op: str, impl: str, *args) -> Callable[..., jax.Array]:

@@ -1,0 +1,25 @@
+"""The grouped matrix product by XLA: what the kernels must agree with, and what runs where none does.
+
+Chapters: 18, 19.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def grouped_matmul(lhs_MK: jax.Array, rhs_GKN: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
+    """The product that `minitext.kernels.grouped_matmul` defines, by `jax.lax.ragged_dot`.
+
+    TPUs and GPUs have a program for that; on a CPU JAX multiplies all rows by all matrices, with zeros for the rows of
+    other groups, and so computes G times what it needs to.
+    """
+    owned_M1 = jnp.arange(lhs_MK.shape[0])[:, None] < jnp.sum(group_sizes_G)
+    out_MN = jax.lax.ragged_dot(
+        # Zeros for what nobody owns: nothing promises that it is not multiplied, here or in the gradients.
+        jnp.where(owned_M1, lhs_MK, 0),
+        rhs_GKN,
+        group_sizes_G,
+        precision=jax.lax.Precision.HIGHEST if lhs_MK.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.where(owned_M1, out_MN, 0).astype(lhs_MK.dtype)
