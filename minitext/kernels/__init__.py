@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from minitext.errors import UserError
-from minitext.kernels import cudnn, reference
+from minitext.kernels import cudnn, reference, rms_norm_tpu, rms_norm_xla
 from minitext.kernels.reference import cached_attention as cached_attention
 
 log = logging.getLogger("minitext.kernels")
@@ -51,6 +51,8 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("attention", "xla"): Implementation(reference.attention, _always),
     ("attention", "xla_blocked"): Implementation(reference.blocked_attention, _blocked_supports),
     ("attention", "cudnn"): Implementation(cudnn.attention, _cudnn_supports),
+    ("rms_norm", "xla"): Implementation(rms_norm_xla.rms_norm, _always),
+    ("rms_norm", "pallas_tpu"): Implementation(rms_norm_tpu.rms_norm, rms_norm_tpu.supports),
 }
 
 # The order in which `auto` tries implementations on each platform.
@@ -58,6 +60,9 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
     ("attention", "gpu"): ("cudnn", "xla"),
     ("attention", "tpu"): ("xla",),
+    ("rms_norm", "cpu"): ("xla",),
+    ("rms_norm", "gpu"): ("xla",),
+    ("rms_norm", "tpu"): ("pallas_tpu", "xla"),
 }
 
 
@@ -86,6 +91,26 @@ def attention(
     """
     run = choose("attention", impl, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+
+
+def rms_norm(
+    x: jax.Array, scale_D: jax.Array, eps: float = 1e-6, *, impl: str = "auto"
+) -> jax.Array:
+    """Divides by the root of the mean square over the last dimension (Zhang and Sennrich 2019).
+
+    Args:
+      x: [..., D], any float type.
+      scale_D: [D], float32.
+      eps: added to the mean square.
+      impl: `auto`, or the name of an implementation.
+
+    Returns:
+      [..., D] in x's type; the mean square is taken in float32.
+
+    Raises:
+      UserError: if the named implementation does not exist or can't take these arguments.
+    """
+    return choose("rms_norm", impl, x, scale_D, eps)(x, scale_D, eps)
 
 
 def choose(op: str, impl: str, *args) -> Callable[..., jax.Array]:
