@@ -9,12 +9,19 @@ Chapters: 4, 17.
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from minitext.errors import UserError
-from minitext.kernels import cudnn, reference, rms_norm_tpu, rms_norm_xla
+from minitext.kernels import (
+    cudnn,
+    linear_cross_entropy_tpu,
+    linear_cross_entropy_xla,
+    reference,
+    rms_norm_tpu,
+    rms_norm_xla,
+)
 from minitext.kernels.reference import cached_attention as cached_attention
 
 log = logging.getLogger("minitext.kernels")
@@ -28,7 +35,7 @@ class Implementation(NamedTuple):
       supports: takes the same arguments and returns None, or the reason why `run` can't take them.
     """
 
-    run: Callable[..., jax.Array]
+    run: Callable[..., Any]
     supports: Callable[..., str | None]
 
 
@@ -53,6 +60,12 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("attention", "cudnn"): Implementation(cudnn.attention, _cudnn_supports),
     ("rms_norm", "xla"): Implementation(rms_norm_xla.rms_norm, _always),
     ("rms_norm", "pallas_tpu"): Implementation(rms_norm_tpu.rms_norm, rms_norm_tpu.supports),
+    ("linear_cross_entropy", "xla"): Implementation(
+        linear_cross_entropy_xla.linear_cross_entropy, _always
+    ),
+    ("linear_cross_entropy", "pallas_tpu"): Implementation(
+        linear_cross_entropy_tpu.linear_cross_entropy, linear_cross_entropy_tpu.supports
+    ),
 }
 
 # The order in which `auto` tries implementations on each platform.
@@ -63,6 +76,9 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("rms_norm", "cpu"): ("xla",),
     ("rms_norm", "gpu"): ("xla",),
     ("rms_norm", "tpu"): ("pallas_tpu", "xla"),
+    ("linear_cross_entropy", "cpu"): ("xla",),
+    ("linear_cross_entropy", "gpu"): ("xla",),
+    ("linear_cross_entropy", "tpu"): ("pallas_tpu", "xla"),
 }
 
 
@@ -113,7 +129,30 @@ def rms_norm(
     return choose("rms_norm", impl, x, scale_D, eps)(x, scale_D, eps)
 
 
-def choose(op: str, impl: str, *args) -> Callable[..., jax.Array]:
+def linear_cross_entropy(
+    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array, *, impl: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `minitext.loss.cross_entropy` makes of the logits x w, which a kernel need not store.
+
+    With a weight z, the loss with z-loss is `loss_X + z * log_normalizer_X**2`.
+
+    Args:
+      x_XD: [X, D] hidden states.
+      w_DV: [D, V] output layer, of the same type.
+      targets_X: [X] integers. One that is not below V has no logit: its loss is the log-normalizer.
+      impl: `auto`, or the name of an implementation.
+
+    Returns:
+      loss_X: [X] float32, the negative log-likelihood of every target, in nats.
+      log_normalizer_X: [X] float32, the logarithm of the sum of the logits' exponentials.
+
+    Raises:
+      UserError: if the named implementation does not exist or can't take these arguments.
+    """
+    return choose("linear_cross_entropy", impl, x_XD, w_DV, targets_X)(x_XD, w_DV, targets_X)
+
+
+def choose(op: str, impl: str, *args) -> Callable[..., Any]:
     """Returns the implementation of `op` that `impl` asks for, checked against the arguments."""
     if impl == "auto":
         where = platform()
