@@ -18,6 +18,8 @@ from minitext.kernels import (
     cudnn,
     linear_cross_entropy_tpu,
     linear_cross_entropy_xla,
+    paged_attention_tpu,
+    paged_attention_xla,
     reference,
     rms_norm_tpu,
     rms_norm_xla,
@@ -66,6 +68,10 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("linear_cross_entropy", "pallas_tpu"): Implementation(
         linear_cross_entropy_tpu.linear_cross_entropy, linear_cross_entropy_tpu.supports
     ),
+    ("paged_attention", "xla"): Implementation(paged_attention_xla.paged_attention, _always),
+    ("paged_attention", "pallas_tpu"): Implementation(
+        paged_attention_tpu.paged_attention, paged_attention_tpu.supports
+    ),
 }
 
 # The order in which `auto` tries implementations on each platform.
@@ -79,6 +85,9 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("linear_cross_entropy", "cpu"): ("xla",),
     ("linear_cross_entropy", "gpu"): ("xla",),
     ("linear_cross_entropy", "tpu"): ("pallas_tpu", "xla"),
+    ("paged_attention", "cpu"): ("xla",),
+    ("paged_attention", "gpu"): ("xla",),
+    ("paged_attention", "tpu"): ("pallas_tpu", "xla"),
 }
 
 
@@ -150,6 +159,45 @@ def linear_cross_entropy(
       UserError: if the named implementation does not exist or can't take these arguments.
     """
     return choose("linear_cross_entropy", impl, x_XD, w_DV, targets_X)(x_XD, w_DV, targets_X)
+
+
+def paged_attention(
+    q_BNH: jax.Array,
+    k_pages_KPSH: jax.Array,
+    v_pages_KPSH: jax.Array,
+    page_table_BX: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    impl: str = "auto",
+) -> jax.Array:
+    """Attention of one new token per sequence over a cache in pages (Kwon et al. 2023). It has no gradient.
+
+    Token t of sequence b stands at `[:, page_table_BX[b, t // S], t % S]`. Pages may lie in any order and belong to
+    several sequences; what the cache holds beyond a sequence's tokens is never seen.
+
+    Args:
+      q_BNH: [B, N, H] queries.
+      k_pages_KPSH: [K, P, S, H] keys in P pages of S tokens, N divisible by K.
+      v_pages_KPSH: [K, P, S, H] values.
+      page_table_BX: [B, X] integers below P; entries beyond a sequence's pages are not read.
+      lengths_B: [B] tokens of each sequence in the cache, at most X * S; with 0 its output is 0.
+      impl: `auto`, or the name of an implementation.
+
+    Returns:
+      [B, N, H] in the queries' type.
+
+    Raises:
+      UserError: if the named implementation does not exist or can't take these arguments, and when differentiated.
+    """
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    chosen = choose("paged_attention", impl, *args)
+    run = jax.custom_jvp(lambda *args: chosen(*args))
+
+    @run.defjvp
+    def _(_primals, _tangents):
+        raise UserError("paged_attention has no gradient: to train, call attention")
+
+    return run(*args)
 
 
 def choose(op: str, impl: str, *args) -> Callable[..., Any]:

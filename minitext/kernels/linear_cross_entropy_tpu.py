@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 ROWS, LANES = 16, 128
 # The most features that the backward pass has blocks for. A float32 product holds both factors in three parts of
 # bfloat16 each, besides what they are.
-WIDEST = {"bfloat16": 8192, "float32": 4096}
+WIDEST = {"bfloat16": 6144, "float32": 4096}
 
 
 class Blocks(NamedTuple):
