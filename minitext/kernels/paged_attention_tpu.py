@@ -1,0 +1,194 @@
+"""Paged decode attention as a Pallas kernel for TPUs: of the cache it loads the pages in use, and no others.
+
+The cache stays in HBM. The kernel copies a sequence's pages into vector memory itself, some at a time, and computes
+on those while it copies the next, as a pipeline of blocks does; but which pages, and how many, are numbers that it
+reads while it runs. Past a sequence's last page it copies the next sequence's first.
+
+Chapters: 17.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+# Bytes of scalar memory for the page table, of the 1 MiB that a chip has.
+TABLE_BYTES = 2**19
+
+
+class Blocks(NamedTuple):
+    """Block sizes, upper bounds each.
+
+    Attributes:
+      tokens: tokens whose keys and values are copied, in whole pages, and computed on together.
+      heads: key heads of a block; a chip whose two cores are one device needs two blocks to use both.
+    """
+
+    tokens: int = 512
+    heads: int = 4
+
+
+DEFAULT = Blocks()
+
+
+def paged_attention(
+    q_BNH: jax.Array,
+    k_pages_KPSH: jax.Array,
+    v_pages_KPSH: jax.Array,
+    page_table_BX: jax.Array,
+    lengths_B: jax.Array,
+    blocks: Blocks = DEFAULT,
+) -> jax.Array:
+    """Paged attention as `minitext.kernels.paged_attention` defines it; on a mesh each device takes its own part."""
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    local = partial(_paged_attention, blocks=blocks)
+    if jax.sharding.get_abstract_mesh().empty:
+        return local(*args)
+    specs = tuple(jax.typeof(x).sharding.spec for x in args)
+    return jax.shard_map(local, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+
+
+def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
+    """Returns the reason why the kernel can't compute this, or None."""
+    arrays = q_BNH, k_pages_KPSH, v_pages_KPSH
+    dtypes = [x.dtype.name for x in arrays]
+    if len(set(dtypes)) > 1 or dtypes[0] not in ("float32", "bfloat16"):
+        return (
+            f"queries, keys and values must all be float32 or all bfloat16: got {', '.join(dtypes)}"
+        )
+    tile = 32 // q_BNH.dtype.itemsize
+    if k_pages_KPSH.shape[2] % tile:
+        return f"pages of {dtypes[0]} need a multiple of {tile} tokens: got {k_pages_KPSH.shape[2]}"
+    if 4 * page_table_BX.size > TABLE_BYTES:
+        return f"the page table must fit in {TABLE_BYTES} bytes of scalar memory: got {page_table_BX.shape} numbers"
+    q, k, v, table, lengths = (
+        (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim]
+        for x in (*arrays, page_table_BX, lengths_B)
+    )
+    if q[2] or any(k[1:]) or k != v or q[1] != k[0] or table != (q[0], None) or lengths != (q[0],):
+        return (
+            "only sequences and heads may be split over devices, each alike in every argument: "
+            f"got queries {q}, keys {k}, values {v}, page table {table} and lengths {lengths}"
+        )
+    return None
+
+
+def _paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, blocks: Blocks):
+    (B, N, H), (K, _, S, _), X = q_BNH.shape, k_pages_KPSH.shape, page_table_BX.shape[1]
+    G, k = N // K, math.gcd(K, blocks.heads)
+    pages = max(1, min(X, blocks.tokens // S))
+    heads = pl.BlockSpec((1, k, G, H), lambda i, b, *_: (b, i, 0, 0))
+    cache = pl.BlockSpec(memory_space=pl.ANY)
+    buffer = pltpu.VMEM((2, k, pages * S, H), q_BNH.dtype)
+    out_BKGH = pl.pallas_call(
+        partial(_kernel, pages=pages),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(K // k, B),
+            in_specs=[heads, cache, cache],
+            out_specs=heads,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((B, K, G, H), q_BNH.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        name="paged_attention",
+    )(
+        page_table_BX.astype(jnp.int32),
+        jnp.minimum(lengths_B, X * S).astype(jnp.int32),
+        jnp.reshape(q_BNH, (B, K, G, H)),
+        k_pages_KPSH,
+        v_pages_KPSH,
+    )
+    return jnp.reshape(out_BKGH, (B, N, H))
+
+
+def _kernel(
+    table_ref,
+    lengths_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    k_buffer,
+    v_buffer,
+    done,
+    first_ref,
+    *,
+    pages,
+):
+    b, B = pl.program_id(1), pl.num_programs(1)
+    (_, k, G, H), S = q_ref.shape, k_ref.shape[2]
+    heads, tokens, length = pl.ds(pl.program_id(0) * k, k), pages * S, lengths_ref[b]
+    steps = pl.cdiv(length, tokens)
+
+    def each_page(act, b, step, half):
+        """Starts, or awaits, the copies of a step's pages to one half of the buffers."""
+        for i in range(pages):
+            page = step * pages + i
+
+            @pl.when(page * S < lengths_ref[b])
+            def _(i=i, page=page):
+                for cache_ref, buffer_ref in ((k_ref, k_buffer), (v_ref, v_buffer)):
+                    source = cache_ref.at[heads, table_ref[b, page]]
+                    target = buffer_ref.at[half, :, pl.ds(i * S, S)]
+                    act(pltpu.make_async_copy(source, target, done.at[half]))
+
+    start, wait = (partial(each_page, act) for act in (lambda c: c.start(), lambda c: c.wait()))
+
+    @pl.when(b == 0)
+    def _():
+        first_ref[0] = 0
+        start(0, 0, 0)
+
+    first = first_ref[
+        0
+    ]  # the half with this sequence's first pages, which the sequence before had copied
+    first_ref[0] = (first + steps) % 2
+
+    @pl.when((steps == 0) & (b + 1 < B))
+    def _():
+        start(b + 1, 0, first)
+
+    def step(i, state):
+        half, last = (first + i) % 2, i + 1 == steps
+        next_b = jnp.where(last, b + 1, b)
+
+        @pl.when(next_b < B)
+        def _():
+            start(next_b, jnp.where(last, 0, i + 1), 1 - half)
+
+        wait(b, i, half)
+        return _attend(q_ref[0], k_buffer[half], v_buffer[half], length - i * tokens, state)
+
+    zeros = jnp.zeros((k, G, 1), jnp.float32)
+    state = zeros - jnp.inf, zeros, jnp.zeros((k, G, H), jnp.float32)
+    _, sum_kG1, out_kGH = jax.lax.fori_loop(0, steps, step, state)
+    # No token, no weight: 0/1.
+    out_ref[0] = (out_kGH / jnp.where(steps == 0, 1.0, sum_kG1)).astype(out_ref.dtype)
+
+
+def _attend(q_kGH, k_kSH, v_kSH, length, state):
+    """Adds S tokens, of which the first `length` are seen, to the running (maximum, sum, output) of a softmax."""
+    max_kG1, sum_kG1, out_kGH = state
+    exact = jax.lax.Precision.HIGHEST if q_kGH.dtype == jnp.float32 else None
+    dot = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
+    logits_kGS = dot("kGH,kSH->kGS", q_kGH, k_kSH) / math.sqrt(q_kGH.shape[-1])
+    seen_kGS = jax.lax.broadcasted_iota(jnp.int32, logits_kGS.shape, 2) < length
+    logits_kGS = jnp.where(seen_kGS, logits_kGS, -jnp.inf)
+    new_kG1 = jnp.maximum(max_kG1, jnp.max(logits_kGS, axis=-1, keepdims=True))
+    weights_kGS, kept_kG1 = jnp.exp(logits_kGS - new_kG1), jnp.exp(max_kG1 - new_kG1)
+    # What is not seen may be NaN, which no weight of 0 makes 0.
+    seen_kSH = jax.lax.broadcasted_iota(jnp.int32, v_kSH.shape, 1) < length
+    v_kSH = jnp.where(seen_kSH, v_kSH, 0)
+    part_kGH = dot("kGS,kSH->kGH", weights_kGS.astype(v_kSH.dtype), v_kSH)
+    sum_kG1 = sum_kG1 * kept_kG1 + jnp.sum(weights_kGS, axis=-1, keepdims=True)
+    return new_kG1, sum_kG1, out_kGH * kept_kG1 + part_kGH

@@ -1,0 +1,40 @@
+"""Paged decode attention for XLA: it gathers every sequence's pages, in use or not, and masks.
+
+Chapters: 17.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from minitext.kernels.reference import MASKED
+
+
+def paged_attention(
+    q_BNH: jax.Array,
+    k_pages_KPSH: jax.Array,
+    v_pages_KPSH: jax.Array,
+    page_table_BX: jax.Array,
+    lengths_B: jax.Array,
+) -> jax.Array:
+    """Paged attention as `minitext.kernels.paged_attention` defines it."""
+    (B, N, H), (K, _, S, _) = q_BNH.shape, k_pages_KPSH.shape
+    X = page_table_BX.shape[1]
+    page_BX = jnp.where(jnp.arange(X) * S < lengths_B[:, None], page_table_BX, 0)
+    seen_BL = jnp.arange(X * S) < lengths_B[:, None]
+
+    def tokens(pages_KPSH):
+        x_KBLH = jnp.reshape(pages_KPSH[:, page_BX], (K, B, X * S, H))
+        # What nobody sees may be NaN, which no weight of 0 makes 0.
+        return jnp.where(seen_BL[:, :, None], x_KBLH, 0)
+
+    q_BKGH = jnp.reshape(q_BNH, (B, K, N // K, H))
+    logits_BKGL = jnp.einsum(
+        "BKGH,KBLH->BKGL", q_BKGH, tokens(k_pages_KPSH), preferred_element_type=jnp.float32
+    )
+    masked_BKGL = jnp.where(seen_BL[:, None, None], logits_BKGL / math.sqrt(H), MASKED)
+    probs_BKGL = jnp.where(seen_BL[:, None, None], jax.nn.softmax(masked_BKGL, axis=-1), 0)
+    values = tokens(v_pages_KPSH)
+    out_BKGH = jnp.einsum("BKGL,KBLH->BKGH", probs_BKGL.astype(values.dtype), values)
+    return jnp.reshape(out_BKGH, (B, N, H)).astype(q_BNH.dtype)
