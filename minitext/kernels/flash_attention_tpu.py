@@ -14,68 +14,20 @@ Chapters: 17.
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
+from minitext.kernels.flash_grid_tpu import FIRST, LANES, LAST, BlockShape, Task, call
 from minitext.kernels.mask import ALL, CAUSAL, SOME, Mask
 from minitext.kernels.reference import MASKED, NO_SINK
 
-LANES = 128
+BLOCKS = BlockShape()
 LOG2E = math.log2(math.e)
 HEAD_DIM_STEP = 64
-# Bits of a step's kind beside those of `Mask.kinds`: whether it is its accumulator's first or last.
-FIRST, LAST = 4, 8
 NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
-
-
-class BlockShape(NamedTuple):
-    """How the kernels divide their work.
-
-    Attributes:
-      q: queries of a block, a multiple of 128.
-      kv: keys of a block, a multiple of `inner`.
-      inner: keys whose logits are made at once.
-    """
-
-    q: int = 512
-    kv: int = 512
-    inner: int = 256
-
-
-class Task(NamedTuple):
-    """What a kernel must know when it is traced, beside its arrays' shapes.
-
-    Attributes:
-      mask: which keys a query sees.
-      softcap: bound of the logits, or None.
-      tokens: T without the padding.
-      shape: the blocks.
-    """
-
-    mask: Mask
-    softcap: float | None
-    tokens: int
-    shape: BlockShape
-
-
-class Plan(NamedTuple):
-    """The steps of a grid: int32 arrays of one length, in SMEM before the kernel starts.
-
-    Attributes:
-      q: each step's block of queries.
-      kv: its block of keys.
-      kind: SOME or ALL of it is seen (0: nothing), and FIRST and LAST.
-    """
-
-    q: Any
-    kv: Any
-    kind: Any
 
 
 def flash_attention(
@@ -87,7 +39,7 @@ def flash_attention(
     mask: Mask = CAUSAL,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
-    blocks: BlockShape = BlockShape(),
+    blocks: BlockShape = BLOCKS,
 ) -> jax.Array:
     """Attention as `minitext.kernels.attention` defines it, of any T, in memory linear in T.
 
@@ -108,7 +60,7 @@ def flash_attention(
       [B, T, N, H] in the queries' type; zero where a query sees no key.
     """
     T = q_BTNH.shape[1]
-    shape = _fit(blocks, T, mask)
+    shape = blocks.fit(T, mask)
     task = Task(mask, softcap, T, shape)
 
     def heads_first(x_BTNH, block):
@@ -143,44 +95,12 @@ def supports(
     return None
 
 
-def _fit(blocks: BlockShape, T: int, mask: Mask) -> BlockShape:
-    """Shrinks blocks to whole lanes of T, and to what divides the mask's own blocks."""
-    whole = -(-T // LANES) * LANES
-    q, kv = min(blocks.q, whole), min(blocks.kv, whole)
-    if mask.blocks is not None:
-        q, kv = math.gcd(q, mask.block), math.gcd(kv, mask.block)
-    return BlockShape(q, kv, math.gcd(kv, blocks.inner))
-
-
-def plan(task: Task, *, by_kv: bool = False) -> Plan:
-    """Returns the steps that the mask leaves: block by block of queries, or of keys.
-
-    An accumulator whose blocks are all excluded has one step nonetheless, which computes nothing and writes its zeros.
-    """
-    kinds = task.mask.kinds(task.tokens, task.shape.q, task.shape.kv)
-    rows = kinds.T if by_kv else kinds
-    steps, other = [], 0
-    for row, seen in enumerate(rows):
-        places = np.flatnonzero(seen)
-        # A step without work names the block that is there already, so that nothing is loaded for it.
-        others = [int(x) for x in places] or [other]
-        row_kinds = [int(seen[x]) for x in others] if len(places) else [0]
-        row_kinds[0] |= FIRST
-        row_kinds[-1] |= LAST
-        steps += [(row, x, kind) for x, kind in zip(others, row_kinds, strict=True)]
-        other = others[-1]
-    row, column, kind = np.array(steps, np.int32).T
-    return Plan(column, row, kind) if by_kv else Plan(row, column, kind)
-
-
 # --- the parts of a block --------------------------------------------------------------------------
 
 
 def _dot(a, b, dims) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        a, b, dims, precision=precision, preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _units(task: Task, H: int) -> tuple[float, float]:
@@ -191,37 +111,48 @@ def _units(task: Task, H: int) -> tuple[float, float]:
 
 
 def _logits(task: Task, q, k):
-    """Logits [inner, block_q] but for a factor, which the exponential takes up for nothing."""
+    """Logits [tile_kv, tile_q] but for a factor, which the exponential takes up for nothing."""
     logits = _dot(k, q, NT)
     if task.softcap is not None:
         logits = jnp.tanh(logits * _units(task, q.shape[1])[0])
     return logits
 
 
-def _seen(task: Task, q_block, kv_block, rows, q_segments_ref, kv_segments_ref, masked: bool):
-    """[inner, block_q] booleans of the keys `rows` of a block, or None if all are seen."""
-    bq, bkv, inner = task.shape
+def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, masked: bool):
+    """Booleans [tile_kv, tile_q] of a block's tile, or None if all is seen."""
+    rows, cols = tile
     seen = None
     if masked:
-        t = q_block * bq + jax.lax.broadcasted_iota(jnp.int32, (1, bq), 1)
-        s = kv_block * bkv + rows.start + jax.lax.broadcasted_iota(jnp.int32, (inner, 1), 0)
+        t = q_block * task.shape.q + cols.start
+        s = kv_block * task.shape.kv + rows.start
+        t += jax.lax.broadcasted_iota(jnp.int32, (1, cols.size), 1)
+        s += jax.lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
         seen = task.mask.sees(t, s)
         if not task.mask.causal:  # else padding comes after all that looks back
             seen &= s < task.tokens
     if q_segments_ref is not None:
-        same = kv_segments_ref[rows, :] == q_segments_ref[...]
+        same = kv_segments_ref[rows, :] == q_segments_ref[:, cols]
         seen = same if seen is None else seen & same
     return seen
 
 
-def _for_each_part(task: Task, kind, compute) -> None:
-    """Calls `compute(rows, masked)` for the parts of a step's block, masked only where the mask cuts through it."""
-    for which, masked in ((SOME, True), (ALL, False)):
+def _compute(kind, tiles, make, use, *, early: bool) -> None:
+    """Calls `use(tile, make(tile, masked))` for the tiles of a step's block, if anything of it is seen.
 
-        @pl.when((kind & (SOME | ALL)) == which)
-        def _(masked=masked):
-            for start in range(0, task.shape.kv, task.shape.inner):
-                compute(pl.ds(start, task.shape.inner), masked)
+    They are masked only where the mask cuts through the block. With `early`, the next tile's products are made before
+    this one's are used: the matrix units work on them while the vector units are at the exponentials.
+    """
+
+    def run(masked):
+        ahead = make(tiles[0], masked) if early else None
+        for i, tile in enumerate(tiles):
+            made = ahead if early else make(tile, masked)
+            if early and i + 1 < len(tiles):
+                ahead = make(tiles[i + 1], masked)
+            use(tile, made)
+
+    for which, masked in ((SOME, True), (ALL, False)):
+        pl.when((kind & (SOME | ALL)) == which)(partial(run, masked))
 
 
 # --- kernels ---------------------------------------------------------------------------------------
@@ -242,20 +173,24 @@ def _forward_kernel(
         sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
-    def compute(rows, masked):
-        logits = _logits(task, q_ref[...], k_ref[rows, :])
-        seen = _seen(task, plan_q[step], plan_kv[step], rows, q_segments, kv_segments, masked)
-        if seen is not None:
-            logits = jnp.where(seen, logits, MASKED)
-        old = top_ref[...]
+    def make(tile, masked):
+        rows, cols = tile
+        logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, q_segments, kv_segments, masked)
+        return logits if seen is None else jnp.where(seen, logits, MASKED)
+
+    def use(tile, logits):
+        rows, cols = tile
+        old = top_ref[:, cols]
         top = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
         exps = jnp.exp2((logits - top) * factor)
         fade = jnp.exp2((old - top) * factor)
-        top_ref[...] = top
-        sum_ref[...] = sum_ref[...] * fade + jnp.sum(exps, axis=0, keepdims=True)
-        acc_ref[...] = acc_ref[...] * fade + _dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
+        top_ref[:, cols] = top
+        sum_ref[:, cols] = sum_ref[:, cols] * fade + jnp.sum(exps, axis=0, keepdims=True)
+        part = _dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
+        acc_ref[:, cols] = acc_ref[:, cols] * fade + part
 
-    _for_each_part(task, kind, compute)
+    _compute(kind, task.tiles(task.shape.forward), make, use, early=True)
 
     @pl.when((kind & LAST) != 0)
     def _():
@@ -263,35 +198,51 @@ def _forward_kernel(
         lse_ref[...] = top_ref[...] * factor + jnp.log2(sum_ref[...])
 
 
-def _probs_and_grads(task, seen, q, k, v, grad, lse, delta):
-    """Weights and the gradients of the logits, but for 1/sqrt(H), both [inner, block_q]."""
-    logits = _logits(task, q, k)
-    shown = logits if seen is None else jnp.where(seen, logits, MASKED)
-    probs = jnp.exp2(shown * _units(task, q.shape[1])[1] - lse)
-    grads = probs * (_dot(v, grad, NT) - delta)
-    if task.softcap is not None:
-        grads = grads * (1 - logits * logits)
-    return probs.astype(grad.dtype), grads.astype(q.dtype)
+def _backward_compute(
+    task, plans, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, segments, use, *, tiles, early
+):
+    """Calls `use(tile, weights, gradients of the logits)`, the latter but for 1/sqrt(H), for a step's tiles."""
+    plan_q, plan_kv, plan_kind = plans
+    step = pl.program_id(2)
+    _, factor = _units(task, q_ref.shape[1])
+
+    def make(tile, masked):
+        rows, cols = tile
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, *segments, masked)
+        logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
+        return seen, logits, _dot(v_ref[rows, :], grad_ref[cols, :], NT)
+
+    def finish(tile, made):
+        cols = tile[1]
+        seen, logits, grad_probs = made
+        shown = logits if seen is None else jnp.where(seen, logits, MASKED)
+        probs = jnp.exp2(shown * factor - lse_ref[:, cols])
+        grads = probs * (grad_probs - delta_ref[:, cols])
+        if task.softcap is not None:
+            grads = grads * (1 - logits * logits)
+        use(tile, probs.astype(grad_ref.dtype), grads.astype(q_ref.dtype))
+
+    _compute(plan_kind[step], tiles, make, finish, early=early)
 
 
 def _dq_kernel(
     task, plan_q, plan_kv, plan_kind, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
     q_segments, kv_segments, dq_ref, acc_ref,
 ):  # fmt: skip
-    step = pl.program_id(2)
-    kind = plan_kind[step]
+    kind = plan_kind[pl.program_id(2)]
 
     @pl.when((kind & FIRST) != 0)
     def _():
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
 
-    def compute(rows, masked):
-        seen = _seen(task, plan_q[step], plan_kv[step], rows, q_segments, kv_segments, masked)
-        q, k, v, grad = q_ref[...], k_ref[rows, :], v_ref[rows, :], grad_ref[...]
-        _, grads = _probs_and_grads(task, seen, q, k, v, grad, lse_ref[...], delta_ref[...])
-        acc_ref[...] += _dot(k, grads, TN)
+    def add(tile, _probs, grads):
+        rows, cols = tile
+        acc_ref[:, cols] += _dot(k_ref[rows, :], grads, TN)
 
-    _for_each_part(task, kind, compute)
+    _backward_compute(
+        task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
+        (q_segments, kv_segments), add, tiles=task.tiles(task.shape.dq), early=True,
+    )  # fmt: skip
 
     @pl.when((kind & LAST) != 0)
     def _():
@@ -302,22 +253,22 @@ def _dkv_kernel(
     task, plan_q, plan_kv, plan_kind, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
     q_segments, kv_segments, dk_ref, dv_ref, dk_acc_ref, dv_acc_ref,
 ):  # fmt: skip
-    step, member = pl.program_id(2), pl.program_id(3)
-    kind = plan_kind[step]
+    kind, member = plan_kind[pl.program_id(2)], pl.program_id(3)
 
     @pl.when(((kind & FIRST) != 0) & (member == 0))
     def _():
         dk_acc_ref[...] = jnp.zeros(dk_acc_ref.shape, jnp.float32)
         dv_acc_ref[...] = jnp.zeros(dv_acc_ref.shape, jnp.float32)
 
-    def compute(rows, masked):
-        seen = _seen(task, plan_q[step], plan_kv[step], rows, q_segments, kv_segments, masked)
-        q, k, v, grad = q_ref[...], k_ref[rows, :], v_ref[rows, :], grad_ref[...]
-        probs, grads = _probs_and_grads(task, seen, q, k, v, grad, lse_ref[...], delta_ref[...])
-        dv_acc_ref[rows, :] += _dot(probs, grad, NN)
-        dk_acc_ref[rows, :] += _dot(grads, q, NN)
+    def add(tile, probs, grads):
+        rows, cols = tile
+        dv_acc_ref[rows, :] += _dot(probs, grad_ref[cols, :], NN)
+        dk_acc_ref[rows, :] += _dot(grads, q_ref[cols, :], NN)
 
-    _for_each_part(task, kind, compute)
+    _backward_compute(
+        task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
+        (q_segments, kv_segments), add, tiles=task.tiles(task.shape.dkv), early=False,
+    )  # fmt: skip
 
     @pl.when(((kind & LAST) != 0) & (member == pl.num_programs(3) - 1))
     def _():
@@ -328,66 +279,6 @@ def _dkv_kernel(
 # --- calls -----------------------------------------------------------------------------------------
 
 
-class _Specs:
-    """Which block of each kind of array a step reads or writes.
-
-    The grid is (B, N, steps), or for gradients of keys (B, K, steps, N/K): a key head's blocks stay while its query
-    heads pass.
-    """
-
-    def __init__(self, task: Task, H: int, group: int, by_kv: bool):
-        bq, bkv, _ = task.shape
-
-        def at(b, head, step, *rest):
-            if by_kv:
-                member, q, kv, _ = rest
-                return b, head * group + member, head, q[step], kv[step]
-            q, kv, _ = rest
-            return b, head, head // group, q[step], kv[step]
-
-        def spec(shape, place):
-            return pl.BlockSpec(shape, lambda *ids: place(*at(*ids)))
-
-        self.q = spec((None, None, bq, H), lambda b, n, k, i, j: (b, n, i, 0))
-        self.kv = spec((None, None, bkv, H), lambda b, n, k, i, j: (b, k, j, 0))
-        self.row = spec((None, None, 1, bq), lambda b, n, k, i, j: (b, n, 0, i))
-        self.q_segments = spec((None, 1, bq), lambda b, n, k, i, j: (b, 0, i))
-        self.kv_segments = spec((None, bkv, 1), lambda b, n, k, i, j: (b, j, 0))
-
-
-def _call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scratch, first=()):
-    """Calls a kernel over the steps of its plan; `ins` and `outs` name attributes of `_Specs`."""
-    q, k = arrays[:2]
-    (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
-    specs = _Specs(task, H, N // K, by_kv)
-    q_segments = kv_segments = None
-    if segments_BT is not None:
-        padded = jnp.pad(segments_BT, ((0, 0), (0, max(T, S) - task.tokens)), constant_values=-1)
-        q_segments = padded[:, None, :T]
-        kv_segments = padded[:, :S, None]
-    steps = plan(task, by_kv=by_kv)
-    segment_specs = [None if segments_BT is None else s for s in (specs.q_segments, specs.kv_segments)]
-    inner = ("parallel", "parallel", "arbitrary", "arbitrary")
-    grid = (B, K, len(steps.q), N // K) if by_kv else (B, N, len(steps.q))
-    return pl.pallas_call(
-        partial(kernel, task),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=grid,
-            in_specs=[
-                *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in first),
-                *(getattr(specs, name) for name in ins),
-                *segment_specs,
-            ],
-            out_specs=[getattr(specs, name) for name in outs],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=inner[: len(grid)]),
-        name=kernel.__name__.strip("_"),
-    )(*steps, *first, *arrays, q_segments, kv_segments)
-
-
 def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N):
     """Returns the output [B, N, T, H], and the base-2 logsumexp [B, N, 1, T]."""
     (B, N, T, H), bq = q_BNTH.shape, task.shape.q
@@ -395,7 +286,7 @@ def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N):
     if sinks_N is not None:
         factor = _units(task, H)[1]
         tops_1N = jnp.maximum(tops_1N, sinks_N.astype(jnp.float32)[None] * (LOG2E / factor))
-    return _call(
+    return call(
         _forward_kernel, task, (q_BNTH, k_BKSH, v_BKSH), segments_BT, by_kv=False, first=(tops_1N,),
         ins=("q", "kv", "kv"), outs=("q", "row"), scratch=[(1, bq), (1, bq), (H, bq)],
         out_shapes=[
@@ -407,16 +298,16 @@ def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N):
 
 def _backward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, out_BNTH, lse_BN1T, grad_BNTH):
     """Returns the gradients of q, k and v, and the row sums of output times gradient [B, N, T]."""
-    (bq, bkv, _), H = task.shape, q_BNTH.shape[3]
+    (bq, bkv), H = task.shape[:2], q_BNTH.shape[3]
     delta_BNT = jnp.sum(grad_BNTH.astype(jnp.float32) * out_BNTH.astype(jnp.float32), axis=-1)
     arrays = (q_BNTH, k_BKSH, v_BKSH, grad_BNTH, lse_BN1T, delta_BNT[:, :, None])
     ins = ("q", "kv", "kv", "q", "row", "row")
     q_like, k_like, v_like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3])
-    (dq_BNTH,) = _call(
+    (dq_BNTH,) = call(
         _dq_kernel, task, arrays, segments_BT, by_kv=False, ins=ins,
         outs=("q",), out_shapes=[q_like], scratch=[(H, bq)],
     )  # fmt: skip
-    dk_BKSH, dv_BKSH = _call(
+    dk_BKSH, dv_BKSH = call(
         _dkv_kernel, task, arrays, segments_BT, by_kv=True, ins=ins,
         outs=("kv", "kv"), out_shapes=[k_like, v_like], scratch=[(bkv, H), (bkv, H)],
     )  # fmt: skip
@@ -432,7 +323,9 @@ def _on_each_device(function, outs, *arrays):
         return function(*arrays)
     specs = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
     out_specs = tuple(P(*specs[i][:rank]) for i, rank in outs)
-    return jax.shard_map(function, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*arrays)
+    return jax.shard_map(function, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(
+        *arrays
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
