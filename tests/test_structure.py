@@ -35,7 +35,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FILE_LIMIT = 330
+FILE_LIMIT, KERNEL_LIMIT = 330, 400
 
 
 def room(path: Path) -> str:
@@ -95,7 +95,10 @@ def test_kernel_files_import_only_jax():
     for path in (PACKAGE / "kernels").glob("*.py"):
         if path.name != "__init__.py":
             words = {i.split(".")[0] for i in imports(path)}
-            assert words <= {"jax", "math", "functools", "typing", "collections"}, path
+            siblings = {i for i in imports(path) if i.startswith("minitext")}
+            assert all(i.startswith("minitext.kernels") for i in siblings), path
+            known = {"jax", "numpy", "minitext", "math", "functools", "typing", "collections"}
+            assert words <= known | {"dataclasses"}, path
 
 
 def test_only_notebook_and_figures_know_ipython_and_matplotlib():
@@ -107,7 +110,8 @@ def test_only_notebook_and_figures_know_ipython_and_matplotlib():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_stay_readable(path):
-    assert len(path.read_text().splitlines()) <= FILE_LIMIT
+    limit = KERNEL_LIMIT if room(path) == "kernels" else FILE_LIMIT
+    assert len(path.read_text().splitlines()) <= limit
 
 
 def test_functions_stay_readable():

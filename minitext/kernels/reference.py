@@ -10,8 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Finite, so that a row whose keys are all masked gives an even mixture of the values and not 0/0.
+from minitext.kernels.mask import CAUSAL, Mask
+
+# Finite, so that a row whose keys are all masked does not compute inf - inf.
 MASKED = -1e30
+# The logit of a sink where there is none: below all that is seen and above all that is masked, so that a query that
+# sees no key gives its whole weight to the sink, and zero as its output.
+NO_SINK = MASKED / 2
 
 
 def attention(
@@ -19,27 +24,42 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
+    *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention: softmax(q k^T / sqrt(H)) v, with softmax in float32.
+    """Masked attention: softmax(q k^T / sqrt(H)) v, with softmax in float32.
 
     Args:
       q_BTNH: [B, T, N, H] queries.
       k_BSKH: [B, S, K, H] keys, S = T; each serves N/K query heads.
       v_BSKH: [B, S, K, H] values.
       segment_ids_BT: [B, T] with T = S: tokens attend within their own segment. Segment 0 is padding.
+      mask: which keys a query sees; by default itself and all before it.
+      softcap: c, for logits of c tanh(logits / c) (Gemma 2, 2024), or None.
+      sinks_N: [N] a logit per head that takes part in softmax and has no value (GPT-OSS, 2025), or None.
 
     Returns:
-      [B, T, N, H] in the queries' type.
+      [B, T, N, H] in the queries' type; zero where a query sees no key.
     """
     H, S, K = q_BTNH.shape[3], *k_BSKH.shape[1:3]
-    mask_BTS = jnp.tril(jnp.ones((1, S, S), bool))
+    places = jnp.arange(S)
+    mask_BTS = mask.sees(places[:, None], places)[None]
+    if mask.blocks is not None:
+        mask_BTS = mask_BTS & mask.of_blocks(S)
+        if sinks_N is None:  # a query may see no key
+            sinks_N = jnp.full(q_BTNH.shape[2], NO_SINK)
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     q_BTKGH = _split_heads(q_BTNH, K)
     logits_BKGTS = jnp.einsum(
         "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
     )
-    probs_BKGTS = _softmax(logits_BKGTS / math.sqrt(H), mask_BTS[:, None, None])
+    logits_BKGTS = logits_BKGTS / math.sqrt(H)
+    if softcap is not None:
+        logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
+    probs_BKGTS = _softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_N)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
@@ -183,8 +203,15 @@ def cached_attention(
     return _heads_last(out_BKGTH).astype(q_BTNH.dtype)
 
 
-def _softmax(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    return jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1)
+def _softmax(logits: jax.Array, mask: jax.Array, sinks_N: jax.Array | None = None) -> jax.Array:
+    logits = jnp.where(mask, logits, MASKED)
+    if sinks_N is None:
+        return jax.nn.softmax(logits, axis=-1)
+    B, K, G, T, S = logits.shape
+    column = jnp.broadcast_to(
+        jnp.reshape(sinks_N.astype(logits.dtype), (1, K, G, 1, 1)), (B, K, G, T, 1)
+    )
+    return jax.nn.softmax(jnp.concatenate([logits, column], axis=-1), axis=-1)[..., :S]
 
 
 def _split_heads(x_BTNH: jax.Array, K: int) -> jax.Array:

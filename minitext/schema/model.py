@@ -20,7 +20,7 @@ class GQAConfig(Section):
     """Grouped-query attention (Ainslie et al. 2023); heads and widths stand in `model`."""
 
     kind: Literal["gqa"] = Field(default="gqa", description="grouped-query attention")
-    impl: Literal["auto", "xla", "xla_blocked", "cudnn"] = Field(
+    impl: Literal["auto", "xla", "xla_blocked", "cudnn", "pallas_tpu"] = Field(
         default="auto", description="implementation of the attention kernel"
     )
     context: Literal["ring", "allgather"] = Field(
