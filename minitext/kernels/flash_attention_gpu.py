@@ -6,41 +6,34 @@ the grid owns one block of the result, so that nothing is added from two places 
 backward pass is one kernel over blocks of queries for dq, and one over blocks of keys for dk and dv, which walks
 through the query heads that share its key head. Both recompute the weights from the logits' log-sum-exp.
 
-What a mask excludes is not visited. Causality and windows leave an interval of blocks, whose bounds are computed; its
-ends are masked and its middle is not. A block-sparse mask leaves a list of blocks, which is read.
-
 Chapters: 17.
 """
 
-import functools
 import math
-import operator
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from minitext.kernels.mask import ALL, CAUSAL, NONE, SOME, Mask
+from minitext.kernels.flash_blocks_gpu import (
+    Tile,
+    keys_of,
+    load_rows,
+    queries_of,
+    sparse_table,
+    store_rows,
+    visible,
+)
+from minitext.kernels.mask import CAUSAL, Mask
 
 # As in `minitext.kernels.reference`: a query that sees no key gives its whole weight to a sink, and zero as its output.
 MASKED, NO_SINK = -1e30, -5e29
 LOG2_E = math.log2(math.e)  # the GPU computes powers of 2, so logits are kept in that base
 MIN_BLOCK = 16  # a matrix product of Triton's has no smaller side
 HEAD_DIMS = (16, 32, 64, 128, 256)
-
-
-class Tile(NamedTuple):
-    """One kernel's block: its queries and keys, the warps that share it, and the stages of its loop's pipeline."""
-
-    q: int
-    k: int
-    warps: int
-    stages: int
 
 
 class BlockShapes(NamedTuple):
@@ -51,7 +44,7 @@ class BlockShapes(NamedTuple):
     dkv: Tile
 
 
-WIDE = BlockShapes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))
+WIDE = BlockShapes(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))
 # Float32 takes twice the registers, and its products are not done by the matrix units.
 NARROW = BlockShapes(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
 
@@ -134,132 +127,7 @@ def _fitted(shapes: BlockShapes, T: int, mask: Mask) -> BlockShapes:
     return BlockShapes(*(tile._replace(q=fit(tile.q), k=fit(tile.k)) for tile in shapes))
 
 
-# ---------------------------------------------------------------------------- which blocks meet
-
-
-class Walk(NamedTuple):
-    """The blocks that a program visits, as ranges of steps.
-
-    Attributes:
-      ranges: (low, high, masked): steps from low up to high, and whether positions must be compared in them.
-      at: the block of a step.
-    """
-
-    ranges: list[tuple[Any, Any, bool]]
-    at: Callable[[Any], Any]
-
-    def run(self, visit: Callable, carry):
-        """Returns `carry` after `visit(block, carry, masked=)` at every step."""
-        for low, high, masked in self.ranges:
-            step = lambda i, carry, masked=masked: visit(self.at(i), carry, masked)  # noqa: E731
-            carry = jax.lax.fori_loop(low, high, step, carry)
-        return carry
-
-
-def _keys_of(i, tile: Tile, T: int, mask: Mask) -> Walk:
-    """The blocks of keys that queries [i * q, (i + 1) * q) see; those that all of them see whole lie in the middle."""
-    first, last = i * tile.q, (i + 1) * tile.q - 1
-    low, whole_low, whole_high, high = 0, 0, T // tile.k, pl.cdiv(T, tile.k)
-    if mask.causal:
-        whole_high, high = (first + 1) // tile.k, jnp.minimum(high, last // tile.k + 1)
-    if mask.window is not None:
-        low = jnp.maximum(first - mask.window + 1, 0) // tile.k
-        whole_low = pl.cdiv(jnp.maximum(last - mask.window + 1, 0), tile.k)
-    ends = mask.window is not None, mask.causal or T % tile.k > 0
-    return _interval(low, whole_low, whole_high, high, *ends)
-
-
-def _queries_of(j, tile: Tile, T: int, mask: Mask) -> Walk:
-    """The blocks of queries that see keys [j * k, (j + 1) * k)."""
-    first, last = j * tile.k, (j + 1) * tile.k - 1
-    low, whole_low, whole_high, high = 0, 0, T // tile.q, pl.cdiv(T, tile.q)
-    if mask.causal:
-        low, whole_low = first // tile.q, pl.cdiv(last, tile.q)
-    if mask.window is not None:
-        high = jnp.minimum(high, (last + mask.window - 1) // tile.q + 1)
-        whole_high = jnp.minimum(whole_high, (first + mask.window) // tile.q)
-    ends = mask.causal, mask.window is not None or T % tile.q > 0
-    return _interval(low, whole_low, whole_high, high, *ends)
-
-
-def _interval(low, whole_low, whole_high, high, first_masked: bool, last_masked: bool) -> Walk:
-    ranges = []
-    if first_masked:
-        whole_low = jnp.minimum(whole_low, high)
-        ranges.append((low, whole_low, True))
-        low = whole_low
-    if last_masked:
-        whole_high = jnp.maximum(jnp.minimum(whole_high, high), low)
-        return Walk([*ranges, (low, whole_high, False), (whole_high, high, True)], lambda i: i)
-    return Walk([*ranges, (low, high, False)], lambda i: i)
-
-
-def _listed(i, visits) -> Walk:
-    """The blocks that a table lists for block i: first those that are seen whole."""
-    blocks_ref, whole_ref, count_ref = visits
-    whole, count = whole_ref[i], count_ref[i]
-    return Walk([(0, whole, False), (whole, count, True)], lambda step: blocks_ref[i, step])
-
-
-def _visits(tile: Tile, T: int, mask: Mask, of_keys: bool):
-    """Returns a block-sparse mask's table, or None: blocks [n, most], how many of them are whole [n] and in all [n].
-
-    It lists the blocks of keys that each block of queries visits, or with `of_keys` the blocks of queries of each
-    block of keys.
-    """
-    if mask.blocks is None:
-        return None
-    kinds = mask.kinds(T, tile.q, tile.k)
-    if of_keys:
-        kinds = kinds.T
-        kinds[:, -1] = np.minimum(
-            kinds[:, -1], SOME if T % tile.q else ALL
-        )  # it is loaded with care
-    whole, count = np.sum(kinds == ALL, axis=1), np.sum(kinds != NONE, axis=1)
-    order = np.argsort(-kinds, axis=1, kind="stable")[:, : max(1, count.max())]
-    return tuple(jnp.asarray(x, jnp.int32) for x in (order, whole, count))
-
-
-def _visible(i, j, tile: Tile, T: int, mask: Mask, masked: bool, q_segments, k_segments):
-    """Which keys of block j the queries of block i see, [q, k], or None where that is all."""
-    conditions = []
-    if masked:
-        rows = (i * tile.q + jnp.arange(tile.q))[:, None]
-        columns = (j * tile.k + jnp.arange(tile.k))[None, :]
-        if mask.causal or mask.window is not None:
-            conditions.append(mask.sees(rows, columns))
-        if T % tile.k:
-            conditions.append(jnp.broadcast_to(columns < T, (tile.q, tile.k)))
-    if q_segments is not None:
-        conditions.append(q_segments[:, None] == k_segments[None, :])
-    return functools.reduce(operator.and_, conditions) if conditions else None
-
-
 # ---------------------------------------------------------------------------- in a block
-
-
-def _rows(ref, block, size: int, T: int, masked: bool = True):
-    """Loads a block of a reference's T rows; those past the end are 0. None for no reference."""
-    if ref is None:
-        return None
-    rows = ref.at[pl.ds(block * size, size)]
-    if not masked or T % size == 0:
-        return plgpu.load(rows)
-    inside = block * size + jnp.arange(size) < T
-    mask = inside if len(rows.shape) == 1 else inside[:, None]
-    return plgpu.load(rows, mask=jnp.broadcast_to(mask, rows.shape), other=0)
-
-
-def _store(ref, block, value, T: int):
-    """Stores block `block` of a reference's rows, without those past the end."""
-    size = value.shape[0]
-    value = value.astype(ref.dtype)
-    at = ref.at[pl.ds(block * size, size)]
-    if T % size == 0:
-        return plgpu.store(at, value)
-    inside = block * size + jnp.arange(size) < T
-    mask = inside if value.ndim == 1 else inside[:, None]
-    return plgpu.store(at, value, mask=jnp.broadcast_to(mask, value.shape))
 
 
 def _dot(a, b):
@@ -267,110 +135,136 @@ def _dot(a, b):
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _logits(q, k, seen, plan: Plan):
-    """Returns logits in base 2, and the softcap's derivative there, or None."""
-    logits, slope = _dot(q, k.T) / math.sqrt(q.shape[1]), None
-    if plan.softcap is not None:
-        bounded = jnp.tanh(logits / plan.softcap)
-        logits, slope = bounded * plan.softcap, 1 - bounded * bounded
-    logits = logits * LOG2_E
+def _logits(x, y, seen, plan: Plan):
+    """Returns the logits x y^T in base 2, and the softcap's derivative there, or None."""
+    products, scale = _dot(x, y.T), 1 / math.sqrt(x.shape[1])
+    if plan.softcap is None:
+        logits, slope = products * (scale * LOG2_E), None
+    else:
+        bounded = jnp.tanh(products * (scale / plan.softcap))
+        logits, slope = bounded * (plan.softcap * LOG2_E), 1 - bounded * bounded
     return logits if seen is None else jnp.where(seen, logits, MASKED), slope
 
 
-def _weights(q, k, v, grad, lse, delta, seen, plan: Plan):
-    """Returns softmax's weights, recomputed, and the gradient of the products q k^T / sqrt(H)."""
-    logits, slope = _logits(q, k, seen, plan)
-    weights = jnp.exp2(logits - lse[:, None])
-    grad_logits = weights * (_dot(grad, v.T) - delta[:, None])
+def _weights(x, y, products, lse, delta, seen, plan: Plan):
+    """Returns softmax's weights, recomputed, and the gradient of the logits before the softcap.
+
+    Args:
+      x: queries, or keys.
+      y: keys, or queries.
+      products: of the output's gradients and the values, in the same order.
+      lse: log-sum-exps of the queries; broadcast along keys.
+      delta: products of the queries' outputs and their gradients; likewise.
+      seen: see `visible`.
+      plan: what is known.
+    """
+    logits, slope = _logits(x, y, seen, plan)
+    weights = jnp.exp2(logits - lse)
+    grad_logits = weights * (products - delta)
     return weights, grad_logits if slope is None else grad_logits * slope
+
+
+def _places(block, size: int, axis: int):
+    """Positions of a block's rows, along an axis of two."""
+    return _along(block * size + jnp.arange(size), axis)
+
+
+def _along(x, axis: int) -> Any:
+    return None if x is None else jnp.expand_dims(x, 1 - axis)
 
 
 # ---------------------------------------------------------------------------- the kernels
 
 
-def _forward_kernel(
-    q_ref, k_ref, v_ref, segments_ref, sinks_ref, visits, out_ref, lse_ref, *, plan
-):
+def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref, lse_ref, *, plan):
     """A block of queries: its rows of the output, and the log-sum-exp of their logits in base 2."""
     tile, (T, H) = plan.shapes.forward, k_ref.shape
     i = pl.num_programs(0) - 1 - pl.program_id(0)  # with a causal mask, those that see most first
-    q, q_segments = _rows(q_ref, i, tile.q, T), _rows(segments_ref, i, tile.q, T)
+    q, t_segments = (load_rows(ref, i, tile.q, T) for ref in (q_ref, segments_ref))
+    t, t_segments = _places(i, tile.q, 0), _along(t_segments, 0)
 
     def visit(j, carry, masked):
         out, most, total = carry
-        k, v = (_rows(ref, j, tile.k, T, masked) for ref in (k_ref, v_ref))
-        seen = _visible(
-            i, j, tile, T, plan.mask, masked, q_segments, _rows(segments_ref, j, tile.k, T, masked)
+        k, v, s_segments = (
+            load_rows(ref, j, tile.k, T, masked) for ref in (k_ref, v_ref, segments_ref)
         )
+        s, s_segments = _places(j, tile.k, 1), _along(s_segments, 1)
+        seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
         logits, _ = _logits(q, k, seen, plan)
         higher = jnp.maximum(most, jnp.max(logits, axis=1))
-        weights = jnp.exp2(logits - higher[:, None])
+        weights = jnp.exp2(logits - _along(higher, 0))
         shrink = jnp.exp2(most - higher)
-        out = out * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        out = out * _along(shrink, 0) + _dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
     # A sink is a key that was seen first, and whose value is 0.
     sink = NO_SINK if sinks_ref is None else sinks_ref[0].astype(jnp.float32) * LOG2_E
-    carry = (
-        jnp.zeros((tile.q, H), jnp.float32),
-        jnp.full(tile.q, sink),
-        jnp.ones(tile.q, jnp.float32),
-    )
-    walk = _listed(i, visits) if visits else _keys_of(i, tile, T, plan.mask)
-    out, most, total = walk.run(visit, carry)
-    _store(out_ref, i, out / total[:, None], T)
-    _store(lse_ref, i, most + jnp.log2(total), T)
+    most, total = jnp.full(tile.q, sink), jnp.ones(tile.q, jnp.float32)
+    walk = keys_of(i, tile, T, plan.mask, table)
+    out, most, total = walk.run(visit, (jnp.zeros((tile.q, H), jnp.float32), most, total))
+    store_rows(out_ref, i, out / _along(total, 0), T)
+    store_rows(lse_ref, i, most + jnp.log2(total), T)
 
 
 def _dq_kernel(
-    q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, visits, dq_ref, *, plan
+    q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, table, dq_ref, *, plan
 ):
     """A block of queries: their gradient."""
     tile, (T, H) = plan.shapes.dq, k_ref.shape
     i = pl.num_programs(0) - 1 - pl.program_id(0)
-    q, q_segments, grad, lse, delta = (
-        _rows(ref, i, tile.q, T) for ref in (q_ref, segments_ref, grad_ref, lse_ref, delta_ref)
+    q, grad = (load_rows(ref, i, tile.q, T) for ref in (q_ref, grad_ref))
+    lse, delta, t_segments = (
+        _along(load_rows(ref, i, tile.q, T), 0) for ref in (lse_ref, delta_ref, segments_ref)
     )
+    t = _places(i, tile.q, 0)
 
     def visit(j, dq, masked):
-        k, v, k_segments = (
-            _rows(ref, j, tile.k, T, masked) for ref in (k_ref, v_ref, segments_ref)
+        k, v, s_segments = (
+            load_rows(ref, j, tile.k, T, masked) for ref in (k_ref, v_ref, segments_ref)
         )
-        seen = _visible(i, j, tile, T, plan.mask, masked, q_segments, k_segments)
-        _, grad_logits = _weights(q, k, v, grad, lse, delta, seen, plan)
+        s, s_segments = _places(j, tile.k, 1), _along(s_segments, 1)
+        seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
+        _, grad_logits = _weights(q, k, _dot(grad, v.T), lse, delta, seen, plan)
         return dq + _dot(grad_logits.astype(k.dtype), k)
 
-    walk = _listed(i, visits) if visits else _keys_of(i, tile, T, plan.mask)
+    walk = keys_of(i, tile, T, plan.mask, table)
     dq = walk.run(visit, jnp.zeros((tile.q, H), jnp.float32))
-    _store(dq_ref, i, dq / math.sqrt(H), T)
+    store_rows(dq_ref, i, dq / math.sqrt(H), T)
 
 
 def _dkv_kernel(
-    q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, visits, dk_ref, dv_ref, *, plan
+    q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, table, dk_ref, dv_ref, *, plan
 ):
-    """A block of keys and values: their gradients, summed over the query heads that they serve."""
+    """A block of keys and values: their gradients, summed over the query heads that they serve.
+
+    Logits are transposed, [keys, queries]: they are the left side of the products that follow, and stay in registers.
+    """
     tile, (T, G, H) = plan.shapes.dkv, q_ref.shape
     j = pl.program_id(0)  # with a causal mask, those that are seen most come first
-    k, v, k_segments = (_rows(ref, j, tile.k, T) for ref in (k_ref, v_ref, segments_ref))
-    walk = _listed(j, visits) if visits else _queries_of(j, tile, T, plan.mask)
+    k, v, s_segments = (load_rows(ref, j, tile.k, T) for ref in (k_ref, v_ref, segments_ref))
+    s, s_segments = _places(j, tile.k, 0), _along(s_segments, 0)
+    walk = queries_of(j, tile, T, plan.mask, table)
 
     def head(g, carry):
         def visit(i, carry, masked):
             dk, dv = carry
-            q, grad = (_rows(ref.at[:, g], i, tile.q, T, masked) for ref in (q_ref, grad_ref))
-            lse, delta = (_rows(ref.at[g], i, tile.q, T, masked) for ref in (lse_ref, delta_ref))
-            q_segments = _rows(segments_ref, i, tile.q, T, masked)
-            seen = _visible(i, j, tile, T, plan.mask, masked, q_segments, k_segments)
-            weights, grad_logits = _weights(q, k, v, grad, lse, delta, seen, plan)
-            dv = dv + _dot(weights.astype(grad.dtype).T, grad)
-            return dk + _dot(grad_logits.astype(q.dtype).T, q), dv
+            q, grad, lse, delta = (
+                load_rows(ref, i, tile.q, T, masked, g)
+                for ref in (q_ref, grad_ref, lse_ref, delta_ref)
+            )
+            t_segments = _along(load_rows(segments_ref, i, tile.q, T, masked), 1)
+            t, lse, delta = _places(i, tile.q, 1), _along(lse, 1), _along(delta, 1)
+            seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
+            weights, grad_logits = _weights(k, q, _dot(v, grad.T), lse, delta, seen, plan)
+            dv = dv + _dot(weights.astype(grad.dtype), grad)
+            return dk + _dot(grad_logits.astype(q.dtype), q), dv
 
         return walk.run(visit, carry)
 
     zeros = jnp.zeros((tile.k, H), jnp.float32)
     dk, dv = jax.lax.fori_loop(0, G, head, (zeros, zeros))
-    _store(dk_ref, j, dk / math.sqrt(H), T)
-    _store(dv_ref, j, dv, T)
+    store_rows(dk_ref, j, dk / math.sqrt(H), T)
+    store_rows(dv_ref, j, dv, T)
 
 
 # ---------------------------------------------------------------------------- the calls
@@ -386,7 +280,7 @@ def _flash_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
     tile = plan.shapes.forward
     queries = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n // G, 0))
-    visits = _visits(tile, T, plan.mask, of_keys=False)
+    table = sparse_table(tile, T, plan.mask)
     out_BTNH, lse_BNT = pl.pallas_call(
         partial(_forward_kernel, plan=plan),
         grid=(pl.cdiv(T, tile.q), N, B),
@@ -394,13 +288,13 @@ def _flash_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
             queries, keys, keys,
             _segments_spec(segment_ids_BT),
             None if sinks_N is None else pl.BlockSpec((1,), lambda _, n, b: (n,)),
-            jax.tree.map(_whole, visits),
+            jax.tree.map(_whole, table),
         ],
         out_specs=[queries, pl.BlockSpec((None, None, T), lambda _, n, b: (b, n, 0))],
         out_shape=[q_BTNH, jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         compiler_params=_params(tile),
         name="flash_attention_forward",
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N, visits)  # fmt: skip
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N, table)  # fmt: skip
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N, out_BTNH, lse_BNT)
 
 
@@ -426,17 +320,17 @@ def _dq(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, 
     queries = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n // G, 0))
     rows = pl.BlockSpec((None, None, T), lambda _, n, b: (b, n, 0))
-    visits = _visits(tile, T, plan.mask, of_keys=False)
+    table = sparse_table(tile, T, plan.mask)
     segments = _segments_spec(segment_ids_BT)
     return pl.pallas_call(
         partial(_dq_kernel, plan=plan),
         grid=(pl.cdiv(T, tile.q), N, B),
-        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(_whole, visits)],
+        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(_whole, table)],
         out_specs=queries,
         out_shape=q_BTNH,
         compiler_params=_params(tile),
         name="flash_attention_dq",
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT, visits)
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT, table)
 
 
 def _dkv(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT):
@@ -445,17 +339,17 @@ def _dkv(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT,
     queries = pl.BlockSpec((None, T, G, H), lambda _, k, b: (b, 0, k, 0))
     keys = pl.BlockSpec((None, T, None, H), lambda _, k, b: (b, 0, k, 0))
     rows = pl.BlockSpec((None, G, T), lambda _, k, b: (b, k, 0))
-    visits = _visits(tile, T, plan.mask, of_keys=True)
+    table = sparse_table(tile, T, plan.mask, of_keys=True)
     segments = _segments_spec(segment_ids_BT)
     return pl.pallas_call(
         partial(_dkv_kernel, plan=plan),
         grid=(pl.cdiv(T, tile.k), K, B),
-        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(_whole, visits)],
+        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(_whole, table)],
         out_specs=[keys, keys],
         out_shape=[k_BSKH, v_BSKH],
         compiler_params=_params(tile),
         name="flash_attention_dkv",
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT, visits)
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT, table)
 
 
 def _segments_spec(segment_ids_BT):
