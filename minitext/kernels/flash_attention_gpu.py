@@ -114,6 +114,12 @@ def supports(
         return f"it needs as many keys as queries: got {k_BSKH.shape[1]} and {q_BTNH.shape[1]}"
     if mask.blocks is not None and mask.block % MIN_BLOCK:
         return f"it needs blocks of a multiple of {MIN_BLOCK} tokens: got mask.block={mask.block}"
+    if not jax.sharding.get_abstract_mesh().empty:
+        q_spec, k_spec = (jax.typeof(x).sharding.spec for x in (q_BTNH, k_BSKH))
+        if q_spec[1] or k_spec[1]:
+            return f"it needs a device's rows whole, and tokens are split over {q_spec[1]}"
+        if q_spec[2] != k_spec[2]:
+            return f"heads are split over {q_spec[2]} and kv heads over {k_spec[2]}: split both or none"
     return None
 
 

@@ -21,8 +21,8 @@ class Mask:
     Attributes:
       causal: s <= t.
       window: s > t - window: a token sees itself and window-1 before it (Beltagy et al. 2020). None: no limit.
-      blocks: [T/block][T/block] booleans, which squares of `block` x `block` tokens are seen at all (Child et al. 2019).
-        None: all.
+      blocks: [T/block][T/block] booleans: which squares of `block` x `block` tokens are seen at all (Child et al.
+        2019). None: all.
       block: tokens along a side of such a square.
     """
 
@@ -66,8 +66,8 @@ class Mask:
           block_kv: keys of a block, likewise. With `blocks`, both must divide `block`.
 
         Returns:
-          [ceil(T/block_q), ceil(T/block_kv)] of NONE, SOME or ALL. Keys beyond T are never seen, so a block that reaches
-          there is not ALL; queries beyond T don't count.
+          [ceil(T/block_q), ceil(T/block_kv)] of NONE, SOME or ALL. Keys beyond T are never seen, so a block that
+          reaches there is not ALL; queries beyond T don't count.
         """
         first_q = np.arange(0, T, block_q)[:, None]
         first_kv = np.arange(0, T, block_kv)[None]
