@@ -1,25 +1,29 @@
 # Every target makes .venv and installs what it needs on first use. `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # No accelerator is needed anywhere here; without these, an installed libtpu looks for a TPU and warns at length.
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 ON_CPU := JAX_PLATFORMS=cpu
 
-.PHONY: help train test audit book lab grade check sync clean
+.PHONY: help train test audit test-gpu-aot book lab grade check sync clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 train: .venv/base  ## train a small language model on your Python's own source text (2 minutes)
 	$(BIN)/minitext train $(ARGS)
 
-test: .venv/test  ## run every test but those of audit and book
-	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit' $(ARGS)
+test: .venv/test  ## run every test but those of audit, test-gpu-aot and book
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit and not gpu_aot' $(ARGS)
 
 audit: .venv/test  ## long proofs: memory and what layouts send on TPUs, as predicted; a hint for every wrong answer (6 minutes)
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m audit $(ARGS)
+
+test-gpu-aot: .venv-gpu/made  ## compile every GPU kernel for an H100 without one (installs 4 GB into .venv-gpu)
+	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/test_kernels_gpu.py $(ARGS)
+	$(ON_CPU) .venv-gpu/bin/python -m pytest -k gpu tests/test_hlo.py
 
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
 	rm -rf _build/html
@@ -45,7 +49,7 @@ sync: .venv/book  ## rewrite exercise stubs, their cells in the chapters, and th
 	$(ON_CPU) $(BIN)/python -m minitext.grading.sync
 
 clean:  ## remove what can be made again (not runs/)
-	rm -rf .venv _build book/_generated dist
+	rm -rf .venv .venv-gpu _build book/_generated dist
 
 .venv/made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minitext needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -61,3 +65,10 @@ clean:  ## remove what can be made again (not runs/)
 	@echo "installing minitext[$(@F)] into .venv"
 	@$(PIP) -e ".[$(@F)]"
 	@touch .venv/base $@
+
+.venv-gpu/made: BIN := .venv-gpu/bin
+.venv-gpu/made: pyproject.toml constraints.txt
+	@echo "installing minitext[aot-gpu] into .venv-gpu"
+	@$(PYTHON) -m venv .venv-gpu
+	@$(PIP) -e ".[aot-gpu]" pytest pytest-timeout hypothesis
+	@touch $@

@@ -41,8 +41,9 @@ def test_help_starts_nothing(script):
     assert "--serve" not in done.stdout and "--case" not in done.stdout
 
 
-def test_without_a_gpu_train_gpu_says_so_in_one_line():
-    done = start("train_gpu", JAX_PLATFORMS="cpu")
+@pytest.mark.parametrize("script", ["train_gpu", "kernels_gpu"])
+def test_without_a_gpu_it_says_so_in_one_line(script):
+    done = start(script, JAX_PLATFORMS="cpu")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count("\n") == 1 and "needs a GPU" in done.stderr
 
@@ -69,6 +70,19 @@ def test_results_say_what_when_and_where(path):
     assert path.stem.startswith(record["benchmark"]) and path.stem.endswith(record["date"])
     assert (FOLDER / f"{record['benchmark']}.py").exists()
     assert {"processor", "cores", "python", "versions"} <= set(record["machine"])
+
+
+def test_kernels_are_compared_with_the_same_arguments():
+    import kernels_gpu
+
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    sides = {"minitext": lambda a, b: a @ b, "theirs": lambda a, b: 1.5 * (a @ b)}
+    for gradients in (False, True):
+        found = kernels_gpu.compare((x, x), sides, gradients, rounds=2, flops=1e12)
+        assert found["against"] == "theirs" and found["ratio"] > 0
+        assert [len(side["rounds"]) for side in found["seconds"].values()] == [2, 2]
+        np.testing.assert_allclose(found["greatest_relative_difference"], 1 / 3, rtol=1e-5)
+    assert sum(kernels_gpu.GROUPED["sizes"]) == kernels_gpu.GROUPED["M"]
 
 
 SIDE = """

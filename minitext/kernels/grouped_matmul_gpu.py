@@ -1,0 +1,286 @@
+"""Grouped matrix products for NVIDIA GPUs: Pallas kernels that JAX lowers to Triton.
+
+Rows are sorted by group, and groups have any sizes (Gale et al. 2022, https://arxiv.org/abs/2211.15841). On a GPU a
+tile may begin at any row, so each group is cut into tiles of its own and no tile has two groups. How many tiles there
+are is known only at run time; the grid has room for the most that any sizes need, and the programs that are left over
+store nothing. The rows that no group owns are a group more, whose product is not computed and whose result is 0.
+
+Chapters: 19.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+MIN_TILE = 16  # a matrix product of Triton's has no smaller side
+# Programs next to each other in the grid run at the same time. In bands so high they read each other's tiles from
+# the cache.
+BAND = 8
+
+
+class Tile(NamedTuple):
+    """A kernel's tile: rows and columns of its result, the contraction's step, warps, and loads under way."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+class TileShapes(NamedTuple):
+    """The tiles of the products with a group's matrix or its transpose, and of the matrices' gradient."""
+
+    product: Tile
+    gradient: Tile
+
+
+WIDE = TileShapes(Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3))
+# Float32 takes twice the memory, and its products are not done by the matrix units.
+NARROW = TileShapes(Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
+
+
+def grouped_matmul(
+    lhs_MK: jax.Array,
+    rhs_GKN: jax.Array,
+    group_sizes_G: jax.Array,
+    *,
+    tiles: TileShapes | None = None,
+) -> jax.Array:
+    """The product that `minitext.kernels.grouped_matmul` defines.
+
+    On a mesh it belongs inside `jax.shard_map`; there it takes operands that vary along different axes.
+
+    Args:
+      lhs_MK: [M, K] rows sorted by group, in float32, bfloat16 or float16.
+      rhs_GKN: [G, K, N] a matrix for each group.
+      group_sizes_G: [G] int32 rows of each group, in all at most M.
+      tiles: the kernels' tiles; by default what suits the type.
+
+    Returns:
+      [M, N] in the type of `lhs_MK`; rows that no group owns are 0.
+    """
+    tiles = tiles or (NARROW if lhs_MK.dtype == jnp.float32 else WIDE)
+    args = lhs_MK, rhs_GKN, group_sizes_G
+    axes = frozenset().union(*(_varying(x) for x in args))
+    # The kernels want operands that vary alike. A cast's gradient is the sum over the axes that it adds.
+    args = (jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") for x in args)
+    return _grouped_matmul(tiles, *args)
+
+
+def supports(lhs_MK, rhs_GKN, _group_sizes_G, *, platform: str) -> str | None:
+    """Returns the reason why the kernels can't compute this, or None."""
+    if platform != "gpu":
+        return f"it is a kernel for NVIDIA GPUs, and the program is for a {platform}"
+    types = (jnp.float32, jnp.bfloat16, jnp.float16)
+    if lhs_MK.dtype != rhs_GKN.dtype or lhs_MK.dtype not in types:
+        return f"it multiplies float32, bfloat16 or float16: got {lhs_MK.dtype} and {rhs_GKN.dtype}"
+    if 0 in (*lhs_MK.shape, *rhs_GKN.shape):
+        return f"it needs something to multiply: got shapes {lhs_MK.shape} and {rhs_GKN.shape}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and not mesh.are_all_axes_manual:
+        return "on a mesh it multiplies what one device has: call it inside jax.shard_map"
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(tiles: TileShapes, lhs_MK, rhs_GKN, group_sizes_G):
+    return _product(tiles.product, lhs_MK, rhs_GKN, group_sizes_G)
+
+
+def _forward(tiles: TileShapes, lhs_MK, rhs_GKN, group_sizes_G):
+    return _grouped_matmul(tiles, lhs_MK, rhs_GKN, group_sizes_G), (lhs_MK, rhs_GKN, group_sizes_G)
+
+
+def _backward(tiles: TileShapes, residuals, grad_MN):
+    lhs_MK, rhs_GKN, group_sizes_G = residuals
+    dlhs_MK = _product(tiles.product, grad_MN, rhs_GKN, group_sizes_G, transpose=True)
+    return dlhs_MK, _gradient(tiles.gradient, lhs_MK, grad_MN, group_sizes_G), None
+
+
+_grouped_matmul.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------------------- the calls
+
+
+def _product(tile: Tile, lhs_MK, rhs_GKN, group_sizes_G, transpose: bool = False):
+    """Returns [M, N]; with `transpose` it takes [M, N] and returns [M, K]."""
+    M, G = lhs_MK.shape[0], rhs_GKN.shape[0]
+    columns = rhs_GKN.shape[1 if transpose else 2]
+    tile = _fitted(tile, M, columns, lhs_MK.shape[1])
+    table = _row_tiles(group_sizes_G, M, tile.rows)
+    return _call(
+        partial(_product_kernel, tile=tile, groups=G, transpose=transpose),
+        (lhs_MK, rhs_GKN, *table),
+        out=_like(lhs_MK, (M, columns)),
+        grid=(len(table[0]) * pl.cdiv(columns, tile.columns),),
+        tile=tile,
+        name="grouped_matmul",
+    )
+
+
+def _gradient(tile: Tile, lhs_MK, grad_MN, group_sizes_G):
+    """Returns [G, K, N], each group's lhs^T grad."""
+    (M, K), N, G = lhs_MK.shape, grad_MN.shape[1], len(group_sizes_G)
+    tile = _fitted(tile, K, N, M)
+    ends_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
+    return _call(
+        partial(_gradient_kernel, tile=tile),
+        (lhs_MK, grad_MN, ends_G - group_sizes_G, ends_G),
+        out=_like(lhs_MK, (G, K, N)),
+        grid=(pl.cdiv(K, tile.rows) * pl.cdiv(N, tile.columns), G),
+        tile=tile,
+        name="grouped_matmul_gradient",
+    )
+
+
+def _call(kernel, args, *, out, grid, tile: Tile, name: str):
+    """A call whose programs find their own parts of the arrays."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[_all_of(x) for x in args],
+        out_specs=_all_of(out),
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        name=name,
+    )(*args)
+
+
+def _all_of(x) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+
+def _fitted(tile: Tile, rows: int, columns: int, step: int) -> Tile:
+    """Makes a tile no larger than what it is a tile of."""
+
+    def fit(size: int, whole: int) -> int:
+        return min(size, max(MIN_TILE, pl.next_power_of_2(whole)))
+
+    return tile._replace(
+        rows=fit(tile.rows, rows), columns=fit(tile.columns, columns), step=fit(tile.step, step)
+    )
+
+
+def _row_tiles(group_sizes_G, M: int, rows: int):
+    """Returns the group of each tile of rows [X], its first row [X], and the row after its group's last [X].
+
+    The rows of no group are group G. Tiles that are left over begin at or after row M.
+    """
+    G = len(group_sizes_G)
+    ends = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
+    ends = jnp.concatenate([ends, jnp.full_like(ends, M)[:1]])
+    sizes = jnp.diff(ends, prepend=0)
+    counts = pl.cdiv(sizes, rows)
+    last = jnp.cumsum(counts)
+    tile_X = jnp.arange((M + (G + 1) * (rows - 1)) // rows)
+    group_X = jnp.minimum(jnp.sum(tile_X[:, None] >= last, axis=1, dtype=jnp.int32), G)
+    first_X = (ends - sizes)[group_X] + (tile_X - (last - counts)[group_X]) * rows
+    return group_X, first_X.astype(jnp.int32), ends[group_X]
+
+
+# ---------------------------------------------------------------------------- the kernels
+
+
+def _product_kernel(
+    lhs_ref, rhs_ref, group_ref, first_ref, end_ref, out_ref, *, tile: Tile, groups: int, transpose
+):
+    """A tile of the result: rows of one group by columns."""
+    (M, depth), columns = lhs_ref.shape, out_ref.shape[1]
+    x, y = _place(pl.program_id(0), group_ref.shape[0], pl.cdiv(columns, tile.columns))
+    group, first = group_ref[x], first_ref[x]
+    column = _side(y, tile.columns, columns)
+
+    def step(i, total):
+        contraction = _side(i, tile.step, depth)
+        # Rows of the next group may come with these; their results are not stored.
+        lhs = _load(lhs_ref, (), Side(first, tile.rows, M), contraction)
+        if transpose:
+            return total + _dot(lhs, _load(rhs_ref, (group,), column, contraction).T)
+        return total + _dot(lhs, _load(rhs_ref, (group,), contraction, column))
+
+    steps = (group < groups).astype(jnp.int32) * pl.cdiv(depth, tile.step)
+    total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, step, total)
+    _store(out_ref, (), total, Side(first, tile.rows, end_ref[x]), column)
+
+
+def _gradient_kernel(lhs_ref, grad_ref, start_ref, end_ref, out_ref, *, tile: Tile):
+    """A tile of one group's gradient: the contraction is over the group's rows."""
+    K, N = out_ref.shape[1:]
+    x, y = _place(pl.program_id(0), pl.cdiv(K, tile.rows), pl.cdiv(N, tile.columns))
+    row, column = _side(x, tile.rows, K), _side(y, tile.columns, N)
+    group = pl.program_id(1)
+    start, end = start_ref[group], end_ref[group]
+
+    def step(i, total, masked):
+        contraction = Side(start + i * tile.step, tile.step, end if masked else None)
+        lhs, grad = _load(lhs_ref, (), contraction, row), _load(grad_ref, (), contraction, column)
+        return total + _dot(lhs.T, grad)
+
+    whole, steps = (end - start) // tile.step, pl.cdiv(end - start, tile.step)
+    total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, whole, partial(step, masked=False), total)
+    total = jax.lax.fori_loop(whole, steps, partial(step, masked=True), total)
+    _store(out_ref, (group,), total, row, column)
+
+
+def _place(program, tall: int, wide: int):
+    """The tile of a program, (row, column): down a band of rows, then to the next column."""
+    band = program // (BAND * wide)
+    high = jnp.minimum(tall - band * BAND, BAND)
+    within = program - band * BAND * wide
+    return band * BAND + within % high, within // high
+
+
+class Side(NamedTuple):
+    """One side of a tile: `size` places from `start`; those from `end` on are outside. None: all are inside."""
+
+    start: Any
+    size: int
+    end: Any
+
+
+def _side(block, size: int, whole: int) -> Side:
+    return Side(block * size, size, whole if whole % size else None)
+
+
+def _part(index: tuple, sides: tuple[Side, ...]):
+    """Returns the index of a tile of the last two dimensions, and what of it is inside, or None for all."""
+    shape, inside = tuple(side.size for side in sides), None
+    for axis, side in enumerate(sides):
+        if side.end is not None:
+            places = side.start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            inside = places < side.end if inside is None else inside & (places < side.end)
+    return (*index, *(pl.ds(side.start, side.size) for side in sides)), inside
+
+
+def _load(ref, index: tuple, *sides: Side):
+    """Loads a tile of a matrix; what is outside is 0."""
+    part, inside = _part(index, sides)
+    return plgpu.load(ref.at[part], mask=inside, other=None if inside is None else 0)
+
+
+def _store(ref, index: tuple, value, *sides: Side):
+    """Stores what of a tile is inside."""
+    part, inside = _part(index, sides)
+    plgpu.store(ref.at[part], value.astype(ref.dtype), mask=inside)
+
+
+def _dot(a, b):
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _varying(x) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _like(x, shape):
+    vary = jax.typeof(x).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=vary)
