@@ -220,8 +220,8 @@ def draw_bundles(kernels: Any, parts: int = 120) -> Any:
         parts: stretches into which each kernel's bundles are divided.
 
     Returns:
-        The figure: a panel for each kernel, its first bundle on the left. The brighter a stretch, the more of its bundles
-        use the unit; the share of all bundles stands on the right.
+        The figure: a panel for each kernel, its first bundle on the left. The brighter a stretch, in the more of its
+        bundles the unit is busy; the share of all bundles stands on the right.
     """
     import matplotlib.pyplot as plt
 

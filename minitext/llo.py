@@ -1,9 +1,11 @@
 """The machine code of TPU kernels: what each unit of the chip does, bundle by bundle.
 
-A TPU core runs bundles: each issues operations to several units at once, and all that the compiler could not place
-in one goes into the next (Jouppi et al. 2021, "Ten Lessons From Three Generations Shaped Google's TPUv4i"). For each
-kernel libtpu writes down its final bundles and how many operations of each kind they issue. `compile_kernels`
-lowers a function here and compiles it in a process of its own, since libtpu reads its flags only once.
+A TPU core runs bundles, one each cycle unless it waits: a bundle starts operations on several units at once, and what
+the compiler could not place in one goes into the next (Jouppi et al. 2021, "Ten Lessons From Three Generations Shaped
+Google's TPUv4i"). For each kernel libtpu writes down its final bundles, and how many units of each kind are busy in
+each: from the bundle after an operation starts, for as long as the unit can take no other. A product keeps a matrix
+unit of a v5e busy for 16 bundles, an elementwise operation a vector slot for one. `compile_kernels` lowers a function
+here and compiles it in a process of its own, since libtpu reads its flags only once.
 
 Counts are static: a bundle in a loop or a branch counts once, however often it runs. The body of a kernel's grid is
 such a loop; most kernels unroll the others.
@@ -26,12 +28,13 @@ import numpy as np
 
 from minitext.errors import DoesNotFit, UserError
 from minitext.hw import CHIPS
+from minitext.kernels import cases
 from minitext.mesh import AXES
 from minitext.targets import Target, topology_devices
 
 SECONDS = 300  # that the compiler may take for one function
 
-# libtpu's columns of each unit. A bundle uses a unit if it issues any of them.
+# libtpu's columns of each unit; the first says what share of its capacity is used.
 UNITS: dict[str, tuple[str, ...]] = {
     "MXU": ("MATMUL", "MATPUSH"),  # the matrix units: products, and the weights pushed into them
     "VALU": ("VALU",),  # elementwise arithmetic on vector registers
@@ -51,9 +54,9 @@ class Kernel:
     Attributes:
       name: what the kernel was called in `pallas_call`.
       chip: the chip's name.
-      slots: how many operations of each of libtpu's columns a bundle can issue.
-      issued: [bundles, columns] how many it does issue, columns in the order of `slots`.
-      depth: [bundles] how many loops a bundle lies in; the grid is the first.
+      capacity: how many units the core has of each of libtpu's columns.
+      busy: [bundles, columns] how many of them are busy, columns in the order of `capacity`.
+      depth: [bundles] how many loops a bundle's first operation lies in; the grid is the first.
       code: the bundles' text, comments left out.
       vmem_bytes: vector memory for blocks, scratch and spilled registers.
       spilled_bytes: the part of it for spilled registers.
@@ -61,8 +64,8 @@ class Kernel:
 
     name: str
     chip: str
-    slots: Mapping[str, int]
-    issued: np.ndarray = field(repr=False, compare=False)
+    capacity: Mapping[str, int]
+    busy: np.ndarray = field(repr=False, compare=False)
     depth: np.ndarray = field(repr=False, compare=False)
     code: tuple[str, ...] = field(repr=False)
     vmem_bytes: int
@@ -89,15 +92,20 @@ class Kernel:
         return int(self._column(FILL).sum())
 
     def uses(self, unit: str) -> np.ndarray:
-        """[bundles] whether each uses a unit of `UNITS`."""
+        """[bundles] whether a unit of `UNITS` is busy in each."""
         return np.any([self._column(column) > 0 for column in UNITS[unit]], axis=0)
 
     def share(self, unit: str) -> float:
-        """The share of all bundles that use a unit of `UNITS`."""
+        """The share of all bundles in which a unit of `UNITS` is busy."""
         return float(self.uses(unit).mean())
 
+    def occupancy(self, unit: str) -> float:
+        """The share of a unit's capacity that is busy: with four matrix units, one that never rests makes a quarter."""
+        column = UNITS[unit][0]
+        return float(self._column(column).mean()) / self.capacity[column]
+
     def strip(self, parts: int = 64) -> dict[str, list[float]]:
-        """The share of bundles using each unit in each of about `parts` stretches of the kernel, in order."""
+        """The share of bundles in which each unit is busy, in about `parts` stretches of the kernel, in order."""
         cuts = np.linspace(0, self.bundles, min(parts, self.bundles) + 1).astype(int)[:-1]
         lengths = np.diff([*cuts, self.bundles])
         return {
@@ -110,12 +118,12 @@ class Kernel:
         return {
             "kernel": self.name, "chip": self.chip, "bundles": self.bundles, "step_bundles": self.step_bundles,
             **{f"{unit}_share".lower(): round(self.share(unit), 4) for unit in UNITS},
-            "spills": self.spills, "fills": self.fills,
+            "mxu_occupancy": round(self.occupancy("MXU"), 4), "spills": self.spills, "fills": self.fills,
             "vmem_bytes": self.vmem_bytes, "spilled_bytes": self.spilled_bytes,
         }  # fmt: skip
 
     def _column(self, name: str) -> np.ndarray:
-        return self.issued[:, list(self.slots).index(name)]
+        return self.busy[:, list(self.capacity).index(name)]
 
 
 def compile_kernels(fn: Callable, *args: Any, chip: str) -> tuple[Kernel, ...]:
@@ -140,6 +148,19 @@ def compile_kernels(fn: Callable, *args: Any, chip: str) -> tuple[Kernel, ...]:
     with tempfile.TemporaryDirectory(prefix="minitext-llo-") as folder:
         _run_compiler(module, chip, Path(folder))
         return read_dump(Path(folder), chip)
+
+
+def compile_case(name: str, chip: str, **blocks: int) -> tuple[Kernel, ...]:
+    """Compiles a kernel of `minitext.kernels.cases` for one TPU chip and reads its machine code.
+
+    Raises:
+      UserError: as `compile_kernels`, and if the kernel's own checks refuse the blocks.
+    """
+    case = cases.make(name, **blocks)
+    try:
+        return compile_kernels(case.fn, *case.args, chip=chip)
+    except ValueError as error:
+        raise UserError(f"{name} refuses its blocks: {str(error).splitlines()[0]}") from error
 
 
 def lower(fn: Callable, *args: Any, chip: str) -> bytes:
@@ -184,25 +205,25 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
     report = re.search(
         r"const DATA =\s*(\{.*?\});\s*$", _read(folder, "vmem_report.html"), re.S | re.M
     )
-    memory = json.loads(report[1])["hlo_breakdowns"] if report else {}
+    memory = json.loads(report[1]).get("hlo_breakdowns", {}) if report else {}
     kernels = []
     for name in names:
-        slots, issued = _read_issued(
+        capacity, busy = _read_use(
             _read(folder, f"{name}-*final_hlo-static-per-bundle-utilization.txt")
         )
         depth, code = _read_code(
             _read(folder, f"{name}-*final_bundles.txt", without="schedule-analysis")
         )
-        if len(code) != len(issued) or name not in memory:
+        if len(code) != len(busy) or name not in memory:
             raise UserError(
-                f"{name}: libtpu's dumps have {len(code)} bundles and {len(issued)} rows of use"
+                f"{name}: libtpu's dumps have {len(code)} bundles and {len(busy)} rows of use"
                 f"{'' if name in memory else ', and no report of its memory'}: is libtpu newer than 0.0.51?"
             )
         allocations = [a for block in memory[name]["blocks"] for a in block["allocations"]]
         spilled = sum(a["size"] for a in allocations if a["tag"] == "SPILL")
         plain = re.sub(r"\.\d+$", "", name)
         kernels.append(
-            Kernel(plain, chip, slots, issued, depth, code, memory[name]["total_size"], spilled)
+            Kernel(plain, chip, capacity, busy, depth, code, memory[name]["total_size"], spilled)
         )
     return tuple(kernels)
 
@@ -215,16 +236,16 @@ def _read(folder: Path, pattern: str, without: str = "\0") -> str:
     return found[-1].read_text(errors="replace")
 
 
-def _read_issued(text: str) -> tuple[dict[str, int], np.ndarray]:
-    """Reads libtpu's table of operations issued by each bundle: slots of each column, and [bundles, columns]."""
+def _read_use(text: str) -> tuple[dict[str, int], np.ndarray]:
+    """Reads libtpu's table of busy units: the capacity of each column, and [bundles, columns]."""
     match = re.search(r"== CAPAC\w+:\n(.+)\n([\d ]+)\n== UTILIZATION:\n([\d\s]*)", text)
     columns = [name.strip() for name in match[1].split(",")] if match else []
     missing = {column for unit in UNITS.values() for column in unit} | {FILL, SPILL}
     missing -= set(columns)
     if match is None or missing:
         raise UserError(f"libtpu's table of use has no columns {', '.join(sorted(missing))}")
-    slots = dict(zip(columns, map(int, match[2].split()), strict=True))
-    return slots, np.array(match[3].split(), np.uint8).reshape(-1, len(columns))
+    capacity = dict(zip(columns, map(int, match[2].split()), strict=True))
+    return capacity, np.array(match[3].split(), np.uint8).reshape(-1, len(columns))
 
 
 # An address, a loop's or branch's label, one > for each loop around, and the bundle's first line.
@@ -237,7 +258,10 @@ def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
     code: list[str] = []
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
         if match := _BUNDLE.match(line):
-            depth.append(match[1].count(">"))
+            # An empty bundle, which waits, has no mark.
+            depth.append(
+                match[1].count(">") or (depth[-1] if depth and match[2].strip() == "}" else 0)
+            )
             code.append(match[2])
         elif code:
             code[-1] += line

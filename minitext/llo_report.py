@@ -17,16 +17,18 @@ def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
     rows = [
         (
             kernel.name, kernel.chip, f"{kernel.bundles:,}", *(f"{kernel.share(unit):.0%}" for unit in UNITS),
-            f"{kernel.spills:,}", f"{kernel.fills:,}", show_bytes(kernel.vmem_bytes),
+            f"{kernel.occupancy('MXU'):.0%}", f"{kernel.spills:,}", f"{kernel.fills:,}", show_bytes(kernel.vmem_bytes),
         )
         for kernel in kernels
     ]  # fmt: skip
-    heads = ("kernel", "chip", "bundles", *UNITS, "spills", "fills", "VMEM")
+    heads = ("kernel", "chip", "bundles", *UNITS, "MXU filled", "spills", "fills", "VMEM")
     parts: list[Any] = [table(heads, rows, right=tuple(range(2, len(heads))))]
     if strips:
         parts += [_strip(kernel) for kernel in kernels]
     print_tables(
-        *parts, "the share of bundles that use a unit; a bundle in a loop or a branch counts once"
+        *parts,
+        "units: the share of bundles in which one is busy; filled: the share of all matrix units' time\n"
+        "a bundle in a loop or a branch counts once",
     )
 
 

@@ -41,7 +41,7 @@ class Candidate:
       refusal: why it cannot run, or "".
       steps: steps of the grid, all kernels together (estimated only, as are those below).
       bundles: bundles of one step, summed over the kernels.
-      mxu_share: share of bundles that use the matrix units.
+      mxu_share: share of bundles in which a matrix unit is busy.
       spills: vector registers stored for want of room.
       vmem_bytes: vector memory of the kernel that takes most.
     """
@@ -102,12 +102,9 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
     """Compiles an operation with one block shape for a TPU and estimates its time."""
     case = cases.make(op, **blocks)
     try:
-        kernels = llo.compile_kernels(case.fn, *case.args, chip=chip.name)
-    except (
-        UserError,
-        ValueError,
-    ) as error:  # the compiler's refusal, or that of the kernel's own checks
-        return Candidate(blocks, refusal=str(error).splitlines()[0])
+        kernels = llo.compile_case(op, chip.name, **blocks)
+    except UserError as error:
+        return Candidate(blocks, refusal=str(error))
     runs = [case.steps] * len(kernels) if case.steps else count_steps(case.fn, case.args, kernels)
     cycles = sum(steps * kernel.step_bundles for steps, kernel in zip(runs, kernels, strict=True))
     bundles = sum(kernel.bundles for kernel in kernels)

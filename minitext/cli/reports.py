@@ -146,30 +146,34 @@ def llo(
 ) -> None:
     """Compile kernels for TPUs that need not be there, and read their machine code: matmul chip=v5e.
 
-    Prints bundles, the share of them that use each unit, spilled registers and vector memory; one kernel on one chip
-    also as a strip. Several kernels or chips make one table: llo matmul jax_megablox_gmm chip=v5e,v6e m=256
+    Prints bundles, the share of them in which each unit is busy, spilled registers and vector memory; of one kernel on
+    one chip also a strip. Several kernels or chips make one table: llo matmul jax_megablox_gmm chip=v5e,v6e m=256.
+    Without a name all kernels are compiled.
     """
     chips, rest = split_off(settings, "chip")
     names = [word for word in rest if "=" not in word]
-    if not names:
-        raise UserError("name a kernel, such as: minitext llo matmul chip=v5e")
     blocks = _lengths([word for word in rest if "=" in word])
     start()
+    from rich.console import Console
+    from rich.progress import track
+
     from minitext import llo_report
-    from minitext.kernels import cases
-    from minitext.llo import compile_kernels
+    from minitext.kernels.cases import CASES
+    from minitext.llo import compile_case
 
     where = (chips[-1] if chips else "v5e").split(",")
-    made = [(cases.make(name, **blocks), chip) for name in names for chip in where]
-    found = [k for case, chip in made for k in compile_kernels(case.fn, *case.args, chip=chip)]
+    pairs = [(name, chip) for name in names or CASES for chip in where]
+    bar = track(pairs, "compiling", console=Console(stderr=True), transient=True)
+    found = [(name, k) for name, chip in bar for k in compile_case(name, chip, **blocks)]
+    kernels = [kernel for _, kernel in found]
     if as_json:
-        print(json.dumps([kernel.to_json() | {"strip": kernel.strip()} for kernel in found]))
+        print(json.dumps([{"case": name, **kernel.to_json()} for name, kernel in found], indent=1))
     else:
-        llo_report.print_kernels(found, strips=len(made) == 1)
+        llo_report.print_kernels(kernels, strips=len(pairs) == 1)
     if plot is not None:
         from minitext.figures import draw_bundles, save_figure
 
-        save_figure(plot, lambda: draw_bundles(found))
+        save_figure(plot, lambda: draw_bundles(kernels))
 
 
 def tune(

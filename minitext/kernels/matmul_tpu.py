@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from minitext.errors import UserError
 from minitext.kernels import block_shapes
 
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
@@ -52,17 +53,17 @@ def matmul(
       [M, N] in x's type.
 
     Raises:
-      ValueError: if `supports` gives a reason.
+      UserError: if `supports` gives a reason.
     """
     if tiles is None:
         found = block_shapes.find("matmul")
         tiles = (found["m"], found["k"], found["n"])
     if reason := supports(x_MK, w_KN, bias_N, activation=activation, tiles=tiles):
-        raise ValueError(f"matmul_tpu cannot run: {reason}")
+        raise UserError(f"matmul_tpu cannot run: {reason}")
     return _matmul(x_MK, w_KN, bias_N, activation, tiles)
 
 
-def supports(x_MK, w_KN, bias_N=None, *, activation=None, tiles=(8, 128, 128)) -> str | None:
+def supports(x_MK, w_KN, bias_N=None, *, activation=None, tiles=(16, 128, 128)) -> str | None:
     """Returns the reason why the kernel can't compute this, or None.
 
     On a TPU, the last two dimensions of a block are multiples of 8 and 128, or the array's own.
