@@ -212,6 +212,35 @@ def _first_devices(ways: Any, mesh: Any) -> Any:
     return lying[..., 0]
 
 
+def draw_bundles(kernels: Any, parts: int = 120) -> Any:
+    """Draw what each unit of the chip does along a kernel's machine code.
+
+    Args:
+        kernels: `minitext.llo.Kernel`s.
+        parts: stretches into which each kernel's bundles are divided.
+
+    Returns:
+        The figure: a panel for each kernel, its first bundle on the left. The brighter a stretch, in the more of its
+        bundles the unit is busy; the share of all bundles stands on the right.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(kernels), 1, figsize=(7, 1.9 * len(kernels)), squeeze=False)
+    for axes, kernel in zip(panels.flat, kernels, strict=True):
+        strip = kernel.strip(parts)
+        ends = (0, kernel.bundles, len(strip) - 0.5, -0.5)
+        axes.imshow(list(strip.values()), aspect="auto", vmin=0, vmax=1, extent=ends)
+        axes.set_yticks(range(len(strip)), strip)
+        for row, unit in enumerate(strip):
+            share = f" {kernel.share(unit):.0%}"
+            axes.text(kernel.bundles, row, share, va="center", fontsize=8)
+        axes.set_title(f"{kernel.name} on {kernel.chip}", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(False)
+    panels[-1, 0].set_xlabel("bundles")
+    return figure
+
+
 def save_figure(file: str, draw: Callable[[], Any]) -> None:
     """Write a figure as a picture, of the kind that the file's name ends in.
 

@@ -132,3 +132,97 @@ def comms(settings: Settings = None, as_json: Json = False) -> None:
         print(json.dumps(found.to_json()))
     else:
         comms_report.print_audit(found)
+
+
+def llo(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KERNEL... [chip=v5e,v6e] [BLOCK=LENGTH]...", help="kernels, a block's lengths"
+        ),
+    ] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw them: .svg, .png")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile kernels for TPUs that need not be there, and read their machine code: matmul chip=v5e.
+
+    Prints bundles, the share of them in which each unit is busy, spilled registers and vector memory; of one kernel on
+    one chip also a strip. Several kernels or chips make one table: llo matmul jax_megablox_gmm chip=v5e,v6e m=256.
+    Without a name all kernels are compiled.
+    """
+    chips, rest = split_off(settings, "chip")
+    names = [word for word in rest if "=" not in word]
+    blocks = _lengths([word for word in rest if "=" in word])
+    start()
+    from rich.console import Console
+    from rich.progress import track
+
+    from minitext import llo_report
+    from minitext.kernels.cases import CASES
+    from minitext.llo import compile_case
+
+    where = (chips[-1] if chips else "v5e").split(",")
+    pairs = [(name, chip) for name in names or CASES for chip in where]
+    bar = track(pairs, "compiling", console=Console(stderr=True), transient=True)
+    found = [(name, k) for name, chip in bar for k in compile_case(name, chip, **blocks)]
+    kernels = [kernel for _, kernel in found]
+    if as_json:
+        print(json.dumps([{"case": name, **kernel.to_json()} for name, kernel in found], indent=1))
+    else:
+        llo_report.print_kernels(kernels, strips=len(pairs) == 1)
+    if plot is not None:
+        from minitext.figures import draw_bundles, save_figure
+
+        save_figure(plot, lambda: draw_bundles(kernels))
+
+
+def tune(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OP chip=v5e", help="an operation with block shapes"),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="put the best into the table of block shapes")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Choose a kernel's block shape for a chip: matmul chip=v5e.
+
+    Candidates are measured if the chip is here (that needs minitext[tune]). Otherwise each is compiled for it, and they
+    are ranked by what the compiler's code and the copies of its blocks should take.
+    """
+    chips, names = split_off(settings, "chip")
+    if len(chips) != 1 or len(names) != 1:
+        raise UserError("name one operation and one chip, such as: minitext tune matmul chip=v5e")
+    start()
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from minitext import tune
+    from minitext.kernels import block_shapes
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"{names[0]} for {chips[0]}", total=None)
+        found = tune.tune(
+            names[0], chips[0], lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if as_json:
+        print(json.dumps([candidate.to_json() for candidate in found]))
+    else:
+        tune.print_candidates(names[0], chips[0], found)
+    if write:
+        try:
+            block_shapes.write(names[0], chips[0], tune.best(names[0], found).blocks)
+        except OSError as error:
+            raise UserError(f"cannot write {block_shapes.FILE}: {error.strerror}") from error
+
+
+def _lengths(words: list[str]) -> dict[str, int]:
+    """Reads `BLOCK=LENGTH` words."""
+    pairs = [word.partition("=")[::2] for word in words]
+    for name, length in pairs:
+        if not length.isdecimal():
+            raise UserError(
+                f"{name}={length}: a block's length is a whole number, such as {name}=512"
+            )
+    return {name: int(length) for name, length in pairs}

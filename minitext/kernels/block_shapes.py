@@ -1,0 +1,54 @@
+"""Block shapes: what each kernel takes on each chip if its caller names none.
+
+The rows stand in `block_shapes.json`, written by `minitext tune OP chip=CHIP --write`.
+
+Chapters: 16.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+
+from minitext.hw import CHIPS, find_chip
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+def _read() -> dict[tuple[str, str], dict[str, int]]:
+    table = json.loads(FILE.read_text(encoding="utf-8"))
+    return {(op, chip): row for op, chips in table.items() for chip, row in chips.items()}
+
+
+# (operation, chip) -> name of a block's dimension -> its length.
+BLOCKS: dict[tuple[str, str], dict[str, int]] = _read()
+
+
+def find(op: str) -> dict[str, int]:
+    """Returns an operation's block shape for the chip of the mesh in use, or else of this machine.
+
+    A chip without a row, such as the simulator on a CPU, takes the first row of its operation.
+
+    Raises:
+      KeyError: if the table has no such operation.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    chip = find_chip(device)
+    rows = {name: row for (known, name), row in BLOCKS.items() if known == op}
+    return rows.get(chip.name if chip else "") or next(iter(rows.values()))
+
+
+def write(op: str, chip: str, blocks: dict[str, int]) -> None:
+    """Writes a row into the table, here and in its file.
+
+    Raises:
+      OSError: if the file cannot be written, for instance in an installed package.
+    """
+    BLOCKS[op, chip] = dict(blocks)
+    order = list(CHIPS)
+    rows = sorted(BLOCKS.items(), key=lambda row: (row[0][0], order.index(row[0][1])))
+    ops = []
+    for name in dict.fromkeys(known for (known, _), _ in rows):
+        lines = [f'    "{c}": {json.dumps(row)}' for (known, c), row in rows if known == name]
+        ops.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
+    FILE.write_text("{\n" + ",\n".join(ops) + "\n}\n", encoding="utf-8")
