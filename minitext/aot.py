@@ -4,7 +4,7 @@
 plugin) on this machine's CPU, and says whether the step fits, what it keeps in memory and which
 collectives it runs.
 
-Chapters: 16, 22.
+Chapters: 15, 16, 22.
 """
 
 import contextlib
@@ -34,11 +34,20 @@ from minitext.buffers import (
 from minitext.compile_report import LISTED, Report, print_report, render, show_bytes
 from minitext.config import Config
 from minitext.errors import UserError
-from minitext.hw import find_chip
+from minitext.hw import CHIPS, find_chip
+from minitext.mesh import make_mesh
 from minitext.sharding import RULES
-from minitext.targets import parse_target, topology_mesh
+from minitext.targets import parse_target, topology_devices, topology_mesh
 
-__all__ = ["Report", "compile_preset", "compile_step", "print_report", "render", "topology_mesh"]
+__all__ = [
+    "Report",
+    "compile_preset",
+    "compile_step",
+    "compiles_for",
+    "print_report",
+    "render",
+    "topology_mesh",
+]
 
 
 def compile_preset(cfg: Config, target: str) -> Report:
@@ -127,6 +136,48 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         largest=tuple(buffers[:LISTED]),
         advice=(),
     )
+
+
+def compiles_for(chip: str, fn: Callable, *args: Any) -> str | None:
+    """Compiles a function, with the kernels in it, for one chip that need not be there.
+
+    Args:
+      chip: its name in `minitext.hw.CHIPS`, such as `v5e`.
+      fn: a function of arrays, jitted or not.
+      args: arrays, or ShapeDtypeStructs in their place.
+
+    Returns:
+      None, or the reason in one line why Pallas, Mosaic or XLA refuses the function.
+
+    Raises:
+      UserError: for a chip that is not known, or a compiler that is not installed.
+      Exception: what `fn` itself raises when JAX traces it.
+    """
+    from jax._src.pallas.mosaic.error_handling import MosaicError
+
+    known = chip in CHIPS and CHIPS[chip].platform == "tpu"
+    target = parse_target(f"{chip}:{'x'.join('1' * (CHIPS[chip].links // 2 if known else 3))}")
+    mesh = make_mesh(None, topology_devices(target)[:1])  # a chip of tpu7x is two devices
+    replicated = jax.NamedSharding(mesh, jax.P())
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in args]
+    refusals = (MosaicError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
+    with jax.set_mesh(mesh), no_cache():
+        traced = jax.jit(fn).trace(*specs)
+        try:
+            traced.lower().compile()
+        except refusals as error:
+            return _one_line(str(error))
+    return None
+
+
+def _one_line(refusal: str) -> str:
+    """The compiler's reason, without what is the same in every message."""
+    if vmem := re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", refusal):
+        return f"its blocks and scratch take {vmem[1]} of VMEM, and the limit is {vmem[2]}"
+    text = re.sub(r"^.*?(HLO name `.*?`|Error details): ", "", refusal, flags=re.S)
+    text = re.sub(r"Blocked\(block_size=(\d+)\)", r"\1", text.strip().split("\n")[0])
+    text = re.sub(r", and index_map .*| at \S+:\d+|\s*Please (file|cast).*", "", text)
+    return text.removeprefix("The Pallas TPU lowering currently requires that ").rstrip(" .")
 
 
 def _advise(report: Report, cfg: Config) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -205,3 +206,37 @@ def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
     assert run(monkeypatch, *words) == 2
     error = capsys.readouterr().err
     assert says in error and len(error.strip().splitlines()) == 1
+
+
+# One function for one chip
+
+
+@needs_libtpu
+def test_kernels_compile_for_a_chip_or_the_reason_fits_a_line():
+    pl = pytest.importorskip("jax.experimental.pallas")
+
+    def doubled(rows, columns):
+        block = pl.BlockSpec((rows, columns), lambda i, j: (i, j))
+
+        def kernel(x_ref, o_ref):
+            o_ref[...] = 2 * x_ref[...]
+
+        return lambda x: pl.pallas_call(
+            kernel, grid=(2, 2), in_specs=[block], out_specs=block, out_shape=x
+        )(x)
+
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    for chip in (name for name, chip in CHIPS.items() if chip.platform == "tpu"):
+        assert aot.compiles_for(chip, doubled(8, 128), x) is None, chip
+    for fn, words in (
+        (doubled(4, 128), r"divisible by 8 and 128.*\(4, 128\)"),
+        (doubled(2048, 2048), "VMEM, and the limit"),
+        (lambda x: pl.pallas_call(lambda i, o: o.__setitem__(..., jnp.sort(i[...])), x)(x), "sort"),
+    ):
+        reason = aot.compiles_for("v5e", fn, x)
+        assert re.search(words, reason), reason
+        assert "\n" not in reason and ".py" not in reason
+    with pytest.raises(UserError, match="v9"):
+        aot.compiles_for("v9", doubled(8, 128), x)
+    with pytest.raises(TypeError):  # what is wrong with the function itself is no refusal
+        aot.compiles_for("v5e", lambda: None, x)
