@@ -56,17 +56,34 @@ def append_tokens(cache: Any, new: Any) -> Any:
 
 
 class Counts(NamedTuple):
-    """What one layer's attention holds and computes.
+    """What one layer's attention holds, computes and makes of a token, by formula.
 
     Attributes:
-      weights: parameters in matrices; a token is multiplied with each once.
+      split: parameters in matrices of which each head has its part; a token is multiplied with each once.
+      whole: parameters in matrices that all heads share.
       scales: parameters besides.
       per_key: floating-point operations of a token for each key that it sees.
+      q: features of a token's queries, over all heads.
+      k: of its keys.
+      v: of its values.
+      out: of the heads' outputs.
+      latents: of what all heads share.
     """
 
-    weights: int
+    split: int
+    whole: int
     scales: int
     per_key: int
+    q: int
+    k: int
+    v: int
+    out: int
+    latents: int
+
+    @property
+    def weights(self) -> int:
+        """Parameters in matrices."""
+        return self.split + self.whole
 
 
 class GQA(nnx.Module):
@@ -89,8 +106,9 @@ class GQA(nnx.Module):
 
     @staticmethod
     def count(cfg: ModelConfig) -> Counts:
-        """Counts parameters and operations: four projections, and two products of N heads of H features with a key."""
-        return Counts(cfg.embed * cfg.H * (2 * cfg.heads + 2 * cfg.K), 0, 4 * cfg.heads * cfg.H)
+        """Counts four projections, and two products of N heads of H features with each key."""
+        q, k = cfg.heads * cfg.H, cfg.K * cfg.H
+        return Counts(cfg.embed * (2 * q + 2 * k), 0, 0, 4 * q, q, k, k, q, 0)
 
     @staticmethod
     def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> KVCache:

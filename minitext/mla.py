@@ -73,12 +73,15 @@ class MLA(nnx.Module):
 
     @staticmethod
     def count(cfg: ModelConfig) -> Counts:
-        """Counts parameters and operations, those of training: a key has U + P features there, and a value W."""
+        """Counts what training holds and computes: each head has a key of U + P features and a value of W."""
         a: Any = cfg.attention
         D, N, R, U, P, W = cfg.embed, cfg.heads, a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
-        queries = N * (U + P) * D if a.q_rank is None else a.q_rank * (D + N * (U + P))
-        weights = queries + D * (R + P) + R * N * (U + W) + N * W * D
-        return Counts(weights, R + (a.q_rank or 0), 2 * N * (U + P + W))
+        q_rank, keys, values = a.q_rank or 0, N * (U + P), N * W
+        split = keys * (q_rank or D) + R * (N * U + values) + values * D
+        latents = q_rank + R + P
+        return Counts(
+            split, D * latents, q_rank + R, 2 * (keys + values), keys, keys, values, values, latents
+        )
 
     @staticmethod
     def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> LatentCache:
@@ -166,9 +169,11 @@ class MLA(nnx.Module):
         q_BNTP = jnp.swapaxes(q_BTNP, 1, 2)
 
         def logits(kept: LatentCache) -> jax.Array:
+            # The cache comes first: of the second factor XLA's CPU backend makes a transposed copy.
             wide = {"preferred_element_type": jnp.float32}
-            content = jnp.einsum("BNTR,BSR->BNTS", q_BNTR, kept.latent, **wide)
-            return content + jnp.einsum("BNTP,BSP->BNTS", q_BNTP, kept.rope_key, **wide)
+            content = jnp.einsum("BSR,BNTR->BSNT", kept.latent, q_BNTR, **wide)
+            places = jnp.einsum("BSP,BNTP->BSNT", kept.rope_key, q_BNTP, **wide)
+            return jnp.moveaxis(content + places, 1, 3)
 
         both = jnp.concatenate([logits(cache), logits(new)], axis=-1)
         both = both / math.sqrt(a.nope_dim + a.rope_dim)
