@@ -14,7 +14,7 @@ from minitext import kernels
 from minitext.config import ModelConfig
 from minitext.layers import Linear, flatten_tokens, rope, unflatten_tokens
 from minitext.parallel.context import context_attention
-from minitext.sharding import RULES, ShardingRules
+from minitext.sharding import ShardingRules
 
 
 class KVCache(NamedTuple):
@@ -36,13 +36,54 @@ class KVCache(NamedTuple):
 
     def append(self, new: "KVCache") -> "KVCache":
         """Returns the cache with `new` in the places that follow `length`; there must be room for it."""
+        return append_tokens(self, new)
 
-        def write(old, late):
-            start = (*(0 for _ in old.shape[:-2]), self.length, 0)
-            return jax.lax.dynamic_update_slice(old, late.astype(old.dtype), start)
 
-        k, v = jax.tree.map(write, (self.k, self.v), (new.k, new.v))
-        return KVCache(k, v, self.length + new.length)
+def append_tokens(cache: Any, new: Any) -> Any:
+    """Returns a cache with the tokens of another one in the places that follow its `length`.
+
+    Args:
+      cache: a `NamedTuple` of arrays (or tuples of them) whose last dimension but one is the place, and then `length`.
+      new: the same of new tokens; there must be room for them.
+    """
+
+    def write(old, late):
+        start = (*(0 for _ in old.shape[:-2]), cache.length, 0)
+        return jax.lax.dynamic_update_slice(old, late.astype(old.dtype), start)
+
+    kept = jax.tree.map(write, cache[:-1], new[:-1])
+    return cache._make((*kept, cache.length + new.length))
+
+
+class Counts(NamedTuple):
+    """What one layer's attention holds, computes and makes of a token, by formula.
+
+    Attributes:
+      split: parameters in matrices of which each head has its part; a token is multiplied with each once.
+      whole: parameters in matrices that all heads share.
+      scales: parameters besides.
+      per_key: floating-point operations of a token for each key that it sees.
+      q: features of a token's queries, over all heads.
+      k: of its keys.
+      v: of its values.
+      out: of the heads' outputs.
+      latents: of what all heads share.
+    """
+
+    split: int
+    whole: int
+    scales: int
+    per_key: int
+    q: int
+    k: int
+    v: int
+    out: int
+    latents: int
+
+    @property
+    def weights(self) -> int:
+        """Parameters in matrices."""
+        return self.split + self.whole
 
 
 class GQA(nnx.Module):
@@ -62,6 +103,19 @@ class GQA(nnx.Module):
             scale=(2 * cfg.layers) ** -0.5,
         )
         self.cfg, self.rules = cfg, rules
+
+    @staticmethod
+    def count(cfg: ModelConfig) -> Counts:
+        """Counts four projections, and two products of N heads of H features with each key."""
+        q, k = cfg.heads * cfg.H, cfg.K * cfg.H
+        return Counts(cfg.embed * (2 * q + 2 * k), 0, 0, 4 * q, q, k, k, q, 0)
+
+    @staticmethod
+    def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> KVCache:
+        """Returns an empty cache for `length` tokens: keys and values [L, B, K, S, H] in the compute type."""
+        empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)
+        k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
+        return KVCache(k, v, jnp.zeros((), jnp.int32))
 
     def __call__(
         self,
@@ -92,27 +146,31 @@ class GQA(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = checkpoint_name((q_BTNH, k_BTKH, v_BTKH), "qkv")
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
         if cache is None or not cache.k.shape[2]:  # nothing came before
-            qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
-            if rules.splits("seq"):
-                out_BTNH = context_attention(*qkvs, rules=rules, method=cfg.attention.context)
-            else:
-                out_BTNH = kernels.attention(*qkvs, impl=cfg.attention.impl)
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, cfg, rules)
         else:
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache)
-        out_BTF = jax.lax.reshape(
-            out_BTNH,
-            (*out_BTNH.shape[:2], cfg.heads * cfg.H),
-            out_sharding=rules.out("batch", "seq", "heads"),
-        )
-        out_BTF = checkpoint_name(out_BTF, "attention")
-        out = self.o(flatten_tokens(out_BTF, rules, "heads"))
-        return checkpoint_name(out, "attention_out"), new
+        return project_out(out_BTNH, self.o, rules), new
 
 
-def make_cache(
-    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
-) -> KVCache:
-    """Returns an empty cache for `length` tokens: keys and values [L, B, K, S, H] in the compute type."""
-    empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)
-    k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
-    return KVCache(k, v, jnp.zeros((), jnp.int32))
+def attend(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    cfg: ModelConfig,
+    rules: ShardingRules,
+) -> jax.Array:
+    """Returns attention's output [B, T, N, H] over these tokens alone, whose sequence may be split over devices."""
+    qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
+    if rules.splits("seq"):
+        return context_attention(*qkvs, rules=rules, method=cfg.attention.context)
+    return kernels.attention(*qkvs, impl=cfg.attention.impl)
+
+
+def project_out(out_BTNH: jax.Array, o: Linear, rules: ShardingRules) -> jax.Array:
+    """Returns what the heads' outputs [B, T, N, H] add to the residual stream, [B*T, D]."""
+    B, T, N, H = out_BTNH.shape
+    where = rules.out("batch", "seq", "heads")
+    out_BTF = jax.lax.reshape(out_BTNH, (B, T, N * H), out_sharding=where)
+    out_BTF = checkpoint_name(out_BTF, "attention")
+    return checkpoint_name(o(flatten_tokens(out_BTF, rules, "heads")), "attention_out")

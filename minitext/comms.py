@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from minitext.comms_sizes import Split, Term, split
 from minitext.config import Config
+from minitext.model import count_attention
 from minitext.parallel.schedule import stored_groups
 
 LANES = 128  # numbers in a row of a TPU's vector register
@@ -66,6 +67,8 @@ def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
         and chip not in CHECKED,
         "optim.kind=muon: it multiplies whole matrices, gathered from their parts": cfg.optim.kind
         == "muon" and s.fsdp * s.optimizer * s.tensor > 1,
+        f"model.attention.kind={cfg.model.attention.kind}: these are the projections of gqa": cfg.model.attention.kind
+        != "gqa",
         "one layer in a loop: compilers merge what its forward and backward pass send": loop
         and layers == 1,
         "parts of fewer than 16 rows, some of which the TPU's compiler sums whole": s.tpu
@@ -230,7 +233,8 @@ def _loss(s: Split) -> Iterator[Term]:
 def _context(s: Split) -> Iterator[Term]:
     """Attention over a split sequence: all keys and values at once, or from device to device (Liu et al. 2023)."""
     r, model, c = s.runs, s.cfg.model, s.context
-    pair = (s.layer_tokens * model.K * model.H // s.tensor,) * 2
+    heads = count_attention(model)
+    pair = tuple(s.layer_tokens * width // s.tensor for width in (heads.k, heads.v))
     sent = _scaled(pair, s.narrow)
     if model.attention.context == "allgather":
         whole, grads = _scaled(sent, c), _scaled(pair, s.wide * c)

@@ -15,8 +15,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -29,6 +28,7 @@ from minitext.schema import (
     GQAConfig,
     MeshConfig,
     MixturePart,
+    MLAConfig,
     ModelConfig,
     OptimConfig,
     PipelineConfig,
@@ -37,6 +37,7 @@ from minitext.schema import (
     ShardingConfig,
     SwiGLUConfig,
     TrainConfig,
+    variants,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "GQAConfig",
+    "MLAConfig",
     "MeshConfig",
     "MixturePart",
     "ModelConfig",
@@ -76,21 +78,19 @@ class ConfigError(UserError):
 
 
 def keys(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
-    """Returns every dotted key of the configuration with its pydantic field, in order."""
-    found = {}
+    """Returns every dotted key of the configuration with its pydantic field, in order.
+
+    Of a section with variants these are the keys of all of them; `kind`, which chooses one, is a choice.
+    """
+    found: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        # A section, or a choice of sections; of a list of them, the list is the key.
-        choice = get_origin(field.annotation) in (Union, UnionType)
-        kinds = get_args(field.annotation) if choice else [field.annotation]
-        sections = [
-            k
-            for k in kinds
-            if isinstance(k, type) and get_origin(k) is None and issubclass(k, Section)
-        ]
+        sections = variants.sections_of(field)
         if not sections:
             found[prefix + name] = field
         for kind in sections:
             found |= keys(kind, f"{prefix}{name}.")
+        if len(sections) > 1:
+            found[f"{prefix}{name}.kind"] = variants.choice_of(sections)
     return found
 
 
@@ -172,6 +172,7 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     origin = dict(base._provenance) if base else {}
     faults = []
     for layer, values in layers:
+        variants.change_kinds(Config, tree, origin, values)
         for key, value in values.items():
             if key not in known:
                 faults.append(f"unknown key {key!r} ({layer}){suggest(key, list(known))}")
@@ -182,7 +183,7 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
                 node = node.setdefault(part, {})
             node[leaf] = value
             origin[key] = layer
-    if faults:
+    if faults := faults or list(variants.check_kinds(Config, tree, origin, _short)):
         raise ConfigError(faults)
     try:
         cfg = Config.model_validate(tree, context={"whole": True})
@@ -196,7 +197,10 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
 
 def _say(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """Turns one of pydantic's errors into one line: key, value, origin, rule."""
-    key, rest = ".".join(str(part) for part in error["loc"]), []
+    key, rest, kinds = "", [], variants.find(Config)
+    for part in map(str, error["loc"]):
+        if part not in kinds.get(key, ()):  # pydantic names the kind of a variant, no key does
+            key = f"{key}.{part}" if key else part
     while key not in known and "." in key:
         key, _, last = key.rpartition(".")
         rest.insert(0, last)

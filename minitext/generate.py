@@ -18,10 +18,9 @@ import numpy as np
 from flax import nnx
 
 from minitext import kernels
-from minitext.attention import KVCache, make_cache
 from minitext.config import ModelConfig
 from minitext.errors import UserError
-from minitext.model import Transformer, split_projections, unstack_layers
+from minitext.model import Cache, Transformer, make_cache, split_projections, unstack_layers
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled prefill.
 PROMPT_BUCKET = 64
@@ -90,8 +89,8 @@ class Programs(NamedTuple):
     """
 
     lay_out: Callable[[Any], list[jax.Array]]
-    prefill: Callable[..., tuple[jax.Array, KVCache]]
-    decode: Callable[..., tuple[jax.Array, KVCache]]
+    prefill: Callable[..., tuple[jax.Array, Cache]]
+    decode: Callable[..., tuple[jax.Array, Cache]]
 
 
 @lru_cache(maxsize=8)
@@ -118,7 +117,9 @@ def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
         cache = make_cache(cfg, batch, length)
         if cfg.scan_layers:
             return cache
-        return cache._replace(k=tuple(cache.k), v=tuple(cache.v))
+        return cache._make(
+            (*map(tuple, cache[:-1]), cache.length)
+        )  # layers apart, as those of the model
 
     @jax.jit
     def lay_out(params):

@@ -120,9 +120,18 @@ class Linear(nnx.Module):
         key: jax.Array,
         rules: ShardingRules,
         scale: float = 1.0,
+        heads: int | None = None,
     ):
         self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
-        self.axes, self.rules = axes, rules
+        self.axes, self.rules, self.heads = axes, rules, heads
+
+    def by_head(self) -> jax.Array:
+        """Returns the weight [D, N*H] of a projection onto `heads` N heads as [N, D, H]."""
+        w_DF, N, rules = self.w.get_value(), self.heads or 1, self.rules
+        w_DF = rules.gather(w_DF, *self.axes)
+        where = rules.out(None, self.axes[1], None)
+        w_DNH = jax.lax.reshape(w_DF, (len(w_DF), N, w_DF.shape[1] // N), out_sharding=where)
+        return jnp.swapaxes(w_DNH, 0, 1)
 
     def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
         """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
@@ -201,12 +210,18 @@ class SplitLinear(nnx.Module):
     """A `Linear` on one device whose columns are in G groups, multiplied as a batch of G products.
 
     XLA's CPU backend multiplies a single row with a matrix on one core, and a batch of such products on several. One
-    core reads memory at half the rate of two, and reading the weight is most of such a product.
+    core reads memory at half the rate of two, and reading the weight is most of such a product. Where the weight is
+    also used by head, the groups are the heads.
     """
 
     def __init__(self, linear: Linear, groups: int):
         w_DF = linear.w.get_value()
-        self.w = nnx.Param(jnp.stack(jnp.split(w_DF, math.gcd(groups, w_DF.shape[1]), axis=1)))
+        groups = linear.heads or math.gcd(groups, w_DF.shape[1])
+        self.w = nnx.Param(jnp.stack(jnp.split(w_DF, groups, axis=1)))
+
+    def by_head(self) -> jax.Array:
+        """Returns the weight as [N, D, H], which is how it is stored."""
+        return self.w.get_value()
 
     def __call__(self, x_XD: jax.Array, _out: str = "act") -> jax.Array:
         """Projects x [X, D] to [X, F] in x's type."""

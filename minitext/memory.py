@@ -208,6 +208,8 @@ def _notes(cfg: Config, platform: str) -> Iterator[str]:
         yield "of unrolled layers the compiler recomputes as it sees fit: model.remat is counted as in a scan"
     if attention.impl == "xla_blocked" or (attention.impl == "auto" and platform != "tpu"):
         yield "attention in blocks or by a kernel never holds all the scores that are counted here"
+    if attention.kind != "gqa":
+        yield f"model.attention.kind={attention.kind}: norms and rotations of its own are not counted"
     if cfg.optim.kind == "muon":
         yield "optim.kind=muon gathers whole matrices for the update, which are not counted here"
 

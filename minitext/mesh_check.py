@@ -67,18 +67,19 @@ def _check_chunks(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> N
 
 
 def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
-    sizes = {
-        "layers": ("model.layers", cfg.model.layers),
-        "embed": ("model.embed", cfg.model.embed),
-        "heads": ("model.heads", cfg.model.heads),
-        "kv_heads": ("model.kv_heads", cfg.model.K),
-        "mlp": ("model.mlp", cfg.model.mlp),
-        "vocab": ("model.vocab", cfg.model.vocab),
-        "seq": ("data.seq_len", cfg.data.seq_len),
-        "residual": ("data.seq_len", cfg.data.seq_len),
-    }
+    sizes = [
+        ("layers", "model.layers", cfg.model.layers),
+        ("embed", "model.embed", cfg.model.embed),
+        *(("embed", *more) for more in cfg.model.attention.embed_sizes().items()),
+        ("heads", "model.heads", cfg.model.heads),
+        ("kv_heads", "model.kv_heads", cfg.model.K),
+        ("mlp", "model.mlp", cfg.model.mlp),
+        ("vocab", "model.vocab", cfg.model.vocab),
+        ("seq", "data.seq_len", cfg.data.seq_len),
+        ("residual", "data.seq_len", cfg.data.seq_len),
+    ]
     table = {**rules.table, **rules.optimizer}
-    for name, (key, size) in sizes.items():
+    for name, key, size in sizes:
         factors = {f"mesh.{axis}={shape[axis]}": shape[axis] for axis in table[name]}
         if "context" in table[name] and cfg.model.attention.context == "ring":
             factors["the ring's 2 pieces"] = 2 if shape["context"] > 1 else 1

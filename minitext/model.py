@@ -15,8 +15,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from minitext.attention import GQA, KVCache
-from minitext.config import GQAConfig, ModelConfig, PipelineConfig, Section, SwiGLUConfig
+from minitext.attention import GQA, Counts, KVCache
+from minitext.config import (
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+    PipelineConfig,
+    Section,
+    SwiGLUConfig,
+)
 from minitext.ffn import SwiGLU
 from minitext.layers import (
     Embedding,
@@ -26,12 +33,15 @@ from minitext.layers import (
     flatten_tokens,
     unflatten_tokens,
 )
+from minitext.mla import MLA, LatentCache
 from minitext.parallel.context import zigzag
 from minitext.parallel.pipeline import pipelined
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
-VARIANTS: dict[type[Section], type[nnx.Module]] = {GQAConfig: GQA, SwiGLUConfig: SwiGLU}
+VARIANTS: dict[type[Section], Any] = {GQAConfig: GQA, MLAConfig: MLA, SwiGLUConfig: SwiGLU}
+
+Cache = KVCache | LatentCache
 
 
 def remat(layer: Callable, cfg: ModelConfig) -> Callable:
@@ -47,17 +57,17 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
         self.norm_attention = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
-        self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)
         self.norm_ffn = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
-        self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)
 
     def __call__(
         self,
         x_XD: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
-        cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream [B*T, D] to itself; also returns the keys and values of its tokens."""
         mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
         x_XD = x_XD + mixed
@@ -105,7 +115,7 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Any:
         """Returns the logits of the next token at every place.
 
@@ -113,10 +123,10 @@ class Transformer(nnx.Module):
           tokens_BT: [B, T] integers below V.
           positions_BT: [B, T]; by default 0 .. T-1, or following on the cache.
           segment_ids_BT: [B, T] documents packed into a row, which don't see each other; 0 is padding.
-          cache: keys and values of earlier tokens, or a cache of no places before the first ones.
+          cache: what `make_cache` made, with earlier tokens; or one of no places before the first ones.
 
         Returns:
-          Logits [B, T, V] in float32; with a cache, (logits, keys and values of the T tokens for `KVCache.append`).
+          Logits [B, T, V] in float32; with a cache, (logits, what its `append` takes of the T tokens).
         """
         x_BTD, new = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
         logits_BTV = self.logits(x_BTD)
@@ -127,8 +137,8 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-        cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
         """Returns what the output layer reads, [B, T, D] normalised, and with a cache its new keys and values."""
         rules = self.rules
         B, T = tokens_BT.shape
@@ -183,37 +193,46 @@ class Transformer(nnx.Module):
         )
 
     def apply_layers(
-        self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None = None
-    ) -> tuple[jax.Array, KVCache | None]:
+        self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
         """Runs layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
-        kv: Any = None if cache is None else (cache.k, cache.v)
+        kept: Any = None if cache is None else cache[:-1]  # all but its length
 
-        def run(block: Any, x, kv: Any):
-            """One layer, with its part of the cache's keys and values and of the new ones."""
-            one = None if cache is None else KVCache(kv[0], kv[1], cache.length)
+        def run(block: Any, x, kept: Any):
+            """One layer, with its part of what the cache keeps, and what it is to keep of the new tokens."""
+            one = None if cache is None else cache._make((*kept, cache.length))
             x, new = block(x, positions_BT, segment_ids_BT, one)
-            return x, None if cache is None else (new.k, new.v)
+            return x, None if cache is None else new[:-1]
+
+        def together(news: Any) -> Any:
+            return None if cache is None else cache._make((*news, positions_BT.shape[1]))
 
         if isinstance(blocks, nnx.List):
             news = []
-            for block, *one in zip(blocks, *kv, strict=True):
+            for block, *one in zip(blocks, *kept, strict=True):
                 x_XD, new = run(block, x_XD, one)
                 news.append(new)
-            k, v = zip(*news, strict=True)
-            return x_XD, KVCache(k, v, positions_BT.shape[1])
+            return x_XD, together(zip(*news, strict=True))
         graphdef, params = nnx.split(blocks)
 
         def layer(x, inputs):
-            params_l, kv_l = inputs
-            return run(nnx.merge(graphdef, params_l), x, kv_l)
+            params_l, kept_l = inputs
+            return run(nnx.merge(graphdef, params_l), x, kept_l)
 
         layer = remat(layer, self.cfg)
-        x_XD, new = _run_stack(layer, x_XD, (params, kv), self.cfg.scan_layers)
-        return x_XD, None if new is None else KVCache(new[0], new[1], positions_BT.shape[1])
+        x_XD, new = _run_stack(layer, x_XD, (params, kept), self.cfg.scan_layers)
+        return x_XD, together(new)
+
+
+def make_cache(
+    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
+) -> Cache:
+    """Returns an empty cache for `length` tokens of each of `batch` rows, as the model's attention keeps them."""
+    return VARIANTS[type(cfg.attention)].make_cache(cfg, batch, length, rules)
 
 
 def unstack_layers(model: Transformer) -> Transformer:
-    """Returns the model with a list of layers in place of the stack, for use with a cache whose k and v are tuples."""
+    """Returns the model with a list of layers in place of the stack, for use with a cache of tuples of layers."""
     graphdef, params = nnx.split(model.blocks)
     layers = [
         nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], params))
@@ -250,11 +269,11 @@ def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
 def count_params(cfg: ModelConfig) -> int:
     """Returns the number of parameters by formula.
 
-    Per layer: attention D*H*(2N + 2K), feed-forward 3*D*F, two norms 2*D; outside the layers: the embedding V*D, the
-    output layer V*D unless tied, the last norm D.
+    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F, two norms 2*D; outside the layers: the
+    embedding V*D, the output layer V*D unless tied, the last norm D.
     """
-    D, F, V, N, K, H = cfg.embed, cfg.mlp, cfg.vocab, cfg.heads, cfg.K, cfg.H
-    layer = D * H * (2 * N + 2 * K) + 3 * D * F + 2 * D
+    D, F, V, attention = cfg.embed, cfg.mlp, cfg.vocab, count_attention(cfg)
+    layer = attention.weights + attention.scales + 3 * D * F + 2 * D
     return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
 
 
@@ -262,8 +281,8 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
     """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
 
     A matrix product of a token with P weights takes 2*P operations; attention's two products take 4*N*H*S per token
-    for S keys, and a causal token sees half of them on average. Norms, rotations and softmax are not counted, nor is
-    what rematerialisation computes again (so that a utilisation made of this is MFU, Chowdhery et al. 2022).
+    for S keys of GQA, and a causal token sees half of them on average. Norms, rotations and softmax are not counted,
+    nor is what rematerialisation computes again (so that a utilisation made of this is MFU, Chowdhery et al. 2022).
 
     Args:
       cfg: the model.
@@ -271,7 +290,12 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
       seq_len: length of a row.
       causal: count only the half of the attention square that is used.
     """
-    D, F, V, N, K, H = cfg.embed, cfg.mlp, cfg.vocab, cfg.heads, cfg.K, cfg.H
-    weights = cfg.layers * (D * H * (2 * N + 2 * K) + 3 * D * F) + V * D
-    attention = cfg.layers * 4 * N * H * seq_len / (2 if causal else 1)
-    return int(3 * tokens * (2 * weights + attention))
+    D, F, V, attention = cfg.embed, cfg.mlp, cfg.vocab, count_attention(cfg)
+    weights = cfg.layers * (attention.weights + 3 * D * F) + V * D
+    keys = seq_len / (2 if causal else 1)
+    return int(3 * tokens * (2 * weights + cfg.layers * attention.per_key * keys))
+
+
+def count_attention(cfg: ModelConfig) -> Counts:
+    """Returns what one layer's attention holds and computes, by the formula of its kind."""
+    return VARIANTS[type(cfg.attention)].count(cfg)

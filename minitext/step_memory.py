@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from minitext.config import Config
+from minitext.model import count_attention
 from minitext.parallel.schedule import count_microbatches, forward_ticks, groups_per_stage
 from minitext.sharding import RULES
 
@@ -57,15 +58,16 @@ class Shares:
         self.T = cfg.data.seq_len // ways("seq")
         self.X = self.rows * self.T  # tokens in a layer
         self.residual = self.X * model.embed * ways("seq") // ways("residual")
-        self.q = model.heads * model.H // ways("heads")
-        self.kv = 2 * model.K * model.H // ways("kv_heads")
+        heads = count_attention(model)
+        self.q, self.out = heads.q // ways("heads"), heads.out // ways("heads")
+        self.kv, self.latents = (heads.k + heads.v) // ways("kv_heads"), heads.latents
         self.ring = ways("seq") > 1 and model.attention.context == "ring"
         self.N, self.S = model.heads // ways("heads"), self.T if self.ring else cfg.data.seq_len
         self.scores = self.rows * self.N * self.T * self.S
         self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
         self.D = model.embed
         # A layer's matrices as they are used; `fsdp` stores parts of them.
-        self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
+        self.layer = heads.split // ways("heads") + heads.whole + 3 * self.D * self.F
         self.head, self.tables = self.V * self.D, 1 if model.tie_embeddings else 2
         self.fsdp = ways("embed")
         scatter = rules.of_optimizer.table["embed"] if rules.scatter else ()
@@ -152,16 +154,17 @@ def kept(cfg: Config, s: Shares) -> int:
     """
     if cfg.model.remat == "none":
         scores, norms = 0 if s.ring else s.scores, 2
-        products = s.X * (2 * s.q + s.kv)
+        products = s.X * (s.q + s.out + s.kv + s.latents)
         if cfg.model.scan_layers:
             norms, products = 6, products + 2 * s.residual + s.X * s.F + scores
         return 4 * (norms * s.residual + scores) + 2 * s.X * s.F * s.size + products * s.operand
     tensors = {
         "qkv": s.X * (s.q + s.kv),
-        "attention": s.X * s.q,
+        "attention": s.X * s.out,
         "attention_out": s.residual,
         "gate_up": 2 * s.X * s.F,
         "hidden": s.X * s.F,
+        "latents": s.X * s.latents,
     }
     return s.size * (s.residual + sum(tensors[name] for name in set(cfg.model.saved)))
 

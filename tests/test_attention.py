@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from minitext.attention import GQA, KVCache, make_cache
+from minitext.attention import GQA, KVCache
 from minitext.config import ModelConfig
+from minitext.model import make_cache
 from minitext.sharding import RULES
 
 CFG = ModelConfig(vocab=16, layers=1, embed=24, heads=4, kv_heads=2, mlp=8)

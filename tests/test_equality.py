@@ -15,18 +15,36 @@ SIZES = [
 ]  # fmt: skip
 
 
+# Heads make their keys from a latent, and widths of keys and values differ.
+MLA = (
+    "model.kv_heads=null model.attention.kind=mla model.attention.q_rank=24 model.attention.kv_rank=16 "
+    "model.attention.nope_dim=4 model.attention.rope_dim=4 model.attention.v_dim=6"
+)
+OF_MLA = ("fsdp x tp", "tp_seq", "cp, ring", "cp, all-gather", "pp, 1f1b", "fsdp x tp x cp")
+
+
 @functools.cache
-def one_device(tiny, tied):
-    cfg = tiny(*SIZES, f"model.tie_embeddings={tied}")
+def one_device(tiny, tied, *model):
+    cfg = tiny(*SIZES, f"model.tie_embeddings={tied}", *model)
     return run_steps(cfg, make_mesh(devices=jax.devices()[:1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_three_steps_are_those_of_one_device(tiny, layout):
-    cfg = tiny(*SIZES, *layout.split())
+    steps_are_those_of_one_device(tiny, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OF_MLA)
+def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
+    steps_are_those_of_one_device(tiny, LAYOUTS[layout], *MLA.split())
+
+
+def steps_are_those_of_one_device(tiny, layout, *model):
+    cfg = tiny(*SIZES, *model, *layout.split())
     found = differences(
-        run_steps(cfg, make_mesh(cfg.mesh)), one_device(tiny, cfg.model.tie_embeddings)
+        run_steps(cfg, make_mesh(cfg.mesh)), one_device(tiny, cfg.model.tie_embeddings, *model)
     )
     # Rounding: sums of up to 512 tokens in another order; AdamW divides small gradients by their own size.
     for name, difference in found.items():

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
-from minitext.attention import make_cache
 from minitext.config import ModelConfig, load_config, presets
 from minitext.errors import UserError
 from minitext.kernels import IMPLEMENTATIONS
-from minitext.model import Transformer, count_flops, count_params
+from minitext.model import Transformer, count_flops, count_params, make_cache
 
 CFG = ModelConfig(vocab=40, layers=3, embed=24, heads=4, kv_heads=2, mlp=32, scan_layers=False)
 

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from minitext.attention import make_cache
 from minitext.config import ModelConfig, load_config
 from minitext.grading import Exercise
-from minitext.model import Transformer
+from minitext.model import Transformer, make_cache
 
 
 def equations(fn, *args):

@@ -43,7 +43,7 @@ def config_explain(
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):
-            value = getattr(value, part)
+            value = getattr(value, part, "not in use")
         kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace(
             "typing.", ""
         )

@@ -36,7 +36,7 @@ def attention(
     return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(*args)
 
 
-def supports(q_BTNH, _k, _v, segment_ids_BT=None, *, platform: str) -> str | None:
+def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None, *, platform: str) -> str | None:
     """Returns the reason why cuDNN can't compute this, or None."""
     T, H = q_BTNH.shape[1::2]
     if platform != "gpu":
@@ -49,6 +49,8 @@ def supports(q_BTNH, _k, _v, segment_ids_BT=None, *, platform: str) -> str | Non
         return (
             f"it needs heads of at most {HEAD_DIM_LIMIT} and a multiple of {HEAD_DIM_STEP}: got {H}"
         )
+    if v_BTKH.shape[3] != H:
+        return f"it needs values as wide as keys: got {v_BTKH.shape[3]} and {H}"
     if segment_ids_BT is not None and T % 2:
         return f"with packed rows it needs an even number of tokens: got T={T}"
     return None

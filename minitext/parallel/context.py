@@ -40,13 +40,13 @@ def context_attention(
     Args:
       q_BTNH: [B, T, N, H] queries, T split over `context`; for `ring` in the order of `zigzag`.
       k_BTKH: [B, T, K, H] keys, likewise.
-      v_BTKH: [B, T, K, H] values, likewise.
+      v_BTKH: [B, T, K, H] values, likewise, in a width of their own.
       segment_ids_BT: [B, T] or None; tokens attend within their own segment.
       rules: where batch and heads lie.
       method: `allgather` or `ring`.
 
     Returns:
-      [B, T, N, H] in the queries' type, split as they are.
+      [B, T, N, H] in the queries' type and the values' width, split as the queries are.
     """
     if segment_ids_BT is None:
         segment_ids_BT = rules.shard(jnp.zeros(q_BTNH.shape[:2], jnp.int32), "batch", "seq")
@@ -153,7 +153,7 @@ def _gathered_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     seen_BTS = seen & (segments_BT[:, :, None] == segments_BS[:, None])
     probs = jax.nn.softmax(_logits(q_BTNH, k_BSKH, seen_BTS), axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v_BSKH)
-    return jnp.reshape(out_BTKGH, q_BTNH.shape).astype(q_BTNH.dtype)
+    return jnp.reshape(out_BTKGH, (*q_BTNH.shape[:3], -1)).astype(q_BTNH.dtype)
 
 
 # --- the ring --------------------------------------------------------------------------------------
@@ -267,7 +267,8 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     own = block(q_BTNH, segments, k_BTKH, v_BTKH, segments, _own_mask(T))
     (out, top, size), _ = _around(visit, own, (k_BTKH, v_BTKH, segments))
     out_BTKGH = jnp.transpose(out / size[..., None], (0, 3, 1, 2, 4))
-    return jnp.reshape(out_BTKGH, q_BTNH.shape).astype(q_BTNH.dtype), top + jnp.log(size)
+    out_BTNH = jnp.reshape(out_BTKGH, (*q_BTNH.shape[:3], -1))
+    return out_BTNH.astype(q_BTNH.dtype), top + jnp.log(size)
 
 
 def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, grad_BTNH):
@@ -276,7 +277,7 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
     wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def heads(x_BTNH):
-        return jnp.reshape(x_BTNH, (B, x_BTNH.shape[1], K, N // K, H))
+        return jnp.reshape(x_BTNH, (B, x_BTNH.shape[1], K, N // K, x_BTNH.shape[3]))
 
     delta_BTN = jnp.sum(grad_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
     delta_BKGT = jnp.transpose(jnp.reshape(delta_BTN, (B, T, K, N // K)), (0, 2, 3, 1))

@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr
 from minitext.schema.data import DataConfig as DataConfig
 from minitext.schema.data import MixturePart as MixturePart
 from minitext.schema.model import GQAConfig as GQAConfig
+from minitext.schema.model import MLAConfig as MLAConfig
 from minitext.schema.model import ModelConfig as ModelConfig
 from minitext.schema.model import SwiGLUConfig as SwiGLUConfig
 from minitext.schema.section import Section as Section

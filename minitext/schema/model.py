@@ -11,21 +11,101 @@ from pydantic import Field
 from minitext.schema.section import Section, divisors
 
 # Tensors of a layer that `model.remat_save` can keep; the layers mark them with `checkpoint_name`.
-REMAT_NAMES = ("qkv", "attention", "attention_out", "gate_up", "hidden")
+REMAT_NAMES = ("qkv", "attention", "attention_out", "gate_up", "hidden", "latents")
 # What products with weights make and the backward pass reads; attention's own products are computed again.
-PRODUCTS = ("qkv", "attention_out", "gate_up")
+PRODUCTS = ("latents", "qkv", "attention_out", "gate_up")
+
+AttentionImpl = Literal["auto", "xla", "xla_blocked", "cudnn", "pallas_tpu", "pallas_gpu"]
+ContextMethod = Literal["ring", "allgather"]
+_IMPL = "implementation of the attention kernel"
+_CONTEXT = "how tokens see the rest of a sequence split over mesh.context"
 
 
 class GQAConfig(Section):
     """Grouped-query attention (Ainslie et al. 2023); heads and widths stand in `model`."""
 
     kind: Literal["gqa"] = Field(default="gqa", description="grouped-query attention")
-    impl: Literal["auto", "xla", "xla_blocked", "cudnn", "pallas_tpu"] = Field(
-        default="auto", description="implementation of the attention kernel"
+    impl: AttentionImpl = Field(default="auto", description=_IMPL)
+    context: ContextMethod = Field(default="ring", description=_CONTEXT)
+
+    def faults_in(self, model: "ModelConfig") -> Iterator[str]:
+        """Yields a fault for each of the model's values that does not go with this attention."""
+        if model.head_dim is None and model.embed % model.heads:
+            yield (
+                f"model.embed={model.embed} is not divisible by model.heads={model.heads}: choose model.heads "
+                f"among {divisors(model.embed)}, or set model.head_dim"
+            )
+        elif model.H % 2:
+            yield (
+                f"model.head_dim={model.H} is odd, and rotary positions turn pairs: choose model.heads so that "
+                "embed / heads is even, or set an even model.head_dim"
+            )
+        if model.heads % model.K:
+            yield (
+                f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}: choose "
+                f"model.kv_heads among {divisors(model.heads)}"
+            )
+        if "latents" in model.remat_save:
+            yield (
+                "model.remat_save: latents are what model.attention.kind=mla makes: leave them out with "
+                "model.attention.kind=gqa"
+            )
+
+    def embed_sizes(self) -> dict[str, int]:
+        """Key -> size of further dimensions that are split as `model.embed` is: none."""
+        return {}
+
+
+class MLAConfig(Section):
+    """Multi-head latent attention (DeepSeek-AI 2024): keys and values are made from one latent vector of low rank.
+
+    The defaults are DeepSeek-V2's proportions at heads of 32, but for the rank, which is smaller with few heads.
+    """
+
+    kind: Literal["mla"] = Field(default="mla", description="multi-head latent attention")
+    impl: AttentionImpl = Field(default="auto", description=_IMPL)
+    context: ContextMethod = Field(default="ring", description=_CONTEXT)
+    q_rank: int | None = Field(
+        default=None, ge=1, description="mla: width of the queries' latent; null: they have none"
     )
-    context: Literal["ring", "allgather"] = Field(
-        default="ring", description="how tokens see the rest of a sequence split over mesh.context"
+    kv_rank: int = Field(
+        default=64, ge=1, description="mla: width of the latent that keys and values are made from"
     )
+    nope_dim: int = Field(
+        default=32, ge=1, description="mla: width of a head's queries and keys without positions"
+    )
+    rope_dim: int = Field(
+        default=16,
+        ge=2,
+        description="mla: width of the part with rotary positions, of one key for all heads",
+    )
+    v_dim: int = Field(default=32, ge=1, description="mla: width of a head's values")
+
+    def faults(self) -> Iterator[str]:
+        """Yields the fault if rotary positions have no pairs to turn."""
+        if self.rope_dim % 2:
+            yield (
+                f"model.attention.rope_dim={self.rope_dim} is odd, and rotary positions turn pairs: choose an "
+                "even one"
+            )
+
+    def faults_in(self, model: "ModelConfig") -> Iterator[str]:
+        """Yields a fault for each of the model's values that has no use with this attention."""
+        if model.kv_heads is not None:
+            yield (
+                f"model.kv_heads={model.kv_heads} has no use with model.attention.kind=mla, in which each head has "
+                "its own keys and values: set model.kv_heads=null"
+            )
+        if model.head_dim is not None:
+            yield (
+                f"model.head_dim={model.head_dim} has no use with model.attention.kind=mla: set it to null, and "
+                "model.attention.nope_dim, rope_dim and v_dim"
+            )
+
+    def embed_sizes(self) -> dict[str, int]:
+        """Key -> size of further dimensions that are split as `model.embed` is: the latents, as rows of matrices."""
+        sizes = {"kv_rank": self.kv_rank} | ({"q_rank": self.q_rank} if self.q_rank else {})
+        return {f"model.attention.{name}": size for name, size in sizes.items()}
 
 
 class SwiGLUConfig(Section):
@@ -67,7 +147,9 @@ class ModelConfig(Section):
         default=(),
         description=f"remat=names: a layer's tensors to keep, among {', '.join(REMAT_NAMES)}",
     )
-    attention: GQAConfig = Field(default=GQAConfig(), description="attention variant")
+    attention: GQAConfig | MLAConfig = Field(
+        default=GQAConfig(), discriminator="kind", description="attention variant"
+    )
     ffn: SwiGLUConfig = Field(default=SwiGLUConfig(), description="feed-forward variant")
 
     @property
@@ -100,18 +182,5 @@ class ModelConfig(Section):
             )
         if self.remat != "names" and self.remat_save:
             yield f"model.remat_save=[{save}] has no use with model.remat={self.remat}: set model.remat=names"
-        if self.head_dim is None and self.embed % self.heads:
-            yield (
-                f"model.embed={self.embed} is not divisible by model.heads={self.heads}: choose model.heads "
-                f"among {divisors(self.embed)}, or set model.head_dim"
-            )
-        elif self.H % 2:
-            yield (
-                f"model.head_dim={self.H} is odd, and rotary positions turn pairs: choose model.heads so that "
-                "embed / heads is even, or set an even model.head_dim"
-            )
-        if self.heads % self.K:
-            yield (
-                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}: choose "
-                f"model.kv_heads among {divisors(self.heads)}"
-            )
+        yield from self.attention.faults()
+        yield from self.attention.faults_in(self)
