@@ -30,6 +30,7 @@ from minitext.schema import (
     MeshConfig,
     MixturePart,
     ModelConfig,
+    MoEConfig,
     OptimConfig,
     PipelineConfig,
     RunConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "GQAConfig",
     "MeshConfig",
     "MixturePart",
+    "MoEConfig",
     "ModelConfig",
     "OptimConfig",
     "PipelineConfig",
@@ -172,7 +174,8 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     origin = dict(base._provenance) if base else {}
     faults = []
     for layer, values in layers:
-        for key, value in values.items():
+        # A variant's kind comes first: another one takes none of the settings of the layers below.
+        for key in sorted(values, key=lambda key: not key.endswith(".kind")):
             if key not in known:
                 faults.append(f"unknown key {key!r} ({layer}){suggest(key, list(known))}")
                 continue
@@ -180,10 +183,15 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
             *path, leaf = key.split(".")
             for part in path:
                 node = node.setdefault(part, {})
-            node[leaf] = value
+            if leaf == "kind" and node.get(leaf) != values[key]:
+                for old in node:
+                    origin.pop(".".join([*path, old]), None)
+                node.clear()
+            node[leaf] = values[key]
             origin[key] = layer
     if faults:
         raise ConfigError(faults)
+    _name_kinds(Config, tree)
     try:
         cfg = Config.model_validate(tree, context={"whole": True})
     except ValidationError as error:
@@ -194,15 +202,30 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     return cfg
 
 
+def _name_kinds(section: type[Section], tree: dict[str, Any]) -> None:
+    """Gives settings of a variant whose kind nobody set the kind of the default variant."""
+    for name, field in section.model_fields.items():
+        if isinstance(node := tree.get(name), dict):
+            if field.discriminator:
+                node.setdefault("kind", field.default.kind)
+            elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                _name_kinds(field.annotation, node)
+
+
 def _say(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """Turns one of pydantic's errors into one line: key, value, origin, rule."""
-    key, rest = ".".join(str(part) for part in error["loc"]), []
+    parts, rest = [str(part) for part in error["loc"]], []
+    # Of a variant's setting, its kind is told too: model.ffn.moe.experts.
+    without = (".".join(parts[:i] + parts[i + 1 :]) for i in range(len(parts)))
+    key = next((name for name in without if name in known), ".".join(parts))
     while key not in known and "." in key:
         key, _, last = key.rpartition(".")
         rest.insert(0, last)
     # Of a list, such as data.mixture, the item and its field are told; elsewhere the rest is a kind's name.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
     rule = error["msg"][:1].lower() + error["msg"][1:]
+    if error["type"] == "extra_forbidden":  # and known: of another variant
+        rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
     return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
 
 

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext.attention import GQA, KVCache
-from minitext.config import GQAConfig, ModelConfig, PipelineConfig, Section, SwiGLUConfig
+from minitext.config import (
+    GQAConfig,
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    Section,
+    SwiGLUConfig,
+)
 from minitext.ffn import SwiGLU
 from minitext.layers import (
     Embedding,
@@ -26,12 +33,17 @@ from minitext.layers import (
     flatten_tokens,
     unflatten_tokens,
 )
+from minitext.moe import MoE, Routing
 from minitext.parallel.context import zigzag
 from minitext.parallel.pipeline import pipelined
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
-VARIANTS: dict[type[Section], type[nnx.Module]] = {GQAConfig: GQA, SwiGLUConfig: SwiGLU}
+VARIANTS: dict[type[Section], type[nnx.Module]] = {
+    GQAConfig: GQA,
+    SwiGLUConfig: SwiGLU,
+    MoEConfig: MoE,
+}
 
 
 def remat(layer: Callable, cfg: ModelConfig) -> Callable:
@@ -57,11 +69,15 @@ class Block(nnx.Module):
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """Maps the residual stream [B*T, D] to itself; also returns the keys and values of its tokens."""
+    ) -> tuple[jax.Array, KVCache, Routing | None]:
+        """Maps the residual stream [B*T, D] to itself.
+
+        Also returns the keys and values of its tokens, and what a mixture of experts did with them.
+        """
         mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
         x_XD = x_XD + mixed
-        return x_XD + self.ffn(self.norm_ffn(x_XD)), new
+        y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
+        return x_XD + y_XD, new, routing
 
 
 class Transformer(nnx.Module):
@@ -118,7 +134,7 @@ class Transformer(nnx.Module):
         Returns:
           Logits [B, T, V] in float32; with a cache, (logits, keys and values of the T tokens for `KVCache.append`).
         """
-        x_BTD, new = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
+        x_BTD, new, _ = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
         logits_BTV = self.logits(x_BTD)
         return logits_BTV if cache is None else (logits_BTV, new)
 
@@ -128,8 +144,11 @@ class Transformer(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Returns what the output layer reads, [B, T, D] normalised, and with a cache its new keys and values."""
+    ) -> tuple[jax.Array, KVCache | None, Routing | None]:
+        """Returns what the output layer reads, [B, T, D] normalised.
+
+        Also, with a cache, its new keys and values, and of a mixture of experts the layers' routing, stacked.
+        """
         rules = self.rules
         B, T = tokens_BT.shape
         if positions_BT is None:
@@ -147,9 +166,11 @@ class Transformer(nnx.Module):
 
             seen: Any = positions_BT, segment_ids_BT
             x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
-            return self.finish(x_XD, B), None
-        x_XD, new = self.apply_layers(self.blocks, x_XD, positions_BT, segment_ids_BT, cache)
-        return self.finish(x_XD, B), new
+            return self.finish(x_XD, B), None, None
+        x_XD, new, routing = self.apply_layers(
+            self.blocks, x_XD, positions_BT, segment_ids_BT, cache
+        )
+        return self.finish(x_XD, B), new, routing
 
     @property
     def _ring(self) -> bool:
@@ -184,23 +205,26 @@ class Transformer(nnx.Module):
 
     def apply_layers(
         self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: KVCache | None = None
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Runs layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
+    ) -> tuple[jax.Array, KVCache | None, Routing | None]:
+        """Runs layers: a list one by one, a stack scanned or unrolled.
+
+        Returns x; with a cache, the new one; of a mixture of experts the routing, stacked (but not of a list).
+        """
         kv: Any = None if cache is None else (cache.k, cache.v)
 
         def run(block: Any, x, kv: Any):
             """One layer, with its part of the cache's keys and values and of the new ones."""
             one = None if cache is None else KVCache(kv[0], kv[1], cache.length)
-            x, new = block(x, positions_BT, segment_ids_BT, one)
-            return x, None if cache is None else (new.k, new.v)
+            x, new, routing = block(x, positions_BT, segment_ids_BT, one)
+            return x, (None if cache is None else (new.k, new.v), routing)
 
         if isinstance(blocks, nnx.List):
             news = []
             for block, *one in zip(blocks, *kv, strict=True):
-                x_XD, new = run(block, x_XD, one)
+                x_XD, (new, _) = run(block, x_XD, one)
                 news.append(new)
             k, v = zip(*news, strict=True)
-            return x_XD, KVCache(k, v, positions_BT.shape[1])
+            return x_XD, KVCache(k, v, positions_BT.shape[1]), None
         graphdef, params = nnx.split(blocks)
 
         def layer(x, inputs):
@@ -208,8 +232,9 @@ class Transformer(nnx.Module):
             return run(nnx.merge(graphdef, params_l), x, kv_l)
 
         layer = remat(layer, self.cfg)
-        x_XD, new = _run_stack(layer, x_XD, (params, kv), self.cfg.scan_layers)
-        return x_XD, None if new is None else KVCache(new[0], new[1], positions_BT.shape[1])
+        x_XD, (new, routing) = _run_stack(layer, x_XD, (params, kv), self.cfg.scan_layers)
+        cache = None if new is None else KVCache(new[0], new[1], positions_BT.shape[1])
+        return x_XD, cache, routing
 
 
 def unstack_layers(model: Transformer) -> Transformer:
@@ -247,23 +272,41 @@ def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
     return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs)
 
 
-def count_params(cfg: ModelConfig) -> int:
+def ffn_params(cfg: ModelConfig, *, active: bool = False) -> int:
+    """Returns the parameters of one layer's matrices between its norms, by formula: 3*D*F, for experts each.
+
+    A router adds D*E, and its biases E. `active` counts what a token meets: k experts and the shared ones.
+    """
+    one, ffn = 3 * cfg.embed * cfg.mlp, cfg.ffn
+    if not isinstance(ffn, MoEConfig):
+        return one
+    routed = ffn.experts_per_token if active else ffn.experts
+    biases = ffn.experts if ffn.bias_rate and not active else 0
+    return one * (routed + ffn.shared_experts) + cfg.embed * ffn.experts + biases
+
+
+def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     """Returns the number of parameters by formula.
 
-    Per layer: attention D*H*(2N + 2K), feed-forward 3*D*F, two norms 2*D; outside the layers: the embedding V*D, the
-    output layer V*D unless tied, the last norm D.
+    Per layer: attention D*H*(2N + 2K), feed-forward 3*D*F or `ffn_params` of a mixture of experts, two norms 2*D;
+    outside the layers: the embedding V*D, the output layer V*D unless tied, the last norm D.
+
+    Args:
+      cfg: the model.
+      active: count of a mixture of experts only the parameters that a token meets.
     """
-    D, F, V, N, K, H = cfg.embed, cfg.mlp, cfg.vocab, cfg.heads, cfg.K, cfg.H
-    layer = D * H * (2 * N + 2 * K) + 3 * D * F + 2 * D
+    D, V, N, K, H = cfg.embed, cfg.vocab, cfg.heads, cfg.K, cfg.H
+    layer = D * H * (2 * N + 2 * K) + ffn_params(cfg, active=active) + 2 * D
     return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
 
 
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
     """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
 
-    A matrix product of a token with P weights takes 2*P operations; attention's two products take 4*N*H*S per token
-    for S keys, and a causal token sees half of them on average. Norms, rotations and softmax are not counted, nor is
-    what rematerialisation computes again (so that a utilisation made of this is MFU, Chowdhery et al. 2022).
+    A matrix product of a token with P weights takes 2*P operations, and of experts those count that a token meets;
+    attention's two products take 4*N*H*S per token for S keys, and a causal token sees half of them on average. Norms,
+    rotations and softmax are not counted, nor is what rematerialisation computes again (so that a utilisation made of
+    this is MFU, Chowdhery et al. 2022).
 
     Args:
       cfg: the model.
@@ -271,7 +314,7 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
       seq_len: length of a row.
       causal: count only the half of the attention square that is used.
     """
-    D, F, V, N, K, H = cfg.embed, cfg.mlp, cfg.vocab, cfg.heads, cfg.K, cfg.H
-    weights = cfg.layers * (D * H * (2 * N + 2 * K) + 3 * D * F) + V * D
+    D, V, N, K, H = cfg.embed, cfg.vocab, cfg.heads, cfg.K, cfg.H
+    weights = cfg.layers * (D * H * (2 * N + 2 * K) + ffn_params(cfg, active=True)) + V * D
     attention = cfg.layers * 4 * N * H * seq_len / (2 if causal else 1)
     return int(3 * tokens * (2 * weights + attention))
