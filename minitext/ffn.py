@@ -28,11 +28,16 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         """Maps tokens [X, D] to [X, D]."""
         gate_XF, up_XF = checkpoint_name((self.gate(x_XD, "mlp"), self.up(x_XD, "mlp")), "gate_up")
-        return self.down(checkpoint_name(_gated(gate_XF, up_XF), "hidden"))
+        return self.down(checkpoint_name(gated(gate_XF, up_XF), "hidden"))
+
+    def routed(self, x_XD: jax.Array, rows: int) -> tuple[jax.Array, None]:
+        """Maps tokens to tokens, as `minitext.moe.MoE.routed` does, with nothing to say of a router."""
+        return self(x_XD), None
 
 
 # Computed again in the backward pass. Autodiff would keep two more arrays of [X, F] of each layer, a fifth of a step's
 # temporaries, and XLA would write each of them in a pass of its own.
 @jax.checkpoint
-def _gated(gate_XF: jax.Array, up_XF: jax.Array) -> jax.Array:
+def gated(gate_XF: jax.Array, up_XF: jax.Array) -> jax.Array:
+    """Returns `silu(gate) * up`."""
     return jax.nn.silu(gate_XF) * up_XF

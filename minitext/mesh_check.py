@@ -7,7 +7,7 @@ import math
 
 from jax.sharding import AbstractMesh, Mesh
 
-from minitext.config import Config
+from minitext.config import Config, MoEConfig
 from minitext.errors import UserError
 from minitext.mesh import BATCH_AXES
 from minitext.parallel.schedule import count_microbatches, stored_groups
@@ -29,6 +29,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     rows = _check_batch(cfg, shape)
     _check_sizes(cfg, rules, shape)
     _check_chunks(cfg, rules, shape)
+    _check_experts(cfg, shape)
     _check_stages(cfg, shape, rows)
     _check_offload(cfg, mesh)
 
@@ -78,6 +79,8 @@ def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> No
         ("seq", "data.seq_len", cfg.data.seq_len),
         ("residual", "data.seq_len", cfg.data.seq_len),
     ]
+    if isinstance(cfg.model.ffn, MoEConfig):
+        sizes.append(("expert", "model.ffn.experts", cfg.model.ffn.experts))
     table = {**rules.table, **rules.optimizer}
     for name, key, size in sizes:
         factors = {f"mesh.{axis}={shape[axis]}": shape[axis] for axis in table[name]}
@@ -92,6 +95,24 @@ def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> No
                 f"{key}={size} is not divisible by {' x '.join(used)}: choose a multiple of {needed}, or another "
                 f"{used[0].partition('=')[0]}"
             )
+
+
+def _check_experts(cfg: Config, shape: dict[str, int]) -> None:
+    ffn = cfg.model.ffn
+    if not isinstance(ffn, MoEConfig):
+        return
+    if shape["stage"] > 1:
+        # Inside a stage's `cond` an all-to-all would wait for devices of stages that wait themselves.
+        raise UserError(
+            f"mesh.stage={shape['stage']} does not go with model.ffn.kind=moe: set mesh.stage=1, and for instance "
+            f"mesh.expert={shape['stage']}"
+        )
+    if shape["context"] > 1 and ffn.capacity_factor is not None:
+        # Who is dropped is decided by position in the row, of which a device has a part.
+        raise UserError(
+            f"model.ffn.capacity_factor={ffn.capacity_factor} does not go with mesh.context={shape['context']}: set "
+            "model.ffn.capacity_factor=null, or mesh.context=1"
+        )
 
 
 def _check_stages(cfg: Config, shape: dict[str, int], rows: int) -> None:

@@ -20,6 +20,7 @@ from minitext.config import (
     GQAConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     PipelineConfig,
     Section,
     SwiGLUConfig,
@@ -34,12 +35,18 @@ from minitext.layers import (
     unflatten_tokens,
 )
 from minitext.mla import MLA, LatentCache
+from minitext.moe import MoE, Routing
 from minitext.parallel.context import zigzag
 from minitext.parallel.pipeline import pipelined
 from minitext.sharding import RULES, ShardingRules
 
 # A new variant is one config, one class and one row here.
-VARIANTS: dict[type[Section], Any] = {GQAConfig: GQA, MLAConfig: MLA, SwiGLUConfig: SwiGLU}
+VARIANTS: dict[type[Section], Any] = {
+    GQAConfig: GQA,
+    MLAConfig: MLA,
+    SwiGLUConfig: SwiGLU,
+    MoEConfig: MoE,
+}
 
 Cache = KVCache | LatentCache
 
@@ -67,11 +74,15 @@ class Block(nnx.Module):
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache]:
-        """Maps the residual stream [B*T, D] to itself; also returns the keys and values of its tokens."""
+    ) -> tuple[jax.Array, Cache, Routing | None]:
+        """Maps the residual stream [B*T, D] to itself.
+
+        Also returns what a cache keeps of its tokens, and what a mixture of experts did with them.
+        """
         mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
         x_XD = x_XD + mixed
-        return x_XD + self.ffn(self.norm_ffn(x_XD)), new
+        y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
+        return x_XD + y_XD, new, routing
 
 
 class Transformer(nnx.Module):
@@ -128,7 +139,7 @@ class Transformer(nnx.Module):
         Returns:
           Logits [B, T, V] in float32; with a cache, (logits, what its `append` takes of the T tokens).
         """
-        x_BTD, new = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
+        x_BTD, new, _ = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
         logits_BTV = self.logits(x_BTD)
         return logits_BTV if cache is None else (logits_BTV, new)
 
@@ -138,8 +149,11 @@ class Transformer(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Returns what the output layer reads, [B, T, D] normalised, and with a cache its new keys and values."""
+    ) -> tuple[jax.Array, Cache | None, Routing | None]:
+        """Returns what the output layer reads, [B, T, D] normalised.
+
+        Also, with a cache, what it keeps of these tokens, and of a mixture of experts the layers' routing, stacked.
+        """
         rules = self.rules
         B, T = tokens_BT.shape
         if positions_BT is None:
@@ -157,9 +171,11 @@ class Transformer(nnx.Module):
 
             seen: Any = positions_BT, segment_ids_BT
             x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
-            return self.finish(x_XD, B), None
-        x_XD, new = self.apply_layers(self.blocks, x_XD, positions_BT, segment_ids_BT, cache)
-        return self.finish(x_XD, B), new
+            return self.finish(x_XD, B), None, None
+        x_XD, new, routing = self.apply_layers(
+            self.blocks, x_XD, positions_BT, segment_ids_BT, cache
+        )
+        return self.finish(x_XD, B), new, routing
 
     @property
     def _ring(self) -> bool:
@@ -194,15 +210,18 @@ class Transformer(nnx.Module):
 
     def apply_layers(
         self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
-        """Runs layers: a list one by one, a stack scanned or unrolled. Returns x and, with a cache, the new one."""
+    ) -> tuple[jax.Array, Cache | None, Routing | None]:
+        """Runs layers: a list one by one, a stack scanned or unrolled.
+
+        Returns x; with a cache, the new one; of a mixture of experts the routing, stacked (but not of a list).
+        """
         kept: Any = None if cache is None else cache[:-1]  # all but its length
 
         def run(block: Any, x, kept: Any):
             """One layer, with its part of what the cache keeps, and what it is to keep of the new tokens."""
             one = None if cache is None else cache._make((*kept, cache.length))
-            x, new = block(x, positions_BT, segment_ids_BT, one)
-            return x, None if cache is None else new[:-1]
+            x, new, routing = block(x, positions_BT, segment_ids_BT, one)
+            return x, (None if cache is None else new[:-1], routing)
 
         def together(news: Any) -> Any:
             return None if cache is None else cache._make((*news, positions_BT.shape[1]))
@@ -210,9 +229,9 @@ class Transformer(nnx.Module):
         if isinstance(blocks, nnx.List):
             news = []
             for block, *one in zip(blocks, *kept, strict=True):
-                x_XD, new = run(block, x_XD, one)
+                x_XD, (new, _) = run(block, x_XD, one)
                 news.append(new)
-            return x_XD, together(zip(*news, strict=True))
+            return x_XD, together(zip(*news, strict=True)), None
         graphdef, params = nnx.split(blocks)
 
         def layer(x, inputs):
@@ -220,8 +239,8 @@ class Transformer(nnx.Module):
             return run(nnx.merge(graphdef, params_l), x, kept_l)
 
         layer = remat(layer, self.cfg)
-        x_XD, new = _run_stack(layer, x_XD, (params, kept), self.cfg.scan_layers)
-        return x_XD, together(new)
+        x_XD, (new, routing) = _run_stack(layer, x_XD, (params, kept), self.cfg.scan_layers)
+        return x_XD, together(new), routing
 
 
 def make_cache(
@@ -266,23 +285,41 @@ def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
     return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs)
 
 
-def count_params(cfg: ModelConfig) -> int:
+def ffn_params(cfg: ModelConfig, *, active: bool = False) -> int:
+    """Returns the parameters of one layer's matrices between its norms, by formula: 3*D*F, for experts each.
+
+    A router adds D*E, and its biases E. `active` counts what a token meets: k experts and the shared ones.
+    """
+    one, ffn = 3 * cfg.embed * cfg.mlp, cfg.ffn
+    if not isinstance(ffn, MoEConfig):
+        return one
+    routed = ffn.experts_per_token if active else ffn.experts
+    biases = ffn.experts if ffn.bias_rate and not active else 0
+    return one * (routed + ffn.shared_experts) + cfg.embed * ffn.experts + biases
+
+
+def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     """Returns the number of parameters by formula.
 
-    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F, two norms 2*D; outside the layers: the
-    embedding V*D, the output layer V*D unless tied, the last norm D.
+    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F or `ffn_params` of a mixture of experts,
+    two norms 2*D; outside the layers: the embedding V*D, the output layer V*D unless tied, the last norm D.
+
+    Args:
+      cfg: the model.
+      active: count of a mixture of experts only the parameters that a token meets.
     """
-    D, F, V, attention = cfg.embed, cfg.mlp, cfg.vocab, count_attention(cfg)
-    layer = attention.weights + attention.scales + 3 * D * F + 2 * D
+    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
+    layer = attention.weights + attention.scales + ffn_params(cfg, active=active) + 2 * D
     return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
 
 
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
     """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
 
-    A matrix product of a token with P weights takes 2*P operations; attention's two products take 4*N*H*S per token
-    for S keys of GQA, and a causal token sees half of them on average. Norms, rotations and softmax are not counted,
-    nor is what rematerialisation computes again (so that a utilisation made of this is MFU, Chowdhery et al. 2022).
+    A matrix product of a token with P weights takes 2*P operations, and of experts those count that a token meets;
+    attention's two products take 4*N*H*S per token for S keys of GQA, and a causal token sees half of them on average.
+    Norms, rotations and softmax are not counted, nor is what rematerialisation computes again (so that a utilisation
+    made of this is MFU, Chowdhery et al. 2022).
 
     Args:
       cfg: the model.
@@ -290,8 +327,8 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
       seq_len: length of a row.
       causal: count only the half of the attention square that is used.
     """
-    D, F, V, attention = cfg.embed, cfg.mlp, cfg.vocab, count_attention(cfg)
-    weights = cfg.layers * (attention.weights + 3 * D * F) + V * D
+    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
+    weights = cfg.layers * (attention.weights + ffn_params(cfg, active=True)) + V * D
     keys = seq_len / (2 if causal else 1)
     return int(3 * tokens * (2 * weights + cfg.layers * attention.per_key * keys))
 

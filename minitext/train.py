@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from minitext import stacks
-from minitext.config import Config
+from minitext import moe, stacks
+from minitext.config import Config, MoEConfig
 from minitext.loss import cross_entropy, masked_sum, sum_in_chunks
 from minitext.mesh import BATCH_AXES
 from minitext.mesh_check import HOST, check_mesh
@@ -31,6 +31,18 @@ from minitext.sharding import RULES, reshard_tree, tree_shardings
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+
+class Sums(NamedTuple):
+    """What is reported of some tokens, to be divided by how many targets they have.
+
+    Attributes:
+      nll: the summed negative log-likelihood of the targets, in nats.
+      routing: of a mixture of experts its layers' routing, the means in it times the number of targets.
+    """
+
+    nll: jax.Array
+    routing: moe.Routing | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -124,15 +136,20 @@ def model_def(cfg: Config) -> Any:
     return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 
-def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """Returns a function of (params, batch) giving the summed loss and the summed negative log-likelihood, in nats."""
+def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Sums]]:
+    """Returns a function of (params, batch) giving the summed loss, in nats, and what is reported."""
     graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
 
     def loss_fn(params, batch):
         batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         model = nnx.merge(graphdef, params)
-        x_BTD, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-        return _summed_loss(cfg, model, x_BTD, batch)
+        x_BTD, _, routing = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        loss, nll = _summed_loss(cfg, model, x_BTD, batch)
+        if routing is None:
+            return loss, Sums(nll)
+        tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
+        loss = loss + tokens * jnp.sum(routing.loss)
+        return loss, Sums(nll, moe.scaled(routing, tokens))
 
     return loss_fn
 
@@ -157,7 +174,7 @@ def _summed_loss(
 
 
 def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
-    """Returns a function of (params, batch) giving (summed loss, summed log-likelihood) and the loss's gradients.
+    """Returns a function of (params, batch) giving (summed loss, what is reported) and the loss's gradients.
 
     It is autodiff's, but for the pipeline schedule 1F1B, whose order of forward and backward work autodiff cannot give.
     """
@@ -189,8 +206,9 @@ def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any
         M = count_microbatches(cfg.pipeline, S, batch["tokens"].shape[0] // rules.ways("batch"))
         batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
         parts = {n: split_rows(x, M, "batch", "seq", rules=rules) for n, x in batch.items()}
-        sums, grads = one_forward_one_backward(Pieces(embed, layers, loss), outer, blocks, parts)
-        return sums, nnx.merge_state(*grads)
+        pieces = Pieces(embed, layers, loss)
+        (total, nll), grads = one_forward_one_backward(pieces, outer, blocks, parts)
+        return (total, Sums(nll)), nnx.merge_state(*grads)
 
     return value_and_grad
 
@@ -201,7 +219,7 @@ def make_train_step(
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
     Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
-    `learning_rate`, and `tokens` (target tokens in the batch).
+    `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts those of `moe.metrics` too.
     """
     step = make_step_fn(cfg, mesh)
 
@@ -225,7 +243,7 @@ def make_step_fn(
         # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
         # by how full their part of the batch is.
         tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
-        nll, grads = gradients(state.params, batch)
+        sums, grads = gradients(state.params, batch)
         share = 1.0 / jnp.maximum(tokens, 1.0)
         # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
         params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
@@ -237,26 +255,29 @@ def make_step_fn(
         if cfg.optim.offload:
             opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
         params = reshard_tree(optax.apply_updates(params, updates), rules)
+        ffn = cfg.model.ffn
+        if isinstance(ffn, MoEConfig) and ffn.bias_rate:
+            params = moe.update_bias(params, sums.routing.load_E, ffn.bias_rate)
         metrics = {
-            "loss": nll * share,
+            "loss": sums.nll * share,
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": tokens,
         }
+        if sums.routing is not None:
+            metrics |= moe.metrics(moe.scaled(sums.routing, share))
         return TrainState(state.step + 1, params, opt_state), metrics, grads
 
     return step
 
 
-def accumulate(
-    value_and_grad: Callable, cfg: Config
-) -> Callable[[Any, Batch], tuple[jax.Array, Any]]:
-    """Returns a function giving the summed log-likelihood and gradient over all microbatches, one after another."""
+def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], tuple[Sums, Any]]:
+    """Returns a function giving what is reported and the gradient, summed over microbatches, one after another."""
     M, rules = cfg.train.microbatches, RULES[cfg.sharding.rules]
 
     def whole(params, batch):
-        (_, nll), grads = value_and_grad(params, batch)
-        return nll, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
+        (_, sums), grads = value_and_grad(params, batch)
+        return sums, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
 
     def split(x_BT):
         return split_rows(x_BT, M, "batch", None, rules=rules)
@@ -265,10 +286,12 @@ def accumulate(
         def add(total, part):
             return jax.tree.map(jnp.add, total, whole(params, part)), None
 
-        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
+        parts = jax.tree.map(split, batch)
+        sums, _ = jax.eval_shape(whole, params, jax.tree.map(lambda x: x[0], parts))
+        zero = jax.tree.map(jnp.zeros_like, (sums, params))
         if rules.scatter:
             zero = reshard_tree(zero, rules.of_optimizer)
-        return jax.lax.scan(add, zero, jax.tree.map(split, batch))[0]
+        return jax.lax.scan(add, zero, parts)[0]
 
     return whole if M == 1 else in_parts
 
@@ -278,7 +301,7 @@ def make_eval_step(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.A
     loss_fn = make_loss_fn(cfg)
 
     def eval_step(params, batch):
-        return loss_fn(params, batch)[1], jnp.sum(batch["loss_mask"].astype(jnp.float32))
+        return loss_fn(params, batch)[1].nll, jnp.sum(batch["loss_mask"].astype(jnp.float32))
 
     return jax.jit(eval_step)
 

@@ -16,6 +16,7 @@ from minitext.schema.data import MixturePart as MixturePart
 from minitext.schema.model import GQAConfig as GQAConfig
 from minitext.schema.model import MLAConfig as MLAConfig
 from minitext.schema.model import ModelConfig as ModelConfig
+from minitext.schema.model import MoEConfig as MoEConfig
 from minitext.schema.model import SwiGLUConfig as SwiGLUConfig
 from minitext.schema.section import Section as Section
 from minitext.schema.section import divisors

@@ -114,6 +114,73 @@ class SwiGLUConfig(Section):
     kind: Literal["swiglu"] = Field(default="swiglu", description="gated linear unit with SiLU")
 
 
+class MoEConfig(Section):
+    """Mixture of experts: many SwiGLU layers `model.mlp` wide, of which each token gets a few."""
+
+    kind: Literal["moe"] = Field(default="moe", description="mixture of experts")
+    experts: int = Field(default=8, ge=2, description="feed-forward layers to choose from (E)")
+    experts_per_token: int = Field(default=2, ge=1, description="experts of each token (k)")
+    shared_experts: int = Field(
+        default=0,
+        ge=0,
+        description="experts that all tokens get, besides; one layer as wide as all",
+    )
+    router: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="what makes scores of the router's logits"
+    )
+    normalize: bool = Field(
+        default=True, description="whether the weights of a token's experts sum to 1"
+    )
+    scaling: float = Field(default=1.0, gt=0, description="factor on the weights")
+    groups: int = Field(
+        default=1, ge=1, description="groups of experts, such as those of one machine"
+    )
+    groups_per_token: int = Field(
+        default=1, ge=1, description="groups from which a token's experts come"
+    )
+    capacity_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="slots of an expert in even shares of a row, what is over is dropped; null: nothing is dropped",
+    )
+    balance_loss: float = Field(
+        default=0.01, ge=0, description="weight of the load-balance loss, in each layer"
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the router's squared log-normalizer, in each layer",
+    )
+    bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="change per step of biases that balance the load without a loss; 0: no biases",
+    )
+
+    def faults(self) -> Iterator[str]:
+        """Yields a fault for numbers of experts and groups that do not go together."""
+        E, k, G, g = self.experts, self.experts_per_token, self.groups, self.groups_per_token
+        if k > E:
+            yield (
+                f"model.ffn.experts_per_token={k} is more than model.ffn.experts={E}: choose "
+                f"{E} at most"
+            )
+        if E % G:
+            yield (
+                f"model.ffn.experts={E} is not divisible by model.ffn.groups={G}: choose "
+                f"model.ffn.groups among {divisors(E)}"
+            )
+        elif g > G:
+            yield (
+                f"model.ffn.groups_per_token={g} is more than model.ffn.groups={G}: choose {G} at most"
+            )
+        elif G > 1 and k <= E and g * (E // G) < k:
+            yield (
+                f"model.ffn.groups_per_token={g} of {E // G} experts each are fewer than "
+                f"model.ffn.experts_per_token={k}: choose model.ffn.groups_per_token={-(-k * G // E)} or more"
+            )
+
+
 class ModelConfig(Section):
     """The decoder: sizes, numerics and how its layers are run."""
 
@@ -127,7 +194,9 @@ class ModelConfig(Section):
     head_dim: int | None = Field(
         default=None, ge=2, description="width of a head (H); null: embed / heads"
     )
-    mlp: int = Field(default=512, ge=1, description="width of the feed-forward layer (F)")
+    mlp: int = Field(
+        default=512, ge=1, description="width of the feed-forward layer, or of each expert (F)"
+    )
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
     norm_eps: float = Field(default=1e-6, gt=0, description="added to the mean square in RMSNorm")
     tie_embeddings: bool = Field(
@@ -150,7 +219,9 @@ class ModelConfig(Section):
     attention: GQAConfig | MLAConfig = Field(
         default=GQAConfig(), discriminator="kind", description="attention variant"
     )
-    ffn: SwiGLUConfig = Field(default=SwiGLUConfig(), description="feed-forward variant")
+    ffn: SwiGLUConfig | MoEConfig = Field(
+        default=SwiGLUConfig(), discriminator="kind", description="feed-forward variant"
+    )
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -169,6 +240,7 @@ class ModelConfig(Section):
 
     def faults(self) -> Iterator[str]:
         """Yields a fault for each pair of values that do not go together."""
+        yield from self.ffn.faults()
         save = ",".join(self.remat_save)
         if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
             yield (

@@ -1,0 +1,335 @@
+"""Mixture of experts: routers against an oracle, what is dropped, equality of the two ways, gradients, statistics."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitext import moe
+from minitext.config import ConfigError, ModelConfig, MoEConfig
+from minitext.equality import packed_batch
+from minitext.errors import UserError
+from minitext.kernels.grouped_matmul_blocked import grouped_matmul
+from minitext.mesh import make_mesh
+from minitext.mesh_check import check_mesh
+from minitext.model import Transformer, count_flops, count_params
+from minitext.sharding import RULES
+from minitext.train import init_state, make_train_step
+
+MOE = ("model.ffn.kind=moe", "model.ffn.experts=8", "model.mlp=16")
+
+
+def layer(seed=0, embed=16, mlp=12, **settings):
+    cfg = ModelConfig(embed=embed, heads=2, mlp=mlp, layers=3, ffn=MoEConfig(**settings))
+    return moe.MoE(cfg, rules=RULES["all"], rngs=nnx.Rngs(seed))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# --- the grouped product
+
+
+@settings(max_examples=10)
+@given(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=5), past=st.integers(0, 9))
+def test_blocks_multiply_groups_as_ragged_dot_does(sizes, past):
+    M = max(1, -(-(sum(sizes) + past) // 160) * 160)  # few shapes, few compilations
+    lhs, rhs, weights = normal(0, M, 8), normal(1, len(sizes), 8, 6), normal(2, M, 6)
+    sizes_G = jnp.array(sizes, jnp.int32)
+    valid = (np.arange(M) < sum(sizes))[:, None]
+    lhs = jnp.where(valid, lhs, jnp.nan)  # what lies past the end is of no use
+
+    def loss(product, lhs, rhs):
+        y = product(lhs, rhs, sizes_G)
+        return jnp.sum(jnp.where(valid, y * weights, 0)), y
+
+    def reference(lhs, rhs, sizes_G):
+        return jax.lax.ragged_dot(jnp.where(valid, lhs, 0), rhs, sizes_G)
+
+    grads, got = jax.grad(loss, argnums=(1, 2), has_aux=True)(grouped_matmul, lhs, rhs)
+    wanted, want = jax.grad(loss, argnums=(1, 2), has_aux=True)(reference, lhs, rhs)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(grads[1], wanted[1], atol=2e-4)
+    np.testing.assert_allclose(np.where(valid, grads[0], 0), wanted[0], atol=2e-5)
+    assert not np.any(got[sum(sizes) :]) and not np.any(grads[0][sum(sizes) :])
+
+
+# --- the router
+
+
+def oracle(logits, cfg, bias):
+    """One token's experts and weights, in plain loops."""
+    logits = logits.astype(np.float64)
+    exps = np.exp(logits - logits.max())
+    scores = exps / exps.sum() if cfg.router == "softmax" else 1 / (1 + np.exp(-logits))
+    # In float32, as ties are broken there.
+    ranking = (scores.astype(np.float32) + bias).astype(np.float32)
+    width = cfg.experts // cfg.groups
+    groups = [ranking[g * width : (g + 1) * width] for g in range(cfg.groups)]
+    value = [np.sort(group)[::-1][:2].sum(dtype=np.float32) for group in groups]
+    best = sorted(range(cfg.groups), key=lambda g: -value[g])[: cfg.groups_per_token]
+    allowed = [e for e in range(cfg.experts) if e // width in best]
+    chosen = sorted(allowed, key=lambda e: -ranking[e])[: cfg.experts_per_token]
+    weights = scores[chosen]
+    return chosen, cfg.scaling * (weights / weights.sum() if cfg.normalize else weights)
+
+
+@settings(max_examples=15)
+@given(
+    router=st.sampled_from(["softmax", "sigmoid"]),
+    grouping=st.sampled_from([(1, 1, 3), (4, 2, 3), (2, 1, 4), (8, 3, 3)]),
+    normalize=st.booleans(),
+    biased=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_router_is_its_definition(router, grouping, normalize, biased, seed):
+    groups, groups_per_token, k = grouping
+    cfg = MoEConfig(
+        experts=8, experts_per_token=k, router=router, groups=groups, groups_per_token=groups_per_token,
+        normalize=normalize, scaling=2.5,
+    )  # fmt: skip
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-2, 3, (6, 8)).astype(np.float32)  # many ties
+    bias = rng.choice(np.array([0, 0.25, 0.5], np.float32), 8) * biased
+    choice = moe.route(jnp.array(logits), cfg, jnp.array(bias) if biased else None)
+    for x, (experts, weights) in enumerate(oracle(row, cfg, bias) for row in logits):
+        np.testing.assert_array_equal(choice.experts[x], experts)
+        np.testing.assert_allclose(choice.weights[x], weights, rtol=1e-6)
+    np.testing.assert_allclose(jnp.sum(choice.shares, -1), 1, rtol=1e-6)
+
+
+def test_a_bias_chooses_and_never_weighs():
+    cfg = MoEConfig(experts=4, experts_per_token=1, normalize=False)
+    logits, bias = jnp.array([[0.0, 1.0, 2.0, 3.0]]), jnp.array([9.0, 0, 0, 0])
+    choice = moe.route(logits, cfg, bias)
+    assert choice.experts[0, 0] == 0
+    np.testing.assert_allclose(choice.weights[0, 0], jax.nn.softmax(logits)[0, 0])
+    grad = jax.grad(lambda bias: jnp.sum(moe.route(logits, cfg, bias).weights))(bias)
+    assert not np.any(grad)
+
+
+# --- the layer
+
+
+def by_loop(params, x_XD, cfg, slots, rows):
+    """Each token through its experts, in a loop over these: all products are of all tokens, masked afterwards."""
+    logits = x_XD @ params["router"]["w"].get_value()
+    choice = moe.route(logits, cfg, None)
+    counts = np.zeros((rows, cfg.experts), int)
+    keep = np.ones(choice.experts.shape, bool)
+    for x, experts in enumerate(np.asarray(choice.experts)):
+        for j, e in enumerate(experts):
+            row = x // (len(x_XD) // rows)
+            keep[x, j] = slots is None or counts[row, e] < slots
+            counts[row, e] += 1
+    y = jnp.zeros_like(x_XD)
+    for e in range(cfg.experts):
+        gate, up, down = (params[name].get_value()[e] for name in ("gate", "up", "down"))
+        one = (jax.nn.silu(x_XD @ gate) * (x_XD @ up)) @ down
+        weight = jnp.sum(jnp.where((choice.experts == e) & keep, choice.weights, 0), axis=-1)
+        y = y + weight[:, None] * one
+    return y, counts, int((~keep).sum())
+
+
+@pytest.mark.parametrize("factor", [None, 0.6, 1.25])
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_values_gradients_and_counts_are_those_of_a_loop(factor, skew):
+    ours = layer(experts=4, capacity_factor=factor)
+    # With skew almost all tokens like expert 1 best.
+    ours.router.w.set_value(ours.router.w.get_value().at[0, 1].add(skew))
+    x, weights, rows = normal(1, 24, 16).at[:, 0].set(1.0), normal(2, 24, 16), 3
+    graphdef, params = nnx.split(ours, nnx.Param)
+    slots = moe.capacity(ours.cfg, 8)
+
+    def mine(params, x):
+        y, routing = nnx.merge(graphdef, params).routed(x, rows)
+        return jnp.sum(y * weights), (y, routing)
+
+    def loop(params, x):
+        y, _, _ = by_loop(params, x, ours.cfg, slots, rows)
+        return jnp.sum(y * weights)
+
+    grads, (y, routing) = jax.grad(mine, argnums=(0, 1), has_aux=True)(params, x)
+    want, counts, dropped = by_loop(params, x, ours.cfg, slots, rows)
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    np.testing.assert_array_equal(routing.load_E, counts.sum(0))
+    assert (
+        routing.dropped == dropped == (0 if slots is None else np.maximum(counts - slots, 0).sum())
+    )
+    assert (dropped > 10) == (factor == 0.6 or (factor == 1.25 and skew > 0))
+    with jax.ensure_compile_time_eval():
+        wanted = jax.grad(loop, argnums=(0, 1))(params, x)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
+
+
+@settings(max_examples=8)
+@given(
+    k=st.integers(1, 3),
+    width=st.sampled_from([8, 96]),
+    rows=st.sampled_from([1, 4]),
+    seed=st.integers(0, 99),
+)
+def test_dropless_is_dropping_with_room_for_all_bit_for_bit(k, width, rows, seed):
+    shape = {"experts": 6, "experts_per_token": k, "embed": width, "mlp": 2 * width}
+    x = normal(seed, 48, width)
+    dropless, roomy = (
+        jax.jit(layer(seed, capacity_factor=factor, **shape).routed, static_argnums=1)(x, rows)
+        for factor in (None, 6.0)
+    )
+    for a, b in zip(jax.tree.leaves(dropless), jax.tree.leaves(roomy), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_later_tokens_and_other_rows_change_nothing(factor):
+    """With room for half, what is dropped depends on earlier tokens of the row alone."""
+    ours, x, t = layer(experts=4, capacity_factor=factor), normal(1, 32, 16), 20
+    y, routing = ours.routed(x, 2)
+    assert (routing.dropped > 0) == (factor is not None)
+    changed = ours.routed(x.at[t].set(normal(2, 16)), 2)[0] != y
+    rows = np.flatnonzero(np.asarray(changed).any(-1))
+    assert rows[0] == t  # and of the second row, which begins at 16, none before
+    assert factor is not None or list(rows) == [t]
+
+
+def test_shared_experts_see_every_token():
+    ours, x = layer(experts=4, shared_experts=2), normal(1, 12, 16)
+    assert ours.shared.gate.w.shape == (16, 24)
+    alone = ours.routed(x, 1)[0] - ours.shared(x)
+    ours.shared.down.w.set_value(0 * ours.shared.down.w.get_value())
+    np.testing.assert_allclose(ours.routed(x, 1)[0], alone, atol=1e-6)
+
+
+# --- statistics and balancing
+
+
+def test_losses_are_their_definitions():
+    """Even shares cost 1, all tokens at the same k experts E / k; z is of the log-normalizer."""
+    even = layer(experts=4, experts_per_token=2, balance_loss=0.5, z_loss=0.25, embed=4)
+    even.router.w.set_value(jnp.eye(4))
+    x = 50.0 * jnp.array([[1.0, 1, 0, 0], [0, 0, 1, 1]])
+    routing = even.routed(x, 1)[1]
+    np.testing.assert_array_equal(routing.load_E, [1, 1, 1, 1])
+    np.testing.assert_allclose(routing.balance, 1)
+    np.testing.assert_allclose(routing.z, (50 + np.log(2)) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(routing.loss, 0.5 * routing.balance + 0.25 * routing.z)
+    routing = even.routed(x[:1], 1)[1]
+    np.testing.assert_array_equal(routing.load_E, [1, 1, 0, 0])
+    np.testing.assert_allclose(routing.balance, 2)
+
+
+def test_biases_move_towards_the_even_share():
+    params = nnx.State({"blocks": {"ffn": {"bias": nnx.Param(jnp.zeros((2, 3)), axes=(None,))}}})
+    load = jnp.array([[3, 2, 1], [0, 6, 0]])
+    new = moe.update_bias(params, load, 0.1)["blocks"]["ffn"]["bias"].get_value()
+    np.testing.assert_allclose(new, [[-0.1, 0, 0.1], [0.1, -0.1, 0.1]])
+    assert not np.any(params["blocks"]["ffn"]["bias"].get_value())
+
+
+def run(cfg, mesh, steps=2):
+    state, step, lines = init_state(cfg, mesh), make_train_step(cfg, mesh), []
+    for seed in range(steps):
+        state, metrics = step(state, packed_batch(cfg, mesh, seed))
+        lines.append(jax.device_get(metrics))
+    return lines, jax.device_get(state)
+
+
+def test_a_step_reports_its_experts_and_moves_their_biases(tiny, one_device):
+    cfg = tiny(*MOE, "model.ffn.bias_rate=0.01", "model.ffn.capacity_factor=1.0")
+    lines, state = run(cfg, one_device)
+    for line in lines:
+        assert line["expert_load_min"] < 1 < line["expert_load_max"] <= 4
+        assert 0 < line["dropped"] < 0.6 and 0.9 < line["balance_loss"] < 4
+        assert line["router_z_loss"] > 0
+    bias = np.abs(state.params["blocks"]["ffn"]["bias"].get_value())
+    assert bias.shape == (2, 8) and set(np.round(bias, 4).ravel()) <= {
+        0,
+        0.01,
+        0.02,
+        np.float32(0.01),
+        np.float32(0.02),
+    }
+    assert bias.any()
+
+
+def test_parts_of_a_batch_report_the_whole(tiny, one_device):
+    """Loads are counted over all microbatches; the rest is their mean, weighted by targets."""
+    (whole, *_), _ = run(tiny(*MOE), one_device, steps=1)
+    (parts, *_), _ = run(tiny(*MOE, "train.microbatches=4"), one_device, steps=1)
+    for name in ("expert_load_max", "expert_load_min", "dropped"):
+        np.testing.assert_allclose(parts[name], whole[name])
+    np.testing.assert_allclose(parts["router_z_loss"], whole["router_z_loss"], rtol=0.05)
+
+
+def test_the_balance_loss_balances(tiny, one_device):
+    loads = {}
+    for weight in (0.0, 1.0):
+        cfg = tiny(
+            *MOE,
+            f"model.ffn.balance_loss={weight}",
+            "optim.warmup_steps=1",
+            "optim.learning_rate=0.01",
+        )
+        loads[weight] = run(cfg, one_device, steps=12)[0][-1]["balance_loss"]
+    assert loads[1.0] < loads[0.0] - 0.02
+
+
+# --- configuration, counts
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.ffn.experts_per_token=9", "model.ffn.experts_per_token=9 is more than model.ffn.experts=8"),
+        ("model.ffn.groups=3", "model.ffn.groups=3: choose model.ffn.groups among 1, 2, 4, 8"),
+        ("model.ffn.groups_per_token=2", "model.ffn.groups_per_token=2 is more than"),
+        ("model.ffn.groups=8", "model.ffn.groups_per_token=1 of 1 experts each"),
+        ("model.ffn.experts=1", "model.ffn.experts=1"),
+        ("model.ffn.capacity_factor=0", "model.ffn.capacity_factor=0"),
+        ("model.ffn.kind=swiglu", "model.ffn.experts=8"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_one_line(tiny, override, named):
+    with pytest.raises(ConfigError) as error:
+        tiny(*MOE[1:], "model.ffn.kind=moe", override)
+    (line,) = [line for line in str(error.value).splitlines() if named in line]
+    assert "model.ffn" in line
+
+
+def test_another_kind_takes_nothing_of_the_layers_below(tiny):
+    cfg = tiny(*MOE).replace({"model.ffn.kind": "swiglu"})
+    assert cfg.model.ffn.model_dump() == {"kind": "swiglu"}
+    assert tiny("model.ffn.experts=4", "model.ffn.kind=moe").model.ffn.experts == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["mesh.expert=8", "model.ffn.experts=4"], "model.ffn.experts=4 is not divisible by mesh.expert=8"),
+        (["mesh.stage=2", "mesh.data=4"], "mesh.stage=2"),
+        (["mesh.context=2", "mesh.data=4", "model.ffn.capacity_factor=1.0"], "model.ffn.capacity_factor=1.0"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_experts_cannot_use_is_refused(tiny, overrides, named):
+    cfg = tiny(*MOE, *overrides)
+    with pytest.raises(UserError, match=named):
+        check_mesh(cfg, make_mesh(cfg.mesh))
+
+
+@pytest.mark.parametrize("more", [{}, {"shared_experts": 2, "bias_rate": 0.1}])
+def test_parameters_are_counted(more):
+    cfg = ModelConfig(embed=16, heads=2, mlp=12, layers=3, ffn=MoEConfig(experts=4, **more))
+    params = nnx.state(nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0))), nnx.Param)
+    assert sum(x.size for x in jax.tree.leaves(params)) == count_params(cfg)
+    others = 3 * (4 - 2) * 3 * 16 * 12 + 3 * 4 * bool(more)
+    assert count_params(cfg, active=True) == count_params(cfg) - others
+
+
+def test_flops_are_those_of_the_experts_that_a_token_meets():
+    few, many = (ModelConfig(embed=16, heads=2, mlp=12, ffn=MoEConfig(experts=E)) for E in (4, 64))
+    assert count_flops(many, 10, 8) - count_flops(few, 10, 8) == 3 * 10 * 2 * 4 * 16 * 60  # routers
