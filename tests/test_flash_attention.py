@@ -244,14 +244,13 @@ def on_tpu(B, T, N, K, H, dtype="bfloat16"):
 
 
 def test_it_says_what_it_needs():
-    supports = functools.partial(flash_attention_tpu.supports, platform="tpu")
+    supports = flash_attention_tpu.supports
     assert supports(*on_tpu(1, 77, 4, 2, 64)) is None
     assert "got 24" in supports(*on_tpu(1, 77, 4, 2, 24))
     assert "float16" in supports(*on_tpu(1, 77, 4, 2, 64, "float16"))
     assert "got 96" in supports(
         *on_tpu(1, 77, 4, 2, 64), None, mask=Mask(blocks=((True,),), block=96)
     )
-    assert "for a cpu" in flash_attention_tpu.supports(*on_tpu(1, 77, 4, 2, 64), platform="cpu")
 
 
 def test_masks_that_are_none_and_options_that_an_implementation_lacks_are_refused():

@@ -235,7 +235,7 @@ def test_auto_takes_xla_here_and_kernels_say_what_they_need(caplog):
     assert [r.message for r in caplog.records] == ["grouped_matmul on cpu: xla"]
     with pytest.raises(UserError, match="pallas_tpu.*for a cpu"):
         kernels.grouped_matmul(lhs, rhs, sizes, impl="pallas_tpu")
-    supports = functools.partial(tpu.supports, platform="tpu")
+    supports = tpu.supports
     assert supports(lhs, rhs, sizes) is None
     assert "bfloat16" in supports(lhs.astype("bfloat16"), rhs, sizes)
     assert "float16" in supports(lhs.astype("float16"), rhs.astype("float16"), sizes)
@@ -244,4 +244,4 @@ def test_auto_takes_xla_here_and_kernels_say_what_they_need(caplog):
 
 def test_on_a_mesh_the_kernels_belong_inside_shard_map(one_device):
     lhs, rhs, _ = inputs(4, 3, 5, 2, "float32", 4)
-    assert "shard_map" in tpu.supports(lhs, rhs, None, platform="tpu")
+    assert "shard_map" in tpu.supports(lhs, rhs, None)

@@ -45,7 +45,7 @@ def inputs(seed, B, T, N, K, H, size=1.0):
 
 
 def supported(impl, *args):
-    return kernels.IMPLEMENTATIONS["attention", impl].supports(*args) is None
+    return kernels.IMPLEMENTATIONS["attention", impl].reason(*args) is None
 
 
 HERE = [impl for impl in IMPLS if supported(impl, *inputs(0, 2, 128, 4, 2, 8))]
@@ -126,12 +126,20 @@ def test_cudnn_says_what_it_needs():
     shapes = {"bfloat16": (2, 64, 4, 64), "float32": (2, 64, 4, 64)}
     half, single = (jnp.zeros(shape, dtype) for dtype, shape in shapes.items())
     segments = jnp.ones((2, 64), jnp.int32)
-    supports = functools.partial(cudnn.supports, platform="gpu")
+    supports = cudnn.supports
     assert supports(half, half, half, segments) is None
     assert "model.dtype=bfloat16" in supports(single, single, single)
     assert "even" in supports(half[:, :63], half, half, segments[:, :63])
     assert "got 63" in supports(half[..., :63], half, half)
-    assert "for a cpu" in cudnn.supports(half, half, half, platform="cpu")
+
+
+@pytest.mark.parametrize("op, impl", kernels.IMPLEMENTATIONS, ids="-".join)
+def test_a_kernel_of_another_platform_is_refused(op, impl):
+    where = kernels.IMPLEMENTATIONS[op, impl].platform
+    assert where == {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(impl.split("_")[-1])
+    if where is not None:
+        with pytest.raises(UserError, match=f"{impl}.*for a {where}, and the program is for a cpu"):
+            kernels.choose(op, impl)
 
 
 def test_auto_takes_the_blocked_one_where_it_can(caplog):

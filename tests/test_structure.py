@@ -30,7 +30,17 @@ LAYERS = [
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
-    | {"shard_report", "equality", "rundir", "run", "grading", "doctor", "llo", "llo_report", "tune"},
+    | {
+        "shard_report",
+        "equality",
+        "rundir",
+        "run",
+        "grading",
+        "doctor",
+        "llo",
+        "llo_report",
+        "tune",
+    },
     {"figures", "notebook", "cli"},
     {"__main__"},
 ]

@@ -91,9 +91,7 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
         grouped_matmul_gpu.grouped_matmul, grouped_matmul_gpu.supports, "gpu"
     ),
     ("rms_norm", "xla"): Implementation(rms_norm_xla.rms_norm),
-    ("rms_norm", "pallas_tpu"): Implementation(
-        rms_norm_tpu.rms_norm, rms_norm_tpu.supports, "tpu"
-    ),
+    ("rms_norm", "pallas_tpu"): Implementation(rms_norm_tpu.rms_norm, rms_norm_tpu.supports, "tpu"),
     ("linear_cross_entropy", "xla"): Implementation(linear_cross_entropy_xla.linear_cross_entropy),
     ("linear_cross_entropy", "pallas_tpu"): Implementation(
         linear_cross_entropy_tpu.linear_cross_entropy, linear_cross_entropy_tpu.supports, "tpu"

@@ -36,11 +36,9 @@ def attention(
     return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(*args)
 
 
-def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None, *, platform: str) -> str | None:
+def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None) -> str | None:
     """Returns the reason why cuDNN can't compute this, or None."""
     T, H = q_BTNH.shape[1::2]
-    if platform != "gpu":
-        return f"it is a library for NVIDIA GPUs, and the program is for a {platform}"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return (
             f"it computes in 16 bits and the queries are {q_BTNH.dtype}: set model.dtype=bfloat16"

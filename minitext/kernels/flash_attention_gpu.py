@@ -101,11 +101,9 @@ def flash_attention(
 
 
 def supports(
-    q_BTNH, k_BSKH, v_BSKH, _segment_ids=None, *, platform: str, mask: Mask = CAUSAL, **_options
+    q_BTNH, k_BSKH, v_BSKH, _segment_ids=None, *, mask: Mask = CAUSAL, **_options
 ) -> str | None:
     """Returns the reason why the kernels can't compute this, or None."""
-    if platform != "gpu":
-        return f"it is a kernel for NVIDIA GPUs, and the program is for a {platform}"
     if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"it computes in float32, bfloat16 or float16: got {q_BTNH.dtype}"
     if q_BTNH.shape[3] not in HEAD_DIMS or v_BSKH.shape[3] != q_BTNH.shape[3]:

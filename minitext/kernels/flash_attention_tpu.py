@@ -74,16 +74,16 @@ def flash_attention(
 
 
 def supports(
-    q_BTNH, k_BSKH, _v, segment_ids_BT=None, *, platform: str, mask: Mask = CAUSAL, **_options
+    q_BTNH, k_BSKH, v_BSKH, _segment_ids=None, *, mask: Mask = CAUSAL, **_options
 ) -> str | None:
     """Returns the reason why the kernels can't compute this, or None."""
     H = q_BTNH.shape[3]
-    if platform != "tpu":
-        return f"it is a kernel for TPUs, and the program is for a {platform}"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it computes in bfloat16 or float32 and the queries are {q_BTNH.dtype}"
     if H % HEAD_DIM_STEP:
         return f"it needs heads of a multiple of {HEAD_DIM_STEP}, half a row of lanes: got {H}"
+    if v_BSKH.shape[3] != H:
+        return f"it needs values as wide as keys: got {v_BSKH.shape[3]} and {H}"
     if mask.blocks is not None and mask.block % LANES:
         return f"it needs a mask of blocks of a multiple of {LANES} tokens: got {mask.block}"
     if not jax.sharding.get_abstract_mesh().empty:

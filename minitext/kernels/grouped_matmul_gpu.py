@@ -72,10 +72,8 @@ def grouped_matmul(
     return _grouped_matmul(tiles, *args)
 
 
-def supports(lhs_MK, rhs_GKN, _group_sizes_G, *, platform: str) -> str | None:
+def supports(lhs_MK, rhs_GKN, _group_sizes_G) -> str | None:
     """Returns the reason why the kernels can't compute this, or None."""
-    if platform != "gpu":
-        return f"it is a kernel for NVIDIA GPUs, and the program is for a {platform}"
     types = (jnp.float32, jnp.bfloat16, jnp.float16)
     if lhs_MK.dtype != rhs_GKN.dtype or lhs_MK.dtype not in types:
         return f"it multiplies float32, bfloat16 or float16: got {lhs_MK.dtype} and {rhs_GKN.dtype}"

@@ -71,10 +71,8 @@ def grouped_matmul(
     return _grouped_matmul(*args, tiles or TILES[lhs_MK.dtype.name])
 
 
-def supports(lhs_MK, rhs_GKN, _group_sizes_G, *, platform: str) -> str | None:
+def supports(lhs_MK, rhs_GKN, _group_sizes_G) -> str | None:
     """Returns the reason why these kernels can't compute this, or None."""
-    if platform != "tpu":
-        return f"it is a kernel for TPUs, and the program is for a {platform}"
     if lhs_MK.dtype != rhs_GKN.dtype or lhs_MK.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it multiplies bfloat16 or float32: got {lhs_MK.dtype} and {rhs_GKN.dtype}"
     if 0 in (*lhs_MK.shape, *rhs_GKN.shape):

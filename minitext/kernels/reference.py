@@ -83,6 +83,14 @@ def blocked_attention(
     return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)
 
 
+def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None) -> str | None:
+    """Returns the reason why `blocked_attention` can't compute this, or None."""
+    T = q_BTNH.shape[1]
+    if T % 4 or T < 128:
+        return f"it needs at least 128 tokens, and a number divisible by 4: got T={T}"
+    return None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
     return _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)[0]
