@@ -172,8 +172,13 @@ def compiles_for(chip: str, fn: Callable, *args: Any) -> str | None:
 
 def _one_line(refusal: str) -> str:
     """The compiler's reason, without what is the same in every message."""
-    if vmem := re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", refusal):
-        return f"its blocks and scratch take {vmem[1]} of VMEM, and the limit is {vmem[2]}"
+    # Of blocks, which have a limit of their own, or of whole arrays.
+    asked = (
+        r"Scoped allocation with size (\S+) and limit (\S+) exceeded|vmem. Used (\S+) of (\S+) vmem"
+    )
+    if vmem := re.search(asked, refusal):
+        size, limit = filter(None, vmem.groups())
+        return f"its arrays or blocks take {size} of VMEM, and the limit is {limit}"
     text = re.sub(r"^.*?(HLO name `.*?`|Error details): ", "", refusal, flags=re.S)
     text = re.sub(r"Blocked\(block_size=(\d+)\)", r"\1", text.strip().split("\n")[0])
     text = re.sub(r", and index_map .*| at \S+:\d+|\s*Please (file|cast).*", "", text)

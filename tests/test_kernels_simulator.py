@@ -108,7 +108,7 @@ def test_a_block_that_is_not_loaded_again_counts_once():
 @pytest.mark.parametrize("wrong, text", [
     (lambda x: row_sums(x, shift=1), r'block index \(\d, 4\) for input "x_ref".*\[\(.*512:640'),
     (lambda x: row_sums(x, back=True, semantics=None), "Revisited block .*0:8"),
-    (lambda x: copied(x, too_early=True), r"race in VMEM: a write of \[:\] by a copy .* and a read"),
+    (lambda x: copied(x, too_early=True), r"race in VMEM: a read of \[:\] by core 0 .* and a write of \[:\] by a copy"),
 ])  # fmt: skip
 def test_each_mistake_is_refused_in_one_line_and_the_next_kernel_runs(wrong, text):
     with pytest.raises(Fault, match=text) as caught:

@@ -135,11 +135,12 @@ def _explain(message: str) -> str:
 
 
 def _describe(race: re.Match) -> str:
-    both = " and ".join(
+    # Which of the two came last, and so is reported first, differs from run to run.
+    both = sorted(
         f"a {kind} of [{_ranges(where).strip('(),') or ':'}] by {_who(int(device), core, frame)}"
         for kind, _, where, device, core, frame in (race.groups()[:6], race.groups()[6:])
     )
-    return f"race in {race[2].upper()}: {both}, which nothing orders"
+    return f"race in {race[2].upper()}: {' and '.join(both)}, which nothing orders"
 
 
 def _who(device: int, core: str, frame: str) -> str:

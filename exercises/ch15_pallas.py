@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+# EXERCISE 15.index_maps
+def attention_specs(B, T, N, K, H, block):
+    """Grid and blocks of a causal attention in which N/K query heads share a key head.
+
+    Args:
+      B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH and v_BKTH.
+      T: tokens of a row, queries as well as keys.
+      N: query heads.
+      K: key heads; N is divisible by it.
+      H: width of a head.
+      block: how many queries and how many keys a block holds; T is divisible by it.
+
+    Returns:
+      (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose last index numbers the
+      blocks of keys; a list of three `pl.BlockSpec`, for q, k and v; and the result's.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("15.index_maps")
+
+
+# EXERCISE 15.reduction
+def column_stats(x_MN, block_M=32, block_N=128):
+    """Sum and maximum of each column.
+
+    Args:
+      x_MN: [M, N] float32 or bfloat16, of any sizes from 1 on.
+      block_M: rows of a block of x.
+      block_N: columns of a block of x.
+
+    Returns:
+      (sum_1N, max_1N): two float32 arrays [1, N].
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("15.reduction")
+
+
+# EXERCISE 15.out_of_bounds
+def second_difference(x_MN):
+    """The second difference of each column; rows before the first and after the last count as 0.
+
+    Args:
+      x_MN: float32 [M, N], of any sizes from 1 on.
+
+    Returns:
+      float32 [M, N]: x[m - 1] - 2 x[m] + x[m + 1].
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("15.out_of_bounds")
+
+
+# EXERCISE 15.softmax
+def row_softmax(x_MN, block_M=8):
+    """Softmax over each row, computed in float32; a row of nothing but -inf gives zeros.
+
+    Args:
+      x_MN: [M, N] float32 or bfloat16, of any sizes from 1 on; entries may be -inf.
+      block_M: rows of a block.
+
+    Returns:
+      [M, N] in the type of x_MN.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("15.softmax")
+
+
+# EXERCISE 15.gather
+def take_rows(table_VD, ids_T):
+    """The table's rows that the ids name; an id that is none of its rows gives zeros.
+
+    Args:
+      table_VD: float32 [V, D], of any sizes from 1 on.
+      ids_T: int32 [T], of any size from 1 on.
+
+    Returns:
+      float32 [T, D].
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("15.gather")

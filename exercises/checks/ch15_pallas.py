@@ -1,0 +1,940 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from minitext.aot import compiles_for
+from minitext.grading import Exercise
+from minitext.kernels.simulator import strict
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def simulate(t, fn, *args, cores=2):
+    """The result and the one kernel's run, in the strict simulator, in an order of its own."""
+    with strict(cores=cores, seed=int(t.rng.integers(1, 1000))) as runs:
+        out = jax.jit(fn)(*args)
+    t.equal(len(runs), 1, why="how many Pallas calls run")
+    return out, runs[0]
+
+
+def compiles(t, fn, *args):
+    shapes = ", ".join(str(list(x.shape)) for x in args)
+    reason = compiles_for("v5e", fn, *args)
+    t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
+
+
+def changes(blocks):
+    """How often a block is loaded: at the first step, and where it is not that of the step before."""
+    return 1 + sum(now != before for before, now in itertools.pairwise(blocks))
+
+
+def numbers(t, *shape, dtype=jnp.float32, scale=1.0):
+    return jnp.asarray(scale * t.rng.normal(size=shape), dtype)
+
+
+# --------------------------------------------------------------------------------- index_maps
+
+index_maps = Exercise(
+    "15.index_maps",
+    title="The blocks of causal attention",
+    function="attention_specs",
+    minutes=25,
+    points=10,
+    statement="""
+Here is the inside of an attention, without its softmax: `o` is the sum over keys of `(q . k) v`, and no
+query sees a later key. Its kernel is finished:
+
+```python
+def kernel(q_ref, k_ref, v_ref, o_ref):
+    t, s = pl.program_id(2), pl.program_id(3)
+
+    @pl.when(s == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    @pl.when(s <= t)
+    def _():
+        scores = q_ref[...] @ k_ref[...].T
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (0, 1))
+        scores = jnp.where((s < t) | (row >= column), scores, 0)
+        o_ref[...] += scores @ v_ref[...]
+```
+
+It has no index maps yet. Write `attention_specs(B, T, N, K, H, block)`, which returns the grid and the
+blocks of every array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
+
+- The grid is `(B, N, T // block, T // block)`: for each row, head and block of queries, all blocks of
+  keys. The kernel sees blocks of `[block, H]`: a `None` in a block's shape takes one index of that
+  dimension, and removes the dimension.
+- `N / K` query heads in a row share a key head, as in chapter 4: query head `n` reads key head
+  `n // (N // K)`.
+- The kernel skips blocks of keys that are later than its queries. **They must not be loaded either.**
+  Of `k`, and of `v`, no more than `n (n + 1) / 2` blocks are loaded for each row and query head, with
+  `n = T // block`. Blocks of `q` are loaded once each, and blocks of the result stored once each.
+""",
+    hints=(
+        "Each index map gets four numbers, `b, n, t, s`, and returns four block numbers. Which of the four "
+        "does the block of `q` depend on?",
+        "A block is not loaded when its number is that of the step before. What may the index map of `k` "
+        "return at a step with `s > t`, whose block nobody reads?",
+        "`q`: `(b, n, t, 0)`. For `k` and `v` the head is `n // (N // K)` and the block of keys is "
+        "`jnp.minimum(s, t)`.",
+    ),
+)
+
+
+def attend_kernel(q_ref, k_ref, v_ref, o_ref):
+    t, s = pl.program_id(2), pl.program_id(3)
+
+    @pl.when(s == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    @pl.when(s <= t)
+    def _():
+        scores = q_ref[...] @ k_ref[...].T
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (0, 1))
+        scores = jnp.where((s < t) | (row >= column), scores, 0)
+        o_ref[...] += scores @ v_ref[...]
+
+
+def attend_with(fn, sizes):
+    """The kernel with the blocks that an answer gives."""
+    grid, in_specs, out_spec = fn(*sizes)
+
+    def attend(q, k, v):
+        return pl.pallas_call(
+            attend_kernel,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_spec,
+            out_shape=spec(*q.shape),
+        )(q, k, v)
+
+    return grid, attend
+
+
+def attention_args(t, B, T, N, K, H):
+    return [numbers(t, B, heads, T, H) for heads in (N, K, K)]
+
+
+def attend_by_hand(q, k, v):
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    return jnp.einsum("bnts,bnsh->bnth", jnp.tril(jnp.einsum("bnth,bnsh->bnts", q, k)), v)
+
+
+def attends(fn, t, B, T, N, K, H, block, why):
+    grid, attend = attend_with(fn, (B, T, N, K, H, block))
+    t.equal(tuple(grid), (B, N, T // block, T // block), why="the grid")
+    args = attention_args(t, B, T, N, K, H)
+    out, run = simulate(t, attend, *args, cores=1)
+    t.close(out, attend_by_hand(*args), rtol=1e-3, atol=1e-3, why=why)
+    return run
+
+
+@index_maps.check("one head and one block")
+def _(fn, t):
+    attends(fn, t, 1, 8, 1, 1, 16, 8, "B = N = K = 1 and a single block")
+
+
+@index_maps.check("heads that share keys, rows, several blocks")
+def _(fn, t):
+    attends(fn, t, 2, 24, 4, 2, 16, 8, "B=2, N=4, K=2 and three blocks")
+
+
+@index_maps.check("what is loaded")
+def _(fn, t):
+    run = attends(fn, t, 1, 32, 3, 1, 8, 8, "N=3, K=1 and four blocks")
+    q, k, v, _ = run.loads
+    t.equal(q, 3 * 4, why="blocks of q that are loaded, for 3 heads and 4 blocks of queries")
+    t.equal(run.stores[-1], 3 * 4, why="blocks of the result that are stored")
+    for name, loads in (("k", k), ("v", v)):
+        t.true(
+            loads <= 3 * 10,
+            f"{loads} blocks of {name} are loaded, of which the kernel reads 30: what it skips is "
+            "loaded too",
+            loads,
+        )
+
+
+@index_maps.check("Mosaic compiles it")
+def _(fn, t):
+    sizes = (2, 1024, 8, 2, 128, 256)
+    _, attend = attend_with(fn, sizes)
+    compiles(t, attend, *(spec(2, heads, 1024, 128) for heads in (8, 2, 2)))
+
+
+def right_specs(B, T, N, K, H, block, *, kv=None, q=None, o=None, grid=None):
+    tiles, shape = T // block, (None, None, block, H)
+    q = q or (lambda b, n, t, s: (b, n, t, 0))
+    kv = kv or (lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t), 0))
+    key = pl.BlockSpec(shape, kv)
+    return (
+        grid or (B, N, tiles, tiles),
+        [pl.BlockSpec(shape, q), key, key],
+        pl.BlockSpec(shape, o or q),
+    )
+
+
+@index_maps.mutant(
+    "You read key head `n`, but there are only K of them. N / K query heads in a row share one: "
+    "`n // (N // K)`."
+)
+def key_head_n(B, T, N, K, H, block):
+    return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n, jnp.minimum(s, t), 0))
+
+
+@index_maps.mutant(
+    "Your query heads take the key heads in turn, `n % K`. Heads that share keys stand side by side: "
+    "`n // (N // K)`."
+)
+def key_heads_in_turn(B, T, N, K, H, block):
+    return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n % K, jnp.minimum(s, t), 0))
+
+
+@index_maps.mutant(
+    "Your maps are right, but blocks past the diagonal are loaded and then skipped. Return there the block "
+    "of the step before: `jnp.minimum(s, t)`."
+)
+def loads_what_is_skipped(B, T, N, K, H, block):
+    return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // (N // K), s, 0))
+
+
+@index_maps.mutant(
+    "An index map returns numbers of blocks, and yours returns numbers of rows. Pallas multiplies by the "
+    "block's size itself."
+)
+def rows_not_blocks(B, T, N, K, H, block):
+    at = lambda b, n, t, s: (b, n, t * block, 0)  # noqa: E731
+    kv = lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t) * block, 0)  # noqa: E731
+    return right_specs(B, T, N, K, H, block, q=at, kv=kv)
+
+
+@index_maps.mutant(
+    "Your blocks of keys follow `t`. The block of keys is numbered by the grid's last index, `s`; `t` is "
+    "only its bound."
+)
+def keys_follow_queries(B, T, N, K, H, block):
+    return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // (N // K), t, 0))
+
+
+@index_maps.mutant(
+    "The result's block must depend on `t` and not on `s`: while s runs, the kernel adds to one block."
+)
+def result_follows_keys(B, T, N, K, H, block):
+    return right_specs(B, T, N, K, H, block, o=lambda b, n, t, s: (b, n, s, 0))
+
+
+# ---------------------------------------------------------------------------------- reduction
+
+reduction = Exercise(
+    "15.reduction",
+    title="Sum and maximum of columns",
+    function="column_stats",
+    minutes=25,
+    points=10,
+    forbid=("jax.numpy.pad",),
+    statement="""
+Write `column_stats(x_MN, block_M=32, block_N=128)`: the sum and the maximum of every column, in one
+Pallas call with two results.
+
+- Blocks of x are `[block_M, block_N]`, and each is loaded once. Sizes need not divide: M and N are any
+  numbers from 1 on. What pads the last block may be anything, NaN too.
+- Both results are float32 arrays `[1, N]`. x may be bfloat16: convert a block before you sum it.
+- Blocks of columns are independent, so that two cores can share them: say so with
+  `dimension_semantics`. The rows of a column are not.
+- It compiles for a v5e at `[65536, 4000]`.
+""",
+    hints=(
+        "The result's block must stay the same from step to step until its column is finished. Which "
+        "dimension of the grid comes last, then?",
+        "In the last block of rows, `pl.program_id(1) * block_M` plus `jax.lax.broadcasted_iota` tells "
+        "which rows exist. What may stand in for the others in a sum? And in a maximum?",
+        'Grid (columns, rows), semantics ("parallel", "arbitrary"), x\'s map `lambda j, i: (i, j)`, the '
+        "results' `lambda j, i: (0, j)`. At i == 0 store 0 and -inf; then add and take maxima of "
+        "`jnp.where(is_row, x, 0)` and `jnp.where(is_row, x, -jnp.inf)`.",
+    ),
+)
+
+
+def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0):
+    x = numbers(t, M, N, dtype=dtype) + jnp.asarray(shift, dtype)
+    got, run = simulate(t, fn, x)
+    t.equal(len(got), 2, why="how many results")
+    wide = np.asarray(x, np.float64)
+    text = f"of [{M}, {N}] {jnp.dtype(dtype).name}"
+    t.close(got[0], wide.sum(0, keepdims=True), 1e-4, 1e-2, f"sums {text}", np.float32)
+    t.close(got[1], wide.max(0, keepdims=True), 1e-6, 1e-6, f"maxima {text}", np.float32)
+    return run
+
+
+@reduction.check("one block")
+def _(fn, t):
+    reduces(fn, t, 32, 128)
+
+
+@reduction.check("several blocks of rows")
+def _(fn, t):
+    run = reduces(fn, t, 96, 128)
+    t.equal(run.loads[0], 3, why="blocks of x that are loaded")
+
+
+@reduction.check("columns that are all negative, ragged rows and columns, bfloat16")
+def _(fn, t):
+    M, N = int(t.rng.integers(33, 63)), int(t.rng.integers(129, 250))
+    reduces(fn, t, M, N, jnp.bfloat16, shift=-10)
+
+
+@reduction.check("two cores share the columns")
+def _(fn, t):
+    run = reduces(fn, t, 64, 256)
+    cores = {core for core, _ in run.visits}
+    why = "only one core has work to do: no dimension of the grid is parallel"
+    t.true(len(cores) == 2, why, len(cores))
+
+
+@reduction.check("Mosaic compiles it")
+def _(fn, t):
+    compiles(t, fn, spec(65536, 4000, dtype=jnp.bfloat16))
+
+
+def column_stats_with(
+    *, start="first", least=-jnp.inf, masked="where", wide=jnp.float32, semantics=None, swap=False
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MN, block_M=32, block_N=128):
+        M, N = x_MN.shape
+
+        def kernel(x_ref, sum_ref, max_ref):
+            i = pl.program_id(0 if swap else 1)
+
+            @pl.when((i == 0) if start == "first" else (i >= 0) if start == "each" else (i < 0))
+            def _():
+                sum_ref[...] = jnp.zeros_like(sum_ref)
+                max_ref[...] = jnp.full_like(max_ref, least)
+
+            x = x_ref[...].astype(wide)
+            row = i * block_M + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            add = top = x
+            if masked == "where":
+                add, top = jnp.where(row < M, x, 0), jnp.where(row < M, x, least)
+            part = jnp.sum(add, axis=0, keepdims=True)
+            sum_ref[...] = (sum_ref[...].astype(wide) + part).astype(jnp.float32)
+            top = jnp.max(top, axis=0, keepdims=True).astype(jnp.float32)
+            max_ref[...] = jnp.maximum(max_ref[...], top)
+
+        grid = (pl.cdiv(N, block_N), pl.cdiv(M, block_M))
+        out = pl.BlockSpec((1, block_N), (lambda i, j: (0, j)) if swap else (lambda j, i: (0, j)))
+        block = (block_M, block_N)
+        block = pl.BlockSpec(block, (lambda i, j: (i, j)) if swap else (lambda j, i: (i, j)))
+        return pl.pallas_call(
+            kernel,
+            grid=grid[::-1] if swap else grid,
+            in_specs=[block],
+            out_specs=(out, out),
+            out_shape=(spec(1, N),) * 2,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=semantics or ("parallel", "arbitrary")
+            ),
+        )(x_MN)
+
+    return fn
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+mistaken(
+    reduction,
+    "never_begun",
+    "You add to results that nobody has set: memory begins as anything, and NaN plus a number is NaN. At a "
+    "column's first block of rows, store 0 and -inf.",
+    column_stats_with(start="never"),
+)
+mistaken(
+    reduction,
+    "begun_at_each_block",
+    "You begin anew at every block of rows, so that only the last one counts. Do it under "
+    "`pl.when(... == 0)`.",
+    column_stats_with(start="each"),
+)
+mistaken(
+    reduction,
+    "least_is_zero",
+    "Your maximum begins at 0, or takes 0 for rows that do not exist. A column may be negative throughout: "
+    "use -inf.",
+    column_stats_with(least=0.0),
+)
+mistaken(
+    reduction,
+    "padding_counted",
+    "The last block has rows that do not exist, and you count them. Replace them with `jnp.where` before "
+    "you sum.",
+    column_stats_with(masked=None),
+)
+mistaken(
+    reduction,
+    "narrow_sum",
+    "You sum in x's own type. A sum of bfloat16 numbers loses what is smaller than its last bit: convert a "
+    "block to float32 first.",
+    lambda x_MN, block_M=32, block_N=128: column_stats_with(wide=x_MN.dtype)(
+        x_MN, block_M, block_N
+    ),
+)
+mistaken(
+    reduction,
+    "rows_in_parallel",
+    "You call the rows parallel. Then two cores may add to one result, and the first block need not come "
+    'first: only columns are "parallel", rows are "arbitrary".',
+    column_stats_with(semantics=("parallel", "parallel")),
+)
+mistaken(
+    reduction,
+    "nothing_in_parallel",
+    'You let no dimension be parallel, so that a second core has nothing to do. Columns are: ("parallel", '
+    '"arbitrary").',
+    column_stats_with(semantics=("arbitrary", "arbitrary")),
+)
+mistaken(
+    reduction,
+    "rows_outermost",
+    "Your rows are the grid's first dimension, so each result's block is left and visited again. Its steps "
+    "must follow one another: the reduced dimension comes last.",
+    column_stats_with(swap=True, semantics=("arbitrary", "arbitrary")),
+)
+
+# ------------------------------------------------------------------------------ out_of_bounds
+
+out_of_bounds = Exercise(
+    "15.out_of_bounds",
+    title="Mend an access out of bounds",
+    function="second_difference",
+    minutes=20,
+    points=10,
+    forbid=("jax.numpy.pad", "jax.lax.pad"),
+    statement="""
+A block of eight rows needs the row above it and the row below it. So this kernel takes the same array
+three times, with three index maps:
+
+```python
+def broken(x_MN):
+    M, N = x_MN.shape
+
+    def kernel(above_ref, x_ref, below_ref, o_ref):
+        x = x_ref[...]
+        above = jnp.concatenate([above_ref[7:], x[:-1]])
+        below = jnp.concatenate([x[1:], below_ref[:1]])
+        o_ref[...] = above - 2 * x + below
+
+    def at(shift):
+        return pl.BlockSpec((8, N), lambda i: (i + shift, 0))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(M // 8,),
+        in_specs=[at(-1), at(0), at(1)],
+        out_specs=at(0),
+        out_shape=jax.ShapeDtypeStruct((M, N), jnp.float32),
+    )(x_MN, x_MN, x_MN)
+```
+
+It passed its tests with `interpret=True`, it compiles for a v5e, and it is wrong. Write
+`second_difference(x_MN)`, which mends it.
+
+- Row m of the result is `x[m - 1] - 2 x[m] + x[m + 1]`. Rows before the first and after the last count
+  as 0.
+- No block out of bounds is loaded. M and N are any numbers from 1 on.
+- It stays one Pallas call that reads x from where it lies: no padded copy.
+""",
+    hints=(
+        "There are three things to mend. Which blocks do the first and the last step ask for? How many steps "
+        "does M = 12 need? And what lies below the last row, when M is no multiple of 8?",
+        "Clip the block's number to those that exist. What is loaded then is a wrong row: choose 0 in its "
+        "place, by the number of the row and not of the block.",
+        "`row = 8 * pl.program_id(0) + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)`; `above` counts where "
+        "`row > 0`, `below` where `row < M - 1`; the grid is `(pl.cdiv(M, 8),)`.",
+    ),
+)
+
+
+def differs(fn, t, M, N):
+    x = numbers(t, M, N)
+    got, _ = simulate(t, fn, x, cores=1 if M <= 8 else 2)
+    wide = np.pad(np.asarray(x), ((1, 1), (0, 0)))
+    want = wide[:-2] - 2 * wide[1:-1] + wide[2:]
+    t.close(got, want, 1e-5, 1e-5, f"second differences of [{M}, {N}]", np.float32)
+
+
+@out_of_bounds.check("one block")
+def _(fn, t):
+    differs(fn, t, 8, 128)
+
+
+@out_of_bounds.check("several blocks")
+def _(fn, t):
+    differs(fn, t, 24, 128)
+
+
+@out_of_bounds.check("a ragged last block")
+def _(fn, t):
+    differs(fn, t, int(t.rng.integers(17, 23)), int(t.rng.integers(100, 200)))
+
+
+@out_of_bounds.check("a single row")
+def _(fn, t):
+    differs(fn, t, 1, 40)
+
+
+@out_of_bounds.check("Mosaic compiles it")
+def _(fn, t):
+    compiles(t, fn, spec(4001, 700))
+
+
+def second_difference_with(
+    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MN):
+        M, N = x_MN.shape
+        count = max(1, steps(M, 8))
+
+        def kernel(above_ref, x_ref, below_ref, o_ref):
+            i, x = pl.program_id(0), x_ref[...]
+            row = 8 * i + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            above = jnp.concatenate([above_ref[:1] if swap else above_ref[7:], x[:-1]])
+            below = jnp.concatenate([x[1:], below_ref[7:] if swap else below_ref[:1]])
+            if up:
+                above = jnp.where(row > 0, above, 0)
+            if down == "row":
+                below = jnp.where(row < M - 1, below, 0)
+            elif down == "block":
+                below = jnp.where(row < 8 * count - 1, below, 0)
+            o_ref[...] = above - 2 * x + below
+
+        def at(shift):
+            if wrap:
+                return pl.BlockSpec((8, N), lambda i: ((i + shift + count) % count, 0))
+            if clip:
+                return pl.BlockSpec((8, N), lambda i: (jnp.clip(i + shift, 0, count - 1), 0))
+            return pl.BlockSpec((8, N), lambda i: (i + shift, 0))
+
+        return pl.pallas_call(
+            kernel,
+            grid=(count,),
+            in_specs=[at(-1), at(0), at(1)],
+            out_specs=at(0),
+            out_shape=spec(M, N),
+        )(x_MN, x_MN, x_MN)
+
+    return fn
+
+
+mistaken(
+    out_of_bounds,
+    "still_out_of_bounds",
+    "Block -1 is still asked for, or the one after the last. That nobody reads it does not help: it is "
+    "loaded. Clip the numbers that the index maps return.",
+    second_difference_with(clip=False),
+)
+mistaken(
+    out_of_bounds,
+    "clipped_and_counted",
+    "You clip the block's number, and then count the row that it brought. Before the first row and after "
+    "the last there is 0: choose it with `jnp.where`.",
+    second_difference_with(up=None, down=None),
+)
+mistaken(
+    out_of_bounds,
+    "wrapped",
+    "Your index maps wrap around, so the last row is the first one's neighbour. Before the first row and "
+    "after the last there is 0.",
+    second_difference_with(wrap=True, up=None, down=None),
+)
+mistaken(
+    out_of_bounds,
+    "last_rows_forgotten",
+    "`M // 8` steps leave out the rows of a block that is not full. Take `pl.cdiv(M, 8)`.",
+    second_difference_with(steps=lambda M, size: M // size),
+)
+mistaken(
+    out_of_bounds,
+    "masked_by_block",
+    "You put 0 below the last row of the last *block*. When M is no multiple of 8, the last row of x stands "
+    "further up, and below it is padding: compare with M.",
+    second_difference_with(down="block"),
+)
+mistaken(
+    out_of_bounds,
+    "wrong_neighbours",
+    "Above a block is the *last* row of the block before, below it the *first* of the block after. You take "
+    "them the other way round.",
+    second_difference_with(swap=True),
+)
+
+# ------------------------------------------------------------------------------------ softmax
+
+softmax = Exercise(
+    "15.softmax",
+    title="Softmax, reading its input once",
+    function="row_softmax",
+    minutes=25,
+    points=15,
+    forbid=("jax.nn.softmax", "jax.nn.log_softmax", "jax.numpy.pad"),
+    statement="""
+Section 1 counted four passes over memory for a softmax. Write `row_softmax(x_MN, block_M=8)`, which
+makes two: one read, one write.
+
+- A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing
+  outside of it touches an array of x's size.
+- x is float32 or bfloat16, and so is the result. In between, compute in float32.
+- Logits of 90 and of -90 stand in one row, and entries may be -inf. A row of nothing but -inf gives
+  zeros.
+- M and N are any numbers from 1 on. Rows are independent, so two cores share them.
+- It compiles for a v5e at `[8190, 4096]`.
+""",
+    hints=(
+        "Each row needs its own maximum: `keepdims=True` keeps it a column. Do the rows that pad the last "
+        "block have to be masked? Who sees their results?",
+        "Two steps of the softmax can give NaN: -inf minus -inf, and 0 divided by 0. Both happen in a row of "
+        "nothing but -inf, and `jnp.where` mends either.",
+        "`top = jnp.max(x, axis=1, keepdims=True)`, `exps = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))`, "
+        "divide by `jnp.where(total == 0, 1, total)`, and `.astype(o_ref.dtype)`.",
+    ),
+)
+
+
+def soft(fn, t, x, why):
+    got, run = simulate(t, fn, x)
+    wide = np.asarray(x, np.float64)
+    top = wide.max(1, keepdims=True)
+    exps = np.exp(wide - np.where(np.isinf(top), 0, top))
+    total = exps.sum(1, keepdims=True)
+    want = exps / np.where(total == 0, 1, total)
+    rtol = 1e-2 if x.dtype == jnp.bfloat16 else 1e-4
+    t.close(got, want, rtol, 1e-7, why, x.dtype)
+    return run
+
+
+def large_outside(fn, x):
+    """Primitives outside of Pallas calls whose result is as large as x."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                continue
+            inner = [p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "jaxpr")]
+            for sub in inner:
+                walk(sub.jaxpr)
+            if not inner and any(out.aval.size >= x.size for out in eqn.outvars):
+                found.append(eqn.primitive.name)
+
+    walk(jax.make_jaxpr(fn)(x).jaxpr)
+    return found
+
+
+@softmax.check("one block")
+def _(fn, t):
+    soft(fn, t, numbers(t, 8, 128), "a block of [8, 128]")
+
+
+@softmax.check("large logits, -inf, and a row of nothing else")
+def _(fn, t):
+    x = np.array(numbers(t, 8, 200, scale=60))
+    x[1, :3] = 90, -90, -np.inf
+    x[2] -= 300
+    x[5] = -np.inf
+    soft(fn, t, jnp.asarray(x), "logits of +-90 and lower, some -inf")
+
+
+@softmax.check("blocks, loads and cores")
+def _(fn, t):
+    M, N = int(t.rng.integers(17, 23)), int(t.rng.integers(130, 250))
+    run = soft(fn, t, numbers(t, M, N), f"[{M}, {N}], ragged")
+    t.equal(run.loads[0], 3, why="blocks of 8 rows that are loaded")
+    t.equal(run.stores[-1], 3, why="blocks that are stored")
+    cores = {core for core, _ in run.visits}
+    why = "only one core has work to do: the grid's dimension is not parallel"
+    t.true(len(cores) == 2, why, len(cores))
+    outside = large_outside(fn, spec(64, 256))
+    t.equal(outside, [], why="operations outside of the kernel on arrays of x's size")
+
+
+@softmax.check("bfloat16")
+def _(fn, t):
+    x = numbers(t, 16, 300, dtype=jnp.bfloat16, scale=3)
+    soft(fn, t, x, "[16, 300] bfloat16, computed in float32")
+
+
+@softmax.check("Mosaic compiles it")
+def _(fn, t):
+    compiles(t, fn, spec(8190, 4096))
+
+
+def row_softmax_with(
+    *, top="row", all_masked=True, wide=jnp.float32, rows=None, semantics="parallel", split=False
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MN, block_M=8):
+        M, N = x_MN.shape
+        block_M = M if rows == "all" else block_M
+
+        def kernel(x_ref, o_ref):
+            x = x_ref[...].astype(wide or x_ref.dtype)
+            axis = {"row": 1, "block": None, "column": 0}.get(top)
+            high = jnp.zeros((1, 1), x.dtype) if top is None else jnp.max(x, axis, keepdims=True)
+            if all_masked:
+                high = jnp.where(high == -jnp.inf, 0, high)
+            exps = jnp.exp(x - high)
+            total = jnp.sum(exps, axis=1, keepdims=True)
+            if all_masked:
+                total = jnp.where(total == 0, 1, total)
+            o_ref[...] = (exps if split else exps / total).astype(o_ref.dtype)
+
+        block = pl.BlockSpec((block_M, N), lambda i: (i, 0))
+        out = pl.pallas_call(
+            kernel,
+            grid=(pl.cdiv(M, block_M),),
+            in_specs=[block],
+            out_specs=block,
+            out_shape=spec(M, N, dtype=x_MN.dtype),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=(semantics,)),
+        )(x_MN)
+        if split:
+            total = jnp.sum(out, axis=1, keepdims=True)
+            out = out / jnp.where(total == 0, 1, total)
+        return out
+
+    return fn
+
+
+mistaken(
+    softmax,
+    "no_maximum",
+    "You do not subtract the maximum. exp(90) is more than float32 can hold, and inf / inf is NaN.",
+    row_softmax_with(top=None),
+)
+mistaken(
+    softmax,
+    "maximum_of_the_block",
+    "You subtract one maximum from the whole block. In a row that lies far below it, every exponential is "
+    "0. Each row has its own.",
+    row_softmax_with(top="block"),
+)
+mistaken(
+    softmax,
+    "maximum_of_the_column",
+    "You take the maximum along the wrong axis. It is that of a row: `axis=1`.",
+    row_softmax_with(top="column"),
+)
+mistaken(
+    softmax,
+    "masked_rows_are_nan",
+    "A row of nothing but -inf gives NaN: its maximum is -inf, and -inf minus -inf is NaN. Shift such a row "
+    "by 0, and do not divide by its sum of 0.",
+    row_softmax_with(all_masked=False),
+)
+mistaken(
+    softmax,
+    "narrow",
+    "You compute in x's own type. Sums and exponentials in bfloat16 lose what the result still shows: "
+    "convert the block to float32 first.",
+    row_softmax_with(wide=None),
+)
+mistaken(
+    softmax,
+    "all_rows_in_a_block",
+    "Your block is the whole array. It does not fit into VMEM when the array is large: take `block_M` rows.",
+    row_softmax_with(rows="all"),
+)
+mistaken(
+    softmax,
+    "divided_outside",
+    "You divide outside of the kernel. That reads and writes the whole array once more: what you wanted to "
+    "save.",
+    row_softmax_with(split=True),
+)
+mistaken(
+    softmax,
+    "nothing_in_parallel",
+    'You do not say that blocks of rows are independent: `dimension_semantics=("parallel",)`.',
+    row_softmax_with(semantics="arbitrary"),
+)
+
+# ------------------------------------------------------------------------------------- gather
+
+gather = Exercise(
+    "15.gather",
+    title="Rows that a table names",
+    function="take_rows",
+    minutes=30,
+    points=15,
+    forbid=("jax.numpy.take", "jax.numpy.pad", "jax.numpy.take_along_axis"),
+    statement="""
+An embedding reads rows of a table whose numbers are data. No index map made of grid indices alone knows
+them. Write `take_rows(table_VD, ids_T)` with scalar prefetch.
+
+- The grid is `(pl.cdiv(T, 8), 8)`: step `(i, r)` makes row `8 i + r` of the result. A block is eight
+  whole rows, of the table and of the result, because Mosaic moves no fewer. The index map chooses the
+  table's block; the kernel chooses the row within it and stores it as row r of the result's block.
+- A block of the table is loaded only if it is not the one of the step before.
+- An id that is none of the table's rows, such as -1 or V, gives a row of zeros, and loads nothing out
+  of bounds.
+- V and T are any numbers from 1 on. The last block of the result may have rows past T; `ids_ref` has no
+  such entries.
+- It compiles for a v5e with a table `[200001, 700]` and 1001 ids.
+""",
+    hints=(
+        "The index map of the table gets `i, r, ids_ref`. Row v of the table is row `v % 8` of block `v // 8`.",
+        "Three numbers can be out of bounds: the place in `ids_ref`, the id, and with it the block. Clip the "
+        "first two, in the index map and in the kernel alike.",
+        "`row = ids_ref[jnp.minimum(8 * i + r, T - 1)]`; `kept = jnp.clip(row, 0, V - 1)`; block `kept // 8`; "
+        "in the kernel `table_ref[pl.ds(kept % 8, 1), :]`, stored to `o_ref[pl.ds(r, 1), :]`, or 0 where "
+        "`row` is not `kept`.",
+    ),
+)
+
+
+def takes(fn, t, V, D, ids):
+    table, ids = numbers(t, V, D), np.asarray(ids, np.int32)
+    got, run = simulate(t, fn, table, jnp.asarray(ids), cores=1)
+    real = (ids >= 0) & (ids < V)
+    want = np.where(real[:, None], np.asarray(table)[ids.clip(0, V - 1)], 0)
+    t.close(got, want, 0, 0, f"rows {ids.tolist()} of [{V}, {D}]", np.float32)
+    return run
+
+
+@gather.check("eight ids")
+def _(fn, t):
+    takes(fn, t, 24, 128, t.rng.integers(0, 24, 8))
+
+
+@gather.check("a number of ids that 8 does not divide")
+def _(fn, t):
+    takes(fn, t, 24, 128, t.rng.integers(0, 24, 11))
+
+
+@gather.check("ids that are no rows, and a ragged table")
+def _(fn, t):
+    V = int(t.rng.integers(17, 23))
+    takes(fn, t, V, 40, [0, V - 1, V, -1, 3, V + 100, -(2**31), V - 2])
+
+
+@gather.check("what is loaded")
+def _(fn, t):
+    ids = np.sort(t.rng.integers(0, 40, 16))
+    run = takes(fn, t, 40, 128, ids)
+    most = changes([int(n) // 8 for n in ids])
+    t.true(
+        run.loads[0] <= most,
+        f"{run.loads[0]} blocks of the table are loaded; these ids change their block {most} times",
+        run.loads[0],
+    )
+    t.equal(run.stores[-1], 2, why="blocks of the result that are stored")
+
+
+@gather.check("Mosaic compiles it")
+def _(fn, t):
+    compiles(t, fn, spec(200_001, 700), spec(1001, dtype=jnp.int32))
+
+
+def take_rows_with(
+    *, place=True, clip=True, zeros=True, wrap=False, row=True, store=True, whole=False
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(table_VD, ids_T):
+        (V, D), T = table_VD.shape, ids_T.shape[0]
+
+        def wanted(i, r, ids_ref):
+            return ids_ref[jnp.minimum(8 * i + r, T - 1) if place else 8 * i + r]
+
+        def kept(n):
+            return n % V if wrap else jnp.clip(n, 0, V - 1) if clip else n
+
+        def block_of(i, r, ids_ref):
+            return (0 if whole else kept(wanted(i, r, ids_ref)) // 8), 0
+
+        def kernel(ids_ref, table_ref, o_ref):
+            r = pl.program_id(1)
+            n = wanted(pl.program_id(0), r, ids_ref)
+            at = kept(n) if whole else kept(n) % 8 if row else 0
+            found = table_ref[pl.ds(at, 1), :]
+            if zeros:
+                found = jnp.where((n >= 0) & (n < V), found, 0)
+            if store:
+                o_ref[pl.ds(r, 1), :] = found
+            else:
+                o_ref[...] = jnp.broadcast_to(found, o_ref.shape)
+
+        return pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(pl.cdiv(T, 8), 8),
+                in_specs=[pl.BlockSpec((V if whole else 8, D), block_of)],
+                out_specs=pl.BlockSpec((8, D), lambda i, r, ids_ref: (i, 0)),
+            ),
+            out_shape=spec(T, D),
+        )(ids_T, table_VD)
+
+    return fn
+
+
+mistaken(
+    gather,
+    "ids_past_the_end",
+    "The last block has steps past T, and you read `ids_ref` there. It has T entries: clip the place.",
+    take_rows_with(place=False),
+)
+mistaken(
+    gather,
+    "ids_not_clipped",
+    "You use an id as it comes to choose a block, and an id of -1 or V has none. Clip it, and put zeros in "
+    "the kernel.",
+    take_rows_with(clip=False),
+)
+mistaken(
+    gather,
+    "clipped_and_taken",
+    "You clip the ids, and then give the row that this leads to. An id that is no row gives zeros: choose "
+    "them in the kernel.",
+    take_rows_with(zeros=False),
+)
+mistaken(
+    gather,
+    "wrapped",
+    "You take ids modulo V, as Python takes -1. Here an id that is no row gives zeros.",
+    take_rows_with(wrap=True, zeros=False),
+)
+mistaken(
+    gather,
+    "first_row_of_the_block",
+    "You give the first row of the block. The one that the id names is row `id % 8` in it.",
+    take_rows_with(row=False),
+)
+mistaken(
+    gather,
+    "whole_block_stored",
+    "You store the row into all eight rows of the result's block, so only the last id is left. Store it to "
+    "`o_ref[pl.ds(r, 1), :]`.",
+    take_rows_with(store=False),
+)
+mistaken(
+    gather,
+    "whole_table_loaded",
+    "Your block is the whole table. That reads all of it for a few rows, and does not fit into VMEM: a block "
+    "is eight rows.",
+    take_rows_with(whole=True),
+)
