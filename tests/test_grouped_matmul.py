@@ -99,7 +99,7 @@ def simulated(case):
 @pytest.mark.parametrize("case", CASES)
 @given(data=st.data())
 @settings(max_examples=6)
-def test_kernels_are_the_definition(case, data):
+def test_kernels_agree_with_the_definition(case, data):
     M, K, N, G, _, dtype, cores = CASES[case]
     sizes = data.draw(group_sizes(M, G))
     lhs, rhs, probe = inputs(M, K, N, G, dtype, sum(sizes))
@@ -109,16 +109,22 @@ def test_kernels_are_the_definition(case, data):
     agree(got, oracle(lhs, rhs, sizes, probe), dtype)
 
 
-by_xla = jax.jit(with_gradients(functools.partial(kernels.grouped_matmul, impl="xla")))
+# Every implementation that runs here as it is.
+BY_XLA = {
+    impl: jax.jit(with_gradients(functools.partial(kernels.grouped_matmul, impl=impl)))
+    for op, impl in kernels.IMPLEMENTATIONS
+    if op == "grouped_matmul" and impl.startswith("xla")
+}
 
 
+@pytest.mark.parametrize("impl", BY_XLA)
 @given(sizes=group_sizes(9, 4), dtype=st.sampled_from(["float32", "bfloat16"]))
 @example(sizes=[0, 0, 0, 0], dtype="float32")
 @example(sizes=[0, 9, 0, 0], dtype="bfloat16")
 @settings(max_examples=20)
-def test_the_reference_is_the_definition(sizes, dtype):
+def test_xla_agrees_with_the_definition(impl, sizes, dtype):
     lhs, rhs, probe = inputs(9, 6, 5, 4, dtype, sum(sizes))
-    got = by_xla(lhs, rhs, jnp.asarray(sizes, jnp.int32), probe)
+    got = BY_XLA[impl](lhs, rhs, jnp.asarray(sizes, jnp.int32), probe)
     agree(got, oracle(lhs, rhs, sizes, probe), dtype)
 
 
