@@ -7,8 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-
-from minitext.kernels.reference import MASKED
+from jax.sharding import PartitionSpec
 
 
 def paged_attention(
@@ -24,8 +23,14 @@ def paged_attention(
     page_BX = jnp.where(jnp.arange(X) * S < lengths_B[:, None], page_table_BX, 0)
     seen_BL = jnp.arange(X * S) < lengths_B[:, None]
 
+    place = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        heads, sequences = (jax.typeof(x).sharding.spec[0] for x in (k_pages_KPSH, page_table_BX))
+        place = PartitionSpec(heads, sequences, None, None, None)
+
     def tokens(pages_KPSH):
-        x_KBLH = jnp.reshape(pages_KPSH[:, page_BX], (K, B, X * S, H))
+        x_KBXSH = pages_KPSH.at[:, page_BX].get(out_sharding=place)
+        x_KBLH = jnp.reshape(x_KBXSH, (K, B, X * S, H))
         # What nobody sees may be NaN, which no weight of 0 makes 0.
         return jnp.where(seen_BL[:, :, None], x_KBLH, 0)
 
@@ -33,7 +38,9 @@ def paged_attention(
     logits_BKGL = jnp.einsum(
         "BKGH,KBLH->BKGL", q_BKGH, tokens(k_pages_KPSH), preferred_element_type=jnp.float32
     )
-    masked_BKGL = jnp.where(seen_BL[:, None, None], logits_BKGL / math.sqrt(H), MASKED)
+    # Finite, so that a sequence of no token gives 0 and not 0/0.
+    lowest = jnp.finfo(jnp.float32).min
+    masked_BKGL = jnp.where(seen_BL[:, None, None], logits_BKGL / math.sqrt(H), lowest)
     probs_BKGL = jnp.where(seen_BL[:, None, None], jax.nn.softmax(masked_BKGL, axis=-1), 0)
     values = tokens(v_pages_KPSH)
     out_BKGH = jnp.einsum("BKGL,KBLH->BKGH", probs_BKGL.astype(values.dtype), values)
