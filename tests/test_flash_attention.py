@@ -1,4 +1,4 @@
-"""The TPU's flash attention in the simulator against the reference, its grid against the mask, and for real compilers."""
+"""The TPU's flash attention against the reference in the simulator, its grid against the mask, and compiled."""
 
 import functools
 import math
@@ -115,17 +115,21 @@ def test_it_equals_the_reference_in_value_and_gradient(
 
 
 def test_in_bfloat16_it_is_no_further_from_float64_than_xla():
+    """Than XLA where it rounds as the program says, which it must on a TPU; on a CPU it may keep float32 in between."""
     q, k, v = inputs(0, 1, 64, 2, 1, H=32, dtype="bfloat16")
-    probe = jax.random.normal(jax.random.key(1), q.shape)
-    got = simulate(functools.partial(value_and_gradients, flash, probe), q, k, v)
-    xla = jax.jit(functools.partial(value_and_gradients, reference.attention, probe))(q, k, v)
+    probe = jax.random.normal(jax.random.key(1), q.shape, "bfloat16").astype("float32")
+    run = functools.partial(value_and_gradients, reference.attention, probe)
+    xla = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})(q, k, v)
+    blocks = BlockShape(32, 32, (32, 32), (32, 32), (32, 32))
+    attention = functools.partial(flash_attention_tpu.flash_attention, blocks=blocks)
+    got = simulate(functools.partial(value_and_gradients, attention, probe), q, k, v)
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
         exact = value_and_gradients(float64_attention, jnp.asarray(np.float64(probe)), *wide)
     for a, b, c in zip(got, xla, exact, strict=True):
         assert a.dtype == "bfloat16"
         flash_error, xla_error = (np.linalg.norm(np.float64(x) - np.asarray(c)) for x in (a, b))
-        assert flash_error <= 1.02 * xla_error
+        assert flash_error <= xla_error
 
 
 def float64_attention(q, k, v):
@@ -144,26 +148,20 @@ def test_large_and_infinite_logits_and_queries_that_see_nothing():
     k = k.at[1, 20, 0, 0].set(-jnp.inf)
     blocks = ((False, True, True), (True, False, True), (False, False, False))
     mask = Mask(blocks=blocks, block=16)
-    for m in (Mask(), mask):
-        got, want = (
-            simulate(functools.partial(flash, mask=m), q, k, v),
-            reference.attention(q, k, v, mask=m),
-        )
-        np.testing.assert_allclose(got, want, atol=2e-5)
-    nothing = np.r_[0:16, 32:48]
-    f = functools.partial(
-        value_and_gradients, functools.partial(flash, mask=mask), jnp.ones((1, 48, 1, 8))
-    )
-    for run in (simulate(f, q[:1], k[:1], v[:1]), f2(q[:1], k[:1], v[:1], mask)):
-        out, dq, dk, dv = run
+    got = simulate(functools.partial(flash, mask=mask), q, k, v)
+    np.testing.assert_allclose(got, reference.attention(q, k, v, mask=mask), atol=2e-5)
+    probe, nothing = jnp.ones((1, 48, 1, 8)), np.r_[0:16, 32:48]
+
+    def run(attention):
+        masked = functools.partial(attention, mask=mask)
+        return functools.partial(value_and_gradients, masked, probe)
+
+    args = q[:1], k[:1], v[:1]
+    for got in (simulate(run(flash), *args), run(reference.attention)(*args)):
+        assert all(np.all(np.isfinite(x)) for x in got)
+        out, dq, dk, dv = got
         assert not np.any(out[:, nothing]) and not np.any(dq[:, nothing])
-        assert all(np.all(np.isfinite(x)) for x in run)
-        assert not np.any(dk[:, 16:]) and not np.any(dv[:, 16:])
-
-
-def f2(q, k, v, mask):
-    attention = functools.partial(reference.attention, mask=mask)
-    return value_and_gradients(attention, jnp.ones(q.shape), q, k, v)
+        assert np.any(out) and not np.any(dk[:, 16:]) and not np.any(dv[:, 16:])
 
 
 def test_what_the_mask_excludes_is_neither_loaded_nor_a_step():
@@ -183,7 +181,9 @@ def test_what_the_mask_excludes_is_neither_loaded_nor_a_step():
     assert sorted(visited) == [(0, n, step) for n in range(2) for step in range(5)]
 
 
-@given(data=st.data(), T=st.integers(1, 130), bq=st.sampled_from([8, 16, 32]), bkv=st.sampled_from([8, 16, 32]))  # fmt: skip
+@given(
+    data=st.data(), T=st.integers(1, 130), bq=st.sampled_from([8, 16]), bkv=st.sampled_from([8, 32])
+)  # fmt: skip
 @settings(max_examples=50)
 def test_the_plan_visits_what_the_mask_leaves_and_knows_what_is_whole(data, T, bq, bkv):
     mask = data.draw(masks(T))

@@ -69,6 +69,8 @@ def flash_attention(
 
     q_BNTH = heads_first(q_BTNH, shape.q)
     k_BKSH, v_BKSH = (heads_first(x, shape.kv) for x in (k_BSKH, v_BSKH))
+    if sinks_N is not None and not jax.sharding.get_abstract_mesh().empty:
+        sinks_N = jax.sharding.reshard(sinks_N, P(jax.typeof(q_BNTH).sharding.spec[1]))
     out_BNTH = _flash(q_BNTH, k_BKSH, v_BKSH, segment_ids_BT, sinks_N, task)
     return jnp.swapaxes(out_BNTH[:, :, :T], 1, 2)
 
@@ -334,9 +336,6 @@ def _flash(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
 
 
 def _flash_forward(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
-    if sinks_N is not None and not jax.sharding.get_abstract_mesh().empty:
-        heads = jax.typeof(q_BNTH).sharding.spec[1]
-        sinks_N = jax.sharding.reshard(sinks_N, P(heads))
     args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
     out_BNTH, lse_BN1T = _on_each_device(partial(_forward_call, task), ((0, 4), (0, 2)), *args)
     return out_BNTH, (*args, out_BNTH, lse_BN1T)
