@@ -1,11 +1,12 @@
 """The machine code of TPU kernels: what each unit of the chip does, bundle by bundle.
 
-A TPU core runs bundles, one each cycle unless it waits: a bundle starts operations on several units at once, and what
-the compiler could not place in one goes into the next (Jouppi et al. 2021, "Ten Lessons From Three Generations Shaped
-Google's TPUv4i"). For each kernel libtpu writes down its final bundles, and how many units of each kind are busy in
-each: from the bundle after an operation starts, for as long as the unit can take no other. A product keeps a matrix
-unit of a v5e busy for 16 bundles, an elementwise operation a vector slot for one. `compile_kernels` lowers a function
-here and compiles it in a process of its own, since libtpu reads its flags only once.
+A TPU core runs bundles: each starts operations on several units at once, and what the compiler could not place in one
+goes into the next (Jouppi et al. 2021, "Ten Lessons From Three Generations Shaped Google's TPUv4i"). Each takes a
+cycle, and longer where its text says so: the compiler knows how long units are busy, and makes cycles in which nothing
+starts part of the bundle before them. For each kernel libtpu writes down its final bundles, and which units are busy
+in each bundle and in each cycle: from the one after an operation starts, for as long as the unit can take no other. A
+product of 16 rows keeps one of the four matrix units of a v5e busy for 16 cycles, an elementwise operation a vector
+slot for one. Waiting for copies from HBM is not in it.
 
 Counts are static: a bundle in a loop or a branch counts once, however often it runs. The body of a kernel's grid is
 such a loop; most kernels unroll the others.
@@ -14,10 +15,7 @@ Chapters: 16, 17, 19.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,13 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from minitext.errors import DoesNotFit, UserError
-from minitext.hw import CHIPS
+from minitext.errors import UserError
 from minitext.kernels import cases
-from minitext.mesh import AXES
-from minitext.targets import Target, topology_devices
-
-SECONDS = 300  # that the compiler may take for one function
+from minitext.llo_compiler import lower, write_dump
 
 # libtpu's columns of each unit; the first says what share of its capacity is used.
 UNITS: dict[str, tuple[str, ...]] = {
@@ -56,6 +50,7 @@ class Kernel:
       chip: the chip's name.
       capacity: how many units the core has of each of libtpu's columns.
       busy: [bundles, columns] how many of them are busy, columns in the order of `capacity`.
+      schedule: [cycles, columns] the same for each cycle.
       depth: [bundles] how many loops a bundle's first operation lies in; the grid is the first.
       code: the bundles' text, comments left out.
       vmem_bytes: vector memory for blocks, scratch and spilled registers.
@@ -66,6 +61,7 @@ class Kernel:
     chip: str
     capacity: Mapping[str, int]
     busy: np.ndarray = field(repr=False, compare=False)
+    schedule: np.ndarray = field(repr=False, compare=False)
     depth: np.ndarray = field(repr=False, compare=False)
     code: tuple[str, ...] = field(repr=False)
     vmem_bytes: int
@@ -77,9 +73,15 @@ class Kernel:
         return len(self.code)
 
     @property
-    def step_bundles(self) -> int:
-        """Bundles in loops: those of one step of the grid, or all where the grid has a single step."""
-        return int(np.count_nonzero(self.depth)) or self.bundles
+    def cycles(self) -> int:
+        """Cycles that all bundles take if each runs once and none waits for a copy."""
+        return len(self.schedule)
+
+    @property
+    def step_cycles(self) -> int:
+        """Cycles of the bundles in loops: those of one step of the grid, or all where the grid has a single step."""
+        once = int(np.count_nonzero(self.depth == 0))
+        return self.cycles - once if once < self.bundles else self.cycles
 
     @property
     def spills(self) -> int:
@@ -100,9 +102,10 @@ class Kernel:
         return float(self.uses(unit).mean())
 
     def occupancy(self, unit: str) -> float:
-        """The share of a unit's capacity that is busy: with four matrix units, one that never rests makes a quarter."""
+        """The share of a unit's capacity, over all cycles, that is busy: one of four matrix units makes a quarter."""
         column = UNITS[unit][0]
-        return float(self._column(column).mean()) / self.capacity[column]
+        busy = self.schedule[:, list(self.capacity).index(column)]
+        return float(busy.mean()) / self.capacity[column]
 
     def strip(self, parts: int = 64) -> dict[str, list[float]]:
         """The share of bundles in which each unit is busy, in about `parts` stretches of the kernel, in order."""
@@ -116,7 +119,8 @@ class Kernel:
     def to_json(self) -> dict[str, Any]:
         """Returns the counts as JSON-able values, without the code."""
         return {
-            "kernel": self.name, "chip": self.chip, "bundles": self.bundles, "step_bundles": self.step_bundles,
+            "kernel": self.name, "chip": self.chip, "bundles": self.bundles,
+            "cycles": self.cycles, "step_cycles": self.step_cycles,
             **{f"{unit}_share".lower(): round(self.share(unit), 4) for unit in UNITS},
             "mxu_occupancy": round(self.occupancy("MXU"), 4), "spills": self.spills, "fills": self.fills,
             "vmem_bytes": self.vmem_bytes, "spilled_bytes": self.spilled_bytes,
@@ -146,7 +150,7 @@ def compile_kernels(fn: Callable, *args: Any, chip: str) -> tuple[Kernel, ...]:
     """
     module = lower(fn, *args, chip=chip)
     with tempfile.TemporaryDirectory(prefix="minitext-llo-") as folder:
-        _run_compiler(module, chip, Path(folder))
+        write_dump(module, chip, Path(folder))
         return read_dump(Path(folder), chip)
 
 
@@ -161,33 +165,6 @@ def compile_case(name: str, chip: str, **blocks: int) -> tuple[Kernel, ...]:
         return compile_kernels(case.fn, *case.args, chip=chip)
     except ValueError as error:
         raise UserError(f"{name} refuses its blocks: {str(error).splitlines()[0]}") from error
-
-
-def lower(fn: Callable, *args: Any, chip: str) -> bytes:
-    """Lowers a function for one chip as `jax.jit` would there, without the chip or its compiler.
-
-    The mesh in use while the function is traced has one device of that kind, so `minitext.kernels` and Pallas see it.
-
-    Returns:
-      The StableHLO module as MLIR bytecode; a Pallas kernel in it is a custom call that holds Mosaic's program.
-
-    Raises:
-      UserError: if the chip is no TPU of the table.
-    """
-    import jax
-    from jax.interpreters import mlir
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-
-    row = CHIPS.get(chip)
-    if row is None or row.platform != "tpu":
-        known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
-        raise UserError(f"chip={chip} is no TPU of the table: choose among {known}")
-    device = AbstractDevice(device_kind=row.device_kinds[0], num_cores=None, platform="tpu")
-    ones, types = (1,) * len(AXES), (AxisType.Explicit,) * len(AXES)
-    with jax.sharding.use_abstract_mesh(AbstractMesh(ones, AXES, types, abstract_device=device)):
-        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        lowered = jax.jit(fn).trace(*structs).lower(lowering_platforms=("tpu",))
-    return mlir.module_to_bytecode(lowered.compiler_ir())  # pyright: ignore[reportArgumentType]
 
 
 def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
@@ -208,12 +185,10 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
     memory = json.loads(report[1]).get("hlo_breakdowns", {}) if report else {}
     kernels = []
     for name in names:
-        capacity, busy = _read_use(
-            _read(folder, f"{name}-*final_hlo-static-per-bundle-utilization.txt")
-        )
-        depth, code = _read_code(
-            _read(folder, f"{name}-*final_bundles.txt", without="schedule-analysis")
-        )
+        use = "hlo-static-per-bundle-utilization.txt"
+        capacity, busy = _read_use(_read(folder, f"{name}-*-final_{use}"))
+        _, schedule = _read_use(_read(folder, f"{name}-*-pre-delay_{use}"))
+        depth, code = _read_code(_read(folder, f"{name}-[0-9][0-9]-final_bundles.txt"))
         if len(code) != len(busy) or name not in memory:
             raise UserError(
                 f"{name}: libtpu's dumps have {len(code)} bundles and {len(busy)} rows of use"
@@ -221,16 +196,14 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
             )
         allocations = [a for block in memory[name]["blocks"] for a in block["allocations"]]
         spilled = sum(a["size"] for a in allocations if a["tag"] == "SPILL")
-        plain = re.sub(r"\.\d+$", "", name)
-        kernels.append(
-            Kernel(plain, chip, capacity, busy, depth, code, memory[name]["total_size"], spilled)
-        )
+        plain, total = re.sub(r"\.\d+$", "", name), memory[name]["total_size"]
+        kernels.append(Kernel(plain, chip, capacity, busy, schedule, depth, code, total, spilled))
     return tuple(kernels)
 
 
-def _read(folder: Path, pattern: str, without: str = "\0") -> str:
+def _read(folder: Path, pattern: str) -> str:
     """Returns the text of the one file whose name, after libtpu's number of the module, is as the pattern says."""
-    found = [path for path in sorted(folder.glob(f"*-{pattern}")) if without not in path.name]
+    found = sorted(folder.glob(f"*-{pattern}"))
     if not found:
         raise UserError(f"libtpu wrote no file *-{pattern}: is libtpu newer than 0.0.51?")
     return found[-1].read_text(errors="replace")
@@ -266,72 +239,3 @@ def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
         elif code:
             code[-1] += line
     return np.array(depth), tuple(" ".join(bundle.rpartition("}")[0].split()) for bundle in code)
-
-
-def _run_compiler(module: bytes, chip: str, folder: Path) -> None:
-    """Compiles a module in a process whose libtpu writes its dumps into a folder."""
-    source = folder / "module.mlir"
-    source.write_bytes(module)
-    # Labels that begin so are those of the finished code; a whole dump is twenty times as large.
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.*"
-    package = str(Path(__file__).parent.parent)
-    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "minitext.llo", chip, str(source)]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"the compiler took more than {SECONDS} s for {chip}") from error
-    if done.returncode == 0:
-        return
-    said = done.stderr.strip().splitlines() or ["nothing"]
-    if done.returncode == UserError.exit_code:
-        raise UserError(said[-1])
-    if done.returncode == DoesNotFit.exit_code:
-        raise DoesNotFit(said[-1])
-    crash = next((line for line in said if re.match(r"F\d{4} |.*Check failed", line)), said[-1])
-    raise UserError(f"the compiler for {chip} stopped with {done.returncode}: {crash[:300]}")
-
-
-def _compile_file(chip: str, file: str) -> None:
-    """Compiles an MLIR module for one device of a chip; this is the other process's whole work."""
-    import jax
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
-    from jaxlib import xla_client
-
-    row = CHIPS[chip]
-    device = topology_devices(Target(row, (1,) * (row.links // 2)))[0]
-    with mlir.make_ir_context():
-        module = ir.Module.parse(Path(file).read_bytes())
-    options = xla_client.CompileOptions()
-    options.executable_build_options.use_shardy_partitioner = True
-    try:
-        device.client.compile(module, xla_client.DeviceList((device,)), options)
-    except jax.errors.JaxRuntimeError as error:
-        raise _refusal(str(error), chip) from None
-
-
-def _refusal(message: str, chip: str) -> UserError:
-    """Makes one line of what the compiler says."""
-    found = re.search(
-        r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)",
-        message,
-        re.S,
-    )
-    if found:
-        return DoesNotFit(
-            f"{found[1]} needs {found[2]}iB of vector memory and may use {found[3]}iB on {chip}: choose smaller "
-            "blocks, or raise vmem_limit_bytes in pltpu.CompilerParams"
-        )
-    lines = [re.sub(r"^[A-Z_]+: ", "", line.strip()) for line in message.splitlines()]
-    reason = next((line for line in lines if line and not re.fullmatch(r"E\d+: \w+:", line)), "")
-    return UserError(f"the compiler for {chip} refuses the program: {reason[:400]}")
-
-
-if __name__ == "__main__":
-    try:
-        _compile_file(*sys.argv[1:])
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code)

@@ -16,18 +16,19 @@ def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
     """Prints kernels in one table, and below it the strips of their units, on stdout."""
     rows = [
         (
-            kernel.name, kernel.chip, f"{kernel.bundles:,}", *(f"{kernel.share(unit):.0%}" for unit in UNITS),
+            kernel.name, kernel.chip, f"{kernel.bundles:,}", f"{kernel.cycles:,}",
+            *(f"{kernel.share(unit):.0%}" for unit in UNITS),
             f"{kernel.occupancy('MXU'):.0%}", f"{kernel.spills:,}", f"{kernel.fills:,}", show_bytes(kernel.vmem_bytes),
         )
         for kernel in kernels
     ]  # fmt: skip
-    heads = ("kernel", "chip", "bundles", *UNITS, "MXU filled", "spills", "fills", "VMEM")
+    heads = ("kernel", "chip", "bundles", "cycles", *UNITS, "MXU filled", "spills", "fills", "VMEM")
     parts: list[Any] = [table(heads, rows, right=tuple(range(2, len(heads))))]
     if strips:
         parts += [_strip(kernel) for kernel in kernels]
     print_tables(
         *parts,
-        "units: the share of bundles in which one is busy; filled: the share of all matrix units' time\n"
+        "units: the share of bundles in which one is busy; filled: the share of all matrix units' cycles\n"
         "a bundle in a loop or a branch counts once",
     )
 

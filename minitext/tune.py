@@ -1,9 +1,9 @@
 """Choosing block shapes: measured where the chip is, ranked by the compiler's code where only the compiler is.
 
 Without the chip each candidate is compiled. What does not fit vector memory falls out. The others are ranked by the
-longer of two times: to issue the bundles of all steps of the grid, one each cycle, and to copy what the steps read
-and write between HBM and vector memory. Neither knows of waiting: for a copy that is late, or for a unit that is
-busy. So the ranking is an estimate, and the rows near its top deserve a measurement.
+longer of two times: that of the bundles of all steps of the grid, as the compiler schedules them, and that to copy what
+the steps read and write between HBM and vector memory. Neither knows of a copy that is late, nor that some branches run
+in few of the steps. So the ranking is an estimate, and the rows near its top deserve a measurement.
 
 Chapters: 16.
 """
@@ -40,7 +40,7 @@ class Candidate:
       measured: whether the time was measured.
       refusal: why it cannot run, or "".
       steps: steps of the grid, all kernels together (estimated only, as are those below).
-      bundles: bundles of one step, summed over the kernels.
+      cycles: of one step, summed over the kernels.
       mxu_share: share of bundles in which a matrix unit is busy.
       spills: vector registers stored for want of room.
       vmem_bytes: vector memory of the kernel that takes most.
@@ -51,7 +51,7 @@ class Candidate:
     measured: bool = False
     refusal: str = ""
     steps: int = 0
-    bundles: int = 0
+    cycles: int = 0
     mxu_share: float = 0.0
     spills: int = 0
     vmem_bytes: int = 0
@@ -106,14 +106,14 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
     except UserError as error:
         return Candidate(blocks, refusal=str(error))
     runs = [case.steps] * len(kernels) if case.steps else count_steps(case.fn, case.args, kernels)
-    cycles = sum(steps * kernel.step_bundles for steps, kernel in zip(runs, kernels, strict=True))
+    cycles = sum(steps * kernel.step_cycles for steps, kernel in zip(runs, kernels, strict=True))
     bundles = sum(kernel.bundles for kernel in kernels)
     return Candidate(
         blocks,
         # Cores share the steps, and the chip's memory.
         max(cycles / CLOCKS[chip.name] / _cores(chip), case.hbm_bytes / chip.hbm_bandwidth),
         steps=sum(runs),
-        bundles=sum(kernel.step_bundles for kernel in kernels),
+        cycles=sum(kernel.step_cycles for kernel in kernels),
         mxu_share=sum(kernel.bundles * kernel.share("MXU") for kernel in kernels) / bundles,
         spills=sum(kernel.spills for kernel in kernels),
         vmem_bytes=max(kernel.vmem_bytes for kernel in kernels),
@@ -202,13 +202,13 @@ def print_candidates(op: str, chip: str, found: list[Candidate]) -> None:
         (
             " ".join(f"{name}={length}" for name, length in c.blocks.items()), f"{c.seconds * 1e3:,.3f}",
             *(("",) * 5 if c.measured else (
-                f"{c.steps:,}", f"{c.bundles:,}", f"{c.mxu_share:.0%}", f"{c.spills:,}", show_bytes(c.vmem_bytes)
+                f"{c.steps:,}", f"{c.cycles:,}", f"{c.mxu_share:.0%}", f"{c.spills:,}", show_bytes(c.vmem_bytes)
             )),
         )
         for c in found if not c.refusal
     ]  # fmt: skip
     how = "measured" if any(c.measured for c in found) else "estimated"
-    heads = ("blocks", f"ms, {how}", "steps", "bundles of one", "MXU", "spills", "VMEM")
+    heads = ("blocks", f"ms, {how}", "steps", "cycles of one", "MXU", "spills", "VMEM")
     parts: list[Any] = [f"{op} on {chip}", table(heads, rows, right=(1, 2, 3, 4, 5, 6))]
     refused = [
         (" ".join(f"{k}={v}" for k, v in c.blocks.items()), c.refusal) for c in found if c.refusal

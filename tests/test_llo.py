@@ -40,8 +40,9 @@ def check_counts(kernel):
     """What holds of any kernel."""
     assert kernel.bundles == len(kernel.code) == len(kernel.busy) == len(kernel.depth)
     assert (kernel.busy <= np.array([*kernel.capacity.values()])).all()
-    assert all(0 <= kernel.occupancy(unit) <= kernel.share(unit) <= 1 for unit in UNITS)
-    assert 0 < kernel.step_bundles <= kernel.bundles
+    assert all(0 <= kernel.share(unit) <= 1 and 0 <= kernel.occupancy(unit) <= 1 for unit in UNITS)
+    # A cycle in which nothing starts is part of the bundle before it.
+    assert kernel.bundles <= kernel.cycles and 0 < kernel.step_cycles <= kernel.cycles
     assert kernel.vmem_bytes > 0 and (kernel.spilled_bytes > 0) == (kernel.spills > 0)
     assert json.loads(json.dumps(kernel.to_json()))["bundles"] == kernel.bundles
 
@@ -62,6 +63,8 @@ def test_a_dump_is_read():
         started = [n for n, bundle in enumerate(kernel.code) if re.search(word, bundle)]
         assert started and kernel.uses(unit)[np.array(started) + later].all(), unit
     assert kernel.uses("EUP").sum() == 1
+    # 8 rows through one matrix unit; its cycles are all there, also those that are no bundles.
+    assert kernel.occupancy("MXU") * kernel.cycles * 4 == pytest.approx(16)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +73,8 @@ def test_a_dump_is_read():
         ("1-TLP-hlo.txt", "ENTRY", "no Pallas kernel"),
         ("1-TLP-hlo.txt", None, r"wrote no file \*-hlo.txt"),
         ("1-TLP-05-vmem_report.html", "const DATA = {};\n", "no report of its memory"),
-        ("2-tiny.1-03-final_bundles.txt", "   0   :  { nop }\n", "1 bundles and 90 rows"),
-        ("2-tiny.1-01-final_hlo-static-per-bundle-utilization.txt", "== CAPACITY:\n", "no columns"),
+        ("2-tiny.1-04-final_bundles.txt", "   0   :  { nop }\n", "1 bundles and 90 rows"),
+        ("2-tiny.1-02-final_hlo-static-per-bundle-utilization.txt", "== CAPACITY:\n", "no columns"),
     ],
 )
 def test_a_dump_that_is_not_as_expected_is_refused(tmp_path, file, text, reason):
@@ -153,7 +156,7 @@ def test_the_command_compiles_a_kernel(monkeypatch, capsys):
     assert code == 0 and found["case"] == "matmul" and found["mxu_share"] > 0
     for words, reason in (
         (["matmull"], "did you mean matmul?"), (["matmul", "q=3"], "blocks m, k, n"),
-        (["matmul", "m=x"], "whole number"),        (["matmul", "m=7"], "tile m=7"), (["matmul", "chip=v9"], "chip=v9"),
+        (["matmul", "m=x"], "whole number"), (["matmul", "m=7"], "tile m=7"), (["matmul", "chip=v9"], "chip=v9"),
     ):  # fmt: skip
         code, _, err = minitext("llo", *words)
         assert code == 2 and reason in err and err.count("\n") == 1

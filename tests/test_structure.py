@@ -38,6 +38,7 @@ LAYERS = [
         "grading",
         "doctor",
         "llo",
+        "llo_compiler",
         "llo_report",
         "tune",
     },
@@ -104,11 +105,16 @@ def test_pytree_rooms_never_see_the_model():
 def test_kernel_files_import_only_jax():
     for path in (PACKAGE / "kernels").glob("*.py"):
         if path.name != "__init__.py":
-            words = {i.split(".")[0] for i in imports(path)}
-            siblings = {i for i in imports(path) if i.startswith("minitext")}
-            assert all(i.startswith("minitext.kernels") for i in siblings), path
-            known = {"jax", "numpy", "minitext", "math", "functools", "typing", "collections"}
-            assert words <= known | {"dataclasses"}, path
+            words = {
+                i.split(".")[0]
+                for i in imports(path)
+                if not i.startswith(("minitext.kernels", "minitext.errors"))
+            }
+            allowed = {"jax", "numpy", "math", "functools", "typing", "collections", "dataclasses"}
+            # The tables that tell of kernels also name chips, and read their rows.
+            if path.name in ("cases.py", "block_shapes.py"):
+                allowed |= {"minitext", "json", "pathlib", "difflib", "inspect"}
+            assert words <= allowed, path
 
 
 def test_only_notebook_and_figures_know_ipython_and_matplotlib():
@@ -165,6 +171,8 @@ TESTED_WITH = {
     "parallel": "pipeline",
     "figures": "notebook",
     "mesh_check": "train",
+    "llo_compiler": "llo",
+    "llo_report": "llo",
 }
 
 
@@ -221,7 +229,10 @@ def test_every_extra_earns_its_line():
 
 def test_imports_are_declared():
     standard = sys.stdlib_module_names
-    known = {MODULE_OF.get(n, n.replace("-", "_")).lower() for n in declared("book", "aot", "tfds")}
+    known = {
+        MODULE_OF.get(n, n.replace("-", "_")).lower()
+        for n in declared("book", "aot", "tfds", "tune")
+    }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
         "minitext",

@@ -158,5 +158,5 @@ CASES: dict[str, Callable[..., Case]] = {
 
 # Lengths of blocks that `minitext tune` tries, all with all.
 SWEEPS: dict[str, dict[str, tuple[int, ...]]] = {
-    "matmul": {"m": (256, 512, 1024), "k": (256, 512, 1024), "n": (256, 512, 1024)},
+    "matmul": {"m": (512, 1024), "k": (512, 1024, 2048), "n": (512, 1024)},
 }
