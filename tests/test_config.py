@@ -1,12 +1,24 @@
 """Configuration: layers, provenance, and one clear line for every fault."""
 
+from typing import get_args
+
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minitext.config import Config, ConfigError, ModelConfig, keys, load_config, presets, to_yaml
+from minitext.config import (
+    Config,
+    ConfigError,
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+    keys,
+    load_config,
+    presets,
+    to_yaml,
+)
 from minitext.errors import UserError
 
 
@@ -112,6 +124,45 @@ def test_hostile_yaml_does_not_get_through():
         "\ud800",
     ):
         faults(f"train.steps={value}")
+
+
+MLA = ("model.attention.kind=mla", "model.attention.kv_rank=24")
+
+
+def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
+    cfg = load_config("laptop", MLA)
+    assert isinstance(cfg.model.attention, MLAConfig) and cfg.model.attention.kv_rank == 24
+    (tmp_path / "config.yml").write_text(to_yaml(cfg, provenance=True))
+    again = load_config(None, [f"config={tmp_path / 'config.yml'}"])
+    assert again == cfg and "kv_rank: 24" in to_yaml(again)
+    # A higher layer may choose the other kind; what was set for this one goes, what both have stays.
+    settings = ["model.attention.impl=xla", *MLA]
+    cfg = load_config("laptop", settings).replace({"model.attention.kind": "gqa"})
+    assert cfg.model.attention == GQAConfig(impl="xla")
+    assert cfg.provenance("model.attention.kv_rank") == "default"
+    assert cfg.replace({"model.attention.kind": "mla"}).model.attention.impl == "xla"
+    field = keys()["model.attention.kind"]
+    assert get_args(field.annotation) == ("gqa", "mla") and field.default == "gqa"
+    assert ModelConfig(attention={"impl": "xla"}).attention == GQAConfig(impl="xla")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["model.attention.kv_rank=3"], "has no use with model.attention.kind=gqa: set model.attention.kind=mla"),
+        (["model.attention.kind=mlp"], "model.attention.kind=mlp (command line): choose gqa or mla"),
+        (["model.attention.kind=[1]"], "choose gqa or mla"),
+        ([*MLA, "model.attention.rope_dim=5"], "model.attention.rope_dim=5 is odd"),
+        ([*MLA, "model.attention.rope_dim=wide"], "model.attention.rope_dim=wide (command line): input should be"),
+        ([*MLA, "model.attention.v_dim=0"], "model.attention.v_dim=0 (command line): input should be greater"),
+        ([*MLA, "model.kv_heads=2"], "model.kv_heads=2 has no use"),
+        ([*MLA, "model.head_dim=8"], "model.head_dim=8 has no use"),
+        (["model.remat=names", "model.remat_save=[latents]"], "leave them out with model.attention.kind=gqa"),
+    ],
+)  # fmt: skip
+def test_a_variant_refuses_what_is_not_its_own(settings, says):
+    (fault,) = faults(*settings)
+    assert says in fault
 
 
 def test_sections_check_themselves_when_made_alone():

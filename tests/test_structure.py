@@ -26,7 +26,7 @@ LAYERS = [
     {"mesh", "cost", "hlo", "buffers", "targets", "compile_report", "leaves", "stacks"},
     {"sharding"},
     {"kernels", "layers", "parallel"},
-    {"attention", "ffn", "moe"},
+    {"attention", "ffn", "mla", "moe"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}

@@ -4,9 +4,9 @@ Chapters: 6.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from minitext.schema.section import Section, divisors
 
@@ -222,6 +222,11 @@ class ModelConfig(Section):
     ffn: SwiGLUConfig | MoEConfig = Field(
         default=SwiGLUConfig(), discriminator="kind", description="feed-forward variant"
     )
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _gqa_by_default(cls, value: Any) -> Any:
+        return {"kind": "gqa"} | value if isinstance(value, dict) else value
 
     @property
     def saved(self) -> tuple[str, ...]:
