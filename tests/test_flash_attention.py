@@ -1,4 +1,4 @@
-"""The TPU's flash attention against the reference in the simulator, its grid against the mask, and compiled."""
+"""Flash attention for TPUs: in the simulator against the reference, its grid, and compiled ahead of time."""
 
 import functools
 import math

@@ -3,7 +3,7 @@
 `impl="auto"` takes the first implementation in the platform's order that supports the arguments and logs once which
 one; a named implementation that cannot run raises with the reason. Nothing falls back silently.
 
-Chapters: 4, 15, 17, 19.
+Chapters: 4, 17, 19.
 """
 
 import functools
