@@ -6,6 +6,9 @@ Chapters: 14.
 import math
 from collections.abc import Mapping
 
+import jax
+
+from minitext import kernels
 from minitext.config import Config
 from minitext.model import count_attention
 from minitext.parallel.schedule import count_microbatches, forward_ticks, groups_per_stage
@@ -63,7 +66,8 @@ class Shares:
         self.kv, self.latents = (heads.k + heads.v) // ways("kv_heads"), heads.latents
         self.ring = ways("seq") > 1 and model.attention.context == "ring"
         self.N, self.S = model.heads // ways("heads"), self.T if self.ring else cfg.data.seq_len
-        self.scores = self.rows * self.N * self.T * self.S
+        stored = self.ring or not _flash(cfg, platform, ways("seq"))
+        self.scores = self.rows * self.N * self.T * self.S if stored else 0
         self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
         self.D = model.embed
         # A layer's matrices as they are used; `fsdp` stores parts of them.
@@ -81,6 +85,18 @@ class Shares:
     def beyond_vector_memory(self, array: int) -> int:
         """Returns the bytes that an array much in use takes in main memory: none if the vector memory can hold it."""
         return 0 if array <= self.vmem else array
+
+
+def _flash(cfg: Config, platform: str, context: int) -> bool:
+    """Whether attention is the TPU's kernel, which stores no scores; over a split sequence it is not."""
+    m = cfg.model
+    if m.attention.impl not in ("auto", "pallas_tpu") or platform != "tpu" or context > 1:
+        return False
+    heads, shape = count_attention(m), (1, cfg.data.seq_len, m.heads)
+    q, v = (
+        jax.ShapeDtypeStruct((*shape, width // m.heads), m.dtype) for width in (heads.q, heads.out)
+    )
+    return kernels.IMPLEMENTATIONS["attention", "pallas_tpu"].supports(q, q, v) is None
 
 
 def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
