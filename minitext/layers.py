@@ -116,7 +116,7 @@ class Linear(nnx.Module):
         self,
         inputs: int,
         outputs: int,
-        axes: tuple[str, str | None],
+        axes: tuple[str, str],
         *,
         key: jax.Array,
         rules: ShardingRules,
@@ -125,7 +125,7 @@ class Linear(nnx.Module):
         self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
         self.axes, self.rules = axes, rules
 
-    def __call__(self, x: jax.Array, out: str | None = "act") -> jax.Array:
+    def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
         """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
         rules, features = self.rules, "act" if self.axes[0] == "embed" else self.axes[0]
         places = Places(
