@@ -46,7 +46,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
     """
     s = split(cfg, mesh, backend)
     terms = [
-        *_fsdp(s), *_gradients(s), *_zero(s), *_tensor(s), *_loss(s), *_context(s), *_pipeline(s)
+        *_fsdp(s), *_gradients(s), *_zero(s), *_tensor(s), *_loss(s), *_context(s), *_pipeline(s), *_experts(s)
     ]  # fmt: skip
     return [t for t in terms if t.group > 1 and t.count]
 
@@ -117,12 +117,9 @@ def _fsdp(s: Split) -> Iterator[Term]:
 def _gradients(s: Split) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens, and what is stored in parts is kept in parts."""
     r, model, tied, scale = s.runs, s.cfg.model, s.cfg.model.tie_embeddings, 4 * s.cfg.model.embed
-    q, kv, f = (n // s.tensor for n in (model.heads * model.H, model.K * model.H, model.mlp))
     (once, table), (heads, head) = _outside(s, 1), _outside(s, s.cfg.train.loss_chunks)
     groups = _groups(s, s.batch, s.context) if s.fsdp == 1 else (s.replicas // s.fsdp,)
-    products = {
-        "weights": (_scaled(s.layer, s.wide), r.backward, _whole(s, q, kv, kv, None, f, f, None))
-    }
+    products = {"weights": (_scaled(s.layer, s.wide), r.backward, _whole(s, *s.widths))}
     if not tied:
         products["output layer"] = ((head,), heads, _whole(s, model.vocab // s.vocab))
     for name, (arrays, runs, whole) in products.items():
@@ -186,7 +183,8 @@ def _zero(s: Split) -> Iterator[Term]:
     L, scale = model.layers, 4 * model.embed
     vector = "all-reduce" if s.tpu and model.embed // s.optimizer % LANES else "all-gather"
     tables = (4 * s.table,) * (1 if model.tie_embeddings else 2)
-    arrays = *_scaled(s.layer, 4 * L), L * scale, L * scale, *tables
+    router = (4 * L * model.embed * s.moe.experts,) if s.moe else ()
+    arrays = *_scaled(s.layer + s.routed, 4 * L), *router, L * scale, L * scale, *tables
     yield Term("all-gather of the new parameters", "all-gather", s.optimizer, arrays, 1)
     yield Term("the last RMSNorm's new scale", vector, s.optimizer, (scale,), 1)
 
@@ -201,10 +199,11 @@ def _tensor(s: Split) -> Iterator[Term]:
     r, gather, chunks = s.runs, "all-gather", s.cfg.train.loss_chunks
     kind = s.scatter if s.sequence > 1 else "all-reduce"
     one, sent = s.layer_stream * s.wide, s.layer_stream * s.narrow
-    yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * 2, r.forward)
+    row = 1 + bool(s.ffn) + bool(s.moe)
+    yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * row, r.forward)
     if s.again:
         yield Term("row-parallel sum, recomputed", kind, s.tensor, (one,), r.backward)
-    sums = 2 if s.tpu else 5
+    sums = 2 if s.tpu else 3 + 2 * bool(s.ffn) + bool(s.moe)
     yield Term("column-parallel sums, backward", kind, s.tensor, (one,) * sums, r.backward)
     tokens = "tokens for q, k, v and gate, up"
     yield Term(f"{tokens}, forward", gather, s.sequence, (sent,) * 2, r.forward)
@@ -267,3 +266,34 @@ def _pipeline(s: Split) -> Iterator[Term]:
     one = s.stream * s.wide
     yield Term("last stage's activations, to all", "all-reduce", s.stages, (one,), s.runs.outside)
     yield Term("first stage's gradients, to all", "all-reduce", s.stages, (one,), s.runs.outside)
+
+
+def _experts(s: Split) -> Iterator[Term]:
+    """Tokens go to their experts and come back, by an all-to-all each way (Lepikhin et al. 2020); gradients likewise.
+
+    Where sizes must be known when the program is compiled, each device sends every other as many slots as it could
+    need, without capacity k for each token. A TPU sends what there is: for it, these are upper bounds.
+    """
+    if not s.moe:
+        return
+    r, k, E, D = s.runs, s.moe.experts_per_token, s.moe.experts, s.cfg.model.embed
+    ragged = s.tpu and s.moe.capacity_factor is None
+    kind = "ragged-all-to-all" if ragged else "all-to-all"
+    # XLA's CPU backend makes an array for each device of it.
+    pieces = 1 if s.tpu else s.experts
+    sent = (s.slots * D * s.wide // pieces,) * (2 * pieces)
+    yield Term("tokens to experts and back, forward", kind, s.experts, sent, r.forward)
+    if s.again:
+        yield Term("tokens to experts and back, recomputed", kind, s.experts, sent, r.backward)
+    yield Term("gradients to experts and back", kind, s.experts, sent, r.backward)
+    gathered = {"router": ((4 * D * E,), s.experts), "experts": (_scaled(s.routed, s.wide), 1)}
+    for name, (weights, copies) in gathered.items():
+        yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
+        yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)
+        yield Term(f"gradient of the {name}", "reduce-scatter", s.fsdp, weights, r.backward)
+        parts, rest = tuple(size // s.fsdp for size in weights), s.replicas // s.fsdp // s.experts
+        rest *= copies
+        yield Term(f"gradient of the {name}, over the rest", "all-reduce", rest, parts, r.backward)
+    chosen, mean = (4 * s.layer_tokens * k,), (4 * E,)
+    yield Term("gradient of the router's weights", "all-reduce", s.tensor, chosen, r.backward)
+    yield Term("router's mean shares", "all-reduce", s.replicas, mean, r.forward)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from minitext.config import Config
+from minitext.config import Config, MoEConfig
 from minitext.hlo import Collective
+from minitext.moe import capacity
 from minitext.parallel.schedule import (
     count_microbatches,
     forward_ticks,
@@ -91,6 +92,7 @@ class Split:
       tensor: devices that have other heads and features.
       sequence: devices that have other tokens of the residual stream alone, 1 or `tensor`.
       vocab: devices that have other columns of the output layer and rows of the embedding table.
+      experts: devices that have other experts, and other tokens.
       stages: devices that have other layers.
       in_parts: whether gradients are kept in parts after each microbatch (ZeRO-2).
     """
@@ -104,6 +106,7 @@ class Split:
     tensor: int
     sequence: int
     vocab: int
+    experts: int
     stages: int
     in_parts: bool
 
@@ -185,11 +188,46 @@ class Split:
         return self.cfg.model.remat != "none"
 
     @property
+    def moe(self) -> MoEConfig | None:
+        """The mixture of experts, if the model has one."""
+        return self.cfg.model.ffn if isinstance(self.cfg.model.ffn, MoEConfig) else None
+
+    @property
+    def ffn(self) -> int:
+        """Width of a layer's dense feed-forward layer: all of it, or the experts that every token gets; 0 if none."""
+        return self.cfg.model.mlp * (self.moe.shared_experts if self.moe else 1)
+
+    @property
     def layer(self) -> tuple[int, ...]:
-        """Numbers of each of a layer's weights that one `fsdp` group holds: q, k, v, o, gate, up, down."""
+        """Numbers of each of a layer's weights that one `fsdp` group holds: q, k, v, o, dense gate, up, down."""
         m = self.cfg.model
-        widths = m.heads * m.H, m.K * m.H, m.K * m.H, m.heads * m.H, m.mlp, m.mlp, m.mlp
-        return tuple(m.embed * width // self.tensor for width in widths)
+        widths = m.heads * m.H, m.K * m.H, m.K * m.H, m.heads * m.H, *((self.ffn,) * 3)
+        return tuple(m.embed * width // self.tensor for width in widths if width)
+
+    @property
+    def widths(self) -> tuple[int | None, ...]:
+        """Columns of each on a device, None where the columns are `embed`."""
+        m, f = self.cfg.model, self.ffn // self.tensor
+        q, kv = (heads * m.H // self.tensor for heads in (m.heads, m.K))
+        return q, kv, kv, None, *((f, f, None) if f else ())
+
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """Numbers of the gate, up and down of all experts of a device that one `fsdp` group holds."""
+        if not self.moe:
+            return ()
+        m = self.cfg.model
+        return (self.moe.experts // self.experts * m.embed * m.mlp // self.tensor,) * 3
+
+    @property
+    def slots(self) -> int:
+        """Slots of the buffer in which a device sends its tokens' vectors to the experts, if sizes must be known."""
+        if not self.moe:
+            return 0
+        k, E, T = self.moe.experts_per_token, self.moe.experts, self.cfg.data.seq_len
+        if C := capacity(self.moe, T):
+            return E * self.rows * C
+        return self.experts * self.layer_tokens * min(k, E // self.experts)
 
     @property
     def table(self) -> int:
@@ -211,6 +249,6 @@ def split(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Split:
 
     return Split(
         cfg, backend == "tpu", ways("embed"), ways("embed", rules.optimizer) if rules.optimizer else 1,
-        ways("batch"), ways("seq"), ways("heads"), ways("residual") // ways("seq"), ways("vocab"), ways("layers"),
-        rules.scatter,
+        ways("batch"), ways("seq"), ways("heads"), ways("residual") // ways("seq"), ways("vocab"), ways("expert"),
+        ways("layers"), rules.scatter,
     )  # fmt: skip

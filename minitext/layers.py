@@ -115,7 +115,7 @@ class Linear(nnx.Module):
         self,
         inputs: int,
         outputs: int,
-        axes: tuple[str, str | None],
+        axes: tuple[str, str],
         *,
         key: jax.Array,
         rules: ShardingRules,
@@ -133,7 +133,7 @@ class Linear(nnx.Module):
         w_DNH = jax.lax.reshape(w_DF, (len(w_DF), N, w_DF.shape[1] // N), out_sharding=where)
         return jnp.swapaxes(w_DNH, 0, 1)
 
-    def __call__(self, x: jax.Array, out: str | None = "act") -> jax.Array:
+    def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
         """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
         rules, features = self.rules, "act" if self.axes[0] == "embed" else self.axes[0]
         places = Places(

@@ -125,12 +125,20 @@ def progress_bar(console: Console) -> Progress:
 
 
 def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
-    """Returns the progress bar's text, e.g. `loss 1.42  18,304 tokens/s  MFU 41%`."""
+    """Returns the progress bar's text, e.g. `loss 1.42  18,304 tokens/s  MFU 41%`.
+
+    Of a mixture of experts it says how much of an even share the least and the most loaded expert of any layer got.
+    """
     parts = [f"loss {record['loss']:.3f}"]
     if floor is not None:
         parts[0] += f" (floor {floor:.3f})"
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.3f}")
+    if "expert_load_max" in record:
+        low, high = record["expert_load_min"], record["expert_load_max"]
+        parts.append(f"expert load {low:.2f} to {high:.2f}")
+        if record["dropped"]:
+            parts[-1] += f", {record['dropped']:.1%} dropped"
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.0%}")

@@ -16,8 +16,8 @@ from minitext import kernels
 from minitext.config import ModelConfig, MoEConfig
 from minitext.ffn import SwiGLU, gated
 from minitext.kernels import grouped_matmul_blocked
-from minitext.layers import Linear, make_param, unflatten_tokens
-from minitext.parallel.experts import Layout, run_experts
+from minitext.layers import make_param
+from minitext.parallel.experts import Layout, exchange, on_each_device
 from minitext.sharding import ShardingRules
 
 
@@ -104,8 +104,8 @@ class MoE(nnx.Module):
         assert isinstance(cfg.ffn, MoEConfig)
         moe, D, F = cfg.ffn, cfg.embed, cfg.mlp
         E = moe.experts
-        self.router = Linear(D, E, ("embed", None), key=rngs.params(), rules=rules)
         new = partial(make_param, rules=rules)
+        self.router = new(rngs.params(), (D, E), ("embed", None), fan_in=D)
         into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
         self.gate = new(rngs.params(), (E, D, F), into, fan_in=D)
         self.up = new(rngs.params(), (E, D, F), into, fan_in=D)
@@ -132,41 +132,57 @@ class MoE(nnx.Module):
         Returns:
           The same shape and type, and what the router did. All tokens are routed, those of padding too.
         """
-        cfg = self.cfg
-        bias = self.bias.get_value() if cfg.bias_rate else None
-        # Experts are chosen by small differences: in float32.
-        logits = self.router(x.astype(jnp.float32), None)
-        choice = route(logits, cfg, bias)
+        cfg, rules = self.cfg, self.rules
         slots = capacity(cfg, math.prod(x.shape[:-1]) // rows)
-        params = {"gate": self.gate, "up": self.up, "down": self.down}
-        y = run_experts(
-            swiglu_experts,
+        names = ("router", "gate", "up", "down", "bias")[: 5 if cfg.bias_rate else 4]
+        params = {name: getattr(self, name).get_value() for name in names}
+        # Cast before they are sent; a router stays float32.
+        params |= {name: params[name].astype(x.dtype) for name in names[1:4]}
+        y, routing = on_each_device(
+            partial(_route_and_compute, cfg=cfg),
             x,
-            choice.experts,
-            choice.weights,
-            {name: param.get_value() for name, param in params.items()},
-            {name: param.axes for name, param in params.items()},
-            Layout(cfg.experts, slots, rows, self.rules),
+            params,
+            {name: getattr(self, name).axes for name in names},
+            Layout(cfg.experts, slots, rows),
+            rules,
         )
-        if cfg.shared_experts:
-            y = y + self.shared(x)
-        return y, self._routing(logits, choice, rows, slots)
+        return (y + self.shared(x) if cfg.shared_experts else y), routing
 
-    def _routing(self, logits, choice: Choice, rows: int, slots: int | None) -> Routing:
-        cfg, E = self.cfg, self.cfg.experts
-        hits = jnp.sum(choice.experts[..., None] == jnp.arange(E), axis=-2, dtype=jnp.int32)
-        hits_BTE = unflatten_tokens(hits, rows, None, sizes=(E,), rules=self.rules)
-        load_BE = jnp.sum(hits_BTE, axis=1)
-        load_E = jnp.sum(load_BE, axis=0)
-        over = 0 * load_BE if slots is None else jnp.maximum(load_BE - slots, 0)
-        places = tuple(range(logits.ndim - 1))
-        assigned = math.prod(logits.shape[:-1]) * cfg.experts_per_token
-        share_E = jnp.mean(choice.shares, axis=places)
-        # Fedus et al. 2021, equations 4 to 6; for k experts, of assignments instead of tokens.
-        balance = E * jnp.sum(share_E * (load_E / assigned))
-        z = jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))  # Zoph et al. 2022, equation 5
-        loss = cfg.balance_loss * balance + cfg.z_loss * z
-        return Routing(loss, balance, z, load_E, jnp.sum(over))
+
+def _route_and_compute(
+    x: jax.Array, params: Any, layout: Layout, *, cfg: MoEConfig
+) -> tuple[jax.Array, Routing]:
+    """The layer on one device: tokens [..., D] to tokens, and how those of all devices were routed."""
+    # Experts are chosen by small differences: in float32.
+    logits = jnp.einsum(
+        "...D,DE->...E",
+        x.astype(jnp.float32),
+        params["router"],
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    choice = route(logits, cfg, params.get("bias"))
+    y = exchange(partial(swiglu_experts, params), x, choice.experts, choice.weights, layout)
+    return y, _routing(logits, choice, layout, cfg)
+
+
+def _routing(logits: jax.Array, choice: Choice, layout: Layout, cfg: MoEConfig) -> Routing:
+    E, tokens = cfg.experts, math.prod(logits.shape[:-1])
+    hits = choice.experts[..., None] == jnp.arange(E)
+    load_BE = jnp.sum(jnp.reshape(hits, (layout.rows, -1, E)), axis=1, dtype=jnp.int32)
+    over_BE = 0 * load_BE if layout.capacity is None else load_BE - layout.capacity
+    shares_E = jnp.sum(jnp.reshape(choice.shares, (-1, E)), axis=0)
+    squares = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    dropped = jnp.sum(jnp.maximum(over_BE, 0))
+    load_E, dropped, shares_E, squares = (
+        layout.total(x) for x in (jnp.sum(load_BE, axis=0), dropped, shares_E, squares)
+    )
+    count = tokens * math.prod(jax.lax.axis_size(axis) for axis in layout.tokens)
+    # Fedus et al. 2021, equations 4 to 6; for k experts, of assignments instead of tokens.
+    load_share_E = load_E / (count * cfg.experts_per_token)
+    balance = E * jnp.sum(shares_E / count * load_share_E)
+    z = squares / count  # Zoph et al. 2022, equation 5
+    loss = cfg.balance_loss * balance + cfg.z_loss * z
+    return Routing(loss, balance, z, load_E, dropped)
 
 
 def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -> jax.Array:

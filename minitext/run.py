@@ -265,8 +265,10 @@ def _introduce(
     cfg: Config, mesh: Mesh, directory: Path, start: int, floor: float | None, console: Console
 ) -> None:
     shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
+    active = count_params(cfg.model, active=True)
+    of_these = f" ({active / 1e6:.1f}M active)" if active < count_params(cfg.model) else ""
     lines = [
-        f"[bold]{directory}[/]  {count_params(cfg.model) / 1e6:.1f}M parameters, {shape}, "
+        f"[bold]{directory}[/]  {count_params(cfg.model) / 1e6:.1f}M parameters{of_these}, {shape}, "
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"
     ]
     if floor:

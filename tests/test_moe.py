@@ -117,7 +117,7 @@ def test_a_bias_chooses_and_never_weighs():
 
 def by_loop(params, x_XD, cfg, slots, rows):
     """Each token through its experts, in a loop over these: all products are of all tokens, masked afterwards."""
-    logits = x_XD @ params["router"]["w"].get_value()
+    logits = x_XD @ params["router"].get_value()
     choice = moe.route(logits, cfg, None)
     counts = np.zeros((rows, cfg.experts), int)
     keep = np.ones(choice.experts.shape, bool)
@@ -140,7 +140,7 @@ def by_loop(params, x_XD, cfg, slots, rows):
 def test_values_gradients_and_counts_are_those_of_a_loop(factor, skew):
     ours = layer(experts=4, capacity_factor=factor)
     # With skew almost all tokens like expert 1 best.
-    ours.router.w.set_value(ours.router.w.get_value().at[0, 1].add(skew))
+    ours.router.set_value(ours.router.get_value().at[0, 1].add(skew))
     x, weights, rows = normal(1, 24, 16).at[:, 0].set(1.0), normal(2, 24, 16), 3
     graphdef, params = nnx.split(ours, nnx.Param)
     slots = moe.capacity(ours.cfg, 8)
@@ -160,7 +160,7 @@ def test_values_gradients_and_counts_are_those_of_a_loop(factor, skew):
     assert (
         routing.dropped == dropped == (0 if slots is None else np.maximum(counts - slots, 0).sum())
     )
-    assert (dropped > 10) == (factor == 0.6 or (factor == 1.25 and skew > 0))
+    assert (dropped > 5) == (factor == 0.6 or (factor == 1.25 and skew > 0))
     with jax.ensure_compile_time_eval():
         wanted = jax.grad(loop, argnums=(0, 1))(params, x)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
@@ -211,7 +211,7 @@ def test_shared_experts_see_every_token():
 def test_losses_are_their_definitions():
     """Even shares cost 1, all tokens at the same k experts E / k; z is of the log-normalizer."""
     even = layer(experts=4, experts_per_token=2, balance_loss=0.5, z_loss=0.25, embed=4)
-    even.router.w.set_value(jnp.eye(4))
+    even.router.set_value(jnp.eye(4))
     x = 50.0 * jnp.array([[1.0, 1, 0, 0], [0, 0, 1, 1]])
     routing = even.routed(x, 1)[1]
     np.testing.assert_array_equal(routing.load_E, [1, 1, 1, 1])

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from minitext import kernels
 from minitext.sharding import STORAGE_AXES, ShardingRules
 
 AXIS = "expert"
-GATHERED = "gathered_experts"
 
 
 class Placement(NamedTuple):
@@ -82,101 +81,126 @@ _take.defvjp(
 
 
 class Layout(NamedTuple):
-    """What is known of an expert layer when it is compiled.
+    """How a device's tokens and experts lie among those of others.
 
     Attributes:
-      experts: all of them (E).
+      experts: of all devices (E).
       capacity: slots for each expert and row of the batch; None drops nothing.
-      rows: of the batch, on all devices.
-      rules: where the arrays lie.
+      rows: of the batch, on this device.
+      ways: devices that share the experts.
+      tokens: mesh axes along which devices have other tokens.
+      features: mesh axes along which devices have other features of the same experts, and results are summed.
     """
 
     experts: int
     capacity: int | None
     rows: int
-    rules: ShardingRules
+    ways: int = 1
+    tokens: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Returns the sum over the devices that have other tokens."""
+        return jax.lax.psum(x, self.tokens) if self.tokens else x
 
 
-# Of one device: (rows in groups [M, D], rows of each group or None if equal, weights) -> rows [M, D].
-Compute = Callable[[jax.Array, jax.Array | None, Any], jax.Array]
-
-
-def run_experts(
-    compute: Compute,
+def on_each_device(
+    local: Callable[[jax.Array, Any, Layout], tuple[jax.Array, Any]],
     x: jax.Array,
-    experts_Xk: jax.Array,
-    weights_Xk: jax.Array,
     params: Any,
     axes: Any,
     layout: Layout,
-) -> jax.Array:
-    """Sends tokens to their experts, computes, and adds up what comes back.
+    rules: ShardingRules,
+) -> tuple[jax.Array, Any]:
+    """Runs a layer of experts on each device's tokens and experts.
 
     Args:
-      compute: what a device does with its experts' rows.
+      local: (tokens, parameters, the device's layout) -> (tokens, something that is the same for all devices). It gets
+        parameters whole but for experts and features, in their own type.
       x: [X, D], or [B, T, D] where rows of the batch are split.
-      experts_Xk: [X, k] or [B, T, k] each token's experts.
-      weights_Xk: likewise, their weights in float32.
-      params: pytree of the experts' parameters [E, ...].
+      params: pytree of arrays.
       axes: the same tree of their dimensions' names.
-      layout: see there.
-
-    Returns:
-      The weighted sums, of x's shape and type.
+      layout: that of one device that has everything.
+      rules: where the arrays lie.
     """
-    rules, mesh = layout.rules, jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        params = jax.tree.map(lambda w: w.astype(x.dtype), params)
-        return _on_device(compute, x, experts_Xk, weights_Xk, params, layout, 1)
-    names = ("batch",) if x.ndim == 2 else ("batch", "seq")
-    tokens = rules.spec((*names, "act"))
-    is_names = lambda names: isinstance(names, tuple)  # noqa: E731
-    specs = jax.tree.map(rules.spec, axes, is_leaf=is_names)
-    used = _mesh_axes(tokens) | set().union(*(map(_mesh_axes, jax.tree.leaves(specs))))
-    summed = tuple(axis for axis in rules.table["mlp"] if axis in used)
+        return local(x, params, layout)
+    names = ("batch", "act") if x.ndim == 2 else ("batch", "seq", "act")
+    spec = rules.spec(names)
+    specs = jax.tree.map(rules.spec, axes, is_leaf=lambda names: isinstance(names, tuple))
+    tokens = _mesh_axes(spec)
+    layout = layout._replace(
+        rows=layout.rows // rules.ways("batch"),
+        ways=rules.ways(AXIS),
+        tokens=tuple(sorted(tokens)),
+        features=tuple(sorted(_mesh_axes(rules.spec(("mlp",))))),
+    )
 
-    def local(x, experts, weights, params):
-        # What every device along an axis has the same of becomes each one's own: gradients are then summed, once.
-        x, experts, weights = (_vary(a, used - _mesh_axes(tokens)) for a in (x, experts, weights))
-        params = jax.tree.map(partial(_whole, used=used, dtype=x.dtype), params, specs)
-        y = _on_device(compute, x, experts, weights, params, layout, rules.ways(AXIS))
-        return jax.lax.psum(y, summed) if summed else y
+    # Kept for the backward pass is what is stored: weights are gathered again, as `Linear` does.
+    @partial(jax.checkpoint, policy=_is_no_weight)
+    def run(x, params):
+        return local(x, jax.tree.map(partial(_whole, tokens=tokens), params, specs), layout)
 
-    if any(STORAGE_AXES & _mesh_axes(spec) for spec in jax.tree.leaves(specs)):
-        # Kept for the backward pass is what is stored: weights are gathered again, as `Linear` does.
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-        local = jax.checkpoint(local, policy=policy)
-    x, experts_Xk, weights_Xk = (rules.shard(a, *names, "act") for a in (x, experts_Xk, weights_Xk))
-    inside = (tokens, tokens, tokens, specs)
-    y = jax.shard_map(local, in_specs=inside, out_specs=tokens)(x, experts_Xk, weights_Xk, params)
-    return y if x.ndim == 2 else rules.shard(y, "batch", "residual", "act")
+    y, rest = jax.shard_map(run, in_specs=(spec, specs), out_specs=(spec, P()))(
+        rules.shard(x, *names), params
+    )
+    return y if x.ndim == 2 else rules.shard(y, "batch", "residual", "act"), rest
 
 
 def _mesh_axes(spec: Any) -> set[str]:
     return {a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
 
 
-def _vary(x: jax.Array, axes: set[str]) -> jax.Array:
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+def _is_no_weight(primitive: Any, *_args: Any, **_params: Any) -> bool:
+    return primitive.name not in ("all_gather", "pvary", "convert_element_type")
 
 
-def _whole(w: jax.Array, spec: Any, *, used: set[str], dtype: Any) -> jax.Array:
-    """A device's weight in the compute type, gathered over the axes that only store it."""
-    w = _vary(w.astype(dtype), used - _mesh_axes(spec))
+def _whole(w: jax.Array, spec: Any, *, tokens: set[str]) -> jax.Array:
+    """A device's part of a weight, gathered over the axes that only store it.
+
+    Devices with other tokens have gradients of their own, which are added up: over `fsdp` by a reduce-scatter, and what
+    is left of them over the rest.
+    """
+    w = _vary(w, tuple(tokens - _mesh_axes(spec)))
     for dim, entry in enumerate(spec):
         for axis in STORAGE_AXES & _mesh_axes((entry,)):
             w = jax.lax.all_gather(w, axis, axis=dim, tiled=True)
-    return checkpoint_name(w, GATHERED)
+    return w
 
 
-def _on_device(compute, x, experts, weights, params, layout: Layout, ways: int) -> jax.Array:
-    """The layer on one device of `ways` that share the experts."""
+def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """An x that is the same along these axes as each device's own; its gradient is the sum of theirs."""
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
+# Of one device: (rows in groups [M, D], rows of each group or None if equal) -> rows [M, D].
+Compute = Callable[[jax.Array, jax.Array | None], jax.Array]
+
+
+def exchange(
+    compute: Compute, x: jax.Array, experts: jax.Array, weights: jax.Array, layout: Layout
+) -> jax.Array:
+    """Sends a device's tokens to their experts, computes, and adds up what comes back.
+
+    Args:
+      compute: what a device does with its experts' rows.
+      x: [..., D] tokens.
+      experts: [..., k] each token's experts.
+      weights: [..., k] their weights in float32.
+      layout: see there.
+
+    Returns:
+      The weighted sums, of x's shape and type.
+    """
     k, D = experts.shape[-1], x.shape[-1]
-    x_XD = jnp.reshape(x, (-1, D))
-    experts_Xk, weights_Xk = (jnp.reshape(a, (-1, k)) for a in (experts, weights))
+    x_XD = jnp.reshape(_vary(x, layout.features), (-1, D))
+    experts_Xk, weights_Xk = (
+        jnp.reshape(_vary(a, layout.features), (-1, k)) for a in (experts, weights)
+    )
     run = _dropless if layout.capacity is None else _dropping
-    y_XD = run(partial(compute, params), x_XD, experts_Xk, weights_Xk, layout, ways)
-    return jnp.reshape(y_XD, x.shape)
+    y = jnp.reshape(run(compute, x_XD, experts_Xk, weights_Xk, layout), x.shape)
+    return jax.lax.psum(y, layout.features) if layout.features else y
 
 
 def _sort(experts_A: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -195,9 +219,9 @@ def _before(x: jax.Array, axis: int = 0) -> jax.Array:
 # --- dropping: every expert has as many slots as every other
 
 
-def _dropping(compute, x_XD, experts_Xk, weights_Xk, layout: Layout, ways: int) -> jax.Array:
+def _dropping(compute, x_XD, experts_Xk, weights_Xk, layout: Layout) -> jax.Array:
     (X, k), E, C = experts_Xk.shape, layout.experts, layout.capacity
-    rows = layout.rows // layout.rules.ways("batch")
+    rows, ways = layout.rows, layout.ways
     order_A, sorted_A, _ = _sort(jnp.ravel(experts_Xk), E)
     # In this order, those of one expert and row follow each other: by position in the row, so that what is dropped
     # depends on earlier tokens alone, and of one token by weight.
@@ -228,8 +252,8 @@ def _all_to_all(rows_SD: jax.Array) -> jax.Array:
 # --- dropless: every expert has as many slots as it needs
 
 
-def _dropless(compute, x_XD, experts_Xk, weights_Xk, layout: Layout, ways: int) -> jax.Array:
-    (X, k), E = experts_Xk.shape, layout.experts
+def _dropless(compute, x_XD, experts_Xk, weights_Xk, layout: Layout) -> jax.Array:
+    (X, k), E, ways = experts_Xk.shape, layout.experts, layout.ways
     order_A, sorted_A, sizes_E = _sort(jnp.ravel(experts_Xk), E)
     if ways == 1:
         placement = Placement.of(order_A, jnp.arange(X * k), X * k)
