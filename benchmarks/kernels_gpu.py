@@ -135,16 +135,16 @@ def candidates():
     from minitext.kernels import flash_attention_gpu as flash
     from minitext.kernels import grouped_matmul_gpu as grouped
 
-    for kernel in flash.WIDE._fields:
+    for kernel in flash.BLOCKS._fields:
         for q, k in ((64, 64), (64, 128), (128, 64), (128, 128)):
             for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3)):
                 tile = flash.Tile(q, k, warps, stages)
-                yield "attention", kernel, tile, flash.WIDE._replace(**{kernel: tile})
-    for kernel in grouped.WIDE._fields:
+                yield "attention", kernel, tile, flash.BLOCKS._replace(**{kernel: tile})
+    for kernel in grouped.TILES._fields:
         for rows, columns in ((128, 128), (128, 256), (64, 256), (256, 128)):
             for step, warps, stages in ((64, 8, 3), (64, 8, 4), (32, 8, 4), (64, 4, 3)):
                 tile = grouped.Tile(rows, columns, step, warps, stages)
-                yield "grouped_matmul", kernel, tile, grouped.WIDE._replace(**{kernel: tile})
+                yield "grouped_matmul", kernel, tile, grouped.TILES._replace(**{kernel: tile})
 
 
 def sweep():

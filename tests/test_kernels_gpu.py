@@ -16,7 +16,11 @@ from minitext.config import MeshConfig
 from minitext.kernels import flash_attention_gpu as flash
 from minitext.kernels import flash_blocks_gpu as walks
 from minitext.kernels import grouped_matmul_gpu as grouped
+from minitext.kernels import linear_cross_entropy_gpu as cross_entropy
+from minitext.kernels import paged_attention_gpu as paged
 from minitext.kernels import reference
+from minitext.kernels import rms_norm_gpu as norm
+from minitext.kernels import tiles_gpu
 from minitext.kernels.mask import ALL, NONE, Mask
 from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh
@@ -208,10 +212,10 @@ def test_grouped_matmul_is_its_definition(seed, shape, rest, cuts):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
-@given(sizes=st.lists(st.integers(0, 70), min_size=1, max_size=6), rest=st.integers(0, 40))
-@settings(max_examples=20)
-def test_every_row_has_one_tile_and_no_tile_has_two_groups(sizes, rest):
-    M = sum(sizes) + rest
+@given(sizes=st.lists(st.integers(0, 70), min_size=5, max_size=5))
+@settings(max_examples=15)
+def test_every_row_has_one_tile_and_no_tile_has_two_groups(sizes):
+    M, rest = 350, 350 - sum(sizes)
     group_X, first_X, end_X = map(np.asarray, grouped._row_tiles(jnp.asarray(sizes), M, 16))
     owners = np.repeat(np.arange(len(sizes) + 1), [*sizes, rest])
     found = np.full(M, -1)
@@ -225,9 +229,74 @@ def test_every_row_has_one_tile_and_no_tile_has_two_groups(sizes, rest):
 def test_programs_in_bands_cover_every_tile_once():
     for tall, wide in ((1, 1), (7, 3), (8, 5), (21, 4)):
         places = {
-            tuple(map(int, grouped._place(jnp.int32(i), tall, wide))) for i in range(tall * wide)
+            tuple(map(int, tiles_gpu.place(jnp.int32(i), tall, wide))) for i in range(tall * wide)
         }
         assert places == {(x, y) for x in range(tall) for y in range(wide)}
+
+
+# ---------------------------------------------------------------------------- the smaller ones
+
+
+def cross_entropy_by_definition(x_XD, w_DV, targets_X):
+    logits_XV = jnp.matmul(x_XD, w_DV, precision="highest")
+    normalizer_X = jax.nn.logsumexp(logits_XV, axis=-1)
+    hit_XV = jnp.arange(w_DV.shape[1]) == targets_X[:, None]
+    return jnp.stack(
+        [normalizer_X - jnp.sum(jnp.where(hit_XV, logits_XV, 0), axis=-1), normalizer_X]
+    )
+
+
+@pytest.mark.parametrize(("X", "D", "V"), [(40, 24, 200), (33, 50, 40)])
+def test_linear_cross_entropy_is_its_definition(X, D, V):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((X, D), (D, V)))
+    targets = jnp.asarray(rng.integers(-3, V + 5, X), jnp.int32)  # some of no column
+    blocks = cross_entropy.Blocks(grouped.Tile(16, 32, 16, 4, 2), part=64)
+
+    def run(*args):
+        return jnp.stack(cross_entropy.linear_cross_entropy(*args, blocks=blocks))
+
+    with interpreted():
+        got = with_gradients(run, x, w, targets)
+    want = with_gradients(cross_entropy_by_definition, x, w, targets)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (9, 7)])
+def test_rms_norm_is_its_definition(shape):
+    rng = np.random.default_rng(0)
+    x, scale = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, shape[-1:]))
+
+    def definition(x, scale):
+        return scale * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    with interpreted():
+        got = with_gradients(lambda *a: norm.rms_norm(*a, blocks=norm.Blocks(4, 4)), x, scale)
+    for a, b in zip(got, with_gradients(definition, x, scale), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_paged_attention_is_attention_over_the_pages_in_order():
+    B, N, K, H, S, X = 4, 6, 2, 16, 16, 5
+    rng = np.random.default_rng(0)
+    lengths, table = np.array([0, 1, 37, 80]), rng.permutation(B * X).reshape(B, X)
+    k, v = (rng.normal(size=(B, X * S, K, H)) for _ in "kv")
+    k[np.arange(X * S) >= lengths[:, None]] = v[np.arange(X * S) >= lengths[:, None]] = np.nan
+    pages = [np.empty((K, B * X, S, H)) for _ in "kv"]
+    for filled, x in zip(pages, (k, v), strict=True):
+        filled[:, table] = np.moveaxis(x.reshape(B, X, S, K, H), 3, 0)
+    q = rng.normal(size=(B, N, H))
+    args = [jnp.asarray(x, jnp.float32) for x in (q, *pages)]
+    with interpreted():
+        out = jax.jit(functools.partial(paged.paged_attention, blocks=paged.Blocks(parts=3)))(
+            *args, jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        )
+    for b, n in np.ndindex(B, N):
+        seen = slice(0, lengths[b]), n // (N // K)
+        weights = np.exp(k[b][seen] @ q[b, n] / np.sqrt(H))
+        want = weights @ v[b][seen] / max(weights.sum(), 1e-30)
+        np.testing.assert_allclose(out[b, n], want, atol=2e-6)
 
 
 # ---------------------------------------------------------------------------- the shapes of models
@@ -250,6 +319,28 @@ def grouped_case(M=16384, D=4096, F=14336, E=8, dtype="bfloat16"):
     return grouped.grouped_matmul, [((M, D), dtype), ((E, D, F), dtype), ((E,), "int32")]
 
 
+def both(f):
+    """Makes one array of a function's two."""
+    return lambda *args: jnp.stack(f(*args))
+
+
+def entropy_case(X=16384, D=4096, V=128256, dtype="bfloat16"):
+    run = both(cross_entropy.linear_cross_entropy)
+    return run, [((X, D), dtype), ((D, V), dtype), ((X,), "int32")]
+
+
+def paged_case(B=64, N=32, K=8, P=4096, S=64, X=128, dtype="bfloat16"):
+    pages = (K, P, S, 128)
+    shapes = [
+        ((B, N, 128), dtype),
+        (pages, dtype),
+        (pages, dtype),
+        ((B, X), "int32"),
+        ((B,), "int32"),
+    ]
+    return paged.paged_attention, shapes
+
+
 DIAGONAL = tuple(tuple(i - j in (0, 2) for j in range(32)) for i in range(32))
 CASES = {
     "flash": attention_case(),
@@ -262,32 +353,36 @@ CASES = {
     "grouped": grouped_case(),
     "grouped-ragged": grouped_case(M=1000, D=200, F=312),
     "grouped-f32": grouped_case(dtype="float32"),
+    "cross-entropy": entropy_case(),
+    "cross-entropy-f32": entropy_case(X=1000, V=50257, D=768, dtype="float32"),
+    "rms-norm": (norm.rms_norm, [((16384, 4096), "bfloat16"), ((4096,), "float32")]),
+    "rms-norm-wide": (norm.rms_norm, [((1000, 14336), "float32"), ((14336,), "float32")]),
+    "paged": paged_case(),
 }
+# Kernels in a case's forward and backward pass.
+KERNELS = {"flash": 3, "grouped": 3, "cross": 3, "rms": 2, "paged": 1}
 
 
-def gradients_of(case, mesh=None):
-    """The case's value and gradients, and its arguments: shapes on no device, or on the mesh's."""
+def traced(case, **place):
+    """Traces the case's value, and its gradients if it has any, for arguments that lie at a place."""
     run, shapes = CASES[case]
-    place = {} if mesh is None else {"sharding": NamedSharding(mesh, P())}
     args = [jax.ShapeDtypeStruct(shape, dtype, **place) for shape, dtype in shapes]
-    return functools.partial(with_gradients, run), args
+    f = run if case == "paged" else functools.partial(with_gradients, run)
+    return jax.jit(f).trace(*args)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_lower_for_cuda(case):
-    f, args = gradients_of(case)
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 3
+    text = traced(case).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") >= KERNELS[case.split("-")[0]]
 
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compile_for_h100(case):
     mesh = topology_mesh("h100:1x1x1", MeshConfig())
-    f, args = gradients_of(case, mesh)
-    # Without a mesh in use, as on one device; for the compiler the arguments name the device.
-    text = jax.jit(f).lower(*args).compile().as_text()
-    assert text.count("flash_attention" if "flash" in case else "grouped_matmul") >= 3
+    compiled = traced(case, sharding=NamedSharding(mesh, P())).lower().compile()
+    assert compiled.as_text().count("xla.gpu.triton") >= KERNELS[case.split("-")[0]]
 
 
 @pytest.mark.gpu_aot

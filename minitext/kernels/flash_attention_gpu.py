@@ -28,11 +28,11 @@ from minitext.kernels.flash_blocks_gpu import (
     visible,
 )
 from minitext.kernels.mask import CAUSAL, Mask
+from minitext.kernels.tiles_gpu import MIN_TILE, dot
 
 # As in `minitext.kernels.reference`: a query that sees no key gives its whole weight to a sink, and zero as its output.
 MASKED, NO_SINK = -1e30, -5e29
 LOG2_E = math.log2(math.e)  # the GPU computes powers of 2, so logits are kept in that base
-MIN_BLOCK = 16  # a matrix product of Triton's has no smaller side
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -44,9 +44,9 @@ class BlockShapes(NamedTuple):
     dkv: Tile
 
 
-WIDE = BlockShapes(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))
+BLOCKS = BlockShapes(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))
 # Float32 takes twice the registers, and its products are not done by the matrix units.
-NARROW = BlockShapes(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
+BLOCKS_F32 = BlockShapes(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
 
 
 class Plan(NamedTuple):
@@ -89,7 +89,7 @@ def flash_attention(
     Returns:
       [B, T, N, H] in the queries' type; zero where a query sees no key.
     """
-    shapes = blocks or (NARROW if q_BTNH.dtype == jnp.float32 else WIDE)
+    shapes = blocks or (BLOCKS_F32 if q_BTNH.dtype == jnp.float32 else BLOCKS)
     plan = Plan(mask, softcap, _fitted(shapes, q_BTNH.shape[1], mask))
     run = partial(_flash, plan)
     args = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
@@ -110,8 +110,8 @@ def supports(
         return f"it needs heads of {HEAD_DIMS}: got {q_BTNH.shape[3]} and {v_BSKH.shape[3]}"
     if k_BSKH.shape[1] != q_BTNH.shape[1]:
         return f"it needs as many keys as queries: got {k_BSKH.shape[1]} and {q_BTNH.shape[1]}"
-    if mask.blocks is not None and mask.block % MIN_BLOCK:
-        return f"it needs blocks of a multiple of {MIN_BLOCK} tokens: got mask.block={mask.block}"
+    if mask.blocks is not None and mask.block % MIN_TILE:
+        return f"it needs blocks of a multiple of {MIN_TILE} tokens: got mask.block={mask.block}"
     if not jax.sharding.get_abstract_mesh().empty:
         q_spec, k_spec = (jax.typeof(x).sharding.spec for x in (q_BTNH, k_BSKH))
         if q_spec[1] or k_spec[1]:
@@ -125,7 +125,7 @@ def _fitted(shapes: BlockShapes, T: int, mask: Mask) -> BlockShapes:
     """Makes blocks no longer than the row, and so that each lies in one block of a block-sparse mask."""
 
     def fit(size: int) -> int:
-        size = min(size, max(MIN_BLOCK, pl.next_power_of_2(T)))
+        size = min(size, max(MIN_TILE, pl.next_power_of_2(T)))
         return size if mask.blocks is None else math.gcd(size, mask.block)
 
     return BlockShapes(*(tile._replace(q=fit(tile.q), k=fit(tile.k)) for tile in shapes))
@@ -134,14 +134,9 @@ def _fitted(shapes: BlockShapes, T: int, mask: Mask) -> BlockShapes:
 # ---------------------------------------------------------------------------- in a block
 
 
-def _dot(a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _logits(x, y, seen, plan: Plan):
     """Returns the logits x y^T in base 2, and the softcap's derivative there, or None."""
-    products, scale = _dot(x, y.T), 1 / math.sqrt(x.shape[1])
+    products, scale = dot(x, y.T), 1 / math.sqrt(x.shape[1])
     if plan.softcap is None:
         logits, slope = products * (scale * LOG2_E), None
     else:
@@ -198,7 +193,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref
         higher = jnp.maximum(most, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - _along(higher, 0))
         shrink = jnp.exp2(most - higher)
-        out = out * _along(shrink, 0) + _dot(weights.astype(v.dtype), v)
+        out = out * _along(shrink, 0) + dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
     # A sink is a key that was seen first, and whose value is 0.
@@ -228,8 +223,8 @@ def _dq_kernel(
         )
         s, s_segments = _places(j, tile.k, 1), _along(s_segments, 1)
         seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
-        _, grad_logits = _weights(q, k, _dot(grad, v.T), lse, delta, seen, plan)
-        return dq + _dot(grad_logits.astype(k.dtype), k)
+        _, grad_logits = _weights(q, k, dot(grad, v.T), lse, delta, seen, plan)
+        return dq + dot(grad_logits.astype(k.dtype), k)
 
     walk = keys_of(i, tile, T, plan.mask, table)
     dq = walk.run(visit, jnp.zeros((tile.q, H), jnp.float32))
@@ -259,9 +254,9 @@ def _dkv_kernel(
             t_segments = _along(load_rows(segments_ref, i, tile.q, T, masked), 1)
             t, lse, delta = _places(i, tile.q, 1), _along(lse, 1), _along(delta, 1)
             seen = visible(t, s, T, plan.mask, masked, t_segments, s_segments)
-            weights, grad_logits = _weights(k, q, _dot(v, grad.T), lse, delta, seen, plan)
-            dv = dv + _dot(weights.astype(grad.dtype), grad)
-            return dk + _dot(grad_logits.astype(q.dtype), q), dv
+            weights, grad_logits = _weights(k, q, dot(v, grad.T), lse, delta, seen, plan)
+            dv = dv + dot(weights.astype(grad.dtype), grad)
+            return dk + dot(grad_logits.astype(q.dtype), q), dv
 
         return walk.run(visit, carry)
 

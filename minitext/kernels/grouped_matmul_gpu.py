@@ -9,27 +9,14 @@ Chapters: 19.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-MIN_TILE = 16  # a matrix product of Triton's has no smaller side
-# Programs next to each other in the grid run at the same time. In bands so high they read each other's tiles from
-# the cache.
-BAND = 8
-
-
-class Tile(NamedTuple):
-    """A kernel's tile: rows and columns of its result, the contraction's step, warps, and loads under way."""
-
-    rows: int
-    columns: int
-    step: int
-    warps: int
-    stages: int
+from minitext.kernels.tiles_gpu import Side, Tile, dot, fitted, load, place, side, store
 
 
 class TileShapes(NamedTuple):
@@ -39,9 +26,9 @@ class TileShapes(NamedTuple):
     gradient: Tile
 
 
-WIDE = TileShapes(Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3))
+TILES = TileShapes(Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3))
 # Float32 takes twice the memory, and its products are not done by the matrix units.
-NARROW = TileShapes(Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
+TILES_F32 = TileShapes(Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
 
 
 def grouped_matmul(
@@ -64,7 +51,7 @@ def grouped_matmul(
     Returns:
       [M, N] in the type of `lhs_MK`; rows that no group owns are 0.
     """
-    tiles = tiles or (NARROW if lhs_MK.dtype == jnp.float32 else WIDE)
+    tiles = tiles or (TILES_F32 if lhs_MK.dtype == jnp.float32 else TILES)
     args = lhs_MK, rhs_GKN, group_sizes_G
     axes = frozenset().union(*(_varying(x) for x in args))
     # The kernels want operands that vary alike. A cast's gradient is the sum over the axes that it adds.
@@ -110,7 +97,7 @@ def _product(tile: Tile, lhs_MK, rhs_GKN, group_sizes_G, transpose: bool = False
     """Returns [M, N]; with `transpose` it takes [M, N] and returns [M, K]."""
     M, G = lhs_MK.shape[0], rhs_GKN.shape[0]
     columns = rhs_GKN.shape[1 if transpose else 2]
-    tile = _fitted(tile, M, columns, lhs_MK.shape[1])
+    tile = fitted(tile, M, columns, lhs_MK.shape[1])
     table = _row_tiles(group_sizes_G, M, tile.rows)
     return _call(
         partial(_product_kernel, tile=tile, groups=G, transpose=transpose),
@@ -125,7 +112,7 @@ def _product(tile: Tile, lhs_MK, rhs_GKN, group_sizes_G, transpose: bool = False
 def _gradient(tile: Tile, lhs_MK, grad_MN, group_sizes_G):
     """Returns [G, K, N], each group's lhs^T grad."""
     (M, K), N, G = lhs_MK.shape, grad_MN.shape[1], len(group_sizes_G)
-    tile = _fitted(tile, K, N, M)
+    tile = fitted(tile, K, N, M)
     ends_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
     return _call(
         partial(_gradient_kernel, tile=tile),
@@ -154,17 +141,6 @@ def _all_of(x) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
-def _fitted(tile: Tile, rows: int, columns: int, step: int) -> Tile:
-    """Makes a tile no larger than what it is a tile of."""
-
-    def fit(size: int, whole: int) -> int:
-        return min(size, max(MIN_TILE, pl.next_power_of_2(whole)))
-
-    return tile._replace(
-        rows=fit(tile.rows, rows), columns=fit(tile.columns, columns), step=fit(tile.step, step)
-    )
-
-
 def _row_tiles(group_sizes_G, M: int, rows: int):
     """Returns the group of each tile of rows [X], its first row [X], and the row after its group's last [X].
 
@@ -190,89 +166,42 @@ def _product_kernel(
 ):
     """A tile of the result: rows of one group by columns."""
     (M, depth), columns = lhs_ref.shape, out_ref.shape[1]
-    x, y = _place(pl.program_id(0), group_ref.shape[0], pl.cdiv(columns, tile.columns))
+    x, y = place(pl.program_id(0), group_ref.shape[0], pl.cdiv(columns, tile.columns))
     group, first = group_ref[x], first_ref[x]
-    column = _side(y, tile.columns, columns)
+    column = side(y, tile.columns, columns)
 
     def step(i, total):
-        contraction = _side(i, tile.step, depth)
+        contraction = side(i, tile.step, depth)
         # Rows of the next group may come with these; their results are not stored.
-        lhs = _load(lhs_ref, (), Side(first, tile.rows, M), contraction)
+        lhs = load(lhs_ref, (), Side(first, tile.rows, M), contraction)
         if transpose:
-            return total + _dot(lhs, _load(rhs_ref, (group,), column, contraction).T)
-        return total + _dot(lhs, _load(rhs_ref, (group,), contraction, column))
+            return total + dot(lhs, load(rhs_ref, (group,), column, contraction).T)
+        return total + dot(lhs, load(rhs_ref, (group,), contraction, column))
 
     steps = (group < groups).astype(jnp.int32) * pl.cdiv(depth, tile.step)
     total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
     total = jax.lax.fori_loop(0, steps, step, total)
-    _store(out_ref, (), total, Side(first, tile.rows, end_ref[x]), column)
+    store(out_ref, (), total, Side(first, tile.rows, end_ref[x]), column)
 
 
 def _gradient_kernel(lhs_ref, grad_ref, start_ref, end_ref, out_ref, *, tile: Tile):
     """A tile of one group's gradient: the contraction is over the group's rows."""
     K, N = out_ref.shape[1:]
-    x, y = _place(pl.program_id(0), pl.cdiv(K, tile.rows), pl.cdiv(N, tile.columns))
-    row, column = _side(x, tile.rows, K), _side(y, tile.columns, N)
+    x, y = place(pl.program_id(0), pl.cdiv(K, tile.rows), pl.cdiv(N, tile.columns))
+    row, column = side(x, tile.rows, K), side(y, tile.columns, N)
     group = pl.program_id(1)
     start, end = start_ref[group], end_ref[group]
 
     def step(i, total, masked):
         contraction = Side(start + i * tile.step, tile.step, end if masked else None)
-        lhs, grad = _load(lhs_ref, (), contraction, row), _load(grad_ref, (), contraction, column)
-        return total + _dot(lhs.T, grad)
+        lhs, grad = load(lhs_ref, (), contraction, row), load(grad_ref, (), contraction, column)
+        return total + dot(lhs.T, grad)
 
     whole, steps = (end - start) // tile.step, pl.cdiv(end - start, tile.step)
     total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
     total = jax.lax.fori_loop(0, whole, partial(step, masked=False), total)
     total = jax.lax.fori_loop(whole, steps, partial(step, masked=True), total)
-    _store(out_ref, (group,), total, row, column)
-
-
-def _place(program, tall: int, wide: int):
-    """The tile of a program, (row, column): down a band of rows, then to the next column."""
-    band = program // (BAND * wide)
-    high = jnp.minimum(tall - band * BAND, BAND)
-    within = program - band * BAND * wide
-    return band * BAND + within % high, within // high
-
-
-class Side(NamedTuple):
-    """One side of a tile: `size` places from `start`; those from `end` on are outside. None: all are inside."""
-
-    start: Any
-    size: int
-    end: Any
-
-
-def _side(block, size: int, whole: int) -> Side:
-    return Side(block * size, size, whole if whole % size else None)
-
-
-def _part(index: tuple, sides: tuple[Side, ...]):
-    """Returns the index of a tile of the last two dimensions, and what of it is inside, or None for all."""
-    shape, inside = tuple(side.size for side in sides), None
-    for axis, side in enumerate(sides):
-        if side.end is not None:
-            places = side.start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-            inside = places < side.end if inside is None else inside & (places < side.end)
-    return (*index, *(pl.ds(side.start, side.size) for side in sides)), inside
-
-
-def _load(ref, index: tuple, *sides: Side):
-    """Loads a tile of a matrix; what is outside is 0."""
-    part, inside = _part(index, sides)
-    return plgpu.load(ref.at[part], mask=inside, other=None if inside is None else 0)
-
-
-def _store(ref, index: tuple, value, *sides: Side):
-    """Stores what of a tile is inside."""
-    part, inside = _part(index, sides)
-    plgpu.store(ref.at[part], value.astype(ref.dtype), mask=inside)
-
-
-def _dot(a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    store(out_ref, (group,), total, row, column)
 
 
 def _varying(x) -> frozenset:

@@ -1,0 +1,178 @@
+"""Output layer and cross-entropy for NVIDIA GPUs: Pallas kernels that JAX lowers to Triton, and XLA's products.
+
+A tile of the logits is a matrix product that a program reduces before it ends: in the forward pass to the log-sum-exp
+and the target's logit of each of its rows. The backward pass takes the vocabulary in parts: a kernel computes a part of
+the logits again and stores its gradient, and two ordinary products take that to x and to w. So memory holds a part's
+gradients and never the logits, and no product is done twice but the first.
+
+Chapters: 16.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import PartitionSpec
+
+from minitext.kernels.tiles_gpu import Tile, dot, fitted, load, place, side, store
+
+MASKED = -1e30
+
+
+class Blocks(NamedTuple):
+    """Sizes.
+
+    Attributes:
+      tile: of the logits, [tokens, columns], and the features of a step.
+      part: columns of the vocabulary whose gradients are stored at a time.
+    """
+
+    tile: Tile
+    part: int = 16384
+
+
+BLOCKS = Blocks(Tile(128, 256, 64, 8, 3))
+# Float32 takes twice the memory, and its products are not done by the matrix units.
+BLOCKS_F32 = Blocks(Tile(64, 64, 32, 4, 2))
+
+
+def linear_cross_entropy(
+    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array, *, blocks: Blocks | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy as `minitext.kernels.linear_cross_entropy` defines it; on a mesh tokens may be split."""
+    blocks = blocks or (BLOCKS_F32 if x_XD.dtype == jnp.float32 else BLOCKS)
+    run = partial(_cross_entropy, blocks)
+    if jax.sharding.get_abstract_mesh().empty:
+        return run(x_XD, w_DV, targets_X)
+    by_token = PartitionSpec(jax.typeof(x_XD).sharding.spec[0])
+    specs = PartitionSpec(*by_token, None), PartitionSpec(None, None), by_token
+    return jax.shard_map(run, in_specs=specs, out_specs=(by_token, by_token), check_vma=False)(
+        x_XD, w_DV, targets_X
+    )
+
+
+def supports(x_XD, w_DV, targets_X, *, platform: str) -> str | None:
+    """Returns the reason why the kernels can't compute this, or None."""
+    if platform != "gpu":
+        return f"it is a kernel for NVIDIA GPUs, and the program is for a {platform}"
+    if x_XD.dtype != w_DV.dtype or x_XD.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return (
+            f"x and w must be of one type, float32 or of 16 bits: got {x_XD.dtype} and {w_DV.dtype}"
+        )
+    if not x_XD.size * w_DV.size:
+        return f"it needs a token, a feature and a word: got x {x_XD.shape} and w {w_DV.shape}"
+    if not jax.sharding.get_abstract_mesh().empty:
+        x_spec, w_spec, spec = (jax.typeof(x).sharding.spec for x in (x_XD, w_DV, targets_X))
+        if x_spec[1] is not None or w_spec != PartitionSpec(None, None):
+            return f"features and vocabulary must not be split over devices: x is {x_spec} and w is {w_spec}"
+        if x_spec[0] != spec[0]:
+            return f"targets must lie where their tokens do: they are {spec} and x is {x_spec}"
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(blocks: Blocks, x_XD, w_DV, targets_X):
+    return _forward(blocks, x_XD, w_DV, targets_X)[0]
+
+
+def _forward(blocks: Blocks, x_XD, w_DV, targets_X):
+    (X, D), V = x_XD.shape, w_DV.shape[1]
+    tile = fitted(blocks.tile, X, V, D)
+    parts = jax.ShapeDtypeStruct((pl.cdiv(V, tile.columns), X), jnp.float32)
+    args = x_XD, w_DV, targets_X.astype(jnp.int32)
+    normalizers_YX, targets_YX = _call(
+        partial(_forward_kernel, tile=tile), args, [parts, parts], X, V, tile
+    )
+    normalizer_X = jax.nn.logsumexp(normalizers_YX, axis=0)
+    out = normalizer_X - jnp.sum(targets_YX, axis=0), normalizer_X
+    return out, (x_XD, w_DV, targets_X, normalizer_X)
+
+
+def _backward(blocks: Blocks, residuals, grads):
+    x_XD, w_DV, targets_X, normalizer_X = residuals
+    (X, D), V = x_XD.shape, w_DV.shape[1]
+    part = min(blocks.part, V)
+    rows = normalizer_X, grads[0] + grads[1], grads[0]  # d loss + d normalizer, and d loss alone
+
+    def step(first, size: int, dx_XD, dw_DV):
+        w_Dv = jax.lax.dynamic_slice_in_dim(w_DV, first, size, axis=1)
+        tile = fitted(blocks.tile, X, size, D)
+        args = x_XD, w_Dv, targets_X.astype(jnp.int32) - first, *rows
+        out = jax.ShapeDtypeStruct((X, size), x_XD.dtype)
+        grad_Xv = _call(partial(_backward_kernel, tile=tile), args, out, X, size, tile)
+        dx_XD += _product("Xv,Dv->XD", grad_Xv, w_Dv)
+        dw_Dv = _product("XD,Xv->Dv", x_XD, grad_Xv).astype(w_DV.dtype)
+        return dx_XD, jax.lax.dynamic_update_slice_in_dim(dw_DV, dw_Dv, first, axis=1)
+
+    carry: Any = jnp.zeros((X, D), jnp.float32), jnp.zeros_like(w_DV)
+    carry = jax.lax.fori_loop(0, V // part, lambda i, carry: step(i * part, part, *carry), carry)
+    if V % part:
+        carry = step(V - V % part, V % part, *carry)
+    return carry[0].astype(x_XD.dtype), carry[1], None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _product(subscripts: str, a, b):
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _call(kernel, args, out, X: int, V: int, tile: Tile):
+    def whole(x):
+        return pl.BlockSpec(x.shape, lambda _: (0,) * len(x.shape))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(X, tile.rows) * pl.cdiv(V, tile.columns),),
+        in_specs=[whole(x) for x in args],
+        out_specs=jax.tree.map(whole, out),
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        name="linear_cross_entropy" + kernel.func.__name__.removesuffix("_kernel"),
+    )(*args)
+
+
+def _forward_kernel(x_ref, w_ref, targets_ref, normalizers_ref, found_ref, *, tile: Tile):
+    """A tile of the logits: its rows' log-sum-exps, and the targets' logits where they are in it."""
+    y, row, column, logits = _logits(x_ref, w_ref, tile)
+    ids = column.start + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    hit = ids == jnp.expand_dims(load(targets_ref, (), row), 1)
+    store(found_ref, (y,), jnp.sum(jnp.where(hit, logits, 0.0), axis=1), row)
+    if column.end is not None:
+        logits = jnp.where(ids < column.end, logits, MASKED)
+    most = jnp.max(logits, axis=1)
+    total = jnp.sum(jnp.exp(logits - jnp.expand_dims(most, 1)), axis=1)
+    store(normalizers_ref, (y,), most + jnp.log(total), row)
+
+
+def _backward_kernel(
+    x_ref, w_ref, targets_ref, normalizer_ref, both_ref, loss_ref, grad_ref, *, tile: Tile
+):
+    """A tile of the logits' gradient."""
+    _, row, column, logits = _logits(x_ref, w_ref, tile)
+    targets, normalizer, both, loss = (
+        jnp.expand_dims(load(ref, (), row), 1)
+        for ref in (targets_ref, normalizer_ref, both_ref, loss_ref)
+    )
+    ids = column.start + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    grad = jnp.exp(logits - normalizer) * both - jnp.where(ids == targets, loss, 0.0)
+    store(grad_ref, (), grad, row, column)
+
+
+def _logits(x_ref, w_ref, tile: Tile):
+    """Returns which tile of the columns is the program's, its sides, and its logits in float32."""
+    (X, D), V = x_ref.shape, w_ref.shape[1]
+    x, y = place(pl.program_id(0), pl.cdiv(X, tile.rows), pl.cdiv(V, tile.columns))
+    row, column = side(x, tile.rows, X), side(y, tile.columns, V)
+
+    def step(i, logits):
+        features = side(i, tile.step, D)
+        return logits + dot(load(x_ref, (), row, features), load(w_ref, (), features, column))
+
+    logits = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    return y, row, column, jax.lax.fori_loop(0, pl.cdiv(D, tile.step), step, logits)
