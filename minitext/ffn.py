@@ -34,6 +34,11 @@ class SwiGLU(nnx.Module):
         """Maps tokens to tokens, as `minitext.moe.MoE.routed` does, with nothing to say of a router."""
         return self(x_XD), None
 
+    @staticmethod
+    def count(cfg: ModelConfig, *, active: bool = False) -> int:
+        """Returns the parameters of one layer by formula, 3*D*F; a token meets them all."""
+        return 3 * cfg.embed * cfg.mlp
+
 
 # Computed again in the backward pass. Autodiff would keep two more arrays of [X, F] of each layer, a fifth of a step's
 # temporaries, and XLA would write each of them in a pass of its own.

@@ -285,23 +285,10 @@ def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
     return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs)
 
 
-def ffn_params(cfg: ModelConfig, *, active: bool = False) -> int:
-    """Returns the parameters of one layer's matrices between its norms, by formula: 3*D*F, for experts each.
-
-    A router adds D*E, and its biases E. `active` counts what a token meets: k experts and the shared ones.
-    """
-    one, ffn = 3 * cfg.embed * cfg.mlp, cfg.ffn
-    if not isinstance(ffn, MoEConfig):
-        return one
-    routed = ffn.experts_per_token if active else ffn.experts
-    biases = ffn.experts if ffn.bias_rate and not active else 0
-    return one * (routed + ffn.shared_experts) + cfg.embed * ffn.experts + biases
-
-
 def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     """Returns the number of parameters by formula.
 
-    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F or `ffn_params` of a mixture of experts,
+    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F or what `MoE.count` says,
     two norms 2*D; outside the layers: the embedding V*D, the output layer V*D unless tied, the last norm D.
 
     Args:
@@ -309,7 +296,8 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
       active: count of a mixture of experts only the parameters that a token meets.
     """
     D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
-    layer = attention.weights + attention.scales + ffn_params(cfg, active=active) + 2 * D
+    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=active)
+    layer = attention.weights + attention.scales + ffn + 2 * D
     return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
 
 
@@ -328,7 +316,8 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
       causal: count only the half of the attention square that is used.
     """
     D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
-    weights = cfg.layers * (attention.weights + ffn_params(cfg, active=True)) + V * D
+    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=True)
+    weights = cfg.layers * (attention.weights + ffn) + V * D
     keys = seq_len / (2 if causal else 1)
     return int(3 * tokens * (2 * weights + cfg.layers * attention.per_key * keys))
 

@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext import kernels
 from minitext.config import ModelConfig, MoEConfig
 from minitext.ffn import SwiGLU, gated
-from minitext.kernels import grouped_matmul_blocked
 from minitext.layers import make_param
 from minitext.parallel.experts import Layout, exchange, on_each_device
 from minitext.sharding import ShardingRules
@@ -148,6 +147,19 @@ class MoE(nnx.Module):
         )
         return (y + self.shared(x) if cfg.shared_experts else y), routing
 
+    @staticmethod
+    def count(cfg: ModelConfig, *, active: bool = False) -> int:
+        """Returns the parameters of one layer by formula: 3*D*F of each expert, and the router's D*E, and biases E.
+
+        `active` counts what a token meets: k experts and the shared ones, without the biases, which only choose.
+        """
+        assert isinstance(cfg.ffn, MoEConfig)
+        ffn = cfg.ffn
+        routed = ffn.experts_per_token if active else ffn.experts
+        biases = ffn.experts if ffn.bias_rate and not active else 0
+        one = 3 * cfg.embed * cfg.mlp
+        return one * (routed + ffn.shared_experts) + cfg.embed * ffn.experts + biases
+
 
 def _route_and_compute(
     x: jax.Array, params: Any, layout: Layout, *, cfg: MoEConfig
@@ -200,7 +212,7 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
         E = len(params["gate"])
         rows, product = jnp.reshape(rows_MD, (E, -1, rows_MD.shape[1])), _batched
     else:
-        rows, product = rows_MD, partial(_grouped, sizes_G=sizes_E)
+        rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
     gate, up = product(rows, params["gate"]), product(rows, params["up"])
     gate, up = checkpoint_name((gate, up), "gate_up")
     hidden = checkpoint_name(gated(gate, up), "hidden")
@@ -211,12 +223,6 @@ def _batched(lhs_GMK: jax.Array, rhs_GKN: jax.Array) -> jax.Array:
     wide = jnp.float32 if kernels.platform() == "cpu" else None  # as in `Linear`
     y_GMN = jnp.einsum("GMK,GKN->GMN", lhs_GMK, rhs_GKN, preferred_element_type=wide)
     return y_GMN.astype(lhs_GMK.dtype)
-
-
-def _grouped(lhs_MK: jax.Array, rhs_GKN: jax.Array, *, sizes_G: jax.Array) -> jax.Array:
-    if kernels.platform() == "cpu":
-        return grouped_matmul_blocked.grouped_matmul(lhs_MK, rhs_GKN, sizes_G)
-    return jax.lax.ragged_dot(lhs_MK, rhs_GKN, sizes_G)
 
 
 def scaled(routing: Routing, factor: jax.Array) -> Routing:

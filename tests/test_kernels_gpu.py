@@ -18,9 +18,8 @@ from minitext.kernels import flash_blocks_gpu as walks
 from minitext.kernels import grouped_matmul_gpu as grouped
 from minitext.kernels import linear_cross_entropy_gpu as cross_entropy
 from minitext.kernels import paged_attention_gpu as paged
-from minitext.kernels import reference
+from minitext.kernels import reference, tiles_gpu
 from minitext.kernels import rms_norm_gpu as norm
-from minitext.kernels import tiles_gpu
 from minitext.kernels.mask import ALL, NONE, Mask
 from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh

@@ -3,7 +3,7 @@
 `impl="auto"` takes the first implementation in the platform's order that supports the arguments and logs once which
 one; a named implementation that cannot run raises with the reason. Nothing falls back silently.
 
-Chapters: 4, 17, 19.
+Chapters: 4, 17, 18, 19.
 """
 
 import functools
@@ -18,6 +18,7 @@ from minitext.kernels import (
     cudnn,
     flash_attention_gpu,
     flash_attention_tpu,
+    grouped_matmul_blocked,
     grouped_matmul_gpu,
     grouped_matmul_tpu,
     grouped_matmul_xla,
@@ -84,6 +85,7 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
         flash_attention_gpu.flash_attention, flash_attention_gpu.supports, "gpu"
     ),
     ("grouped_matmul", "xla"): Implementation(grouped_matmul_xla.grouped_matmul),
+    ("grouped_matmul", "xla_blocked"): Implementation(grouped_matmul_blocked.grouped_matmul),
     ("grouped_matmul", "pallas_tpu"): Implementation(
         grouped_matmul_tpu.grouped_matmul, grouped_matmul_tpu.supports, "tpu"
     ),
@@ -108,7 +110,7 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     # cuDNN first: ours is for what it does not compute (masks, soft-caps, sinks, float32).
     ("attention", "gpu"): ("cudnn", "pallas_gpu", "xla"),
     ("attention", "tpu"): ("pallas_tpu", "xla"),
-    ("grouped_matmul", "cpu"): ("xla",),
+    ("grouped_matmul", "cpu"): ("xla_blocked",),
     ("grouped_matmul", "gpu"): ("pallas_gpu", "xla"),
     ("grouped_matmul", "tpu"): ("pallas_tpu", "xla"),
 } | {

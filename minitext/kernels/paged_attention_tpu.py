@@ -112,19 +112,8 @@ def _paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
 
 
 def _kernel(
-    table_ref,
-    lengths_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    k_buffer,
-    v_buffer,
-    done,
-    first_ref,
-    *,
-    pages,
-):
+    table_ref, lengths_ref, q_ref, k_ref, v_ref, out_ref, k_buffer, v_buffer, done, first_ref, *, pages
+):  # fmt: skip
     b, B = pl.program_id(1), pl.num_programs(1)
     (_, k, G, H), S = q_ref.shape, k_ref.shape[2]
     heads, tokens, length = pl.ds(pl.program_id(0) * k, k), pages * S, lengths_ref[b]
