@@ -14,6 +14,7 @@ Chapters: 17.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def flash_attention(
 
 
 def supports(
-    q_BTNH, k_BSKH, v_BSKH, _segment_ids=None, *, mask: Mask = CAUSAL, **_options
+    q_BTNH, k_BSKH, v_BSKH, _segments=None, *, mask: Mask = CAUSAL, **_options
 ) -> str | None:
     """Returns the reason why the kernels can't compute this, or None."""
     H = q_BTNH.shape[3]
@@ -323,7 +324,7 @@ def _on_each_device(function, outs, *arrays):
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
-    specs = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
+    specs: list[Any] = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
     out_specs = tuple(P(*specs[i][:rank]) for i, rank in outs)
     return jax.shard_map(function, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(
         *arrays
