@@ -24,9 +24,9 @@ from minitext.targets import topology_mesh
 
 
 @contextlib.contextmanager
-def strict(cores, seed):
+def strict(seed):
     """Simulates kernels with races, late copies, NaN in unwritten memory and parallel steps in any order."""
-    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores, random_seed=seed)
+    params = pltpu.InterpretParams(detect_races=True, random_seed=seed)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(params):
@@ -80,33 +80,42 @@ def group_sizes(M, G):
 
 # --- the definition
 
-# M, K, N, G, tiles, type and cores: rows, contraction and columns that their tiles do not divide.
+# M, K, N, G, tiles and type: rows, contraction and columns that their tiles do not divide.
 CASES = {
-    "f32": (13, 6, 5, 3, tpu.Tiles(8, 4, 8), "float32", 1),
-    "bf16": (12, 4, 10, 3, tpu.Tiles(4, 4, 8), "bfloat16", 1),
-    "one row on two cores": (1, 3, 10, 1, tpu.Tiles(8, 4, 8), "float32", 2),
+    "f32": (13, 6, 5, 3, tpu.Tiles(8, 4, 8), "float32"),
+    "bf16": (12, 4, 10, 3, tpu.Tiles(4, 4, 8), "bfloat16"),
+    "one row": (1, 3, 10, 1, tpu.Tiles(8, 4, 8), "float32"),
 }
 
 
 @functools.cache
 def simulated(case):
-    M, K, N, G, tiles, dtype, _ = CASES[case]
+    M, K, N, G, tiles, dtype = CASES[case]
     lhs, rhs, probe = inputs(M, K, N, G, dtype, M)
     f = with_gradients(lambda *args: tpu.grouped_matmul(*args, tiles))
     return jax.jit(f).lower(lhs, rhs, jnp.zeros(G, jnp.int32), probe).compile()
 
 
-@pytest.mark.parametrize("case", CASES)
-@given(data=st.data())
-@settings(max_examples=6)
-def test_kernels_agree_with_the_definition(case, data):
-    M, K, N, G, _, dtype, cores = CASES[case]
-    sizes = data.draw(group_sizes(M, G))
+def check_simulated(case, sizes):
+    M, K, N, G, _, dtype = CASES[case]
     lhs, rhs, probe = inputs(M, K, N, G, dtype, sum(sizes))
-    with strict(cores, seed=1):
+    with strict(seed=1):
         got = simulated(case)(lhs, rhs, jnp.asarray(sizes, jnp.int32), probe)
         jax.block_until_ready(got)
     agree(got, oracle(lhs, rhs, sizes, probe), dtype)
+
+
+@pytest.mark.parametrize("case", ["f32", "bf16"])
+@given(data=st.data())
+@settings(max_examples=6)
+def test_kernels_agree_with_the_definition(case, data):
+    M, _, _, G, *_ = CASES[case]
+    check_simulated(case, data.draw(group_sizes(M, G)))
+
+
+@pytest.mark.parametrize("sizes", [[0], [1]])
+def test_one_row_or_none(sizes):
+    check_simulated("one row", sizes)
 
 
 # Every implementation that runs here as it is.
@@ -178,7 +187,7 @@ def test_devices_multiply_their_own_rows_and_share_the_gradient():
         for x, spec in ((lhs, P("data")), (rhs, P()), (sizes, P("data")), (probe, P("data")))
     ]
     run = functools.partial(tpu.grouped_matmul, tiles=tpu.Tiles(8, 4, 8))
-    with jax.set_mesh(mesh), strict(cores=1, seed=1):
+    with jax.set_mesh(mesh), strict(seed=1):
         # The simulator runs a kernel's own operations without telling JAX along which axes they vary.
         got = jax.block_until_ready(jax.jit(on_each_device(run, check_vma=False))(*args))
     parts = [oracle(lhs[i : i + 8], rhs, sizes[i // 8], probe[i : i + 8]) for i in (0, 8)]
