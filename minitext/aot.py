@@ -170,15 +170,19 @@ def compiles_for(chip: str, fn: Callable, *args: Any) -> str | None:
     return None
 
 
+_VMEM_REFUSALS = (
+    r"Scoped allocation with size (\S+) and limit (\S+) exceeded",
+    r"Used (\S+) of (\S+) vmem",
+    r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) .*space=vmem",
+)
+
+
 def _one_line(refusal: str) -> str:
     """The compiler's reason, without what is the same in every message."""
-    # Of blocks, which have a limit of their own, or of whole arrays.
-    asked = (
-        r"Scoped allocation with size (\S+) and limit (\S+) exceeded|vmem. Used (\S+) of (\S+) vmem"
-    )
-    if vmem := re.search(asked, refusal):
-        size, limit = filter(None, vmem.groups())
-        return f"its arrays or blocks take {size} of VMEM, and the limit is {limit}"
+    for wording in _VMEM_REFUSALS:
+        if vmem := re.search(wording, refusal):
+            size, limit = (n if n[-1:] == "M" else f"{int(n) / 2**20:.2f}M" for n in vmem.groups())
+            return f"its arrays or blocks take {size} of VMEM, and the limit is {limit}"
     text = re.sub(r"^.*?(HLO name `.*?`|Error details): ", "", refusal, flags=re.S)
     text = re.sub(r"Blocked\(block_size=(\d+)\)", r"\1", text.strip().split("\n")[0])
     text = re.sub(r", and index_map .*| at \S+:\d+|\s*Please (file|cast).*", "", text)

@@ -230,7 +230,8 @@ def test_kernels_compile_for_a_chip_or_the_reason_fits_a_line():
         assert aot.compiles_for(chip, doubled(8, 128), x) is None, chip
     for fn, words in (
         (doubled(4, 128), r"divisible by 8 and 128.*\(4, 128\)"),
-        (doubled(2048, 2048), "VMEM, and the limit"),
+        (doubled(2048, 2048), "64.00M of VMEM, and the limit"),
+        (lambda x: pl.pallas_call(lambda i, o: None, x)(x), "of VMEM, and the limit"),
         (lambda x: pl.pallas_call(lambda i, o: o.__setitem__(..., jnp.sort(i[...])), x)(x), "sort"),
     ):
         reason = aot.compiles_for("v5e", fn, x)
