@@ -6,7 +6,8 @@ Chapters: 14.
 import math
 from collections.abc import Mapping
 
-from minitext.config import Config
+from minitext.config import Config, MoEConfig
+from minitext.moe import capacity
 from minitext.parallel.schedule import count_microbatches, forward_ticks, groups_per_stage
 from minitext.sharding import RULES
 
@@ -62,10 +63,12 @@ class Shares:
         self.ring = ways("seq") > 1 and model.attention.context == "ring"
         self.N, self.S = model.heads // ways("heads"), self.T if self.ring else cfg.data.seq_len
         self.scores = self.rows * self.N * self.T * self.S
-        self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
-        self.D = model.embed
+        self.D, self.V = model.embed, model.vocab // ways("vocab")
+        # Of experts, F are the features of all slots of a token, and a device has the matrices of some.
+        slots, matrices = _experts(cfg, ways("expert"))
+        self.F, wide = (int(n * model.mlp) // ways("mlp") for n in (slots, matrices))
         # A layer's matrices as they are used; `fsdp` stores parts of them.
-        self.layer = self.D * (2 * self.q + self.kv + 3 * self.F)
+        self.layer = self.D * (2 * self.q + self.kv + 3 * wide)
         self.head, self.tables = self.V * self.D, 1 if model.tie_embeddings else 2
         self.fsdp = ways("embed")
         scatter = rules.of_optimizer.table["embed"] if rules.scatter else ()
@@ -79,6 +82,18 @@ class Shares:
     def beyond_vector_memory(self, array: int) -> int:
         """Returns the bytes that an array much in use takes in main memory: none if the vector memory can hold it."""
         return 0 if array <= self.vmem else array
+
+
+def _experts(cfg: Config, ways: int) -> tuple[float, float]:
+    """Returns for how many feed-forward layers a token needs room on its device, and how many are stored there."""
+    ffn = cfg.model.ffn
+    if not isinstance(ffn, MoEConfig):
+        return 1, 1
+    here = ffn.experts // ways
+    slots = ffn.experts_per_token if ways == 1 else ways * min(ffn.experts_per_token, here)
+    if C := capacity(ffn, cfg.data.seq_len):
+        slots = ffn.experts * C / cfg.data.seq_len
+    return slots + ffn.shared_experts, here + ffn.shared_experts
 
 
 def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:
