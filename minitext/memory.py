@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from minitext import aot
 from minitext.compile_report import print_tables, show_bytes, table
-from minitext.config import Config
+from minitext.config import Config, MoEConfig
 from minitext.hw import find_chip
 from minitext.mesh import make_mesh
 from minitext.step_memory import VMEM_SHARE, Moments, Shares, heap, moments
@@ -210,6 +210,11 @@ def _notes(cfg: Config, platform: str) -> Iterator[str]:
         yield "attention in blocks or by a kernel never holds all the scores that are counted here"
     if attention.kind != "gqa":
         yield f"model.attention.kind={attention.kind}: norms and rotations of its own are not counted"
+    if isinstance(model.ffn, MoEConfig):
+        yield (
+            "model.ffn.kind=moe: features of all slots are counted, full or empty; not the buffers of tokens' vectors "
+            "before and after the experts, nor what ragged products take"
+        )
     if cfg.optim.kind == "muon":
         yield "optim.kind=muon gathers whole matrices for the update, which are not counted here"
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import jax
 
 from minitext import kernels
-from minitext.config import Config
+from minitext.config import Config, MoEConfig
 from minitext.model import count_attention
+from minitext.moe import capacity
 from minitext.parallel.schedule import count_microbatches, forward_ticks, groups_per_stage
 from minitext.sharding import RULES
 
@@ -68,10 +69,12 @@ class Shares:
         self.N, self.S = model.heads // ways("heads"), self.T if self.ring else cfg.data.seq_len
         stored = self.ring or not _flash(cfg, platform, ways("seq"))
         self.scores = self.rows * self.N * self.T * self.S if stored else 0
-        self.F, self.V = model.mlp // ways("mlp"), model.vocab // ways("vocab")
-        self.D = model.embed
+        self.D, self.V = model.embed, model.vocab // ways("vocab")
+        # Of experts, F are the features of all slots of a token, and a device has the matrices of some.
+        slots, matrices = _experts(cfg, ways("expert"))
+        self.F, wide = (int(n * model.mlp) // ways("mlp") for n in (slots, matrices))
         # A layer's matrices as they are used; `fsdp` stores parts of them.
-        self.layer = heads.split // ways("heads") + heads.whole + 3 * self.D * self.F
+        self.layer = heads.split // ways("heads") + heads.whole + 3 * self.D * wide
         self.head, self.tables = self.V * self.D, 1 if model.tie_embeddings else 2
         self.fsdp = ways("embed")
         scatter = rules.of_optimizer.table["embed"] if rules.scatter else ()
@@ -97,6 +100,18 @@ def _flash(cfg: Config, platform: str, context: int) -> bool:
         jax.ShapeDtypeStruct((*shape, width // m.heads), m.dtype) for width in (heads.q, heads.out)
     )
     return kernels.IMPLEMENTATIONS["attention", "pallas_tpu"].supports(q, q, v) is None
+
+
+def _experts(cfg: Config, ways: int) -> tuple[float, float]:
+    """Returns for how many feed-forward layers a token needs room on its device, and how many are stored there."""
+    ffn = cfg.model.ffn
+    if not isinstance(ffn, MoEConfig):
+        return 1, 1
+    here = ffn.experts // ways
+    slots = ffn.experts_per_token if ways == 1 else ways * min(ffn.experts_per_token, here)
+    if C := capacity(ffn, cfg.data.seq_len):
+        slots = ffn.experts * C / cfg.data.seq_len
+    return slots + ffn.shared_experts, here + ffn.shared_experts
 
 
 def moments(cfg: Config, s: Shares, params: int, optimizer: int) -> Moments:

@@ -69,11 +69,12 @@ def _transposed(lhs_MK, grad_MN, sizes_G) -> jax.Array:
     lhs, grad = _padded(lhs_MK), _padded(grad_MN)
 
     def body(i, out):
-        x = jax.lax.dynamic_slice_in_dim(lhs, blocks.first[i], size)
-        x = jnp.where((jnp.arange(size) < blocks.rows[i])[:, None], x, 0)
+        own = (jnp.arange(size) < blocks.rows[i])[:, None]
+        x = jnp.where(own, jax.lax.dynamic_slice_in_dim(lhs, blocks.first[i], size), 0)
         # Without the barrier XLA leaves the transposition to the product, which is then a slower one.
         x_kb = jax.lax.optimization_barrier(x.T[None])[0]
-        y = jax.lax.dynamic_slice_in_dim(grad, blocks.first[i], size)
+        # Both: what lies past the last group may be NaN.
+        y = jnp.where(own, jax.lax.dynamic_slice_in_dim(grad, blocks.first[i], size), 0)
         y = jnp.einsum("kb,bn->kn", x_kb, y, preferred_element_type=jnp.float32)
         sum_KN = y + jax.lax.dynamic_index_in_dim(out, blocks.group[i], keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(out, sum_KN, blocks.group[i], 0)

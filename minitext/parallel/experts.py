@@ -275,7 +275,7 @@ def _padded(compute, x_XD, weights_Xk, plan, ways: int, most: int) -> jax.Array:
     placement = Placement.of(order_A, slots_A, W * most)
     there = _all_to_all(placement.dispatch(x_XD, k))
 
-    here_We = jax.lax.dynamic_slice_in_dim(sizes_WE, me * (E // W), E // W, axis=1)
+    here_We = _of_device(sizes_WE, me)
     source, place = jnp.divmod(jnp.arange(W * most), most)
     expert = jnp.sum(place[:, None] >= jnp.cumsum(here_We, axis=1)[source], axis=1)
     filled, expert = expert < E // W, jnp.minimum(expert, E // W - 1)
@@ -303,20 +303,35 @@ def _ragged(compute, x_XD, weights_Xk, plan, ways: int, most: int) -> jax.Array:
     The receiver's buffer has room for the worst case.
     """
     order_A, _, sizes_WE = plan
-    (W, E), A, me = sizes_WE.shape, len(order_A), jax.lax.axis_index(AXIS)
+    A, me = len(order_A), jax.lax.axis_index(AXIS)
     placement = Placement.of(order_A, jnp.arange(A), A)
+    there, back = ragged_slices(sizes_WE, me)
+    sizes_e = jnp.sum(_of_device(sizes_WE, me), axis=0)
+    rows = _send(placement.dispatch(x_XD, weights_Xk.shape[1]), there, back, ways * most)
+    return placement.combine(_send(compute(rows, sizes_e), back, there, A), weights_Xk)
+
+
+def ragged_slices(sizes_WE: jax.Array, me: jax.Array | int) -> tuple[Slices, Slices]:
+    """Returns what device `me` sends to the experts' devices and gets, and what it sends back and gets.
+
+    Args:
+      sizes_WE: [W, E] rows that each device has for each expert, sorted by expert; device w has experts w*E/W and on.
+      me: this device.
+    """
+    W, E = sizes_WE.shape
     # Where each source's rows for each expert begin, at the source and at the receiver.
     from_WE = _before(sizes_WE, axis=1)
     total_We = jnp.reshape(jnp.sum(sizes_WE, axis=0), (W, E // W))
     to_WE = _before(sizes_WE) + jnp.reshape(_before(total_We, axis=1), (E,))
+    sizes, first, at = (jnp.ravel(_of_device(x, me)) for x in (sizes_WE, from_WE, to_WE))
+    there = Slices(from_WE[me], sizes_WE[me], to_WE[me], sizes)
+    return there, Slices(at, sizes, first, sizes_WE[me])
 
-    def of_mine(x_WE):
-        return jnp.ravel(jax.lax.dynamic_slice_in_dim(x_WE, me * (E // W), E // W, axis=1))
 
-    there = Slices(from_WE[me], sizes_WE[me], to_WE[me], of_mine(sizes_WE))
-    back = Slices(of_mine(to_WE), of_mine(sizes_WE), of_mine(from_WE), sizes_WE[me])
-    rows = _send(placement.dispatch(x_XD, weights_Xk.shape[1]), there, back, ways * most)
-    return placement.combine(_send(compute(rows, total_We[me]), back, there, A), weights_Xk)
+def _of_device(x_WE: jax.Array, me: jax.Array | int) -> jax.Array:
+    """The columns of a device's own experts, [W, E / W]."""
+    W, E = x_WE.shape
+    return jax.lax.dynamic_slice_in_dim(x_WE, me * (E // W), E // W, axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,6 +1,6 @@
 """Settings that lay a model over eight devices, by name.
 
-Chapters: 12, 13.
+Chapters: 12, 13, 18.
 """
 
 # One of every kind of parallelism, and combinations: what the tests prove equal to one device, and what the book draws.
@@ -22,4 +22,16 @@ LAYOUTS = {
     "fsdp x tp x cp": "mesh.fsdp=2 mesh.tensor=2 mesh.context=2",
     "fsdp x tp x pp": "mesh.fsdp=2 mesh.tensor=2 mesh.stage=2 train.loss_chunks=2",
     "dp x tp x cp, bare": "mesh.data=2 mesh.tensor=2 mesh.context=2 model.tie_embeddings=true model.scan_layers=false",
+}
+
+# The same for a mixture of experts, in a table of its own because it is another model.
+EXPERT_LAYOUTS = {
+    "ep": "sharding.rules=ep mesh.expert=8",
+    "ep x fsdp": "sharding.rules=ep mesh.expert=4 mesh.fsdp=2",
+    "ep x tp": "mesh.expert=4 mesh.tensor=2",
+    "ep x fsdp x tp": "mesh.expert=2 mesh.fsdp=2 mesh.tensor=2",
+    "ep x fsdp, remat": "mesh.expert=2 mesh.fsdp=4 model.remat=full",
+    "ep x dp x tp, capacity": "mesh.expert=2 mesh.data=2 mesh.tensor=2 model.ffn.capacity_factor=1.0",
+    "ep x cp, more experts": "mesh.expert=2 mesh.context=2 mesh.data=2 model.ffn.experts_per_token=3",
+    "fsdp": "mesh.fsdp=8 model.ffn.shared_experts=1 model.ffn.bias_rate=0.01",
 }
