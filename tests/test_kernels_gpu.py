@@ -38,8 +38,16 @@ def interpreted():
     return pltpu.force_tpu_interpret_mode(True)
 
 
-def with_gradients(f, *args):
-    """Returns f's value and its gradients by the floating-point arguments, for a cotangent that bfloat16 can hold."""
+def drawn(out):
+    """A random cotangent, of numbers that bfloat16 can hold."""
+    drawn = jax.random.normal(jax.random.key(9), out.shape).astype(jnp.bfloat16)
+    if not jax.sharding.get_abstract_mesh().empty:
+        drawn = jax.sharding.reshard(drawn, jax.typeof(out).sharding.spec)
+    return drawn.astype(out.dtype)
+
+
+def with_gradients(f, *args, cotangent=drawn):
+    """Returns f's value and its gradients by the floating-point arguments."""
     places = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def run(args):
@@ -48,10 +56,7 @@ def with_gradients(f, *args):
             return f(*(given.get(i, x) for i, x in enumerate(args)))
 
         out, vjp = jax.vjp(of_some, *(args[i] for i in places))
-        probe = jax.random.normal(jax.random.key(9), out.shape).astype(jnp.bfloat16)
-        if not jax.sharding.get_abstract_mesh().empty:
-            probe = jax.sharding.reshard(probe, jax.typeof(out).sharding.spec)
-        return out, *vjp(probe.astype(out.dtype))
+        return out, *vjp(cotangent(out))
 
     return jax.jit(run)(args)
 
@@ -362,11 +367,16 @@ CASES = {
 KERNELS = {"flash": 3, "grouped": 3, "cross": 3, "rms": 2, "paged": 1}
 
 
+def compilable(run):
+    """Returns the value and the gradients; a random cotangent of such sizes the compiler would compute itself."""
+    return functools.partial(with_gradients, run, cotangent=lambda out: out)
+
+
 def traced(case, **place):
     """Traces the case's value, and its gradients if it has any, for arguments that lie at a place."""
     run, shapes = CASES[case]
     args = [jax.ShapeDtypeStruct(shape, dtype, **place) for shape, dtype in shapes]
-    f = run if case == "paged" else functools.partial(with_gradients, run)
+    f = run if case == "paged" else compilable(run)
     return jax.jit(f).trace(*args)
 
 
@@ -397,7 +407,7 @@ def test_kernels_compile_for_eight_h100s():
         for (s, d), p in zip(shapes, specs, strict=True)
     ]
     with jax.set_mesh(mesh):
-        text = jax.jit(functools.partial(with_gradients, run)).lower(*args).compile().as_text()
+        text = jax.jit(compilable(run)).lower(*args).compile().as_text()
     assert "flash_attention_dkv" in text and "all-to-all" not in text and "all-gather" not in text
 
 
@@ -410,7 +420,7 @@ def test_memory_of_flash_attention_is_linear_in_the_tokens():
     def temporary(T):
         shapes = [(1, T, n, 128) for n in (32, 8, 8)]
         args = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in shapes]
-        compiled = jax.jit(functools.partial(with_gradients, flash.flash_attention)).lower(*args)
+        compiled = jax.jit(compilable(flash.flash_attention)).lower(*args)
         return compiled.compile().memory_analysis().temp_size_in_bytes
 
     least, *others = (temporary(1024 * n) for n in (1, 4, 16, 64))
