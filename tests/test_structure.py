@@ -107,7 +107,8 @@ def test_kernel_files_import_only_jax():
         # Not kernels: the tables of them, which also name chips and read their rows, and the simulator.
         if path.name in ("__init__.py", "cases.py", "block_shapes.py", "simulator.py"):
             continue
-        allowed = {"jax", "numpy", "math", "functools", "typing", "collections", "dataclasses"}
+        allowed = {"jax", "numpy", "math", "functools", "operator", "typing", "collections"}
+        allowed |= {"dataclasses"}
         names = {
             i for i in imports(path) if not i.startswith(("minitext.kernels", "minitext.errors"))
         }
