@@ -19,7 +19,7 @@ from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh
 
 # Small blocks, so that small shapes have several, and some that overhang.
-SMALL = linear_cross_entropy_tpu.Blocks(tokens=16, vocab=128, embed=128, kept=16, passing=128)
+SMALL = linear_cross_entropy_tpu.Blocks(tokens=16, vocab=128, embed=128, kept=16, passing=16)
 fused = partial(linear_cross_entropy_tpu.linear_cross_entropy, blocks=SMALL)
 xla = partial(kernels.linear_cross_entropy, impl="xla")
 
@@ -66,7 +66,7 @@ def far(got, want):
     V=st.sampled_from([1, 128, 300]), dtype=st.sampled_from(["float32", "bfloat16"]),
     size=st.sampled_from([1.0, 90.0]), cores=st.sampled_from([1, 2]),
 )  # fmt: skip
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_values_and_gradients_are_the_definition(seed, X, D, V, dtype, size, cores):
     args = inputs(seed, X, D, V, dtype, size)
     got = simulate(with_gradients(fused), *args, seed=seed, cores=cores)

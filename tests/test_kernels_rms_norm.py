@@ -62,7 +62,7 @@ def far(got, want):
     dtype=st.sampled_from(["float32", "bfloat16"]), size=st.sampled_from([1.0, 1e-4, 1e4]),
     cores=st.sampled_from([1, 2]),
 )  # fmt: skip
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_values_and_gradients_are_the_definition(seed, X, D, dtype, size, cores):
     args = inputs(seed, (X, D), dtype, size)
     got = simulate(with_gradients(fused), *args, seed=seed, cores=cores)

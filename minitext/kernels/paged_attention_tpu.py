@@ -115,23 +115,11 @@ def _kernel(
     table_ref, lengths_ref, q_ref, k_ref, v_ref, out_ref, k_buffer, v_buffer, done, first_ref, *, pages
 ):  # fmt: skip
     b, B = pl.program_id(1), pl.num_programs(1)
-    (_, k, G, H), S = q_ref.shape, k_ref.shape[2]
-    heads, tokens, length = pl.ds(pl.program_id(0) * k, k), pages * S, lengths_ref[b]
+    (_, k, G, H), tokens = q_ref.shape, k_buffer.shape[2]
+    heads, length = pl.ds(pl.program_id(0) * k, k), lengths_ref[b]
     steps = pl.cdiv(length, tokens)
-
-    def each_page(act, b, step, half):
-        """Starts, or awaits, the copies of a step's pages to one half of the buffers."""
-        for i in range(pages):
-            page = step * pages + i
-
-            @pl.when(page * S < lengths_ref[b])
-            def _(i=i, page=page):
-                for cache_ref, buffer_ref in ((k_ref, k_buffer), (v_ref, v_buffer)):
-                    source = cache_ref.at[heads, table_ref[b, page]]
-                    target = buffer_ref.at[half, :, pl.ds(i * S, S)]
-                    act(pltpu.make_async_copy(source, target, done.at[half]))
-
-    start, wait = (partial(each_page, act) for act in (lambda c: c.start(), lambda c: c.wait()))
+    both = (k_ref, k_buffer), (v_ref, v_buffer)
+    start, wait = _copies(table_ref, lengths_ref, both, done, heads, pages)
 
     @pl.when(b == 0)
     def _():
@@ -163,6 +151,27 @@ def _kernel(
     _, sum_kG1, out_kGH = jax.lax.fori_loop(0, steps, step, state)
     # No token, no weight: 0/1.
     out_ref[0] = (out_kGH / jnp.where(steps == 0, 1.0, sum_kG1)).astype(out_ref.dtype)
+
+
+def _copies(table_ref, lengths_ref, both, done, heads, pages: int):
+    """Returns functions of (sequence, step, half) that start, and await, copies of the pages of a sequence's step.
+
+    They go to one half of the buffers, one after another. Pages beyond the sequence's last are not touched.
+    """
+    S = both[0][0].shape[2]
+
+    def each(act, b, step, half):
+        for i in range(pages):
+            page = step * pages + i
+
+            @pl.when(page * S < lengths_ref[b])
+            def _(i=i, page=page):
+                for cache_ref, buffer_ref in both:
+                    source = cache_ref.at[heads, table_ref[b, page]]
+                    target = buffer_ref.at[half, :, pl.ds(i * S, S)]
+                    act(pltpu.make_async_copy(source, target, done.at[half]))
+
+    return partial(each, lambda copy: copy.start()), partial(each, lambda copy: copy.wait())
 
 
 def _attend(q_kGH, k_kSH, v_kSH, length, state):
