@@ -67,7 +67,7 @@ class Shares:
         self.kv, self.latents = (heads.k + heads.v) // ways("kv_heads"), heads.latents
         self.ring = ways("seq") > 1 and model.attention.context == "ring"
         self.N, self.S = model.heads // ways("heads"), self.T if self.ring else cfg.data.seq_len
-        stored = self.ring or not _flash(cfg, platform, ways("seq"))
+        stored = self.pipeline or not _flash(cfg, platform, ways("seq"))
         self.scores = self.rows * self.N * self.T * self.S if stored else 0
         self.D, self.V = model.embed, model.vocab // ways("vocab")
         # Of experts, F are the features of all slots of a token, and a device has the matrices of some.

@@ -89,7 +89,11 @@ def supports(
         return f"it needs values as wide as keys: got {v_BSKH.shape[3]} and {H}"
     if mask.blocks is not None and mask.block % LANES:
         return f"it needs a mask of blocks of a multiple of {LANES} tokens: got {mask.block}"
-    if not jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and not mesh.are_all_axes_manual:
+        # Such as a stage of a pipeline: JAX 0.10 finds that the gradient of a `custom_vjp` has another type there.
+        return f"it has no gradient where some axes of the mesh are manual, {mesh.manual_axes}, and others not"
+    if not mesh.empty:
         q_spec, k_spec = (jax.typeof(x).sharding.spec for x in (q_BTNH, k_BSKH))
         if q_spec[1] or k_spec[1]:
             return f"it needs a device's rows whole, and tokens are split over {q_spec[1]}"
