@@ -319,13 +319,9 @@ def test_it_compiles_for_every_chip_at_the_shape_of_llama3_8b(target):
 
 
 @pytest.mark.audit
-def test_memory_is_linear_in_tokens():
-    lengths = [1024, 4096, 16384, 65536]
-    sizes = [
-        compile_for("v5e:2x2", 1, T, 4, 2, 128, segmented=False)
-        .memory_analysis()
-        .temp_size_in_bytes
-        for T in lengths
-    ]
-    for (T, a), (U, b) in zip(zip(lengths, sizes), zip(lengths[1:], sizes[1:])):  # noqa: B905
-        assert b <= 1.1 * a * U / T
+@pytest.mark.parametrize("T", [1024, 4096, 16384, 65536])
+def test_memory_is_linear_in_tokens(T):
+    """A few times the queries at any length, or none in HBM: what fits the compiler keeps in VMEM."""
+    N, H = 4, 128
+    compiled = compile_for("v5e:2x2", 1, T, N, 2, H, segmented=False)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 5 * (2 * T * N * H)

@@ -72,7 +72,7 @@ def flash_attention(
     k_BKSH, v_BKSH = (heads_first(x, shape.kv) for x in (k_BSKH, v_BSKH))
     if sinks_N is not None and not jax.sharding.get_abstract_mesh().empty:
         sinks_N = jax.sharding.reshard(sinks_N, P(jax.typeof(q_BNTH).sharding.spec[1]))
-    out_BNTH = _flash(q_BNTH, k_BKSH, v_BKSH, segment_ids_BT, sinks_N, task)
+    out_BNTH: Any = _flash(q_BNTH, k_BKSH, v_BKSH, segment_ids_BT, sinks_N, task)
     return jnp.swapaxes(out_BNTH[:, :, :T], 1, 2)
 
 
@@ -151,7 +151,7 @@ def _compute(kind, tiles, make, use, *, early: bool) -> None:
     """
 
     def run(masked):
-        ahead = make(tiles[0], masked) if early else None
+        ahead: Any = make(tiles[0], masked) if early else None
         for i, tile in enumerate(tiles):
             made = ahead if early else make(tile, masked)
             if early and i + 1 < len(tiles):
@@ -171,7 +171,7 @@ def _forward_kernel(
 ):  # fmt: skip
     step = pl.program_id(2)
     kind = plan_kind[step]
-    _, factor = _units(task, q_ref.shape[1])
+    factor = _units(task, q_ref.shape[1])[1]
 
     @pl.when((kind & FIRST) != 0)
     def _():
@@ -206,7 +206,19 @@ def _forward_kernel(
 
 
 def _backward_compute(
-    task, plans, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, segments, use, *, tiles, early
+    task: Task,
+    plans,
+    q_ref,
+    k_ref,
+    v_ref,
+    grad_ref,
+    lse_ref,
+    delta_ref,
+    segments,
+    use,
+    *,
+    tiles,
+    early,
 ):
     """Calls `use(tile, weights, gradients of the logits)`, the latter but for 1/sqrt(H), for a step's tiles."""
     plan_q, plan_kv, plan_kind = plans
@@ -215,7 +227,7 @@ def _backward_compute(
 
     def make(tile, masked):
         rows, cols = tile
-        seen = _seen(task, plan_q[step], plan_kv[step], tile, *segments, masked)
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, segments[0], segments[1], masked)
         logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
         return seen, logits, _dot(v_ref[rows, :], grad_ref[cols, :], NT)
 
