@@ -214,19 +214,25 @@ def _name_kinds(section: type[Section], tree: dict[str, Any]) -> None:
 
 def _say(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """Turns one of pydantic's errors into one line: key, value, origin, rule."""
-    parts, rest = [str(part) for part in error["loc"]], []
+    parts, rest, value = [str(part) for part in error["loc"]], [], error["input"]
+    if error["type"] == "union_tag_invalid":
+        parts, value = [*parts, "kind"], error["ctx"]["tag"]
     # Of a variant's setting, its kind is told too: model.ffn.moe.experts.
     without = (".".join(parts[:i] + parts[i + 1 :]) for i in range(len(parts)))
-    key = next((name for name in without if name in known), ".".join(parts))
+    key = ".".join(parts)
+    if key not in known:
+        key = next((name for name in without if name in known), key)
     while key not in known and "." in key:
         key, _, last = key.rpartition(".")
         rest.insert(0, last)
     # Of a list, such as data.mixture, the item and its field are told; elsewhere the rest is a kind's name.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
     rule = error["msg"][:1].lower() + error["msg"][1:]
+    if error["type"] == "union_tag_invalid":
+        rule = f"choose among {error['ctx']['expected_tags']}"
     if error["type"] == "extra_forbidden":  # and known: of another variant
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
-    return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
+    return f"{where}={_short(value)} ({origin.get(key, 'default')}): {rule}"
 
 
 def _short(value: Any) -> str:

@@ -61,7 +61,7 @@ class Block(nnx.Module):
         self.norm_attention = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
         self.norm_ffn = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
-        self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
+        self.ffn: Any = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)  # pyright: ignore[reportCallIssue]
 
     def __call__(
         self,
