@@ -256,7 +256,7 @@ def make_step_fn(
             opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
         params = reshard_tree(optax.apply_updates(params, updates), rules)
         ffn = cfg.model.ffn
-        if isinstance(ffn, MoEConfig) and ffn.bias_rate:
+        if isinstance(ffn, MoEConfig) and ffn.bias_rate and sums.routing is not None:
             params = moe.update_bias(params, sums.routing.load_E, ffn.bias_rate)
         metrics = {
             "loss": sums.nll * share,

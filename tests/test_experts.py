@@ -14,8 +14,9 @@ from test_comms import SIZES, TILES, audited
 from minitext.comms import notes, predict
 from minitext.equality import differences, run_steps
 from minitext.mesh import make_mesh
-from minitext.parallel.experts import Placement, ragged_slices
+from minitext.parallel.experts import ragged_slices
 from minitext.parallel.layouts import EXPERT_LAYOUTS
+from minitext.parallel.slots import Placement
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 

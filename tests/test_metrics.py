@@ -54,3 +54,14 @@ def test_status_line_shows_what_is_known(floor):
     line = status_line({"loss": 1.25, "tokens_per_second": 1234.5, "mfu": 0.5}, floor)
     assert "loss 1.250" in line and "1,234 tokens/s" in line and "MFU 50%" in line
     assert ("floor 0.500" in line) == (floor is not None)
+
+
+def test_status_line_shows_the_load_of_experts():
+    record = {
+        "loss": 1.0,
+        "tokens_per_second": 1.0,
+        "expert_load_min": 0.5,
+        "expert_load_max": 1.75,
+    }
+    assert "expert load 0.50 to 1.75  1 tokens/s" in status_line({**record, "dropped": 0.0})
+    assert "expert load 0.50 to 1.75, 2.5% dropped" in status_line({**record, "dropped": 0.025})

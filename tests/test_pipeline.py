@@ -119,9 +119,9 @@ def descend(cfg, mesh, steps=3):
     move = jax.jit(lambda params, grads: jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads))
     with jax.set_mesh(mesh):
         for seed in range(steps):
-            nll, grads = gradients(params, packed_batch(cfg, mesh, seed))
+            sums, grads = gradients(params, packed_batch(cfg, mesh, seed))
             params = move(params, grads)
-            seen.append((float(nll), stacks.as_one_stack(jax.device_get(grads))))
+            seen.append((float(sums.nll), stacks.as_one_stack(jax.device_get(grads))))
     return seen
 
 

@@ -22,11 +22,14 @@ from minitext.kernels import (
     grouped_matmul_gpu,
     grouped_matmul_tpu,
     grouped_matmul_xla,
+    linear_cross_entropy_gpu,
     linear_cross_entropy_tpu,
     linear_cross_entropy_xla,
+    paged_attention_gpu,
     paged_attention_tpu,
     paged_attention_xla,
     reference,
+    rms_norm_gpu,
     rms_norm_tpu,
     rms_norm_xla,
 )
@@ -94,17 +97,25 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ),
     ("rms_norm", "xla"): Implementation(rms_norm_xla.rms_norm),
     ("rms_norm", "pallas_tpu"): Implementation(rms_norm_tpu.rms_norm, rms_norm_tpu.supports, "tpu"),
+    ("rms_norm", "pallas_gpu"): Implementation(rms_norm_gpu.rms_norm, rms_norm_gpu.supports, "gpu"),
     ("linear_cross_entropy", "xla"): Implementation(linear_cross_entropy_xla.linear_cross_entropy),
     ("linear_cross_entropy", "pallas_tpu"): Implementation(
         linear_cross_entropy_tpu.linear_cross_entropy, linear_cross_entropy_tpu.supports, "tpu"
+    ),
+    ("linear_cross_entropy", "pallas_gpu"): Implementation(
+        linear_cross_entropy_gpu.linear_cross_entropy, linear_cross_entropy_gpu.supports, "gpu"
     ),
     ("paged_attention", "xla"): Implementation(paged_attention_xla.paged_attention),
     ("paged_attention", "pallas_tpu"): Implementation(
         paged_attention_tpu.paged_attention, paged_attention_tpu.supports, "tpu"
     ),
+    ("paged_attention", "pallas_gpu"): Implementation(
+        paged_attention_gpu.paged_attention, paged_attention_gpu.supports, "gpu"
+    ),
 }
 
-# The order in which `auto` tries implementations on each platform.
+# The order in which `auto` tries implementations on each platform. Our kernels for GPUs are not in it where XLA, or a
+# library, has one: they were compiled for an H100 and never timed on one.
 ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
     # cuDNN first: ours is for what it does not compute (masks, soft-caps, sinks, float32).

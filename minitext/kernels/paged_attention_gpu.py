@@ -58,13 +58,9 @@ def paged_attention(
     return jax.shard_map(run, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
 
 
-def supports(
-    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, *, platform: str
-) -> str | None:
+def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
     """Returns the reason why the kernel can't compute this, or None."""
     S, H = k_pages_KPSH.shape[2:]
-    if platform != "gpu":
-        return f"it is a kernel for NVIDIA GPUs, and the program is for a {platform}"
     if len({x.dtype for x in (q_BNH, k_pages_KPSH, v_pages_KPSH)}) > 1:
         return f"queries and pages must be of one type: got {q_BNH.dtype} and {k_pages_KPSH.dtype}"
     if q_BNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -24,60 +24,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from minitext import kernels
+from minitext.parallel.slots import Placement
 from minitext.sharding import STORAGE_AXES, ShardingRules
 
 AXIS = "expert"
-
-
-class Placement(NamedTuple):
-    """A one-to-one map between A assignments and the slots of a buffer, with places left over on both sides.
-
-    Attributes:
-      slot_A: [A] each assignment's slot; the number of slots where it has none.
-      assignment_S: [S] each slot's assignment; the number of assignments where it is empty.
-    """
-
-    slot_A: jax.Array
-    assignment_S: jax.Array
-
-    @staticmethod
-    def of(assignments: jax.Array, slots: jax.Array, size: int) -> "Placement":
-        """Places assignment `assignments[i]`, all A of them in any order, in slot `slots[i]` of `size`, if below."""
-        A = len(assignments)
-        empty = jnp.zeros_like(slots, shape=(size,)) + A
-        return Placement(
-            jnp.zeros_like(slots).at[assignments].set(slots),
-            empty.at[slots].set(assignments, mode="drop"),
-        )
-
-    def dispatch(self, x_XD: jax.Array, k: int) -> jax.Array:
-        """Returns [S, D]: in each slot its token's vector, zero in an empty one; assignment a is of token a // k."""
-        return _take(x_XD, self.assignment_S // k, jnp.reshape(self.slot_A, (-1, k)))
-
-    def combine(self, rows_SD: jax.Array, weights_Xk: jax.Array) -> jax.Array:
-        """Returns [X, D]: each token's sum of its slots' rows, weighted; an assignment without a slot adds nothing."""
-        X, k = weights_Xk.shape
-        rows_AD = _take(rows_SD, self.slot_A, self.assignment_S[:, None])
-        rows_XkD = jnp.reshape(rows_AD, (X, k, -1)).astype(jnp.float32)
-        return jnp.sum(rows_XkD * weights_Xk[..., None], axis=1).astype(rows_SD.dtype)
-
-
-# Autodiff's gradient of a gather is a scatter, a loop over rows on a CPU and slow on a TPU. The map is one-to-one, so
-# the gradient is a gather, too.
-@jax.custom_vjp
-def _take(x_ND: jax.Array, from_M: jax.Array, to_NK: jax.Array) -> jax.Array:
-    """Row `from_M[m]` of x in row m, zeros where there is no such row; `to_NK` has the m of which that is true."""
-    return x_ND.at[from_M].get(mode="fill", fill_value=0)
-
-
-_take.defvjp(
-    lambda x_ND, from_M, to_NK: (_take(x_ND, from_M, to_NK), to_NK),
-    lambda to_NK, grad_MD: (
-        jnp.sum(grad_MD.at[to_NK].get(mode="fill", fill_value=0), axis=1),
-        None,
-        None,
-    ),
-)
 
 
 class Layout(NamedTuple):
@@ -198,8 +148,10 @@ def exchange(
     experts_Xk, weights_Xk = (
         jnp.reshape(_vary(a, layout.features), (-1, k)) for a in (experts, weights)
     )
-    run = _dropless if layout.capacity is None else _dropping
-    y = jnp.reshape(run(compute, x_XD, experts_Xk, weights_Xk, layout), x.shape)
+    args = compute, x_XD, experts_Xk, weights_Xk, layout
+    C = layout.capacity
+    y = _dropless(*args) if C is None else _dropping(*args, C)
+    y = jnp.reshape(y, x.shape)
     return jax.lax.psum(y, layout.features) if layout.features else y
 
 
@@ -219,8 +171,8 @@ def _before(x: jax.Array, axis: int = 0) -> jax.Array:
 # --- dropping: every expert has as many slots as every other
 
 
-def _dropping(compute, x_XD, experts_Xk, weights_Xk, layout: Layout) -> jax.Array:
-    (X, k), E, C = experts_Xk.shape, layout.experts, layout.capacity
+def _dropping(compute, x_XD, experts_Xk, weights_Xk, layout: Layout, C: int) -> jax.Array:
+    (X, k), E = experts_Xk.shape, layout.experts
     rows, ways = layout.rows, layout.ways
     order_A, sorted_A, _ = _sort(jnp.ravel(experts_Xk), E)
     # In this order, those of one expert and row follow each other: by position in the row, so that what is dropped
@@ -284,7 +236,7 @@ def _padded(compute, x_XD, weights_Xk, plan, ways: int, most: int) -> jax.Array:
     slots = jnp.where(filled, first + place, W * most)
     by_expert = Placement.of(jnp.arange(W * most), slots, W * most)
     rows = compute(by_expert.dispatch(there, 1), sizes_e)
-    back = _take(rows, by_expert.slot_A, by_expert.assignment_S[:, None])
+    back = by_expert.back(rows)
     return placement.combine(_all_to_all(back), weights_Xk)
 
 
