@@ -209,11 +209,9 @@ def _say(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str
     # Of a list, such as data.mixture, the item and its field are told; elsewhere the rest is a kind's name.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
     rule = error["msg"][:1].lower() + error["msg"][1:]
-    if error["type"] == "union_tag_invalid":
-        rule = f"choose among {error['ctx']['expected_tags']}"
     if error["type"] == "extra_forbidden":  # and known: of another variant
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
-    return f"{where}={_short(value)} ({origin.get(key, 'default')}): {rule}"
+    return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
 
 
 def _short(value: Any) -> str:
