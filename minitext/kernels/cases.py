@@ -23,9 +23,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from minitext.errors import UserError
-from minitext.kernels import matmul_tpu
+from minitext.kernels import (
+    flash_attention_tpu,
+    grouped_matmul_tpu,
+    linear_cross_entropy_tpu,
+    matmul_tpu,
+    paged_attention_tpu,
+    rms_norm_tpu,
+)
+from minitext.kernels.flash_grid_tpu import BlockShape
 
-D, F, N, K, H, E, T = 4096, 14336, 32, 8, 128, 8, 4096
+D, F, N, K, H, E, T, V = 4096, 14336, 32, 8, 128, 8, 4096, 128_256
 
 
 class Case(NamedTuple):
@@ -78,6 +86,73 @@ def _matmul(m: int = 512, k: int = 512, n: int = 512) -> Case:
     # The left factor is read once for each tile of columns, the right once for each of rows.
     hbm_bytes = 2 * (columns * M * C + rows * C * N + M * N)
     return Case(fn, (_bf16(M, C), _bf16(C, N)), hbm_bytes=hbm_bytes)
+
+
+def _flash_attention(q: int = 512, kv: int = 512) -> Case:
+    fn = functools.partial(flash_attention_tpu.flash_attention, blocks=BlockShape(q, kv))
+    heads = _bf16(1, T, K, H)
+    return Case(fn, (_bf16(1, T, N, H), heads, heads), _causal_steps(q, kv))
+
+
+def _flash_attention_backward(q: int = 512, kv: int = 512) -> Case:
+    forward = _flash_attention(q, kv)
+    return Case(_gradient(forward.fn, 3), (*forward.args, _bf16(1, T, N, H)), forward.steps)
+
+
+def _grouped_matmul(m: int = 512, k: int = 512, n: int = 512) -> Case:
+    tiles = grouped_matmul_tpu.Tiles(m, k, n)
+    fn = functools.partial(grouped_matmul_tpu.grouped_matmul, tiles=tiles)
+    steps = _group_steps(m) * _tiles(D, k) * _tiles(F, n)
+    # As of a plain product, and each group's matrix is read for each of its tiles of rows.
+    hbm_bytes = 2 * (_tiles(F, n) * T * D + _group_steps(m) * D * F + T * F)
+    return Case(fn, (_bf16(T, D), _bf16(E, D, F), GROUPS), steps, hbm_bytes)
+
+
+def _grouped_matmul_backward(m: int = 512, k: int = 512, n: int = 512) -> Case:
+    forward = _grouped_matmul(m, k, n)
+
+    def backward(lhs_MK, rhs_GKN, sizes_G, grad_MN):
+        return jax.vjp(lambda *x: forward.fn(*x, sizes_G), lhs_MK, rhs_GKN)[1](grad_MN)
+
+    return Case(backward, (*forward.args, _bf16(T, F)), forward.steps)
+
+
+def _rms_norm(rows: int = 128) -> Case:
+    fn = functools.partial(rms_norm_tpu.rms_norm, blocks=rms_norm_tpu.Blocks(rows))
+    return Case(fn, (_bf16(T, D), jax.ShapeDtypeStruct((D,), jnp.float32)))
+
+
+def _rms_norm_backward(rows: int = 128) -> Case:
+    forward = _rms_norm(rows)
+    return Case(_gradient(forward.fn, 2), (*forward.args, _bf16(T, D)))
+
+
+def _linear_cross_entropy(tokens: int = 512, vocab: int = 1024) -> Case:
+    blocks = linear_cross_entropy_tpu.Blocks(tokens=tokens, vocab=vocab)
+    fn = functools.partial(linear_cross_entropy_tpu.linear_cross_entropy, blocks=blocks)
+    return Case(fn, (_bf16(T, D), _bf16(D, V), jax.ShapeDtypeStruct((T,), jnp.int32)))
+
+
+def _linear_cross_entropy_backward(kept: int = 128, passing: int = 256) -> Case:
+    blocks = linear_cross_entropy_tpu.Blocks(kept=kept, passing=passing)
+
+    def backward(x_XD, w_DV, targets_X):
+        def loss(x_XD, w_DV):
+            found = linear_cross_entropy_tpu.linear_cross_entropy(x_XD, w_DV, targets_X, blocks)
+            return jnp.sum(found[0])
+
+        return jax.grad(loss, (0, 1))(x_XD, w_DV)
+
+    return Case(backward, _linear_cross_entropy().args)
+
+
+def _paged_attention(tokens: int = 512, heads: int = 4) -> Case:
+    """64 sequences of at most 8,192 tokens, in pages of 16."""
+    blocks = paged_attention_tpu.Blocks(tokens, heads)
+    fn = functools.partial(paged_attention_tpu.paged_attention, blocks=blocks)
+    pages = _bf16(K, 64 * 512, 16, H)
+    table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 512), (64,)))
+    return Case(fn, (_bf16(64, N, H), pages, pages, table, lengths))
 
 
 def _splash(block_q: int = 512, block_kv: int = 512) -> Callable:
@@ -150,6 +225,15 @@ def _tiles(size: int, tile: int) -> int:
 
 CASES: dict[str, Callable[..., Case]] = {
     "matmul": _matmul,
+    "flash_attention": _flash_attention,
+    "flash_attention_backward": _flash_attention_backward,
+    "grouped_matmul": _grouped_matmul,
+    "grouped_matmul_backward": _grouped_matmul_backward,
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "paged_attention": _paged_attention,
     "jax_splash_attention": _jax_splash_attention,
     "jax_splash_attention_backward": _jax_splash_attention_backward,
     "jax_megablox_gmm": _jax_megablox_gmm,
@@ -159,4 +243,6 @@ CASES: dict[str, Callable[..., Case]] = {
 # Lengths of blocks that `minitext tune` tries, all with all.
 SWEEPS: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul": {"m": (512, 1024), "k": (512, 1024, 2048), "n": (512, 1024)},
+    "flash_attention": {"q": (512, 1024), "kv": (512, 1024)},
+    "grouped_matmul": {"m": (512, 1024), "k": (512, 1024), "n": (512, 1024)},
 }

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
+from minitext.kernels import block_shapes
 from minitext.kernels.flash_grid_tpu import FIRST, LANES, LAST, BlockShape, Task, call
 from minitext.kernels.mask import ALL, CAUSAL, SOME, Mask
 from minitext.kernels.reference import MASKED, NO_SINK
 
-BLOCKS = BlockShape()
 LOG2E = math.log2(math.e)
 HEAD_DIM_STEP = 64
 NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
@@ -40,7 +40,7 @@ def flash_attention(
     mask: Mask = CAUSAL,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
-    blocks: BlockShape = BLOCKS,
+    blocks: BlockShape | None = None,
 ) -> jax.Array:
     """Attention as `minitext.kernels.attention` defines it, of any T, in memory linear in T.
 
@@ -55,12 +55,13 @@ def flash_attention(
       mask: which keys a query sees.
       softcap: c for logits of c tanh(logits / c), or None.
       sinks_N: [N] a logit per head that has no value, or None.
-      blocks: how the work is divided; made smaller where T or the mask's blocks are.
+      blocks: how the work is divided, by default as `block_shapes` says; made smaller where T or the mask's blocks are.
 
     Returns:
       [B, T, N, H] in the queries' type; zero where a query sees no key.
     """
     T = q_BTNH.shape[1]
+    blocks = blocks or BlockShape(**block_shapes.find("flash_attention"))
     shape = blocks.fit(T, mask)
     task = Task(mask, softcap, T, shape)
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from minitext.kernels import block_shapes
+
 # Columns of `lhs` that `tgmm` transposes at a time: so many that the transpose stays in registers.
 STRIP = 128
 
@@ -37,7 +39,12 @@ class Tiles(NamedTuple):
 
 
 # For inputs of each type; with these a kernel takes less than the 16 MiB of VMEM that the compiler grants it.
-TILES = {"bfloat16": Tiles(m=512, k=512, n=1024), "float32": Tiles(m=512, k=512, n=512)}
+
+
+def default_tiles(dtype: jnp.dtype) -> Tiles:
+    """Returns the tiles of the chip in `block_shapes`; of float32 columns so many that they take as many bytes."""
+    tiles = Tiles(**block_shapes.find("grouped_matmul"))
+    return tiles if dtype.itemsize == 2 else tiles._replace(n=max(128, tiles.n // 2))
 
 
 class Visits(NamedTuple):
@@ -60,7 +67,7 @@ def grouped_matmul(
     group_sizes_G: jax.Array,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """The product that `minitext.kernels.grouped_matmul` defines, by tiles of the given sizes, or those of `TILES`.
+    """The product that `minitext.kernels.grouped_matmul` defines, by tiles of the given sizes, or `default_tiles`.
 
     On a mesh it belongs inside `jax.shard_map`; there it takes operands that vary along different axes.
     """
@@ -68,7 +75,7 @@ def grouped_matmul(
     axes = frozenset().union(*(_varying(x) for x in args))
     # The kernels want operands that vary alike. A cast's gradient is the sum over the axes that it adds.
     args = (jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") for x in args)
-    return _grouped_matmul(*args, tiles or TILES[lhs_MK.dtype.name])
+    return _grouped_matmul(*args, tiles or default_tiles(lhs_MK.dtype))
 
 
 def supports(lhs_MK, rhs_GKN, _group_sizes_G) -> str | None:
