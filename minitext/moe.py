@@ -116,7 +116,7 @@ class MoE(nnx.Module):
         if moe.shared_experts:
             wide = cfg.model_copy(update={"mlp": moe.shared_experts * F})
             self.shared = SwiGLU(wide, rules=rules, rngs=rngs)
-        self.cfg, self.rules = moe, rules
+        self.cfg, self.rules, self.regather = moe, rules, cfg.remat == "none"
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         """Maps tokens [X, D], one row of them, to [X, D]."""
@@ -144,7 +144,8 @@ class MoE(nnx.Module):
             params,
             {name: getattr(self, name).axes for name in names},
             Layout(cfg.experts, slots, rows),
-            rules,
+            rules=rules,
+            regather=self.regather,
         )
         return (y + self.shared(x) if cfg.shared_experts else y), routing
 
