@@ -197,21 +197,17 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
     Returns:
       [M, D].
     """
-    if sizes_E is None:
-        E = len(params["gate"])
-        rows, product = jnp.reshape(rows_MD, (E, -1, rows_MD.shape[1])), _batched
-    else:
-        rows, product = rows_MD, partial(_grouped, sizes_G=sizes_E)
+    E, M, D = len(params["gate"]), *rows_MD.shape
+    rows, product = rows_MD, partial(_grouped, sizes_G=sizes_E)
+    if sizes_E is None and kernels.platform() == "cpu":
+        # As without capacity: XLA's batched product has another order of summation.
+        product = partial(_grouped, sizes_G=jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E)
+    elif sizes_E is None:
+        rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
     gate, up = product(rows, params["gate"]), product(rows, params["up"])
     gate, up = checkpoint_name((gate, up), "gate_up")
     hidden = checkpoint_name(gated(gate, up), "hidden")
     return jnp.reshape(product(hidden, params["down"]), rows_MD.shape)
-
-
-def _batched(lhs_GMK: jax.Array, rhs_GKN: jax.Array) -> jax.Array:
-    wide = jnp.float32 if kernels.platform() == "cpu" else None  # as in `Linear`
-    y_GMN = jnp.einsum("GMK,GKN->GMN", lhs_GMK, rhs_GKN, preferred_element_type=wide)
-    return y_GMN.astype(lhs_GMK.dtype)
 
 
 def _grouped(lhs_MK: jax.Array, rhs_GKN: jax.Array, *, sizes_G: jax.Array) -> jax.Array:
