@@ -115,7 +115,7 @@ class MoE(nnx.Module):
         if moe.shared_experts:
             wide = cfg.model_copy(update={"mlp": moe.shared_experts * F})
             self.shared = SwiGLU(wide, rules=rules, rngs=rngs)
-        self.cfg, self.rules = moe, rules
+        self.cfg, self.rules, self.regather = moe, rules, cfg.remat == "none"
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         """Maps tokens [X, D], one row of them, to [X, D]."""
@@ -143,7 +143,8 @@ class MoE(nnx.Module):
             params,
             {name: getattr(self, name).axes for name in names},
             Layout(cfg.experts, slots, rows),
-            rules,
+            rules=rules,
+            regather=self.regather,
         )
         return (y + self.shared(x) if cfg.shared_experts else y), routing
 
@@ -208,21 +209,18 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
     Returns:
       [M, D].
     """
+    E, M, D = len(params["gate"]), *rows_MD.shape
+    if sizes_E is None and kernels.platform() == "cpu":
+        # As without capacity: XLA's batched product has another order of summation.
+        sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
     if sizes_E is None:
-        E = len(params["gate"])
-        rows, product = jnp.reshape(rows_MD, (E, -1, rows_MD.shape[1])), _batched
+        rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
     else:
         rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
     gate, up = product(rows, params["gate"]), product(rows, params["up"])
     gate, up = checkpoint_name((gate, up), "gate_up")
     hidden = checkpoint_name(gated(gate, up), "hidden")
     return jnp.reshape(product(hidden, params["down"]), rows_MD.shape)
-
-
-def _batched(lhs_GMK: jax.Array, rhs_GKN: jax.Array) -> jax.Array:
-    wide = jnp.float32 if kernels.platform() == "cpu" else None  # as in `Linear`
-    y_GMN = jnp.einsum("GMK,GKN->GMN", lhs_GMK, rhs_GKN, preferred_element_type=wide)
-    return y_GMN.astype(lhs_GMK.dtype)
 
 
 def scaled(routing: Routing, factor: jax.Array) -> Routing:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 128  # rows; measured best among 64, 128 and 256 on two cores
+FEW = 16
 
 
 class _Blocks(NamedTuple):
@@ -93,7 +94,9 @@ grouped_matmul.defvjp(lambda *args: (grouped_matmul(*args), args), _backward)
 
 
 def _block_size(M: int) -> int:
-    return min(BLOCK, max(8, M))
+    # A row's bits must not depend on how many others there are, and XLA's products have other orders of summation for
+    # other shapes: all blocks have one. Few rows are those of one generated token.
+    return BLOCK if M > FEW else FEW
 
 
 def _blocks(sizes_G: jax.Array, M: int) -> tuple[int, _Blocks]:

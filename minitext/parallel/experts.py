@@ -60,7 +60,9 @@ def on_each_device(
     params: Any,
     axes: Any,
     layout: Layout,
+    *,
     rules: ShardingRules,
+    regather: bool,
 ) -> tuple[jax.Array, Any]:
     """Runs a layer of experts on each device's tokens and experts.
 
@@ -72,6 +74,8 @@ def on_each_device(
       axes: the same tree of their dimensions' names.
       layout: that of one device that has everything.
       rules: where the arrays lie.
+      regather: whether the backward pass gathers weights again, as `Linear` does, instead of keeping them; a layer that
+        is computed again as a whole does so anyway.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -87,11 +91,11 @@ def on_each_device(
         features=tuple(sorted(_mesh_axes(rules.spec(("mlp",))))),
     )
 
-    # Kept for the backward pass is what is stored: weights are gathered again, as `Linear` does.
-    @partial(jax.checkpoint, policy=_is_no_weight)
     def run(x, params):
         return local(x, jax.tree.map(partial(_whole, tokens=tokens), params, specs), layout)
 
+    if regather:
+        run = jax.checkpoint(run, policy=_is_no_weight)
     y, rest = jax.shard_map(run, in_specs=(spec, specs), out_specs=(spec, P()))(
         rules.shard(x, *names), params
     )
