@@ -198,12 +198,13 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
       [M, D].
     """
     E, M, D = len(params["gate"]), *rows_MD.shape
-    rows, product = rows_MD, partial(_grouped, sizes_G=sizes_E)
     if sizes_E is None and kernels.platform() == "cpu":
         # As without capacity: XLA's batched product has another order of summation.
-        product = partial(_grouped, sizes_G=jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E)
-    elif sizes_E is None:
+        sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
+    if sizes_E is None:
         rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
+    else:
+        rows, product = rows_MD, partial(_grouped, sizes_G=sizes_E)
     gate, up = product(rows, params["gate"]), product(rows, params["up"])
     gate, up = checkpoint_name((gate, up), "gate_up")
     hidden = checkpoint_name(gated(gate, up), "hidden")
