@@ -288,13 +288,17 @@ def _experts(s: Split) -> Iterator[Term]:
     if s.again:
         yield Term("tokens to experts and back, recomputed", kind, s.experts, sent, r.backward)
     yield Term("gradients to experts and back", kind, s.experts, sent, r.backward)
-    gathered = {"router": ((4 * D * E,), s.experts), "experts": (_scaled(s.routed, s.wide), 1)}
-    for name, (weights, copies) in gathered.items():
+    f = s.cfg.model.mlp // s.tensor
+    experts = _scaled(s.routed, s.wide), s.experts, _whole(s, f, f, None)
+    gathered = {"router": ((4 * D * E,), 1, (False,)), "experts": experts}
+    for name, (weights, ways, whole) in gathered.items():
         yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
         yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)
-        yield Term(f"gradient of the {name}", "reduce-scatter", s.fsdp, weights, r.backward)
-        parts, rest = tuple(size // s.fsdp for size in weights), s.replicas // s.fsdp // s.experts
-        rest *= copies
+        for kind, wanted in (("reduce-scatter", False), ("all-reduce", True)):
+            sums = tuple(n for n, every in zip(weights, whole, strict=True) if every == wanted)
+            yield Term(f"gradient of the {name}", kind, s.fsdp, sums, r.backward)
+        parts = tuple(size // s.fsdp for size in weights)
+        rest = s.replicas // s.fsdp // ways
         yield Term(f"gradient of the {name}, over the rest", "all-reduce", rest, parts, r.backward)
     chosen, mean = (4 * s.layer_tokens * k,), (4 * E,)
     yield Term("gradient of the router's weights", "all-reduce", s.tensor, chosen, r.backward)

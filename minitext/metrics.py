@@ -136,7 +136,7 @@ def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
         parts.append(f"val {record['val_loss']:.3f}")
     if "expert_load_max" in record:
         low, high = record["expert_load_min"], record["expert_load_max"]
-        parts.append(f"expert load {low:.2f} to {high:.2f}")
+        parts.append(f"load {low:.2f}-{high:.2f}")
         if record["dropped"]:
             parts[-1] += f", {record['dropped']:.1%} dropped"
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")

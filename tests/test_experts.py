@@ -99,7 +99,9 @@ def test_tpus_send_tokens_as_often_as_the_formula_says(factor):
     assert sum(term.count for term in sent(found.terms)) == sum(
         t.count for t in sent(found.compiled)
     )
-    if factor != "null":
+    if factor == "null":  # in buffers for the worst case; and so is everything else
+        assert found.differences() == {}
+    else:
         assert sum(t.bytes for t in sent(found.terms)) == sum(t.bytes for t in sent(found.compiled))
 
 

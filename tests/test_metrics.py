@@ -63,5 +63,5 @@ def test_status_line_shows_the_load_of_experts():
         "expert_load_min": 0.5,
         "expert_load_max": 1.75,
     }
-    assert "expert load 0.50 to 1.75  1 tokens/s" in status_line({**record, "dropped": 0.0})
-    assert "expert load 0.50 to 1.75, 2.5% dropped" in status_line({**record, "dropped": 0.025})
+    assert "load 0.50-1.75  1 tokens/s" in status_line({**record, "dropped": 0.0})
+    assert "load 0.50-1.75, 2.5% dropped" in status_line({**record, "dropped": 0.025})

@@ -1,6 +1,7 @@
 """Mixture of experts: routers against an oracle, what is dropped, equality of the two ways, gradients, statistics."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -232,9 +233,12 @@ def test_losses_are_their_definitions():
 
 
 def test_biases_move_towards_the_even_share():
-    params = nnx.State({"blocks": {"ffn": {"bias": nnx.Param(jnp.zeros((2, 3)), axes=(None,))}}})
+    params: Any = nnx.State(
+        {"blocks": {"ffn": {"bias": nnx.Param(jnp.zeros((2, 3)), axes=(None,))}}}
+    )
     load = jnp.array([[3, 2, 1], [0, 6, 0]])
-    new = moe.update_bias(params, load, 0.1)["blocks"]["ffn"]["bias"].get_value()
+    new: Any = moe.update_bias(params, load, 0.1)
+    new = new["blocks"]["ffn"]["bias"].get_value()
     np.testing.assert_allclose(new, [[-0.1, 0, 0.1], [0.1, -0.1, 0.1]])
     assert not np.any(params["blocks"]["ffn"]["bias"].get_value())
 
@@ -276,6 +280,7 @@ def test_parts_of_a_batch_report_the_whole(tiny, one_device):
 
 def test_descending_the_balance_loss_balances():
     ours, x = layer(experts=4), normal(1, 64, 16).at[:, 0].set(1.0)
+    params: Any
     graphdef, params = nnx.split(ours, nnx.Param)
     params["router"] = params["router"].replace(params["router"].get_value().at[0, 1].add(2.0))
 
