@@ -66,7 +66,13 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = Non
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) > 1:
         return Mesh(_arrange_slices(sizes, len(slices), devices), AXES, axis_types=types)
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+    except NotImplementedError as error:  # such as an axis of 8 in a torus of 4 x 4 x 4
+        told = " ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size > 1)
+        raise UserError(
+            f"{told}: the network of these {len(devices)} chips has no such axes: choose other mesh.* sizes"
+        ) from error
 
 
 def _arrange_slices(sizes: dict[str, int], slices: int, devices: list[Any]) -> np.ndarray:

@@ -62,3 +62,13 @@ def _product(sizes):
     for size in sizes.values():
         total *= size
     return total
+
+
+def test_axes_that_the_network_does_not_have_are_refused():
+    pytest.importorskip("libtpu")
+    from minitext.targets import topology_mesh
+
+    with pytest.raises(
+        UserError, match=r"mesh.fsdp=8 mesh.expert=8: the network of these 64 chips"
+    ):
+        topology_mesh("v5p:4x4x4", MeshConfig(data=1, fsdp=8, expert=8))
