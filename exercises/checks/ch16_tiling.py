@@ -1,0 +1,881 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from minitext.aot import compiles_for
+from minitext.grading import Exercise
+from minitext.kernels.simulator import strict
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def spec(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def numbers(t, *shape):
+    return jnp.asarray(t.rng.normal(size=shape), BF16)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def simulate(t, fn, *args, cores=1):
+    """The result and the one kernel's run, in the strict simulator, in an order of its own."""
+    with strict(cores=cores, seed=int(t.rng.integers(1, 1000))) as runs:
+        out = jax.jit(fn)(*args)
+    t.equal(len(runs), 1, why="how many Pallas calls run")
+    return out, runs[0]
+
+
+def compiles(t, fn, *args):
+    shapes = ", ".join(str(list(x.shape)) for x in args)
+    reason = compiles_for("v5e", fn, *args)
+    t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
+
+
+def one_call(t, fn, *args):
+    """One Pallas call takes the arguments as they are, and what it returns is the result."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    while len(jaxpr.eqns) == 1 and "jaxpr" in jaxpr.eqns[0].params:
+        if jaxpr.eqns[0].primitive.name == "pallas_call":
+            return
+        jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    t.true(False, f"outside of the kernel there is more to do: {', '.join(names)}", names)
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+# ------------------------------------------------------------------------------- accumulator
+
+accumulator = Exercise(
+    "16.accumulator",
+    title="A sum that stays in float32",
+    function="tiled_matmul",
+    minutes=30,
+    points=15,
+    forbid=("jax.numpy.pad", "jax.lax.pad"),
+    statement="""
+Write `tiled_matmul(x_MK, w_KN, tiles)`: the product of two bfloat16 matrices in one Pallas call.
+
+- The grid goes over tiles of rows, tiles of columns and, innermost, tiles of K. Blocks are `(m, k)`,
+  `(k, n)` and, of the result, `(m, n)`. Each pair of tiles is loaded once in a step, and each tile of
+  the result is stored once.
+- Sums are float32, also those within a product of two tiles, and stay in scratch until they are
+  complete. They are rounded to bfloat16 once.
+- Sizes are any numbers that are no smaller than their tile. What pads a last block may be NaN.
+- Two cores may share the tiles of the result, but not the steps of one sum.
+- It compiles for a v5e at `[1000, 4000]` and `[4000, 1000]` with tiles (256, 256, 256).
+""",
+    hints=(
+        "Which of the three dimensions of the grid are independent? At which step of the innermost one "
+        "does a sum begin, and at which is it complete?",
+        "`scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)]` gives the kernel one more ref, after the "
+        "result's. Only K needs a mask, and both factors need it: 0 times NaN is NaN.",
+        "`left = K - step * k`; in x keep the columns below `left`, in w the rows below it, with "
+        "`jnp.where`; add `jnp.dot(x, w, preferred_element_type=jnp.float32)` to the scratch; at step "
+        "`pl.num_programs(2) - 1` store it with `.astype(o_ref.dtype)`.",
+    ),
+)
+
+
+def multiplies(fn, t, M, K, N, tiles, cores=1):
+    x, w = numbers(t, M, K), numbers(t, K, N)
+    got, run = simulate(t, lambda x, w: fn(x, w, tiles), x, w, cores=cores)
+    text = f"[{M}, {K}] times [{K}, {N}] in tiles {tiles}"
+    t.close(got, wide(x) @ wide(w), 4e-3, 1e-3, text, BF16)
+    return run
+
+
+@accumulator.check("one tile")
+def _(fn, t):
+    multiplies(fn, t, 16, 128, 128, (16, 128, 128))
+
+
+@accumulator.check("several tiles of everything, and what is loaded")
+def _(fn, t):
+    run = multiplies(fn, t, 32, 256, 256, (16, 128, 128))
+    t.equal(run.loads[:2], [8, 8], why="tiles of x and of w that 8 steps load")
+    t.equal(run.stores[2], 4, why="tiles of the result that are stored")
+
+
+@accumulator.check("sums that bfloat16 cannot hold")
+def _(fn, t):
+    left = t.rng.integers(1, 15, 128)
+    w = np.full((384, 128), 32.0)
+    w[256:] = -64
+    w[0] += left
+    got, _ = simulate(t, lambda x, w: fn(x, w, (16, 128, 128)), jnp.ones((16, 384), BF16), w_(w))
+    why = "columns that sum to 4096 and a little, 4096, and -8192; the little is left"
+    t.close(got, np.broadcast_to(left, (16, 128)), 0, 0, why, BF16)
+
+
+def w_(array):
+    return jnp.asarray(array, BF16)
+
+
+@accumulator.check("sizes that tiles do not divide")
+def _(fn, t):
+    M, N = int(t.rng.integers(17, 31)), int(t.rng.integers(129, 250))
+    multiplies(fn, t, M, int(t.rng.integers(130, 250)), N, (16, 128, 128))
+
+
+@accumulator.check("two cores share the tiles of the result")
+def _(fn, t):
+    run = multiplies(fn, t, 32, 256, 128, (16, 128, 128), cores=2)
+    cores = {core for core, _ in run.visits}
+    why = "only one core has work to do: no dimension of the grid is parallel"
+    t.true(len(cores) == 2, why, len(cores))
+
+
+@accumulator.check("Mosaic compiles it, and nothing is left outside")
+def _(fn, t):
+    args = spec(1000, 4000), spec(4000, 1000)
+    compiles(t, lambda x, w: fn(x, w, (256, 256, 256)), *args)
+    one_call(t, lambda x, w: fn(x, w, (256, 256, 256)), *args)
+
+
+def tiled_matmul_with(
+    *,
+    begin="sum",
+    scratch=True,
+    exact=True,
+    masks="xw",
+    semantics=("parallel", "parallel", "arbitrary"),
+    steps_of=pl.cdiv,
+    k_first=False,
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MK, w_KN, tiles):
+        (M, K), N = x_MK.shape, w_KN.shape[1]
+        m, k, n = tiles
+        at = 0 if k_first else 2
+
+        def kernel(x_ref, w_ref, o_ref, *scratch_refs):
+            sum_ref = scratch_refs[0] if scratch else o_ref
+            step = pl.program_id(at)
+            first = {
+                "sum": step == 0,
+                "never": step < 0,
+                "step": step >= 0,
+                "kernel": (pl.program_id(0) == 0) & (pl.program_id(1) == 0) & (step == 0),
+            }[begin]
+
+            @pl.when(first)
+            def _():
+                sum_ref[...] = jnp.zeros_like(sum_ref)
+
+            x, w, left = x_ref[...], w_ref[...], K - step * k
+            if "x" in masks:
+                x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, 0)
+            if "w" in masks:
+                w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0)
+            part = jnp.dot(x, w, preferred_element_type=F32 if exact else None)
+            sum_ref[...] = (sum_ref[...] + part).astype(sum_ref.dtype)
+            if scratch:
+
+                @pl.when(step == pl.num_programs(at) - 1)
+                def _():
+                    o_ref[...] = sum_ref[...].astype(o_ref.dtype)
+
+        grid = (pl.cdiv(M, m), pl.cdiv(N, n), steps_of(K, k))
+
+        def order(index):
+            return (lambda s, r, c: index(r, c, s)) if k_first else index
+
+        return pl.pallas_call(
+            kernel,
+            grid=(grid[2], *grid[:2]) if k_first else grid,
+            in_specs=[
+                pl.BlockSpec((m, k), order(lambda r, c, s: (r, s))),
+                pl.BlockSpec((k, n), order(lambda r, c, s: (s, c))),
+            ],
+            out_specs=pl.BlockSpec((m, n), order(lambda r, c, s: (r, c))),
+            out_shape=spec(M, N),
+            scratch_shapes=[pltpu.VMEM((m, n), F32)] if scratch else [],
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        )(x_MK, w_KN)
+
+    return fn
+
+
+mistaken(
+    accumulator,
+    "summed_in_the_result",
+    "You add to the result's block, which is bfloat16, so that each step rounds the sum. Add to a float32 "
+    "scratch, and round it once at the last step.",
+    tiled_matmul_with(scratch=False),
+)
+mistaken(
+    accumulator,
+    "product_in_bfloat16",
+    "Your sum is float32, but each product of two tiles is rounded to bfloat16 before it is added. Ask "
+    "`jnp.dot` for `preferred_element_type=jnp.float32`.",
+    tiled_matmul_with(exact=False),
+)
+mistaken(
+    accumulator,
+    "never_begun",
+    "You add to scratch that nobody has set. Store zeros when a sum's first step begins.",
+    tiled_matmul_with(begin="never"),
+)
+mistaken(
+    accumulator,
+    "begun_at_each_step",
+    "You begin anew at every step, so that only the last tile of K counts. Do it under `pl.when(step == 0)`.",
+    tiled_matmul_with(begin="step"),
+)
+mistaken(
+    accumulator,
+    "begun_once",
+    "You set the scratch to zero once for the whole kernel. It keeps its value from step to step, so the next "
+    "tile of the result begins with the sum of the one before.",
+    tiled_matmul_with(begin="kernel"),
+)
+mistaken(
+    accumulator,
+    "padding_counted",
+    "The last tiles of K reach past the arrays' end, and you multiply what lies there. Put 0 in its place, "
+    "with `jnp.where`, and in both factors: 0 times NaN is NaN.",
+    tiled_matmul_with(masks=""),
+)
+mistaken(
+    accumulator,
+    "last_tile_forgotten",
+    "`K // k` steps leave out the last tile of K when it is not full. Take `pl.cdiv(K, k)`.",
+    tiled_matmul_with(steps_of=lambda K, k: K // k),
+)
+mistaken(
+    accumulator,
+    "steps_in_parallel",
+    "You call the steps of a sum parallel. Then they come in any order, and two cores may have one sum: only "
+    'rows and columns are "parallel".',
+    tiled_matmul_with(semantics=("parallel",) * 3),
+)
+mistaken(
+    accumulator,
+    "nothing_in_parallel",
+    'You let no dimension be parallel. Tiles of rows and of columns are: ("parallel", "parallel", '
+    '"arbitrary").',
+    tiled_matmul_with(semantics=("arbitrary",) * 3),
+)
+mistaken(
+    accumulator,
+    "k_outermost",
+    "Your tiles of K are the grid's first dimension, so each tile of the result is left and visited again, and "
+    "the one scratch holds sums of many. K comes last.",
+    tiled_matmul_with(k_first=True, semantics=("arbitrary",) * 3),
+)
+
+# ---------------------------------------------------------------------------- fused_epilogue
+
+fused_epilogue = Exercise(
+    "16.fused_epilogue",
+    title="A gated product that writes its result only",
+    function="gated_product",
+    minutes=30,
+    points=15,
+    statement="""
+The first half of a SwiGLU (chapter 4) is `silu(x @ gate) * (x @ up)`. As two products and an elementwise
+operation it writes two arrays `[M, N]` and reads them again. Write
+`gated_product(x_MK, gate_KN, up_KN, tiles)`, which writes the result and nothing else.
+
+- One Pallas call. A tile of x is loaded once for both products, and used for both.
+- Everything is float32 until the result is rounded to bfloat16, once.
+- `tiles` is (m, k, n), and divides M, K and N. K is summed innermost.
+- Two cores may share the tiles of the result.
+- It compiles for a v5e at M = 1024, K = 4096, N = 1024 with tiles (256, 256, 256).
+""",
+    hints=(
+        "`silu` of a sum is not the sum of silus. When may you apply it? How many sums have to wait until "
+        "then?",
+        "The kernel has three inputs, one result and two scratch arrays. Both weights have the same index map.",
+        "At step 0 set both sums to 0; add `jnp.dot(x, gate_ref[...], preferred_element_type=jnp.float32)` to "
+        "one and the product with `up_ref[...]` to the other; at the last step store "
+        "`(jax.nn.silu(gate_sum_ref[...]) * up_sum_ref[...]).astype(o_ref.dtype)`.",
+    ),
+)
+
+
+def gates(fn, t, M, K, N, tiles, scale=1.0, cores=1):
+    x, gate, up = numbers(t, M, K), scale * numbers(t, K, N), numbers(t, K, N)
+    got, run = simulate(t, lambda *a: fn(*a, tiles), x, gate, up, cores=cores)
+    z = wide(x) @ wide(gate)
+    want = z / (1 + np.exp(-z)) * (wide(x) @ wide(up))
+    text = f"M={M}, K={K}, N={N} in tiles {tiles}"
+    # One rounding to bfloat16 moves a number by up to 1/256 of it, and more roundings by more.
+    t.close(got, want, 4.2e-3, 2e-3, text, BF16)
+    return run
+
+
+@fused_epilogue.check("one tile")
+def _(fn, t):
+    gates(fn, t, 16, 128, 128, (16, 128, 128))
+
+
+@fused_epilogue.check("several tiles, and what is loaded")
+def _(fn, t):
+    run = gates(fn, t, 32, 256, 256, (16, 128, 128), scale=0.25)
+    t.equal(run.loads[:-1], [8, 8, 8], why="tiles of x, gate and up that 8 steps load")
+    t.equal(run.stores[-1], 4, why="tiles of the result that are stored")
+
+
+@fused_epilogue.check("gates of -90 and 90")
+def _(fn, t):
+    gates(fn, t, 16, 256, 128, (16, 128, 128), scale=6.0)
+
+
+@fused_epilogue.check("two cores share the tiles of the result")
+def _(fn, t):
+    run = gates(fn, t, 32, 256, 128, (16, 128, 128), cores=2)
+    cores = {core for core, _ in run.visits}
+    why = "only one core has work to do: no dimension of the grid is parallel"
+    t.true(len(cores) == 2, why, len(cores))
+
+
+@fused_epilogue.check("Mosaic compiles it, and nothing is left outside")
+def _(fn, t):
+    args = spec(1024, 4096), spec(4096, 1024), spec(4096, 1024)
+    compiles(t, lambda *a: fn(*a, (256, 256, 256)), *args)
+    one_call(t, lambda *a: fn(*a, (256, 256, 256)), *args)
+
+
+def gated_product_with(
+    *,
+    begin="both",
+    when="last",
+    finish=lambda gate, up: jax.nn.silu(gate) * up,
+    semantics=("parallel", "parallel", "arbitrary"),
+    sums=F32,
+    two_x=False,
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MK, gate_KN, up_KN, tiles):
+        (M, K), N = x_MK.shape, gate_KN.shape[1]
+        m, k, n = tiles
+
+        def kernel(x_ref, *refs):
+            also_ref = refs[0] if two_x else x_ref
+            gate_ref, up_ref, o_ref, gate_sum_ref, up_sum_ref = refs[two_x:]
+            step = pl.program_id(2)
+
+            @pl.when(step == 0)
+            def _():
+                gate_sum_ref[...] = jnp.zeros_like(gate_sum_ref)
+                if begin == "both":
+                    up_sum_ref[...] = jnp.zeros_like(up_sum_ref)
+
+            gate = jnp.dot(x_ref[...], gate_ref[...], preferred_element_type=F32)
+            up = jnp.dot(also_ref[...], up_ref[...], preferred_element_type=F32)
+            if when == "step":
+                gate_sum_ref[...] += jax.nn.silu(gate) * up
+            else:
+                gate_sum_ref[...] = (gate_sum_ref[...] + gate).astype(sums)
+                up_sum_ref[...] = (up_sum_ref[...] + up).astype(sums)
+
+            @pl.when(step == (0 if when == "first" else pl.num_programs(2) - 1))
+            def _():
+                z = gate_sum_ref[...]
+                o_ref[...] = (z if when == "step" else finish(z, up_sum_ref[...])).astype(BF16)
+
+        weights = pl.BlockSpec((k, n), lambda r, c, s: (s, c))
+        block = pl.BlockSpec((m, k), lambda r, c, s: (r, s))
+        return pl.pallas_call(
+            kernel,
+            grid=(M // m, N // n, K // k),
+            in_specs=[*([block] * (1 + two_x)), weights, weights],
+            out_specs=pl.BlockSpec((m, n), lambda r, c, s: (r, c)),
+            out_shape=spec(M, N),
+            scratch_shapes=[pltpu.VMEM((m, n), sums)] * 2,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        )(*([x_MK] * (1 + two_x)), gate_KN, up_KN)
+
+    return fn
+
+
+def bf16(x):
+    return x.astype(BF16)
+
+
+mistaken(
+    fused_epilogue,
+    "silu_of_each_step",
+    "You apply silu to the product of each pair of tiles and add those up. silu of a sum is not the sum of "
+    "silus: apply it once, when both sums are complete.",
+    gated_product_with(when="step"),
+)
+mistaken(
+    fused_epilogue,
+    "finished_at_the_first_step",
+    "You finish at the first step, when the sums hold one tile of K. The last one is "
+    "`pl.num_programs(2) - 1`.",
+    gated_product_with(when="first"),
+)
+mistaken(
+    fused_epilogue,
+    "gate_and_up_swapped",
+    "You apply silu to the product with `up`. It belongs to the gate.",
+    gated_product_with(finish=lambda gate, up: gate * jax.nn.silu(up)),
+)
+mistaken(
+    fused_epilogue,
+    "sigmoid",
+    "You multiply by the sigmoid of the gate. silu(z) is z times its sigmoid.",
+    gated_product_with(finish=lambda gate, up: jax.nn.sigmoid(gate) * up),
+)
+mistaken(
+    fused_epilogue,
+    "rounded_before_the_gate",
+    "You round both sums to bfloat16 and multiply then. They are in VMEM, where float32 costs nothing more: "
+    "round the result, once.",
+    gated_product_with(finish=lambda gate, up: jax.nn.silu(bf16(gate).astype(F32)) * bf16(up)),
+)
+mistaken(
+    fused_epilogue,
+    "narrow_sums",
+    "Your scratch is bfloat16, so that each step rounds the sums. Make it float32.",
+    gated_product_with(sums=BF16),
+)
+mistaken(
+    fused_epilogue,
+    "one_sum_not_begun",
+    "You set one of the two sums to zero and not the other.",
+    gated_product_with(begin="gate"),
+)
+mistaken(
+    fused_epilogue,
+    "x_loaded_twice",
+    "You give x to the kernel twice, so that its tiles are loaded twice. One ref can be read twice.",
+    gated_product_with(two_x=True),
+)
+mistaken(
+    fused_epilogue,
+    "nothing_in_parallel",
+    'You let no dimension be parallel. Tiles of rows and of columns are: ("parallel", "parallel", '
+    '"arbitrary").',
+    gated_product_with(semantics=("arbitrary",) * 3),
+)
+
+
+@fused_epilogue.mutant(
+    "You compute the products in kernels and gate them outside: both are written to HBM and read again, which "
+    "is what you wanted to save."
+)
+def gated_outside(x_MK, gate_KN, up_KN, tiles):
+    gate, up = (tiled_matmul_with()(x_MK, w, tiles) for w in (gate_KN, up_KN))
+    return (jax.nn.silu(gate.astype(F32)) * up).astype(BF16)
+
+
+# ------------------------------------------------------------------------------ choose_tiles
+
+choose = Exercise(
+    "16.choose_tiles",
+    title="Tiles that fit and move little",
+    function="choose_tiles",
+    minutes=25,
+    points=10,
+    statement="""
+Before a compiler is asked, arithmetic can choose. Write `choose_tiles(M, K, N, budget)` for the matmul of
+this chapter: bfloat16 in and out, grid (rows, columns, steps of K), a float32 scratch of `(m, n)`.
+
+- m, k and n are each 128, 256, 512, 1024, 2048 or 4096, and divide M, K and N.
+- Each of the three blocks is in VMEM twice, the scratch once. Together they take no more than `budget`.
+- Among those, choose the tiles that move the fewest bytes between HBM and VMEM. A tile is loaded again
+  **unless the step before had the same one**: with a single step of K a tile of x stays while columns
+  pass, and where one tile of w is all of w it is loaded once. Each tile of the result is stored once.
+- Of several that move as few, take the one with the fewest steps in all, then with the least VMEM, then
+  the smallest (m, k, n).
+
+It returns the tiles and the bytes, or None if no tiles fit. The last check asks about a product whose
+sizes are yours alone.
+""",
+    hints=(
+        "How often does x, the whole of it, go through VMEM? How often w? In which two cases are these not "
+        "the number of tiles of columns, and of rows?",
+        "VMEM: `2 * 2 * (m * k + k * n + m * n) + 4 * m * n` bytes. With more than one step of K, x moves "
+        "`N // n` times and w `M // m` times.",
+        "Go over `itertools.product` of the lengths that divide, skip what is over the budget, collect "
+        "`(moved, rows * columns * steps, vmem, (m, k, n))` and take `min`. x moves once if `steps == 1`, w "
+        "once if `steps * columns == 1`.",
+    ),
+)
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+
+
+def choose_with(
+    *,
+    buffers=2,
+    scratch=4,
+    strict_limit=False,
+    stays="xw",
+    order=(0, 1, 2, 3),
+    result=1,
+    swap=False,
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(M, K, N, budget):
+        found = []
+        divisors = ([length for length in LENGTHS if size % length == 0] for size in (M, K, N))
+        for m, k, n in itertools.product(*divisors):
+            vmem = buffers * 2 * (m * k + k * n + m * n) + scratch * m * n
+            if vmem > budget or (strict_limit and vmem == budget):
+                continue
+            rows, columns, steps = M // m, N // n, K // k
+            x_times, w_times = (rows, columns) if swap else (columns, rows)
+            if "x" in stays and steps == 1:
+                x_times = 1
+            if "w" in stays and steps * columns == 1:
+                w_times = 1
+            moved = 2 * (x_times * M * K + w_times * K * N + result * M * N)
+            row = (moved, rows * columns * steps, vmem, (m, k, n))
+            found.append(([row[i] for i in order], row))
+        if not found:
+            return None
+        _, (moved, _, _, tiles) = min(found)
+        return tiles, moved
+
+    return fn
+
+
+right = choose_with()
+
+
+def chooses(fn, t, M, K, N, budget):
+    got = fn(M, K, N, budget)
+    got = (tuple(int(x) for x in got[0]), int(got[1])) if got is not None else None
+    t.equal(
+        got, right(M, K, N, budget), why=f"M={M}, K={K}, N={N} and a budget of {budget:,} bytes"
+    )
+
+
+@choose.check("a square product")
+def _(fn, t):
+    chooses(fn, t, 4096, 4096, 4096, 12 * 2**20)
+
+
+@choose.check("budgets that just fit, and just do not")
+def _(fn, t):
+    for m, k, n in ((512, 512, 512), (256, 1024, 512), (128, 128, 128)):
+        vmem = 4 * (m * k + k * n + m * n) + 4 * m * n
+        for budget in (vmem, vmem - 1):
+            chooses(fn, t, 4096, 8192, 6144, budget)
+
+
+@choose.check("no tiles fit")
+def _(fn, t):
+    chooses(fn, t, 1024, 1024, 1024, 262_143)
+
+
+@choose.check("one step of K, one tile of w")
+def _(fn, t):
+    for M, K, N in ((8192, 128, 2048), (8192, 256, 256), (65536, 512, 512), (256, 512, 8192)):
+        chooses(fn, t, M, K, N, int(t.rng.integers(3, 12)) * 2**20)
+
+
+@choose.check("products of many shapes")
+def _(fn, t):
+    for _ in range(40):
+        M, K, N = (128 * int(n) for n in t.rng.integers(1, 100, 3))
+        chooses(fn, t, M, K, N, int(t.rng.integers(2**18, 2**24)))
+
+
+@choose.check("a product of your own")
+def _(fn, t):
+    sizes = [1024 * (1 + (t.learner >> shift) % 16) for shift in (0, 4, 8)]
+    chooses(fn, t, *sizes, 2**20 * (4 + (t.learner >> 12) % 9))
+
+
+mistaken(
+    choose,
+    "single_buffered",
+    "You count each block once. While one step computes, the next one's blocks arrive: each block is in VMEM "
+    "twice, the result's too.",
+    choose_with(buffers=1),
+)
+mistaken(
+    choose,
+    "no_scratch",
+    "You forget the float32 scratch of (m, n).",
+    choose_with(scratch=0),
+)
+mistaken(
+    choose,
+    "scratch_twice",
+    "You count the scratch twice, as if it were a block. It is not copied to or from HBM, so there is one.",
+    choose_with(scratch=8),
+)
+mistaken(
+    choose,
+    "budget_not_used_up",
+    "Tiles that take exactly the budget fit.",
+    choose_with(strict_limit=True),
+)
+mistaken(
+    choose,
+    "x_never_stays",
+    "With a single step of K, the tile of x is the same while columns pass, and is not loaded again.",
+    choose_with(stays="w"),
+)
+mistaken(
+    choose,
+    "w_never_stays",
+    "Where one tile of w is all of w, it is the same in every step and loaded once.",
+    choose_with(stays="x"),
+)
+mistaken(
+    choose,
+    "rows_and_columns_swapped",
+    "You have x move once for each tile of *rows*. Each of its tiles is needed for every tile of columns: x "
+    "moves N / n times, w M / m times.",
+    choose_with(swap=True),
+)
+mistaken(
+    choose,
+    "result_not_counted",
+    "You count what is loaded, and not the result that is stored.",
+    choose_with(result=0),
+)
+mistaken(
+    choose,
+    "fewest_steps",
+    "You choose the fewest steps, which are the largest tiles. What is asked for are the fewest bytes; steps "
+    "decide between equals.",
+    choose_with(order=(1, 0, 2, 3)),
+)
+mistaken(
+    choose,
+    "steps_forgotten",
+    "Where several tiles move as few bytes, you do not take the one with the fewest steps in all.",
+    choose_with(order=(0, 2, 1, 3)),
+)
+
+# -------------------------------------------------------------------------- double_buffering
+
+double_buffering = Exercise(
+    "16.double_buffering",
+    title="Copy one part, multiply another",
+    function="streamed_matmul",
+    minutes=35,
+    points=20,
+    forbid=("jax.experimental.pallas.tpu.emit_pipeline",),
+    statement="""
+Write `streamed_matmul(x_MK, w_KN, k)` for few rows of x and a weight matrix that is larger than VMEM, with
+copies that you start yourself.
+
+- One Pallas call. x and the result are whole in VMEM (`pl.BlockSpec()`); w stays in HBM
+  (`pl.BlockSpec(memory_space=pl.ANY)`) and comes in parts of k rows, which divide K. Each part is copied
+  once.
+- VMEM holds **two** parts of w and no more, each with a semaphore of its own. While one part is
+  multiplied, the copy of the next is under way.
+- The result is float32, and so are its sums.
+- It compiles for a v5e with x `[128, 16384]` and w `[16384, 1024]`, which takes 32 MiB. Mosaic wants to
+  know that a slice of x's columns begins at a multiple of 128: `pl.multiple_of(step * k, k)` says so.
+""",
+    hints=(
+        "Write it with one place for a part first: start, wait, multiply. Which copy can be started before "
+        "that wait, and into which place?",
+        "Part `step` goes to place `step % 2`. Before you wait for part `step`, start part `step + 1`, if "
+        "there is one; the other place was read a step ago, so it is free.",
+        "`def copy(step)` returns `pltpu.make_async_copy(w_ref.at[pl.ds(step * k, k)], parts_ref.at[step % 2], "
+        "done_ref.at[step % 2])`. Start `copy(0)`; in `@pl.loop(0, K // k)`: under "
+        "`pl.when(step + 1 < steps)` start `copy(step + 1)`, then `copy(step).wait()`, then add the product.",
+    ),
+)
+
+
+def streams(fn, t, M, K, N, k):
+    x, w = numbers(t, M, K), numbers(t, K, N)
+    got, run = simulate(t, lambda x, w: fn(x, w, k), x, w)
+    t.close(got, wide(x) @ wide(w), 1e-4, 1e-3, f"[{M}, {K}] times [{K}, {N}], k={k}", F32)
+    t.equal(run.loads[1], K // k, why="how many parts of w are copied")
+
+
+def in_order(jaxpr):
+    """Names of the primitives of a kernel, loops' bodies once and branches one after another."""
+    for eqn in jaxpr.eqns:
+        for p in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(p, "eqns") or hasattr(p, "jaxpr"):
+                yield from in_order(getattr(p, "jaxpr", p))
+        yield eqn.primitive.name
+
+
+@double_buffering.check("a copy is under way while a part is multiplied")
+def _(fn, t):
+    jaxpr = jax.make_jaxpr(lambda x, w: fn(x, w, 128))(spec(16, 1024), spec(1024, 128)).jaxpr
+    names = list(in_order(jaxpr))
+    t.true("dma_start" in names, "the kernel starts no copy", "no copy")
+    t.true("dma_wait" in names, "the kernel waits for no copy", "no wait")
+    t.true("dot_general" in names, "the kernel has no product", "no product")
+    before = names[: names.index("dot_general")]
+    flying = before.count("dma_start") - before.count("dma_wait")
+    why = "when the first part is multiplied no other copy is under way: the chip waits for each"
+    t.true(flying > 0, why, flying)
+
+
+@double_buffering.check("one part")
+def _(fn, t):
+    streams(fn, t, 16, 128, 128, 128)
+
+
+@double_buffering.check("two parts")
+def _(fn, t):
+    streams(fn, t, 16, 256, 128, 128)
+
+
+@double_buffering.check("five parts")
+def _(fn, t):
+    streams(fn, t, 24, 640, 256, 128)
+
+
+@double_buffering.check("no copy is started that is not needed")
+def _(fn, t):
+    x, w = numbers(t, 16, 256), numbers(t, 256, 128)
+    # In the strict simulator a copy takes place when it is waited for, and here when it starts.
+    params = pltpu.InterpretParams(out_of_bounds_reads="raise", dma_execution_mode="eager")
+    found = "no"
+    try:
+        with pltpu.force_tpu_interpret_mode(params):
+            jax.block_until_ready(jax.jit(lambda x, w: fn(x, w, 128))(x, w))
+    except jax.errors.JaxRuntimeError as error:
+        found = "out of bounds" if "ut-of-bounds" in str(error) else str(error)[-200:]
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    t.true(found == "no", "a copy is started of rows of w that are not there", found)
+
+
+@double_buffering.check("Mosaic compiles it, and w is not whole in VMEM")
+def _(fn, t):
+    compiles(t, lambda x, w: fn(x, w, 256), spec(128, 16384), spec(16384, 1024))
+
+
+def streamed_with(
+    *,
+    order="start wait dot",
+    slot=lambda step: step % 2,
+    read=None,
+    wait=True,
+    guard=True,
+    zero=True,
+    columns=True,
+    whole=False,
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MK, w_KN, k):
+        (M, K), N = x_MK.shape, w_KN.shape[1]
+        steps = K // k
+
+        def kernel(x_ref, w_ref, o_ref, parts_ref, done_ref):
+            def copy(step):
+                rows, at = pl.ds(step * k, k), slot(step)
+                return pltpu.make_async_copy(w_ref.at[rows], parts_ref.at[at], done_ref.at[at])
+
+            def start_next(step):
+                if guard:
+                    pl.when(step + 1 < steps)(lambda: copy(step + 1).start())
+                else:
+                    copy(step + 1).start()
+
+            def multiply(step):
+                at = pl.multiple_of(step * k, k) if columns else 0
+                w = parts_ref[(read or slot)(step)]
+                o_ref[...] += jnp.dot(x_ref[:, pl.ds(at, k)], w, preferred_element_type=F32)
+
+            if zero:
+                o_ref[...] = jnp.zeros_like(o_ref)
+            if order != "serial":
+                copy(0).start()
+
+            @pl.loop(0, steps)
+            def _(step):
+                if order == "serial":
+                    copy(step).start()
+                if order == "start wait dot":
+                    start_next(step)
+                if wait:
+                    copy(step).wait()
+                multiply(step)
+                if order == "wait dot start":
+                    start_next(step)
+
+        def whole_kernel(x_ref, w_ref, o_ref, parts_ref, done_ref):
+            o_ref[...] = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=F32)
+
+        w_spec = pl.BlockSpec() if whole else pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(
+            whole_kernel if whole else kernel,
+            in_specs=[pl.BlockSpec(), w_spec],
+            out_shape=spec(M, N, dtype=F32),
+            scratch_shapes=[pltpu.VMEM((2, k, N), BF16), pltpu.SemaphoreType.DMA((2,))],
+        )(x_MK, w_KN)
+
+    return fn
+
+
+mistaken(
+    double_buffering,
+    "serial",
+    "When a part is multiplied no other is on its way, so that the chip either copies or multiplies. Start the "
+    "next part's copy before the product, not after it or just before its own wait.",
+    streamed_with(order="serial"),
+)
+mistaken(
+    double_buffering,
+    "one_place",
+    "All parts go to the same place: the next one arrives where this one is being read. Take place "
+    "`step % 2`.",
+    streamed_with(slot=lambda step: 0),
+)
+mistaken(
+    double_buffering,
+    "not_waited_for",
+    "You never wait, so that you read what has not arrived. `wait()` on a copy of the same part before you "
+    "use it.",
+    streamed_with(wait=False),
+)
+mistaken(
+    double_buffering,
+    "other_place_read",
+    "You multiply the part in the other place, which is still arriving. Part `step` is in place `step % 2`.",
+    streamed_with(read=lambda step: (step + 1) % 2),
+)
+mistaken(
+    double_buffering,
+    "one_part_too_many",
+    "At the last step you start a copy of a part that is not there. Start it under "
+    "`pl.when(step + 1 < steps)`.",
+    streamed_with(guard=False),
+)
+mistaken(
+    double_buffering,
+    "never_begun",
+    "You add to a result that nobody has set. Store zeros before the first product.",
+    streamed_with(zero=False),
+)
+mistaken(
+    double_buffering,
+    "same_columns_of_x",
+    "You multiply every part of w by the first k columns of x. Part `step` belongs to columns from "
+    "`step * k` on.",
+    streamed_with(columns=False),
+)
+mistaken(
+    double_buffering,
+    "all_of_w_in_vmem",
+    "Your w is a block of its own size: all of it is copied before the kernel begins, and a large one does "
+    "not fit. Leave it in HBM with `memory_space=pl.ANY`.",
+    streamed_with(whole=True),
+)
