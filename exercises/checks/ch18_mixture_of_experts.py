@@ -562,5 +562,332 @@ def _(fn, t):
 @load_balance.check("all the experts each, and even logits")
 def _(fn, t):
     balances(fn, t, drawn(t, 14, 6), 6, np.ones(14, bool), "k = E = 6")
-    balances(
-        fn, t,
+    balances(fn, t, np.zeros((14, 6)), 2, np.ones(14, bool), "equal logits: all choose 0 and 1")
+
+
+@load_balance.check("large logits")
+def _(fn, t):
+    logits = t.rng.permuted(np.tile([90.0, 30.0, 0.0, -90.0], (6, 1)), axis=1)
+    balances(fn, t, logits, 1, np.ones(6, bool), "logits of +-90")
+
+
+@load_balance.check("a step against the gradient evens the shares")
+def _(fn, t):
+    logits = jnp.asarray(drawn(t, 14, 6, skew=2.0), jnp.float32)
+    before, gradient = fn(logits, 2, jnp.ones(14, bool))
+    hits = np.sum(np.eye(6)[np.argsort(-np.asarray(logits), axis=1)[:, :2]], axis=1)
+    shares = scores_of(logits - 0.1 * gradient, "softmax")
+    after = 6 * float(np.sum(hits.mean(0) / 2 * shares.mean(0)))
+    t.true(
+        after < float(before),
+        why="a small step against the gradient does not lower the loss at the same load",
+        observed=after - float(before),
+    )
+
+
+@load_balance.mutant(
+    "Your load is a share of tokens, and sums to k. Divide by the number of assignments, k for each token."
+)
+def of_tokens(logits, k, mask):
+    return right_balance(logits, k, mask, assignments=False)
+
+
+@load_balance.mutant(
+    "The factor E is missing: an even load shall give 1 for any number of experts."
+)
+def no_factor(logits, k, mask):
+    return right_balance(logits, k, mask, factor=False)
+
+
+@load_balance.mutant("You count first choices only. All k experts of a token have work with it.")
+def first_choices(logits, k, mask):
+    return right_balance(logits, k, mask, chosen=1)
+
+
+@load_balance.mutant(
+    "Tokens that do not count are in your means. A padded batch would balance its padding."
+)
+def padding_counts(logits, k, mask):
+    return right_balance(logits, k, mask, masked=False)
+
+
+@load_balance.mutant("Nothing divided by nothing: without a token that counts you return NaN.")
+def nothing_by_nothing(logits, k, mask):
+    return right_balance(logits, k, mask, safe=False)
+
+
+@load_balance.mutant(
+    "Your gradient is by the probabilities, times the probabilities. A softmax's outputs sum to 1, so its derivative "
+    "takes off the mean: g minus the sum of p g."
+)
+def no_softmax_slope(logits, k, mask):
+    return right_balance(logits, k, mask, slope=False)
+
+
+@load_balance.mutant(
+    "Your gradient is that of a sum over tokens. P is a mean: divide by the number of tokens that count."
+)
+def gradient_of_a_sum(logits, k, mask):
+    return right_balance(logits, k, mask, mean=False)
+
+
+@load_balance.mutant(
+    "You square the mean probabilities. The load counts what was *chosen*: hits of the k highest, not probabilities."
+)
+def squared_means(logits, k, mask):
+    return right_balance(logits, k, mask, moving=True)
+
+
+@load_balance.mutant(
+    "exp(90) overflows in your softmax. `jax.nn.softmax` takes off the largest logit first."
+)
+def overflowing(logits, k, mask):
+    return right_balance(logits, k, mask, norm=False)
+
+
+@load_balance.mutant("The sign of your gradient is turned: a step against it would raise the loss.")
+def other_sign(logits, k, mask):
+    loss, gradient = right_balance(logits, k, mask)
+    return loss, -gradient
+
+
+# ----------------------------------------------------------------------------------- all_to_all
+
+all_to_all = Exercise(
+    "18.all_to_all",
+    title="To the experts and back",
+    function="through_experts",
+    minutes=25,
+    points=15,
+    devices=8,
+    statement="""
+Write `through_experts(slots_ECD, compute, axis)`, which is called inside a `shard_map` over n devices. Each device
+has C slots for every one of E experts, and device d has the experts from d E/n on. Send the slots there, compute,
+and bring the results back to where their slots were.
+
+- `compute` is called once, with [E/n, n*C, D]: for each of this device's experts the slots of device 0, then of
+  device 1, and so on. It returns [E/n, n*C, F], and F may differ from D.
+- Nothing travels but slots, there and back, each once, in their own dtype: a device sends (n-1)/n of what it has,
+  each way. The checks read the bytes in the HLO, for the gradient too.
+- The axis may be one of two in the mesh, and C may be 1.
+""",
+    hints=(
+        "Which dimension of [E, C, D] is divided over devices during the computation, and which before and after it? "
+        "An all-to-all moves a division from one dimension to another.",
+        "There: split the experts, and concatenate what arrives along the slots. Back: the other way round. The "
+        "transpose of an all-to-all is an all-to-all, so the gradient needs nothing from you.",
+        "`jax.lax.all_to_all(slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True)` is [E/n, n*C, D]; the way "
+        "back has split_axis=1 and concat_axis=0.",
+    ),
+)
+
+
+def mesh_of(*sizes):
+    names = tuple("ab"[: len(sizes)])
+    return jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def expert_layer(fn, mesh, axis, shapes=None):
+    """A jitted function of slots and weights: each device has slots [E, C, D] and weights [E/n, D, F]."""
+
+    def local(slots, w):
+        def compute(rows):
+            if shapes is not None:
+                shapes.append(tuple(rows.shape))
+            y = jnp.einsum("esd,edf->esf", rows, w, preferred_element_type=jnp.float32)
+            # Where a row stands matters as well.
+            place = 1 + jnp.arange(rows.shape[1], dtype=jnp.float32) / 64
+            return (y * place[None, :, None]).astype(rows.dtype)
+
+        return fn(slots, compute, axis)
+
+    names = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(names, P(axis)), out_specs=names))
+
+
+def put(mesh, spec, x):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def expected(slots, w, mesh, axis):
+    """What one device with all experts makes of the slots of all devices."""
+    n, (E, _, F), C = mesh.shape[axis], w.shape, slots.shape[1]
+    by_device = np.asarray(slots, np.float64).reshape(mesh.size, E, C, -1)
+    y = np.einsum("necd,edf->necf", by_device, np.asarray(w, np.float64))
+    last = list(mesh.shape)[-1] == axis
+    numbers = np.arange(mesh.size) % n if last else np.arange(mesh.size) // (mesh.size // n)
+    place = 1 + (numbers[:, None] * C + np.arange(C)) / 64
+    return (y * place[:, None, :, None]).reshape(-1, C, F)
+
+
+def goes_through(fn, t, mesh, axis, per, C, D, F, dtype="float32", rtol=1e-4):
+    n = mesh.shape[axis]
+    slots = jnp.asarray(t.rng.normal(size=(mesh.size * per * n, C, D)), dtype)
+    w = jnp.asarray(t.rng.normal(size=(per * n, D, F)), dtype)
+    shapes = []
+    program = expert_layer(fn, mesh, axis, shapes)
+    got = program(put(mesh, P(mesh.axis_names), slots), put(mesh, P(axis), w))
+    why = f"{n} devices, {per * n} experts, {C} slots each, D = {D}, F = {F}"
+    t.equal(sorted(set(shapes)), [(per, n * C, D)], why=f"what compute was given: {why}")
+    want = expected(slots, w, mesh, axis)
+    t.close(np.asarray(got.astype(jnp.float32)), want, rtol=rtol, atol=4 * rtol, why=why)
+    t.equal(str(got.dtype), dtype, why="the dtype")
+    t.equal(len(shapes), 1, why="calls of compute in the program")
+
+
+@all_to_all.check("one expert a device")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(8), "a", 1, int(t.rng.integers(2, 5)), 6, 5)
+
+
+@all_to_all.check("several experts a device, one slot each")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(8), "a", 3, 1, 4, 4)
+    goes_through(fn, t, mesh_of(4), "a", 2, 3, 4, 6)
+
+
+@all_to_all.check("one axis of two")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(2, 4), "b", 2, 3, 5, 4)
+
+
+@all_to_all.check("bfloat16")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(8), "a", 2, 2, 8, 4, "bfloat16", rtol=5e-2)
+
+
+def sent(program, mesh, per, C, D, F, dtype):
+    E = 8 * per
+    slots = jax.ShapeDtypeStruct((8 * E, C, D), dtype, sharding=NamedSharding(mesh, P("a")))
+    w = jax.ShapeDtypeStruct((E, D, F), dtype, sharding=NamedSharding(mesh, P("a")))
+    text = program.lower(slots, w).compile().as_text()
+    return hlo.Module(text).collectives()
+
+
+def only_tokens(t, found, want, why):
+    t.equal(sorted({c.kind for c in found}), ["all-to-all"], why="kinds of collectives")
+    t.equal(
+        int(sum(c.runs * c.moved for c in found)), want, why=f"bytes sent by each device: {why}"
+    )
+
+
+@all_to_all.check("collectives and bytes, forward")
+def _(fn, t):
+    mesh, per, C, D, F = mesh_of(8), 2, int(t.rng.integers(2, 6)), 6, 10
+    found = sent(expert_layer(fn, mesh, "a"), mesh, per, C, D, F, "int8")
+    why = f"{8 * per} experts on 8 devices, C = {C}, int8, D = {D}, F = {F}"
+    only_tokens(t, found, 7 * per * C * (D + F), why)
+
+
+@all_to_all.check("collectives and bytes, with the gradient")
+def _(fn, t):
+    mesh, per, C, D = mesh_of(8), 1, int(t.rng.integers(2, 6)), 4
+    program = expert_layer(fn, mesh, "a")
+
+    def pulled(slots, w):
+        y, pull = jax.vjp(program, slots, w)
+        return y, pull(y)
+
+    found = sent(jax.jit(pulled), mesh, per, C, D, D, "float32")
+    only_tokens(t, found, 4 * 7 * per * C * D * 4, f"there, back, both gradients, C = {C}, D = {D}")
+
+
+def both_ways(slots, compute, axis):
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(compute(there), axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+@all_to_all.mutant(
+    "You gather all slots on every device and keep a part: n times the bytes of an all-to-all."
+)
+def gathers(slots, compute, axis):
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    e = slots.shape[0] // n
+    whole = jax.lax.all_gather(slots, axis)  # [n, E, C, D]
+    mine = jax.lax.dynamic_slice_in_dim(whole, me * e, e, axis=1)
+    rows = jnp.swapaxes(mine, 0, 1).reshape(e, -1, slots.shape[2])
+    return jax.lax.all_to_all(compute(rows), axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+@all_to_all.mutant(
+    "The way back is a gather: every device gets the results of all others' slots, n times what it needs."
+)
+def gathers_back(slots, compute, axis):
+    me, C = jax.lax.axis_index(axis), slots.shape[1]
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    whole = jax.lax.all_gather(compute(there), axis, axis=0, tiled=True)  # [E, n*C, F]
+    return jax.lax.dynamic_slice_in_dim(whole, me * C, C, axis=1)
+
+
+@all_to_all.mutant(
+    "What arrives is sorted by sender, then by expert, and you only reshape it. Rows of different experts get into "
+    "one group: swap the two dimensions before, or concatenate along the slots."
+)
+def reshaped(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+    E, C, D = slots.shape
+    there = jax.lax.all_to_all(slots, axis, 0, 0, tiled=True).reshape(E // n, n * C, D)
+    return jax.lax.all_to_all(compute(there).reshape(E, C, -1), axis, 0, 0, tiled=True)
+
+
+@all_to_all.mutant(
+    "You deal experts out like cards: device d would have d, d + n and so on. Here it has E/n neighbours."
+)
+def dealt(slots, compute, axis):
+    n, E = jax.lax.axis_size(axis), slots.shape[0]
+    order = jnp.arange(E).reshape(E // n, n).T.reshape(-1)
+    return both_ways(slots[order], compute, axis)[jnp.argsort(order)]
+
+
+@all_to_all.mutant(
+    "The rows of each expert are sorted by slot, then by sender. They shall come device by device."
+)
+def interleaved(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+
+    def turned(rows):
+        e, S, D = rows.shape
+        y = compute(rows.reshape(e, n, S // n, D).swapaxes(1, 2).reshape(e, S, D))
+        return y.reshape(e, S // n, n, -1).swapaxes(1, 2).reshape(e, S, -1)
+
+    return both_ways(slots, turned, axis)
+
+
+@all_to_all.mutant(
+    "You send float32 where the slots have fewer bits. Nothing is computed on the way: send them as they are."
+)
+def sent_wide(slots, compute, axis):
+    wide = slots.astype(jnp.float32)
+    there = jax.lax.all_to_all(wide, axis, split_axis=0, concat_axis=1, tiled=True)
+    y = compute(there.astype(slots.dtype)).astype(jnp.float32)
+    back = jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=0, tiled=True)
+    return back.astype(slots.dtype)
+
+
+@all_to_all.mutant(
+    "No slot leaves its device: your experts get this device's own slots only. An all-to-all is missing."
+)
+def stays(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+    E, C, D = slots.shape
+    return compute(slots.reshape(E // n, n * C, D)).reshape(E, C, -1)
+
+
+@all_to_all.mutant(
+    "Results do not go home: you return what this device's experts computed, for others' slots. A second all-to-all "
+    "is missing."
+)
+def one_way(slots, compute, axis):
+    E, C, _ = slots.shape
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    return compute(there).reshape(E, C, -1)
+
+
+@all_to_all.mutant(
+    "You call compute once for each sender. Products with few rows leave a chip idle: one call with all rows."
+)
+def call_by_call(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    y = jnp.concatenate([compute(part) for part in jnp.split(there, n, axis=1)], axis=1)
+    return jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=0, tiled=True)
