@@ -478,7 +478,7 @@ load_balance = Exercise(
     points=15,
     forbid=("jax.grad", "jax.value_and_grad", "jax.vjp", "jax.jvp", "jax.jacrev", "jax.jacfwd"),
     statement="""
-Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ of section 6 over the tokens that
+Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ of section 4 over the tokens that
 `mask_X` names, and its gradient by the logits, written down by you: `jax.grad` and its kin are not allowed.
 
 - $f_e$ is the share of the *assignments* that expert e got, and $P_e$ the mean of the tokens' softmax. Both are over
@@ -765,10 +765,10 @@ def sent(program, mesh, per, C, D, F, dtype):
 
 
 def only_tokens(t, found, want, why):
-    t.equal(sorted({c.kind for c in found}), ["all-to-all"], why="kinds of collectives")
     t.equal(
         int(sum(c.runs * c.moved for c in found)), want, why=f"bytes sent by each device: {why}"
     )
+    t.equal(sorted({c.kind for c in found}), ["all-to-all"], why="kinds of collectives")
 
 
 @all_to_all.check("collectives and bytes, forward")
