@@ -1,0 +1,893 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitext import hlo
+from minitext.grading import Exercise
+
+# -------------------------------------------------------------------------------------- router
+
+router = Exercise(
+    "18.router",
+    title="A router",
+    function="choose_experts",
+    minutes=20,
+    points=10,
+    statement="""
+Write `choose_experts(logits_XE, k, kind, normalize, bias_E=None)`: which k of E experts each token gets, and with
+what weights.
+
+- Scores are a softmax over the E logits (`kind="softmax"`) or each logit's own sigmoid (`"sigmoid"`).
+- The k highest of *score plus bias* are chosen, best first; of equals the one with the lower number.
+- The weights are the scores of the chosen experts, without the bias, divided by their sum if `normalize` is true.
+- Scores and weights are float32 also where the logits are bfloat16. Logits of +-90 are possible in a softmax.
+- The weights have a gradient by the logits, and none by the bias.
+""",
+    hints=(
+        "Three steps: scores, a ranking, a choice. What of the ranking may reach the weights?",
+        "`jax.lax.top_k` returns values and indices, and of equals the lower index first. Its values are of the "
+        "ranking, which has the bias in it: only the indices are of use.",
+        "`jnp.take_along_axis(scores_XE, experts_Xk, axis=-1)` has the weights, before they are divided. Cast the "
+        "logits to float32 before anything else.",
+    ),
+)
+
+
+def scores_of(logits, kind):
+    logits = np.asarray(logits, np.float64)
+    if kind == "sigmoid":
+        return 1 / (1 + np.exp(-logits))
+    exps = np.exp(logits - logits.max(-1, keepdims=True))
+    return exps / exps.sum(-1, keepdims=True)
+
+
+def routed(logits, k, kind, normalize, bias=None):
+    scores = scores_of(logits, kind)
+    ranking = scores if bias is None else scores + bias
+    experts = np.argsort(-ranking, axis=-1, kind="stable")[:, :k]
+    weights = np.take_along_axis(scores, experts, -1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return experts, weights
+
+
+def routes(fn, t, why, logits, k, kind, normalize, bias=None):
+    given = None if bias is None else jnp.asarray(bias, jnp.float32)
+    experts, weights = fn(logits, k, kind, normalize, given)
+    want_experts, want_weights = routed(np.asarray(logits, np.float32), k, kind, normalize, bias)
+    t.equal(np.asarray(experts).tolist(), want_experts.tolist(), why=f"experts: {why}")
+    t.close(weights, want_weights, rtol=1e-5, atol=1e-7, dtype="float32", why=f"weights: {why}")
+
+
+def random_logits(t, X, E):
+    return jnp.asarray(2 * t.rng.normal(size=(X, E)), jnp.float32)
+
+
+@router.check("a softmax, as it is and normalised")
+def _(fn, t):
+    E, k = int(t.rng.integers(5, 12)), int(t.rng.integers(2, 4))
+    logits = random_logits(t, 9, E)
+    routes(fn, t, f"softmax, k = {k} of {E}", logits, k, "softmax", False)
+    routes(fn, t, f"softmax, k = {k} of {E}, normalised", logits, k, "softmax", True)
+
+
+@router.check("sigmoids, as they are and normalised")
+def _(fn, t):
+    logits = random_logits(t, 7, 6)
+    routes(fn, t, "sigmoid, k = 3 of 6", logits, 3, "sigmoid", False)
+    routes(fn, t, "sigmoid, k = 3 of 6, normalised", logits, 3, "sigmoid", True)
+    routes(fn, t, "sigmoid, k = 1, normalised", logits, 1, "sigmoid", True)
+
+
+@router.check("a bias chooses and does not weigh")
+def _(fn, t):
+    logits = random_logits(t, 8, 6)
+    bias = t.rng.choice([-1.5, 0.0, 0.75], size=6)
+    bias[int(t.rng.integers(6))] = 2.0
+    for kind in ("softmax", "sigmoid"):
+        routes(fn, t, f"{kind} with a bias", logits, 2, kind, False, bias)
+
+
+@router.check("the bias is added to scores, not to logits")
+def _(fn, t):
+    # Scores are far apart where logits are close to each other, and the other way round.
+    logits = jnp.asarray([[6.0, 8.0, -1.0, 0.5], [0.0, 0.9, -6.0, -4.0]], jnp.float32)
+    routes(fn, t, "sigmoid", logits, 2, "sigmoid", False, np.array([0.5, 0.0, 0.9, 0.0]))
+
+
+@router.check("equal scores")
+def _(fn, t):
+    logits = jnp.zeros((3, 5), jnp.float32).at[1, 3].set(1.0).at[2, 0].set(-1.0)
+    routes(fn, t, "many equal scores", logits, 3, "softmax", True)
+
+
+@router.check("large logits")
+def _(fn, t):
+    logits = jnp.asarray(t.rng.permutation([90.0, 89.0, 0.0, -90.0]), jnp.float32)[None]
+    routes(fn, t, "logits of +-90", logits, 2, "softmax", False)
+
+
+@router.check("bfloat16 logits")
+def _(fn, t):
+    logits = jnp.asarray(t.rng.permuted(np.tile(np.arange(8) / 4, (6, 1)), axis=1), jnp.bfloat16)
+    routes(fn, t, "bfloat16 logits", logits, 3, "softmax", True)
+
+
+@router.check("gradients")
+def _(fn, t):
+    logits, bias = random_logits(t, 5, 6), jnp.asarray(t.rng.normal(size=6) / 3, jnp.float32)
+    pull = jnp.asarray(t.rng.normal(size=(5, 2)), jnp.float32)
+
+    def total(choose, logits, bias):
+        return jnp.sum(pull * choose(logits, 2, "softmax", True, bias)[1])
+
+    got = jax.grad(total, argnums=(1, 2))(fn, logits, bias)
+    want = jax.grad(total, argnums=1)(right_router, logits, bias)
+    t.close(got[0], want, rtol=1e-4, atol=1e-6, why="gradient of the weights by the logits")
+    t.close(got[1], np.zeros(6), atol=0, why="gradient of the weights by the bias")
+
+
+def right_router(
+    logits, k, kind, normalize, bias=None, *, wide=True, biased=False, always=False, on="scores"
+):
+    logits = logits.astype(jnp.float32) if wide else logits
+    scores = jax.nn.softmax(logits) if kind == "softmax" else jax.nn.sigmoid(logits)
+    ranking = scores if on == "scores" else logits
+    if bias is not None:
+        ranking = ranking + bias.astype(ranking.dtype)
+    best, experts = jax.lax.top_k(ranking, k)
+    weights = best if biased else jnp.take_along_axis(scores, experts, axis=-1)
+    if normalize or always:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return experts, weights
+
+
+@router.mutant(
+    "Your weights have the bias in them: they are the values that `top_k` returned. The bias only chooses; take the "
+    "scores at the chosen indices."
+)
+def weighs_the_bias(logits, k, kind, normalize, bias=None):
+    return right_router(logits, k, kind, normalize, bias, biased=True)
+
+
+@router.mutant(
+    "You add the bias to the logits. It belongs to the scores, after softmax or sigmoid: there all are between 0 and "
+    "1, and a step of the bias means the same for every token."
+)
+def bias_on_logits(logits, k, kind, normalize, bias=None):
+    return right_router(logits, k, kind, normalize, bias, on="logits")
+
+
+@router.mutant(
+    "Your softmax is over the k chosen logits. That equals a normalised softmax over all, and where `normalize` is "
+    "false the weights do not sum to 1."
+)
+def softmax_of_the_chosen(logits, k, kind, normalize, bias=None):
+    return right_router(logits, k, kind, normalize, bias, always=kind == "softmax")
+
+
+@router.mutant(
+    "You normalise never: the flag `normalize` asks for weights that sum to 1 over the k chosen experts."
+)
+def never_normalised(logits, k, kind, normalize, bias=None):
+    return right_router(logits, k, kind, False, bias)
+
+
+@router.mutant(
+    "You normalise sigmoids over all E experts. With `normalize` the k chosen ones sum to 1; without it nothing is "
+    "divided."
+)
+def sigmoids_over_all(logits, k, kind, normalize, bias=None):
+    if kind == "softmax":
+        return right_router(logits, k, kind, normalize, bias)
+    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+    scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    experts = jax.lax.top_k(scores if bias is None else scores + bias, k)[1]
+    return experts, jnp.take_along_axis(scores, experts, axis=-1)
+
+
+@router.mutant(
+    "Your experts come in ascending order: the worst of the chosen first. `jax.lax.top_k` has the best first, and of "
+    "equals the lower number."
+)
+def worst_first(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, normalize, bias)
+    return experts[:, ::-1], weights[:, ::-1]
+
+
+@router.mutant(
+    "Of equal scores you take the higher number. A sort that is turned round turns round equals too; "
+    "`jax.lax.top_k` does not."
+)
+def ties_backwards(logits, k, kind, normalize, bias=None):
+    E = logits.shape[-1]
+    turned = None if bias is None else bias[::-1]
+    experts, weights = right_router(logits[:, ::-1], k, kind, normalize, turned)
+    return E - 1 - experts, weights
+
+
+@router.mutant(
+    "exp(90) overflows float32 where a sum is divided by it. `jax.nn.softmax` takes off the largest logit first."
+)
+def naive_softmax(logits, k, kind, normalize, bias=None):
+    if kind == "sigmoid":
+        return right_router(logits, k, kind, normalize, bias)
+    exps = jnp.exp(logits.astype(jnp.float32))
+    scores = exps / jnp.sum(exps, axis=-1, keepdims=True)
+    experts = jax.lax.top_k(scores if bias is None else scores + bias, k)[1]
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    return experts, weights / jnp.sum(weights, -1, keepdims=True) if normalize else weights
+
+
+@router.mutant(
+    "Your scores are bfloat16 where the logits are. Eight bits of mantissa make close scores equal: cast to float32 "
+    "first."
+)
+def in_bfloat16(logits, k, kind, normalize, bias=None):
+    return right_router(logits, k, kind, normalize, bias, wide=False)
+
+
+@router.mutant(
+    "No gradient reaches the logits: the router would never learn. Only the choice is without one."
+)
+def stopped(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, normalize, bias)
+    return experts, jax.lax.stop_gradient(weights)
+
+
+# ------------------------------------------------------------------------------------ capacity
+
+capacity = Exercise(
+    "18.capacity",
+    title="Slots and drops",
+    function="place",
+    minutes=25,
+    points=15,
+    statement="""
+Write `place(experts_Xk, experts, capacity)`. Every assignment of a row of X tokens gets a slot: expert e has the C
+slots from `e * C` to `e * C + C - 1`. Also count what is dropped.
+
+- An expert's slots are filled in the order of the tokens, so that an assignment's place depends on earlier tokens
+  alone. What finds its expert full gets the slot `E * C`, which does not exist.
+- The second result is exact for each expert, as int32, also for more than 256 assignments.
+- It runs under `jit`, without a loop over tokens, and no array in it has more than 2 * X * k * E entries.
+""",
+    hints=(
+        "Flatten the assignments, so that those of earlier tokens come first. The place of one among its expert's is "
+        "how many before it have the same expert.",
+        "A table [X*k, E] of hits, summed along the first axis: `jnp.cumsum` has at each row how many assignments "
+        "each expert has got so far, this one included.",
+        "`before_AE = jnp.cumsum(hits_AE, axis=0) - hits_AE` with integers, and "
+        "`rank_A = jnp.sum(before_AE * hits_AE, axis=1)`. A rank below C is a slot. An expert drops its load minus C, "
+        "or 0.",
+    ),
+)
+
+
+def placed(experts_Xk, E, C):
+    """Slots and drops in a loop over assignments."""
+    load, slots = np.zeros(E, int), np.full(experts_Xk.shape, E * C)
+    for x, chosen in enumerate(experts_Xk):
+        for j, e in enumerate(chosen):
+            if load[e] < C:
+                slots[x, j] = e * C + load[e]
+            load[e] += 1
+    return slots, np.maximum(load - C, 0)
+
+
+def choices(t, X, E, k, skew):
+    scores = t.rng.normal(size=(X, E)) + skew * np.linspace(1, 0, E)
+    return np.argsort(-scores, axis=1)[:, :k].astype(np.int32)
+
+
+def places(fn, t, experts, E, C, why):
+    slots, dropped = jax.jit(fn, static_argnums=(1, 2))(jnp.asarray(experts), E, C)
+    want_slots, want_dropped = placed(experts, E, C)
+    t.equal(
+        np.asarray(dropped).tolist(), want_dropped.tolist(), why=f"dropped by each expert: {why}"
+    )
+    t.equal(np.asarray(slots).tolist(), want_slots.tolist(), why=f"slots: {why}")
+
+
+@capacity.check("a few tokens by hand")
+def _(fn, t):
+    experts = np.array([[1, 0], [1, 2], [1, 0], [0, 1], [2, 0]], np.int32)
+    places(fn, t, experts, 4, 2, "5 tokens, 4 experts of 2 slots, one of them never chosen")
+
+
+@capacity.check("a skewed router")
+def _(fn, t):
+    E, k, X = int(t.rng.integers(4, 9)), int(t.rng.integers(2, 4)), int(t.rng.integers(20, 40))
+    C = X * k // E
+    places(
+        fn, t, choices(t, X, E, k, 3.0), E, C, f"{X} tokens, k = {k}, {E} experts, {C} slots each"
+    )
+
+
+@capacity.check("one expert gets all")
+def _(fn, t):
+    X = int(t.rng.integers(5, 20))
+    experts = np.full((X, 1), 2, np.int32)
+    places(fn, t, experts, 3, X // 2, f"{X} tokens of one expert")
+    places(fn, t, experts, 3, X, f"{X} tokens of one expert, with room for all")
+
+
+@capacity.check("one slot, and a row of one token")
+def _(fn, t):
+    places(fn, t, choices(t, 12, 5, 2, 1.0), 5, 1, "one slot for each expert")
+    places(fn, t, np.array([[3, 1]], np.int32), 4, 2, "one token")
+
+
+@capacity.check("later tokens change nothing")
+def _(fn, t):
+    X, E, C = 24, 4, 8
+    experts = choices(t, X, E, 2, 2.0)
+    whole, _ = fn(jnp.asarray(experts), E, C)
+    for cut in (5, 15):
+        part, _ = fn(jnp.asarray(experts[:cut]), E, C)
+        t.equal(
+            np.asarray(whole)[:cut].tolist(),
+            np.asarray(part).tolist(),
+            why=f"slots of the first {cut} tokens of {X}, against those of {cut} alone",
+        )
+
+
+@capacity.check("thousands of assignments")
+def _(fn, t):
+    X = int(t.rng.integers(1500, 1800))
+    places(fn, t, choices(t, X, 4, 2, 2.0), 4, X * 2 // 4, f"{X} tokens, counts beyond 256")
+
+
+@capacity.check("no large array, and integers")
+def _(fn, t):
+    X, E, k, C = 64, 8, 2, 32
+    jaxpr = jax.make_jaxpr(fn, static_argnums=(1, 2))(jnp.zeros((X, k), jnp.int32), E, C)
+    largest = max(int(np.prod(v.aval.shape)) for v in variables(jaxpr.jaxpr))
+    t.true(
+        largest <= 2 * X * k * E,
+        why=f"with {X} tokens, k = {k}, {E} experts of {C} slots an array has {largest:,} entries; "
+        f"{2 * X * k * E:,} are allowed",
+        observed=largest,
+    )
+    t.equal([str(a.dtype) for a in jaxpr.out_avals], ["int32", "int32"], why="types of the results")
+
+
+def variables(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from equation.outvars
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from variables(inner)
+
+
+def right_place(experts, E, C, *, first=0, dtype=jnp.int32, clip=False, order="tokens"):
+    X, k = experts.shape
+    flat = experts.T.reshape(-1) if order == "choices" else experts.reshape(-1)
+    flat = flat[::-1] if order == "backwards" else flat
+    hits = (flat[:, None] == jnp.arange(E)).astype(dtype)
+    before = jnp.cumsum(hits, axis=0, dtype=dtype) - hits
+    rank = jnp.sum(before * hits, axis=1).astype(jnp.int32) + first
+    slots = jnp.where(rank < C, flat * C + rank, E * C)
+    if clip:
+        slots = flat * C + jnp.minimum(rank, C - 1)
+    load = jnp.sum(hits, axis=0, dtype=dtype).astype(jnp.int32)
+    slots = slots[::-1] if order == "backwards" else slots
+    slots = slots.reshape(k, X).T if order == "choices" else slots.reshape(X, k)
+    return slots.astype(jnp.int32), jnp.maximum(load - C, 0)
+
+
+@capacity.mutant(
+    "Your ranks begin at 1: `cumsum` counts the assignment itself. The first of an expert has its slot 0."
+)
+def from_one(experts, E, C):
+    return right_place(experts, E, C, first=1)
+
+
+@capacity.mutant(
+    "Your counts stop at 256, where bfloat16 has no odd numbers any more. Count with integers."
+)
+def counts_in_bfloat16(experts, E, C):
+    hits = experts.reshape(-1)[:, None] == jnp.arange(E)
+
+    def add(count, hit):
+        return count + hit.astype(jnp.bfloat16), count
+
+    load, before = jax.lax.scan(add, jnp.zeros(E, jnp.bfloat16), hits)
+    rank = jnp.sum(jnp.where(hits, before, 0), axis=1).astype(jnp.int32)
+    flat = experts.reshape(-1)
+    slots = jnp.where(rank < C, flat * C + rank, E * C).reshape(experts.shape)
+    return slots.astype(jnp.int32), jnp.maximum(load.astype(jnp.int32) - C, 0)
+
+
+@capacity.mutant(
+    "Who finds the expert full takes its last slot, where somebody is already. Such an assignment has the slot E * C."
+)
+def into_the_last(experts, E, C):
+    return right_place(experts, E, C, clip=True)
+
+
+@capacity.mutant(
+    "You place all first choices before all second ones. Then a later token's first choice can take the slot of an "
+    "earlier token's second: the place depends on the future. Go token by token."
+)
+def choices_first(experts, E, C):
+    return right_place(experts, E, C, order="choices")
+
+
+@capacity.mutant(
+    "You begin with the last token: later tokens push out earlier ones. Slots are filled in the order of the tokens."
+)
+def last_token_first(experts, E, C):
+    return right_place(experts, E, C, order="backwards")
+
+
+@capacity.mutant(
+    "You count each column of choices for itself, so that a first and a second choice get the same slot. All "
+    "assignments of an expert share its slots."
+)
+def each_column(experts, E, C):
+    slots = [right_place(column[:, None], E, C) for column in experts.T]
+    return (
+        jnp.concatenate([s for s, _ in slots], axis=1),
+        right_place(experts, E, C)[1],
+    )
+
+
+@capacity.mutant(
+    "Your drops are the load over the capacity with its sign: an expert that has room left drops 0, not less."
+)
+def negative_drops(experts, E, C):
+    slots, _ = right_place(experts, E, C)
+    return slots, jnp.sum(experts.reshape(-1, 1) == jnp.arange(E), axis=0, dtype=jnp.int32) - C
+
+
+@capacity.mutant(
+    "You count tokens without any slot instead of assignments without one: a token that lost one of k counts too."
+)
+def lost_tokens(experts, E, C):
+    slots, _ = right_place(experts, E, C)
+    lost = jnp.all(slots == E * C, axis=1, keepdims=True) & (slots == E * C)
+    hits = experts[..., None] == jnp.arange(E)
+    return slots, jnp.sum(hits & lost[..., None], axis=(0, 1), dtype=jnp.int32)
+
+
+@capacity.mutant(
+    "Your table has an entry for every token, expert *and slot*: X * E * C of them, which is X^2 k. A rank per "
+    "assignment says the same in X * k numbers."
+)
+def one_hot_of_slots(experts, E, C):
+    slots, dropped = right_place(experts, E, C)
+    table = jax.nn.one_hot(slots, E * C, dtype=jnp.int32)
+    some = jnp.sum(table, axis=-1)
+    slots = jnp.where(some > 0, jnp.argmax(table, axis=-1), E * C)
+    return slots.astype(jnp.int32), dropped
+
+
+# --------------------------------------------------------------------------------- load_balance
+
+load_balance = Exercise(
+    "18.load_balance",
+    title="The load-balance loss and its gradient",
+    function="balance",
+    minutes=30,
+    points=15,
+    forbid=("jax.grad", "jax.value_and_grad", "jax.vjp", "jax.jvp", "jax.jacrev", "jax.jacfwd"),
+    statement="""
+Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ of section 4 over the tokens that
+`mask_X` names, and its gradient by the logits, written down by you: `jax.grad` and its kin are not allowed.
+
+- $f_e$ is the share of the *assignments* that expert e got, and $P_e$ the mean of the tokens' softmax. Both are over
+  the masked tokens alone.
+- The load is a constant for the gradient. A token that does not count has a gradient of 0.
+- Without any token that counts, loss and gradient are 0, not NaN.
+- With $k = E$ the loss is 1 and the gradient 0. Logits of +-90 are possible.
+""",
+    hints=(
+        "Write the loss as one sum over tokens and experts: E/X times the sum of f_e p_xe. Since f is a constant, what "
+        "is the derivative of that by one p_xe?",
+        "It is E f_e / X. The derivative of a softmax takes any such g_xe to p_xe times (g_xe minus the sum over j of "
+        "p_xj g_xj).",
+        "`E / count * mask * p_XE * (f_E - jnp.sum(f_E * p_XE, axis=1, keepdims=True))`, with "
+        "`count = jnp.maximum(jnp.sum(mask), 1)`.",
+    ),
+)
+
+
+def right_balance(
+    logits, k, mask, *, factor=True, chosen=None, assignments=True, slope=True, mean=True,
+    masked=True, safe=True, moving=False, norm=True,
+):  # fmt: skip
+    E = logits.shape[1]
+    mask = mask.astype(jnp.float32)[:, None] if masked else jnp.ones((len(logits), 1))
+    count = jnp.maximum(jnp.sum(mask), 1.0) if safe else jnp.sum(mask)
+    exps = jnp.exp(logits)
+    p = jax.nn.softmax(logits) if norm else exps / jnp.sum(exps, axis=1, keepdims=True)
+    hits = jnp.sum(jax.nn.one_hot(jax.lax.top_k(logits, chosen or k)[1], E), axis=1)
+    f = jnp.sum(hits * mask, axis=0) / count / ((chosen or k) if assignments else 1)
+    P_E = jnp.sum(p * mask, axis=0) / count
+    loss = (E if factor else 1) * jnp.sum((P_E if moving else f) * P_E)
+    g = (2 * P_E if moving else f) * (E if factor else 1) / (count if mean else 1)
+    inner = g - jnp.sum(g * p, axis=1, keepdims=True) if slope else g
+    return loss, mask * p * inner
+
+
+@partial(jax.jit, static_argnums=1)
+def by_autodiff(logits, k, mask):
+    return jax.value_and_grad(lambda logits: right_balance(logits, k, mask)[0])(logits)
+
+
+def balances(fn, t, logits, k, mask, why, rtol=1e-4):
+    logits, mask = jnp.asarray(logits, jnp.float32), jnp.asarray(mask)
+    got = fn(logits, k, mask)
+
+    want = by_autodiff(logits, k, mask)
+    t.close(got[0], want[0], rtol=rtol, atol=1e-6, dtype="float32", why=f"loss: {why}")
+    scale = max(1e-2, float(jnp.max(jnp.abs(want[1]))))
+    t.close(got[1], want[1], rtol=rtol, atol=1e-5 * scale, why=f"gradient: {why}")
+
+
+def drawn(t, X, E, skew=1.0):
+    return t.rng.normal(size=(X, E)) + skew * np.linspace(1, 0, E)
+
+
+@load_balance.check("one expert each")
+def _(fn, t):
+    X, E = int(t.rng.integers(5, 20)), int(t.rng.integers(3, 9))
+    balances(fn, t, drawn(t, X, E), 1, np.ones(X, bool), f"{X} tokens, {E} experts, k = 1")
+
+
+@load_balance.check("several experts each")
+def _(fn, t):
+    X, E, k = 14, 6, int(t.rng.integers(2, 5))
+    balances(fn, t, drawn(t, X, E), k, np.ones(X, bool), f"{X} tokens, {E} experts, k = {k}")
+
+
+@load_balance.check("tokens that do not count")
+def _(fn, t):
+    X = 14
+    mask = t.rng.permutation(np.arange(X) < 5)
+    balances(fn, t, drawn(t, X, 6), 2, mask, f"5 tokens of {X} count")
+
+
+@load_balance.check("no token counts")
+def _(fn, t):
+    balances(fn, t, drawn(t, 14, 6), 2, np.zeros(14, bool), "an empty mask")
+
+
+@load_balance.check("all the experts each, and even logits")
+def _(fn, t):
+    balances(fn, t, drawn(t, 14, 6), 6, np.ones(14, bool), "k = E = 6")
+    balances(fn, t, np.zeros((14, 6)), 2, np.ones(14, bool), "equal logits: all choose 0 and 1")
+
+
+@load_balance.check("large logits")
+def _(fn, t):
+    logits = t.rng.permuted(np.tile([90.0, 30.0, 0.0, -90.0], (6, 1)), axis=1)
+    balances(fn, t, logits, 1, np.ones(6, bool), "logits of +-90")
+
+
+@load_balance.check("a step against the gradient evens the shares")
+def _(fn, t):
+    logits = jnp.asarray(drawn(t, 14, 6, skew=2.0), jnp.float32)
+    before, gradient = fn(logits, 2, jnp.ones(14, bool))
+    hits = np.sum(np.eye(6)[np.argsort(-np.asarray(logits), axis=1)[:, :2]], axis=1)
+    shares = scores_of(logits - 0.1 * gradient, "softmax")
+    after = 6 * float(np.sum(hits.mean(0) / 2 * shares.mean(0)))
+    t.true(
+        after < float(before),
+        why="a small step against the gradient does not lower the loss at the same load",
+        observed=after - float(before),
+    )
+
+
+@load_balance.mutant(
+    "Your load is a share of tokens, and sums to k. Divide by the number of assignments, k for each token."
+)
+def of_tokens(logits, k, mask):
+    return right_balance(logits, k, mask, assignments=False)
+
+
+@load_balance.mutant(
+    "The factor E is missing: an even load shall give 1 for any number of experts."
+)
+def no_factor(logits, k, mask):
+    return right_balance(logits, k, mask, factor=False)
+
+
+@load_balance.mutant("You count first choices only. All k experts of a token have work with it.")
+def first_choices(logits, k, mask):
+    return right_balance(logits, k, mask, chosen=1)
+
+
+@load_balance.mutant(
+    "Tokens that do not count are in your means. A padded batch would balance its padding."
+)
+def padding_counts(logits, k, mask):
+    return right_balance(logits, k, mask, masked=False)
+
+
+@load_balance.mutant("Nothing divided by nothing: without a token that counts you return NaN.")
+def nothing_by_nothing(logits, k, mask):
+    return right_balance(logits, k, mask, safe=False)
+
+
+@load_balance.mutant(
+    "Your gradient is by the probabilities, times the probabilities. A softmax's outputs sum to 1, so its derivative "
+    "takes off the mean: g minus the sum of p g."
+)
+def no_softmax_slope(logits, k, mask):
+    return right_balance(logits, k, mask, slope=False)
+
+
+@load_balance.mutant(
+    "Your gradient is that of a sum over tokens. P is a mean: divide by the number of tokens that count."
+)
+def gradient_of_a_sum(logits, k, mask):
+    return right_balance(logits, k, mask, mean=False)
+
+
+@load_balance.mutant(
+    "You square the mean probabilities. The load counts what was *chosen*: hits of the k highest, not probabilities."
+)
+def squared_means(logits, k, mask):
+    return right_balance(logits, k, mask, moving=True)
+
+
+@load_balance.mutant(
+    "exp(90) overflows in your softmax. `jax.nn.softmax` takes off the largest logit first."
+)
+def overflowing(logits, k, mask):
+    return right_balance(logits, k, mask, norm=False)
+
+
+@load_balance.mutant("The sign of your gradient is turned: a step against it would raise the loss.")
+def other_sign(logits, k, mask):
+    loss, gradient = right_balance(logits, k, mask)
+    return loss, -gradient
+
+
+# ----------------------------------------------------------------------------------- all_to_all
+
+all_to_all = Exercise(
+    "18.all_to_all",
+    title="To the experts and back",
+    function="through_experts",
+    minutes=25,
+    points=15,
+    devices=8,
+    statement="""
+Write `through_experts(slots_ECD, compute, axis)`, which is called inside a `shard_map` over n devices. Each device
+has C slots for every one of E experts, and device d has the experts from d E/n on. Send the slots there, compute,
+and bring the results back to where their slots were.
+
+- `compute` is called once, with [E/n, n*C, D]: for each of this device's experts the slots of device 0, then of
+  device 1, and so on. It returns [E/n, n*C, F], and F may differ from D.
+- Nothing travels but slots, there and back, each once, in their own dtype: a device sends (n-1)/n of what it has,
+  each way. The checks read the bytes in the HLO, for the gradient too.
+- The axis may be one of two in the mesh, and C may be 1.
+""",
+    hints=(
+        "Which dimension of [E, C, D] is divided over devices during the computation, and which before and after it? "
+        "An all-to-all moves a division from one dimension to another.",
+        "There: split the experts, and concatenate what arrives along the slots. Back: the other way round. The "
+        "transpose of an all-to-all is an all-to-all, so the gradient needs nothing from you.",
+        "`jax.lax.all_to_all(slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True)` is [E/n, n*C, D]; the way "
+        "back has split_axis=1 and concat_axis=0.",
+    ),
+)
+
+
+def mesh_of(*sizes):
+    names = tuple("ab"[: len(sizes)])
+    return jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def expert_layer(fn, mesh, axis, shapes=None):
+    """A jitted function of slots and weights: each device has slots [E, C, D] and weights [E/n, D, F]."""
+
+    def local(slots, w):
+        def compute(rows):
+            if shapes is not None:
+                shapes.append(tuple(rows.shape))
+            y = jnp.einsum("esd,edf->esf", rows, w, preferred_element_type=jnp.float32)
+            # Where a row stands matters as well.
+            place = 1 + jnp.arange(rows.shape[1], dtype=jnp.float32) / 64
+            return (y * place[None, :, None]).astype(rows.dtype)
+
+        return fn(slots, compute, axis)
+
+    names = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(names, P(axis)), out_specs=names))
+
+
+def put(mesh, spec, x):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def expected(slots, w, mesh, axis):
+    """What one device with all experts makes of the slots of all devices."""
+    n, (E, _, F), C = mesh.shape[axis], w.shape, slots.shape[1]
+    by_device = np.asarray(slots, np.float64).reshape(mesh.size, E, C, -1)
+    y = np.einsum("necd,edf->necf", by_device, np.asarray(w, np.float64))
+    last = list(mesh.shape)[-1] == axis
+    numbers = np.arange(mesh.size) % n if last else np.arange(mesh.size) // (mesh.size // n)
+    place = 1 + (numbers[:, None] * C + np.arange(C)) / 64
+    return (y * place[:, None, :, None]).reshape(-1, C, F)
+
+
+def goes_through(fn, t, mesh, axis, per, C, D, F, dtype="float32", rtol=1e-4):
+    n = mesh.shape[axis]
+    slots = jnp.asarray(t.rng.normal(size=(mesh.size * per * n, C, D)), dtype)
+    w = jnp.asarray(t.rng.normal(size=(per * n, D, F)), dtype)
+    shapes = []
+    program = expert_layer(fn, mesh, axis, shapes)
+    got = program(put(mesh, P(mesh.axis_names), slots), put(mesh, P(axis), w))
+    why = f"{n} devices, {per * n} experts, {C} slots each, D = {D}, F = {F}"
+    t.equal(sorted(set(shapes)), [(per, n * C, D)], why=f"what compute was given: {why}")
+    want = expected(slots, w, mesh, axis)
+    t.close(np.asarray(got.astype(jnp.float32)), want, rtol=rtol, atol=4 * rtol, why=why)
+    t.equal(str(got.dtype), dtype, why="the dtype")
+    t.equal(len(shapes), 1, why="calls of compute in the program")
+
+
+@all_to_all.check("one expert a device")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(8), "a", 1, int(t.rng.integers(2, 5)), 6, 5)
+
+
+@all_to_all.check("several experts a device, one slot each")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(8), "a", 3, 1, 4, 4)
+    goes_through(fn, t, mesh_of(4), "a", 2, 3, 4, 6)
+
+
+@all_to_all.check("one axis of two")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(2, 4), "b", 2, 3, 5, 4)
+
+
+@all_to_all.check("bfloat16")
+def _(fn, t):
+    goes_through(fn, t, mesh_of(8), "a", 2, 2, 8, 4, "bfloat16", rtol=5e-2)
+
+
+def sent(program, mesh, per, C, D, F, dtype):
+    E = 8 * per
+    slots = jax.ShapeDtypeStruct((8 * E, C, D), dtype, sharding=NamedSharding(mesh, P("a")))
+    w = jax.ShapeDtypeStruct((E, D, F), dtype, sharding=NamedSharding(mesh, P("a")))
+    text = program.lower(slots, w).compile().as_text()
+    return hlo.Module(text).collectives()
+
+
+def only_tokens(t, found, want, why):
+    t.equal(
+        int(sum(c.runs * c.moved for c in found)), want, why=f"bytes sent by each device: {why}"
+    )
+    t.equal(sorted({c.kind for c in found}), ["all-to-all"], why="kinds of collectives")
+
+
+@all_to_all.check("collectives and bytes, forward")
+def _(fn, t):
+    mesh, per, C, D, F = mesh_of(8), 2, int(t.rng.integers(2, 6)), 6, 10
+    found = sent(expert_layer(fn, mesh, "a"), mesh, per, C, D, F, "int8")
+    why = f"{8 * per} experts on 8 devices, C = {C}, int8, D = {D}, F = {F}"
+    only_tokens(t, found, 7 * per * C * (D + F), why)
+
+
+@all_to_all.check("collectives and bytes, with the gradient")
+def _(fn, t):
+    mesh, per, C, D = mesh_of(8), 1, int(t.rng.integers(2, 6)), 4
+    program = expert_layer(fn, mesh, "a")
+
+    def pulled(slots, w):
+        y, pull = jax.vjp(program, slots, w)
+        return y, pull(y)
+
+    found = sent(jax.jit(pulled), mesh, per, C, D, D, "float32")
+    only_tokens(t, found, 4 * 7 * per * C * D * 4, f"there, back, both gradients, C = {C}, D = {D}")
+
+
+def both_ways(slots, compute, axis):
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(compute(there), axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+@all_to_all.mutant(
+    "You gather all slots on every device and keep a part: n times the bytes of an all-to-all."
+)
+def gathers(slots, compute, axis):
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    e = slots.shape[0] // n
+    whole = jax.lax.all_gather(slots, axis)  # [n, E, C, D]
+    mine = jax.lax.dynamic_slice_in_dim(whole, me * e, e, axis=1)
+    rows = jnp.swapaxes(mine, 0, 1).reshape(e, -1, slots.shape[2])
+    return jax.lax.all_to_all(compute(rows), axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+@all_to_all.mutant(
+    "The way back is a gather: every device gets the results of all others' slots, n times what it needs."
+)
+def gathers_back(slots, compute, axis):
+    me, C = jax.lax.axis_index(axis), slots.shape[1]
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    whole = jax.lax.all_gather(compute(there), axis, axis=0, tiled=True)  # [E, n*C, F]
+    return jax.lax.dynamic_slice_in_dim(whole, me * C, C, axis=1)
+
+
+@all_to_all.mutant(
+    "What arrives is sorted by sender, then by expert, and you only reshape it. Rows of different experts get into "
+    "one group: swap the two dimensions before, or concatenate along the slots."
+)
+def reshaped(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+    E, C, D = slots.shape
+    there = jax.lax.all_to_all(slots, axis, 0, 0, tiled=True).reshape(E // n, n * C, D)
+    return jax.lax.all_to_all(compute(there).reshape(E, C, -1), axis, 0, 0, tiled=True)
+
+
+@all_to_all.mutant(
+    "You deal experts out like cards: device d would have d, d + n and so on. Here it has E/n neighbours."
+)
+def dealt(slots, compute, axis):
+    n, E = jax.lax.axis_size(axis), slots.shape[0]
+    order = jnp.arange(E).reshape(E // n, n).T.reshape(-1)
+    return both_ways(slots[order], compute, axis)[jnp.argsort(order)]
+
+
+@all_to_all.mutant(
+    "The rows of each expert are sorted by slot, then by sender. They shall come device by device."
+)
+def interleaved(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+
+    def turned(rows):
+        e, S, D = rows.shape
+        y = compute(rows.reshape(e, n, S // n, D).swapaxes(1, 2).reshape(e, S, D))
+        return y.reshape(e, S // n, n, -1).swapaxes(1, 2).reshape(e, S, -1)
+
+    return both_ways(slots, turned, axis)
+
+
+@all_to_all.mutant(
+    "You send float32 where the slots have fewer bits. Nothing is computed on the way: send them as they are."
+)
+def sent_wide(slots, compute, axis):
+    wide = slots.astype(jnp.float32)
+    there = jax.lax.all_to_all(wide, axis, split_axis=0, concat_axis=1, tiled=True)
+    y = compute(there.astype(slots.dtype)).astype(jnp.float32)
+    back = jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=0, tiled=True)
+    return back.astype(slots.dtype)
+
+
+@all_to_all.mutant(
+    "No slot leaves its device: your experts get this device's own slots only. An all-to-all is missing."
+)
+def stays(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+    E, C, D = slots.shape
+    return compute(slots.reshape(E // n, n * C, D)).reshape(E, C, -1)
+
+
+@all_to_all.mutant(
+    "Results do not go home: you return what this device's experts computed, for others' slots. A second all-to-all "
+    "is missing."
+)
+def one_way(slots, compute, axis):
+    E, C, _ = slots.shape
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    return compute(there).reshape(E, C, -1)
+
+
+@all_to_all.mutant(
+    "You call compute once for each sender. Products with few rows leave a chip idle: one call with all rows."
+)
+def call_by_call(slots, compute, axis):
+    n = jax.lax.axis_size(axis)
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    y = jnp.concatenate([compute(part) for part in jnp.split(there, n, axis=1)], axis=1)
+    return jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=0, tiled=True)

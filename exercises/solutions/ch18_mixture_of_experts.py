@@ -1,0 +1,103 @@
+import jax
+import jax.numpy as jnp
+
+
+# EXERCISE 18.router
+def choose_experts(logits_XE, k, kind, normalize, bias_E=None):
+    """Choose each token's k experts, and weigh them.
+
+    Args:
+      logits_XE: [X, E] router's logits, float32 or bfloat16.
+      k: Python int, experts of each token.
+      kind: "softmax" or "sigmoid", what makes scores of logits.
+      normalize: whether the weights of a token's experts are divided by their sum.
+      bias_E: [E] float32 added to the scores for the choice alone, or None.
+
+    Returns:
+      (experts, weights): [X, k] int32, best first, of equals the lower number first; and [X, k]
+      float32.
+    """
+    # BEGIN SOLUTION
+    logits_XE = logits_XE.astype(jnp.float32)
+    scores_XE = jax.nn.softmax(logits_XE) if kind == "softmax" else jax.nn.sigmoid(logits_XE)
+    ranking_XE = scores_XE if bias_E is None else scores_XE + bias_E
+    experts_Xk = jax.lax.top_k(ranking_XE, k)[1]
+    # The bias has chosen; it doesn't weigh.
+    weights_Xk = jnp.take_along_axis(scores_XE, experts_Xk, axis=-1)
+    if normalize:
+        weights_Xk = weights_Xk / jnp.sum(weights_Xk, axis=-1, keepdims=True)
+    return experts_Xk, weights_Xk
+    # END SOLUTION
+
+
+# EXERCISE 18.capacity
+def place(experts_Xk, experts, capacity):
+    """Give the assignments of one row of tokens their slots.
+
+    Args:
+      experts_Xk: [X, k] int32, the experts of each token; those of one token differ.
+      experts: Python int, number of experts E.
+      capacity: Python int, slots of each expert C.
+
+    Returns:
+      (slots, dropped): [X, k] int32, each assignment's slot among E * C, or E * C if it has none;
+      and [E] int32, how many assignments each expert drops.
+    """
+    # BEGIN SOLUTION
+    E, C = experts, capacity
+    flat_A = experts_Xk.reshape(-1)  # earlier tokens first
+    hits_AE = (flat_A[:, None] == jnp.arange(E)).astype(jnp.int32)
+    before_AE = jnp.cumsum(hits_AE, axis=0) - hits_AE
+    rank_A = jnp.sum(before_AE * hits_AE, axis=1)
+    slots_A = jnp.where(rank_A < C, flat_A * C + rank_A, E * C)
+    dropped_E = jnp.maximum(jnp.sum(hits_AE, axis=0) - C, 0)
+    return slots_A.reshape(experts_Xk.shape).astype(jnp.int32), dropped_E
+    # END SOLUTION
+
+
+# EXERCISE 18.load_balance
+def balance(logits_XE, k, mask_X):
+    """The load-balance loss of Fedus et al. for k experts, and its gradient without autodiff.
+
+    Args:
+      logits_XE: [X, E] float32 router's logits; each token's k highest choose its experts.
+      k: Python int, experts of each token.
+      mask_X: [X] bool, whether a token counts.
+
+    Returns:
+      (loss, gradient): float32 scalar, 0 if no token counts; and [X, E] float32, the gradient of
+      the loss by the logits.
+    """
+    # BEGIN SOLUTION
+    E = logits_XE.shape[1]
+    mask_X1 = mask_X.astype(jnp.float32)[:, None]
+    count = jnp.maximum(jnp.sum(mask_X1), 1.0)
+    shares_XE = jax.nn.softmax(logits_XE)
+    chosen_XE = jnp.sum(jax.nn.one_hot(jax.lax.top_k(logits_XE, k)[1], E), axis=1)
+    load_E = jnp.sum(chosen_XE * mask_X1, axis=0) / (k * count)
+    mean_E = jnp.sum(shares_XE * mask_X1, axis=0) / count
+    loss = E * jnp.sum(load_E * mean_E)
+    # The load is a constant: a small change of the logits changes no choice.
+    slope_X1 = jnp.sum(load_E * shares_XE, axis=1, keepdims=True)
+    return loss, E / count * mask_X1 * shares_XE * (load_E - slope_X1)
+    # END SOLUTION
+
+
+# EXERCISE 18.all_to_all
+def through_experts(slots_ECD, compute, axis):
+    """Send this device's slots to the experts' devices, compute there, and bring results back.
+
+    Args:
+      slots_ECD: [E, C, D], what this device has for each of all E experts; n devices are on the
+        axis, and device d has the experts from d * E/n to (d + 1) * E/n.
+      compute: function of [E/n, n*C, D], the rows of this device's experts, in the order of the
+        devices that sent them, that returns [E/n, n*C, F].
+      axis: name of the mesh axis.
+
+    Returns:
+      [E, C, F]: for each slot of this device what its expert made of it.
+    """
+    # BEGIN SOLUTION
+    rows_eSD = jax.lax.all_to_all(slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(compute(rows_eSD), axis, split_axis=1, concat_axis=0, tiled=True)
+    # END SOLUTION
