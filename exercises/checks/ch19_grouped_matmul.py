@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
 
 from minitext.aot import compiles_for
 from minitext.grading import Exercise
@@ -27,6 +28,19 @@ def compiles(t, fn, *args):
     shapes = ", ".join(str(list(x.shape)) for x in args)
     reason = compiles_for("v5e", fn, *args)
     t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
+
+
+def primitives_outside(fn, *args):
+    """Names of the primitives that run outside of Pallas kernels."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            if eqn.primitive.name != "pallas_call":
+                for inner in jaxprs_in_params(eqn.params):
+                    yield from walk(inner)
+
+    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def mistaken(exercise, name, hint, fn):
@@ -440,7 +454,8 @@ rows of grad.
 - Sums are float32 for bfloat16 inputs, too, over all visits of a group, and are rounded once.
 - Empty groups have gradients of zeros.
 - Rows that no group owns may be NaN, in x and in grad, and so may what pads the last tile.
-- It is one Pallas call. It compiles for a v5e, so x is not transposed outside.
+- It is one Pallas call that reads x and grad from where they lie: nothing is transposed outside of it. It
+  compiles for a v5e.
 """,
     hints=(
         "The sum of a group runs over its visits, which follow each other. It begins where `groups_ref[v]` is not "
@@ -495,17 +510,20 @@ def _(fn, t):
     grads(fn, t, [200, 3], 203, "bfloat16, a group of 26 tiles", dtype=jnp.bfloat16, K=8, N=16)
 
 
-@backward.check("Mosaic compiles it")
+@backward.check("nothing is transposed outside, and Mosaic compiles it")
 def _(fn, t):
     def call(x, grad, sizes):
         return fn(x, grad, table_of(sizes, 1000, 128, empty=True), tile_m=128)
 
     bf16 = jnp.bfloat16
     shapes = spec(1000, 512, dtype=bf16), spec(1000, 384, dtype=bf16)
-    compiles(t, call, *shapes, spec(8, dtype=jnp.int32))
+    sizes = spec(8, dtype=jnp.int32)
+    copies = primitives_outside(call, *shapes, sizes).count("transpose")
+    t.equal(copies, 0, why="arrays that are transposed outside of the kernel")
+    compiles(t, call, *shapes, sizes)
 
 
-def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32):
+def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, copy=False):
     """The solution with a mistake that is asked for."""
 
     def fn(x_MK, grad_MN, table, tile_m=8):
@@ -556,7 +574,7 @@ def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32):
                 scratch_shapes=[pltpu.VMEM((K, N), acc)],
             ),
             out_shape=spec(G, K, N, dtype=x_MK.dtype),
-        )(*table, x_MK, grad_MN)
+        )(*table, x_MK.T.copy().T if copy else x_MK, grad_MN)
 
     return fn
 
@@ -597,6 +615,13 @@ mistaken(
     "sums_in_bfloat16",
     "Your sum is bfloat16 and is rounded at each visit. Keep it in float32 scratch until the group is complete.",
     lambda x, *args, **sizes: gradients_with(acc=x.dtype)(x, *args, **sizes),
+)
+mistaken(
+    backward,
+    "transposes_outside",
+    "You transpose an array before the kernel, which costs a pass over memory. `jax.lax.dot_general` contracts over "
+    "the rows of both factors as they are.",
+    gradients_with(copy=True),
 )
 
 
