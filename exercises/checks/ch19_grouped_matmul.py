@@ -1,0 +1,821 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
+
+from minitext.aot import compiles_for
+from minitext.grading import Exercise
+from minitext.kernels.grouped_matmul_tpu import visits
+from minitext.kernels.simulator import strict
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def simulate(t, fn, *args, steps=True):
+    """The result and the one kernel's run, in the strict simulator, in an order of its own."""
+    with strict(cores=1, seed=int(t.rng.integers(1, 1000))) as runs:
+        out = jax.jit(fn)(*args)
+    # A grid without steps leaves no record.
+    t.equal(len(runs), int(steps), why="how many Pallas calls run")
+    return out, runs[0] if runs else None
+
+
+def compiles(t, fn, *args):
+    shapes = ", ".join(str(list(x.shape)) for x in args)
+    reason = compiles_for("v5e", fn, *args)
+    t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
+
+
+def primitives_outside(fn, *args):
+    """Names of the primitives that run outside of Pallas kernels."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            if eqn.primitive.name != "pallas_call":
+                for inner in jaxprs_in_params(eqn.params):
+                    yield from walk(inner)
+
+    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+def numbers(t, *shape, dtype=jnp.float32):
+    return np.asarray(jnp.asarray(t.rng.normal(size=shape), dtype))
+
+
+def table_of(sizes_G, rows, tile, *, empty):
+    table, count = visits(sizes_G, rows, tile, empty=empty)
+    return *table, count
+
+
+def visits_by_hand(sizes, tile, *, empty=False):
+    """Pairs (group, tile), one group after the other."""
+    pairs, start = [], 0
+    for group, size in enumerate(sizes):
+        end = start + int(size)
+        tiles = range(start // tile, -(-end // tile)) if size else [start // tile] * empty
+        pairs += [(group, number) for number in tiles]
+        start = end
+    return pairs
+
+
+def owners(sizes, rows):
+    """[rows] the group of each row; -1 for rows that no group owns."""
+    own = np.repeat(np.arange(len(sizes)), sizes)
+    return np.concatenate([own, np.full(rows - len(own), -1)])
+
+
+# ----------------------------------------------------------------------------- group_metadata
+
+group_metadata = Exercise(
+    "19.group_metadata",
+    title="The list of visits",
+    function="list_visits",
+    minutes=25,
+    points=10,
+    forbid=("minitext.kernels.grouped_matmul_tpu.visits",),
+    statement="""
+Write `list_visits(group_sizes_G, rows, tile)`, the list that you wrote with a loop, as arrays of fixed
+length. A kernel's grid can then be as long as the list.
+
+- One visit for each pair of a group and a tile of rows in which the group has a row. Groups come in order,
+  and within a group its tiles in order.
+- A tile that two groups share is visited twice, a group without rows never. A tile whose rows no group owns
+  is not visited.
+- Return `(groups_V, tiles_V, count)`. Both arrays are int32 and have the length
+  `V = ceil(rows / tile) + G - 1`, which suffices for any sizes. `count` is the number of visits.
+- Entries from `count` on repeat the last visit, so that nothing is loaded there. If there is no visit, they
+  are 0.
+- It works under `jax.jit` with sizes that are data: one trace for all sizes, and no loop over groups in Python.
+""",
+    hints=(
+        "First the number of visits of each group. Its first tile is `start // tile`. Which is the first tile "
+        "after its end?",
+        "The cumulative sum of those numbers says at which visit a group is over. The group of visit v is the "
+        "number of groups that are over at v: a comparison of [V, 1] with [G], and a sum.",
+        "`through_G = jnp.cumsum(count_G)`; `groups_V = jnp.sum(visit_V[:, None] >= through_G, axis=1)`; the "
+        "tile is `first_G[groups_V] + visit_V - (through_G - count_G)[groups_V]`. Take the minimum of `visit_V` "
+        "and the last visit before all this.",
+    ),
+)
+
+
+def lists(fn, t, sizes, rows, tile, why, run=None):
+    sizes = np.asarray(sizes, np.int32)
+    groups, tiles, count = (run or fn)(jnp.asarray(sizes), rows, tile)
+    groups, tiles = np.asarray(groups), np.asarray(tiles)
+    pairs, length = visits_by_hand(sizes, tile), -(-rows // tile) + len(sizes) - 1
+    where = f"{why}: sizes {sizes.tolist()}, {rows} rows, tiles of {tile}"
+    t.equal(int(count), len(pairs), why=f"visits, {where}")
+    t.equal((groups.shape, tiles.shape), ((length,),) * 2, why=f"shapes, {where}")
+    got = [(int(g), int(v)) for g, v in zip(groups, tiles, strict=True)]
+    t.equal(got[: len(pairs)], pairs, why=f"(group, tile) of each visit, {where}")
+    rest = [pairs[-1] if pairs else (0, 0)] * (length - len(pairs))
+    t.equal(got[len(pairs) :], rest, why=f"entries after the last visit, {where}")
+    t.equal((str(groups.dtype), str(tiles.dtype)), ("int32", "int32"), why="types")
+
+
+@group_metadata.check("one group, one tile")
+def _(fn, t):
+    lists(fn, t, [8], 8, 8, "a single visit")
+
+
+@group_metadata.check("groups of whole tiles")
+def _(fn, t):
+    lists(fn, t, 8 * t.rng.integers(1, 4, 3), 72, 8, "no tile is shared")
+
+
+@group_metadata.check("tiles that groups share")
+def _(fn, t):
+    sizes = t.rng.integers(1, 8, 6) * 2 + 1
+    lists(fn, t, sizes, int(sizes.sum()), 8, "odd sizes")
+    lists(fn, t, [2, 2, 2, 2], 8, 8, "four groups in one tile")
+
+
+@group_metadata.check("empty groups, at tiles' edges and inside")
+def _(fn, t):
+    lists(fn, t, [0, 8, 0, 5, 0, 3, 0], 16, 8, "empty groups")
+
+
+@group_metadata.check("rows that no group owns")
+def _(fn, t):
+    lists(fn, t, [int(t.rng.integers(9, 15)), 0, 3], 43, 8, "fewer rows in groups than in all")
+    lists(fn, t, [0, 0, 0], 20, 8, "nothing owned")
+
+
+@group_metadata.check("sizes are data")
+def _(fn, t):
+    traces = t.traces(lambda sizes: fn(sizes, 40, 8))
+    for _ in range(3):
+        sizes = t.rng.multinomial(37, [0.5, 0.1, 0.3, 0.1])
+        lists(fn, t, sizes, 40, 8, "under jit", run=lambda s, *_: traces(s))
+    t.equal(traces.count, 1, why="traces for three arrays of sizes")
+
+
+def list_with(*, shared=True, empty=False, padded=False, inside=False, tail=True, numpy=False):
+    """The solution with a mistake that is asked for."""
+
+    def fn(group_sizes_G, rows, tile):
+        length = -(-rows // tile) + group_sizes_G.shape[0] - 1
+        if numpy:
+            pairs = visits_by_hand(np.asarray(group_sizes_G), tile)
+            pairs += [pairs[-1] if pairs else (0, 0)] * (length - len(pairs))
+            count = len(visits_by_hand(np.asarray(group_sizes_G), tile))
+            groups, tiles = np.asarray(pairs, np.int32).T
+            return groups, tiles, count
+        G, ends_G = group_sizes_G.shape[0], jnp.cumsum(group_sizes_G)
+        starts_G = ends_G - group_sizes_G
+        first_G = starts_G // tile if shared else pl.cdiv(starts_G, tile)
+        count_G = pl.cdiv(group_sizes_G, tile) if padded else pl.cdiv(ends_G, tile) - first_G
+        count_G = jnp.where(group_sizes_G > 0, count_G, int(empty))
+        through_G = jnp.cumsum(count_G)
+        count = through_G[-1]
+        visit_V = jnp.arange(length)
+        if tail:
+            visit_V = jnp.minimum(visit_V, jnp.maximum(count - 1, 0))
+        groups_V = jnp.sum(visit_V[:, None] >= through_G, axis=1)
+        groups_V = jnp.where(count > 0, jnp.minimum(groups_V, G - 1), 0)
+        tiles_V = visit_V - (through_G - count_G)[groups_V]
+        tiles_V = tiles_V if inside else tiles_V + first_G[groups_V]
+        return groups_V.astype(jnp.int32), tiles_V.astype(jnp.int32), count
+
+    return fn
+
+
+mistaken(
+    group_metadata,
+    "shared_tiles_once",
+    "You begin a group at the first tile that is its own, so the rows that it has in a shared tile are never "
+    "multiplied. Round its start down.",
+    list_with(shared=False),
+)
+mistaken(
+    group_metadata,
+    "empty_groups_visited",
+    "You visit groups without rows. For the forward product that is a load of a matrix for nothing: their count is 0.",
+    list_with(empty=True),
+)
+mistaken(
+    group_metadata,
+    "padded_groups",
+    "You count `ceil(size / tile)` visits for a group. That is right if each group begins a tile; here a group of 8 "
+    "rows may lie in two tiles. Count from the tile of its first row to that of its last.",
+    list_with(padded=True),
+)
+mistaken(
+    group_metadata,
+    "tiles_from_zero",
+    "Your tiles count from 0 in each group. They are tiles of the whole matrix: add the group's first tile.",
+    list_with(inside=True),
+)
+mistaken(
+    group_metadata,
+    "tail_runs_on",
+    "Your visits are right, but the entries after the last one run on, to tiles that may not exist. They repeat the "
+    "last visit.",
+    list_with(tail=False),
+)
+mistaken(
+    group_metadata,
+    "loop_in_python",
+    "You read the sizes in Python, and under `jit` they are not known yet. Use cumulative sums and comparisons.",
+    list_with(numpy=True),
+)
+
+
+# ------------------------------------------------------------------------------- masked_store
+
+masked_store = Exercise(
+    "19.masked_store",
+    title="A linear layer for each group",
+    function="grouped_linear",
+    minutes=35,
+    points=15,
+    forbid=("jax.numpy.pad", "jax.lax.ragged_dot"),
+    statement="""
+Write `grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128)`: row m of the result is
+`x[m] @ w[g] + b[g]`, g the group of row m. It is the kernel of this section with two things more. The
+contraction comes in blocks, and each group has a bias.
+
+- `table` is `(bounds_G1, groups_V, tiles_V, count)`, as `visits` of the package makes it: `bounds` has the row
+  at which each group begins, and last the end of all. Empty groups have no visit.
+- The grid is `(count, K // tile_k)`. Blocks of x are `[tile_m, tile_k]`, of a matrix `[tile_k, N]`; each visit
+  loads the blocks that it needs, once. N is one block.
+- Sums are float32 for bfloat16 inputs, too, over all of K; they are rounded once, when they are stored.
+- A visit changes only its own group's rows of the tile. Other groups' rows keep what they have.
+- Rows that no group owns are zeros in the result. In x they may be NaN.
+- M is any number, and sizes may leave no row to any group. It compiles for a v5e.
+""",
+    hints=(
+        "A scratch of `[tile_m, N]` in float32 collects the blocks of the contraction. When does it begin, and at "
+        "which step of a visit is it complete?",
+        "The row's number in the matrix is `tiles_ref[v] * tile_m` plus that in the tile. Where it is outside of the "
+        "group's bounds, store what `o_ref` has. What no visit wrote is best replaced after the kernel, by "
+        "`bounds_G1[-1]`.",
+        "At the last block: `own = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])`; "
+        "`o_ref[...] = jnp.where(own, acc_ref[...] + b_ref[...], o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)`. "
+        "Give the bias as `b_GN[:, None]` in blocks `(None, 1, N)`.",
+    ),
+)
+
+
+def linear(fn, t, sizes, rows, why, *, K=256, N=24, dtype=jnp.float32, tile=8, scale=1.0):
+    sizes, own = np.asarray(sizes, np.int32), owners(sizes, rows)
+    x, w = numbers(t, rows, K, dtype=dtype), numbers(t, len(sizes), K, N, dtype=dtype)
+    b = np.asarray(scale * t.rng.normal(size=(len(sizes), N)), np.float32)
+    x = np.where(own[:, None] >= 0, x, np.nan).astype(x.dtype)
+    want = np.zeros((rows, N))
+    for m in np.flatnonzero(own >= 0):
+        want[m] = x[m].astype(np.float64) @ w[own[m]].astype(np.float64) + b[own[m]]
+
+    def call(x, w, b, sizes):
+        return fn(x, w, b, table_of(sizes, rows, tile, empty=False), tile_m=tile, tile_k=128)
+
+    got, run = simulate(t, call, x, w, b, sizes, steps=sizes.any())
+    rtol = 5e-3 if dtype == jnp.bfloat16 else 1e-4
+    where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
+    t.close(got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype)
+    return run
+
+
+@masked_store.check("tiles that groups share, and what is loaded")
+def _(fn, t):
+    sizes = [int(t.rng.integers(9, 15)), 3, 0, int(t.rng.integers(4, 8))]
+    run = linear(fn, t, sizes, sum(sizes), "shared tiles")
+    steps = 2 * len(visits_by_hand(sizes, 8))
+    t.equal(len(run.visits), steps, why="steps of the grid")
+    t.true(run.loads[1] <= steps, f"{run.loads[1]} blocks of w in {steps} steps", run.loads[1])
+    t.equal(run.stores[-1], -(-sum(sizes) // 8), why="stores of the result: one for each tile")
+
+
+@masked_store.check("rows that no group owns")
+def _(fn, t):
+    linear(fn, t, [int(t.rng.integers(1, 7)), 0, 4], 29, "rows past the last group are NaN in x")
+
+
+@masked_store.check("no group has rows")
+def _(fn, t):
+    linear(fn, t, [0, 0], 11, "nothing to do")
+
+
+@masked_store.check("bfloat16, summed in float32")
+def _(fn, t):
+    linear(fn, t, [5, 6], 11, "bfloat16", K=1024, dtype=jnp.bfloat16, scale=3.0)
+
+
+@masked_store.check("Mosaic compiles it")
+def _(fn, t):
+    def call(x, w, b, sizes):
+        return fn(x, w, b, table_of(sizes, 1000, 128, empty=False), tile_m=128, tile_k=256)
+
+    bf16, int32 = jnp.bfloat16, jnp.int32
+    shapes = spec(1000, 512, dtype=bf16), spec(8, 512, 384, dtype=bf16), spec(8, 384)
+    compiles(t, call, *shapes, spec(8, dtype=int32))
+
+
+def linear_with(
+    *, mask="where", begin="visit", bias="last", place=True, ends=True, acc=jnp.float32
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
+        (M, K), N = x_MK.shape, w_GKN.shape[2]
+        *table, count = table
+        last = K // tile_k - 1
+
+        def kernel(bounds_ref, groups_ref, tiles_ref, x_ref, w_ref, b_ref, o_ref, acc_ref):
+            v, i = pl.program_id(0), pl.program_id(1)
+
+            @pl.when((i == 0) & ((v == 0) | (begin == "visit")))
+            def _():
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+
+            part = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=jnp.float32)
+            part = part + b_ref[...] if bias == "each" else part
+            acc_ref[...] += part.astype(acc_ref.dtype)
+
+            @pl.when(i == last)
+            def _():
+                row = jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
+                row = row + tiles_ref[v] * tile_m if place else row
+                own = (row >= bounds_ref[groups_ref[v]]) & (row < bounds_ref[groups_ref[v] + 1])
+                out = acc_ref[...].astype(jnp.float32)
+                out = out + b_ref[...] if bias == "last" else out
+                old = o_ref[...].astype(jnp.float32)
+                if mask == "where":
+                    out = jnp.where(own, out, old)
+                elif mask == "zeros":
+                    out = jnp.where(own, out, 0)
+                elif mask == "times":
+                    out = own * out + (1 - own) * old
+                o_ref[...] = out.astype(o_ref.dtype)
+
+        out_MN = pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(count, K // tile_k),
+                in_specs=[
+                    pl.BlockSpec((tile_m, tile_k), lambda v, i, _b, _g, tiles: (tiles[v], i)),
+                    pl.BlockSpec((None, tile_k, N), lambda v, i, _b, groups, _t: (groups[v], i, 0)),
+                    pl.BlockSpec((None, 1, N), lambda v, i, _b, groups, _t: (groups[v], 0, 0)),
+                ],
+                out_specs=pl.BlockSpec((tile_m, N), lambda v, i, _b, _g, tiles: (tiles[v], 0)),
+                scratch_shapes=[pltpu.VMEM((tile_m, N), acc)],
+            ),
+            out_shape=spec(M, N, dtype=x_MK.dtype),
+        )(*table, x_MK, w_GKN, b_GN[:, None])
+        if not ends:
+            return out_MN
+        return jnp.where(jnp.arange(M)[:, None] < table[0][-1], out_MN, 0)
+
+    return fn
+
+
+mistaken(
+    masked_store,
+    "stores_the_whole_tile",
+    "You store all rows of the tile, so the last group that visits it overwrites the others. Store its own rows only.",
+    linear_with(mask="none"),
+)
+mistaken(
+    masked_store,
+    "zeros_for_others",
+    "You store zeros for rows of other groups, and with them you erase what those groups have stored. Put back what "
+    "`o_ref` has.",
+    linear_with(mask="zeros"),
+)
+mistaken(
+    masked_store,
+    "mask_multiplies",
+    "You mask by multiplying, and 0 times NaN is NaN: at a tile's first visit `o_ref` holds anything. Choose with "
+    "`jnp.where`.",
+    linear_with(mask="times"),
+)
+mistaken(
+    masked_store,
+    "begins_once",
+    "Your sum begins at the first visit only, so each visit adds to the one before. Begin at each visit's first block.",
+    linear_with(begin="once"),
+)
+mistaken(
+    masked_store,
+    "bias_at_each_block",
+    "You add the bias at each block of the contraction. It comes once, when the sum is complete.",
+    linear_with(bias="each"),
+)
+mistaken(
+    masked_store,
+    "rows_of_the_tile",
+    "You compare the row's number in its tile with the group's bounds. Those are rows of the matrix: add "
+    "`tiles_ref[v] * tile_m`.",
+    linear_with(place=False),
+)
+mistaken(
+    masked_store,
+    "garbage_past_the_end",
+    "Rows that no group owns were never written, and hold whatever was there. Replace them by zeros.",
+    linear_with(ends=False),
+)
+mistaken(
+    masked_store,
+    "sums_in_bfloat16",
+    "Your sum is bfloat16 and is rounded at each block of the contraction. Keep it in float32 until the store.",
+    lambda x, *args, **sizes: linear_with(acc=x.dtype)(x, *args, **sizes),
+)
+
+
+# ----------------------------------------------------------------------------------- backward
+
+backward = Exercise(
+    "19.backward",
+    title="The gradient of the matrices",
+    function="weight_gradients",
+    minutes=35,
+    points=15,
+    forbid=("jax.numpy.pad", "jax.lax.ragged_dot", "jax.lax.ragged_dot_general"),
+    statement="""
+Write `weight_gradients(x_MK, grad_MN, table, tile_m=8)`: for each group, its rows of x, transposed, times its
+rows of grad.
+
+- `table` is `(bounds_G1, groups_V, tiles_V, count)`. This time **each group has a visit**: a group without rows
+  has one, to some tile of which it owns nothing.
+- The grid is `(count,)`. Blocks are `[tile_m, K]`, `[tile_m, N]`, and `[K, N]` for the result. The result's block
+  of a group stays in place for as long as the group's visits last, and is stored once.
+- Sums are float32 for bfloat16 inputs, too, over all visits of a group, and are rounded once.
+- Empty groups have gradients of zeros.
+- Rows that no group owns may be NaN, in x and in grad, and so may what pads the last tile.
+- It is one Pallas call that reads x and grad from where they lie: nothing is transposed outside of it. It
+  compiles for a v5e.
+""",
+    hints=(
+        "The sum of a group runs over its visits, which follow each other. It begins where `groups_ref[v]` is not "
+        "the group of the visit before, and is complete where the next visit has another.",
+        "A tile has rows of other groups. Put zeros there before the product, and think of what they hold: is it "
+        "enough to do so in one of the factors? For an empty group, all rows are masked: what is stored then?",
+        "A scratch `[K, N]` in float32, set to zeros at a group's first visit; "
+        "`jax.lax.dot_general(x, grad, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)` with both "
+        "factors masked by `jnp.where`; store at its last visit. Clip `v - 1` and `v + 1` before you read there.",
+    ),
+)
+
+
+def grads(fn, t, sizes, rows, why, *, K=24, N=40, dtype=jnp.float32, tile=8):
+    sizes, own = np.asarray(sizes, np.int32), owners(sizes, rows)
+    x, grad = numbers(t, rows, K, dtype=dtype), numbers(t, rows, N, dtype=dtype)
+    x, grad = (np.where(own[:, None] >= 0, a, np.nan).astype(a.dtype) for a in (x, grad))
+    want = np.zeros((len(sizes), K, N))
+    for g in range(len(sizes)):
+        want[g] = x[own == g].astype(np.float64).T @ grad[own == g].astype(np.float64)
+
+    def call(x, grad, sizes):
+        return fn(x, grad, table_of(sizes, rows, tile, empty=True), tile_m=tile)
+
+    got, run = simulate(t, call, x, grad, sizes)
+    rtol = 5e-3 if dtype == jnp.bfloat16 else 1e-4
+    where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
+    t.close(got, want, rtol, 1e-2 if dtype == jnp.bfloat16 else 1e-3, where, dtype)
+    return run
+
+
+@backward.check("groups of several tiles, shared tiles, and what is stored")
+def _(fn, t):
+    sizes = [int(t.rng.integers(17, 23)), 2, int(t.rng.integers(5, 8))]
+    run = grads(fn, t, sizes, sum(sizes), "shared tiles")
+    t.equal(run.stores[-1], 3, why="stores of the result: one for each group")
+    t.equal(len(run.visits), len(visits_by_hand(sizes, 8)), why="steps of the grid")
+
+
+@backward.check("empty groups: first, between, last")
+def _(fn, t):
+    grads(fn, t, [0, 7, 0, 0, 9, 0], 16, "empty groups")
+
+
+@backward.check("rows that no group owns")
+def _(fn, t):
+    grads(fn, t, [int(t.rng.integers(1, 7)), 0, 4], 29, "rows past the last group are NaN")
+
+
+@backward.check("bfloat16, summed in float32")
+def _(fn, t):
+    grads(fn, t, [200, 3], 203, "bfloat16, a group of 26 tiles", dtype=jnp.bfloat16, K=8, N=16)
+
+
+@backward.check("nothing is transposed outside, and Mosaic compiles it")
+def _(fn, t):
+    def call(x, grad, sizes):
+        return fn(x, grad, table_of(sizes, 1000, 128, empty=True), tile_m=128)
+
+    bf16 = jnp.bfloat16
+    shapes = spec(1000, 512, dtype=bf16), spec(1000, 384, dtype=bf16)
+    sizes = spec(8, dtype=jnp.int32)
+    copies = primitives_outside(call, *shapes, sizes).count("transpose")
+    t.equal(copies, 0, why="arrays that are transposed outside of the kernel")
+    compiles(t, call, *shapes, sizes)
+
+
+def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, copy=False):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MK, grad_MN, table, tile_m=8):
+        K, N = x_MK.shape[1], grad_MN.shape[1]
+        *table, count = table
+        G = table[0].shape[0] - 1
+
+        def kernel(bounds_ref, groups_ref, tiles_ref, x_ref, grad_ref, o_ref, acc_ref):
+            v, steps = pl.program_id(0), pl.num_programs(0)
+            g = groups_ref[v]
+            first = (v == 0) | (g != groups_ref[jnp.maximum(v - 1, 0)])
+            last = (v == steps - 1) | (g != groups_ref[jnp.minimum(v + 1, steps - 1)])
+
+            @pl.when({"group": first, "visit": v >= 0, "once": v == 0}[begin])
+            def _():
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+
+            row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
+            own = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])
+            x, grad = x_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
+            if mask == "times":
+                x, grad = own * x, own * grad
+            elif mask != "none":
+                x = jnp.where(own, x, 0)
+                grad = jnp.where(own, grad, 0) if mask == "both" else grad
+            part = jax.lax.dot_general(
+                x.astype(x_ref.dtype),
+                grad.astype(grad_ref.dtype),
+                (((0,), (0,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+            acc_ref[...] += part.astype(acc_ref.dtype)
+
+            @pl.when(last & ((bounds_ref[g] < bounds_ref[g + 1]) if skip else True))
+            def _():
+                o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+        return pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(count,),
+                in_specs=[
+                    pl.BlockSpec((tile_m, K), lambda v, _b, _g, tiles: (tiles[v], 0)),
+                    pl.BlockSpec((tile_m, N), lambda v, _b, _g, tiles: (tiles[v], 0)),
+                ],
+                out_specs=pl.BlockSpec((None, K, N), lambda v, _b, groups, _t: (groups[v], 0, 0)),
+                scratch_shapes=[pltpu.VMEM((K, N), acc)],
+            ),
+            out_shape=spec(G, K, N, dtype=x_MK.dtype),
+        )(*table, x_MK.T.copy().T if copy else x_MK, grad_MN)
+
+    return fn
+
+
+mistaken(
+    backward,
+    "no_mask",
+    "You multiply whole tiles, with rows of other groups. Put zeros in place of what the visit's group does not own.",
+    gradients_with(mask="none"),
+)
+mistaken(
+    backward,
+    "one_factor_masked",
+    "You mask one factor only. The other may be NaN in rows that no group owns, and 0 times NaN is NaN: mask both.",
+    gradients_with(mask="one"),
+)
+mistaken(
+    backward,
+    "begins_at_each_visit",
+    "Your sum begins anew at each visit, so only a group's last tile counts. Begin where the group changes.",
+    gradients_with(begin="visit"),
+)
+mistaken(
+    backward,
+    "begins_once",
+    "Your sum begins at the first visit only, so each group adds to the one before. Begin where the group changes.",
+    gradients_with(begin="once"),
+)
+mistaken(
+    backward,
+    "empty_groups_skipped",
+    "You store nothing for groups without rows, and nobody else writes their blocks: they hold whatever was there. "
+    "Their gradient is zero.",
+    gradients_with(skip=True),
+)
+mistaken(
+    backward,
+    "sums_in_bfloat16",
+    "Your sum is bfloat16 and is rounded at each visit. Keep it in float32 scratch until the group is complete.",
+    lambda x, *args, **sizes: gradients_with(acc=x.dtype)(x, *args, **sizes),
+)
+mistaken(
+    backward,
+    "transposes_outside",
+    "You transpose an array before the kernel, which costs a pass over memory. `jax.lax.dot_general` contracts over "
+    "the rows of both factors as they are.",
+    gradients_with(copy=True),
+)
+
+
+# ------------------------------------------------------------------------------- empty_groups
+
+empty_groups = Exercise(
+    "19.empty_groups",
+    title="Mend a kernel that forgets the empty groups",
+    function="group_means",
+    minutes=20,
+    points=10,
+    forbid=("jax.numpy.pad", "jax.numpy.nan_to_num", "jax.ops.segment_sum"),
+    statement="""
+The gradient of a group's bias is a sum over the group's rows, and a log of what experts see may want a mean.
+This kernel computes means:
+
+```python
+from minitext.kernels.grouped_matmul_tpu import visits
+
+
+def broken(x_MN, group_sizes_G, tile=8):
+    (M, N), G = x_MN.shape, group_sizes_G.shape[0]
+    table, count = visits(group_sizes_G, M, tile, empty=False)
+
+    def kernel(bounds_ref, groups_ref, tiles_ref, x_ref, o_ref):
+        v = pl.program_id(0)
+        group = groups_ref[v]
+        start, end = bounds_ref[group], bounds_ref[group + 1]
+
+        @pl.when((v == 0) | (group != groups_ref[jnp.maximum(v - 1, 0)]))
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        row = tiles_ref[v] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        own = ((row >= start) & (row < end)).astype(jnp.float32)
+        o_ref[...] += jnp.sum(own * x_ref[...], axis=0, keepdims=True) / (end - start)
+
+    out_G1N = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(count,),
+            in_specs=[pl.BlockSpec((tile, N), lambda v, bounds, groups, tiles: (tiles[v], 0))],
+            out_specs=pl.BlockSpec(
+                (None, 1, N), lambda v, bounds, groups, tiles: (groups[v], 0, 0)
+            ),
+        ),
+        out_shape=jax.ShapeDtypeStruct((G, 1, N), jnp.float32),
+    )(*table, x_MN)
+    return out_G1N[:, 0]
+```
+
+With groups that fill the matrix, and none of them empty, it is right. Write `group_means(x_MN, group_sizes_G,
+tile=8)`, which mends it.
+
+- Empty groups have means of zeros, also when all are empty.
+- Rows that no group owns, and what pads the last tile, may be NaN; no mean knows of them.
+- A NaN in a row that a group does own makes that group's mean NaN, and no other.
+- It stays one Pallas call, and x is read from where it lies.
+""",
+    hints=(
+        "There are three things to mend. Who writes the block of an empty group? What is 0 divided by 0? And what "
+        "is 0 times NaN?",
+        "`visits` can give each group a visit. For an empty one the kernel then runs with `start == end`.",
+        "`empty=True`; `jnp.where(own, x_ref[...], 0)` with a mask of booleans; divide by "
+        "`jnp.maximum(end - start, 1)`.",
+    ),
+)
+
+
+def means(fn, t, sizes, rows, why, *, N=40, spoiled=None):
+    sizes, own = np.asarray(sizes, np.int32), owners(sizes, rows)
+    x = np.where(own[:, None] >= 0, numbers(t, rows, N), np.nan).astype(np.float32)
+    if spoiled is not None:
+        x[np.flatnonzero(own == spoiled)[0]] = np.nan
+    want = np.stack([x[own == g].mean(0) if size else np.zeros(N) for g, size in enumerate(sizes)])
+    got, run = simulate(t, fn, x, sizes)
+    where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
+    if spoiled is not None:
+        t.true(np.isnan(got[spoiled]).all(), f"the mean of a group with NaN is not NaN, {where}")
+        got, want = np.delete(got, spoiled, 0), np.delete(want, spoiled, 0)
+    t.close(got, want, 1e-4, 1e-5, where, np.float32)
+    return run
+
+
+@empty_groups.check("groups that fill the matrix")
+def _(fn, t):
+    sizes = [int(t.rng.integers(9, 15)), 2, 8]
+    sizes.append(32 - sum(sizes))
+    run = means(fn, t, sizes, 32, "nothing empty, nothing left over")
+    t.equal(run.stores[-1], 4, why="stores of the result: one for each group")
+    t.true(run.loads[0] <= len(visits_by_hand(sizes, 8)), "x is loaded too often", run.loads[0])
+
+
+@empty_groups.check("empty groups: first, between, last")
+def _(fn, t):
+    means(fn, t, [0, 7, 0, 0, 9, 0], 16, "empty groups")
+
+
+@empty_groups.check("rows that no group owns, and a ragged last tile")
+def _(fn, t):
+    means(fn, t, [int(t.rng.integers(9, 12)), 5], 29, "rows past the last group are NaN")
+
+
+@empty_groups.check("a group that has NaN")
+def _(fn, t):
+    means(fn, t, [6, 5, 5], 16, "NaN in group 1", spoiled=1)
+
+
+@empty_groups.check("no group has rows")
+def _(fn, t):
+    means(fn, t, [0, 0, 0], 11, "nothing owned")
+
+
+@empty_groups.check("Mosaic compiles it")
+def _(fn, t):
+    def call(x, sizes):
+        return fn(x, sizes, 128)
+
+    compiles(t, call, spec(1000, 512), spec(8, dtype=jnp.int32))
+
+
+def means_with(*, empty=True, mask="where", divide="max", begin="group"):
+    """The solution with a mistake that is asked for."""
+
+    def fn(x_MN, group_sizes_G, tile=8):
+        (M, N), G = x_MN.shape, group_sizes_G.shape[0]
+        table, count = visits(group_sizes_G, M, tile, empty=empty)
+
+        def kernel(bounds_ref, groups_ref, tiles_ref, x_ref, o_ref):
+            v = pl.program_id(0)
+            g = groups_ref[v]
+            start, end = bounds_ref[g], bounds_ref[g + 1]
+            first = (v == 0) | (g != groups_ref[jnp.maximum(v - 1, 0)])
+
+            @pl.when(first if begin == "group" else first & (end > start))
+            def _():
+                o_ref[...] = jnp.zeros_like(o_ref)
+
+            row = tiles_ref[v] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+            own = (row >= start) & (row < end)
+            x = x_ref[...]
+            if mask == "times":
+                x = own.astype(jnp.float32) * x
+            elif mask == "finite":
+                x = jnp.where(own & ~jnp.isnan(x), x, 0)
+            else:
+                x = jnp.where(own, x, 0)
+            size = end - start
+            size = {"max": jnp.maximum(size, 1), "size": size, "more": size + 1}[divide]
+            o_ref[...] += jnp.sum(x, axis=0, keepdims=True) / size
+
+        out_G1N = pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(count,),
+                in_specs=[pl.BlockSpec((tile, N), lambda v, _b, _g, tiles: (tiles[v], 0))],
+                out_specs=pl.BlockSpec((None, 1, N), lambda v, _b, groups, _t: (groups[v], 0, 0)),
+            ),
+            out_shape=spec(G, 1, N),
+        )(*table, x_MN)
+        return out_G1N[:, 0]
+
+    return fn
+
+
+mistaken(
+    empty_groups,
+    "nobody_visits_them",
+    "Nobody visits the empty groups, so nobody writes their blocks. Ask `visits` for `empty=True`.",
+    means_with(empty=False),
+)
+mistaken(
+    empty_groups,
+    "zero_by_zero",
+    "You visit the empty groups, and then divide 0 by 0. Divide by 1 at least.",
+    means_with(divide="size"),
+)
+mistaken(
+    empty_groups,
+    "mask_multiplies",
+    "Your mask multiplies, and 0 times NaN is NaN. Choose with `jnp.where`.",
+    means_with(mask="times"),
+)
+mistaken(
+    empty_groups,
+    "all_nan_dropped",
+    "You drop every NaN, and not only those that the group does not own. An error in an expert's rows must show.",
+    means_with(mask="finite"),
+)
+mistaken(
+    empty_groups,
+    "divides_by_one_more",
+    "You add 1 to every group's size to avoid a division by zero, and all means are too small. Take the maximum.",
+    means_with(divide="more"),
+)
