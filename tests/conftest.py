@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import minitext as mt
-from minitext import devices
+from minitext import devices, kernels
 from minitext.config import MeshConfig
 from minitext.mesh import make_mesh
 
@@ -44,3 +44,11 @@ def one_device():
 def tiny():
     """Returns a function giving the tiny configuration with further overrides."""
     return lambda *overrides: mt.load_config("laptop", [*TINY, *overrides])
+
+
+@pytest.fixture(scope="module")
+def as_on_a_tpu():
+    """Makes `kernels` take a TPU's implementations, which the tests that use it simulate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "platform", lambda: "tpu")
+        yield

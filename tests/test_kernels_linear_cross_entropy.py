@@ -18,6 +18,7 @@ from minitext.loss import cross_entropy
 from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh
 
+pytestmark = pytest.mark.usefixtures("as_on_a_tpu")
 # Small blocks, so that small shapes have several, and some that overhang.
 SMALL = linear_cross_entropy_tpu.Blocks(tokens=16, vocab=128, embed=128, kept=16, passing=16)
 fused = partial(linear_cross_entropy_tpu.linear_cross_entropy, blocks=SMALL)

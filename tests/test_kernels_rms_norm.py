@@ -14,6 +14,7 @@ from minitext.errors import UserError
 from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh
 
+pytestmark = pytest.mark.usefixtures("as_on_a_tpu")
 EPS = 1e-6
 
 
