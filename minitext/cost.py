@@ -278,7 +278,11 @@ def _kernel(node: _Node, runs: float) -> Operation:
     products = [op for op in body if op.is_product]
     size = 0.0
     for block in mapping.block_mappings:
-        elements = math.prod(getattr(n, "block_size", n) or 1 for n in block.block_shape)
+        # A dimension of which the kernel sees one entry, without the dimension, has no length.
+        lengths = (
+            n if isinstance(n, int) else getattr(n, "block_size", 1) for n in block.block_shape
+        )
+        elements = math.prod(lengths)
         fetched = 1 if elements >= math.prod(block.array_aval.shape) else points
         size += fetched * elements * block.array_aval.dtype.itemsize
     flops = points * sum(op.runs * op.flops for op in products or body)
