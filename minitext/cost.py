@@ -1,10 +1,10 @@
 """What a function costs: FLOPs and bytes of every operation, counted in its jaxpr.
 
-A scan's body counts as often as it runs and a Pallas kernel's as often as its grid has points, where
-the compiler's own `cost_analysis` counts each once. Bytes depend on what the compiler fuses, which a
-jaxpr does not say. The model here is the simplest that predicts well: an elementwise result is
-written only where somebody needs it as an array, because it enters a product, is returned, or is used
-twice and no larger than what it is made of; everything else is computed again on the way.
+A scan's body counts as often as it runs and a Pallas kernel's as often as its grid has points, where the compiler's
+own `cost_analysis` counts each once. Bytes depend on what the compiler fuses, which a jaxpr does not say. The model
+here is the simplest that predicts well: an elementwise result is written only where somebody needs it as an array,
+because it enters a product, is returned, or is used twice and no larger than what it is made of; everything else is
+computed again on the way.
 
 Chapters: 3.
 """
@@ -224,8 +224,7 @@ def _cost(node: _Node, runs: float) -> Iterator[Operation]:
         return
     for result in node.outputs:
         result.store()
-    inner = list(_inner(node, runs))
-    if inner:
+    if inner := list(_inner(node, runs)):
         yield from inner
     elif node.outputs:
         size = _traffic(node, reads)
@@ -278,11 +277,8 @@ def _kernel(node: _Node, runs: float) -> Operation:
     products = [op for op in body if op.is_product]
     size = 0.0
     for block in mapping.block_mappings:
-        # A dimension of which the kernel sees one entry, without the dimension, has no length.
-        lengths = (
-            n if isinstance(n, int) else getattr(n, "block_size", 1) for n in block.block_shape
-        )
-        elements = math.prod(lengths)
+        sizes = (getattr(n, "block_size", n) for n in block.block_shape)
+        elements = math.prod(n if isinstance(n, int) else 1 for n in sizes)  # 1: squeezed
         fetched = 1 if elements >= math.prod(block.array_aval.shape) else points
         size += fetched * elements * block.array_aval.dtype.itemsize
     flops = points * sum(op.runs * op.flops for op in products or body)
