@@ -16,12 +16,12 @@ from minitext import kernels
 from minitext.config import MeshConfig
 from minitext.errors import UserError
 from minitext.kernels import flash_attention_tpu, reference
-from minitext.kernels.flash_grid_tpu import FIRST, LAST, BlockShape, Task, plan
+from minitext.kernels.flash_grid_tpu import FIRST, LAST, BlockShape, Task, Tile, plan
 from minitext.kernels.mask import ALL, NONE, Mask
 from minitext.targets import topology_mesh
 
 # Blocks that no chip would take but the simulator does, so that few tokens are many blocks.
-SMALL = BlockShape(16, 16, forward=(16, 8), dq=(8, 16), dkv=(16, 8))
+SMALL = BlockShape(16, 16, forward=Tile(8, 8, ahead=3), dq=Tile(8, 16, ahead=1), dkv=Tile(16, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_in_bfloat16_it_is_no_further_from_float64_than_xla():
     q, k, v = inputs(0, 1, 64, 2, 1, H=32, dtype="bfloat16")
     probe = jax.random.normal(jax.random.key(1), q.shape, "bfloat16").astype("float32")
     xla = value_and_gradients(plain_attention, probe, q, k, v)
-    blocks = BlockShape(32, 32, (32, 32), (32, 32), (32, 32))
+    blocks = BlockShape(32, 32, *[Tile(32, 32)] * 3)
     attention = functools.partial(flash_attention_tpu.flash_attention, blocks=blocks)
     got = simulate(functools.partial(value_and_gradients, attention, probe), q, k, v)
     with jax.enable_x64(True):

@@ -6,7 +6,9 @@
     minitext llo chip=v5e,v6e --json > tests/llo/goldens.json
 """
 
+import functools
 import importlib.util
+import inspect
 import itertools
 import json
 import re
@@ -33,6 +35,7 @@ needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason
 HERE = Path(__file__).parent / "llo"
 GOLDENS = json.loads((HERE / "goldens.json").read_text())
 BAND = 0.05  # by which bundles, shares and memory may differ from the goldens
+compile_case = functools.cache(llo.compile_case)
 TPUS = [chip.name for chip in CHIPS.values() if chip.platform == "tpu"]
 
 
@@ -177,7 +180,7 @@ def by_case(goldens):
     ("case", "chip", "goldens"), by_case(GOLDENS), ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_kernels_keep_their_quality(case, chip, goldens):
-    kernels = llo.compile_case(case, chip)
+    kernels = compile_case(case, chip)
     assert [kernel.name for kernel in kernels] == [golden["kernel"] for golden in goldens]
     for kernel, golden in zip(kernels, goldens, strict=True):
         check_counts(kernel)
@@ -188,6 +191,33 @@ def test_kernels_keep_their_quality(case, chip, goldens):
                 assert abs(value - golden[name]) <= max(BAND * golden[name], room), (
                     f"{name} of {kernel.name}"
                 )
+
+
+# Our kernels, and JAX's for the same work.
+RIVALS = {
+    "flash_attention": ["jax_splash_attention"],
+    "flash_attention_backward": ["jax_splash_attention_backward"],
+    "grouped_matmul": ["jax_megablox_gmm"],
+    "grouped_matmul_backward": ["jax_megablox_gmm", "jax_megablox_tgmm"],
+}
+
+
+def test_rivals_have_equal_blocks():
+    for name in itertools.chain(RIVALS, *RIVALS.values()):
+        lengths = inspect.signature(cases.CASES[name]).parameters.values()
+        assert {length.default for length in lengths} == {512}
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("case", RIVALS)
+def test_kernels_use_the_matrix_units_as_much_as_jax_s_and_spill_no_more(case, chip):
+    rivals = [kernel for rival in RIVALS[case] for kernel in compile_case(rival, chip)]
+    for ours, theirs in zip(compile_case(case, chip), rivals, strict=True):
+        names = f"{ours.name} and {theirs.name}"
+        assert ours.share("MXU") >= theirs.share("MXU"), names
+        assert ours.spills <= theirs.spills, names
 
 
 @needs_libtpu

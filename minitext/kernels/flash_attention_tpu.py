@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from minitext.kernels import block_shapes
-from minitext.kernels.flash_grid_tpu import FIRST, LANES, LAST, BlockShape, Task, call
+from minitext.kernels.flash_grid_tpu import FIRST, LANES, LAST, BlockShape, Task, Tile, call
 from minitext.kernels.mask import ALL, CAUSAL, SOME, Mask
 from minitext.kernels.reference import MASKED, NO_SINK
 
@@ -146,20 +146,19 @@ def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, 
     return seen
 
 
-def _compute(kind, tiles, make, use, *, early: bool) -> None:
+def _compute(task: Task, kind, size: Tile, make, use) -> None:
     """Calls `use(tile, make(tile, masked))` for the tiles of a step's block, if anything of it is seen.
 
-    They are masked only where the mask cuts through the block. With `early`, the next tile's products are made before
-    this one's are used: the matrix units work on them while the vector units are at the exponentials.
+    They are masked only where the mask cuts through the block. Products are made `size.ahead` tiles before they are
+    used: the matrix units work on them while the vector units are at the exponentials.
     """
+    tiles = task.tiles(size)
 
     def run(masked):
-        ahead: Any = make(tiles[0], masked) if early else None
+        made = []
         for i, tile in enumerate(tiles):
-            made = ahead if early else make(tile, masked)
-            if early and i + 1 < len(tiles):
-                ahead = make(tiles[i + 1], masked)
-            use(tile, made)
+            made += [make(t, masked) for t in tiles[len(made) : i + 1 + size.ahead]]
+            use(tile, made[i])
 
     for which, masked in ((SOME, True), (ALL, False)):
         pl.when((kind & (SOME | ALL)) == which)(partial(run, masked))
@@ -200,7 +199,7 @@ def _forward_kernel(
         part = _dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
         acc_ref[:, cols] = acc_ref[:, cols] * fade + part
 
-    _compute(kind, task.tiles(task.shape.forward), make, use, early=True)
+    _compute(task, kind, task.shape.forward, make, use)
 
     @pl.when((kind & LAST) != 0)
     def _():
@@ -220,8 +219,7 @@ def _backward_compute(
     segments,
     use,
     *,
-    tiles,
-    early,
+    size: Tile,
 ):
     """Calls `use(tile, weights, gradients of the logits)`, the latter but for 1/sqrt(H), for a step's tiles."""
     plan_q, plan_kv, plan_kind = plans
@@ -244,7 +242,7 @@ def _backward_compute(
             grads = grads * (1 - logits * logits)
         use(tile, probs.astype(grad_ref.dtype), grads.astype(q_ref.dtype))
 
-    _compute(plan_kind[step], tiles, make, finish, early=early)
+    _compute(task, plan_kind[step], size, make, finish)
 
 
 def _dq_kernel(
@@ -263,7 +261,7 @@ def _dq_kernel(
 
     _backward_compute(
         task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
-        (q_segments, kv_segments), add, tiles=task.tiles(task.shape.dq), early=True,
+        (q_segments, kv_segments), add, size=task.shape.dq,
     )  # fmt: skip
 
     @pl.when((kind & LAST) != 0)
@@ -289,7 +287,7 @@ def _dkv_kernel(
 
     _backward_compute(
         task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
-        (q_segments, kv_segments), add, tiles=task.tiles(task.shape.dkv), early=False,
+        (q_segments, kv_segments), add, size=task.shape.dkv,
     )  # fmt: skip
 
     @pl.when(((kind & LAST) != 0) & (member == pl.num_programs(3) - 1))
