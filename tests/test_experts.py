@@ -65,7 +65,7 @@ def test_slots_hold_what_was_placed_and_gradients_go_the_same_way(k, spare, lost
     )
 
 
-@pytest.mark.parametrize("layout", only_one(EXPERT_LAYOUTS, QUICK, pytest.mark.slow))
+@pytest.mark.parametrize("layout", only_one(EXPERT_LAYOUTS, QUICK, pytest.mark.audit))
 def test_steps_are_those_of_one_device(tiny, layout):
     """On packed rows: with the experts of a device elsewhere, and with features and storage split as well."""
     settings = EXPERT_LAYOUTS[layout].split()
@@ -77,7 +77,7 @@ def test_steps_are_those_of_one_device(tiny, layout):
         assert difference < limit, name
 
 
-@pytest.mark.parametrize("layout", only_one(EXPERT_LAYOUTS, QUICK, pytest.mark.slow))
+@pytest.mark.parametrize("layout", only_one(EXPERT_LAYOUTS, QUICK, pytest.mark.audit))
 def test_simulated_devices_send_what_the_formula_says(layout):
     found = audited(*SMALL, *EXPERT_LAYOUTS[layout].split())
     assert found.differences() == {} and found.notes == []

@@ -46,9 +46,8 @@ def found(name):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    "name", [n if n == "laptop" else pytest.param(n, marks=pytest.mark.audit) for n in CONFIGS]
-)
+@pytest.mark.audit
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_prediction_is_what_the_compiler_plans(name):
     predicted, compiled = found(name)["predicted"], found(name)["compiled"]
     for part in ("parameters", "optimizer", "batch"):
