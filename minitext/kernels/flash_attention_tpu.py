@@ -61,7 +61,9 @@ def flash_attention(
       [B, T, N, H] in the queries' type; zero where a query sees no key.
     """
     T = q_BTNH.shape[1]
-    blocks = blocks or BlockShape(**block_shapes.find("flash_attention"))
+    if blocks is None:
+        row = block_shapes.find("flash_attention")
+        blocks = BlockShape(row["q"], row["kv"])
     shape = blocks.fit(T, mask)
     task = Task(mask, softcap, T, shape)
 
