@@ -62,8 +62,8 @@ def flash_attention(
     """
     T = q_BTNH.shape[1]
     if blocks is None:
-        found = block_shapes.find("flash_attention")
-        blocks = BlockShape(found["q"], found["kv"])
+        row = block_shapes.find("flash_attention")
+        blocks = BlockShape(row["q"], row["kv"])
     shape = blocks.fit(T, mask)
     task = Task(mask, softcap, T, shape)
 
