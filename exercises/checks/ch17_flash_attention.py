@@ -324,6 +324,7 @@ def _(fn, t):
 
 @block_mask.check("blocks that are not square, and a ragged T")
 def _(fn, t):
+    kinds_are_right(fn, t, 33, 8, 10, 40, 3)
     for _ in range(12):
         T, window = (int(x) for x in t.rng.integers(20, 60, 2))
         block_q, block_kv, prefix = (int(x) for x in t.rng.integers(2, 20, 3))
