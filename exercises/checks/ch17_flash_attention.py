@@ -45,6 +45,25 @@ def largest_outside(fn, *args):
     return max(sizes)
 
 
+def scratch_types(fn, *args):
+    """The types of the scratch that a function's Pallas call has."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                count = eqn.params["grid_mapping"].num_scratch_operands
+                refs = eqn.params["jaxpr"].invars[len(eqn.params["jaxpr"].invars) - count :]
+                found.extend(ref.aval.dtype.name for ref in refs)
+                continue
+            for inner in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(inner, "jaxpr"):
+                    walk(inner.jaxpr)
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
+
+
 def numbers(t, *shape, dtype=jnp.float32, scale=1.0):
     return jnp.asarray(scale * t.rng.normal(size=shape), dtype)
 
@@ -451,11 +470,10 @@ the kernel `causal_by_hand_kernel` of this chapter, and add two things.
         "`jnp.searchsorted(segments_T, x)` is the first place of segment x. What does the first prefetched argument "
         "do for the index maps and for `pl.when`?",
         "The index map of keys clips its block number between the first one and the diagonal. Segment ids come "
-        "twice: as [T, 1] for queries and [1, T] for keys, so that comparing two blocks gives a square. In the "
-        "first block that is computed, a query may see nothing: then its maximum is the masked logit.",
+        "twice: as [T, 1] for queries and [1, T] for keys, so that comparing two blocks gives a square.",
         "`first = jnp.searchsorted(segments_T, segments_T[::block]) // block`; compute where "
         "`(j >= first_ref[i]) & (j <= i)`, load `jnp.clip(j, first_ref[i], i)`; "
-        "`exps = jnp.where(seen, jnp.exp(logits - top), 0)`.",
+        "`seen = (q_seg_ref[...] == k_seg_ref[...]) & ((j < i) | (s <= t))`.",
     ),
 )
 
@@ -540,7 +558,6 @@ def packed_with(
     load="clip",
     mask="both",
     heads="//",
-    zero=True,
     fade="both",
     semantics=("parallel", "parallel", "arbitrary"),
 ):
@@ -572,8 +589,6 @@ def packed_with(
                 logits = jnp.where(seen, logits, -1e30)
                 top = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
                 exps, factor = jnp.exp(logits - top), jnp.exp(top_ref[...] - top)
-                if zero:
-                    exps = jnp.where(seen, exps, 0)
                 top_ref[...] = top
                 part = jnp.sum(exps, axis=1, keepdims=True)
                 sum_ref[...] = sum_ref[...] * factor + part
@@ -642,13 +657,6 @@ mistaken(
     "key_heads_in_turn",
     "Your query heads take the key heads in turn. Heads that share keys stand side by side: `n // (N // K)`.",
     packed_with(heads="%"),
-)
-mistaken(
-    segment_ids,
-    "masked_keys_have_weight",
-    "In the first block that it visits, a query may see nothing. Then its maximum is the masked logit itself, and "
-    "exp(0) = 1 for each key. Put 0 in the exponentials' place, too.",
-    packed_with(zero=False, bound="segment"),
 )
 mistaken(
     segment_ids,
@@ -762,8 +770,15 @@ def _(fn, t):
 
 @backward.check("bfloat16")
 def _(fn, t):
-    gradients_are_right(
-        fn, t, 4, 32, 8, 8, "bfloat16, summed in float32", dtype=jnp.bfloat16, rtol=0.015
+    why = "bfloat16, summed in float32"
+    gradients_are_right(fn, t, 2, 16, 8, 8, why, dtype=jnp.bfloat16, rtol=0.015)
+    keys = spec(256, 128)
+    args = spec(2, 256, 128), keys, keys, spec(2, 256, 128), *[spec(2, 256, dtype=jnp.float32)] * 2
+    types = scratch_types(fn, *args)
+    t.true(
+        set(types) == {"float32"},
+        f"sums over queries and heads are kept in {', '.join(sorted(set(types))) or 'no scratch'}",
+        types,
     )
 
 

@@ -105,8 +105,7 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
             seen = (q_seg_ref[...] == k_seg_ref[...]) & ((j < i) | (s <= t))
             logits = jnp.where(seen, logits, -1e30)
             top = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
-            # Not exp(logits - top) alone: where nothing was seen yet, that would be exp(0).
-            exps, fade = jnp.where(seen, jnp.exp(logits - top), 0), jnp.exp(top_ref[...] - top)
+            exps, fade = jnp.exp(logits - top), jnp.exp(top_ref[...] - top)
             top_ref[...] = top
             sum_ref[...] = sum_ref[...] * fade + jnp.sum(exps, axis=1, keepdims=True)
             part = jnp.dot(exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
