@@ -1,0 +1,1082 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from minitext.aot import compiles_for
+from minitext.grading import Exercise
+from minitext.kernels.simulator import strict
+
+
+def spec(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def simulate(t, fn, *args):
+    """The result and the one kernel's run, in the strict simulator, in an order of its own."""
+    with strict(seed=int(t.rng.integers(1, 1000))) as runs:
+        out = jax.jit(fn)(*args)
+    t.equal(len(runs), 1, why="how many Pallas calls run")
+    return out, runs[0]
+
+
+def compiles(t, fn, *args):
+    reason = compiles_for("v5e", fn, *args)
+    shapes = ", ".join(str(list(x.shape)) for x in args)
+    t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
+
+
+def largest_outside(fn, *args):
+    """The number of entries of the largest array outside of Pallas calls."""
+    sizes = [0]
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            sizes.extend(math.prod(out.aval.shape) for out in eqn.outvars)
+            if eqn.primitive.name != "pallas_call":
+                for inner in jax.tree.leaves(list(eqn.params.values())):
+                    if hasattr(inner, "jaxpr"):
+                        walk(inner.jaxpr)
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return max(sizes)
+
+
+def scratch_types(fn, *args):
+    """The types of the scratch that a function's Pallas call has."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                count = eqn.params["grid_mapping"].num_scratch_operands
+                refs = eqn.params["jaxpr"].invars[len(eqn.params["jaxpr"].invars) - count :]
+                found.extend(ref.aval.dtype.name for ref in refs)
+                continue
+            for inner in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(inner, "jaxpr"):
+                    walk(inner.jaxpr)
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
+
+
+def numbers(t, *shape, dtype=jnp.float32, scale=1.0):
+    return jnp.asarray(scale * t.rng.normal(size=shape), dtype)
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+# ----------------------------------------------------------------------------- online_softmax
+
+online = Exercise(
+    "17.online_softmax",
+    title="Softmax, a block at a time",
+    function="online_softmax",
+    minutes=25,
+    points=10,
+    forbid=("jax.nn.softmax", "jax.nn.logsumexp", "jax.scipy.special.logsumexp"),
+    statement="""
+Write `online_softmax(blocks)`. It gets blocks of logits one after another, each with the values that belong to
+it, and returns what softmax over all of them would give: the weighted sum of values, and the logsumexp.
+
+- `blocks` is an iterator: it can be gone through once, and its blocks differ in width. Nothing as large as all
+  logits of a row together is ever made.
+- Logits of 90 and of -90 stand in one row, in any order, so maxima rise and fall from block to block.
+- Some logits are -inf, perhaps all of a block's row, before or after others that are not. A row of nothing else
+  gives zeros, and -inf as its logsumexp.
+- Values may be bfloat16. Sums, and both results, are float32.
+""",
+    hints=(
+        "Three things are kept for each row: the largest logit so far, the sum of exponentials, and the weighted "
+        "sum of values. The latter two are relative to the first.",
+        "When the maximum goes from `top` to `higher`, everything that is relative to it is multiplied by "
+        "exp(top - higher). What is that factor when both are -inf?",
+        "`shift = jnp.where(higher == -jnp.inf, 0, higher)`; exponentials are `exp(logits - shift)`, the factor is "
+        "`exp(top - shift)`, and it multiplies the sum and the output. At the end divide by the sum, or by 1 where "
+        "it is 0.",
+    ),
+)
+
+
+def in_pieces(t, T, widths, H=5, scale=1.0, dtype=jnp.float32):
+    return [(numbers(t, T, S, scale=scale), numbers(t, S, H, dtype=dtype)) for S in widths]
+
+
+def pieces_are_right(fn, t, pieces, why, rtol=1e-4, atol=1e-5):
+    logits = np.concatenate([np.asarray(a, np.float64) for a, _ in pieces], axis=1)
+    values = np.concatenate([np.asarray(v, np.float64) for _, v in pieces])
+    top = logits.max(1, keepdims=True)
+    exps = np.exp(logits - np.where(np.isinf(top), 0, top))
+    size = exps.sum(1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.where(np.isinf(top), 0, top) + np.log(size))[:, 0]
+    out = exps @ values / np.where(size == 0, 1, size)
+    got = fn(pair for pair in pieces)
+    t.equal(len(got), 2, why="how many results")
+    t.close(got[0], out, rtol, atol, f"output, {why}", np.float32)
+    t.close(got[1], lse, rtol, atol, f"logsumexp, {why}", np.float32)
+
+
+@online.check("one block")
+def _(fn, t):
+    pieces_are_right(fn, t, in_pieces(t, 3, [6]), "of one block")
+
+
+@online.check("small logits in several blocks")
+def _(fn, t):
+    pieces_are_right(fn, t, in_pieces(t, 4, [3, 1, 5]), "of blocks of 3, 1 and 5 keys")
+
+
+@online.check("maxima that rise, logits of +-90")
+def _(fn, t):
+    pieces = [
+        (a + s, v) for (a, v), s in zip(in_pieces(t, 4, [4, 2, 3]), (-90, 0, 90), strict=True)
+    ]
+    pieces_are_right(fn, t, pieces, "of logits near -90, then 0, then 90")
+
+
+@online.check("maxima that fall, logits of +-90")
+def _(fn, t):
+    pieces = [
+        (a + s, v) for (a, v), s in zip(in_pieces(t, 4, [4, 2, 3]), (90, 89, -90), strict=True)
+    ]
+    pieces_are_right(fn, t, pieces, "of logits near 90, then 89, then -90")
+
+
+@online.check("rows and blocks of -inf")
+def _(fn, t):
+    pieces = [(np.array(a), v) for a, v in in_pieces(t, 5, [4, 3, 2], scale=30)]
+    for a, _ in pieces:
+        a[1] = -np.inf
+    pieces[0][0][2] = pieces[0][0][3, :3] = -np.inf
+    pieces[2][0][4] = -np.inf
+    pieces = [(jnp.asarray(a), v) for a, v in pieces]
+    pieces_are_right(fn, t, pieces, "where row 1 is all -inf, and row 2 in the first block")
+
+
+@online.check("values in bfloat16")
+def _(fn, t):
+    pieces = in_pieces(t, 3, [64, 64], dtype=jnp.bfloat16)
+    pieces_are_right(fn, t, pieces, "of bfloat16 values, summed in float32")
+
+
+@online.check("nothing is collected")
+def _(fn, t):
+    shapes = [(spec(4, 16, dtype=jnp.float32), spec(16, 8, dtype=jnp.float32))] * 8
+    largest = largest_outside(lambda pieces: fn(iter(pieces)), shapes)
+    t.true(
+        largest <= 4 * 16 * 2,
+        f"for blocks of [4, 16] logits and [16, 8] values, an array of {largest} numbers is made: all blocks "
+        "together",
+        largest,
+    )
+
+
+def online_with(
+    *,
+    fade_sum=True,
+    fade_out=True,
+    running=True,
+    shifted=True,
+    finite=True,
+    each=False,
+    top_in_lse=True,
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(blocks):
+        top, size, out = -jnp.inf, 0.0, 0.0
+        for logits_TS, v_SH in blocks:
+            high = jnp.max(logits_TS, axis=1, keepdims=True)
+            higher = jnp.maximum(top, high) if running else high
+            if not shifted:
+                higher = jnp.zeros_like(high)
+            shift = jnp.where(higher == -jnp.inf, 0, higher) if finite else higher
+            exps_TS = jnp.exp(logits_TS - shift)
+            fade = jnp.exp(top - shift) if shifted else 1.0
+            part = jnp.sum(exps_TS, axis=1, keepdims=True)
+            add = exps_TS @ v_SH.astype(jnp.float32)
+            size = size * (fade if fade_sum else 1) + part
+            out = out * (fade if fade_out else 1) + (add / part if each else add)
+            top = higher
+        size_1 = jnp.where(size == 0, 1, size)
+        lse = (shift if top_in_lse else 0) + jnp.log(size_1)
+        lse = jnp.where(size == 0, -jnp.inf, lse)[:, 0]
+        return (out if each else out / size_1), lse
+
+    return fn
+
+
+mistaken(
+    online,
+    "output_not_scaled",
+    "You rescale the sum and not the output. Both are relative to the old maximum: multiply both by "
+    "exp(top - higher).",
+    online_with(fade_out=False),
+)
+mistaken(
+    online,
+    "sum_not_scaled",
+    "You rescale the output and not the sum. Both are relative to the old maximum: multiply both by "
+    "exp(top - higher).",
+    online_with(fade_sum=False),
+)
+mistaken(
+    online,
+    "maximum_of_the_block",
+    "You take each block's own maximum, which may be lower than one before. Then the old sums are scaled *up*, "
+    "and overflow: keep the larger of the two.",
+    online_with(running=False),
+)
+mistaken(
+    online,
+    "no_maximum",
+    "You do not subtract a maximum. exp(90) is more than float32 can hold, and inf / inf is NaN.",
+    online_with(shifted=False),
+)
+mistaken(
+    online,
+    "minus_infinity_minus_itself",
+    "Where a row has seen nothing but -inf, its maximum is -inf, and -inf - (-inf) is NaN. Shift such a row by 0.",
+    online_with(finite=False),
+)
+mistaken(
+    online,
+    "divided_in_each_block",
+    "You divide within each block, so every block has weight 1. Divide once, at the end, by the sum over all.",
+    online_with(each=True),
+)
+mistaken(
+    online,
+    "logsumexp_without_maximum",
+    "Your logsumexp is the logarithm of a sum that is relative to the maximum. Add the maximum to it.",
+    online_with(top_in_lse=False),
+)
+
+
+@online.mutant(
+    "You join all blocks before you begin. That is the array that the kernel must not have: use each block as it "
+    "comes."
+)
+def collected(blocks):
+    pairs = list(blocks)
+    logits = jnp.concatenate([a for a, _ in pairs], axis=1)
+    values = jnp.concatenate([v.astype(jnp.float32) for _, v in pairs])
+    return online_with()([(logits, values)])
+
+
+# --------------------------------------------------------------------------------- block_mask
+
+block_mask = Exercise(
+    "17.block_mask",
+    title="Which blocks a mask leaves",
+    function="block_kinds",
+    minutes=25,
+    points=10,
+    seconds=30.0,
+    statement="""
+Xiao et al. keep a window model stable by letting every token see the first few tokens of the row as well
+{cite}`xiao2024`. Query t sees key s if $s \\le t$, **and** $s > t - \\text{window}$ **or** $s < \\text{prefix}$.
+`Mask` has no such condition. Write `block_kinds(T, block_q, block_kv, window, prefix)`, which says of each block
+whether none (0), some (1) or all (2) of it is seen, from its corners alone.
+
+- Results are exact: a 1 where the mask leaves nothing costs a block's work, and a 2 where it leaves a part is
+  wrong.
+- T need be no multiple of a block. Keys beyond T are seen by nobody, so their block is never a 2; queries beyond
+  T don't count.
+- A window of 1 is the token itself. The prefix may be 0, or longer than T.
+- Nothing of size T x T is made: with T = 131,072 and blocks of 256 it takes less than a second.
+""",
+    hints=(
+        "Four numbers describe a block: its first and last query, its first and last key. Within it, t - s takes "
+        "every value between two of them.",
+        "*Some*: there is a key not in the future, and the smallest distance t - s >= 0 is within the window, or "
+        "the first key is in the prefix. *All* asks about the worst pair: which query and key are farthest apart, "
+        "once keys of the prefix no longer count?",
+        "Some: `(first_kv <= last_q) & ((max(first_q - last_kv, 0) < window) | (first_kv < prefix))`. All: "
+        "`last_kv <= first_q`, and `last_q - max(first_kv, prefix) < window` or `last_kv < prefix`.",
+    ),
+)
+
+
+def kinds_of_square(T, block_q, block_kv, window, prefix):
+    s, u = np.arange(T)[:, None], np.arange(T)
+    seen = (u <= s) & ((u > s - window) | (u < prefix))
+    kinds = np.zeros((-(-T // block_q), -(-T // block_kv)), int)
+    for i, j in np.ndindex(*kinds.shape):
+        part = seen[i * block_q : (i + 1) * block_q, j * block_kv : (j + 1) * block_kv]
+        kinds[i, j] = int(part.any()) + int(part.all() and (j + 1) * block_kv <= T)
+    return kinds
+
+
+def kinds_are_right(fn, t, *args):
+    T, block_q, block_kv, window, prefix = args
+    why = (
+        f"T={T}, blocks of {block_q} queries and {block_kv} keys, window={window}, prefix={prefix}"
+    )
+    t.equal(np.asarray(fn(*args)).tolist(), kinds_of_square(*args).tolist(), why=why)
+
+
+@block_mask.check("causal alone")
+def _(fn, t):
+    kinds_are_right(fn, t, 32, 8, 8, 32, 0)
+
+
+@block_mask.check("a window")
+def _(fn, t):
+    for window in (1, 8, 9, 17):
+        kinds_are_right(fn, t, 48, 8, 8, window, 0)
+
+
+@block_mask.check("a window and a prefix")
+def _(fn, t):
+    for prefix in (1, 8, 11, 100):
+        kinds_are_right(fn, t, 48, 8, 8, 10, prefix)
+
+
+@block_mask.check("blocks that are not square, and a ragged T")
+def _(fn, t):
+    kinds_are_right(fn, t, 33, 8, 10, 40, 3)
+    for _ in range(12):
+        T, window = (int(x) for x in t.rng.integers(20, 60, 2))
+        block_q, block_kv, prefix = (int(x) for x in t.rng.integers(2, 20, 3))
+        kinds_are_right(fn, t, T, block_q, block_kv, window, prefix)
+
+
+@block_mask.check("a long row")
+def _(fn, t):
+    n = 512
+    i, j = np.arange(n)[:, None], np.arange(n)
+    want = np.where((j < i) & ((j > i - 4) | (j == 0)), 2, 0)
+    want[(j == i) | ((j == i - 4) & (j > 0))] = 1
+    got = np.asarray(fn(256 * n, 256, 256, 1024, 256))
+    t.equal(got.shape, want.shape, why="shape for T = 131072 and blocks of 256")
+    t.equal(int((got != want).sum()), 0, why="blocks that are wrong for T = 131072")
+
+
+def kinds_with(*, some=None, whole=None, ragged=True, clipped=True, prefix_whole=True, later=True):
+    """The solution with a mistake that is asked for."""
+
+    def fn(T, block_q, block_kv, window, prefix):
+        count = -(-T // block_q), -(-T // block_kv)
+        first_q = block_q * np.arange(count[0])[:, None]
+        first_kv = block_kv * np.arange(count[1])[None]
+        last_q, last_kv = first_q + block_q - 1, first_kv + block_kv - 1
+        if clipped:
+            last_q, last_kv = np.minimum(last_q, T - 1), np.minimum(last_kv, T - 1)
+        nearest = np.maximum(first_q - last_kv, 0)
+        in_window = nearest < window
+        if some == "corner":
+            in_window = first_q - first_kv < window
+        in_prefix = first_kv < prefix
+        seen = in_window | in_prefix if later else in_window
+        any_ = (first_kv <= last_q) & seen
+        if later == "future":
+            any_ = ((first_kv <= last_q) & in_window) | in_prefix
+        farthest = last_q - np.maximum(first_kv, prefix)
+        if whole == "corner":
+            farthest = first_q - first_kv
+        elif whole == "apart":
+            farthest = last_q - first_kv
+        inside = farthest < window
+        if prefix_whole:
+            inside = inside | (last_kv < prefix)
+        every = (last_kv <= first_q) & inside
+        if ragged:
+            every &= first_kv + block_kv <= T
+        return any_.astype(int) + (any_ & every)
+
+    return fn
+
+
+mistaken(
+    block_mask,
+    "first_corner_decides",
+    "You ask whether the block's *first* query and key are within the window. Some of a block is seen if its "
+    "nearest pair is: the first query and the last key.",
+    kinds_with(some="corner"),
+)
+mistaken(
+    block_mask,
+    "whole_by_the_first_query",
+    "You call a block whole because its first query sees its first key. The farthest pair decides: the *last* "
+    "query and the first key.",
+    kinds_with(whole="corner"),
+)
+mistaken(
+    block_mask,
+    "prefix_forgotten",
+    "You leave out blocks beyond the window that begin with keys of the prefix. All later queries see those.",
+    kinds_with(later=False),
+)
+mistaken(
+    block_mask,
+    "prefix_in_the_future",
+    "You let queries see keys of the prefix that come after them. Both conditions hold only with s <= t.",
+    kinds_with(later="future"),
+)
+mistaken(
+    block_mask,
+    "prefix_or_window_alone",
+    "A block can be whole although neither condition covers it: its first keys are in the prefix, and the others "
+    "in the window. The worst pair is the last query and the first key that is *not* in the prefix.",
+    kinds_with(whole="apart"),
+)
+mistaken(
+    block_mask,
+    "padding_called_whole",
+    "You call a block whole that reaches beyond T. Nobody sees those keys, so it must be masked: 1.",
+    kinds_with(ragged=False),
+)
+mistaken(
+    block_mask,
+    "padding_counted",
+    "You count queries or keys beyond T: the last query is at most T - 1, and so is the last key.",
+    kinds_with(clipped=False),
+)
+
+
+# -------------------------------------------------------------------------------- segment_ids
+
+segment_ids = Exercise(
+    "17.segment_ids",
+    title="Flash attention in packed rows",
+    function="packed_flash",
+    minutes=40,
+    points=20,
+    forbid=("jax.nn.softmax", "jax.numpy.repeat", "jax.nn.dot_product_attention"),
+    statement="""
+Write `packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128)`: the forward kernel for a packed row. Begin with
+the kernel `causal_by_hand_kernel` of this chapter, and add two things.
+
+- A token sees those of its own segment alone, itself and before.
+- Segments never fall from one token to the next. So of a block of queries, those of its *first* token see
+  farthest back, and no key before that segment's first token is of use. Blocks of keys before it are **neither
+  loaded nor computed**, like those above the diagonal: of keys, and of values, at most as many blocks are loaded
+  for each query head as have something to give. The segments are data, so use scalar prefetch.
+- `N / K` query heads in a row share a key head, which is not repeated. T is a multiple of the block.
+- Products take bfloat16 as it is and add up in float32, as the softmax does. Logits of +-90 come up.
+- One Pallas call; heads and blocks of queries are parallel. It compiles for a v5e.
+""",
+    hints=(
+        "For each block of queries compute, outside of the kernel, the first block of keys that it sees: "
+        "`jnp.searchsorted(segments_T, x)` is the first place of segment x. What does the first prefetched argument "
+        "do for the index maps and for `pl.when`?",
+        "The index map of keys clips its block number between the first one and the diagonal. Segment ids come "
+        "twice: as [T, 1] for queries and [1, T] for keys, so that comparing two blocks gives a square.",
+        "`first = jnp.searchsorted(segments_T, segments_T[::block]) // block`; compute where "
+        "`(j >= first_ref[i]) & (j <= i)`, load `jnp.clip(j, first_ref[i], i)`; "
+        "`seen = (q_seg_ref[...] == k_seg_ref[...]) & ((j < i) | (s <= t))`.",
+    ),
+)
+
+
+def segments_of(t, T, lengths=None):
+    if lengths is None:
+        return jnp.asarray(np.cumsum(t.rng.random(T) < 6 / T), jnp.int32)
+    return jnp.asarray(np.repeat(3 * np.arange(len(lengths)), lengths), jnp.int32)
+
+
+def attention_by_definition(q, k, v, segments):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
+    logits = np.einsum("nth,nsh->nts", q, k) / math.sqrt(q.shape[2])
+    seen = np.tril(np.asarray(segments)[:, None] == np.asarray(segments))
+    logits = np.where(seen, logits, -np.inf)
+    exps = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.einsum("nts,nsh->nth", exps / exps.sum(-1, keepdims=True), v)
+
+
+def visible_blocks(segments, block):
+    """Pairs of blocks of queries and keys with something to give."""
+    seen = np.tril(np.asarray(segments)[:, None] == np.asarray(segments))
+    n = len(segments) // block
+    return seen.reshape(n, block, n, block).any(axis=(1, 3))
+
+
+def packed_is_right(fn, t, N, K, H, segments, block, why, scale=1.0):
+    T = len(segments)
+    q, k, v = numbers(t, N, T, H, scale=scale), numbers(t, K, T, H), numbers(t, K, T, H)
+    out, run = simulate(t, lambda *args: fn(*args, block=block), q, k, v, segments)
+    want = attention_by_definition(q, k, v, segments)
+    t.close(out, want, 1e-3, 1e-4, why, np.float32)
+    return run
+
+
+@segment_ids.check("one segment")
+def _(fn, t):
+    packed_is_right(fn, t, 1, 1, 16, segments_of(t, 24, [24]), 8, "one head, one segment")
+
+
+@segment_ids.check("segments, heads that share keys, what is loaded")
+def _(fn, t):
+    block, segments = 8, segments_of(t, 40, [5, 13, 8, 11, 3])
+    run = packed_is_right(fn, t, 4, 2, 8, segments, block, "segments of 5, 13, 8, 11 and 3 tokens")
+    most, keys = 4 * int(visible_blocks(segments, block).sum()), run.loads[4:6]
+    t.true(
+        max(keys) <= most,
+        f"{max(keys)} blocks of keys or values are loaded for 4 heads; {most} have something to give",
+        keys,
+    )
+    cores = {core for core, _ in run.visits}
+    t.true(len(cores) == 2, "only one core has work to do: no dimension of the grid is parallel")
+
+
+@segment_ids.check("large logits, and values that nobody sees")
+def _(fn, t):
+    segments = segments_of(t, 40, [17, 9, 14])
+    q, k, v = (numbers(t, 1, 40, 8, scale=s) for s in (60, 1, 1))
+    want = attention_by_definition(q, k, v, segments)
+    # The first blocks hold keys of the first segment alone, which the last queries do not see.
+    v = v.at[:, :16].set(jnp.nan)
+    out, _ = simulate(t, lambda *args: fn(*args, block=8), q, k, v, segments)
+    why = "outputs from token 24 on, where values of the first 16 are NaN and logits are +-90"
+    t.close(out[:, 24:], want[:, 24:], 1e-3, 1e-4, why, np.float32)
+
+
+@segment_ids.check("Mosaic compiles it")
+def _(fn, t):
+    args = spec(4, 1024, 128), spec(2, 1024, 128), spec(2, 1024, 128), spec(1024, dtype=jnp.int32)
+    compiles(t, lambda *a: fn(*a, block=256), *args)
+    t.equal(
+        jax.eval_shape(fn, *args).dtype.name,
+        "bfloat16",
+        why="the result's type for bfloat16 queries",
+    )
+
+
+def packed_with(
+    *,
+    bound="segment",
+    load="clip",
+    mask="both",
+    heads="//",
+    fade="both",
+    semantics=("parallel", "parallel", "arbitrary"),
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(q_NTH, k_KTH, v_KTH, segments_T, block=128):
+        (N, T, H), K = q_NTH.shape, k_KTH.shape[0]
+        at = segments_T[block - 1 :: block] if bound == "last" else segments_T[::block]
+        first = (jnp.searchsorted(segments_T, at) // block).astype(jnp.int32)
+        if bound == "none":
+            first = jnp.zeros_like(first)
+
+        def kernel(first_ref, q_seg, k_seg, q_ref, k_ref, v_ref, o_ref, top_ref, sum_ref, acc_ref):
+            i, j = pl.program_id(1), pl.program_id(2)
+
+            @pl.when(j == 0)
+            def _():
+                top_ref[...] = jnp.full_like(top_ref, -1e30)
+                sum_ref[...] = jnp.zeros_like(sum_ref)
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+
+            @pl.when((j >= first_ref[i]) & (j <= i))
+            def _():
+                q, k, v = q_ref[...], k_ref[...], v_ref[...]
+                logits = jnp.dot(q, k.T, preferred_element_type=jnp.float32) / math.sqrt(H)
+                a, b = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
+                same, past = q_seg[...] == k_seg[...], (j < i) | (b <= a)
+                seen = {"both": same & past, "causal": past, "segments": same}[mask]
+                logits = jnp.where(seen, logits, -1e30)
+                top = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
+                exps, factor = jnp.exp(logits - top), jnp.exp(top_ref[...] - top)
+                top_ref[...] = top
+                part = jnp.sum(exps, axis=1, keepdims=True)
+                sum_ref[...] = sum_ref[...] * factor + part
+                add = jnp.dot(exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
+                acc_ref[...] = acc_ref[...] * (factor if fade == "both" else 1) + add
+
+            @pl.when(j == pl.num_programs(2) - 1)
+            def _():
+                o_ref[...] = (acc_ref[...] / sum_ref[...]).astype(o_ref.dtype)
+
+        def key_block(i, j, first_ref):
+            return {"clip": jnp.clip(j, first_ref[i], i), "min": jnp.minimum(j, i), "all": j}[load]
+
+        def head(n):
+            return n // (N // K) if heads == "//" else n % K
+
+        query = pl.BlockSpec((None, block, H), lambda n, i, j, ref: (n, i, 0))
+        key = pl.BlockSpec(
+            (None, block, H), lambda n, i, j, ref: (head(n), key_block(i, j, ref), 0)
+        )
+        return pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(N, T // block, T // block),
+                in_specs=[
+                    pl.BlockSpec((block, 1), lambda n, i, j, ref: (i, 0)),
+                    pl.BlockSpec((1, block), lambda n, i, j, ref: (0, key_block(i, j, ref))),
+                    query,
+                    key,
+                    key,
+                ],
+                out_specs=query,
+                scratch_shapes=[pltpu.VMEM((block, width), jnp.float32) for width in (1, 1, H)],
+            ),
+            out_shape=jax.ShapeDtypeStruct(q_NTH.shape, q_NTH.dtype),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        )(first, segments_T[:, None], segments_T[None], q_NTH, k_KTH, v_KTH)
+
+    return fn
+
+
+mistaken(
+    segment_ids,
+    "segments_ignored",
+    "You bound the blocks by their segments and do not mask within a block, where two segments may meet: compare "
+    "the ids of queries and keys.",
+    packed_with(mask="causal"),
+)
+mistaken(
+    segment_ids,
+    "future_seen",
+    "You compare segments and forget the diagonal: within its own segment a token still sees only itself and what "
+    "is before.",
+    packed_with(mask="segments"),
+)
+mistaken(
+    segment_ids,
+    "bounded_by_the_last_query",
+    "You take the first block from the *last* query's segment. The block's first query may belong to an earlier "
+    "segment, and sees farther back.",
+    packed_with(bound="last"),
+)
+mistaken(
+    segment_ids,
+    "key_heads_in_turn",
+    "Your query heads take the key heads in turn. Heads that share keys stand side by side: `n // (N // K)`.",
+    packed_with(heads="%"),
+)
+mistaken(
+    segment_ids,
+    "accumulator_not_scaled",
+    "You rescale the sum but not the accumulator.",
+    packed_with(fade="sum"),
+)
+mistaken(
+    segment_ids,
+    "skipped_but_loaded",
+    "Blocks before the first one are skipped, and loaded all the same: let the index map return the first block "
+    "for them, `jnp.clip(j, first_ref[i], i)`.",
+    packed_with(load="min"),
+)
+mistaken(
+    segment_ids,
+    "nothing_skipped",
+    "You mask the segments and visit every block below the diagonal. Prefetch for each block of queries the first "
+    "block of keys that it needs.",
+    packed_with(bound="none"),
+)
+mistaken(
+    segment_ids,
+    "nothing_in_parallel",
+    "You do not say that heads and blocks of queries are independent: "
+    '`dimension_semantics=("parallel", "parallel", "arbitrary")`.',
+    packed_with(semantics=("arbitrary",) * 3),
+)
+
+
+# ----------------------------------------------------------------------------------- backward
+
+backward = Exercise(
+    "17.backward",
+    title="Gradients of keys and values",
+    function="flash_dkv",
+    minutes=40,
+    points=20,
+    forbid=("jax.nn.softmax", "jax.grad", "jax.vjp", "jax.numpy.repeat"),
+    statement="""
+Write `flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128)`: the backward pass's second kernel,
+for one key head and the G query heads that share it. The first one, for `dq`, is `dq_by_hand_kernel` of this
+chapter.
+
+- A block of keys stays, and all blocks of queries of all G heads pass by it: `dk` and `dv` are sums over
+  queries *and* heads. Each block of `dk` and `dv` is stored once.
+- Weights are made again from `lse_GT`. Nothing of size T x T reaches HBM.
+- Attention is causal. Blocks of queries before the block of keys are **neither loaded nor computed**: of q at
+  most `G n (n + 1) / 2` blocks are loaded, with `n = T // block`.
+- Products take bfloat16 as it is and add up in float32, over all heads, in scratch.
+- One Pallas call; blocks of keys are parallel. It compiles for a v5e.
+""",
+    hints=(
+        "Which dimensions of the grid are summed over? They come last. When does an accumulator begin, and when is "
+        "it stored?",
+        "With P the weights and dO the output's gradient: dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), "
+        "dK = dS^T Q / sqrt(H). A query block before the diagonal needs the block that comes next: "
+        "`jnp.maximum(i, j)`.",
+        "Grid (blocks of keys j, heads g, blocks of queries i), semantics (parallel, arbitrary, arbitrary). Begin "
+        "where `(g == 0) & (i == 0)`, compute where `i >= j`, store where both are last. "
+        "`probs = jnp.where(seen, jnp.exp(logits - lse_ref[...]), 0)`, with lse as [G, T, 1].",
+    ),
+)
+
+
+def backward_args(t, G, T, H, dtype=jnp.float32, scale=1.0):
+    q, grad = numbers(t, G, T, H, dtype=dtype, scale=scale), numbers(t, G, T, H, dtype=dtype)
+    k, v = (numbers(t, T, H, dtype=dtype) for _ in range(2))
+    wide = [np.asarray(x, np.float64) for x in (q, k, v, grad)]
+    logits = np.where(np.tril(np.ones((T, T), bool)), wide[0] @ wide[1].T / math.sqrt(H), -np.inf)
+    top = logits.max(-1, keepdims=True)
+    size = np.exp(logits - top).sum(-1, keepdims=True)
+    probs = np.exp(logits - top) / size
+    out = probs @ wide[2]
+    delta = (out * wide[3]).sum(-1)
+    grads = probs * (wide[3] @ wide[2].T - delta[..., None])
+    dk = np.einsum("gts,gth->sh", grads, wide[0]) / math.sqrt(H)
+    dv = np.einsum("gts,gth->sh", probs, wide[3])
+    lse = (top + np.log(size))[..., 0]
+    return (q, k, v, grad, jnp.asarray(lse, jnp.float32), jnp.asarray(delta, jnp.float32)), dk, dv
+
+
+def gradients_are_right(fn, t, G, T, H, block, why, scale=1.0, dtype=jnp.float32, rtol=1e-3):
+    args, dk, dv = backward_args(t, G, T, H, dtype, scale)
+    got, run = simulate(t, lambda *a: fn(*a, block=block), *args)
+    t.equal(len(got), 2, why="how many results")
+    for name, g, w in (("dv", got[1], dv), ("dk", got[0], dk)):
+        t.close(g, w, rtol, rtol * float(np.abs(w).max()), f"{name}, {why}", dtype)
+    return run
+
+
+@backward.check("one head")
+def _(fn, t):
+    gradients_are_right(fn, t, 1, 24, 16, 8, "one head and three blocks")
+
+
+@backward.check("heads that share keys, and what is loaded")
+def _(fn, t):
+    run = gradients_are_right(
+        fn, t, 3, 24, 8, 8, "three query heads, three blocks, logits of +-90", scale=60.0
+    )
+    t.true(
+        run.loads[0] <= 3 * 6,
+        f"{run.loads[0]} blocks of q are loaded for 3 heads and 3 blocks; 18 lie on or below the diagonal",
+        run.loads[0],
+    )
+    t.equal(run.stores[-2:], [3, 3], why="blocks of dk and dv that are stored")
+    cores = {core for core, _ in run.visits}
+    t.true(len(cores) == 2, "only one core has work to do: blocks of keys are independent")
+
+
+@backward.check("bfloat16")
+def _(fn, t):
+    why = "bfloat16, summed in float32"
+    gradients_are_right(fn, t, 2, 16, 8, 8, why, dtype=jnp.bfloat16, rtol=0.015)
+    keys = spec(256, 128)
+    args = spec(2, 256, 128), keys, keys, spec(2, 256, 128), *[spec(2, 256, dtype=jnp.float32)] * 2
+    types = scratch_types(fn, *args)
+    t.true(
+        set(types) == {"float32"},
+        f"sums over queries and heads are kept in {', '.join(sorted(set(types))) or 'no scratch'}",
+        types,
+    )
+
+
+@backward.check("Mosaic compiles it")
+def _(fn, t):
+    wide, rows = spec(4, 1024, 128), spec(4, 1024, dtype=jnp.float32)
+    keys = spec(1024, 128)
+    compiles(t, lambda *a: fn(*a, block=256), wide, keys, keys, wide, rows, rows)
+
+
+def dkv_with(
+    *,
+    mask=True,
+    delta=True,
+    scaled=True,
+    start="first",
+    load=True,
+    from_=None,
+    narrow=False,
+    semantics=("parallel", "arbitrary", "arbitrary"),
+):
+    """The solution with a mistake that is asked for."""
+
+    def fn(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
+        (G, _, H), blocks = q_GTH.shape, q_GTH.shape[1] // block
+
+        def dot(a, b, axis):
+            dims = (((axis,), (axis,)), ((), ()))
+            return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+        def kernel(
+            q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, dk_ref, dv_ref, dk_acc, dv_acc
+        ):
+            j, g, i = (pl.program_id(d) for d in range(3))
+
+            @pl.when((i == 0) if start == "head" else (g == 0) & (i == 0))
+            def _():
+                dk_acc[...] = jnp.zeros_like(dk_acc)
+                dv_acc[...] = jnp.zeros_like(dv_acc)
+
+            @pl.when((i >= j) if from_ is None else (i >= 0))
+            def _():
+                q, grad = q_ref[...], grad_ref[...]
+                logits = dot(q, k_ref[...], 1) / math.sqrt(H)
+                a, b = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
+                probs = jnp.exp(logits - lse_ref[...])
+                if mask:
+                    probs = jnp.where((i > j) | ((b <= a) & (i == j)), probs, 0)
+                grads = dot(grad, v_ref[...], 1)
+                grads = probs * (grads - delta_ref[...] if delta else grads)
+                dv = dv_acc[...] + dot(probs.astype(grad.dtype), grad, 0)
+                dk = dk_acc[...] + dot(grads.astype(q.dtype), q, 0)
+                dk_acc[...], dv_acc[...] = dk.astype(dk_acc.dtype), dv.astype(dv_acc.dtype)
+
+            @pl.when((g == G - 1) & (i == blocks - 1))
+            def _():
+                scale = math.sqrt(H) if scaled else 1.0
+                dk_ref[...] = (dk_acc[...] / scale).astype(dk_ref.dtype)
+                dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
+
+        at = (lambda j, g, i: (g, jnp.maximum(i, j), 0)) if load else (lambda j, g, i: (g, i, 0))
+        query, column = pl.BlockSpec((None, block, H), at), pl.BlockSpec((None, block, 1), at)
+        key = pl.BlockSpec((block, H), lambda j, g, i: (j, 0))
+        return pl.pallas_call(
+            kernel,
+            grid=(blocks, G, blocks),
+            in_specs=[query, key, key, query, column, column],
+            out_specs=(key, key),
+            out_shape=(jax.ShapeDtypeStruct(k_TH.shape, k_TH.dtype),) * 2,
+            scratch_shapes=[pltpu.VMEM((block, H), k_TH.dtype if narrow else jnp.float32)] * 2,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        )(q_GTH, k_TH, v_TH, grad_GTH, lse_GT[..., None], delta_GT[..., None])
+
+    return fn
+
+
+mistaken(
+    backward,
+    "future_not_masked",
+    "On the diagonal some queries come before some keys. Their weights are 0, as in the forward pass; "
+    "exp(logits - lse) alone is not.",
+    dkv_with(mask=False),
+)
+mistaken(
+    backward,
+    "delta_forgotten",
+    "You leave out delta. Weights of a row sum to 1, so the gradient of a logit is its weight times what its own "
+    "product has *above the mean*: dP - delta.",
+    dkv_with(delta=False),
+)
+mistaken(
+    backward,
+    "dk_not_scaled",
+    "Your dk lacks 1/sqrt(H). The logits are q k^T / sqrt(H), so their gradient reaches k with the same factor.",
+    dkv_with(scaled=False),
+)
+mistaken(
+    backward,
+    "begun_for_each_head",
+    "You set the accumulators to zero for each query head, so only the last one's part is left. All heads add to "
+    "one key head.",
+    dkv_with(start="head"),
+)
+mistaken(
+    backward,
+    "skipped_but_loaded",
+    "Blocks of queries before the diagonal are skipped, and loaded all the same: their index map should return "
+    "`jnp.maximum(i, j)`.",
+    dkv_with(load=False),
+)
+mistaken(
+    backward,
+    "heads_forgotten_in_bfloat16",
+    "You accumulate in the keys' own type. Sums over all queries and heads in bfloat16 lose what the result still "
+    "shows: use float32 scratch.",
+    dkv_with(narrow=True),
+)
+mistaken(
+    backward,
+    "nothing_in_parallel",
+    'You do not say that blocks of keys are independent: `dimension_semantics=("parallel", "arbitrary", '
+    '"arbitrary")`.',
+    dkv_with(semantics=("arbitrary",) * 3),
+)
+
+
+# -------------------------------------------------------------------------------------- sinks
+
+sinks = Exercise(
+    "17.sinks",
+    title="A sink, after the fact",
+    function="with_sinks",
+    minutes=20,
+    points=10,
+    statement="""
+A sink is one more logit in a row's softmax, without a value. Whoever has attention's result and its logsumexp
+needs no other kernel for it. Write `with_sinks(out_BTNH, lse_BTN, sinks_N)`, which returns both as if the sink
+had been there from the beginning.
+
+- Sinks and logsumexps of 90 and of -90 meet, in any combination.
+- A query that saw no key has an output of 0 and a logsumexp of -inf. It keeps the first, and the second becomes
+  its sink. A head without a sink has -inf, and nothing changes for it.
+- JAX can differentiate it: for all finite sinks and logsumexps the gradients are those of the definition, and
+  none is NaN anywhere.
+- The output may be bfloat16 and keeps its type; compute in float32.
+""",
+    hints=(
+        "The output is a sum over exp(logit - lse) times value. What changes in it when lse becomes another number?",
+        "The new logsumexp is `jnp.logaddexp(lse_BTN, sinks_N)`, and the output is multiplied by exp(lse - new). "
+        "What is that where both are -inf? And what is its gradient? `jnp.where` around a NaN mends the value alone.",
+        "Replace the input and not the result: `nothing = (lse == -jnp.inf) & (sinks_N == -jnp.inf)`, "
+        "`lse = jnp.where(nothing, 0, lse)`; then `new`, `share = jnp.exp(lse - new)`, and "
+        "`jnp.where(nothing, -jnp.inf, new)`.",
+    ),
+)
+
+
+def soft_with_sinks(logits, values, extra):
+    """Attention with sinks by its definition: logits [B, T, N, S], values [S, H], extra [N]."""
+    column = jnp.broadcast_to(extra[None, None, :, None], (*logits.shape[:3], 1))
+    joined = jnp.concatenate([logits, column], axis=-1)
+    weights = jax.nn.softmax(joined, axis=-1)[..., :-1]
+    return jnp.einsum("btns,sh->btnh", weights, values), jax.nn.logsumexp(joined, axis=-1)
+
+
+def soft_without(logits, values):
+    out = jnp.einsum("btns,sh->btnh", jax.nn.softmax(logits, axis=-1), values)
+    return out, jax.nn.logsumexp(logits, axis=-1)
+
+
+@sinks.check("values")
+def _(fn, t):
+    logits, values = numbers(t, 2, 3, 4, 5), numbers(t, 5, 6)
+    extra = numbers(t, 4)
+    got = fn(*soft_without(logits, values), extra)
+    t.equal(len(got), 2, why="how many results")
+    want = soft_with_sinks(logits, values, extra)
+    t.close(got[0], want[0], 1e-4, 1e-5, "the output, for logits near 0", np.float32)
+    t.close(got[1], want[1], 1e-4, 1e-5, "the logsumexp, for logits near 0", np.float32)
+
+
+@sinks.check("large numbers")
+def _(fn, t):
+    shifts = jnp.asarray([90.0, -90, 90, -90, 0])[None, None, :, None]
+    logits, values = numbers(t, 1, 3, 5, 4) + shifts, numbers(t, 4, 3)
+    extra = jnp.asarray([90.0, -90, -90, 90, 95])
+    got, want = fn(*soft_without(logits, values), extra), soft_with_sinks(logits, values, extra)
+    t.close(got[0], want[0], 1e-3, 1e-6, "the output, for logits and sinks of +-90", np.float32)
+    t.close(got[1], want[1], 1e-4, 1e-5, "the logsumexp, for logits and sinks of +-90")
+
+
+@sinks.check("gradients")
+def _(fn, t):
+    logits, values, extra = numbers(t, 2, 3, 4, 5), numbers(t, 5, 6), numbers(t, 4)
+    probe, other = numbers(t, 2, 3, 4, 6), numbers(t, 2, 3, 4)
+
+    def loss(attend):
+        def f(*args):
+            out, lse = attend(*args)
+            return jnp.sum(probe * out) + jnp.sum(other * lse)
+
+        return jax.grad(f, (0, 1, 2))
+
+    got = loss(lambda a, v, s: fn(*soft_without(a, v), s))(logits, values, extra)
+    t.close(got[2], loss(soft_with_sinks)(logits, values, extra)[2], 1e-3, 1e-5, "of the sinks")
+    want = loss(soft_with_sinks)(logits, values, extra)
+    t.close(got[0], want[0], 1e-3, 1e-5, "of the logits that out and lse came from")
+
+
+@sinks.check("no key, no sink")
+def _(fn, t):
+    out, lse = numbers(t, 1, 2, 3, 4), jnp.asarray(numbers(t, 1, 2, 3))
+    out, lse = out.at[0, 0].set(0), lse.at[0, 0].set(-jnp.inf)
+    extra = jnp.asarray([1.5, -jnp.inf, -jnp.inf])
+    got = fn(out, lse, extra)
+    t.close(got[0][0, 0], jnp.zeros((3, 4)), 0, 0, "outputs of a query that saw no key")
+    t.close(got[0][0, 1, 1:], out[0, 1, 1:], 1e-6, 0, "outputs of heads whose sink is -inf")
+    t.close(got[1][0, 0], extra, 1e-6, 0, "logsumexp of a query that saw no key")
+    grads = jax.grad(lambda *a: jnp.sum(fn(*a)[0]), (0, 1, 2))(out, lse, extra)
+    t.finite(grads, "gradients of the output where logsumexp or sink is -inf")
+
+
+@sinks.check("bfloat16")
+def _(fn, t):
+    out, lse, extra = numbers(t, 1, 4, 2, 8, dtype=jnp.bfloat16), numbers(t, 1, 4, 2), numbers(t, 2)
+    share = 1 / (1 + np.exp(np.asarray(extra) - np.asarray(lse)))
+    want = np.asarray(out, np.float64) * share[..., None]
+    got = fn(out, lse, extra)
+    t.close(got[0], want, 5e-3, 1e-6, "a bfloat16 output", jnp.bfloat16)
+    t.equal(got[1].dtype.name, "float32", why="the type of the logsumexp")
+
+
+@sinks.mutant(
+    "You exponentiate lse or the sink itself. exp(90) is more than float32 can hold: take `jnp.logaddexp`, and "
+    "exponentiate only a difference."
+)
+def overflows(out_BTNH, lse_BTN, sinks_N):
+    total = jnp.exp(lse_BTN) + jnp.exp(sinks_N)
+    share = jnp.where(total == 0, 0, jnp.exp(lse_BTN) / jnp.where(total == 0, 1, total))
+    return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), jnp.log(total)
+
+
+@sinks.mutant(
+    "You return the logsumexp as it was. With the sink in the softmax, its exponential belongs to the sum."
+)
+def old_logsumexp(out_BTNH, lse_BTN, sinks_N):
+    _, share = _new_and_share(lse_BTN, sinks_N)
+    return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), lse_BTN
+
+
+@sinks.mutant(
+    "You multiply by the *sink's* share of the weights. The keys keep the rest: exp(lse - new)."
+)
+def share_of_the_sink(out_BTNH, lse_BTN, sinks_N):
+    new, share = _new_and_share(lse_BTN, sinks_N)
+    return (out_BTNH * (1 - share)[..., None]).astype(out_BTNH.dtype), new
+
+
+@sinks.mutant(
+    "Where a query saw no key and its head has no sink, both numbers are -inf, and their difference is NaN. Put a "
+    "finite number in the place of one before you subtract."
+)
+def minus_infinity_minus_itself(out_BTNH, lse_BTN, sinks_N):
+    new = jnp.logaddexp(lse_BTN, sinks_N)
+    share = jnp.exp(lse_BTN - new)
+    return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), new
+
+
+@sinks.mutant(
+    "Your values are right and a gradient is NaN: `jnp.where` chooses a value, but the gradient of what it did not "
+    "choose is 0 times NaN. Where both are -inf, replace lse *before* it enters `logaddexp`."
+)
+def mended_too_late(out_BTNH, lse_BTN, sinks_N):
+    new = jnp.logaddexp(lse_BTN, sinks_N)
+    share = jnp.exp(lse_BTN - jnp.where(new == -jnp.inf, 0, new))
+    return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), new
+
+
+@sinks.mutant(
+    "Your values are right and the gradient stops at the sinks. They are parameters: don't use `stop_gradient`, "
+    "nor treat the share as a constant."
+)
+def gradient_stopped(out_BTNH, lse_BTN, sinks_N):
+    new, share = _new_and_share(lse_BTN, sinks_N)
+    share = jax.lax.stop_gradient(share)
+    return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), new
+
+
+@sinks.mutant(
+    "Your result is float32 whatever the output was. Compute in float32, and return the output in its own type."
+)
+def wrong_type(out_BTNH, lse_BTN, sinks_N):
+    new, share = _new_and_share(lse_BTN, sinks_N)
+    return out_BTNH.astype(jnp.float32) * share[..., None], new
+
+
+def _new_and_share(lse, extra):
+    nothing = (lse == -jnp.inf) & (extra == -jnp.inf)
+    lse = jnp.where(nothing, 0, lse)
+    new = jnp.logaddexp(lse, extra)
+    return jnp.where(nothing, -jnp.inf, new), jnp.exp(lse - new)
