@@ -208,9 +208,12 @@ def resolved(cfg: config.Config, key: str) -> Any:
 
 
 def modules() -> list[str]:
-    """Every module of the package but the command line, which `minitext --help` documents."""
+    """Every module of the package but the command line, which `minitext --help` documents.
+
+    Of the folders' modules, only the one that a public function's argument comes from.
+    """
     found = [module.name for module in pkgutil.iter_modules(minitext.__path__)]
-    return [name for name in found if name not in ("__main__", "cli", "configs")]
+    return [name for name in found if name not in ("__main__", "cli", "configs")] + ["kernels.mask"]
 
 
 def reference() -> dict[str, str]:
