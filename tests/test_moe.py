@@ -75,8 +75,9 @@ def oracle(logits, cfg, bias):
     logits = logits.astype(np.float64)
     exps = np.exp(logits - logits.max())
     scores = exps / exps.sum() if cfg.router == "softmax" else 1 / (1 + np.exp(-logits))
-    # In float32, as ties are broken there.
-    ranking = (scores.astype(np.float32) + bias).astype(np.float32)
+    # Ties are broken by what the scores are in float32: sigmoid(-1) + sigmoid(1) is 2 sigmoid(0), or nearly.
+    as_float32 = jax.nn.softmax if cfg.router == "softmax" else jax.nn.sigmoid
+    ranking = np.asarray(as_float32(logits.astype(np.float32))) + bias
     width = cfg.experts // cfg.groups
     groups = [ranking[g * width : (g + 1) * width] for g in range(cfg.groups)]
     value = [np.sort(group)[::-1][:2].sum(dtype=np.float32) for group in groups]
