@@ -102,17 +102,16 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
     lower_seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory(prefix="minitext-aot-") as folder:
         compiled, refusal = None, None
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         start = time.perf_counter()
         with jax.set_mesh(mesh), no_cache(), _spinner(f"compiling for {target}"):
             try:
-                compiled = lowered.compile(compiler_options=options)
+                compiled = lowered.compile(compiler_options=dump_to(folder))
             except jax.errors.JaxRuntimeError as error:
                 refusal = parse_out_of_memory(str(error))
                 if refusal is None:
                     raise
         compile_seconds = time.perf_counter() - start
-        traced, module, assignment = _read_dump(folder)
+        traced, module, assignment = read_dump(folder)
     buffers = read_buffers(assignment, op_names(module), argument_names(traced))
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
@@ -227,7 +226,12 @@ def _advise(report: Report, cfg: Config) -> Iterator[str]:
             yield f"a device computes one row at once: lower data.seq_len={cfg.data.seq_len}"
 
 
-def _read_dump(folder: str) -> tuple[str, str, str]:
+def dump_to(folder: str) -> dict[str, Any]:
+    """Returns the compiler options that have XLA write what `read_dump` reads."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def read_dump(folder: str) -> tuple[str, str, str]:
     """Returns texts from XLA's dump: the module before and after optimizations, its buffers.
 
     The dump is read and not `compiled.as_text()`: that fails on some v5p programs (RET_CHECK

@@ -73,6 +73,7 @@ def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
         and layers == 1,
         "model.ffn.kind=moe: a ragged all-to-all sends what the router chose, of which this is the most": s.experts
         > 1 and s.tpu and s.moe is not None and s.moe.capacity_factor is None,
+        f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla": cfg.train.loss_impl != "xla",
         "parts of fewer than 16 rows, some of which the TPU's compiler sums whole": s.tpu
         and cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS != 0,
     }  # fmt: skip

@@ -6,6 +6,7 @@ sides with what differs. `minitext comms` does this for a preset.
 Chapters: 11, 12, 13.
 """
 
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from minitext import hlo
-from minitext.aot import no_cache
+from minitext.aot import dump_to, no_cache, read_dump
 from minitext.comms import notes, predict
 from minitext.comms_sizes import Term
 from minitext.compile_report import print_tables, show_bytes, table
@@ -105,8 +106,9 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
     backend = mesh.devices.flat[0].platform
     step = make_train_step(cfg, mesh)
     args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-    with jax.set_mesh(mesh), no_cache():
-        text = step.lower(*args).compile(_QUICKLY.get(backend)).as_text()
+    with jax.set_mesh(mesh), no_cache(), tempfile.TemporaryDirectory(prefix="minitext-") as folder:
+        step.lower(*args).compile(_QUICKLY.get(backend, {}) | dump_to(folder))
+        text = read_dump(folder)[1]
     return read(text, cfg, mesh, backend)
 
 

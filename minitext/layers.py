@@ -133,6 +133,10 @@ class Linear(nnx.Module):
         w_DNH = jax.lax.reshape(w_DF, (len(w_DF), N, w_DF.shape[1] // N), out_sharding=where)
         return jnp.swapaxes(w_DNH, 0, 1)
 
+    def gathered(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the weight [D, F] in `dtype`, whole but for what computes in parts."""
+        return self.rules.gather(self.w.get_value().astype(dtype), *self.axes)
+
     def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
         """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
         rules, features = self.rules, "act" if self.axes[0] == "embed" else self.axes[0]
@@ -241,14 +245,18 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
-        table_VD = self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
+        table_VD = self.gathered(dtype)
         x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
         return self.rules.shard(x_BTD, "batch", "residual", "act")
+
+    def gathered(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the table [V, D] in `dtype`, whole but for the vocabulary's parts."""
+        return self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Returns the products of x [..., D] with every token vector, [..., V], scaled by 1/sqrt(D)."""
         rules, names = self.rules, _token_names(x)
-        table_VD = rules.gather(self.table.get_value().astype(x.dtype), "vocab", "embed")
+        table_VD = self.gathered(x.dtype)
         x = rules.shard(x, *names, "act")
         logits = jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))
         return logits / math.sqrt(x.shape[-1])

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from minitext import kernels
+from minitext.layers import flatten_tokens
 from minitext.sharding import ShardingRules
 
 
@@ -43,6 +45,33 @@ def cross_entropy(
 def masked_sum(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
     """Returns the sum of the values where the mask is not 0, as a float32 scalar."""
     return jnp.sum(jnp.where(mask_BT != 0, values_BT, 0.0))
+
+
+def fused_sums(
+    x_BTD: jax.Array,
+    w_DV: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    z_loss: float,
+    impl: str,
+    rules: ShardingRules,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the masked sums of the loss, with z-loss and without, from a kernel that need not store logits.
+
+    Args:
+      x_BTD: [B, T, D] hidden states, rows whole on their devices.
+      w_DV: [D, V] output layer, of the same type.
+      targets_BT: [B, T] integers below V.
+      mask_BT: [B, T], 0 where a target does not count.
+      z_loss: weight of the squared log-normalizer.
+      impl: of `minitext.kernels.linear_cross_entropy`.
+      rules: where tokens lie.
+    """
+    x_XD, targets_X, mask_X = (flatten_tokens(x, rules) for x in (x_BTD, targets_BT, mask_BT))
+    nll_X, normalizer_X = kernels.linear_cross_entropy(x_XD, w_DV, targets_X, impl=impl)
+    nll = masked_sum(nll_X, mask_X)
+    return nll + z_loss * masked_sum(jnp.square(normalizer_X), mask_X), nll
 
 
 def sum_in_chunks(

@@ -208,6 +208,8 @@ def _notes(cfg: Config, platform: str) -> Iterator[str]:
         yield "of unrolled layers the compiler recomputes as it sees fit: model.remat is counted as in a scan"
     if attention.impl == "xla_blocked" or (attention.impl == "auto" and platform != "tpu"):
         yield "attention in blocks or by a kernel never holds all the scores that are counted here"
+    if cfg.train.loss_impl != "xla":
+        yield f"train.loss_impl={cfg.train.loss_impl}: logits are counted, which a kernel does not store"
     if attention.kind != "gqa":
         yield f"model.attention.kind={attention.kind}: norms and rotations of its own are not counted"
     if isinstance(model.ffn, MoEConfig):

@@ -28,7 +28,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     _check_use(cfg, rules, shape)
     rows = _check_batch(cfg, shape)
     _check_sizes(cfg, rules, shape)
-    _check_chunks(cfg, rules, shape)
+    _check_loss(cfg, rules, shape)
     _check_experts(cfg, shape)
     _check_stages(cfg, shape, rows)
     _check_offload(cfg, mesh)
@@ -58,12 +58,17 @@ def _check_batch(cfg: Config, shape: dict[str, int]) -> int:
     return rows // ways
 
 
-def _check_chunks(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
+def _check_loss(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
     chunks, ways = cfg.train.loss_chunks, math.prod(shape[a] for a in rules.table["residual"])
     if cfg.data.seq_len % (chunks * ways):
         raise UserError(
             f"data.seq_len={cfg.data.seq_len} is not divisible by train.loss_chunks={chunks} x {ways} device(s) that "
             f"share a sequence: choose train.loss_chunks among {divisors(cfg.data.seq_len // ways)}"
+        )
+    if cfg.train.loss_impl != "xla" and (ways > 1 or shape["stage"] > 1):
+        raise UserError(
+            f"train.loss_impl={cfg.train.loss_impl} takes whole sequences after the last layer, which {ways} device(s) "
+            f"share in mesh.stage={shape['stage']} stage(s): set train.loss_impl=xla"
         )
 
 

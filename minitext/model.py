@@ -113,13 +113,9 @@ class Transformer(nnx.Module):
         if not cfg.tie_embeddings:
             # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
             self.unembed = Linear(
-                cfg.embed,
-                cfg.vocab,
-                ("embed", "vocab"),
-                key=rngs.params(),
-                rules=rules,
-                scale=cfg.embed**-0.5,
-            )
+                cfg.embed, cfg.vocab, ("embed", "vocab"),
+                key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
+            )  # fmt: skip
 
     def __call__(
         self,
@@ -197,6 +193,12 @@ class Transformer(nnx.Module):
         shape = (batch, x_XD.size // batch // self.cfg.embed, self.cfg.embed)
         where = self.rules.out("batch", "residual", "act")
         return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
+
+    def output_weight(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the output layer [D, V] in `dtype`, whole but for the vocabulary's parts."""
+        if self.cfg.tie_embeddings:
+            return self.embed.gathered(dtype).T / self.cfg.embed**0.5
+        return self.unembed.gathered(dtype)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V] of hidden states [B, T, D], in float32."""

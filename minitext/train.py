@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext import moe, stacks
 from minitext.config import Config, MoEConfig
-from minitext.loss import cross_entropy, masked_sum, sum_in_chunks
+from minitext.loss import cross_entropy, fused_sums, masked_sum, sum_in_chunks
 from minitext.mesh import BATCH_AXES
 from minitext.mesh_check import HOST, check_mesh
 from minitext.model import Transformer
@@ -158,6 +158,13 @@ def _summed_loss(
     cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """The summed loss and negative log-likelihood of what the output layer reads."""
+    rules = RULES[cfg.sharding.rules]
+    if cfg.train.loss_impl != "xla":
+        w_DV = model.output_weight(x_BTD.dtype)
+        per_token = batch["targets"], batch["loss_mask"]
+        return fused_sums(
+            x_BTD, w_DV, *per_token, z_loss=cfg.train.z_loss, impl=cfg.train.loss_impl, rules=rules
+        )
 
     def sums(x_BTD, targets_BT, mask_BT):
         logits_BTV = model.logits(x_BTD)
@@ -170,7 +177,7 @@ def _summed_loss(
     tokens, chunks = (x_BTD, batch["targets"], batch["loss_mask"]), cfg.train.loss_chunks
     if chunks == 1:
         return sums(*tokens)
-    return sum_in_chunks(sums, *tokens, chunks=chunks, rules=RULES[cfg.sharding.rules])
+    return sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
 
 
 def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:

@@ -11,6 +11,7 @@ from test_aot import needs_libtpu
 
 from minitext.equality import packed_batch
 from minitext.errors import UserError
+from minitext.kernels.simulator import strict
 from minitext.memory import stored_bytes
 from minitext.mesh import make_mesh
 from minitext.mesh_check import check_mesh
@@ -27,10 +28,11 @@ from minitext.train import (
 
 def loss_and_gradients(cfg, mesh):
     state = init_state(cfg, mesh)
+    args = state.params, packed_batch(cfg, mesh, 0)
     with jax.set_mesh(mesh):
-        (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True))(
-            state.params, packed_batch(cfg, mesh, 0)
-        )
+        run = jax.jit(jax.value_and_grad(make_loss_fn(cfg), has_aux=True)).lower(*args).compile()
+    # Without the mesh: a simulated kernel's memory, which the calling thread may fill, is of none.
+    (loss, _), grads = run(*args)
     return float(loss), jax.device_get(grads)
 
 
@@ -122,6 +124,7 @@ def test_abstract_state_is_the_state(tiny):
         ),
         (["mesh.stage=8", "model.vocab=258"], "model.layers=2 is not divisible by mesh.stage=8"),
         (["train.loss_chunks=8", "mesh.context=8"], "among 1, 2, 4"),
+        (["train.loss_impl=auto", "mesh.context=8"], "set train.loss_impl=xla"),
     ],
 )
 def test_a_mesh_the_model_cannot_use_is_refused(tiny, overrides, named):
@@ -153,6 +156,28 @@ def test_a_loss_in_chunks_is_the_loss(tiny, layout):
     cfg = tiny("train.loss_chunks=4", *HEADS, *layout)
     mesh = make_mesh(cfg.mesh, devices=jax.devices()[: 1 if layout == CHUNKED[0] else 8])
     loss, grads = loss_and_gradients(cfg, mesh)
+    want_loss, want = whole_loss(tiny, cfg.train.z_loss, cfg.model.tie_embeddings)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("mesh.data=1",),
+        ("mesh.data=1", "train.z_loss=0.1", "model.tie_embeddings=true"),
+        ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2", "train.z_loss=0.1"),
+    ],
+    ids=" ".join,
+)
+def test_a_fused_loss_is_the_loss(tiny, as_on_a_tpu, settings):
+    """No logits are stored: all that the output layer makes is what the kernel returns."""
+    cfg = tiny("train.loss_impl=auto", "model.attention.impl=xla", *HEADS, *settings)
+    mesh = make_mesh(cfg.mesh, devices=jax.devices()[: math.prod(cfg.mesh.sizes().values())])
+    with strict() as runs:
+        loss, grads = loss_and_gradients(cfg, mesh)
+    assert runs, "no kernel ran"
     want_loss, want = whole_loss(tiny, cfg.train.z_loss, cfg.model.tie_embeddings)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):

@@ -60,10 +60,20 @@ class TrainConfig(Section):
         ge=1,
         description="parts of the sequence whose logits are computed one after another",
     )
+    loss_impl: Literal["xla", "auto", "pallas_tpu", "pallas_gpu"] = Field(
+        default="xla",
+        description="xla: logits, then their loss; a kernel: both at once, with less memory and more work; auto: the "
+        "platform's",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the parameters")
 
     def faults(self) -> Iterator[str]:
-        """Yields the fault if microbatches does not divide the batch."""
+        """Yields the faults: microbatches that don't divide the batch, chunks of logits that a kernel does not make."""
+        if self.loss_impl != "xla" and self.loss_chunks > 1:
+            yield (
+                f"train.loss_chunks={self.loss_chunks} divides logits, which train.loss_impl={self.loss_impl} may not "
+                "make: set train.loss_chunks=1 or train.loss_impl=xla"
+            )
         if self.global_batch % self.microbatches:
             yield (
                 f"train.global_batch={self.global_batch} is not divisible by "
