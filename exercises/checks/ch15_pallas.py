@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,30 @@ def compiles(t, fn, *args):
     shapes = ", ".join(str(list(x.shape)) for x in args)
     reason = compiles_for("v5e", fn, *args)
     t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
+
+
+def large_outside(fn, x):
+    """Primitives outside of Pallas calls whose result is as large as x."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                continue
+            inner = [p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "jaxpr")]
+            for sub in inner:
+                walk(sub.jaxpr)
+            if not inner and any(out.aval.size >= x.size for out in eqn.outvars):
+                found.append(eqn.primitive.name)
+
+    walk(jax.make_jaxpr(fn)(x).jaxpr)
+    return found
+
+
+def nothing_outside(t, fn, x):
+    found = ", ".join(large_outside(fn, x))
+    why = f"outside of the kernel there are operations on arrays of x's size: {found}"
+    t.true(not found, why, "outside")  # which they are does not matter to the hint
 
 
 def changes(blocks):
@@ -145,7 +170,7 @@ def _(fn, t):
 
 @index_maps.check("heads that share keys, rows, several blocks")
 def _(fn, t):
-    attends(fn, t, 2, 24, 4, 2, 16, 8, "B=2, N=4, K=2 and three blocks")
+    attends(fn, t, 2, 16, 6, 3, 16, 8, "B=2, N=6, K=3 and two blocks")
 
 
 @index_maps.check("what is loaded")
@@ -188,6 +213,16 @@ def right_specs(B, T, N, K, H, block, *, kv=None, q=None, o=None, grid=None):
 )
 def key_head_n(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n, jnp.minimum(s, t), 0))
+
+
+@index_maps.mutant(
+    "You divide by K, the number of key heads. What stands side by side are the N / K query heads that share "
+    "one: `n // (N // K)`."
+)
+def divided_by_key_heads(B, T, N, K, H, block):
+    return right_specs(
+        B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // K, jnp.minimum(s, t), 0)
+    )
 
 
 @index_maps.mutant(
@@ -246,7 +281,9 @@ Pallas call with two results.
 
 - Blocks of x are `[block_M, block_N]`, and each is loaded once. Sizes need not divide: M and N are any
   numbers from 1 on. What pads the last block may be anything, NaN too.
-- Both results are float32 arrays `[1, N]`. x may be bfloat16: convert a block before you sum it.
+- Both results are float32 arrays `[1, N]`. x may be bfloat16: convert a block before you sum it. Nothing
+  outside of the call touches an array of x's size.
+- With two results, `out_specs` and `out_shape` are lists of two, and the kernel gets two refs.
 - Blocks of columns are independent, so that two cores can share them: say so with
   `dimension_semantics`. The rows of a column are not.
 - It compiles for a v5e at `[65536, 4000]`.
@@ -263,12 +300,14 @@ Pallas call with two results.
 )
 
 
-def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0):
+def reduces(fn, t, M, N, dtype=jnp.float32, shift=0.0, **block):
     x = numbers(t, M, N, dtype=dtype) + jnp.asarray(shift, dtype)
-    got, run = simulate(t, fn, x)
+    got, run = simulate(t, partial(fn, **block), x)
     t.equal(len(got), 2, why="how many results")
     wide = np.asarray(x, np.float64)
-    text = f"of [{M}, {N}] {jnp.dtype(dtype).name}"
+    text = ", ".join(
+        [f"of [{M}, {N}] {jnp.dtype(dtype).name}", *(f"{k}={n}" for k, n in block.items())]
+    )
     t.close(got[0], wide.sum(0, keepdims=True), 1e-4, 1e-2, f"sums {text}", np.float32)
     t.close(got[1], wide.max(0, keepdims=True), 1e-6, 1e-6, f"maxima {text}", np.float32)
     return run
@@ -291,9 +330,10 @@ def _(fn, t):
     reduces(fn, t, M, N, jnp.bfloat16, shift=-10)
 
 
-@reduction.check("two cores share the columns")
+@reduction.check("blocks of another size, which two cores share")
 def _(fn, t):
-    run = reduces(fn, t, 64, 256)
+    run = reduces(fn, t, 40, 512, block_M=16, block_N=256)
+    t.equal(run.loads[0], 3 * 2, why="blocks of [16, 256] that are loaded of [40, 512]")
     cores = {core for core, _ in run.visits}
     why = "only one core has work to do: no dimension of the grid is parallel"
     t.true(len(cores) == 2, why, len(cores))
@@ -302,15 +342,26 @@ def _(fn, t):
 @reduction.check("Mosaic compiles it")
 def _(fn, t):
     compiles(t, fn, spec(65536, 4000, dtype=jnp.bfloat16))
+    nothing_outside(t, fn, spec(64, 256, dtype=jnp.bfloat16))
 
 
 def column_stats_with(
-    *, start="first", least=-jnp.inf, masked="where", wide=jnp.float32, semantics=None, swap=False
+    *,
+    start="first",
+    least=-jnp.inf,
+    masked="where",
+    wide=jnp.float32,
+    semantics=None,
+    swap=False,
+    fixed=False,
+    convert=False,
 ):
     """The solution with a mistake that is asked for."""
 
     def fn(x_MN, block_M=32, block_N=128):
         M, N = x_MN.shape
+        block_M, block_N = (32, 128) if fixed else (block_M, block_N)
+        x_MN = x_MN.astype(jnp.float32) if convert else x_MN
 
         def kernel(x_ref, sum_ref, max_ref):
             i = pl.program_id(0 if swap else 1)
@@ -412,6 +463,21 @@ mistaken(
     column_stats_with(swap=True, semantics=("arbitrary", "arbitrary")),
 )
 
+mistaken(
+    reduction,
+    "blocks_of_one_size",
+    "Your blocks are 32 by 128 whatever is asked for. Take `block_M` and `block_N`, in the grid, in the "
+    "blocks and where you count the rows.",
+    column_stats_with(fixed=True),
+)
+mistaken(
+    reduction,
+    "converted_outside",
+    "You convert all of x before the call. That reads it and writes it in float32, and the kernel reads that: "
+    "convert each block in the kernel.",
+    column_stats_with(convert=True),
+)
+
 # ------------------------------------------------------------------------------ out_of_bounds
 
 out_of_bounds = Exercise(
@@ -497,16 +563,20 @@ def _(fn, t):
 @out_of_bounds.check("Mosaic compiles it")
 def _(fn, t):
     compiles(t, fn, spec(4001, 700))
+    nothing_outside(t, fn, spec(64, 256))
 
 
 def second_difference_with(
-    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False
+    *, clip=True, up="row", down="row", steps=pl.cdiv, wrap=False, swap=False, pad=False
 ):
     """The solution with a mistake that is asked for."""
 
     def fn(x_MN):
         M, N = x_MN.shape
         count = max(1, steps(M, 8))
+        if pad:
+            below_MN = jnp.zeros((8 * count + 8 - M, N))
+            x_MN = jnp.concatenate([jnp.zeros((8, N)), x_MN, below_MN])
 
         def kernel(above_ref, x_ref, below_ref, o_ref):
             i, x = pl.program_id(0), x_ref[...]
@@ -522,6 +592,8 @@ def second_difference_with(
             o_ref[...] = above - 2 * x + below
 
         def at(shift):
+            if pad:
+                return pl.BlockSpec((8, N), lambda i: (i + shift + 1, 0))
             if wrap:
                 return pl.BlockSpec((8, N), lambda i: ((i + shift + count) % count, 0))
             if clip:
@@ -532,7 +604,7 @@ def second_difference_with(
             kernel,
             grid=(count,),
             in_specs=[at(-1), at(0), at(1)],
-            out_specs=at(0),
+            out_specs=pl.BlockSpec((8, N), lambda i: (i, 0)),
             out_shape=spec(M, N),
         )(x_MN, x_MN, x_MN)
 
@@ -580,6 +652,13 @@ mistaken(
     "them the other way round.",
     second_difference_with(swap=True),
 )
+mistaken(
+    out_of_bounds,
+    "padded_copy",
+    "You put x between rows of zeros before the call. That copy reads and writes all of x once more: leave x "
+    "where it is, and choose the zeros in the kernel.",
+    second_difference_with(pad=True),
+)
 
 # ------------------------------------------------------------------------------------ softmax
 
@@ -591,7 +670,7 @@ softmax = Exercise(
     points=15,
     forbid=("jax.nn.softmax", "jax.nn.log_softmax", "jax.numpy.pad"),
     statement="""
-Section 1 counted four passes over memory for a softmax. Write `row_softmax(x_MN, block_M=8)`, which
+The chapter began with a softmax of four passes over memory. Write `row_softmax(x_MN, block_M=8)`, which
 makes two: one read, one write.
 
 - A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing
@@ -613,34 +692,17 @@ makes two: one read, one write.
 )
 
 
-def soft(fn, t, x, why):
-    got, run = simulate(t, fn, x)
+def soft(fn, t, x, why, **block):
+    got, run = simulate(t, partial(fn, **block), x)
     wide = np.asarray(x, np.float64)
     top = wide.max(1, keepdims=True)
     exps = np.exp(wide - np.where(np.isinf(top), 0, top))
     total = exps.sum(1, keepdims=True)
     want = exps / np.where(total == 0, 1, total)
-    rtol = 1e-2 if x.dtype == jnp.bfloat16 else 1e-4
+    # One rounding to bfloat16 moves a number by up to 1/256 of it.
+    rtol = 4.2e-3 if x.dtype == jnp.bfloat16 else 1e-4
     t.close(got, want, rtol, 1e-7, why, x.dtype)
     return run
-
-
-def large_outside(fn, x):
-    """Primitives outside of Pallas calls whose result is as large as x."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "pallas_call":
-                continue
-            inner = [p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "jaxpr")]
-            for sub in inner:
-                walk(sub.jaxpr)
-            if not inner and any(out.aval.size >= x.size for out in eqn.outvars):
-                found.append(eqn.primitive.name)
-
-    walk(jax.make_jaxpr(fn)(x).jaxpr)
-    return found
 
 
 @softmax.check("one block")
@@ -666,14 +728,15 @@ def _(fn, t):
     cores = {core for core, _ in run.visits}
     why = "only one core has work to do: the grid's dimension is not parallel"
     t.true(len(cores) == 2, why, len(cores))
-    outside = large_outside(fn, spec(64, 256))
-    t.equal(outside, [], why="operations outside of the kernel on arrays of x's size")
+    nothing_outside(t, fn, spec(64, 256))
 
 
-@softmax.check("bfloat16")
+@softmax.check("bfloat16, in blocks of 16 rows")
 def _(fn, t):
-    x = numbers(t, 16, 300, dtype=jnp.bfloat16, scale=3)
-    soft(fn, t, x, "[16, 300] bfloat16, computed in float32")
+    x = numbers(t, 20, 300, dtype=jnp.bfloat16, scale=3)
+    run = soft(fn, t, x, "[20, 300] bfloat16, computed in float32, block_M=16", block_M=16)
+    t.equal(run.loads[0], 2, why="blocks of 16 rows that are loaded of 20")
+    nothing_outside(t, fn, spec(64, 256, dtype=jnp.bfloat16))
 
 
 @softmax.check("Mosaic compiles it")
@@ -682,13 +745,21 @@ def _(fn, t):
 
 
 def row_softmax_with(
-    *, top="row", all_masked=True, wide=jnp.float32, rows=None, semantics="parallel", split=False
+    *,
+    top="row",
+    all_masked=True,
+    wide=jnp.float32,
+    rows=None,
+    semantics="parallel",
+    split=False,
+    convert=False,
 ):
     """The solution with a mistake that is asked for."""
 
     def fn(x_MN, block_M=8):
-        M, N = x_MN.shape
-        block_M = M if rows == "all" else block_M
+        (M, N), narrow = x_MN.shape, x_MN.dtype
+        block_M = M if rows == "all" else rows or block_M
+        x_MN = x_MN.astype(jnp.float32) if convert else x_MN
 
         def kernel(x_ref, o_ref):
             x = x_ref[...].astype(wide or x_ref.dtype)
@@ -714,7 +785,7 @@ def row_softmax_with(
         if split:
             total = jnp.sum(out, axis=1, keepdims=True)
             out = out / jnp.where(total == 0, 1, total)
-        return out
+        return out.astype(narrow)
 
     return fn
 
@@ -767,6 +838,19 @@ mistaken(
 )
 mistaken(
     softmax,
+    "converted_outside",
+    "You convert all of x, or all of the result, outside of the call. Each is one more pass over memory: "
+    "convert in the kernel, a block at a time.",
+    row_softmax_with(convert=True),
+)
+mistaken(
+    softmax,
+    "eight_rows_always",
+    "Your blocks have 8 rows whatever is asked for. Take `block_M`, in the block and in the grid.",
+    row_softmax_with(rows=8),
+)
+mistaken(
+    softmax,
     "nothing_in_parallel",
     'You do not say that blocks of rows are independent: `dimension_semantics=("parallel",)`.',
     row_softmax_with(semantics="arbitrary"),
@@ -806,12 +890,15 @@ them. Write `take_rows(table_VD, ids_T)` with scalar prefetch.
 )
 
 
-def takes(fn, t, V, D, ids):
+def takes(fn, t, V, D, ids, infinite=()):
     table, ids = numbers(t, V, D), np.asarray(ids, np.int32)
+    table = table.at[list(infinite), 0].set(jnp.inf) if infinite else table
     got, run = simulate(t, fn, table, jnp.asarray(ids), cores=1)
     real = (ids >= 0) & (ids < V)
     want = np.where(real[:, None], np.asarray(table)[ids.clip(0, V - 1)], 0)
-    t.close(got, want, 0, 0, f"rows {ids.tolist()} of [{V}, {D}]", np.float32)
+    why = f"rows {ids.tolist()} of [{V}, {D}]"
+    why += "; the first and the last row of the table begin with inf" if infinite else ""
+    t.close(got, want, 0, 0, why, np.float32)
     return run
 
 
@@ -828,7 +915,9 @@ def _(fn, t):
 @gather.check("ids that are no rows, and a ragged table")
 def _(fn, t):
     V = int(t.rng.integers(17, 23))
-    takes(fn, t, V, 40, [0, V - 1, V, -1, 3, V + 100, -(2**31), V - 2])
+    ids = [0, V - 1, V, -1, 3, V + 100, -(2**31), V - 2]
+    takes(fn, t, V, 40, ids)
+    takes(fn, t, V, 40, ids, infinite=(0, V - 1))
 
 
 @gather.check("what is loaded")
@@ -872,7 +961,8 @@ def take_rows_with(
             at = kept(n) if whole else kept(n) % 8 if row else 0
             found = table_ref[pl.ds(at, 1), :]
             if zeros:
-                found = jnp.where((n >= 0) & (n < V), found, 0)
+                is_row = (n >= 0) & (n < V)
+                found = found * is_row if zeros == "product" else jnp.where(is_row, found, 0)
             if store:
                 o_ref[pl.ds(r, 1), :] = found
             else:
@@ -911,6 +1001,13 @@ mistaken(
     "You clip the ids, and then give the row that this leads to. An id that is no row gives zeros: choose "
     "them in the kernel.",
     take_rows_with(zeros=False),
+)
+mistaken(
+    gather,
+    "multiplied_by_zero",
+    "You multiply by 0 what an id that is no row has led to. 0 times inf, or NaN, is NaN: choose with "
+    "`jnp.where`.",
+    take_rows_with(zeros="product"),
 )
 mistaken(
     gather,

@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -756,6 +757,30 @@ def _(fn, t):
     t.true(found == "no", "a copy is started of rows of w that are not there", found)
 
 
+def scratch_numbers(jaxpr, dtype):
+    """How many numbers of a type the scratch of a function's Pallas call holds in VMEM."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            count = eqn.params["grid_mapping"].num_scratch_operands
+            refs = eqn.params["jaxpr"].invars
+            scratch = [ref.aval for ref in refs[len(refs) - count :]]
+            total += sum(math.prod(x.shape) for x in scratch if x.dtype == dtype)
+            continue
+        for p in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(p, "jaxpr"):
+                total += scratch_numbers(p.jaxpr, dtype)
+    return total
+
+
+@double_buffering.check("no more than two places")
+def _(fn, t):
+    jaxpr = jax.make_jaxpr(lambda x, w: fn(x, w, 128))(spec(16, 1024), spec(1024, 128)).jaxpr
+    places = scratch_numbers(jaxpr, BF16) / (128 * 128)
+    why = f"the scratch has room for {places:g} parts of w, where two are enough"
+    t.true(places <= 2, why, places)
+
+
 @double_buffering.check("Mosaic compiles it, and w is not whole in VMEM")
 def _(fn, t):
     compiles(t, lambda x, w: fn(x, w, 256), spec(128, 16384), spec(16384, 1024))
@@ -771,6 +796,8 @@ def streamed_with(
     zero=True,
     columns=True,
     whole=False,
+    places=2,
+    semaphores=True,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -781,7 +808,8 @@ def streamed_with(
         def kernel(x_ref, w_ref, o_ref, parts_ref, done_ref):
             def copy(step):
                 rows, at = pl.ds(step * k, k), slot(step)
-                return pltpu.make_async_copy(w_ref.at[rows], parts_ref.at[at], done_ref.at[at])
+                done = done_ref.at[at if semaphores else 0]
+                return pltpu.make_async_copy(w_ref.at[rows], parts_ref.at[at], done)
 
             def start_next(step):
                 if guard:
@@ -819,7 +847,10 @@ def streamed_with(
             whole_kernel if whole else kernel,
             in_specs=[pl.BlockSpec(), w_spec],
             out_shape=spec(M, N, dtype=F32),
-            scratch_shapes=[pltpu.VMEM((2, k, N), BF16), pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=[
+                pltpu.VMEM((places, k, N), BF16),
+                pltpu.SemaphoreType.DMA((places if semaphores else 1,)),
+            ],
         )(x_MK, w_KN)
 
     return fn
@@ -878,4 +909,18 @@ mistaken(
     "Your w is a block of its own size: all of it is copied before the kernel begins, and a large one does "
     "not fit. Leave it in HBM with `memory_space=pl.ANY`.",
     streamed_with(whole=True),
+)
+mistaken(
+    double_buffering,
+    "three_places",
+    "You keep three parts of w in VMEM. When part `step + 1` is started, part `step - 1` has been read, so its "
+    "place is free: two are enough.",
+    streamed_with(slot=lambda step: step % 3, places=3),
+)
+mistaken(
+    double_buffering,
+    "one_semaphore",
+    "Both places share a semaphore. It counts what has arrived, and not which copy it was: give each place its "
+    "own, `pltpu.SemaphoreType.DMA((2,))` and `done_ref.at[step % 2]`.",
+    streamed_with(semaphores=False),
 )

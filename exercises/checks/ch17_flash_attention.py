@@ -45,23 +45,53 @@ def largest_outside(fn, *args):
     return max(sizes)
 
 
-def scratch_types(fn, *args):
-    """The types of the scratch that a function's Pallas call has."""
-    found = []
+def pallas_calls(jaxpr):
+    """The equations of a function's Pallas calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+            continue
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "jaxpr"):
+                yield from pallas_calls(inner.jaxpr)
 
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "pallas_call":
-                count = eqn.params["grid_mapping"].num_scratch_operands
-                refs = eqn.params["jaxpr"].invars[len(eqn.params["jaxpr"].invars) - count :]
-                found.extend(ref.aval.dtype.name for ref in refs)
-                continue
-            for inner in jax.tree.leaves(list(eqn.params.values())):
-                if hasattr(inner, "jaxpr"):
-                    walk(inner.jaxpr)
 
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found
+def the_call(t, fn, *args):
+    calls = list(pallas_calls(jax.make_jaxpr(fn)(*args).jaxpr))
+    t.equal(len(calls), 1, why="how many Pallas calls there are")
+    return calls[0]
+
+
+def loads_of(t, run, call, size, count, what):
+    """How many blocks are loaded of each array of `size` entries, the most last."""
+    arrays = call.invars[call.params["grid_mapping"].num_index_operands :]
+    sizes = [math.prod(x.aval.shape) for x in arrays]
+    loads = [n for n, entries in zip(run.loads, sizes, strict=False) if entries == size]
+    why = f"how many arrays of {size} entries, the size of {what}, the kernel is given"
+    t.equal(len(loads), count, why=why)
+    return sorted(loads)
+
+
+def keeps_wide_sums(t, call):
+    """Products have factors in bfloat16 and a float32 result, and no scratch is narrower."""
+    kernel = call.params["jaxpr"]
+    count = call.params["grid_mapping"].num_scratch_operands
+    scratch = {ref.aval.dtype.name for ref in kernel.invars[len(kernel.invars) - count :]}
+    why = f"for bfloat16 arguments, running sums are kept in {', '.join(sorted(scratch)) or 'no scratch'}"
+    t.true("float32" in scratch and "bfloat16" not in scratch, why, "scratch")
+    for eqn in all_equations(kernel):
+        if eqn.primitive.name == "dot_general":
+            types = [x.aval.dtype.name for x in (*eqn.invars, *eqn.outvars)]
+            why = f"for bfloat16 arguments, a product of {types[0]} and {types[1]} gives {types[2]}"
+            t.true(types == ["bfloat16", "bfloat16", "float32"], why, "product")
+
+
+def all_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from all_equations(getattr(inner, "jaxpr", inner))
 
 
 def numbers(t, *shape, dtype=jnp.float32, scale=1.0):
@@ -462,7 +492,8 @@ the kernel `causal_by_hand_kernel` of this chapter, and add two things.
   loaded nor computed**, like those above the diagonal: of keys, and of values, at most as many blocks are loaded
   for each query head as have something to give. The segments are data, so use scalar prefetch.
 - `N / K` query heads in a row share a key head, which is not repeated. T is a multiple of the block.
-- Products take bfloat16 as it is and add up in float32, as the softmax does. Logits of +-90 come up.
+- Factors of products stay bfloat16 where q is, and weights are rounded to it. Products add up in float32, as
+  the softmax does. Logits of +-90 come up.
 - One Pallas call; heads and blocks of queries are parallel. It compiles for a v5e.
 """,
     hints=(
@@ -501,13 +532,12 @@ def visible_blocks(segments, block):
     return seen.reshape(n, block, n, block).any(axis=(1, 3))
 
 
-def packed_is_right(fn, t, N, K, H, segments, block, why, scale=1.0):
+def packed_is_right(fn, t, N, K, H, segments, block, why):
     T = len(segments)
-    q, k, v = numbers(t, N, T, H, scale=scale), numbers(t, K, T, H), numbers(t, K, T, H)
-    out, run = simulate(t, lambda *args: fn(*args, block=block), q, k, v, segments)
-    want = attention_by_definition(q, k, v, segments)
-    t.close(out, want, 1e-3, 1e-4, why, np.float32)
-    return run
+    args = *(numbers(t, heads, T, H) for heads in (N, K, K)), segments
+    out, run = simulate(t, lambda *args: fn(*args, block=block), *args)
+    t.close(out, attention_by_definition(*args), 1e-3, 1e-4, why, np.float32)
+    return run, the_call(t, lambda *args: fn(*args, block=block), *args)
 
 
 @segment_ids.check("one segment")
@@ -518,11 +548,13 @@ def _(fn, t):
 @segment_ids.check("segments, heads that share keys, what is loaded")
 def _(fn, t):
     block, segments = 8, segments_of(t, 40, [5, 13, 8, 11, 3])
-    run = packed_is_right(fn, t, 4, 2, 8, segments, block, "segments of 5, 13, 8, 11 and 3 tokens")
-    most, keys = 4 * int(visible_blocks(segments, block).sum()), run.loads[4:6]
+    why = "segments of 5, 13, 8, 11 and 3 tokens"
+    run, call = packed_is_right(fn, t, 4, 2, 8, segments, block, why)
+    most = 4 * int(visible_blocks(segments, block).sum())
+    *_, keys = loads_of(t, run, call, 2 * 40 * 8, 2, "keys and of values as they came")
     t.true(
-        max(keys) <= most,
-        f"{max(keys)} blocks of keys or values are loaded for 4 heads; {most} have something to give",
+        keys <= most,
+        f"{keys} blocks of keys or values are loaded for 4 heads; {most} have something to give",
         keys,
     )
     cores = {core for core, _ in run.visits}
@@ -545,6 +577,7 @@ def _(fn, t):
 def _(fn, t):
     args = spec(4, 1024, 128), spec(2, 1024, 128), spec(2, 1024, 128), spec(1024, dtype=jnp.int32)
     compiles(t, lambda *a: fn(*a, block=256), *args)
+    keeps_wide_sums(t, the_call(t, fn, *args))
     t.equal(
         jax.eval_shape(fn, *args).dtype.name,
         "bfloat16",
@@ -560,6 +593,9 @@ def packed_with(
     heads="//",
     fade="both",
     semantics=("parallel", "parallel", "arbitrary"),
+    bounded="kv",
+    factors=None,
+    narrow=False,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -569,6 +605,12 @@ def packed_with(
         first = (jnp.searchsorted(segments_T, at) // block).astype(jnp.int32)
         if bound == "none":
             first = jnp.zeros_like(first)
+        if heads == "repeated":
+            k_KTH, v_KTH = (
+                jnp.broadcast_to(x[:, None], (K, N // K, T, H)).reshape(N, T, H)
+                for x in (k_KTH, v_KTH)
+            )
+        sums = q_NTH.dtype if narrow else jnp.float32
 
         def kernel(first_ref, q_seg, k_seg, q_ref, k_ref, v_ref, o_ref, top_ref, sum_ref, acc_ref):
             i, j = pl.program_id(1), pl.program_id(2)
@@ -581,7 +623,7 @@ def packed_with(
 
             @pl.when((j >= first_ref[i]) & (j <= i))
             def _():
-                q, k, v = q_ref[...], k_ref[...], v_ref[...]
+                q, k, v = (x[...].astype(factors or x.dtype) for x in (q_ref, k_ref, v_ref))
                 logits = jnp.dot(q, k.T, preferred_element_type=jnp.float32) / math.sqrt(H)
                 a, b = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
                 same, past = q_seg[...] == k_seg[...], (j < i) | (b <= a)
@@ -593,7 +635,8 @@ def packed_with(
                 part = jnp.sum(exps, axis=1, keepdims=True)
                 sum_ref[...] = sum_ref[...] * factor + part
                 add = jnp.dot(exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
-                acc_ref[...] = acc_ref[...] * (factor if fade == "both" else 1) + add
+                acc = acc_ref[...] * (factor if fade == "both" else 1) + add
+                acc_ref[...] = acc.astype(sums)
 
             @pl.when(j == pl.num_programs(2) - 1)
             def _():
@@ -603,12 +646,16 @@ def packed_with(
             return {"clip": jnp.clip(j, first_ref[i], i), "min": jnp.minimum(j, i), "all": j}[load]
 
         def head(n):
-            return n // (N // K) if heads == "//" else n % K
+            return {"//": n // (N // K), "%": n % K, "repeated": n}[heads]
 
         query = pl.BlockSpec((None, block, H), lambda n, i, j, ref: (n, i, 0))
-        key = pl.BlockSpec(
-            (None, block, H), lambda n, i, j, ref: (head(n), key_block(i, j, ref), 0)
-        )
+
+        def array(name):
+            def at(n, i, j, ref):
+                return head(n), key_block(i, j, ref) if name in bounded else j, 0
+
+            return pl.BlockSpec((None, block, H), at)
+
         return pl.pallas_call(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -618,11 +665,14 @@ def packed_with(
                     pl.BlockSpec((block, 1), lambda n, i, j, ref: (i, 0)),
                     pl.BlockSpec((1, block), lambda n, i, j, ref: (0, key_block(i, j, ref))),
                     query,
-                    key,
-                    key,
+                    array("k"),
+                    array("v"),
                 ],
                 out_specs=query,
-                scratch_shapes=[pltpu.VMEM((block, width), jnp.float32) for width in (1, 1, H)],
+                scratch_shapes=[
+                    *[pltpu.VMEM((block, 1), jnp.float32)] * 2,
+                    pltpu.VMEM((block, H), sums),
+                ],
             ),
             out_shape=jax.ShapeDtypeStruct(q_NTH.shape, q_NTH.dtype),
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
@@ -685,6 +735,33 @@ mistaken(
     '`dimension_semantics=("parallel", "parallel", "arbitrary")`.',
     packed_with(semantics=("arbitrary",) * 3),
 )
+mistaken(
+    segment_ids,
+    "keys_not_bounded",
+    "The values' index map is bounded and the keys' is not, or the other way round: both need "
+    "`jnp.clip(j, first_ref[i], i)`.",
+    packed_with(bounded="v"),
+)
+mistaken(
+    segment_ids,
+    "keys_repeated",
+    "You repeat keys and values before the call, so that each query head has its own copy in HBM. Let the index "
+    "map choose the head: `n // (N // K)`.",
+    packed_with(heads="repeated"),
+)
+mistaken(
+    segment_ids,
+    "factors_in_float32",
+    "You convert the factors of a product to float32, which the matrix units multiply far more slowly. Leave q, k "
+    "and v as they are, round the weights, and ask for `preferred_element_type=jnp.float32`.",
+    packed_with(factors=jnp.float32),
+)
+mistaken(
+    segment_ids,
+    "narrow_accumulator",
+    "You accumulate in the queries' own type, so that each block rounds the sum. Make the scratch float32.",
+    packed_with(narrow=True),
+)
 
 
 # ----------------------------------------------------------------------------------- backward
@@ -704,9 +781,10 @@ chapter.
 - A block of keys stays, and all blocks of queries of all G heads pass by it: `dk` and `dv` are sums over
   queries *and* heads. Each block of `dk` and `dv` is stored once.
 - Weights are made again from `lse_GT`. Nothing of size T x T reaches HBM.
-- Attention is causal. Blocks of queries before the block of keys are **neither loaded nor computed**: of q at
-  most `G n (n + 1) / 2` blocks are loaded, with `n = T // block`.
-- Products take bfloat16 as it is and add up in float32, over all heads, in scratch.
+- Attention is causal. Blocks of queries before the block of keys are **neither loaded nor computed**: of q, and
+  of the gradient, at most `G n (n + 1) / 2` blocks are loaded, with `n = T // block`.
+- Factors of products stay bfloat16 where q is: weights, and logits' gradients, are rounded to it. Products add
+  up in float32, over all heads, in scratch.
 - One Pallas call; blocks of keys are parallel. It compiles for a v5e.
 """,
     hints=(
@@ -758,10 +836,14 @@ def _(fn, t):
     run = gradients_are_right(
         fn, t, 3, 24, 8, 8, "three query heads, three blocks, logits of +-90", scale=60.0
     )
+    args = backward_args(t, 3, 24, 8)[0]
+    call = the_call(t, lambda *a: fn(*a, block=8), *args)
+    loads = loads_of(t, run, call, 3 * 24 * 8, 2, "q and of its gradient")
     t.true(
-        run.loads[0] <= 3 * 6,
-        f"{run.loads[0]} blocks of q are loaded for 3 heads and 3 blocks; 18 lie on or below the diagonal",
-        run.loads[0],
+        loads[1] <= 3 * 6,
+        f"{loads[1]} blocks of q or of the gradient are loaded for 3 heads and 3 blocks; 18 lie on or below the "
+        "diagonal",
+        tuple(loads),
     )
     t.equal(run.stores[-2:], [3, 3], why="blocks of dk and dv that are stored")
     cores = {core for core, _ in run.visits}
@@ -774,12 +856,7 @@ def _(fn, t):
     gradients_are_right(fn, t, 2, 16, 8, 8, why, dtype=jnp.bfloat16, rtol=0.015)
     keys = spec(256, 128)
     args = spec(2, 256, 128), keys, keys, spec(2, 256, 128), *[spec(2, 256, dtype=jnp.float32)] * 2
-    types = scratch_types(fn, *args)
-    t.true(
-        set(types) == {"float32"},
-        f"sums over queries and heads are kept in {', '.join(sorted(set(types))) or 'no scratch'}",
-        types,
-    )
+    keeps_wide_sums(t, the_call(t, fn, *args))
 
 
 @backward.check("Mosaic compiles it")
@@ -799,6 +876,8 @@ def dkv_with(
     from_=None,
     narrow=False,
     semantics=("parallel", "arbitrary", "arbitrary"),
+    load_grad=True,
+    factors=None,
 ):
     """The solution with a mistake that is asked for."""
 
@@ -821,13 +900,14 @@ def dkv_with(
 
             @pl.when((i >= j) if from_ is None else (i >= 0))
             def _():
-                q, grad = q_ref[...], grad_ref[...]
-                logits = dot(q, k_ref[...], 1) / math.sqrt(H)
+                refs = q_ref, k_ref, v_ref, grad_ref
+                q, k, v, grad = (x[...].astype(factors or x.dtype) for x in refs)
+                logits = dot(q, k, 1) / math.sqrt(H)
                 a, b = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
                 probs = jnp.exp(logits - lse_ref[...])
                 if mask:
                     probs = jnp.where((i > j) | ((b <= a) & (i == j)), probs, 0)
-                grads = dot(grad, v_ref[...], 1)
+                grads = dot(grad, v, 1)
                 grads = probs * (grads - delta_ref[...] if delta else grads)
                 dv = dv_acc[...] + dot(probs.astype(grad.dtype), grad, 0)
                 dk = dk_acc[...] + dot(grads.astype(q.dtype), q, 0)
@@ -839,13 +919,18 @@ def dkv_with(
                 dk_ref[...] = (dk_acc[...] / scale).astype(dk_ref.dtype)
                 dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
-        at = (lambda j, g, i: (g, jnp.maximum(i, j), 0)) if load else (lambda j, g, i: (g, i, 0))
-        query, column = pl.BlockSpec((None, block, H), at), pl.BlockSpec((None, block, 1), at)
+        def rows(width, bounded):
+            def at(j, g, i):
+                return g, jnp.maximum(i, j) if bounded else i, 0
+
+            return pl.BlockSpec((None, block, width), at)
+
+        query, column, grad_block = rows(H, load), rows(1, load), rows(H, load and load_grad)
         key = pl.BlockSpec((block, H), lambda j, g, i: (j, 0))
         return pl.pallas_call(
             kernel,
             grid=(blocks, G, blocks),
-            in_specs=[query, key, key, query, column, column],
+            in_specs=[query, key, key, grad_block, column, column],
             out_specs=(key, key),
             out_shape=(jax.ShapeDtypeStruct(k_TH.shape, k_TH.dtype),) * 2,
             scratch_shapes=[pltpu.VMEM((block, H), k_TH.dtype if narrow else jnp.float32)] * 2,
@@ -902,6 +987,21 @@ mistaken(
     'You do not say that blocks of keys are independent: `dimension_semantics=("parallel", "arbitrary", '
     '"arbitrary")`.',
     dkv_with(semantics=("arbitrary",) * 3),
+)
+mistaken(
+    backward,
+    "gradient_loaded",
+    "Blocks of q before the diagonal are not loaded, and those of the gradient are. Every array that follows the "
+    "queries needs `jnp.maximum(i, j)`: q, grad, lse and delta.",
+    dkv_with(load_grad=False),
+)
+mistaken(
+    backward,
+    "factors_in_float32",
+    "You convert the factors of a product to float32, which the matrix units multiply far more slowly. Leave q, k, "
+    "v and grad as they are, round weights and logits' gradients to their type, and ask for "
+    "`preferred_element_type=jnp.float32`.",
+    dkv_with(factors=jnp.float32),
 )
 
 
@@ -999,6 +1099,8 @@ def _(fn, t):
     t.close(got[1][0, 0], extra, 1e-6, 0, "logsumexp of a query that saw no key")
     grads = jax.grad(lambda *a: jnp.sum(fn(*a)[0]), (0, 1, 2))(out, lse, extra)
     t.finite(grads, "gradients of the output where logsumexp or sink is -inf")
+    grads = jax.grad(lambda *a: jnp.sum(fn(*a)[1]), (0, 1, 2))(out, lse, extra)
+    t.finite(grads, "gradients of the logsumexp where logsumexp or sink is -inf")
 
 
 @sinks.check("bfloat16")
@@ -1055,6 +1157,15 @@ def mended_too_late(out_BTNH, lse_BTN, sinks_N):
     new = jnp.logaddexp(lse_BTN, sinks_N)
     share = jnp.exp(lse_BTN - jnp.where(new == -jnp.inf, 0, new))
     return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), new
+
+
+@sinks.mutant(
+    "The gradient of your output is right, and that of your logsumexp is NaN where a query saw no key and its head "
+    "has no sink. Return the logsumexp of the mended numbers too, and choose -inf for it at the end."
+)
+def logsumexp_not_mended(out_BTNH, lse_BTN, sinks_N):
+    _, share = _new_and_share(lse_BTN, sinks_N)
+    return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), jnp.logaddexp(lse_BTN, sinks_N)
 
 
 @sinks.mutant(
