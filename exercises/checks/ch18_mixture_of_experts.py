@@ -60,6 +60,7 @@ def routes(fn, t, why, logits, k, kind, normalize, bias=None):
     experts, weights = fn(logits, k, kind, normalize, given)
     want_experts, want_weights = routed(np.asarray(logits, np.float32), k, kind, normalize, bias)
     t.equal(np.asarray(experts).tolist(), want_experts.tolist(), why=f"experts: {why}")
+    t.equal(str(experts.dtype), "int32", why=f"type of the experts: {why}")
     t.close(weights, want_weights, rtol=1e-5, atol=1e-7, dtype="float32", why=f"weights: {why}")
 
 
@@ -90,6 +91,7 @@ def _(fn, t):
     bias[int(t.rng.integers(6))] = 2.0
     for kind in ("softmax", "sigmoid"):
         routes(fn, t, f"{kind} with a bias", logits, 2, kind, False, bias)
+        routes(fn, t, f"{kind} with a bias, normalised", logits, 2, kind, True, bias)
 
 
 @router.check("the bias is added to scores, not to logits")
@@ -152,6 +154,39 @@ def right_router(
 )
 def weighs_the_bias(logits, k, kind, normalize, bias=None):
     return right_router(logits, k, kind, normalize, bias, biased=True)
+
+
+@router.mutant(
+    "Your weights are scores without the bias, but you divide them by a sum that has it, so they do not sum to 1. "
+    "Divide by the sum of the weights themselves."
+)
+def divided_by_the_biased(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, False, bias)
+    best = right_router(logits, k, kind, False, bias, biased=True)[1]
+    return experts, weights / jnp.sum(best, axis=-1, keepdims=True) if normalize else weights
+
+
+@router.mutant(
+    "You sort the chosen experts by their scores. Best first is the order of score plus bias, in which `jax.lax.top_k` "
+    "returns them."
+)
+def sorted_by_score(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, normalize, bias)
+    order = jnp.argsort(-weights, axis=-1)
+    return tuple(jnp.take_along_axis(x, order, axis=-1) for x in (experts, weights))
+
+
+@router.mutant(
+    "Your softmax is over the tokens. Each token's scores sum to 1 over the experts: `axis=-1`, which is also what "
+    "`jax.nn.softmax` takes if you say nothing."
+)
+def softmax_over_tokens(logits, k, kind, normalize, bias=None):
+    if kind == "sigmoid":
+        return right_router(logits, k, kind, normalize, bias)
+    scores = jax.nn.softmax(logits.astype(jnp.float32), axis=0)
+    experts = jax.lax.top_k(scores if bias is None else scores + bias, k)[1]
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    return experts, weights / jnp.sum(weights, axis=-1, keepdims=True) if normalize else weights
 
 
 @router.mutant(
@@ -237,6 +272,16 @@ def in_bfloat16(logits, k, kind, normalize, bias=None):
 def stopped(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, normalize, bias)
     return experts, jax.lax.stop_gradient(weights)
+
+
+@router.mutant(
+    "The sum that you divide by is a constant for your gradient. It moves with the scores: more for one expert is less "
+    "for the others."
+)
+def constant_sum(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, False, bias)
+    total = jax.lax.stop_gradient(jnp.sum(weights, axis=-1, keepdims=True))
+    return experts, weights / total if normalize else weights
 
 
 # ------------------------------------------------------------------------------------ capacity
@@ -344,7 +389,7 @@ def _(fn, t):
 
 @capacity.check("no large array, and integers")
 def _(fn, t):
-    X, E, k, C = 64, 8, 2, 32
+    X, E, k, C = 64, 8, 2, 40
     jaxpr = jax.make_jaxpr(fn, static_argnums=(1, 2))(jnp.zeros((X, k), jnp.int32), E, C)
     largest = max(int(np.prod(v.aval.shape)) for v in variables(jaxpr.jaxpr))
     t.true(
@@ -356,13 +401,34 @@ def _(fn, t):
     t.equal([str(a.dtype) for a in jaxpr.out_avals], ["int32", "int32"], why="types of the results")
 
 
-def variables(jaxpr):
+@capacity.check("all tokens at once")
+def _(fn, t):
+    E, k, C = 8, 2, 16
+    few, many = (
+        list(equations(jax.make_jaxpr(fn, static_argnums=(1, 2))(
+            jnp.zeros((X, k), jnp.int32), E, C
+        ).jaxpr))
+        for X in (32, 64)
+    )  # fmt: skip
+    # A loop of Python is as many equations as it has steps; one of `jax.lax` says its length or has none.
+    looped = len(many) >= len(few) + 32 or any(
+        eqn.primitive.name == "while" or eqn.params.get("length", 0) >= 64 for eqn in many
+    )
+    t.true(not looped, why="a loop goes through the tokens, one after the other", observed=looped)
+
+
+def equations(jaxpr):
     for equation in jaxpr.eqns:
-        yield from equation.outvars
+        yield equation
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from variables(inner)
+                yield from equations(inner)
+
+
+def variables(jaxpr):
+    for equation in equations(jaxpr):
+        yield from equation.outvars
 
 
 def right_place(experts, E, C, *, first=0, dtype=jnp.int32, clip=False, order="tokens"):
@@ -468,6 +534,32 @@ def one_hot_of_slots(experts, E, C):
     return slots.astype(jnp.int32), dropped
 
 
+@capacity.mutant(
+    "You compare each assignment with each other one: (X k)^2 comparisons, and twice the row is four times the work. "
+    "How many of each expert came before is a running sum over a table [X*k, E]."
+)
+def compares_pairs(experts, E, C):
+    flat = experts.reshape(-1)
+    before = jnp.tri(len(flat), k=-1, dtype=bool)
+    rank = jnp.sum((flat[:, None] == flat) & before, axis=1, dtype=jnp.int32)
+    slots = jnp.where(rank < C, flat * C + rank, E * C).reshape(experts.shape)
+    return slots, right_place(experts, E, C)[1]
+
+
+@capacity.mutant(
+    "You go through the tokens in a loop, one tiny step after the other, and a chip waits in each. Rank all of them at "
+    "once: `jnp.cumsum` over a table of hits."
+)
+def token_by_token(experts, E, C):
+    def one(load_E, experts_k):
+        rank_k = load_E[experts_k]
+        slots_k = jnp.where(rank_k < C, experts_k * C + rank_k, E * C)
+        return load_E.at[experts_k].add(1), slots_k
+
+    load_E, slots = jax.lax.scan(one, jnp.zeros(E, jnp.int32), experts)
+    return slots.astype(jnp.int32), jnp.maximum(load_E - C, 0)
+
+
 # --------------------------------------------------------------------------------- load_balance
 
 load_balance = Exercise(
@@ -476,7 +568,18 @@ load_balance = Exercise(
     function="balance",
     minutes=30,
     points=15,
-    forbid=("jax.grad", "jax.value_and_grad", "jax.vjp", "jax.jvp", "jax.jacrev", "jax.jacfwd"),
+    forbid=(
+        "jax.grad",
+        "jax.value_and_grad",
+        "jax.vjp",
+        "jax.jvp",
+        "jax.jacrev",
+        "jax.jacfwd",
+        "jax.jacobian",
+        "jax.hessian",
+        "jax.linearize",
+        "jax.linear_transpose",
+    ),
     statement="""
 Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ of section 4 over the tokens that
 `mask_X` names, and its gradient by the logits, written down by you: `jax.grad` and its kin are not allowed.

@@ -16,11 +16,14 @@ def spec(*shape, dtype=jnp.float32):
 
 
 def simulate(t, fn, *args, steps=True):
-    """The result and the one kernel's run, in the strict simulator, in an order of its own."""
+    """The result and the one kernel's run, in the strict simulator, in an order of its own.
+
+    A grid without steps leaves no record; `steps` may be None where both are right.
+    """
     with strict(cores=1, seed=int(t.rng.integers(1, 1000))) as runs:
         out = jax.jit(fn)(*args)
-    # A grid without steps leaves no record.
-    t.equal(len(runs), int(steps), why="how many Pallas calls run")
+    if steps is not None:
+        t.equal(len(runs), int(steps), why="how many Pallas calls run")
     return out, runs[0] if runs else None
 
 
@@ -30,17 +33,24 @@ def compiles(t, fn, *args):
     t.true(reason is None, f"Mosaic does not compile it for a v5e at {shapes}: {reason}", reason)
 
 
-def primitives_outside(fn, *args):
-    """Names of the primitives that run outside of Pallas kernels."""
+def equations(jaxpr):
+    """The equations of a jaxpr and of those within it, but for Pallas kernels."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(eqn.params):
+                yield from equations(inner)
 
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            if eqn.primitive.name != "pallas_call":
-                for inner in jaxprs_in_params(eqn.params):
-                    yield from walk(inner)
 
-    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
+def copies_outside(fn, *args):
+    """Names of what computes arrays as large as the smallest of the matrices in `args`, outside of Pallas kernels."""
+    least = min(x.size for x in args if len(x.shape) > 1)
+    return [
+        eqn.primitive.name
+        for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr)
+        if eqn.primitive.name not in ("jit", "reshape", "pallas_call")
+        and any(v.aval.size >= least for v in eqn.outvars)
+    ]
 
 
 def mistaken(exercise, name, hint, fn):
@@ -115,7 +125,7 @@ def lists(fn, t, sizes, rows, tile, why, run=None):
     groups, tiles = np.asarray(groups), np.asarray(tiles)
     pairs, length = visits_by_hand(sizes, tile), -(-rows // tile) + len(sizes) - 1
     where = f"{why}: sizes {sizes.tolist()}, {rows} rows, tiles of {tile}"
-    t.equal(int(count), len(pairs), why=f"visits, {where}")
+    t.equal((np.shape(count), int(np.sum(count))), ((), len(pairs)), why=f"visits, {where}")
     t.equal((groups.shape, tiles.shape), ((length,),) * 2, why=f"shapes, {where}")
     got = [(int(g), int(v)) for g, v in zip(groups, tiles, strict=True)]
     t.equal(got[: len(pairs)], pairs, why=f"(group, tile) of each visit, {where}")
@@ -161,7 +171,19 @@ def _(fn, t):
     t.equal(traces.count, 1, why="traces for three arrays of sizes")
 
 
-def list_with(*, shared=True, empty=False, padded=False, inside=False, tail=True, numpy=False):
+@group_metadata.check("all groups at once")
+def _(fn, t):
+    few, many = (
+        len(list(equations(jax.make_jaxpr(lambda s: fn(s, 40, 8))(spec(G, dtype=jnp.int32)).jaxpr)))
+        for G in (8, 40)
+    )
+    looped = many >= few + 32
+    t.true(not looped, why="a loop of Python goes through the groups", observed=looped)
+
+
+def list_with(
+    *, shared=True, empty=False, padded=False, inside=False, tail="last", numpy=False, over=False
+):
     """The solution with a mistake that is asked for."""
 
     def fn(group_sizes_G, rows, tile):
@@ -175,17 +197,22 @@ def list_with(*, shared=True, empty=False, padded=False, inside=False, tail=True
         G, ends_G = group_sizes_G.shape[0], jnp.cumsum(group_sizes_G)
         starts_G = ends_G - group_sizes_G
         first_G = starts_G // tile if shared else pl.cdiv(starts_G, tile)
-        count_G = pl.cdiv(group_sizes_G, tile) if padded else pl.cdiv(ends_G, tile) - first_G
+        through = ends_G // tile + 1 if over else pl.cdiv(ends_G, tile)
+        count_G = pl.cdiv(group_sizes_G, tile) if padded else through - first_G
         count_G = jnp.where(group_sizes_G > 0, count_G, int(empty))
         through_G = jnp.cumsum(count_G)
         count = through_G[-1]
         visit_V = jnp.arange(length)
-        if tail:
+        if tail != "on":
             visit_V = jnp.minimum(visit_V, jnp.maximum(count - 1, 0))
         groups_V = jnp.sum(visit_V[:, None] >= through_G, axis=1)
         groups_V = jnp.where(count > 0, jnp.minimum(groups_V, G - 1), 0)
         tiles_V = visit_V - (through_G - count_G)[groups_V]
         tiles_V = tiles_V if inside else tiles_V + first_G[groups_V]
+        if tail == "zeros":
+            groups_V, tiles_V = (
+                jnp.where(jnp.arange(length) < count, x, 0) for x in (groups_V, tiles_V)
+            )
         return groups_V.astype(jnp.int32), tiles_V.astype(jnp.int32), count
 
     return fn
@@ -222,13 +249,52 @@ mistaken(
     "tail_runs_on",
     "Your visits are right, but the entries after the last one run on, to tiles that may not exist. They repeat the "
     "last visit.",
-    list_with(tail=False),
+    list_with(tail="on"),
+)
+mistaken(
+    group_metadata,
+    "tail_of_zeros",
+    "Your visits are right, but the entries after the last one are zeros: the first group's matrix and tile, which "
+    "would be loaded again. They repeat the last visit.",
+    list_with(tail="zeros"),
+)
+mistaken(
+    group_metadata,
+    "one_tile_too_many",
+    "A group that ends where a tile ends does not reach into the next one: count up to `ceil(end / tile)`, and not to "
+    "`end // tile + 1`.",
+    list_with(over=True),
 )
 mistaken(
     group_metadata,
     "loop_in_python",
     "You read the sizes in Python, and under `jit` they are not known yet. Use cumulative sums and comparisons.",
     list_with(numpy=True),
+)
+
+
+def one_group_after_the_other(group_sizes_G, rows, tile):
+    G = group_sizes_G.shape[0]
+    length = -(-rows // tile) + G - 1
+    groups_V = tiles_V = jnp.zeros(length, jnp.int32)
+    start = count = jnp.int32(0)
+    for g in range(G):
+        end = start + group_sizes_G[g]
+        more = jnp.where(end > start, -(-end // tile) - start // tile, 0)
+        # What later groups don't overwrite repeats the last visit.
+        mine_V = (jnp.arange(length) >= count) & (more > 0)
+        number_V = start // tile + jnp.minimum(jnp.arange(length) - count, more - 1)
+        groups_V, tiles_V = jnp.where(mine_V, g, groups_V), jnp.where(mine_V, number_V, tiles_V)
+        start, count = end, count + more
+    return groups_V, tiles_V.astype(jnp.int32), count
+
+
+mistaken(
+    group_metadata,
+    "one_group_after_the_other",
+    "Your visits are right, but a loop of Python writes them, and the program grows with the number of groups. Find "
+    "the group of each visit by comparing all visits with all groups.",
+    one_group_after_the_other,
 )
 
 
@@ -293,7 +359,8 @@ def _(fn, t):
     run = linear(fn, t, sizes, sum(sizes), "shared tiles")
     steps = 2 * len(visits_by_hand(sizes, 8))
     t.equal(len(run.visits), steps, why="steps of the grid")
-    t.true(run.loads[1] <= steps, f"{run.loads[1]} blocks of w in {steps} steps", run.loads[1])
+    for name, loads in zip("xw", run.loads[:2], strict=True):
+        t.true(loads <= steps, f"{loads} blocks of {name} in {steps} steps", loads)
     t.equal(run.stores[-1], -(-sum(sizes) // 8), why="stores of the result: one for each tile")
 
 
@@ -323,7 +390,7 @@ def _(fn, t):
 
 
 def linear_with(
-    *, mask="where", begin="visit", bias="last", place=True, ends=True, acc=jnp.float32
+    *, mask="where", begin="visit", bias="last", place=True, ends=True, acc=jnp.float32, row=False
 ):
     """The solution with a mistake that is asked for."""
 
@@ -345,9 +412,10 @@ def linear_with(
 
             @pl.when(i == last)
             def _():
-                row = jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
-                row = row + tiles_ref[v] * tile_m if place else row
-                own = (row >= bounds_ref[groups_ref[v]]) & (row < bounds_ref[groups_ref[v] + 1])
+                number = jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
+                number = number + tiles_ref[v] * tile_m if place else number
+                g = groups_ref[v]
+                own = (number >= bounds_ref[g]) & (number < bounds_ref[g + 1])
                 out = acc_ref[...].astype(jnp.float32)
                 out = out + b_ref[...] if bias == "last" else out
                 old = o_ref[...].astype(jnp.float32)
@@ -367,13 +435,15 @@ def linear_with(
                 in_specs=[
                     pl.BlockSpec((tile_m, tile_k), lambda v, i, _b, _g, tiles: (tiles[v], i)),
                     pl.BlockSpec((None, tile_k, N), lambda v, i, _b, groups, _t: (groups[v], i, 0)),
-                    pl.BlockSpec((None, 1, N), lambda v, i, _b, groups, _t: (groups[v], 0, 0)),
+                    pl.BlockSpec((1, N), lambda v, i, _b, groups, _t: (groups[v], 0))
+                    if row
+                    else pl.BlockSpec((None, 1, N), lambda v, i, _b, groups, _t: (groups[v], 0, 0)),
                 ],
                 out_specs=pl.BlockSpec((tile_m, N), lambda v, i, _b, _g, tiles: (tiles[v], 0)),
                 scratch_shapes=[pltpu.VMEM((tile_m, N), acc)],
             ),
             out_shape=spec(M, N, dtype=x_MK.dtype),
-        )(*table, x_MK, w_GKN, b_GN[:, None])
+        )(*table, x_MK, w_GKN, b_GN if row else b_GN[:, None])
         if not ends:
             return out_MN
         return jnp.where(jnp.arange(M)[:, None] < table[0][-1], out_MN, 0)
@@ -384,7 +454,8 @@ def linear_with(
 mistaken(
     masked_store,
     "stores_the_whole_tile",
-    "You store all rows of the tile, so the last group that visits it overwrites the others. Store its own rows only.",
+    "You store all rows of the tile, or all below the group's end, so the last group that visits it overwrites the "
+    "others. Store its own rows only, from `bounds[g]` on and below `bounds[g + 1]`.",
     linear_with(mask="none"),
 )
 mistaken(
@@ -432,6 +503,13 @@ mistaken(
     "Your sum is bfloat16 and is rounded at each block of the contraction. Keep it in float32 until the store.",
     lambda x, *args, **sizes: linear_with(acc=x.dtype)(x, *args, **sizes),
 )
+mistaken(
+    masked_store,
+    "bias_in_a_row",
+    "Your values are right, but Mosaic takes no block of one row of `b_GN`: the last two sizes of a block are "
+    "multiples of 8 and 128, or the array's own. Give it as `b_GN[:, None]`, in blocks `(None, 1, N)`.",
+    linear_with(row=True),
+)
 
 
 # ----------------------------------------------------------------------------------- backward
@@ -454,8 +532,8 @@ rows of grad.
 - Sums are float32 for bfloat16 inputs, too, over all visits of a group, and are rounded once.
 - Empty groups have gradients of zeros.
 - Rows that no group owns may be NaN, in x and in grad, and so may what pads the last tile.
-- It is one Pallas call that reads x and grad from where they lie: nothing is transposed outside of it. It
-  compiles for a v5e.
+- It is one Pallas call that reads x and grad from where they lie: nothing of their size is copied, cleared or
+  transposed outside of it. It compiles for a v5e.
 """,
     hints=(
         "The sum of a group runs over its visits, which follow each other. It begins where `groups_ref[v]` is not "
@@ -510,7 +588,7 @@ def _(fn, t):
     grads(fn, t, [200, 3], 203, "bfloat16, a group of 26 tiles", dtype=jnp.bfloat16, K=8, N=16)
 
 
-@backward.check("nothing is transposed outside, and Mosaic compiles it")
+@backward.check("nothing is copied outside, and Mosaic compiles it")
 def _(fn, t):
     def call(x, grad, sizes):
         return fn(x, grad, table_of(sizes, 1000, 128, empty=True), tile_m=128)
@@ -518,8 +596,8 @@ def _(fn, t):
     bf16 = jnp.bfloat16
     shapes = spec(1000, 512, dtype=bf16), spec(1000, 384, dtype=bf16)
     sizes = spec(8, dtype=jnp.int32)
-    copies = primitives_outside(call, *shapes, sizes).count("transpose")
-    t.equal(copies, 0, why="arrays that are transposed outside of the kernel")
+    copied = copies_outside(call, *shapes, sizes)
+    t.equal(copied, [], why="what makes large arrays outside of the kernel")
     compiles(t, call, *shapes, sizes)
 
 
@@ -544,9 +622,7 @@ def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, c
             row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
             own = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])
             x, grad = x_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
-            if mask == "times":
-                x, grad = own * x, own * grad
-            elif mask != "none":
+            if mask != "none":
                 x = jnp.where(own, x, 0)
                 grad = jnp.where(own, grad, 0) if mask == "both" else grad
             part = jax.lax.dot_general(
@@ -588,7 +664,8 @@ mistaken(
 mistaken(
     backward,
     "one_factor_masked",
-    "You mask one factor only. The other may be NaN in rows that no group owns, and 0 times NaN is NaN: mask both.",
+    "Rows that no group owns may be NaN, and 0 times NaN is NaN. Mask both factors, and choose with `jnp.where`: a "
+    "product with the mask keeps the NaN.",
     gradients_with(mask="one"),
 )
 mistaken(
@@ -622,6 +699,21 @@ mistaken(
     "You transpose an array before the kernel, which costs a pass over memory. `jax.lax.dot_general` contracts over "
     "the rows of both factors as they are.",
     gradients_with(copy=True),
+)
+
+
+def clears_outside(x_MK, grad_MN, table, tile_m=8):
+    owned_M1 = jnp.arange(len(x_MK))[:, None] < table[0][-1]
+    x_MK, grad_MN = jnp.where(owned_M1, x_MK, 0), jnp.where(owned_M1, grad_MN, 0)
+    return gradients_with()(x_MK, grad_MN, table, tile_m)
+
+
+mistaken(
+    backward,
+    "clears_outside",
+    "You clear the rows that no group owns before the kernel: a pass over x and grad, read and written once more. The "
+    "kernel has the bounds, so mask there.",
+    clears_outside,
 )
 
 
@@ -698,8 +790,12 @@ def means(fn, t, sizes, rows, why, *, N=40, spoiled=None):
     if spoiled is not None:
         x[np.flatnonzero(own == spoiled)[0]] = np.nan
     want = np.stack([x[own == g].mean(0) if size else np.zeros(N) for g, size in enumerate(sizes)])
-    got, run = simulate(t, fn, x, sizes)
+    got, run = simulate(t, fn, x, sizes, steps=None)
     where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
+    if np.shape(got) == want.shape:
+        stored = run.stores[-1] if run else 0
+        said = f"NaN in place of the zeros of empty groups; {stored} of {len(sizes)} blocks are stored, {where}"
+        t.true(not np.isnan(got[sizes == 0]).any(), said, stored)
     if spoiled is not None:
         t.true(np.isnan(got[spoiled]).all(), f"the mean of a group with NaN is not NaN, {where}")
         got, want = np.delete(got, spoiled, 0), np.delete(want, spoiled, 0)
@@ -724,6 +820,7 @@ def _(fn, t):
 @empty_groups.check("rows that no group owns, and a ragged last tile")
 def _(fn, t):
     means(fn, t, [int(t.rng.integers(9, 12)), 5], 29, "rows past the last group are NaN")
+    means(fn, t, [int(t.rng.integers(9, 12)), 8], 21, "a last tile of 5 rows, padded with NaN")
 
 
 @empty_groups.check("a group that has NaN")
@@ -736,12 +833,17 @@ def _(fn, t):
     means(fn, t, [0, 0, 0], 11, "nothing owned")
 
 
-@empty_groups.check("Mosaic compiles it")
+@empty_groups.check("one Pallas call, no copy of x, and Mosaic compiles it")
 def _(fn, t):
     def call(x, sizes):
         return fn(x, sizes, 128)
 
-    compiles(t, call, spec(1000, 512), spec(8, dtype=jnp.int32))
+    args = spec(1000, 512), spec(8, dtype=jnp.int32)
+    program = list(equations(jax.make_jaxpr(call)(*args).jaxpr))
+    calls = [eqn.primitive.name for eqn in program].count("pallas_call")
+    t.equal(calls, 1, why="Pallas calls in the program")
+    t.equal(copies_outside(call, *args), [], why="what makes large arrays outside of the kernel")
+    compiles(t, call, *args)
 
 
 def means_with(*, empty=True, mask="where", divide="max", begin="group"):
@@ -818,4 +920,18 @@ mistaken(
     "divides_by_one_more",
     "You add 1 to every group's size to avoid a division by zero, and all means are too small. Take the maximum.",
     means_with(divide="more"),
+)
+
+
+def clears_outside_means(x_MN, group_sizes_G, tile=8):
+    owned_M1 = jnp.arange(len(x_MN))[:, None] < jnp.sum(group_sizes_G)
+    return means_with()(jnp.where(owned_M1, x_MN, 0), group_sizes_G, tile)
+
+
+mistaken(
+    empty_groups,
+    "clears_outside",
+    "You clear the rows that no group owns before the kernel: a pass over x, read and written once more. The kernel "
+    "has the bounds, so mask there.",
+    clears_outside_means,
 )
