@@ -114,43 +114,30 @@ def test_it_equals_the_reference_in_value_and_gradient(
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
-def test_in_bfloat16_it_is_no_further_from_float64_than_xla():
-    """Than XLA on a TPU, whose matrix units take the logits' gradient in bfloat16; on a CPU it stays in float32."""
-    q, k, v = inputs(0, 1, 64, 2, 1, H=32, dtype="bfloat16")
+@pytest.mark.parametrize("size", [1.0, 3.0])  # with larger queries a few keys have the weight
+def test_in_bfloat16_it_is_no_further_from_float64_than_xla(size):
+    q, k, v = inputs(0, 1, 256, 8, 2, H=64, size=size, dtype="bfloat16")
     probe = jax.random.normal(jax.random.key(1), q.shape, "bfloat16").astype("float32")
-    xla = value_and_gradients(plain_attention, probe, q, k, v)
-    blocks = BlockShape(32, 32, *[Tile(32, 32)] * 3)
+    blocks = BlockShape(128, 128, *[Tile(64, 128)] * 3)
     attention = functools.partial(flash_attention_tpu.flash_attention, blocks=blocks)
     got = simulate(functools.partial(value_and_gradients, attention, probe), q, k, v)
+    xla = jax.jit(functools.partial(value_and_gradients, reference.attention, probe))(q, k, v)
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
-        exact = value_and_gradients(plain_attention, jnp.asarray(np.float64(probe)), *wide)
+        exact = value_and_gradients(float64_attention, jnp.asarray(np.float64(probe)), *wide)
     for a, b, c in zip(got, xla, exact, strict=True):
         assert a.dtype == "bfloat16"
         flash_error, xla_error = (np.linalg.norm(np.float64(x) - np.asarray(c)) for x in (a, b))
-        assert flash_error <= xla_error
+        # The same roundings in another order: what is left is chance, a percent at this size.
+        assert flash_error <= 1.03 * xla_error
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def as_operand(x, dtype):
-    """The same; its gradient is what a product of inputs in `dtype` makes of it."""
-    return x
-
-
-as_operand.defvjp(
-    lambda x, dtype: (x, None), lambda dtype, _, grad: (grad.astype(dtype).astype(grad.dtype),)
-)
-
-
-def plain_attention(q, k, v):
-    """The reference's steps, in float64 or as a TPU rounds them in bfloat16."""
-    (T, N, H), dtype = q.shape[1:], q.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
-    k, v = (jnp.repeat(x, N // k.shape[2], axis=2) for x in (k, v))
-    logits = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=wide)
-    logits = as_operand(logits, dtype) / math.sqrt(H)
+def float64_attention(q, k, v):
+    (T, N, H), K = q.shape[1:], k.shape[2]
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    logits = jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(H)
     probs = jax.nn.softmax(jnp.where(np.tril(np.ones((T, T), bool)), logits, -np.inf), axis=-1)
-    return jnp.einsum("BNTS,BSNH->BTNH", probs.astype(dtype), v)
+    return jnp.einsum("BNTS,BSNH->BTNH", probs, v)
 
 
 def test_large_and_infinite_logits_and_queries_that_see_nothing():
