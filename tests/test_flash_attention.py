@@ -128,8 +128,8 @@ def test_in_bfloat16_it_is_no_further_from_float64_than_xla(size):
     for a, b, c in zip(got, xla, exact, strict=True):
         assert a.dtype == "bfloat16"
         flash_error, xla_error = (np.linalg.norm(np.float64(x) - np.asarray(c)) for x in (a, b))
-        # The same roundings in another order: what is left is chance, a percent at this size.
-        assert flash_error <= 1.03 * xla_error
+        # Where roundings are the same, as of the values' gradient, what differs is chance.
+        assert flash_error <= 1.01 * xla_error
 
 
 def float64_attention(q, k, v):

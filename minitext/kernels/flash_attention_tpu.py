@@ -109,7 +109,7 @@ def supports(
 
 
 def _dot(a, b, dims) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -244,7 +244,9 @@ def _backward_compute(
         grads = probs * (grad_probs - delta_ref[:, cols])
         if task.softcap is not None:
             grads = grads * (1 - logits * logits)
-        use(tile, probs.astype(grad_ref.dtype), grads.astype(q_ref.dtype))
+        # Gradients stay wide, as they do before XLA's products: matrix units of a TPU round them on the way in, at no
+        # more bundles than a cast, and the CPU of the simulator does not.
+        use(tile, probs.astype(grad_ref.dtype), grads)
 
     _compute(task, plan_kind[step], size, make, finish)
 
