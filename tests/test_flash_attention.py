@@ -1,6 +1,7 @@
 """Flash attention for TPUs: in the simulator against the reference, its grid, and compiled ahead of time."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -114,43 +115,30 @@ def test_it_equals_the_reference_in_value_and_gradient(
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
-def test_in_bfloat16_it_is_no_further_from_float64_than_xla():
-    """Than XLA on a TPU, whose matrix units take the logits' gradient in bfloat16; on a CPU it stays in float32."""
-    q, k, v = inputs(0, 1, 64, 2, 1, H=32, dtype="bfloat16")
+@pytest.mark.parametrize("size", [1.0, 3.0])  # with larger queries a few keys have the weight
+def test_in_bfloat16_it_is_no_further_from_float64_than_xla(size):
+    q, k, v = inputs(0, 1, 256, 8, 2, H=64, size=size, dtype="bfloat16")
     probe = jax.random.normal(jax.random.key(1), q.shape, "bfloat16").astype("float32")
-    xla = value_and_gradients(plain_attention, probe, q, k, v)
-    blocks = BlockShape(32, 32, *[Tile(32, 32)] * 3)
+    blocks = BlockShape(128, 128, *[Tile(64, 128)] * 3)
     attention = functools.partial(flash_attention_tpu.flash_attention, blocks=blocks)
     got = simulate(functools.partial(value_and_gradients, attention, probe), q, k, v)
+    xla = jax.jit(functools.partial(value_and_gradients, reference.attention, probe))(q, k, v)
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
-        exact = value_and_gradients(plain_attention, jnp.asarray(np.float64(probe)), *wide)
+        exact = value_and_gradients(float64_attention, jnp.asarray(np.float64(probe)), *wide)
     for a, b, c in zip(got, xla, exact, strict=True):
         assert a.dtype == "bfloat16"
         flash_error, xla_error = (np.linalg.norm(np.float64(x) - np.asarray(c)) for x in (a, b))
-        assert flash_error <= xla_error
+        # Where roundings are the same, as of the values' gradient, what differs is chance.
+        assert flash_error <= 1.01 * xla_error
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def as_operand(x, dtype):
-    """The same; its gradient is what a product of inputs in `dtype` makes of it."""
-    return x
-
-
-as_operand.defvjp(
-    lambda x, dtype: (x, None), lambda dtype, _, grad: (grad.astype(dtype).astype(grad.dtype),)
-)
-
-
-def plain_attention(q, k, v):
-    """The reference's steps, in float64 or as a TPU rounds them in bfloat16."""
-    (T, N, H), dtype = q.shape[1:], q.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
-    k, v = (jnp.repeat(x, N // k.shape[2], axis=2) for x in (k, v))
-    logits = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=wide)
-    logits = as_operand(logits, dtype) / math.sqrt(H)
+def float64_attention(q, k, v):
+    (T, N, H), K = q.shape[1:], k.shape[2]
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    logits = jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(H)
     probs = jax.nn.softmax(jnp.where(np.tril(np.ones((T, T), bool)), logits, -np.inf), axis=-1)
-    return jnp.einsum("BNTS,BSNH->BTNH", probs.astype(dtype), v)
+    return jnp.einsum("BNTS,BSNH->BTNH", probs, v)
 
 
 def test_large_and_infinite_logits_and_queries_that_see_nothing():
@@ -318,10 +306,33 @@ def test_it_compiles_for_every_chip_at_the_shape_of_llama3_8b(target):
     compile_for(target, 1, 1000, 4, 2, 64, dtype="float32", mask=Mask(causal=False, window=300))
 
 
+def temporary_bytes(B, T):
+    """Of one layer's attention of Llama 3 8B, forward and backward, on a v5p."""
+    one = topology_mesh("v5p:2x2x1").devices.flat[:1]
+    mesh = jax.sharding.Mesh(one, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = [
+        jax.ShapeDtypeStruct((B, T, heads, 128), "bfloat16", sharding=there)
+        for heads in (32, 8, 8, 32)
+    ]
+
+    def forward_and_backward(q, k, v, grad):
+        out, backward = jax.vjp(kernels.attention, q, k, v)
+        return out, backward(grad)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(forward_and_backward).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 @pytest.mark.audit
-@pytest.mark.parametrize("T", [1024, 4096, 16384, 65536])
-def test_memory_is_linear_in_tokens(T):
-    """A few times the queries at any length, or none in HBM: what fits the compiler keeps in VMEM."""
-    N, H = 4, 128
-    compiled = compile_for("v5e:2x2", 1, T, N, 2, H, segmented=False)
-    assert compiled.memory_analysis().temp_size_in_bytes <= 5 * (2 * T * N * H)
+def test_memory_is_linear_in_tokens():
+    """With 16 rows nothing is small enough to stay in VMEM, where memory costs nothing.
+
+    What there is: q, k, v and the result with heads before tokens, and what rounding took from the result.
+    """
+    B, lengths = 16, (1024, 4096, 16384, 65536)
+    found = [temporary_bytes(B, T) for T in lengths]
+    queries = [B * T * 32 * 128 * 2 for T in lengths]
+    assert all(q < bytes_ < 4.6 * q for bytes_, q in zip(found, queries, strict=True))
+    assert all(high < 4.2 * low for low, high in itertools.pairwise(found))

@@ -109,7 +109,7 @@ def supports(
 
 
 def _dot(a, b, dims) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -169,7 +169,7 @@ def _compute(task: Task, kind, size: Tile, make, use) -> None:
 
 def _forward_kernel(
     task, plan_q, plan_kv, plan_kind, sinks_ref, q_ref, k_ref, v_ref, q_segments, kv_segments,
-    out_ref, lse_ref, top_ref, sum_ref, acc_ref,
+    out_ref, lse_ref, lost_ref, top_ref, sum_ref, acc_ref,
 ):  # fmt: skip
     step = pl.program_id(2)
     kind = plan_kind[step]
@@ -203,8 +203,12 @@ def _forward_kernel(
 
     @pl.when((kind & LAST) != 0)
     def _():
-        out_ref[...] = (acc_ref[...] / sum_ref[...]).T.astype(out_ref.dtype)
+        out = (acc_ref[...] / sum_ref[...]).T
+        out_ref[...] = out.astype(out_ref.dtype)
         lse_ref[...] = top_ref[...] * factor + jnp.log2(sum_ref[...])
+        if lost_ref is not None:
+            # Read back, because XLA may take a value that was rounded and widened again for the value itself.
+            lost_ref[...] = (out - out_ref[...].astype(jnp.float32)).astype(lost_ref.dtype)
 
 
 def _backward_compute(
@@ -240,7 +244,9 @@ def _backward_compute(
         grads = probs * (grad_probs - delta_ref[:, cols])
         if task.softcap is not None:
             grads = grads * (1 - logits * logits)
-        use(tile, probs.astype(grad_ref.dtype), grads.astype(q_ref.dtype))
+        # Gradients stay wide, as they do before XLA's products: matrix units of a TPU round them on the way in, at no
+        # more bundles than a cast, and the CPU of the simulator does not.
+        use(tile, probs.astype(grad_ref.dtype), grads)
 
     _compute(task, plan_kind[step], size, make, finish)
 
@@ -299,27 +305,38 @@ def _dkv_kernel(
 # --- calls -----------------------------------------------------------------------------------------
 
 
-def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N):
-    """Returns the output [B, N, T, H], and the base-2 logsumexp [B, N, 1, T]."""
+def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, *, differentiated=False):
+    """Returns the output [B, N, T, H], the base-2 logsumexp [B, N, 1, T], and what rounding took from the output.
+
+    The latter is None in float32, and unless there will be gradients.
+    """
     (B, N, T, H), bq = q_BNTH.shape, task.shape.q
     tops_1N = jnp.full((1, N), NO_SINK)
     if sinks_N is not None:
         factor = _units(task, H)[1]
         tops_1N = jnp.maximum(tops_1N, sinks_N.astype(jnp.float32)[None] * (LOG2E / factor))
+    out = jax.ShapeDtypeStruct(q_BNTH.shape, q_BNTH.dtype)
+    lost = out if differentiated and out.dtype != jnp.float32 else None
     return call(
         _forward_kernel, task, (q_BNTH, k_BKSH, v_BKSH), segments_BT, by_kv=False, first=(tops_1N,),
-        ins=("q", "kv", "kv"), outs=("q", "row"), scratch=[(1, bq), (1, bq), (H, bq)],
-        out_shapes=[
-            jax.ShapeDtypeStruct(q_BNTH.shape, q_BNTH.dtype),
-            jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32),
-        ],
+        ins=("q", "kv", "kv"), outs=("q", "row", lost and "q"), scratch=[(1, bq), (1, bq), (H, bq)],
+        out_shapes=[out, jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), lost],
     )  # fmt: skip
 
 
-def _backward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, out_BNTH, lse_BN1T, grad_BNTH):
-    """Returns the gradients of q, k and v, and the row sums of output times gradient [B, N, T]."""
+def _backward_call(
+    task, q_BNTH, k_BKSH, v_BKSH, segments_BT, out_BNTH, lse_BN1T, lost_BNTH, grad_BNTH
+):
+    """Returns the gradients of q, k and v, and the row sums of output times gradient [B, N, T].
+
+    A row sum is off all gradients of a query's logits. With the rounded output, as other flash attentions take it, it
+    would make an error of its own there, which after rounding them is as large again where few keys have the weight.
+    """
     (bq, bkv), H = task.shape[:2], q_BNTH.shape[3]
-    delta_BNT = jnp.sum(grad_BNTH.astype(jnp.float32) * out_BNTH.astype(jnp.float32), axis=-1)
+    exact_BNTH = out_BNTH.astype(jnp.float32)
+    if lost_BNTH is not None:
+        exact_BNTH += lost_BNTH.astype(jnp.float32)
+    delta_BNT = jnp.sum(grad_BNTH.astype(jnp.float32) * exact_BNTH, axis=-1)
     arrays = (q_BNTH, k_BKSH, v_BKSH, grad_BNTH, lse_BN1T, delta_BNT[:, :, None])
     ins = ("q", "kv", "kv", "q", "row", "row")
     q_like, k_like, v_like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3])
@@ -348,22 +365,27 @@ def _on_each_device(function, outs, *arrays):
     )
 
 
+_FORWARD_OUTS = ((0, 4), (0, 2), (0, 4))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _flash(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
-    return _flash_forward(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task)[0]
+    args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
+    return _on_each_device(partial(_forward_call, task), _FORWARD_OUTS, *args)[0]
 
 
 def _flash_forward(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
     args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
-    out_BNTH, lse_BN1T = _on_each_device(partial(_forward_call, task), ((0, 4), (0, 2)), *args)
-    return out_BNTH, (*args, out_BNTH, lse_BN1T)
+    forward = partial(_forward_call, task, differentiated=True)
+    out_BNTH, lse_BN1T, lost_BNTH = _on_each_device(forward, _FORWARD_OUTS, *args)
+    return out_BNTH, (*args, out_BNTH, lse_BN1T, lost_BNTH)
 
 
 def _flash_backward(task, residuals, grad_BNTH):
-    q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, out_BNTH, lse_BN1T = residuals
+    *args, sinks_N, out_BNTH, lse_BN1T, lost_BNTH = residuals
     *grads, delta_BNT = _on_each_device(
         partial(_backward_call, task), ((0, 4), (1, 4), (2, 4), (0, 3)),
-        q_BNTH, k_BKSH, v_BKSH, segments_BT, out_BNTH, lse_BN1T, grad_BNTH,
+        *args, out_BNTH, lse_BN1T, lost_BNTH, grad_BNTH,
     )  # fmt: skip
     if sinks_N is None:
         return *grads, None, None

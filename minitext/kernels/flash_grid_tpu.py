@@ -158,7 +158,7 @@ class Specs:
 
 
 def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scratch, first=()):
-    """Calls a kernel over the steps of its plan; `ins` and `outs` name attributes of `Specs`."""
+    """Calls a kernel over the steps of its plan; `ins` and `outs` name attributes of `Specs`, None no output."""
     q, k = arrays[:2]
     (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
     specs = Specs(task, H, N // K, by_kv)
@@ -183,7 +183,7 @@ def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scr
                 *(getattr(specs, name) for name in ins),
                 *segment_specs,
             ],
-            out_specs=[getattr(specs, name) for name in outs],
+            out_specs=[None if name is None else getattr(specs, name) for name in outs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=out_shapes,
