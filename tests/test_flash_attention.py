@@ -329,10 +329,12 @@ def temporary_bytes(B, T):
 def test_memory_is_linear_in_tokens():
     """With 16 rows nothing is small enough to stay in VMEM, where memory costs nothing.
 
-    What there is: q, k, v and the result with heads before tokens, and what rounding took from the result.
+    What there is: q, k, v, the result and gradients with heads before tokens, and what rounding took from the result:
+    4.52 times the queries, or 5.52 where XLA schedules a copy of one more beside them. In T squared it would be 16
+    times as much at each step.
     """
     B, lengths = 16, (1024, 4096, 16384, 65536)
     found = [temporary_bytes(B, T) for T in lengths]
     queries = [B * T * 32 * 128 * 2 for T in lengths]
-    assert all(q < bytes_ < 4.6 * q for bytes_, q in zip(found, queries, strict=True))
-    assert all(high < 4.2 * low for low, high in itertools.pairwise(found))
+    assert all(q < bytes_ < 5.6 * q for bytes_, q in zip(found, queries, strict=True))
+    assert all(high < 5 * low for low, high in itertools.pairwise(found))
