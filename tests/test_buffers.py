@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitext import buffers
-from minitext.aot import _read_dump
+from minitext.aot import read_dump
 from minitext.buffers import Buffer, allocated, parse_out_of_memory, read_buffers
 
 
@@ -27,7 +27,7 @@ def program(tmp_path_factory):
     batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
-    return (lowered.compile(compiler_options=options), *_read_dump(folder))
+    return (lowered.compile(compiler_options=options), *read_dump(folder))
 
 
 def test_buffers_agree_with_the_compiler(program):
