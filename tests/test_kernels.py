@@ -19,6 +19,7 @@ IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
 def oracle(q, k, v, segments, offset=0):
     """Attention by the book, one query and one head at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    segments = None if segments is None else np.asarray(segments)
     B, T, N, H = q.shape
     out = np.zeros_like(q)
     for b in range(B):

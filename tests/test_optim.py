@@ -124,7 +124,9 @@ def test_sgd_lion_and_muon_take_the_step_that_defines_them():
         assert s.max() / s.min() > 2
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.floats(-6, 6), st.integers(0, 99))
+@given(
+    st.sampled_from([1, 7, 40]), st.sampled_from([1, 7, 40]), st.floats(-6, 6), st.integers(0, 99)
+)
 @settings(max_examples=12, deadline=None)
 def test_orthogonalisation_knows_no_scale_and_no_orientation(rows, columns, exponent, seed):
     x = np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
