@@ -73,6 +73,8 @@ def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
         and layers == 1,
         "model.ffn.kind=moe: a ragged all-to-all sends what the router chose, of which this is the most": s.experts
         > 1 and s.tpu and s.moe is not None and s.moe.capacity_factor is None,
+        f"mesh.fsdp={s.fsdp}: in so large groups the compiler for v5e sums some of what it should gather": s.fsdp >= 64
+        and chip == CHECKED[0],
         f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla": cfg.train.loss_impl != "xla",
         "parts of fewer than 16 rows, some of which the TPU's compiler sums whole": s.tpu
         and cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS != 0,
@@ -127,7 +129,7 @@ def _gradients(s: Split) -> Iterator[Term]:
         products["output layer"] = ((head,), heads, _whole(s, model.vocab // s.vocab))
     for name, (arrays, runs, whole) in products.items():
         stored = s.fsdp > 1 or (s.optimizer > 1 and name != "weights")
-        kind = s.scatter if stored else "all-reduce"
+        kind = s.scatter(s.fsdp if s.fsdp > 1 else s.optimizer) if stored else "all-reduce"
         rest = tuple(size for size, every in zip(arrays, whole, strict=True) if not every)
         yield Term(f"gradient of the {name}, over fsdp", kind, s.fsdp, rest, runs)
         sums = tuple(size for size, every in zip(arrays, whole, strict=True) if every)
@@ -140,8 +142,8 @@ def _gradients(s: Split) -> Iterator[Term]:
     # Of a lookup and of a scale, whose sums are not of a product, the sum is over all at once.
     once_or_branch = s.cfg.train.microbatches == 1 or s.one_f_one_b
     kept = once_or_branch and (s.replicas == s.fsdp or s.optimizer > 1)
-    alone = s.scatter if kept and not _whole(s, None)[0] else "all-reduce"
     for group in _groups(s, s.batch, s.context):
+        alone = s.scatter(group) if kept and not _whole(s, None)[0] else "all-reduce"
         yield Term("gradient of the embedding table", alone, group, (table,), once)
         # A TPU adds both uses of a tied table first if they are float32 as the table is, and neither is of a loop.
         loop = s.one_f_one_b or (s.fsdp > 1 and s.cfg.train.loss_chunks > 1)
@@ -200,7 +202,7 @@ def _tensor(s: Split) -> Iterator[Term]:
     before a row-parallel one. Embedding and output layer are split over the stages of a pipeline, too.
     """
     r, gather, chunks = s.runs, "all-gather", s.cfg.train.loss_chunks
-    kind = s.scatter if s.sequence > 1 else "all-reduce"
+    kind = s.scatter(s.tensor) if s.sequence > 1 else "all-reduce"
     one, sent = s.layer_stream * s.wide, s.layer_stream * s.narrow
     row = 1 + bool(s.ffn) + bool(s.moe)
     yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * row, r.forward)
@@ -295,7 +297,7 @@ def _experts(s: Split) -> Iterator[Term]:
     for name, (weights, ways, whole) in gathered.items():
         yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
         yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)
-        for kind, wanted in (("reduce-scatter", False), ("all-reduce", True)):
+        for kind, wanted in ((s.scatter(s.fsdp), False), ("all-reduce", True)):
             sums = tuple(n for n, every in zip(weights, whole, strict=True) if every == wanted)
             yield Term(f"gradient of the {name}", kind, s.fsdp, sums, r.backward)
         parts = tuple(size // s.fsdp for size in weights)

@@ -234,10 +234,13 @@ class Split:
         """Numbers of the embedding table, and of the output layer, that one `fsdp` group holds."""
         return self.cfg.model.embed * self.cfg.model.vocab // self.vocab
 
-    @property
-    def scatter(self) -> str:
-        """The kind that a sum takes of which each device keeps a part: only the TPU compiler makes one of the two."""
-        return "reduce-scatter" if self.tpu else "all-reduce"
+    def scatter(self, group: int) -> str:
+        """The kind that a sum takes of which each device of a group keeps a part.
+
+        Only the TPU's compiler makes one of sum and part, and not in groups of 64 or more: found by compiling for
+        v5p, and v5e, which there also sums some of what it should gather.
+        """
+        return "reduce-scatter" if self.tpu and group < 64 else "all-reduce"
 
 
 def split(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Split:

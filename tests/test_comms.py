@@ -65,6 +65,17 @@ def test_tpus_send_what_the_formula_says(layout):
     assert found.notes == []
 
 
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize("more", [(), ("model.ffn.kind=moe", "model.ffn.experts=4")], ids=str)
+def test_in_groups_of_64_a_tpu_sums_whole(more):
+    """Each device keeps a 64th of what it gets: twice what a reduce-scatter would send."""
+    sizes = ("model.embed=1024", "model.mlp=1024", "train.global_batch=64", "model.dtype=bfloat16")
+    found = audited(*tiles("fsdp", "mesh.fsdp=64", *sizes, *more), target="v5p:4x4x4")
+    assert found.differences() == {}
+    assert not any(term.kind == "reduce-scatter" for term in found.compiled)
+
+
 # The formula must not be made for one configuration: one after the other, everything else is changed.
 OTHERS = {
     "sizes": "model.layers=4 model.embed=48 model.mlp=96 model.kv_heads=8 data.seq_len=64 model.vocab=512",
