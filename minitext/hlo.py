@@ -271,10 +271,9 @@ def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[s
     results = [(match[1], type_bytes(match[0])) for match in _TYPE.finditer(written)]
     if collective.opcode == "send":  # of one array, after a token
         return ((results[0][0], sum(operands)),) if results else ()
-    if collective.opcode.startswith(
-        "ragged"
-    ):  # of one array; the operands are where it is written, and sizes
-        return ((results[0][0], max(size for _, size in results)),)
+    if collective.opcode.startswith("ragged"):
+        # Of one array; operands are also where it is written, which has room for more or for less, and integers.
+        return ((results[0][0], max(operands + [size for _, size in results])),)
     # The type of a start is a tuple of the operands, the results and, of a permute, two counters.
     if collective.opcode.endswith("-start") and len(results) >= 2 * len(operands):
         results = results[len(operands) :]
