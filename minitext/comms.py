@@ -297,7 +297,9 @@ def _experts(s: Split) -> Iterator[Term]:
     for name, (weights, ways, whole) in gathered.items():
         yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
         yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)
-        for kind, wanted in ((s.scatter(s.fsdp), False), ("all-reduce", True)):
+        # What a shard_map scatters, the CPU's compiler scatters too.
+        scatter = s.scatter(s.fsdp) if s.tpu else "reduce-scatter"
+        for kind, wanted in ((scatter, False), ("all-reduce", True)):
             sums = tuple(n for n, every in zip(weights, whole, strict=True) if every == wanted)
             yield Term(f"gradient of the {name}", kind, s.fsdp, sums, r.backward)
         parts = tuple(size // s.fsdp for size in weights)
