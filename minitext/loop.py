@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from minitext import hw, stacks
+from minitext import distributed, hw, leaves, stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config
 from minitext.data import Batches
@@ -49,7 +49,7 @@ class Loop:
     held_out: Batches
     tokenizer: Tokenizer
     checkpointer: Checkpointer
-    writer: MetricsWriter
+    writer: MetricsWriter | None  # None where another process writes
     stop: bool = False
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
@@ -84,7 +84,8 @@ class Loop:
                     lines[-1]["val_loss"] = loss
                     meter.skip()  # the time of an evaluation is no step's
                 for line in lines:
-                    self.writer.write(line)
+                    if self.writer:
+                        self.writer.write(line)
                     status = status_line(line, self.batches.floor)
                     bar.update(task, completed=line["step"], status=status)
                 if save_now:
@@ -131,7 +132,9 @@ class Loop:
         rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
         prompt = rows[0, :PROMPT_TOKENS].tolist()
         # One row cannot be spread over a batch axis: the parameters come to one device.
-        params = stacks.as_one_stack(jax.device_get(state.params))
+        params = stacks.as_one_stack(leaves.gather(state.params))
+        if not distributed.is_first():
+            return
         params = jax.device_put(params, jax.local_devices()[0])
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
             tokens = list(

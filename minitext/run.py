@@ -6,17 +6,19 @@ bit for bit.
 Chapters: 6.
 """
 
+import contextlib
 import datetime
 import functools
+import json
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import disk
+from minitext import disk, distributed
 from minitext.checkpoint import Checkpointer
-from minitext.config import Config, to_yaml
+from minitext.config import Config, flatten, to_yaml
 from minitext.data import Batches, make_batches
 from minitext.errors import UserError
 from minitext.loop import Interrupted as Interrupted
@@ -33,6 +35,7 @@ from minitext.rundir import (
     disk_errors,
     first_state,
     read_config,
+    resume_command,
 )
 from minitext.tokenizer import load_tokenizer, make_tokenizer
 from minitext.train import abstract_state
@@ -52,10 +55,12 @@ def train(cfg: Config, console: Console | None = None) -> Path:
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
       Interrupted: after Ctrl-C, when the state is saved.
     """
-    console = console or Console(stderr=True)
-    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    cfg = cfg.replace({"run.name": name})
-    directory = Path(cfg.run.dir) / name
+    console = console or Console(stderr=True, quiet=not distributed.is_first())
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    cfg = cfg.replace({"run.name": cfg.run.name or distributed.share("run name", now)[0]})
+    _check_agreement(cfg)
+    directory = Path(cfg.run.dir) / str(cfg.run.name)
+    distributed.advise(f"resume with: {resume_command(directory)}")
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
@@ -89,16 +94,33 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 batches.set_state(restored.data_state)
             _check_enough(cfg, batches, start)
             # Written last: what was refused must not be what the command to resume reads.
-            disk.write(directory / CONFIG, to_yaml(cfg))
-            if not known.exists():
-                tokenizer.save(known)
+            if distributed.is_first():
+                disk.write(directory / CONFIG, to_yaml(cfg))
+                if not known.exists():
+                    tokenizer.save(known)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
-                with MetricsWriter(directory, after_step=start) as writer:
+                # Of several processes the first writes what is written once.
+                first = distributed.is_first()
+                writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
+                with writes as writer:
                     Loop(
                         cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer
                     ).run(state, start, console)
     return directory
+
+
+def _check_agreement(cfg: Config) -> None:
+    """Refuses to train where processes were started with different settings."""
+    texts = distributed.share("settings", json.dumps(flatten(cfg.model_dump(mode="json"))))
+    ours, theirs = json.loads(texts[0]), [json.loads(text) for text in texts]
+    for index, settings in enumerate(theirs):
+        for key in sorted(ours.keys() | settings.keys()):
+            if ours.get(key) != settings.get(key):
+                raise UserError(
+                    f"{distributed.name_of(index)} was started with {key}={settings.get(key)}, process 0 with "
+                    f"{key}={ours.get(key)}: start all processes with the same command"
+                )
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
