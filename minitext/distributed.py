@@ -74,8 +74,7 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> Clust
     import jax
     from jax._src import distributed as service  # the client has no public name
 
-    if jax.config.read("jax_platforms") == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # no accelerator's concern
     _delay_aborts()
     try:
         jax.distributed.initialize(**_arguments(cluster, seconds))

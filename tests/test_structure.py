@@ -38,6 +38,7 @@ LAYERS = [
         "loop",
         "grading",
         "doctor",
+        "launch",
         "llo",
         "llo_compiler",
         "llo_report",
