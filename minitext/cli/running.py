@@ -26,7 +26,7 @@ def train(settings: Settings = None) -> None:
         directory = run.train(cfg)
     except run.Interrupted as stop:
         print(stop, file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(stop.exit_code) from None
     prompt = "def " if cfg.data.source == "stdlib" else "the "
     print(f"done; try: minitext generate {directory} --prompt '{prompt}'", file=sys.stderr)
 
