@@ -61,13 +61,16 @@ class Checkpointer:
         directory: where the steps live; made by the first save.
         keep: how many of the newest steps to keep, at least 1. The step just saved always stays.
         keep_every: keeps steps that are multiples of it as well.
+        own: whether each process has a directory of its own, for its own devices' parts alone.
     """
 
-    def __init__(self, directory: os.PathLike | str, keep: int = 3, keep_every: int | None = None):
+    def __init__(
+        self, directory: Path | str, keep: int = 3, keep_every: int | None = None, own: bool = False
+    ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
         self.directory = Path(directory).absolute()
-        self.keep, self.keep_every = keep, keep_every
+        self.keep, self.keep_every, self.own = keep, keep_every, own
         self._damaged: set[int] = set()  # found by restore, set aside by the next save
         self._saves = 0
         self._pending: Future[None] | None = None
@@ -75,7 +78,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _orbax(self) -> Any:
-        return leaves.checkpointer()
+        return leaves.checkpointer(self.own)
 
     def save(
         self,
@@ -109,7 +112,7 @@ class Checkpointer:
         self._saves += 1
         target = self._path(step, f".{self._saves}{TEMPORARY}")
         try:
-            if jax.process_index() == 0:
+            if self.own or jax.process_index() == 0:
                 self._prepare(target)
             arrays, write = leaves.storable(named), None
             if jax.process_count() == 1:
@@ -147,14 +150,14 @@ class Checkpointer:
                 or dtype, or is on one side only.
         """
         self.wait()
-        chosen = _from_process_0(functools.partial(self._choose, step))
+        choose = functools.partial(self._choose, step)
+        chosen = choose() if self.own else _from_process_0(choose)
         if chosen is None:
             return None
         facts = self.facts(chosen)
         wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
         to_read = stacks.as_stored(saved, wanted)
-        difference = leaves.difference(saved, to_read, partial)
-        if difference:
+        if difference := leaves.difference(saved, to_read, partial):
             mend = "choose another run.dir or delete this one"
             raise UserError(f"{self.directory} holds another model: {difference}; {mend}")
         values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
@@ -233,15 +236,13 @@ class Checkpointer:
             self._damaged.remove(damaged)
         target.mkdir()
 
-    def _commit(
-        self, step: int, target: Path, facts: str, write: Callable[[], None] | None
-    ) -> None:
+    def _commit(self, step: int, target: Path, facts: str, write: Callable | None) -> None:
         """In the background: the arrays are written, the directory sealed, renamed; cleans up."""
         try:
             if write is not None:
                 write()
             self._orbax.wait_until_finished()
-            if jax.process_index() != 0:
+            if not self.own and jax.process_index() != 0:
                 return
             (target / FACTS).write_text(facts, encoding="utf-8")
             disk.seal(target)
@@ -280,8 +281,9 @@ class Checkpointer:
             raise error
         good = self.latest()
         rest = "no step was saved before" if good is None else f"step {good} is intact"
-        told = f"step {step} was not saved in {self.directory} ({rest}): {cause}"
-        raise UserError(told) from error
+        raise UserError(
+            f"step {step} was not saved in {self.directory} ({rest}): {cause}"
+        ) from error
 
     def _choose(self, step: int | None) -> int | None:
         """The newest step that is whole, after a warning for each newer one that isn't."""

@@ -7,6 +7,7 @@ Chapters: 6.
 """
 
 import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from minitext import hw, stacks
+from minitext import distributed, hw, leaves, stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config
 from minitext.data import Batches
+from minitext.emergency import LocalCopies
 from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
@@ -37,6 +39,8 @@ from minitext.train import (
     make_train_step,
 )
 from minitext.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 32  # of validation text, in front of each sample
 
@@ -60,7 +64,8 @@ class Loop:
     held_out: Batches
     tokenizer: Tokenizer
     checkpointer: Checkpointer
-    writer: MetricsWriter
+    writer: MetricsWriter | None  # None where another process writes
+    copies: LocalCopies | None = None
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
         """Trains from step `start` to the last, or until it is asked to stop.
@@ -75,14 +80,16 @@ class Loop:
         flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
         say = functools.partial(console.print, highlight=False)
-        stopper = Stopper(say)
-        watchdog = Watchdog(self.directory, jax.process_index(), say, cfg.hang_seconds)
+        stopper = Stopper(say, distributed.board("stop"))
+        index = jax.process_index()
+        watchdog = Watchdog(self.directory, index, logger.warning, cfg.hang_seconds)
         guard = Guard(self.directory, cfg.on_nan, self.tokenizer, say)
         with progress_bar(console) as bar, stopper, watchdog:
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
 
             def write(line: dict[str, Any], batch: Batch) -> None:
-                self.writer.write(line)
+                if self.writer:
+                    self.writer.write(line)
                 status = status_line(line, self.batches.floor)
                 bar.update(task, completed=line["step"], status=status)
                 watchdog.step_ended()
@@ -101,7 +108,8 @@ class Loop:
                 save_now = last or stop or step % cfg.save_every == 0
                 # The first sample comes after one step, since the first line should not wait for it to compile.
                 sample_now = last or step in (1, (cfg.steps + 1) // 2)
-                if evaluate_now or save_now or sample_now:
+                copy_now = self.copies is not None and self.copies.is_due(step) and not save_now
+                if evaluate_now or save_now or sample_now or copy_now:
                     line, pending = self._read(pending, meter), None
                     if evaluate_now:
                         loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
@@ -109,12 +117,12 @@ class Loop:
                         line["val_loss"] = loss
                         meter.skip()  # the time of an evaluation is no step's
                     write(line, batch)
-                if save_now:
+                if saver := self.checkpointer if save_now else self.copies if copy_now else None:
                     guard.check_parameters(step, state.params)
                     # The line of a step is written before the step is saved: a run that is killed in between
                     # has a line too many, which resuming removes, and never one too few.
                     config = self.cfg.model_dump(mode="json")
-                    self.checkpointer.save(step, state, self.batches.get_state(), config)
+                    saver.save(step, state, self.batches.get_state(), config)
                 if sample_now:
                     self._sample(state, step, bar)
                     meter.skip()
@@ -147,7 +155,9 @@ class Loop:
         rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
         prompt = rows[0, :PROMPT_TOKENS].tolist()
         # One row cannot be spread over a batch axis: the parameters come to one device.
-        params = stacks.as_one_stack(jax.device_get(state.params))
+        params = stacks.as_one_stack(leaves.gather(state.params))
+        if not distributed.is_first():
+            return
         params = jax.device_put(params, jax.local_devices()[0])
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
             tokens = list(

@@ -6,18 +6,21 @@ bit for bit.
 Chapters: 6.
 """
 
+import contextlib
 import datetime
 import functools
+import json
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import disk
+from minitext import disk, distributed
 from minitext.checkpoint import Checkpointer
-from minitext.config import Config, to_yaml
+from minitext.config import Config, flatten, to_yaml
 from minitext.data import Batches, make_batches
+from minitext.emergency import LocalCopies, restore_newest
 from minitext.errors import UserError
 from minitext.loop import Interrupted as Interrupted
 from minitext.loop import Loop
@@ -33,6 +36,7 @@ from minitext.rundir import (
     disk_errors,
     first_state,
     read_config,
+    resume_command,
 )
 from minitext.tokenizer import load_tokenizer, make_tokenizer
 from minitext.train import abstract_state
@@ -50,12 +54,14 @@ def train(cfg: Config, console: Console | None = None) -> Path:
 
     Raises:
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
-      Interrupted: after Ctrl-C, when the state is saved.
+      Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
     """
-    console = console or Console(stderr=True)
-    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    cfg = cfg.replace({"run.name": name})
-    directory = Path(cfg.run.dir) / name
+    console = console or Console(stderr=True, quiet=not distributed.is_first())
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    cfg = cfg.replace({"run.name": cfg.run.name or distributed.share("run name", now)[0]})
+    _check_agreement(cfg)
+    directory = Path(cfg.run.dir) / str(cfg.run.name)
+    distributed.advise(f"resume with: {resume_command(directory)}")
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
@@ -80,8 +86,11 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
-        with Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer:
-            restored = checkpointer.restore(abstract_state(cfg, mesh))
+        with (
+            Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer,
+            _local_copies(cfg, directory) as copies,
+        ):
+            restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
             if restored is None:
                 state, start = first_state(cfg, mesh, batches)
             else:
@@ -89,16 +98,50 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 batches.set_state(restored.data_state)
             _check_enough(cfg, batches, start)
             # Written last: what was refused must not be what the command to resume reads.
-            disk.write(directory / CONFIG, to_yaml(cfg))
-            if not known.exists():
-                tokenizer.save(known)
+            if distributed.is_first():
+                disk.write(directory / CONFIG, to_yaml(cfg))
+                if not known.exists():
+                    tokenizer.save(known)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
-                with MetricsWriter(directory, after_step=start) as writer:
+                # Of several processes the first writes what is written once.
+                first = distributed.is_first()
+                writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
+                with writes as writer:
                     Loop(
-                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer
+                        cfg,
+                        mesh,
+                        directory,
+                        batches,
+                        held_out,
+                        tokenizer,
+                        checkpointer,
+                        writer,
+                        copies,
                     ).run(state, start, console)
     return directory
+
+
+def _local_copies(
+    cfg: Config, directory: Path
+) -> contextlib.AbstractContextManager[LocalCopies | None]:
+    where, new = cfg.checkpoint.local_dir, not (directory / CONFIG).exists()
+    if where is None:
+        return contextlib.nullcontext()
+    return LocalCopies(where, cfg.checkpoint.local_every, directory, new)
+
+
+def _check_agreement(cfg: Config) -> None:
+    """Refuses to train where processes were started with different settings."""
+    texts = distributed.share("settings", json.dumps(flatten(cfg.model_dump(mode="json"))))
+    ours, theirs = json.loads(texts[0]), [json.loads(text) for text in texts]
+    for index, settings in enumerate(theirs):
+        for key in sorted(ours.keys() | settings.keys()):
+            if ours.get(key) != settings.get(key):
+                raise UserError(
+                    f"{distributed.name_of(index)} was started with {key}={settings.get(key)}, process 0 with "
+                    f"{key}={ours.get(key)}: start all processes with the same command"
+                )
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:

@@ -36,7 +36,9 @@ def poisoned(monkeypatch):
     def poison(self):
         batch = take(self)
         if self._split == "train" and self._iterator.get_state()["next_index"] == BAD:
-            return batch | {"loss_mask": batch["loss_mask"] * jnp.float32(1e36)}
+            mask = np.array(batch["loss_mask"])
+            mask[0, 0] = 3e38
+            return batch | {"loss_mask": jax.device_put(mask, batch["loss_mask"].sharding)}
         return batch
 
     monkeypatch.setattr(Batches, "__next__", poison)

@@ -52,6 +52,8 @@ def main() -> None:
     """Runs the command line; a UserError becomes one line on stderr and its exit code."""
     import logging
 
+    from minitext import distributed
+
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("minitext").setLevel(logging.INFO)
     try:
@@ -59,4 +61,8 @@ def main() -> None:
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
+        distributed.finish(error)
         sys.exit(error.exit_code)
+    except BaseException as error:  # typer ends by SystemExit
+        distributed.finish(error)
+        raise
