@@ -53,9 +53,8 @@ class Checkpointer:
     """Saves and restores a pytree with the position of its data, a directory for each step.
 
     All processes of a job make the same calls. Process 0 writes the facts and the manifest,
-    renames, and deletes old steps. Reading never changes the directory, so a run can be evaluated
-    while it trains. Use it as a context manager or call `close`: a save still under way when the
-    interpreter exits may be lost (the steps before it are not).
+    renames, and deletes old steps. Reading changes nothing, so a run can be evaluated while it
+    trains. Use it as a context manager or call `close`: a save under way at exit may be lost.
 
     Args:
         directory: where the steps live; made by the first save.
@@ -115,7 +114,7 @@ class Checkpointer:
             if self.own or jax.process_index() == 0:
                 self._prepare(target)
             arrays, write = leaves.storable(named), None
-            if jax.process_count() == 1:
+            if jax.process_count() == 1 and not self.own:
                 # Orbax's own preparations take longer than this, and need not hold up the loop.
                 arrays = leaves.on_host(arrays)
                 write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
@@ -276,8 +275,7 @@ class Checkpointer:
             shutil.rmtree(target, ignore_errors=True)
             quiet = 0 if target.exists() or disk.has_open_files(target) else quiet + 1
             time.sleep(0.05)
-        cause = disk.explain(error)
-        if cause is None:
+        if (cause := disk.explain(error)) is None:
             raise error
         good = self.latest()
         rest = "no step was saved before" if good is None else f"step {good} is intact"
@@ -307,7 +305,7 @@ class Checkpointer:
         if not faults:
             return None
         raise UserError(
-            f"{'the' if step is not None else 'every'} checkpoint in {self.directory} is damaged: "
+            f"{'every' if step is None else 'the'} checkpoint in {self.directory} is damaged: "
             + "; ".join(f"step {number}: {fault}" for number, fault in faults.items())
             + "; nothing was deleted: put back a copy, or choose another run.dir to begin again"
         )

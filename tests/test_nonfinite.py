@@ -1,10 +1,8 @@
 """A loss that is no number: the run stops or skips the step, the batch is kept, checkpoints stay good."""
 
 import os
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -25,20 +23,25 @@ QUICK = [
     "train.eval_batches=1",
     "run.name=a",
 ]
-BAD = 5
+BAD, UNKNOWN = 5, 100_000
+
+
+def unknown_token(batch):
+    """The batch with an id beyond the vocabulary, whose embedding JAX fills with NaN."""
+    tokens = np.array(batch["tokens"])
+    tokens[0, 0] = UNKNOWN
+    return batch | {"tokens": jax.device_put(tokens, batch["tokens"].sharding)}
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Makes batch number BAD of every run one whose loss overflows."""
+    """Makes batch number BAD of every run one whose loss is no number."""
     take = Batches.__next__
 
     def poison(self):
         batch = take(self)
         if self._split == "train" and self._iterator.get_state()["next_index"] == BAD:
-            mask = np.array(batch["loss_mask"])
-            mask[0, 0] = 3e38
-            return batch | {"loss_mask": jax.device_put(mask, batch["loss_mask"].sharding)}
+            return unknown_token(batch)
         return batch
 
     monkeypatch.setattr(Batches, "__next__", poison)
@@ -51,9 +54,7 @@ def test_stop_keeps_the_last_good_checkpoint_and_the_batch(tiny, tmp_path, poiso
     directory = tmp_path / "a"
     told = str(raised.value)
     assert raised.value.exit_code == 1 and "\n" not in told
-    assert re.match(
-        rf"step {BAD}: loss is (nan|inf)( and grad_norm is nan)?; its batch is in ", told
-    )
+    assert told.startswith(f"step {BAD}: loss is nan and grad_norm is nan; its batch is in ")
     assert Checkpointer(directory / "checkpoints").steps() == [3]
     lines = read_metrics(directory)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and lines[-1]["loss"] in (
@@ -62,7 +63,7 @@ def test_stop_keeps_the_last_good_checkpoint_and_the_batch(tiny, tmp_path, poiso
     )
     with np.load(directory / FOLDER / f"{BAD}.npz") as saved:
         assert saved["step"] == BAD and saved["row"].tolist() == list(range(8))
-        assert saved["tokens"].shape == (8, 32) and saved["loss_mask"].max() > 1e35
+        assert saved["tokens"].shape == (8, 32) and saved["tokens"][0, 0] == UNKNOWN
     text = (directory / FOLDER / f"{BAD}.txt").read_text()
     assert text.count("--- row") == 8 and "--- row 7\n" in text
 
@@ -115,9 +116,7 @@ def test_a_skipped_step_changes_no_bit_but_counts(tiny, kind):
         state, metrics = step(init_state(cfg, mesh), next(batches))
         assert metrics["skipped"] == 0
         before = jax.tree.map(np.array, state)
-        bad = next(batches)
-        bad |= {"loss_mask": bad["loss_mask"] * jnp.float32(np.nan)}
-        state, metrics = step(state, bad)
+        state, metrics = step(state, unknown_token(next(batches)))
         assert metrics["skipped"] == 1 and np.isnan(metrics["loss"])
         after = jax.tree.map(np.array, state)
         state, metrics = step(state, next(batches))
