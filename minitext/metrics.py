@@ -82,6 +82,23 @@ def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
     return records
 
 
+MFU = "MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices)"
+
+
+def mfu(flops: float, seconds: float, peak: float) -> float:
+    """Returns the model FLOPs utilisation, the one formula of the package (Chowdhery et al. 2022, appendix B).
+
+    MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices).
+
+    Args:
+      flops: of one step by `minitext.model.count_flops`: forward and backward, half of the attention square, without
+        what rematerialisation computes again.
+      seconds: from the end of one step to the end of the next, waiting for data included.
+      peak: dense matmul FLOP/s of all devices together, in the type that the model computes in.
+    """
+    return flops / seconds / peak
+
+
 class Meter:
     """Turns the time between steps into rates.
 
@@ -104,7 +121,7 @@ class Meter:
         now = time.perf_counter()
         seconds, self._last = (now - self._last) / steps, now
         rates = {"tokens_per_second": self.tokens / seconds, "seconds": seconds}
-        return rates | ({"mfu": self.flops / seconds / self.peak} if self.peak else {})
+        return rates | ({"mfu": mfu(self.flops, seconds, self.peak)} if self.peak else {})
 
     def skip(self) -> None:
         """Leaves out the time since the last lap: a sample is no step."""
