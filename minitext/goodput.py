@@ -30,6 +30,7 @@ KINDS = {
     "lost": "steps that a kill undid",
     "data_wait": "waiting for data",
     "compile": "tracing and compiling the step",
+    "log": "metrics.jsonl, TensorBoard, progress bar",
     "evaluation": "validation loss",
     "sample": "text samples",
     "save": "held up by a checkpoint",
@@ -75,8 +76,17 @@ class Ledger:
         self._write("job_start", time.perf_counter(), None)
         self.flush()
 
-    def lap(self, event: str, step: int | None = None) -> None:
-        """Writes that the time since the last event went into this one; `step` is the one it belongs to."""
+    def lap(self, event: str, step: int | None = None, running: Any = None) -> None:
+        """Writes that the time since the last event went into this one.
+
+        Args:
+          event: one of `KINDS`.
+          step: the step it belongs to.
+          running: an array that the device was computing meanwhile. If it still is, the device did not wait, and the
+            time counts to the step that comes to its end next.
+        """
+        if running is not None and not running.is_ready():
+            return
         now = time.perf_counter()
         if now - self._last < SHORTEST and event != "step":
             return

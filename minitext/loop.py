@@ -24,9 +24,11 @@ from minitext.checkpoint import Checkpointer
 from minitext.config import Config
 from minitext.data import Batches
 from minitext.generate import Sampling, generate
+from minitext.goodput import Ledger
 from minitext.mesh import make_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops
+from minitext.profile import Window
 from minitext.rundir import resume_command
 from minitext.tokenizer import Tokenizer
 from minitext.train import TrainState, evaluate, make_eval_step, make_train_step
@@ -50,6 +52,8 @@ class Loop:
     tokenizer: Tokenizer
     checkpointer: Checkpointer
     writer: MetricsWriter
+    ledger: Ledger
+    window: Window
     stop: bool = False
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
@@ -65,9 +69,17 @@ class Loop:
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
         with progress_bar(console) as bar, _on_interrupt(lambda: self._ask_to_stop(bar)):
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
+            self.ledger.lap("init", start)
+            self.window.switch(start)
             step, pending = start, []  # steps that were dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):
-                state, metrics = train_step(state, next(self.batches))
+                with jax.profiler.TraceAnnotation("data_wait"):
+                    batch = next(self.batches)
+                self.ledger.lap("data_wait", step, pending[0][1]["loss"] if pending else None)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    state, metrics = train_step(state, batch)
+                if step == start + 1:
+                    self.ledger.lap("compile", step)
                 pending.append((step, metrics))
                 stop = self.stop  # read once: a Ctrl-C from here on ends the step after this one
                 last = step == cfg.steps
@@ -75,7 +87,7 @@ class Loop:
                 save_now = last or stop or step % cfg.save_every == 0
                 # The first sample comes after one step, since the first line should not wait for it to compile.
                 sample_now = last or step in (1, (cfg.steps + 1) // 2)
-                everything = evaluate_now or save_now or sample_now
+                everything = evaluate_now or save_now or sample_now or self.window.is_edge(step)
                 due, pending = (pending, []) if everything else (pending[:-1], pending[-1:])
                 lines = self._settle(due, meter)
                 if evaluate_now:
@@ -83,21 +95,29 @@ class Loop:
                     self._say_validation(step, loss, bar)
                     lines[-1]["val_loss"] = loss
                     meter.skip()  # the time of an evaluation is no step's
+                    self.ledger.lap("evaluation", step)
                 for line in lines:
                     self.writer.write(line)
                     status = status_line(line, self.batches.floor)
                     bar.update(task, completed=line["step"], status=status)
+                self.ledger.lap("log", step, pending[0][1]["loss"] if pending else None)
                 if save_now:
                     # The line of a step is written before the step is saved: a run that is killed in between
                     # has a line too many, which resuming removes, and never one too few.
                     config = self.cfg.model_dump(mode="json")
                     self.checkpointer.save(step, state, self.batches.get_state(), config)
+                    self.ledger.lap("save", step)
                 if sample_now:
                     self._sample(state, step, bar)
                     meter.skip()
+                    self.ledger.lap("sample", step)
+                if self.window.switch(step):
+                    meter.skip()
+                    self.ledger.lap("profile", step)
                 if stop:
                     break
         self.checkpointer.wait()
+        self.ledger.lap("save", step)
         if step < cfg.steps:
             raise Interrupted(
                 f"stopped after step {step} and saved; resume with: {resume_command(self.directory)}"
@@ -109,9 +129,12 @@ class Loop:
             return []
         values = jax.device_get([metrics for _, metrics in steps])
         rates = meter.lap(len(steps))
+        for step, _ in steps:
+            self.ledger.lap("step", step)
         # A step is written down only when the save before it is on the disk, so that a kill never costs
         # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
         self.checkpointer.wait()
+        self.ledger.lap("save", steps[-1][0])
         lines = []
         for (step, _), metrics in zip(steps, values, strict=True):
             numbers = {name: float(value) for name, value in metrics.items()}

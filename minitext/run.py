@@ -6,19 +6,20 @@ bit for bit.
 Chapters: 6.
 """
 
-import datetime
 import functools
+import time
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import disk
+from minitext import disk, profile
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, to_yaml
 from minitext.data import Batches, make_batches
 from minitext.errors import UserError
+from minitext.goodput import Ledger
 from minitext.loop import Interrupted as Interrupted
 from minitext.loop import Loop
 from minitext.mesh import make_mesh
@@ -32,18 +33,20 @@ from minitext.rundir import (
     check_same_run,
     disk_errors,
     first_state,
+    named,
     read_config,
 )
 from minitext.tokenizer import load_tokenizer, make_tokenizer
 from minitext.train import abstract_state
 
 
-def train(cfg: Config, console: Console | None = None) -> Path:
+def train(cfg: Config, console: Console | None = None, began: float | None = None) -> Path:
     """Trains to the last step in the run directory, resuming from its newest checkpoint if it has one.
 
     Args:
       cfg: the resolved configuration.
       console: where to print; stderr by default.
+      began: when the job began, in seconds since 1970, for its ledger; by default when this is called.
 
     Returns:
       The run directory.
@@ -53,13 +56,13 @@ def train(cfg: Config, console: Console | None = None) -> Path:
       Interrupted: after Ctrl-C, when the state is saved.
     """
     console = console or Console(stderr=True)
-    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    cfg = cfg.replace({"run.name": name})
-    directory = Path(cfg.run.dir) / name
+    began = began or time.time()
+    cfg, directory = named(cfg)
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
     check_same_run(cfg, directory)
+    profile.check(cfg, directory, mesh.devices.flat[0].platform)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER
@@ -80,13 +83,17 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
-        with Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer:
+        with (
+            Ledger(directory, began, writes=jax.process_index() == 0) as ledger,
+            Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer,
+        ):
             restored = checkpointer.restore(abstract_state(cfg, mesh))
             if restored is None:
                 state, start = first_state(cfg, mesh, batches)
             else:
                 state, start = restored.state, restored.step
                 batches.set_state(restored.data_state)
+            ledger.lap("init" if restored is None else "restore", start)
             _check_enough(cfg, batches, start)
             # Written last: what was refused must not be what the command to resume reads.
             disk.write(directory / CONFIG, to_yaml(cfg))
@@ -94,10 +101,15 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 tokenizer.save(known)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
-                with MetricsWriter(directory, after_step=start) as writer:
-                    Loop(
-                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer
-                    ).run(state, start, console)
+                with (
+                    MetricsWriter(directory, after_step=start) as writer,
+                    profile.Window(cfg, directory) as window,
+                ):
+                    loop = Loop(
+                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer,
+                        ledger, window,
+                    )  # fmt: skip
+                    loop.run(state, start, console)
     return directory
 
 
