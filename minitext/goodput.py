@@ -20,8 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+
+from minitext import metrics
 from minitext.errors import UserError
-from minitext.metrics import read_metrics
 
 EVENTS = "events.jsonl"
 # Every kind of time, in the order of the tables. The last three are never written: they are found by `measure`.
@@ -207,10 +210,10 @@ def measure(directory: Path | str) -> Goodput:
     events = read_events(directory)
     if not events:
         raise UserError(f"{directory} has no {EVENTS}: name a run directory, such as runs/NAME")
-    return account(events, read_metrics(directory))
+    return account(events, metrics.read_metrics(directory))
 
 
-def account(events: list[Event], metrics: list[dict[str, Any]] | None = None) -> Goodput:
+def account(events: list[Event], lines: list[dict[str, Any]] | None = None) -> Goodput:
     """Divides the wall time among the kinds of event.
 
     A job's time is swept from its first event to its last one's end: where two events claim a moment the earlier has
@@ -219,7 +222,7 @@ def account(events: list[Event], metrics: list[dict[str, Any]] | None = None) ->
 
     Args:
       events: in the order in which they were written.
-      metrics: the lines of `metrics.jsonl`, for the MFU.
+      lines: the lines of `metrics.jsonl`, for the MFU.
     """
     jobs = _split(events)
     seconds = dict.fromkeys(KINDS, 0.0)
@@ -242,7 +245,7 @@ def account(events: list[Event], metrics: list[dict[str, Any]] | None = None) ->
             is_lost = event.event == "step" and (event.step or 0) > undone
             _add(spans, seconds, "lost" if is_lost else event.event, begin, cursor)
         end = cursor
-    mfu = _mean_mfu(metrics or [])
+    mfu = _mean_mfu(lines or [])
     wall = sum(seconds.values())
     return Goodput(seconds, wall, len(jobs), len(useful), lost, mfu, tuple(spans))
 
@@ -278,8 +281,31 @@ def _add(
         spans.append(Event(kind, start, end - start))
 
 
-def _mean_mfu(metrics: list[dict[str, Any]]) -> float | None:
+def _mean_mfu(lines: list[dict[str, Any]]) -> float | None:
     """The utilisation of all steps together, each weighted by its time."""
-    known = [r for r in metrics if isinstance(r.get("mfu"), float) and r.get("seconds")]
+    known = [r for r in lines if isinstance(r.get("mfu"), float) and r.get("seconds")]
     total = sum(r["seconds"] for r in known)
     return sum(r["mfu"] * r["seconds"] for r in known) / total if total else None
+
+
+def print_goodput(found: Goodput, width: int = 40) -> None:
+    """Prints the share of each kind of time as a table with bars."""
+    console = Console()
+    restarts = f"{found.jobs} job{'s' if found.jobs > 1 else ''}"
+    console.print(
+        f"[bold]goodput {found.goodput:.1%}[/]: {found.steps:,} steps that count took "
+        f"{found.seconds['step']:,.1f} of {found.wall:,.1f} s, in {restarts}; {found.lost_steps:,} steps were lost",
+        highlight=False,
+    )
+    if found.mfu is not None and found.mfu_of_wall is not None:
+        console.print(
+            f"MFU {found.mfu:.1%} in these steps, {found.mfu_of_wall:.1%} of the wall time\n{metrics.MFU}",
+            highlight=False,
+        )
+    table = Table("time", "seconds", "share", "", "what it is")
+    for kind, seconds in found.seconds.items():
+        if seconds:
+            share = found.share(kind)
+            bar = "█" * round(width * share)
+            table.add_row(kind, f"{seconds:,.2f}", f"{share:.1%}", bar, KINDS[kind])
+    console.print(table)

@@ -27,7 +27,8 @@ LAYERS = [
     {"sharding"},
     {"kernels", "layers", "parallel"},
     {"attention", "ffn", "mla", "moe"},
-    {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
+    {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"}
+    | {"goodput", "profile", "xplane", "device_time", "profile_report"},
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
@@ -173,6 +174,8 @@ TESTED_WITH = {
     "mesh_check": "train",
     "llo_compiler": "llo",
     "llo_report": "llo",
+    "device_time": "profile",
+    "profile_report": "profile",
 }
 
 

@@ -1,0 +1,48 @@
+"""The commands that look at a run: where its time went, what a trace says, and how it stands now.
+
+Chapters: 20.
+"""
+
+import json
+from typing import Annotated
+
+import typer
+
+from minitext.cli.arguments import Json, RunDir
+
+
+def goodput(
+    directory: RunDir,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say where a run's wall time went: useful steps, lost ones, compiling, data, checkpoints, idle time between jobs."""
+    from minitext import goodput
+
+    found = goodput.measure(directory)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        goodput.print_goodput(found)
+    if plot is not None:
+        from minitext.figures import plot_goodput, save_figure
+
+        save_figure(plot, lambda: plot_goodput(found))
+
+
+def profile(
+    directory: RunDir,
+    rows: Annotated[int, typer.Option(min=0, help="operations to list, the longest first")] = 15,
+    as_json: Json = False,
+) -> None:
+    """Summarise the trace of a run, or of any folder with an .xplane.pb: operations, idle time, collectives, memory.
+
+    Traces are made by training with profile.first_step=10 profile.steps=3.
+    """
+    from minitext import profile_report
+
+    found = profile_report.summarise(directory)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        profile_report.print_profile(found, rows)
