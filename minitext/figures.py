@@ -249,7 +249,9 @@ def plot_goodput(goodput: Any) -> Any:
     """
     import matplotlib.pyplot as plt
 
-    kinds = sorted((k for k, s in goodput.seconds.items() if s), key=lambda k: -goodput.seconds[k])
+    kinds = sorted(
+        (k for k, s in goodput.seconds.items() if s >= 1e-3), key=lambda k: -goodput.seconds[k]
+    )
     # Steps that count in the first colour; hatches tell apart what shares one of the others.
     order = ["step", *(kind for kind in kinds if kind != "step")]
     hatches = ("", "//", "..", "xx")
@@ -261,7 +263,7 @@ def plot_goodput(goodput: Any) -> Any:
         2, 1, figsize=(6.4, 1.4 + 0.3 * len(kinds)), height_ratios=(1, 0.6 * len(kinds) + 0.1)
     )
     begin = goodput.spans[0].start if goodput.spans else 0.0
-    for span in goodput.spans:
+    for span in (s for s in goodput.spans if s.event in looks):
         strip.barh(0, span.seconds, left=span.start - begin, **looks[span.event])
     strip.set(yticks=[], xlim=(0, goodput.wall or 1), xlabel="seconds since the run began")
     strip.grid(False)
@@ -269,6 +271,7 @@ def plot_goodput(goodput: Any) -> Any:
     for row, kind in enumerate(kinds):
         bars.text(goodput.share(kind), row, f" {goodput.share(kind):.1%}", va="center", fontsize=9)
     bars.invert_yaxis()
+    bars.grid(False, axis="y")
     bars.set(xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds))))
     strip.set_title(f"goodput {goodput.goodput:.1%}")
     return figure

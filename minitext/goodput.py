@@ -304,7 +304,7 @@ def print_goodput(found: Goodput, width: int = 40) -> None:
         )
     table = Table("time", "seconds", "share", "", "what it is")
     for kind, seconds in found.seconds.items():
-        if seconds:
+        if seconds >= SHORTEST:
             share = found.share(kind)
             bar = "█" * round(width * share)
             table.add_row(kind, f"{seconds:,.2f}", f"{share:.1%}", bar, KINDS[kind])

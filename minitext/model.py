@@ -79,14 +79,10 @@ class Block(nnx.Module):
 
         Also returns what a cache keeps of its tokens, and what a mixture of experts did with them.
         """
-        # Scopes are names alone: a profile and the compiled program say by them what belongs to what.
-        with jax.named_scope("attention"):
-            x_in = self.norm_attention(x_XD)
-            mixed, new = self.attention(x_in, positions_BT, segment_ids_BT, cache)
-            x_XD = x_XD + mixed
-        with jax.named_scope("moe" if isinstance(self.ffn, MoE) else "ffn"):
-            y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
-            return x_XD + y_XD, new, routing
+        mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
+        x_XD = x_XD + mixed
+        y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
+        return x_XD + y_XD, new, routing
 
 
 class Transformer(nnx.Module):
@@ -188,10 +184,8 @@ class Transformer(nnx.Module):
 
     def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns the residual stream before the first layer, [B*T, D], of tokens in the layers' order."""
-        with jax.named_scope("embed"):
-            return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
+        return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
 
-    @jax.named_scope("logits")
     def finish(self, x_XD: jax.Array, batch: int) -> jax.Array:
         """Returns what the output layer reads, [B, T, D], of the residual stream after the last layer."""
         if self._ring:
@@ -200,7 +194,6 @@ class Transformer(nnx.Module):
         where = self.rules.out("batch", "residual", "act")
         return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
 
-    @jax.named_scope("logits")
     def output_weight(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the output layer [D, V] in `dtype`, whole but for the vocabulary's parts."""
         if self.cfg.tie_embeddings:

@@ -30,8 +30,8 @@ from minitext.device_time import (
 from minitext.errors import UserError
 from minitext.xplane import Plane
 
-# The `jax.named_scope`s of the model and the step.
-SCOPES = ("embed", "attention", "ffn", "moe", "logits", "loss", "optimizer")
+# The `jax.named_scope`s of the model and the step. They are names alone, which the compiled program carries.
+SCOPES = ("embed", "norm", "attention", "ffn", "moe", "logits", "loss", "optimizer")
 _SCOPE = re.compile(rf"(?<![\w.,>-])({'|'.join(SCOPES)})(?=[/)])")
 
 

@@ -14,9 +14,13 @@ from minitext.cli.arguments import Json, RunDir
 def goodput(
     directory: RunDir,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png")] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="hand the ledger to ml-goodput-measurement under a name"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say where a run's wall time went: useful steps, lost ones, compiling, data, checkpoints, idle time between jobs."""
+    """Say where a run's wall time went: steps that count, lost steps, compiling, data, checkpoints, no job at all."""
     from minitext import goodput
 
     found = goodput.measure(directory)
@@ -28,6 +32,12 @@ def goodput(
         from minitext.figures import plot_goodput, save_figure
 
         save_figure(plot, lambda: plot_goodput(found))
+    if record is not None:
+        from minitext import goodput_export
+
+        recorder = goodput_export.make_recorder(record)
+        goodput_export.replay(directory, recorder)
+        recorder.flush()
 
 
 def profile(
