@@ -3,8 +3,8 @@
     pip install 'minitext[goodput]'
     minitext goodput RUN --record JOB
 
-Its recorder writes to Google Cloud Logging, where its calculator and MaxText's dashboards read. Steps are known to it by
-their starts alone, and all time between two starts is a step's unless a custom event claims it.
+Its recorder writes to Google Cloud Logging, where its calculator and MaxText's dashboards read. Steps are known to it
+by their starts alone, and all time between two starts is a step's unless a custom event claims it.
 
 Chapters: 20.
 """
@@ -28,8 +28,10 @@ def make_recorder(job: str) -> Any:
       UserError: without the library, or without credentials.
     """
     try:
-        from google.auth.exceptions import DefaultCredentialsError
-        from ml_goodput_measurement import goodput
+        from google.auth.exceptions import (  # pyright: ignore[reportMissingImports]
+            DefaultCredentialsError,
+        )
+        from ml_goodput_measurement import goodput  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             f"recording needs ml-goodput-measurement ({error}): pip install 'minitext[goodput]'"
