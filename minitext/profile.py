@@ -83,6 +83,8 @@ class Window:
         self._before = self._last = -1
         if first is not None:
             self._before, self._last = first - 1, first + cfg.profile.steps - 1
+            # Else the cache may hold the same program under the names that it had when it was compiled.
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.folder = directory / TRACES
         if jax.process_count() > 1:
             self.folder /= f"process-{jax.process_index()}"
