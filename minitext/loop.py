@@ -26,7 +26,13 @@ from minitext.data import Batches
 from minitext.generate import Sampling, generate
 from minitext.goodput import Ledger
 from minitext.mesh import make_mesh
-from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
+from minitext.metrics import (
+    Meter,
+    MetricsWriter,
+    memory_in_use,
+    progress_bar,
+    status_line,
+)
 from minitext.model import count_flops
 from minitext.profile import Window
 from minitext.rundir import resume_command
@@ -128,7 +134,7 @@ class Loop:
         if not steps:
             return []
         values = jax.device_get([metrics for _, metrics in steps])
-        rates = meter.lap(len(steps))
+        rates = meter.lap(len(steps)) | memory_in_use()
         for step, _ in steps:
             self.ledger.lap("step", step)
         # A step is written down only when the save before it is on the disk, so that a kill never costs

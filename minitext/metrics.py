@@ -30,7 +30,7 @@ class MetricsWriter:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
-        self.path = Path(directory) / "metrics.jsonl"
+        self.path = Path(directory) / FILE
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
         disk.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
@@ -72,7 +72,7 @@ class MetricsWriter:
 
 def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
     """Reads a run's `metrics.jsonl`; a half-written last line of a killed run is left out."""
-    path = Path(directory) / "metrics.jsonl"
+    path = Path(directory) / FILE
     if not path.exists():
         return []
     records = []
@@ -82,6 +82,7 @@ def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
     return records
 
 
+FILE = "metrics.jsonl"
 MFU = "MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices)"
 
 
@@ -126,6 +127,16 @@ class Meter:
     def skip(self) -> None:
         """Leaves out the time since the last lap: a sample is no step."""
         self._last = time.perf_counter()
+
+
+def memory_in_use() -> dict[str, int]:
+    """Returns `host_bytes`, this process's resident memory, and where the first device tells it `device_bytes`, its peak."""
+    import jax
+    import psutil
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    device = {"device_bytes": stats["peak_bytes_in_use"]} if "peak_bytes_in_use" in stats else {}
+    return {"host_bytes": psutil.Process().memory_info().rss} | device
 
 
 def progress_bar(console: Console) -> Progress:

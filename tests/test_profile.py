@@ -18,6 +18,7 @@ from minitext import devices, profile, xplane
 from minitext.buffers import op_names
 from minitext.device_time import find_devices, is_collective, length, union
 from minitext.errors import UserError
+from minitext.mesh import make_mesh
 from minitext.profile_report import SCOPES, find_scope, print_profile, summarise
 from minitext.train import abstract_batch, abstract_state, make_train_step
 
@@ -236,10 +237,6 @@ def test_parts_of_the_model_are_told_from_names(name, scope):
 
 def test_names_reach_a_mixture_of_experts_program(tiny):
     cfg = tiny("model.ffn.kind=moe", "mesh.data=1")
-    mesh = jax.sharding.AbstractMesh((1,) * 6, tuple(cfg.mesh.sizes()))
-    del mesh
-    from minitext.mesh import make_mesh
-
     mesh = make_mesh(cfg.mesh, devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         lowered = make_train_step(cfg, mesh).lower(

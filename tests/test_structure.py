@@ -28,7 +28,7 @@ LAYERS = [
     {"kernels", "layers", "parallel"},
     {"attention", "ffn", "mla", "moe"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"}
-    | {"goodput", "profile", "xplane", "device_time", "profile_report", "goodput_export"},
+    | {"goodput", "profile", "xplane", "device_time", "profile_report", "goodput_export", "watch"},
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {

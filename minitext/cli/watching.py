@@ -56,3 +56,25 @@ def profile(
         print(json.dumps(found.to_json()))
     else:
         profile_report.print_profile(found, rows)
+
+
+def watch(
+    directory: RunDir,
+    once: Annotated[bool, typer.Option("--once", help="print how it stands and exit")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Watch a run: loss, tokens/s, MFU, goodput, memory, last checkpoint, time left. Ends with the run, or by Ctrl-C.
+
+    A run that has not begun is awaited; one that has gone silent is said to be. --json prints one look.
+    """
+    from rich.console import Console
+
+    from minitext import watch
+
+    if as_json:
+        print(json.dumps(watch.look(directory).to_json()))
+    elif once:
+        Console().print(watch.draw(watch.look(directory)))
+    else:
+        watch.watch(directory, every)
