@@ -130,7 +130,7 @@ class Meter:
 
 
 def memory_in_use() -> dict[str, int]:
-    """Returns `host_bytes`, this process's resident memory, and where the first device tells it `device_bytes`, its peak."""
+    """Returns `host_bytes`, what this process holds, and where the first device tells it `device_bytes`, its peak."""
     import jax
     import psutil
 

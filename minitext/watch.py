@@ -34,8 +34,8 @@ class Status:
 
     Attributes:
       directory: of the run.
-      state: `waiting` for it to begin, `starting` (no step of this job yet), `running`, `silent` (it should have written
-        something since), `finished`, or `stopped` before its last step.
+      state: `waiting` for it to begin, `starting` (no step of this job yet), `running`, `silent` (it should have
+        written something since), `finished`, or `stopped` before its last step.
       quiet: seconds since it wrote anything.
       step: the last step that was written down.
       steps: of the whole run.
@@ -170,14 +170,13 @@ def draw(status: Status) -> Panel:
     parts: list[Any] = [said]
     if status.steps:
         eta = "" if not status.eta else f"  {span(status.eta)} left"
-        parts += [
-            Text(f"step {status.step:,} of {status.steps:,}{eta}"),
-            ProgressBar(total=status.steps, completed=status.step, width=POINTS),
-        ]
+        bar = Table.grid()  # by itself a bar does not end its line
+        bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=POINTS))
+        parts += [Text(f"step {status.step:,} of {status.steps:,}{eta}"), bar]
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(status):
         table.add_row(Text(name, style="dim"), value)
-    return Panel(Group(*parts, table), title=title, subtitle=Text(metrics.MFU, style="dim"))
+    return Panel(Group(*parts, table, Text(metrics.MFU, style="dim")), title=title)
 
 
 def _rows(status: Status) -> list[tuple[str, str]]:
