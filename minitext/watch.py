@@ -137,8 +137,8 @@ def sparkline(values: tuple[float, ...], width: int = POINTS) -> str:
         part = values[i * len(values) // n : (i + 1) * len(values) // n]
         means.append(sum(part) / len(part))
     low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[min(len(BARS) - 1, max(0, round((m - low) * scale)))] for m in means)
+    rise = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / rise * (len(BARS) - 1))] for mean in means)
 
 
 def span(seconds: float) -> str:

@@ -108,7 +108,10 @@ def test_it_follows_a_run_to_its_end(tmp_path, monkeypatch):
     assert next(looks, None) is None
 
 
-@given(st.lists(st.floats()), st.integers(1, 80))
+@given(
+    st.lists(st.floats(-1e100, 1e100) | st.sampled_from([float("nan"), float("inf")])),
+    st.integers(1, 80),
+)
 def test_a_curve_is_never_longer_than_its_line(values, width):
     found = sparkline(tuple(values), width)
     finite = [v for v in values if v == v and abs(v) != float("inf")]
