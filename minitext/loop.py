@@ -24,10 +24,12 @@ from minitext.config import Config
 from minitext.data import Batches
 from minitext.emergency import LocalCopies
 from minitext.generate import Sampling, generate
+from minitext.goodput import Ledger
 from minitext.mesh import make_mesh
-from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
+from minitext.metrics import Meter, MetricsWriter, memory_in_use, progress_bar, status_line
 from minitext.model import count_flops
 from minitext.nonfinite import Guard
+from minitext.profile import Window
 from minitext.stopping import Interrupted, Stopper
 from minitext.tokenizer import Tokenizer
 from minitext.train import (
@@ -65,6 +67,8 @@ class Loop:
     tokenizer: Tokenizer
     checkpointer: Checkpointer
     writer: MetricsWriter | None  # None where another process writes
+    ledger: Ledger
+    window: Window
     copies: LocalCopies | None = None
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
@@ -95,50 +99,83 @@ class Loop:
                 watchdog.step_ended()
                 guard.check(line, batch)
 
+            self.ledger.lap("init", start)
+            self.window.switch(start)
             step, pending = start, None  # the step that was dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):
-                batch = next(self.batches)
-                state, metrics = train_step(state, batch)
+                with jax.profiler.TraceAnnotation("data_wait"):
+                    batch = next(self.batches)
+                self.ledger.lap("data_wait", step, pending and pending.metrics["loss"])
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    state, metrics = train_step(state, batch)
+                if step == start + 1:
+                    self.ledger.lap("compile", step)
                 if pending is not None:
                     write(self._read(pending, meter), pending.batch)
                 pending = Dispatched(step, metrics, batch)
                 stop = stopper.last(step)
-                last = step == cfg.steps
-                evaluate_now = last or step % cfg.eval_every == 0
-                save_now = last or stop or step % cfg.save_every == 0
-                # The first sample comes after one step, since the first line should not wait for it to compile.
-                sample_now = last or step in (1, (cfg.steps + 1) // 2)
-                copy_now = self.copies is not None and self.copies.is_due(step) and not save_now
-                if evaluate_now or save_now or sample_now or copy_now:
+                due = self._due(step, stop)
+                if due:
                     line, pending = self._read(pending, meter), None
-                    if evaluate_now:
+                    if "evaluation" in due:
                         loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
                         self._say_validation(step, loss, bar)
                         line["val_loss"] = loss
                         meter.skip()  # the time of an evaluation is no step's
+                        self.ledger.lap("evaluation", step)
                     write(line, batch)
-                if saver := self.checkpointer if save_now else self.copies if copy_now else None:
+                self.ledger.lap("log", step, pending and pending.metrics["loss"])
+                if (
+                    saver := self.checkpointer
+                    if "save" in due
+                    else self.copies
+                    if "copy" in due
+                    else None
+                ):
                     guard.check_parameters(step, state.params)
                     # The line of a step is written before the step is saved: a run that is killed in between
                     # has a line too many, which resuming removes, and never one too few.
                     config = self.cfg.model_dump(mode="json")
                     saver.save(step, state, self.batches.get_state(), config)
-                if sample_now:
+                    self.ledger.lap("save", step)
+                if "sample" in due:
                     self._sample(state, step, bar)
                     meter.skip()
+                    self.ledger.lap("sample", step)
+                if self.window.switch(step):
+                    meter.skip()
+                    self.ledger.lap("profile", step)
                 if stop:
                     break
             self.checkpointer.wait()
+            self.ledger.lap("save", step)
         if step < cfg.steps:
             raise Interrupted(step, self.directory, stopper.number)
+
+    def _due(self, step: int, stop: bool) -> set[str]:
+        """What is to be done after a step, for which its results are awaited."""
+        cfg = self.cfg.train
+        last = step == cfg.steps
+        save = last or stop or step % cfg.save_every == 0
+        wanted = {
+            "evaluation": last or step % cfg.eval_every == 0,
+            "save": save,
+            "copy": self.copies is not None and self.copies.is_due(step) and not save,
+            # The first sample comes after one step, since the first line should not wait for it to compile.
+            "sample": last or step in (1, (cfg.steps + 1) // 2),
+            "trace": self.window.is_edge(step),
+        }
+        return {name for name, now in wanted.items() if now}
 
     def _read(self, one: Dispatched, meter: Meter) -> dict[str, Any]:
         """Waits for a step and returns the line to write of it."""
         metrics = jax.device_get(one.metrics)
-        rates = meter.lap()
+        rates = meter.lap() | memory_in_use()
+        self.ledger.lap("step", one.step)
         # A step is written down only when the save before it is on the disk, so that a kill never costs
         # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
         self.checkpointer.wait()
+        self.ledger.lap("save", one.step)
         numbers = {name: float(value) for name, value in metrics.items()}
         return {"step": one.step, **numbers, "tokens": int(metrics["tokens"]), **rates}
 

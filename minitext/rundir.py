@@ -4,6 +4,8 @@
       config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
       tokenizer.json   so that text can be generated where the training text is not
       metrics.jsonl    one object a step
+      events.jsonl     what the time went into (`minitext.goodput`)
+      profile/         a trace of some steps, where one is asked for (`minitext.profile`)
       tensorboard/     the same as TensorBoard events
       samples.txt      text sampled at start, middle and end
       checkpoints/     state, data position and configuration, by step
@@ -13,6 +15,7 @@ Chapters: 6, 8.
 
 import contextlib
 import dataclasses
+import datetime
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +26,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
-from minitext import disk
+from minitext import disk, distributed
 from minitext.checkpoint import Checkpointer, Restored
 from minitext.config import Config, flatten, load_config, to_yaml
 from minitext.data import Batches, make_batches
@@ -53,8 +56,16 @@ RESUMABLE = (
     "mesh.",
     "sharding.",
     "checkpoint.",
+    "profile.",
     "run.",
 )
+
+
+def named(cfg: Config) -> tuple[Config, Path]:
+    """Returns the configuration with a run's name, by default the time of day, and the run's directory."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = cfg.run.name or distributed.share("run name", now)[0]
+    return cfg.replace({"run.name": name}), Path(cfg.run.dir) / name
 
 
 def resume_command(directory: Path | str) -> str:
