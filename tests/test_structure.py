@@ -29,7 +29,7 @@ LAYERS = [
     {"attention", "ffn", "mla", "moe"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
-    {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
+    {"advice", "aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
         "shard_report",
         "equality",
@@ -160,6 +160,7 @@ def test_every_module_is_tested():
 # Modules whose behaviour is tested through the module that they were divided from.
 TESTED_WITH = {
     "schema": "config",
+    "advice": "aot",
     "targets": "aot",
     "compile_report": "aot",
     "step_memory": "memory",
