@@ -29,7 +29,18 @@ LAYERS = [
     {"attention", "ffn", "mla", "moe"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
-    {"advice", "aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
+    {
+        "advice",
+        "aot",
+        "comms",
+        "executable",
+        "plan",
+        "comms_report",
+        "comms_sizes",
+        "memory",
+        "step_memory",
+        "roofline",
+    }
     | {
         "shard_report",
         "equality",

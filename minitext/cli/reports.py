@@ -5,7 +5,7 @@ Chapters: none.
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,27 +13,56 @@ from minitext.cli.arguments import Json, Settings, load, split_off, start, take_
 from minitext.devices import simulate_for
 from minitext.errors import UserError
 
+if TYPE_CHECKING:
+    from minitext.config import Config
 
-def compile_(settings: Settings = None, as_json: Json = False) -> None:
+
+def compile_(
+    settings: Settings = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="write the compiled step, for train.executable=FILE"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Compile a preset's train step for chips that need not be there: target=v5e:2x2, target=v5e:16x16 slices=2.
 
     Prints whether it fits, bytes of arguments and temporaries per chip, collectives within slices and across, and
-    compile time. Exits with 3, naming the largest tensors, if it does not fit.
+    compile time. Exits with 3, naming the largest tensors, if it does not fit. With --save and without a target the
+    step is compiled for the devices that train would run on here.
     """
     target, settings = take_target(settings)
-    if target is None:
+    if target is None and save is None:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
     cfg = load(settings)
+    if target is None:
+        return _save_here(cfg, str(save), as_json)
     start()
-    from minitext import aot
+    from minitext import aot, executable
 
-    report = aot.compile_preset(cfg, target)
+    report = executable.save_for(cfg, target, save) if save else aot.compile_preset(cfg, target)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
         aot.print_report(report)
     if not report.fits:
         raise typer.Exit(3)
+
+
+def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
+    start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
+    from minitext import executable
+    from minitext.mesh import make_mesh
+
+    made = executable.save(cfg, make_mesh(cfg.mesh), file)
+    if as_json:
+        print(json.dumps(made))
+    else:
+        size, devices = (
+            f"{made['bytes'] / 2**20:,.1f} MiB",
+            f"{made['devices']} x {made['device_kind']}",
+        )
+        print(f"{file}: the step for {devices}, {size}; minitext train ... train.executable={file}")
 
 
 def roofline(
