@@ -49,6 +49,48 @@ def compile_(
         raise typer.Exit(3)
 
 
+def plan(
+    settings: Settings = None,
+    count: Annotated[int, typer.Option("--compile", min=1, help="candidates to compile")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Search for the mesh, batch and recomputation with which a preset trains fastest: target=v5p:4x4x4.
+
+    Keys that you set are kept. The best by prediction are compiled and ranked by what the compiler says; each row tells
+    what limits it. Exits with 3 if nothing fits.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5p:4x4x4 or target=v5e:16x16 slices=2")
+    cfg = load(settings)
+    start()
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from minitext import plan
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"planning for {target}", total=None)
+        found = plan.search(
+            cfg, target, count,
+            lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )  # fmt: skip
+    chosen = found.best.settings if found.best else {}
+    words = [word for word in settings if word.partition("=")[0] not in chosen]
+    words += [f"{key}={value}" for key, value in chosen.items()]
+    commands = [
+        f"minitext compile {' '.join([*words, 'target=' + target])}",
+        f"minitext train {' '.join(words)}",
+    ]
+    if as_json:
+        print(json.dumps(found.to_json() | {"commands": commands if chosen else []}))
+    else:
+        plan.print_plan(found)
+        print("\n".join(["", *commands]) if chosen else f"nothing fits: {plan.advise(found, cfg)}")
+    if not chosen:
+        raise typer.Exit(3)
+
+
 def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
     start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
     from minitext import executable
