@@ -136,6 +136,7 @@ def sent_across(cfg: Config, target: Target) -> float:
 
 
 def dcn_seconds(sent: float, chip: Chip) -> float | None:
+    """Returns how long a device sends these bytes over the data-centre network; None if its bandwidth is not known."""
     if not sent:
         return 0.0
     return sent / (chip.dcn_bandwidth / chip.devices) if chip.dcn_bandwidth else None
