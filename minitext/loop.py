@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from minitext import distributed, hw, leaves, stacks
+from minitext import distributed, executable, hw, leaves, stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config
 from minitext.data import Batches
@@ -38,7 +38,6 @@ from minitext.train import (
     TrainState,
     evaluate,
     make_eval_step,
-    make_train_step,
 )
 from minitext.watchdog import Watchdog
 
@@ -79,7 +78,7 @@ class Loop:
           NonFinite: for a loss, gradient or parameter that is no number.
         """
         cfg = self.cfg.train
-        train_step, eval_step = make_train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
+        train_step, eval_step = executable.train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
         tokens = cfg.global_batch * self.cfg.data.seq_len
         flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import disk, distributed, profile
+from minitext import disk, distributed, executable, profile
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, flatten, to_yaml
 from minitext.data import Batches, make_batches
@@ -69,6 +69,8 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     check_mesh(cfg, mesh)
     check_same_run(cfg, directory)
     profile.check(cfg, directory, mesh.devices.flat[0].platform)
+    if cfg.train.executable is not None:
+        executable.check(cfg, mesh)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER

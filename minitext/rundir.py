@@ -48,6 +48,7 @@ RESUMABLE = (
     "train.microbatches",
     "train.on_nan",
     "train.hang_seconds",
+    "train.executable",
     "model.scan_layers",
     "model.remat",
     "model.attention.impl",

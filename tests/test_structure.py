@@ -48,7 +48,8 @@ LAYERS = [
         "llo_compiler",
         "llo_report",
         "tune",
-    },
+    }
+    | {"advice", "executable", "plan", "plan_times"},
     {"figures", "notebook", "cli"},
     {"__main__"},
 ]
@@ -167,6 +168,8 @@ def test_every_module_is_tested():
 TESTED_WITH = {
     "schema": "config",
     "environment": "cluster",
+    "advice": "aot",
+    "plan_times": "plan",
     "targets": "aot",
     "compile_report": "aot",
     "step_memory": "memory",

@@ -74,6 +74,10 @@ class TrainConfig(Section):
         gt=0,
         description="seconds without the end of a step, after which every process writes its stacks; null: never",
     )
+    executable: str | None = Field(
+        default=None,
+        description="file of minitext compile --save to run in place of compiling the step; null: compile",
+    )
 
     def faults(self) -> Iterator[str]:
         """Yields the faults: microbatches that don't divide the batch, chunks of logits that a kernel does not make."""
