@@ -22,6 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from minitext import hlo
+from minitext.advice import advise
 from minitext.buffers import (
     Buffer,
     OutOfMemory,
@@ -31,13 +32,12 @@ from minitext.buffers import (
     parse_out_of_memory,
     read_buffers,
 )
-from minitext.compile_report import LISTED, Report, print_report, render, show_bytes
+from minitext.compile_report import LISTED, Report, count_sent, print_report, render
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.hw import CHIPS, find_chip
 from minitext.mesh import make_mesh
-from minitext.sharding import RULES
-from minitext.targets import parse_target, topology_devices, topology_mesh
+from minitext.targets import fit_slices, parse_target, topology_devices, topology_mesh
 
 __all__ = [
     "Report",
@@ -50,15 +50,21 @@ __all__ = [
 ]
 
 
-def compile_preset(cfg: Config, target: str) -> Report:
+# What may be done with a compiled program before the compiler's dump is removed.
+Keep = Callable[[jax.stages.Lowered, jax.stages.Compiled, str], None]
+
+
+def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
     """Compiles the train step that `minitext train` would run with this configuration.
 
     The state and the batch are abstract, so a model of any size compiles on any machine. The mesh
-    is that of `mesh.*` over the target's devices; `mesh.simulate` has no part in it.
+    is that of `mesh.*` over the target's devices, fitted to its slices as `targets.fit_slices`
+    says; `mesh.simulate` has no part in it.
 
     Args:
       cfg: the configuration.
       target: such as `v5e:2x2`; see `minitext.targets.parse_target`.
+      keep: see `compile_step`.
 
     Raises:
       UserError: for a bad target, or a mesh that fits neither the target nor the model.
@@ -66,14 +72,18 @@ def compile_preset(cfg: Config, target: str) -> Report:
     from minitext.train import abstract_batch, abstract_state, make_train_step
 
     parsed = parse_target(target)
+    cfg, changed = fit_slices(cfg, parsed)
     mesh = topology_mesh(parsed, cfg.mesh)
     step = make_train_step(cfg, mesh)
     args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-    report = compile_step(step, args, mesh, target=str(parsed))
-    return dataclasses.replace(report, advice=tuple(_advise(report, cfg)))
+    report = compile_step(step, args, mesh, target=str(parsed), keep=keep)
+    report = dataclasses.replace(report, slices=parsed.slices, changed=changed)
+    return dataclasses.replace(report, advice=tuple(advise(report, cfg)))
 
 
-def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> Report:
+def compile_step(
+    fn: Callable, args: tuple, mesh: Mesh, *, target: str = "", keep: Keep | None = None
+) -> Report:
     """Compiles a function for the devices of a mesh and reports what the compiler says.
 
     Args:
@@ -81,6 +91,8 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
       args: its arguments, ShapeDtypeStructs with NamedShardings on `mesh`.
       mesh: of ahead-of-time devices (`topology_mesh`), or of real ones.
       target: the target's name for the report; by default the kind of device.
+      keep: is called with what was lowered, the compiled program and the folder of the compiler's
+        dump, which is removed afterwards; not for a program that does not fit.
 
     Returns:
       The report; one with `fits=False` if the compiler says that HBM is too small.
@@ -112,6 +124,9 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
                     raise
         compile_seconds = time.perf_counter() - start
         traced, module, assignment = read_dump(folder)
+        if keep is not None and compiled is not None:
+            keep(lowered, compiled, folder)
+    found = hlo.Module(module).collectives()
     buffers = read_buffers(assignment, op_names(module), argument_names(traced))
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
@@ -131,9 +146,11 @@ def compile_step(fn: Callable, args: tuple, mesh: Mesh, *, target: str = "") -> 
         arguments=_by_part(buffers),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
-        collectives=hlo.collectives(module),
+        collectives=hlo.count(found),
+        sent=count_sent(found),
         largest=tuple(buffers[:LISTED]),
         advice=(),
+        changed={},
     )
 
 
@@ -186,44 +203,6 @@ def _one_line(refusal: str) -> str:
     text = re.sub(r"Blocked\(block_size=(\d+)\)", r"\1", text.strip().split("\n")[0])
     text = re.sub(r", and index_map .*| at \S+:\d+|\s*Please (file|cast).*", "", text)
     return text.removeprefix("The Pallas TPU lowering currently requires that ").rstrip(" .")
-
-
-def _advise(report: Report, cfg: Config) -> Iterator[str]:
-    """Yields what to change for a step that does not fit: setting or target, and why."""
-    if report.fits:
-        return
-    available = report.available_bytes
-    state = sum(size for part, size in report.arguments.items() if part.startswith("state"))
-    share = f"{show_bytes(state)} of {show_bytes(available)}"
-    ways = math.prod(report.mesh.get(axis, 1) for axis in ("data", "fsdp"))
-    if 2 * state > available:
-        if not RULES[cfg.sharding.rules].table["embed"] or report.mesh.get("data", 1) > 1:
-            yield (
-                f"every replica's parameters and optimizer state take {share}: shard them further "
-                "with mesh.data=1 mesh.fsdp=-1 sharding.rules=fsdp"
-            )
-        else:
-            # Half of the memory for the state leaves the other half to a step's temporaries.
-            least = math.ceil(2 * state * report.devices / available)
-            yield (
-                f"parameters and optimizer state alone take {share} although they are fully "
-                f"sharded: choose a target of {least} devices or more"
-            )
-    if 2 * report.temp_bytes > available:
-        rows = cfg.train.global_batch // cfg.train.microbatches // ways
-        if cfg.model.remat != "full":
-            yield (
-                f"model.remat={cfg.model.remat}: model.remat=full keeps one activation a layer and "
-                "recomputes the others"
-            )
-        if rows > 1:
-            yield (
-                f"a device computes {rows} rows of {cfg.data.seq_len} tokens at once: raise "
-                f"train.microbatches={cfg.train.microbatches}, or lower train.global_batch="
-                f"{cfg.train.global_batch}"
-            )
-        else:
-            yield f"a device computes one row at once: lower data.seq_len={cfg.data.seq_len}"
 
 
 def dump_to(folder: str) -> dict[str, Any]:

@@ -5,14 +5,15 @@ Chapters: 22.
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from minitext import hlo
 from minitext.buffers import Buffer
 
 LISTED = 12  # largest buffers that a report keeps
+DCN = " (dcn)"  # behind the kind of a collective between slices
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Report:
       largest: the largest buffers, largest first; temporaries that live at different times may
         share memory.
       advice: what to change if it does not fit.
+      sent: kind -> bytes that each device sends for these in one step.
+      slices: TPU slices that the devices are of; between them kinds have ` (dcn)` behind them.
+      changed: settings that the slices asked for, with their values (`targets.fit_slices`).
     """
 
     target: str
@@ -62,13 +66,39 @@ class Report:
     collectives: Mapping[str, tuple[int, int]]
     largest: tuple[Buffer, ...]
     advice: tuple[str, ...] = ()
+    sent: Mapping[str, float] = field(default_factory=dict)
+    slices: int = 1
+    changed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def networks(self) -> dict[str, tuple[int, int, float]]:
+        """Collectives, their bytes and what each device sends, within slices (`ici`; GPUs: all) and across (`dcn`)."""
+        sums = {"ici": (0, 0, 0.0), "dcn": (0, 0, 0.0)}
+        for kind, (count, size) in self.collectives.items():
+            name = "dcn" if kind.endswith(DCN) else "ici"
+            before, sent = sums[name], self.sent.get(kind, 0.0)
+            sums[name] = before[0] + count, before[1] + size, before[2] + sent
+        return sums
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON-able values."""
         report = dataclasses.asdict(self)
         for kind, (count, size) in self.collectives.items():
-            report["collectives"][kind] = {"count": count, "bytes": size}
+            sent = self.sent.get(kind, 0.0)
+            report["collectives"][kind] = {"count": count, "bytes": size, "sent": sent}
+        names = ("count", "bytes", "sent")
+        report["networks"] = {
+            name: dict(zip(names, sums, strict=True)) for name, sums in self.networks.items()
+        }
         return report
+
+
+def count_sent(found: Iterable[hlo.Collective]) -> dict[str, float]:
+    """Returns kind -> bytes that each device sends in one step, by the ring algorithms."""
+    sums: dict[str, float] = {}
+    for one in found:
+        sums[one.kind] = sums.get(one.kind, 0.0) + one.runs * one.moved
+    return sums
 
 
 def render(report: Report) -> Any:
@@ -95,26 +125,49 @@ def render(report: Report) -> Any:
             show_bytes(report.total_bytes),
         ),
     ]
-    links = [
-        (kind, f"{count:,}", show_bytes(size)) for kind, (count, size) in report.collectives.items()
-    ]
     largest = [
         (show_bytes(buffer.bytes), buffer.kind, buffer.shape, _short(buffer.op))
         for buffer in report.largest[: 5 if report.fits else LISTED]
     ]
+    changed = " ".join(f"{key}={value}" for key, value in report.changed.items())
     times = f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s"
     return Group(
         head,
         "",
         table(("memory of one device", "bytes"), memory, right=(1,)),
         "",
-        table(("collectives of one step", "count", "bytes"), links or [("none",)], right=(1, 2)),
+        *_links(report),
         "",
         table(("largest tensors", "kind", "shape", "what"), largest, right=(0,)),
         "",
         *(Text(f"to make it fit: {line}") for line in report.advice),
+        *([Text(f"set for {report.slices} slices: {changed}")] if changed else []),
         Text(times, style="dim"),
     )
+
+
+def _links(report: Report) -> list[Any]:
+    """The tables of collectives: one, or with several slices one for each of the two networks."""
+    columns, right = ("count", "bytes", "sent by each device"), (1, 2, 3)
+
+    def rows(across: bool | None) -> list[tuple[str, ...]]:
+        found = [
+            (kind, f"{count:,}", show_bytes(size), show_bytes(report.sent.get(kind, 0.0)))
+            for kind, (count, size) in report.collectives.items()
+            if across is None or kind.endswith(DCN) == across
+        ]
+        if across is not None and len(found) > 1:
+            count, size, sent = report.networks["dcn" if across else "ici"]
+            found.append(("together", f"{count:,}", show_bytes(size), show_bytes(sent)))
+        return found or [("none",)]
+
+    if report.slices == 1:
+        return [table(("collectives of one step", *columns), rows(None), right)]
+    return [
+        table(("collectives within a slice (ICI)", *columns), rows(False), right),
+        "",
+        table((f"collectives across {report.slices} slices (DCN)", *columns), rows(True), right),
+    ]
 
 
 def print_report(report: Report) -> None:

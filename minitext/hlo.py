@@ -27,6 +27,7 @@ _CALLED = re.compile(
 )
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}')
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
@@ -123,7 +124,7 @@ class Collective(NamedTuple):
     Attributes:
       kind: such as `all-gather`; what goes between slices over the data-centre network has ` (dcn)` behind it.
       name: its name; of an asynchronous one, that of its start.
-      group: devices of a group.
+      group: devices of a group; of what goes between slices, slices.
       bytes: the whole side on one device: the gathered result of an all-gather, the operand of a reduce-scatter,
         the array of an all-reduce.
       runs: how often one run of the module executes it.
@@ -251,16 +252,21 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 
     Returns kind -> (count, bytes), kinds that don't occur left out.
     """
+    return count(Module(text).collectives())
+
+
+def count(found: list[Collective]) -> dict[str, tuple[int, int]]:
+    """Sums collectives by kind: kind -> (count, bytes)."""
     totals: dict[str, tuple[int, int]] = {}
-    for found in Module(text).collectives():
-        count, total = totals.get(found.kind, (0, 0))
-        totals[found.kind] = (count + found.runs, total + found.runs * found.bytes)
+    for one in found:
+        runs, total = totals.get(one.kind, (0, 0))
+        totals[one.kind] = (runs + one.runs, total + one.runs * one.bytes)
     return {kind: totals[kind] for kind in sorted(totals)}
 
 
 def _group(line: str, devices: int) -> int:
     """Devices of a collective's groups: listed, counted, or the product of some axes of a mesh; by default all."""
-    if listed := _LISTED.search(line):
+    if listed := _SLICES.search(line) or _LISTED.search(line):
         return listed[1].count(",") + 1
     if counted := _COUNTED.search(line):
         return max(1, int(counted[1]))

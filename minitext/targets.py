@@ -3,6 +3,7 @@
 Chapters: 16, 22.
 """
 
+import contextlib
 import difflib
 import glob
 import importlib.util
@@ -15,12 +16,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext.config import MeshConfig
+from minitext.config import Config, MeshConfig
 from minitext.errors import UserError
 from minitext.hw import CHIPS, Chip
-from minitext.mesh import make_mesh
+from minitext.mesh import BATCH_AXES, make_mesh, resolve_axes
 
-EXAMPLES = "target=v5e:2x2, target=v5p:4x4x4, target='v5e:16x16 slices=2' or target=h100:1x2x8"
+EXAMPLES = "target=v5e:2x2, target=v5p:4x4x4, target=v5e:16x16 slices=2 or target=h100:2x8"
 KNOWN = (*(name for name, chip in CHIPS.items() if chip.platform == "tpu"), "h100")
 MAX_DEVICES = 100_000
 
@@ -88,16 +89,21 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Reads a target such as `v5e:2x2`, `v5e:16x16 slices=2` or `h100:1x2x8`.
+    """Reads a target such as `v5e:2x2`, `v5e:16x16 slices=2` or `h100:2x8` (short for 1x2x8).
 
     Raises:
       UserError: for an unknown chip or a shape that is none, in one line.
     """
-    match = re.fullmatch(r"([\w.\-]+):(\w*)(?: +slices=([1-9]\d{0,4}))?", text.strip(), re.ASCII)
+    match = re.fullmatch(r"([\w.\-]+):(\w*)(?: +slices=(\S*))?", text.strip(), re.ASCII)
     if match is None:
         shown = ascii(text)[1:-1][:40]
         raise UserError(f"target={shown} is not CHIP:SHAPE: write for instance {EXAMPLES}")
-    name, shape, slices = match[1], match[2], int(match[3] or 1)
+    name, shape, count = match[1], match[2], match[3] if match[3] is not None else "1"
+    if not re.fullmatch(r"[1-9]\d{0,4}", count, re.ASCII):
+        raise UserError(
+            f"slices={ascii(count)[1:-1][:20]} is no number of slices: choose 1 or more, such as slices=2"
+        )
+    slices = int(count)
     if name not in KNOWN:
         close = difflib.get_close_matches(name, KNOWN, 1, 0.4)
         hint = f" (did you mean {close[0]}?)" if close else ""
@@ -105,8 +111,11 @@ def parse_target(text: str) -> Target:
     chip = CHIPS[name]
     # A chip has two links along each dimension. libtpu crashes on a size of 0.
     dims = chip.links // 2 if chip.platform == "tpu" else 3
-    if not re.fullmatch("x".join([r"[1-9]\d{0,5}"] * dims), shape):
-        example = {"gpu": "1x1x8 (1 x hosts x GPUs of a host)"}.get(
+    size = r"[1-9]\d{0,5}"
+    if chip.platform == "gpu" and re.fullmatch(f"{size}x{size}", shape):
+        shape = f"1x{shape}"
+    if not re.fullmatch("x".join([size] * dims), shape):
+        example = {"gpu": "1x1x8 (1 x hosts x GPUs of a host), or 1x8"}.get(
             chip.platform, "4x4x4"[: 2 * dims - 1]
         )
         raise UserError(
@@ -119,9 +128,41 @@ def parse_target(text: str) -> Target:
         )
     if chip.platform == "gpu" and (slices > 1 or target.shape[0] > 1):
         raise UserError(
-            f"target={target}: GPUs come as 1 x hosts x GPUs of a host, such as {name}:1x2x8"
+            f"target={target}: GPUs have no slices and come as 1 x hosts x GPUs of a host, such as "
+            f"{name}:1x2x8 or {name}:2x8"
         )
     return target
+
+
+def fit_slices(cfg: Config, target: Target) -> tuple[Config, dict[str, int]]:
+    """Gives a configuration the mesh and the batch that a target of several slices asks for.
+
+    Only the data-centre network joins slices, so each is a replica: `mesh.data` becomes the number of slices, and the
+    other axes lie within. The batch is raised to the next one that all devices can share. What the command line or a
+    file says stays as it is; a preset's values, made for one slice, give way.
+
+    Returns:
+      The configuration, and the keys that were changed with their new values.
+    """
+    if target.slices == 1:
+        return cfg, {}
+
+    def is_free(key: str) -> bool:
+        return cfg.provenance(key).partition(" ")[0] in ("default", "preset")
+
+    changed: dict[str, int] = {}
+    if is_free("mesh.data") and cfg.mesh.data != -1 and cfg.mesh.stage == 1:
+        wanted = cfg.mesh.model_copy(update={"data": target.slices})
+        with contextlib.suppress(UserError):  # other axes leave no room: make_mesh says so
+            resolve_axes(wanted, target.devices)
+            changed["mesh.data"] = target.slices
+    cfg = cfg.replace(changed) if changed else cfg
+    with contextlib.suppress(UserError):
+        axes = resolve_axes(cfg.mesh, target.devices)
+        ways = math.prod(axes[axis] for axis in BATCH_AXES) * cfg.train.microbatches
+        if is_free("train.global_batch") and cfg.train.global_batch % ways:
+            changed["train.global_batch"] = math.ceil(cfg.train.global_batch / ways) * ways
+    return (cfg.replace(changed) if changed else cfg), changed
 
 
 def topology_devices(target: Target) -> list[Any]:

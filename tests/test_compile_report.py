@@ -1,5 +1,6 @@
 """The report of a compiled step, as JSON and as tables."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -39,7 +40,11 @@ def test_json(report):
         "op": report.largest[0].op,
     }
     count, size = report.collectives["all-reduce"]
-    assert read["collectives"] == {"all-reduce": {"count": count, "bytes": size}}
+    sent = report.sent["all-reduce"]
+    assert read["collectives"] == {"all-reduce": {"count": count, "bytes": size, "sent": sent}}
+    assert sent == 2 * size * 3 / 4
+    assert read["networks"]["ici"] == {"count": count, "bytes": size, "sent": sent}
+    assert read["networks"]["dcn"] == {"count": 0, "bytes": 0, "sent": 0}
 
 
 @needs_libtpu
@@ -51,6 +56,22 @@ def test_tables(report, capsys):
         assert word in shown
     # Whoever pipes the tables into a file gets whole lines.
     assert report.largest[0].shape in shown
+
+
+@needs_libtpu
+def test_networks_are_told_apart(capsys):
+    """A sum over two slices of four: each chip scatters and gathers within, and sends its quarter across."""
+    mesh = topology_mesh("v5e:2x2 slices=2", MeshConfig(data=2, fsdp=4))
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    x = jax.ShapeDtypeStruct((8, 2**20), jnp.float32, sharding=sharding)
+    report = aot.compile_step(lambda x: jnp.sum(x, 0), (x,), mesh, target="two")
+    report = dataclasses.replace(report, slices=2)
+    (_, within, _), (count, across, sent) = report.networks["ici"], report.networks["dcn"]
+    assert within >= 4 * 2**20 > across >= 2**20 and count >= 1
+    assert sent == across  # an all-reduce of two: each slice sends half, twice
+    aot.print_report(report)
+    shown = capsys.readouterr().out
+    assert "within a slice (ICI)" in shown and "across 2 slices (DCN)" in shown
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,13 @@ LAYERS = [
     {"attention", "ffn", "mla", "moe"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
-    {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
+    {"advice", "aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
         "shard_report",
         "equality",
         "rundir",
         "run",
+        "loop",
         "grading",
         "doctor",
         "llo",
@@ -159,6 +160,7 @@ def test_every_module_is_tested():
 # Modules whose behaviour is tested through the module that they were divided from.
 TESTED_WITH = {
     "schema": "config",
+    "advice": "aot",
     "targets": "aot",
     "compile_report": "aot",
     "step_memory": "memory",
@@ -168,6 +170,7 @@ TESTED_WITH = {
     "leaves": "checkpoint",
     "parallel": "pipeline",
     "figures": "notebook",
+    "loop": "run",
     "mesh_check": "train",
     "llo_compiler": "llo",
     "llo_report": "llo",

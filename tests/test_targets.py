@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitext import targets
-from minitext.config import MeshConfig
+from minitext.config import MeshConfig, load_config
 from minitext.errors import UserError
 from minitext.hw import find_chip
 from minitext.mesh import AXES
-from minitext.targets import parse_target, topology_devices, topology_mesh
+from minitext.targets import fit_slices, parse_target, topology_devices, topology_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
@@ -29,6 +29,7 @@ needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason
         ("v5p:4x4x2", (4, 4, 2), 32, [False] * 3),
         ("tpu7x:2x2x1", (2, 2, 1), 8, [False] * 3),
         ("h100:1x2x8", (1, 2, 8), 16, None),
+        ("h100:2x8", (1, 2, 8), 16, None),
     ],
 )
 def test_targets(text, shape, devices, wrap):
@@ -43,7 +44,10 @@ def test_targets(text, shape, devices, wrap):
     [
         ("", "not CHIP:SHAPE"),
         ("v5e", "target=v5e:2x2"),
-        ("v5e:2x2 slices=0", "not CHIP:SHAPE"),
+        ("v5e:2x2 slices=0", "slices=0 is no number of slices: choose 1 or more"),
+        ("v5e:2x2 slices=-2", "slices=-2 is no number"),
+        ("v5e:2x2 slices=", "slices= is no number"),
+        ("v5e:2x2 slices=2 3", "not CHIP:SHAPE"),
         ("v7x:2x2x1", "did you mean tpu7x?"),
         ("b200:1x1x8", "choose among v4, v5e, v5p, v6e, tpu7x, h100"),
         ("v5e:0x2", "takes 2 sizes"),
@@ -51,7 +55,8 @@ def test_targets(text, shape, devices, wrap):
         ("v5p:2x2", "takes 3 sizes"),
         ("v5p:999999x1x1", "at most 100,000"),
         ("h100:2x1x8", "1 x hosts x GPUs"),
-        ("h100:1x1x8 slices=2", "1 x hosts x GPUs"),
+        ("h100:1x1x8 slices=2", "GPUs have no slices"),
+        ("h100:8", "takes 3 sizes.*or 1x8"),
     ],
 )
 def test_bad_targets(text, words):
@@ -124,3 +129,22 @@ def test_slices_lie_along_one_axis():
         UserError, match=r"3 slices divide none of mesh.data=1, mesh.stage=1 and mesh.fsdp=1"
     ):
         topology_mesh("v5e:4x4 slices=3", MeshConfig(data=1, tensor=48))
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ([], {"mesh.data": 3, "train.global_batch": 1056}),  # 1024 is no multiple of 3 x 16
+        (["train.global_batch=4"], {"mesh.data": 3}),
+        (["mesh.fsdp=24", "mesh.data=2"], {"train.global_batch": 1056}),
+        (["mesh.data=-1", "mesh.fsdp=4"], {"train.global_batch": 1056}),
+        (["mesh.fsdp=5"], {}),  # divides no slice: the mesh says so
+        (["mesh.stage=3"], {}),  # stages lie across the slices
+    ],
+)
+def test_slices_are_replicas_unless_a_mesh_is_named(settings, changed):
+    cfg = load_config("llama2-70b", settings)
+    fitted, found = fit_slices(cfg, parse_target("v5e:4x4 slices=3"))
+    assert found == changed
+    assert fitted == (cfg.replace(changed) if changed else cfg)
+    assert fit_slices(cfg, parse_target("v5e:4x4")) == (cfg, {})

@@ -40,6 +40,19 @@ def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str
     return values, [s for s in settings or [] if not s.startswith(f"{key}=")]
 
 
+def take_target(settings: list[str] | None) -> tuple[str | None, list[str]]:
+    """Takes `target=CHIP:SHAPE` and `slices=N` out of the settings: returns both as one target, and the rest."""
+    targets, rest = split_off(settings, "target")
+    slices, rest = split_off(rest, "slices")
+    if len(targets) > 1 or len(slices) > 1:
+        raise UserError("name one target, such as target=v5e:2x4 or target=v5e:16x16 slices=2")
+    if slices and not targets:
+        raise UserError(f"slices={slices[0]} are of a target: name one, such as target=v5e:16x16")
+    if slices and "slices=" in targets[0]:
+        raise UserError(f"slices={slices[0]} is said twice: target={targets[0]} has slices too")
+    return (" slices=".join([*targets, *slices]) if targets else None), rest
+
+
 def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
     """Brings up JAX, on simulated devices if any are asked for, with the compilation cache."""
     from minitext import devices

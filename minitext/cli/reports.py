@@ -9,25 +9,25 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, Settings, load, split_off, start
+from minitext.cli.arguments import Json, Settings, load, split_off, start, take_target
 from minitext.devices import simulate_for
 from minitext.errors import UserError
 
 
 def compile_(settings: Settings = None, as_json: Json = False) -> None:
-    """Compile a preset's train step for chips that need not be there: target=v5e:2x2.
+    """Compile a preset's train step for chips that need not be there: target=v5e:2x2, target=v5e:16x16 slices=2.
 
-    Prints whether it fits, bytes of arguments and temporaries per chip, collectives and compile time. Exits with 3,
-    naming the largest tensors, if it does not fit.
+    Prints whether it fits, bytes of arguments and temporaries per chip, collectives within slices and across, and
+    compile time. Exits with 3, naming the largest tensors, if it does not fit.
     """
-    targets, settings = split_off(settings, "target")
-    if len(targets) != 1:
+    target, settings = take_target(settings)
+    if target is None:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
     cfg = load(settings)
     start()
     from minitext import aot
 
-    report = aot.compile_preset(cfg, targets[0])
+    report = aot.compile_preset(cfg, target)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
@@ -102,14 +102,12 @@ def shard(
 
 def memory_(settings: Settings = None, as_json: Json = False) -> None:
     """Predict the memory of a preset's train step, beside what the compiler says, here or for target=v5e:2x4."""
-    targets, settings = split_off(settings, "target")
+    target, settings = take_target(settings)
     cfg = load(settings)
-    if len(targets) > 1:
-        raise UserError("name one target, such as target=v5e:2x4, or none for this machine")
-    start(None if targets else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
+    start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
     from minitext import memory
 
-    found = memory.predict_and_compile(cfg, targets[0] if targets else None)
+    found = memory.predict_and_compile(cfg, target)
     if as_json:
         print(json.dumps(found))
     else:
@@ -118,16 +116,12 @@ def memory_(settings: Settings = None, as_json: Json = False) -> None:
 
 def comms(settings: Settings = None, as_json: Json = False) -> None:
     """Predict what devices send each other in a step, beside the program for simulated ones or for target=v5e:2x4."""
-    targets, settings = split_off(settings, "target")
+    target, settings = take_target(settings)
     cfg = load(settings)
-    if len(targets) > 1:
-        raise UserError("name one target, such as target=v5e:2x4, or none for simulated devices")
-    start(
-        None if targets else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate or 8)
-    )
+    start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate or 8))
     from minitext import comms_report
 
-    found = comms_report.audit_preset(cfg, targets[0] if targets else None)
+    found = comms_report.audit_preset(cfg, target)
     if as_json:
         print(json.dumps(found.to_json()))
     else:
