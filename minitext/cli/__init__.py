@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from minitext.cli import reports, running, setup
+from minitext.cli import predicting, reports, running, setup
 from minitext.errors import UserError
 from minitext.grading.command import grade
 
@@ -34,6 +34,7 @@ app.command("export")(running.export)
 app.command("eval")(running.evaluate)
 app.command("compile")(reports.compile_)
 app.command("roofline")(reports.roofline)
+app.command("predict")(predicting.predict)
 app.command("shard")(reports.shard)
 app.command("memory")(reports.memory_)
 app.command("comms")(reports.comms)
