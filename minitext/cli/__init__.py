@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from minitext.cli import launching, reports, running, setup, watching
+from minitext.cli import launching, predicting, reports, running, setup, watching
 from minitext.errors import UserError
 from minitext.grading.command import grade
 
@@ -41,6 +41,7 @@ app.command("watch")(watching.watch)
 app.command("compile")(reports.compile_)
 app.command("plan")(reports.plan)
 app.command("roofline")(reports.roofline)
+app.command("predict")(predicting.predict)
 app.command("shard")(reports.shard)
 app.command("memory")(reports.memory_)
 app.command("comms")(reports.comms)
