@@ -154,7 +154,9 @@ def test_lists_of_nodes(text, expected):
     assert environment.nodes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", ",", "a[", "a]", "a[]", "a[2-1]", "a[x]", "a[1,]", "a[[1]]", "a[1-99999999]"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", [*",[]", "", "a[", "a]", "a[]", "a[2-1]", "a[x]", "a[1,]", "a[1-99999999]"]
+)
 def test_what_is_no_list_of_nodes(text):
     with pytest.raises(UserError, match="no list of nodes"):
         environment.nodes(text)
