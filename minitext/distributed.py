@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -74,16 +75,22 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> Clust
     import jax
     from jax._src import distributed as service  # the client has no public name
 
-    if jax.config.read("jax_platforms") == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # no accelerator's concern
     _delay_aborts()
+    failed = (
+        f"{_of(cluster)} could not join the job at {cluster.coordinator or 'the address JAX found'} "
+        f"within {seconds} s: look whether every process was started and can reach that address"
+    )
+    # JAX would abort without a word of it when its own time is over.
+    timer = threading.Timer(seconds, _end, [failed])
+    timer.daemon = True
+    timer.start()
     try:
-        jax.distributed.initialize(**_arguments(cluster, seconds))
+        jax.distributed.initialize(**_arguments(cluster, seconds + 60))
     except (RuntimeError, ValueError) as error:
-        raise JobFailed(
-            f"{_of(cluster)} could not join the job at {cluster.coordinator or 'the address JAX found'} within "
-            f"{seconds} s ({heartbeat.one_line(str(error))}): look whether every process was started and can reach it"
-        ) from error
+        raise JobFailed(f"{failed} ({heartbeat.one_line(str(error))})") from error
+    finally:
+        timer.cancel()
     state = service.global_state
     index, processes = state.process_id, state.num_processes
     if processes == 1:
@@ -219,7 +226,10 @@ def finish(error: BaseException | None = None) -> None:
     elif not isinstance(error, SystemExit):
         time.sleep(_SETTLE + heartbeat.GRACE)  # a lost process ends this one meanwhile
         traceback.print_exception(error)
-    job.heart.fail(f"{type(error).__name__}: {error}")
+    why = (
+        f"exit code {code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    )
+    job.heart.fail(why)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

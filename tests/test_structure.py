@@ -51,6 +51,7 @@ LAYERS = [
         "emergency",
         "grading",
         "doctor",
+        "launch",
         "llo",
         "llo_compiler",
         "llo_report",

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from minitext.cli import reports, running, setup
+from minitext.cli import launching, reports, running, setup
 from minitext.errors import UserError
 from minitext.grading.command import grade
 
@@ -27,6 +27,9 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(data_app, name="data")
 optim_app = typer.Typer(no_args_is_help=True, help="What optimizers cost.")
 app.add_typer(optim_app, name="optim")
+
+launch_app = typer.Typer(no_args_is_help=True, help="Train with several processes.")
+app.add_typer(launch_app, name="launch")
 
 app.command("train")(running.train)
 app.command("generate")(running.generate)
@@ -45,6 +48,10 @@ config_app.command("explain")(setup.config_explain)
 config_app.command("presets")(setup.config_presets)
 data_app.command("pack")(setup.data_pack)
 optim_app.command("memory")(reports.optim_memory)
+launch_app.command("local")(launching.local)
+launch_app.command("slurm")(launching.slurm)
+launch_app.command("xpk")(launching.xpk)
+launch_app.command("k8s")(launching.k8s)
 app.command("doctor")(setup.doctor)
 
 
