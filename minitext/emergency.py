@@ -77,6 +77,7 @@ class LocalCopies:
         Returns:
           The state, the data's place and the step; None where the shared checkpoint is as new.
         """
+        self._checkpointer.wait()
         parts = _parts(leaves.named(abstract_state))
         mine = [step for step in self._checkpointer.steps() if step > after]
         mine = [step for step in mine if self._is_usable(step, parts)]

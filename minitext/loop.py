@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
@@ -176,7 +177,9 @@ class Loop:
         self.checkpointer.wait()
         self.ledger.lap("save", one.step)
         numbers = {name: float(value) for name, value in metrics.items()}
-        return {"step": one.step, **numbers, "tokens": int(metrics["tokens"]), **rates}
+        # Of a batch that is no numbers even the count may be none.
+        numbers["tokens"] = int(np.nan_to_num(metrics["tokens"]))
+        return {"step": one.step, **numbers, **rates}
 
     def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""

@@ -23,14 +23,14 @@ QUICK = [
     "train.eval_batches=1",
     "run.name=a",
 ]
-BAD, UNKNOWN = 5, 100_000
+BAD = 5
 
 
-def unknown_token(batch):
-    """The batch with an id beyond the vocabulary, whose embedding JAX fills with NaN."""
-    tokens = np.array(batch["tokens"])
-    tokens[0, 0] = UNKNOWN
-    return batch | {"tokens": jax.device_put(tokens, batch["tokens"].sharding)}
+def poison(batch):
+    """The batch with a weight in its first target that is no number."""
+    mask = np.array(batch["loss_mask"])
+    mask[0, 0] = np.nan
+    return batch | {"loss_mask": jax.device_put(mask, batch["loss_mask"].sharding)}
 
 
 @pytest.fixture
@@ -38,13 +38,12 @@ def poisoned(monkeypatch):
     """Makes batch number BAD of every run one whose loss is no number."""
     take = Batches.__next__
 
-    def poison(self):
+    def take_one(self):
         batch = take(self)
-        if self._split == "train" and self._iterator.get_state()["next_index"] == BAD:
-            return unknown_token(batch)
-        return batch
+        bad = self._split == "train" and self._iterator.get_state()["next_index"] == BAD
+        return poison(batch) if bad else batch
 
-    monkeypatch.setattr(Batches, "__next__", poison)
+    monkeypatch.setattr(Batches, "__next__", take_one)
 
 
 def test_stop_keeps_the_last_good_checkpoint_and_the_batch(tiny, tmp_path, poisoned):
@@ -63,7 +62,7 @@ def test_stop_keeps_the_last_good_checkpoint_and_the_batch(tiny, tmp_path, poiso
     )
     with np.load(directory / FOLDER / f"{BAD}.npz") as saved:
         assert saved["step"] == BAD and saved["row"].tolist() == list(range(8))
-        assert saved["tokens"].shape == (8, 32) and saved["tokens"][0, 0] == UNKNOWN
+        assert saved["tokens"].shape == (8, 32) and np.isnan(saved["loss_mask"]).sum() == 1
     text = (directory / FOLDER / f"{BAD}.txt").read_text()
     assert text.count("--- row") == 8 and "--- row 7\n" in text
 
@@ -116,7 +115,7 @@ def test_a_skipped_step_changes_no_bit_but_counts(tiny, kind):
         state, metrics = step(init_state(cfg, mesh), next(batches))
         assert metrics["skipped"] == 0
         before = jax.tree.map(np.array, state)
-        state, metrics = step(state, unknown_token(next(batches)))
+        state, metrics = step(state, poison(next(batches)))
         assert metrics["skipped"] == 1 and np.isnan(metrics["loss"])
         after = jax.tree.map(np.array, state)
         state, metrics = step(state, next(batches))
