@@ -37,7 +37,7 @@ class Turns:
 
         now, per_round = time.perf_counter(), len(STATES) * self.steps
         i = self.seen - self.steps  # the first turn warms up
-        if i >= 0 and i % self.steps > LEFT_OUT:
+        if 0 <= i < per_round * self.rounds and i % self.steps > LEFT_OUT:
             self.times[self.state][i // per_round].append(now - self.last)
         self.seen, i = self.seen + 1, i + 1
         if i >= 0 and i % self.steps == 0 and i < per_round * self.rounds:
