@@ -211,10 +211,12 @@ def _rows(status: Status) -> list[tuple[str, str]]:
 
 def watch(directory: Path | str, every: float = 1.0, console: Console | None = None) -> Status:
     """Shows a run until it ends, or until Ctrl-C, and returns how it stood last. A run that is not there is awaited."""
-    status = look(directory)
+    status, took = look(directory), 0.0
     with Live(draw(status), console=console, auto_refresh=False) as live:
         while status.state not in ("finished", "stopped"):
-            time.sleep(every)
+            time.sleep(max(every, 10 * took))  # a long run's files take a while to read
+            start = time.perf_counter()
             status = look(directory)
+            took = time.perf_counter() - start
             live.update(draw(status), refresh=True)
     return status

@@ -272,6 +272,10 @@ def test_the_newest_trace_is_taken(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "host.xplane.pb").touch()
     assert xplane.find(tmp_path).parent.name == "2026_01_01_00_00_10"
+    for name, time in (("process-0", "2026_01_01_00_00_12"), ("process-1", "2026_01_01_00_00_13")):
+        (tmp_path / name / time).mkdir(parents=True)
+        (tmp_path / name / time / "host.xplane.pb").touch()
+    assert "process-0" in xplane.find(tmp_path).parts
 
 
 def test_a_cpus_devices_are_told_apart(traced):
