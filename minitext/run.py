@@ -6,6 +6,7 @@ bit for bit.
 Chapters: 6.
 """
 
+import datetime
 import functools
 import time
 from pathlib import Path
@@ -33,7 +34,6 @@ from minitext.rundir import (
     check_same_run,
     disk_errors,
     first_state,
-    named,
     read_config,
 )
 from minitext.tokenizer import load_tokenizer, make_tokenizer
@@ -57,7 +57,9 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     """
     console = console or Console(stderr=True)
     began = began or time.time()
-    cfg, directory = named(cfg)
+    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    cfg = cfg.replace({"run.name": name})
+    directory = Path(cfg.run.dir) / name
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)

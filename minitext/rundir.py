@@ -15,7 +15,6 @@ Chapters: 6, 8.
 
 import contextlib
 import dataclasses
-import datetime
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,12 +56,6 @@ RESUMABLE = (
     "profile.",
     "run.",
 )
-
-
-def named(cfg: Config) -> tuple[Config, Path]:
-    """Returns the configuration with a run's name, by default the time of day, and the run's directory."""
-    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return cfg.replace({"run.name": name}), Path(cfg.run.dir) / name
 
 
 def resume_command(directory: Path | str) -> str:

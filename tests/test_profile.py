@@ -297,17 +297,21 @@ def test_a_window_beyond_the_run_is_a_fault(tiny):
 
 def test_dumps_asked_for_too_late_or_of_no_tpu_are_refused(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="only TPUs have LLO"):
-        profile.check(tiny("profile.dump_llo=true"), tmp_path, "cpu")
+        profile.check(tiny("profile.dump_llo=true", "run.name=a"), tmp_path, "cpu")
     with pytest.raises(UserError, match="with the command minitext train"):
-        profile.check(tiny("profile.dump_hlo=true"), tmp_path, "cpu")
-    cfg = tiny("profile.dump_hlo=true", "profile.dump_llo=true")
+        profile.check(tiny("profile.dump_hlo=true", "run.name=a"), tmp_path, "cpu")
+    with pytest.raises(UserError, match="so set run.name"):
+        tiny("profile.dump_hlo=true")
+    cfg = tiny(
+        "profile.dump_hlo=true", "profile.dump_llo=true", f"run.dir={tmp_path}", "run.name=a"
+    )
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.setenv(name, "--given=1")
-    profile.dump_programs(cfg, tmp_path)
+    profile.dump_programs(cfg)
     assert all(
         os.environ[name].startswith("--given=1 ") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     )
-    profile.check(cfg, tmp_path, "tpu")
+    profile.check(cfg, tmp_path / "a", "tpu")
 
 
 def test_a_process_that_compiled_for_tpus_is_refused(tiny, tmp_path, monkeypatch):
