@@ -176,6 +176,7 @@ TESTED_WITH = {
     "llo_report": "llo",
     "device_time": "profile",
     "profile_report": "profile",
+    "goodput_export": "goodput",
 }
 
 
