@@ -1,6 +1,6 @@
 """A live view of a run in the terminal, from what the run writes: it may train on another machine, on a shared disk.
 
-Nothing is asked of the training process. `read_status` reads the run directory into a `Status`; `draw_status` lays one out.
+Nothing is asked of the training process. `read_status` reads the run directory, `draw_status` lays out what it found.
 
 Chapters: 20.
 """
