@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from common import busy, in_subprocess, parser, spread, write_record
@@ -90,11 +91,16 @@ def measure(case):
             for place, name, otherwise in (
                 (Ledger, "lap", lambda: None),
                 (loop, "memory_in_use", dict),
-                (jax.profiler, "StepTraceAnnotation", contextlib.nullcontext),
-                (jax.profiler, "TraceAnnotation", contextlib.nullcontext),
             ):
                 instead = unless_bare(getattr(place, name), otherwise)
                 stack.enter_context(mock.patch.object(place, name, instead))
+            annotations = {
+                name: unless_bare(getattr(jax.profiler, name), contextlib.nullcontext)
+                for name in ("StepTraceAnnotation", "TraceAnnotation")
+            }
+            # The loop's own, not those that JAX uses inside.
+            its_jax = SimpleNamespace(**vars(jax) | {"profiler": SimpleNamespace(**annotations)})
+            stack.enter_context(mock.patch.object(loop, "jax", its_jax))
             stack.enter_context(mock.patch.object(Batches, "__next__", next_and_switch))
             run.train(cfg, Console(quiet=True))
         return {"seconds": turns.times, "alone": alone(Path(folder))}
