@@ -6,6 +6,9 @@ It reads traces of CPUs, TPUs and GPUs alike:
     TPU    `/device:TPU:N`: the line `XLA Ops`, and `Async XLA Ops` for what runs beside it
     GPU    `/device:GPU:N`: a line for each stream
 
+The names of planes and lines of TPUs and GPUs are those that XProf documents. No trace of either was at hand: their
+readers are tested with traces made up after the documentation.
+
 Times are in nanoseconds from the start of the trace, but for those of `Device`.
 
 Chapters: 20.

@@ -22,11 +22,13 @@ from minitext.errors import UserError
 TRACES, HLO, LLO = "profile", "hlo", "llo"
 
 
-def dump_programs(cfg: Config, directory: Path) -> None:
+def dump_programs(cfg: Config) -> None:
     """Sets the flags that `profile.dump_hlo` and `profile.dump_llo` ask for; JAX's backend must not have started.
 
-    What is taken from the compilation cache is not compiled, and leaves no dump: do without the cache.
+    The machine code of a large model's step takes gigabytes. What is taken from the compilation cache is not compiled,
+    and leaves no dump: do without the cache.
     """
+    directory = Path(cfg.run.dir) / str(cfg.run.name)
     # Of the train step alone: every little program of set-up would have its dozen of files.
     flags = [f"--xla_dump_to={(directory / HLO).absolute()}", "--xla_dump_hlo_as_text"]
     flags.append("--xla_dump_hlo_module_re=train_step")

@@ -7,6 +7,7 @@ Chapters: 6.
 """
 
 import contextlib
+import datetime
 import functools
 import json
 import time
@@ -36,7 +37,6 @@ from minitext.rundir import (
     check_same_run,
     disk_errors,
     first_state,
-    named,
     read_config,
     resume_command,
 )
@@ -61,7 +61,10 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     """
     console = console or Console(stderr=True, quiet=not distributed.is_first())
     began = began or time.time()
-    cfg, directory = named(cfg)
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = cfg.run.name or distributed.share("run name", now)[0]
+    cfg = cfg.replace({"run.name": name})
+    directory = Path(cfg.run.dir) / name
     _check_agreement(cfg)
     distributed.advise(f"resume with: {resume_command(directory)}")
     mesh = make_mesh(cfg.mesh)

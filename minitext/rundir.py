@@ -15,7 +15,6 @@ Chapters: 6, 8.
 
 import contextlib
 import dataclasses
-import datetime
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
-from minitext import disk, distributed
+from minitext import disk
 from minitext.checkpoint import Checkpointer, Restored
 from minitext.config import Config, flatten, load_config, to_yaml
 from minitext.data import Batches, make_batches
@@ -60,13 +59,6 @@ RESUMABLE = (
     "profile.",
     "run.",
 )
-
-
-def named(cfg: Config) -> tuple[Config, Path]:
-    """Returns the configuration with a run's name, by default the time of day, and the run's directory."""
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = cfg.run.name or distributed.share("run name", now)[0]
-    return cfg.replace({"run.name": name}), Path(cfg.run.dir) / name
 
 
 def resume_command(directory: Path | str) -> str:

@@ -154,7 +154,6 @@ def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Sums]]:
     return loss_fn
 
 
-@jax.named_scope("loss")
 def _summed_loss(
     cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
@@ -255,15 +254,14 @@ def make_step_fn(
         sums, grads = gradients(state.params, batch)
         share = 1.0 / jnp.maximum(tokens, 1.0)
         # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
-        with jax.named_scope("optimizer"):
-            params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
-            grads = jax.tree.map(lambda g: g * share, grads)
-            opt_state = state.opt_state
-            if cfg.optim.offload:
-                opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
-            old = state.params, opt_state
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = reshard_tree(optax.apply_updates(params, updates), rules)
+        params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
+        grads = jax.tree.map(lambda g: g * share, grads)
+        opt_state = state.opt_state
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+        old = state.params, opt_state
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = reshard_tree(optax.apply_updates(params, updates), rules)
         ffn = cfg.model.ffn
         if isinstance(ffn, MoEConfig) and ffn.bias_rate and sums.routing is not None:
             params = moe.update_bias(params, sums.routing.load_E, ffn.bias_rate)

@@ -1,6 +1,6 @@
 """A live view of a run in the terminal, from what the run writes: it may train on another machine, on a shared disk.
 
-Nothing is asked of the training process. `look` reads the run directory into a `Status`; `draw` lays one out.
+Nothing is asked of the training process. `read_status` reads the run directory, `draw_status` lays out what it found.
 
 Chapters: 20.
 """
@@ -66,7 +66,7 @@ class Status:
         return {key: value for key, value in asdict(self).items() if key != "losses"}
 
 
-def look(directory: Path | str, now: float | None = None) -> Status:
+def read_status(directory: Path | str, now: float | None = None) -> Status:
     """Reads how a run stands.
 
     Args:
@@ -153,7 +153,7 @@ def span(seconds: float) -> str:
     return f"{whole // 86400} days {whole % 86400 // 3600} h"
 
 
-def draw(status: Status) -> Panel:
+def draw_status(status: Status) -> Panel:
     """Lays a status out for the terminal."""
     says = {
         "waiting": "waiting for the run to begin",
@@ -211,10 +211,12 @@ def _rows(status: Status) -> list[tuple[str, str]]:
 
 def watch(directory: Path | str, every: float = 1.0, console: Console | None = None) -> Status:
     """Shows a run until it ends, or until Ctrl-C, and returns how it stood last. A run that is not there is awaited."""
-    status = look(directory)
-    with Live(draw(status), console=console, auto_refresh=False) as live:
+    status, took = read_status(directory), 0.0
+    with Live(draw_status(status), console=console, auto_refresh=False) as live:
         while status.state not in ("finished", "stopped"):
-            time.sleep(every)
-            status = look(directory)
-            live.update(draw(status), refresh=True)
+            time.sleep(max(every, 10 * took))  # a long run's files take a while to read
+            start = time.perf_counter()
+            status = read_status(directory)
+            took = time.perf_counter() - start
+            live.update(draw_status(status), refresh=True)
     return status

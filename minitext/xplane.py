@@ -74,6 +74,7 @@ def find(directory: Path | str) -> Path:
         raise UserError(
             f"{directory} holds no trace: train with profile.first_step=10, or name a folder with an .xplane.pb"
         )
+    paths = [path for path in paths if "process-0" in path.parts] or paths
     # JAX names the folder of a session after the second in which it ended.
     newest = max(path.parent.name for path in paths)
     return next(path for path in paths if path.parent.name == newest)

@@ -272,6 +272,10 @@ def test_the_newest_trace_is_taken(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "host.xplane.pb").touch()
     assert xplane.find(tmp_path).parent.name == "2026_01_01_00_00_10"
+    for name, time in (("process-0", "2026_01_01_00_00_12"), ("process-1", "2026_01_01_00_00_13")):
+        (tmp_path / name / time).mkdir(parents=True)
+        (tmp_path / name / time / "host.xplane.pb").touch()
+    assert "process-0" in xplane.find(tmp_path).parts
 
 
 def test_a_cpus_devices_are_told_apart(traced):
@@ -293,17 +297,21 @@ def test_a_window_beyond_the_run_is_a_fault(tiny):
 
 def test_dumps_asked_for_too_late_or_of_no_tpu_are_refused(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="only TPUs have LLO"):
-        profile.check(tiny("profile.dump_llo=true"), tmp_path, "cpu")
+        profile.check(tiny("profile.dump_llo=true", "run.name=a"), tmp_path, "cpu")
     with pytest.raises(UserError, match="with the command minitext train"):
-        profile.check(tiny("profile.dump_hlo=true"), tmp_path, "cpu")
-    cfg = tiny("profile.dump_hlo=true", "profile.dump_llo=true")
+        profile.check(tiny("profile.dump_hlo=true", "run.name=a"), tmp_path, "cpu")
+    with pytest.raises(UserError, match="so set run.name"):
+        tiny("profile.dump_hlo=true")
+    cfg = tiny(
+        "profile.dump_hlo=true", "profile.dump_llo=true", f"run.dir={tmp_path}", "run.name=a"
+    )
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.setenv(name, "--given=1")
-    profile.dump_programs(cfg, tmp_path)
+    profile.dump_programs(cfg)
     assert all(
         os.environ[name].startswith("--given=1 ") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     )
-    profile.check(cfg, tmp_path, "tpu")
+    profile.check(cfg, tmp_path / "a", "tpu")
 
 
 def test_a_process_that_compiled_for_tpus_is_refused(tiny, tmp_path, monkeypatch):

@@ -185,6 +185,7 @@ TESTED_WITH = {
     "llo_report": "llo",
     "device_time": "profile",
     "profile_report": "profile",
+    "goodput_export": "goodput",
 }
 
 

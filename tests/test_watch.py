@@ -10,7 +10,7 @@ from rich.console import Console
 
 from minitext import watch
 from minitext.config import load_config, to_yaml
-from minitext.watch import BARS, look, span, sparkline
+from minitext.watch import BARS, read_status, span, sparkline
 
 
 def write(directory, steps=10, written=0, last=("step",), began=1000.0, age=5.0, **more):
@@ -39,12 +39,12 @@ def write(directory, steps=10, written=0, last=("step",), began=1000.0, age=5.0,
 
 def text(status):
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(watch.draw(status))
+    console.print(watch.draw_status(status))
     return console.export_text()
 
 
 def test_a_run_that_has_not_begun_is_awaited(tmp_path):
-    status = look(tmp_path / "none")
+    status = read_status(tmp_path / "none")
     assert status.state == "waiting" and "waiting for the run" in text(status)
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_has_not_begun_is_awaited(tmp_path):
     ],
 )
 def test_the_state_is_told_from_what_was_written_and_when(tmp_path, written, last, age, state):
-    status = look(*write(tmp_path, written=written, last=last, age=age))
+    status = read_status(*write(tmp_path, written=written, last=last, age=age))
     assert (status.state, status.step, status.steps) == (state, written, 10)
     assert status.quiet == pytest.approx(age)
     says = text(status)
@@ -69,7 +69,7 @@ def test_the_state_is_told_from_what_was_written_and_when(tmp_path, written, las
 
 
 def test_slow_steps_may_be_silent_for_longer(tmp_path):
-    status = look(*write(tmp_path, written=4, age=100, seconds=600.0))
+    status = read_status(*write(tmp_path, written=4, age=100, seconds=600.0))
     assert status.state == "running"  # the mean of the last steps is 150 s
 
 
@@ -80,7 +80,7 @@ def test_a_frame_has_all_that_is_asked_of_it(tmp_path):
     for name in ("2", "4", "3.1.tmp"):
         (directory / "checkpoints" / name).mkdir(parents=True)
         os.utime(directory / "checkpoints" / name, (now - 90, now - 90))
-    status = look(directory, now)
+    status = read_status(directory, now)
     assert status.eta == 6.0 and status.checkpoint == 4
     says = text(status)
     for words in (
@@ -92,7 +92,7 @@ def test_a_frame_has_all_that_is_asked_of_it(tmp_path):
 
 
 def test_a_loss_that_is_no_number_is_shown(tmp_path):
-    status = look(*write(tmp_path, written=3, loss="nan"))
+    status = read_status(*write(tmp_path, written=3, loss="nan"))
     assert "nan" in text(status) and len(status.losses) == 2
 
 

@@ -23,10 +23,9 @@ def train(settings: Settings = None) -> None:
     cfg = load(settings)
     dump = cfg.profile.dump_hlo or cfg.profile.dump_llo
     if dump:
-        from minitext import profile, rundir
+        from minitext import profile
 
-        cfg, directory = rundir.named(cfg)
-        profile.dump_programs(cfg, directory)
+        profile.dump_programs(cfg)
     simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
     start(simulate, keep_memory=True, join=True, cache=not dump)
     from minitext import distributed, run

@@ -73,8 +73,8 @@ def watch(
     from minitext import watch
 
     if as_json:
-        print(json.dumps(watch.look(directory).to_json()))
+        print(json.dumps(watch.read_status(directory).to_json()))
     elif once:
-        Console().print(watch.draw(watch.look(directory)))
+        Console().print(watch.draw_status(watch.read_status(directory)))
     else:
         watch.watch(directory, every)

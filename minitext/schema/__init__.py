@@ -267,6 +267,12 @@ class Config(Section):
         """Yields the faults of every section, and those between sections."""
         for name in type(self).model_fields:
             yield from getattr(self, name).faults()
+        if (self.profile.dump_hlo or self.profile.dump_llo) and self.run.name is None:
+            key = "dump_hlo" if self.profile.dump_hlo else "dump_llo"
+            yield (
+                f"profile.{key}=true with run.name=null: the compiler is told where to write before the run is named "
+                "after the time, so set run.name"
+            )
         first, steps = self.profile.first_step, self.profile.steps
         if first is not None and first + steps - 1 > self.train.steps:
             yield (
