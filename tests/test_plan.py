@@ -148,6 +148,7 @@ def test_where_nothing_fits_it_says_so(monkeypatch, capsys):
 
 
 @needs_libtpu
+@pytest.mark.audit
 def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     settings = [
         *TINY,
