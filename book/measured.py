@@ -164,6 +164,54 @@ def train_gpu(records: list[Record]) -> str:
     return f"On one {records[-1]['results'][0]['device']}.\n\n{table(header, rows)}"
 
 
+def pods(records: list[Record]) -> str:
+    """Steps compiled for whole pods."""
+    rows = [
+        [
+            r["preset"], r["target"], f"{r['devices']:,}", "yes" if r["fits"] else "no",
+            f"{r['total_bytes'] / 2**30:.2f} of {r['available_bytes'] / 2**30:.2f}",
+            f"{r['networks']['ici']['sent'] / 1e9:,.1f}",
+            f"{r['networks']['dcn']['sent'] / 1e9:,.2f}" if r["slices"] > 1 else "",
+            f"{r['seconds']:,.0f} ({r['cpu_seconds']:,.0f})",
+        ]
+        for r in records[-1]["results"]
+    ]  # fmt: skip
+    header = [
+        "Preset", "Target", "Devices", "Fits", "Memory of one, GiB", "Sent within a slice, GB", "Across slices, GB",
+        "Seconds (of CPU)",
+    ]  # fmt: skip
+    return (
+        "No chip was there: the compiler for TPUs ran on this machine's CPU. What is sent is of one device in one step."
+        f"\n\n{table(header, rows)}"
+    )
+
+
+def step_time(records: list[Record]) -> str:
+    """Predicted steps beside published ones."""
+    rows = [
+        [
+            name, r["kind"], r["target"], f"{r['predicted']['seconds']:.2f}",
+            f"{r['predicted']['lower']:.2f} to {r['predicted']['upper']:.2f}", f"{r['published_seconds']:.2f}",
+            f"{r['error']:+.1%}", r["differs"],
+        ]
+        for name, r in records[-1]["runs"].items()
+    ]  # fmt: skip
+    header = [
+        "Model",
+        "Kind",
+        "Target",
+        "Predicted, s",
+        "Interval, s",
+        "Published, s",
+        "Error",
+        "What differs",
+    ]
+    return (
+        "No chip was there: each step was compiled, and its schedule walked, with no constant fitted. The published "
+        f"times are MaxText's.\n\n{table(header, rows)}"
+    )
+
+
 SECTIONS = {
     "train_cpu": ("Training on a CPU", train_cpu),
     "step_limit": ("What the 10.7M step could reach", step_limit),
@@ -172,6 +220,8 @@ SECTIONS = {
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),
     "checkpoint": ("Checkpoints", checkpoint),
+    "pods": ("Compiling for pods", pods),
+    "step_time": ("Predicted steps beside published ones", step_time),
 }
 
 
