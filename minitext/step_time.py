@@ -83,13 +83,13 @@ class StepTime:
         }  # fmt: skip
 
 
-def predict_preset(cfg: Config, target: str, programs: Path | None = None) -> StepTime:
+def predict_preset(cfg: Config, target: str, program: Path | None = None) -> StepTime:
     """Compiles the train step of a configuration for a target and predicts how long it takes there.
 
     Args:
       cfg: the configuration.
       target: TPUs such as `v5e:2x4`; see `minitext.targets.parse_target`.
-      programs: a folder in which the program's text is kept, by default none.
+      program: a file to which the compiler's text is written, by default none.
 
     Raises:
       DoesNotFit: if the step needs more memory than the target has.
@@ -102,11 +102,11 @@ def predict_preset(cfg: Config, target: str, programs: Path | None = None) -> St
     found: list[str] = []
 
     def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        path = _program(Path(folder))
+        path = find_program(Path(folder))
         found.append(path.read_text(errors="replace"))
-        if programs is not None:
-            programs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, programs / path.name)
+        if program is not None:
+            program.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, program)
 
     report = aot.compile_preset(cfg, target, keep)
     if not report.fits:
@@ -188,7 +188,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
 
 
-def _program(folder: Path) -> Path:
+def find_program(folder: Path) -> Path:
     """The dump's text of the whole program; parts that XLA compiles apart have smaller ones."""
     found = sorted(folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
     if not found:

@@ -48,9 +48,13 @@ LAYERS = [
         "llo_compiler",
         "llo_report",
         "tune",
+        "schedule_text",
+        "step_schedule",
+        "kernel_time",
+        "step_time",
     }
     | {"advice", "executable", "plan", "plan_times"},
-    {"figures", "notebook", "cli"},
+    {"figures", "timelines", "notebook", "cli"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -126,7 +130,7 @@ def test_kernel_files_import_only_jax():
 def test_only_notebook_and_figures_know_ipython_and_matplotlib():
     for path in SOURCES:
         words = {i.split(".")[0] for i in imports(path)}
-        if path.name not in ("notebook.py", "figures.py"):
+        if path.name not in ("notebook.py", "figures.py", "timelines.py"):
             assert not words & {"IPython", "matplotlib"}, path
 
 
@@ -179,6 +183,7 @@ TESTED_WITH = {
     "leaves": "checkpoint",
     "parallel": "pipeline",
     "figures": "notebook",
+    "timelines": "goodput",
     "loop": "run",
     "mesh_check": "train",
     "llo_compiler": "llo",
