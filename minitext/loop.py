@@ -8,6 +8,7 @@ Chapters: 6.
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,10 +80,8 @@ class Loop:
           NonFinite: for a loss, gradient or parameter that is no number.
         """
         cfg = self.cfg.train
-        train_step, eval_step = executable.train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
-        tokens = cfg.global_batch * self.cfg.data.seq_len
-        flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
-        meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
+        train_step = executable.train_step(self.cfg, self.mesh)
+        eval_step, meter = make_eval_step(self.cfg), self._meter()
         say = functools.partial(console.print, highlight=False)
         stopper = Stopper(say, distributed.board("stop"))
         index = jax.process_index()
@@ -118,26 +117,14 @@ class Loop:
                 if due:
                     line, pending = self._read(pending, meter), None
                     if "evaluation" in due:
-                        loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
-                        self._say_validation(step, loss, bar)
-                        line["val_loss"] = loss
+                        line["val_loss"] = self._validate(eval_step, state, step, bar)
                         meter.skip()  # the time of an evaluation is no step's
-                        self.ledger.lap("evaluation", step)
                     write(line, batch)
                 self.ledger.lap("log", step, pending and pending.metrics["loss"])
-                if (
-                    saver := self.checkpointer
-                    if "save" in due
-                    else self.copies
-                    if "copy" in due
-                    else None
-                ):
-                    guard.check_parameters(step, state.params)
-                    # The line of a step is written before the step is saved: a run that is killed in between
-                    # has a line too many, which resuming removes, and never one too few.
-                    config = self.cfg.model_dump(mode="json")
-                    saver.save(step, state, self.batches.get_state(), config)
-                    self.ledger.lap("save", step)
+                for name, saver in (("save", self.checkpointer), ("copy", self.copies)):
+                    if name in due and saver is not None:
+                        guard.check_parameters(step, state.params)
+                        self._save(saver, step, state)
                 if "sample" in due:
                     self._sample(state, step, bar)
                     meter.skip()
@@ -167,6 +154,11 @@ class Loop:
         }
         return {name for name, now in wanted.items() if now}
 
+    def _meter(self) -> Meter:
+        tokens, seq_len = self.cfg.train.global_batch * self.cfg.data.seq_len, self.cfg.data.seq_len
+        flops = count_flops(self.cfg.model, tokens, seq_len)
+        return Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
+
     def _read(self, one: Dispatched, meter: Meter) -> dict[str, Any]:
         """Waits for a step and returns the line to write of it."""
         metrics = jax.device_get(one.metrics)
@@ -181,10 +173,20 @@ class Loop:
         numbers["tokens"] = int(np.nan_to_num(metrics["tokens"]))
         return {"step": one.step, **numbers, **rates}
 
-    def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
+    def _validate(self, eval_step: Callable, state: TrainState, step: int, bar: Progress) -> float:
+        """Measures and prints the validation loss."""
+        loss = evaluate(eval_step, state.params, self.held_out, self.cfg.train.eval_batches)
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
         text = f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}"
         bar.console.print(text, highlight=False)
+        self.ledger.lap("evaluation", step)
+        return loss
+
+    def _save(self, saver: Checkpointer | LocalCopies, step: int, state: TrainState) -> None:
+        # The line of a step is written before the step is saved: a run that is killed in between
+        # has a line too many, which resuming removes, and never one too few.
+        saver.save(step, state, self.batches.get_state(), self.cfg.model_dump(mode="json"))
+        self.ledger.lap("save", step)
 
     def _sample(self, state: TrainState, step: int, bar: Progress) -> None:
         """Prints how the model goes on from the first validation text, and keeps it in samples.txt."""

@@ -189,6 +189,7 @@ TESTED_WITH = {
     "llo_compiler": "llo",
     "llo_report": "llo",
     "device_time": "profile",
+    "xplane": "profile",
     "profile_report": "profile",
     "goodput_export": "goodput",
 }

@@ -118,7 +118,7 @@ def xpk(
     )
     print(shlex.join(words), flush=True)
     if submit or xpk.is_installed():
-        sys.exit(xpk.run(words))
+        sys.exit(xpk.create(words))
     print(f"xpk is not installed, so it was not tried: {xpk.INSTALL}", file=sys.stderr)
 
 

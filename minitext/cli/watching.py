@@ -29,7 +29,8 @@ def goodput(
     else:
         goodput.print_goodput(found)
     if plot is not None:
-        from minitext.figures import plot_goodput, save_figure
+        from minitext.figures import save_figure
+        from minitext.timelines import plot_goodput
 
         save_figure(plot, lambda: plot_goodput(found))
     if record is not None:

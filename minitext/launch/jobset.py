@@ -25,6 +25,14 @@ LABELS = {
 }
 
 
+# Bad input fails again however often it is tried.
+REFUSED = {
+    "name": "refused",
+    "action": "FailJobSet",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
+
+
 def manifest(
     command: Sequence[str],
     *,
@@ -89,13 +97,7 @@ def manifest(
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
                 "maxRestarts": restarts,
-                "rules": [
-                    {
-                        "name": "refused",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
+                "rules": [REFUSED],
             },
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },

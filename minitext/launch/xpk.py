@@ -67,7 +67,7 @@ def is_installed() -> bool:
     return shutil.which("xpk") is not None
 
 
-def run(words: Sequence[str]) -> int:
+def create(words: Sequence[str]) -> int:
     """Runs the command and returns its exit code.
 
     Raises:
