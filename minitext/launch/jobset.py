@@ -16,20 +16,17 @@ from minitext.launch import PROGRAM
 
 GRACE_SECONDS = 120  # between SIGTERM and SIGKILL: for the last checkpoint
 REFUSALS = [2, 3]  # exit codes that the same command would meet again
+NEVER_AGAIN = {
+    "name": "refused",
+    "action": "FailJobSet",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
 JOB = "train"  # the name of the one replicated job
 # What the variables that `cluster` reads come from: labels that JobSet puts on every pod.
 LABELS = {
     "JOBSET_NAME": "jobset.sigs.k8s.io/jobset-name",
     "REPLICATED_JOB_NAME": "jobset.sigs.k8s.io/replicatedjob-name",
     "JOB_INDEX": "jobset.sigs.k8s.io/job-index",
-}
-
-
-# Bad input fails again however often it is tried.
-REFUSED = {
-    "name": "refused",
-    "action": "FailJobSet",
-    "onJobFailureReasons": ["PodFailurePolicy"],
 }
 
 
@@ -95,10 +92,7 @@ def manifest(
         "metadata": {"name": name},
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {
-                "maxRestarts": restarts,
-                "rules": [REFUSED],
-            },
+            "failurePolicy": {"maxRestarts": restarts, "rules": [NEVER_AGAIN]},
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },
     }
