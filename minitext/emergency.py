@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minitext import distributed, leaves
@@ -159,10 +160,9 @@ def _spread(array: jax.Array, like: jax.ShapeDtypeStruct, holders: set[int]) -> 
         return array
     every = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
-    def is_source(index: Any) -> Any:
-        return jnp.reshape(
-            jnp.asarray(mesh.devices[index].item() in chosen), (1,) * mesh.devices.ndim
-        )
+    def is_source(index: Any) -> np.ndarray:
+        device = mesh.devices[index].item()
+        return np.full((1,) * mesh.devices.ndim, device in chosen)
 
     source = jax.make_array_from_callback(mesh.devices.shape, every, is_source)
     bits = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[like.dtype.itemsize]
