@@ -61,12 +61,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     """
     console = console or Console(stderr=True, quiet=not distributed.is_first())
     began = began or time.time()
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = cfg.run.name or distributed.share("run name", now)[0]
-    cfg = cfg.replace({"run.name": name})
-    directory = Path(cfg.run.dir) / name
-    _check_agreement(cfg)
-    distributed.advise(f"resume with: {resume_command(directory)}")
+    cfg, directory = _join(cfg)
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
@@ -122,6 +117,17 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
                         ledger, window, copies,
                     ).run(state, start, console)  # fmt: skip
     return directory
+
+
+def _join(cfg: Config) -> tuple[Config, Path]:
+    """Gives the run its name, by default the time of day, and sees that all processes want the same."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = cfg.run.name or distributed.share("run name", now)[0]
+    cfg = cfg.replace({"run.name": name})
+    _check_agreement(cfg)
+    directory = Path(cfg.run.dir) / name
+    distributed.advise(f"resume with: {resume_command(directory)}")
+    return cfg, directory
 
 
 def _local_copies(
