@@ -48,14 +48,14 @@ def goodput(lines):
     """Divide the time of a run that was killed and resumed, from its ledger.
 
     Args:
-      lines: list of str, a JSON object each: `job`, the number of the process; `event`, one of
-        "job_start", "compile", "data_wait", "step", "save"; `time`, when it ended, in seconds;
-        `seconds`, how long it took (0 for job_start); and for a step its number `step`. The
-        events of one job do not overlap. Torn lines, which are no JSON, occur.
+      lines: list of str in the order in which they were written, a JSON object each: `event`, such
+        as "job_start", "compile", "data_wait", "step" or "save"; `start`, when it began, and
+        `seconds`, how long it took; and for a step its number `step`. A job's first line is its
+        "job_start". Torn lines, which are no JSON, occur.
 
     Returns:
-      dict of the shares of the time from the first job's start to the last event that counts:
-      "step", "lost", "compile", "data_wait", "save", "down" and "other", floats that sum to 1.
+      dict of the shares of the time from the first start to the last end, floats that sum to 1: of
+      each event that occurs, and of "step", "lost", "idle" and "other".
     """
     # YOUR CODE HERE
     raise NotImplementedError("20.goodput")

@@ -498,88 +498,93 @@ goodput = Exercise(
     minutes=35,
     points=15,
     statement="""
-Write `goodput(lines)`: a run's ledger in, the shares of its time out. Each line is one event, with the time when it
-*ended* and how long it took. Several jobs, one after the other, write into one file.
+Write `goodput(lines)`: a ledger of a run in, the shares of its time out. Each line is one event, when it began and how
+long it took. Several jobs, one after the other, write into one file, and each begins with a `job_start`.
 
-- The whole goes from the first job's start to the last event that counts. Shares sum to 1.
-- `"step"` is the time of steps whose work was kept. A step that is done again later, with the same number, was lost:
-  only the *last* time counts as `"step"`, all earlier ones as `"lost"`. Nothing else decides this: a checkpoint that
-  cannot be read sends a run further back than its last save.
-- `"compile"`, `"data_wait"` and `"save"` are sums of what events say.
-- `"down"` is from the last event of a job to the start of the next, `"other"` what remains, such as start-up.
-- Jobs can overlap: a process that hangs may still write after the next one has started. A job is over when the next
-  one starts, and events that end later count for nothing.
-- A process killed while it writes leaves half a line, at the end of the file or between two jobs. Skip it.
+- The whole goes from the first start to the last end. Shares sum to 1.
+- A step is `"lost"` if *any* later job began with its number or a lower one: that job went on from less, whether or
+  not it has come as far again. All other steps are `"step"`. Nothing else decides this: if a checkpoint cannot be read,
+  a run goes back further than its last save.
+- All other events count under their own names.
+- Time in which no event is open is `"idle"` if a `job_start` follows, since nobody ran then. Otherwise it is `"other"`.
+- Jobs can overlap: a process that hangs in a save may end it when the next job has long started. A moment that two
+  events claim belongs to the one that began first, and the other gets what is left of it.
+- A process that is killed while it writes leaves half a line, at the end of the file or between two jobs. Skip it.
 """,
     hints=(
-        "First make clean records: lines that are JSON, of jobs that were not over. After that everything is sums.",
-        "Sort the jobs by their starts: each is over at the next one's start. For lost work, note for each step number "
-        "the latest time at which it was done.",
-        "`down` is, for each job but the last, the next start less that job's last event; `other` is the whole less "
-        "all the rest. Events of one job do not overlap, so the sums need no union.",
+        "Read first: lines that are JSON, each with the number of its job. Then one sweep over the events in the order "
+        "of their starts divides the time.",
+        "Remember the number of each job's first step. A step of job j is lost if some job after j has a first step "
+        "that is not above it.",
+        "In the sweep keep `until`, the end of what is divided already. An event that starts after it leaves a gap. "
+        "Its own share is max(until, start + seconds) - until, and that maximum is the new `until`.",
     ),
 )
 
 
 class Ledger:
-    """A run that is told what happens, writes it down, and knows the truth."""
+    """A run that is told what happens, and writes it down. Times are eighths of a second."""
 
     def __init__(self, t):
-        self.t, self.records, self.job = t, [], 0
-        self.now = self.begun = 1000.0 * int(t.rng.integers(1, 9))
-        self.last = self.begun
-        self.spent = dict.fromkeys(
-            ("step", "lost", "compile", "data_wait", "save", "down", "other"), 0.0
-        )
-        self.kept = {}  # seconds of the steps whose work stands
+        self.t, self.records = t, []
+        self.now = 1000.0 * int(t.rng.integers(1, 9))
 
     def draw(self, low=1, high=30):
         return int(self.t.rng.integers(low, high)) / 8
 
-    def note(self, event, seconds, **more):
+    def note(self, event, low, high, **more):
+        seconds = self.draw(low, high)
+        self.records.append({"event": event, "start": self.now, "seconds": seconds, **more})
         self.now += seconds
-        self.last = self.now
-        self.records.append((self.now, {"job": self.job, "event": event, "time": self.now,
-                                        "seconds": seconds, **more}))  # fmt: skip
-        if event == "step":
-            self.spent["lost"] += self.kept.get(more["step"], 0.0)
-            self.kept[more["step"]] = seconds
-        elif event != "job_start":
-            self.spent[event] += seconds
 
-    def work(self, first, last, every=3, down=40.0):
+    def work(self, first, last, every=3, down=20.0):
         """A job that does the steps from first to last, and is then gone for a while."""
-        self.job += 1
-        self.note("job_start", 0)
-        startup = self.draw()
-        self.now += startup
-        self.spent["other"] += startup
-        self.note("compile", self.draw(20, 60))
+        self.note("job_start", 8, 30)
+        self.now += self.draw()
+        self.note("compile", 20, 60)
         for step in range(first, last + 1):
-            self.note("data_wait", self.draw(1, 5))
-            self.note("step", self.draw(8, 40), step=step)
+            self.note("data_wait", 1, 5)
+            self.note("step", 8, 40, step=step)
             if step % every == 0:
-                self.note("save", self.draw(4, 20))
+                self.note("save", 4, 20)
         # What it did until it was killed is in no event.
-        gone = down + self.draw()
-        self.now += gone
-        return gone
-
-    def late(self, job, step, count):
-        """Events of an older job after the newest one started: they count for nothing."""
-        at = self.records[-1][0] - 11.0
-        for i in range(count):
-            at += self.draw(2, 12)
-            self.records.append((at, {"job": job, "event": "step", "time": at, "seconds": self.draw(1, 9),
-                                      "step": step + i}))  # fmt: skip
+        self.now += down + self.draw()
 
     def lines(self):
-        return [json.dumps(r) for _, r in sorted(self.records, key=lambda r: r[0])]
+        return [json.dumps(r) for r in self.records]
 
     def shares(self):
-        spent = self.spent | {"step": sum(self.kept.values())}
-        whole = self.last - self.begun
-        return {kind: seconds / whole for kind, seconds in spent.items()}
+        """The right answer, by eighths of a second."""
+        jobs = np.cumsum([r["event"] == "job_start" for r in self.records])
+        firsts = {
+            int(j): min(
+                r["step"] for r, k in zip(self.records, jobs, strict=True) if k == j and "step" in r
+            )
+            for j in set(jobs)
+        }
+        kinds = []
+        for r, job in zip(self.records, jobs, strict=True):
+            lost = (
+                "step" in r
+                and min([firsts[j] for j in firsts if j > job], default=r["step"] + 1) <= r["step"]
+            )
+            kinds.append("lost" if lost else r["event"])
+        begun = min(r["start"] for r in self.records)
+        ticks = int(8 * (max(r["start"] + r["seconds"] for r in self.records) - begun))
+        spent = dict.fromkeys(["step", "lost", "idle", "other", *kinds], 0)
+        for tick in range(ticks):
+            at = begun + tick / 8
+            claims = [
+                (r["start"], i)
+                for i, r in enumerate(self.records)
+                if r["start"] <= at < r["start"] + r["seconds"]
+            ]
+            if claims:
+                spent[kinds[min(claims)[1]]] += 1
+            else:
+                following = min((r["start"], r["event"]) for r in self.records if r["start"] > at)
+                spent["idle" if following[1] == "job_start" else "other"] += 1
+        return {kind: n / ticks for kind, n in spent.items()}
 
 
 def divides(fn, t, ledger, why, lines=None):
@@ -587,15 +592,10 @@ def divides(fn, t, ledger, why, lines=None):
     want = ledger.shares()
     t.equal(sorted(got), sorted(want), why="the keys of the result")
     # As a list, so that all shares are seen together.
-    kinds = list(want)
+    kinds = sorted(want)
     t.close(
         [got[k] for k in kinds], [want[k] for k in kinds], rtol=0, atol=1e-9, why=f"{kinds}: {why}"
     )
-
-
-def with_down(ledger, gone):
-    ledger.spent["down"] += gone
-    return ledger
 
 
 @goodput.check("one job that nobody killed")
@@ -608,7 +608,7 @@ def _(fn, t):
 @goodput.check("killed and resumed from its last save")
 def _(fn, t):
     ledger = Ledger(t)
-    with_down(ledger, ledger.work(1, 8))
+    ledger.work(1, 8)
     ledger.work(7, 14)
     divides(fn, t, ledger, "killed after step 8, resumed after step 6")
 
@@ -616,8 +616,8 @@ def _(fn, t):
 @goodput.check("killed twice at one place")
 def _(fn, t):
     ledger = Ledger(t)
-    with_down(ledger, ledger.work(1, 8))
-    with_down(ledger, ledger.work(7, 8))
+    ledger.work(1, 8)
+    ledger.work(7, 8)
     ledger.work(7, 11)
     divides(fn, t, ledger, "steps 7 and 8 were done three times")
 
@@ -625,140 +625,193 @@ def _(fn, t):
 @goodput.check("the newest save could not be read")
 def _(fn, t):
     ledger = Ledger(t)
-    with_down(ledger, ledger.work(1, 10))
+    ledger.work(1, 10)
     ledger.work(4, 12)
     divides(fn, t, ledger, "saved after step 9, resumed after step 3")
+
+
+@goodput.check("not yet as far as it was")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 11)
+    ledger.work(7, 8)
+    divides(fn, t, ledger, "killed after step 11, resumed after step 6, now at step 8")
+
+
+@goodput.check("further back the third time")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 7)
+    ledger.work(7, 8)
+    ledger.work(4, 5)
+    divides(fn, t, ledger, "jobs that began with steps 1, 7 and 4")
 
 
 @goodput.check("a torn last line")
 def _(fn, t):
     ledger = Ledger(t)
     ledger.work(1, 5)
-    lines = [*ledger.lines(), '{"job": 1, "event": "st']
+    lines = [*ledger.lines(), '{"event": "st']
     divides(fn, t, ledger, "the last line is half a record", lines)
 
 
 @goodput.check("a torn line between two jobs")
 def _(fn, t):
     ledger = Ledger(t)
-    with_down(ledger, ledger.work(1, 5))
-    before = len(ledger.lines())
+    ledger.work(1, 5)
+    before = len(ledger.records)
     ledger.work(4, 9)
     lines = ledger.lines()
-    torn = [*lines[:before], '{"job": 1, "event": "save", "ti', *lines[before:]]
+    torn = [*lines[:before], '{"event": "save", "start": 17', *lines[before:]]
     divides(fn, t, ledger, "half a record before the second job", torn)
 
 
-@goodput.check("a job that writes on after the next has started")
+@goodput.check("a save that ends after the next job has started")
 def _(fn, t):
     ledger = Ledger(t)
-    with_down(ledger, ledger.work(1, 5, down=0.0))
-    ledger.work(4, 12)
-    ledger.late(1, 6, 3)
-    divides(fn, t, ledger, "the first job wrote steps 6, 7 and 8 beside the second")
+    ledger.work(1, 6, down=0.0)
+    hung = ledger.records[-1]
+    hung["seconds"] += 10.0
+    before = len(ledger.records)
+    ledger.work(7, 12)
+    # Its line is written when it ends.
+    late = next(
+        i for i, r in enumerate(ledger.records) if r["start"] > hung["start"] + hung["seconds"]
+    )
+    ledger.records.insert(late - 1, ledger.records.pop(before - 1))
+    divides(fn, t, ledger, "the first job's last save and the second job's start overlap")
 
 
 def right_goodput(
-    lines, *, lost="again", over=True, down=True, torn="skip", newest=True, whole="ledger", count="seconds"
+    lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True
 ):  # fmt: skip
-    records = []
+    records, job = [], 0
     for line in lines:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             if torn == "raise":
                 raise
             if torn == "stop":
                 break
-    starts = sorted((r["time"], r["job"]) for r in records if r["event"] == "job_start")
-    ends = {job: following[0] for (_, job), following in pairwise(starts)}
-    if over:
-        records = [r for r in records if r["time"] <= ends.get(r["job"], float("inf"))]
-    last = {job: max(r["time"] for r in records if r["job"] == job) for _, job in starts}
-    done, saved = {}, {}
-    for r in records:
-        if r["event"] == "step":
-            done.setdefault(r["step"], []).append(r["time"])
-        if r["event"] == "save":
-            saved[r["job"]] = r["time"]
-    spent = dict.fromkeys(("step", "lost", "compile", "data_wait", "save", "down", "other"), 0.0)
-    for r in records:
-        kind = r["event"]
-        if kind == "job_start":
             continue
-        if kind == "step":
-            times = done[r["step"]]
-            after_save = r["time"] > saved.get(r["job"], 0.0)
-            again = r["time"] != (max(times) if newest else min(times))
-            killed = after_save and r["job"] in ends
-            lost_now = {"again": again, "never": False, "unsaved": after_save, "killed": killed}
-            kind = "lost" if lost_now[lost] else "step"
-        spent[kind] += r["seconds"]
-    if down:
-        spent["down"] = sum(end - last[job] for job, end in ends.items())
-    begun = starts[0][0]
-    total = max(last.values()) - begun
+        job += record["event"] == "job_start"
+        records.append(record | {"job": job})
+    records.sort(key=lambda r: r["start"])
+    spent = dict.fromkeys([*(r["event"] for r in records), "step", "lost", "idle", "other"], 0.0)
+    begun = until = records[0]["start"]
+    for r in records:
+        kind, start = r["event"], r["start"]
+        if start > until:
+            spent["idle" if idle and kind == "job_start" else "other"] += start - until
+            until = start
+        end = start + r["seconds"]
+        if kind == "step" and is_lost(r, records, lost):
+            kind = "lost"
+        spent[kind] += max(until, end) - until if sweep else r["seconds"]
+        until = max(until, end)
+    total = until - begun
+    if not begins:
+        total = records[-1]["start"] - begun
     if whole == "jobs":
-        total -= sum(end - last[job] for job, end in ends.items())
-        spent["down"] = 0.0
+        total, spent["idle"] = total - spent["idle"], 0.0
     if whole == "events":
+        spent["idle"] = spent["other"] = 0.0
         total = sum(spent.values())
-    spent["other"] = total - sum(spent.values())
     return {kind: seconds / total for kind, seconds in spent.items()}
 
 
+def is_lost(step, records, how):
+    steps = [r for r in records if r["event"] == "step"]
+    later = [r for r in steps if r["job"] > step["job"]]
+    if how == "never":
+        return False
+    if how == "again":
+        return any(r["step"] == step["step"] for r in later)
+    if how == "first":
+        return any(r["step"] == step["step"] and r["job"] < step["job"] for r in steps)
+    if how == "next":
+        later = [r for r in later if r["job"] == step["job"] + 1]
+    if how in ("unsaved", "killed"):
+        saves = [r["start"] for r in records if r["event"] == "save" and r["job"] == step["job"]]
+        last_job = step["job"] == max(r["job"] for r in records)
+        return step["start"] > max(saves, default=0.0) and (how == "unsaved" or not last_job)
+    return any(r["step"] <= step["step"] for r in later)
+
+
 @goodput.mutant(
-    "Work that was thrown away counts as good: a step that a later job does again was lost the first time."
+    "Work that was thrown away counts as good: a step is lost if a later job began with its number or a lower one."
 )
 def nothing_is_lost(lines):
     return right_goodput(lines, lost="never")
 
 
 @goodput.mutant(
-    "You keep the first time that a step was done and call the later ones lost. What the run goes on from is the last."
+    "You keep the first time that a step was done and call the later ones lost. The run goes on from the last: the "
+    "earlier ones are lost."
 )
 def the_first_counts(lines):
-    return right_goodput(lines, newest=False)
+    return right_goodput(lines, lost="first")
 
 
 @goodput.mutant(
-    "You call lost what came after a job's last save, also in the job that nobody killed. It goes on from there: lost "
-    "is what is done again."
+    "Only what was done again is lost for you. What a later job has not yet come to again is lost as well: it began "
+    "with less."
+)
+def done_again(lines):
+    return right_goodput(lines, lost="again")
+
+
+@goodput.mutant(
+    "You look at the next job alone. A job after that one may have gone back further, and undone more of this one."
+)
+def next_job_only(lines):
+    return right_goodput(lines, lost="next")
+
+
+@goodput.mutant(
+    "You call lost what came after a job's last save, also in the job that nobody killed. That one's work stands until "
+    "another job begins with less."
 )
 def unsaved_is_lost(lines):
     return right_goodput(lines, lost="unsaved")
 
 
 @goodput.mutant(
-    "You take what a killed job did after its last save for lost. If that save cannot be read, more is done again: "
-    "compare the numbers of the steps."
+    "You take what a killed job did after its last save for lost. If that save cannot be read, more is: compare with "
+    "the first steps of later jobs."
 )
 def since_the_last_save(lines):
     return right_goodput(lines, lost="killed")
 
 
 @goodput.mutant(
-    "Nobody ran between two jobs, and this time is in no share of yours but `other`. From a job's last event to the "
-    "next start the run was down."
+    "Nobody ran between two jobs, and you call it `other`. A gap before a `job_start` is `idle`."
 )
-def never_down(lines):
-    return right_goodput(lines, down=False)
+def never_idle(lines):
+    return right_goodput(lines, idle=False)
 
 
 @goodput.mutant(
     "You divide by the time in which a job ran. Nobody pays less for chips that wait for a restart: the whole goes "
-    "from the first start to the last event."
+    "from the first start to the last end."
 )
 def time_of_jobs(lines):
     return right_goodput(lines, whole="jobs")
 
 
 @goodput.mutant(
-    "You divide by the sum of what events say. Time that is in no event, such as start-up, is then nowhere: `other` is "
-    "what remains of the whole."
+    "You divide by the sum of what events say. Time that no event covers is then nowhere: it is `idle` or `other`."
 )
 def sum_of_events(lines):
     return right_goodput(lines, whole="events")
+
+
+@goodput.mutant(
+    "Your whole ends when the last event starts. It ends when the last event ends: add its seconds."
+)
+def to_the_last_start(lines):
+    return right_goodput(lines, begins=False)
 
 
 @goodput.mutant(
@@ -776,11 +829,11 @@ def torn_stops(lines):
 
 
 @goodput.mutant(
-    "An old process goes on writing beside the new one, and you count both: time that is two jobs' at once. A job is "
-    "over when the next one starts."
+    "Where two events overlap you count both, and your shares sum to more than 1. A moment belongs to the event that "
+    "began first."
 )
 def both_count(lines):
-    return right_goodput(lines, over=False)
+    return right_goodput(lines, sweep=False)
 
 
 # ---------------------------------------------------------------------------------- find_stall

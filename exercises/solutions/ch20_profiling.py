@@ -74,41 +74,42 @@ def goodput(lines):
     """Divide the time of a run that was killed and resumed, from its ledger.
 
     Args:
-      lines: list of str, a JSON object each: `job`, the number of the process; `event`, one of
-        "job_start", "compile", "data_wait", "step", "save"; `time`, when it ended, in seconds;
-        `seconds`, how long it took (0 for job_start); and for a step its number `step`. The
-        events of one job do not overlap. Torn lines, which are no JSON, occur.
+      lines: list of str in the order in which they were written, a JSON object each: `event`, such
+        as "job_start", "compile", "data_wait", "step" or "save"; `start`, when it began, and
+        `seconds`, how long it took; and for a step its number `step`. A job's first line is its
+        "job_start". Torn lines, which are no JSON, occur.
 
     Returns:
-      dict of the shares of the time from the first job's start to the last event that counts:
-      "step", "lost", "compile", "data_wait", "save", "down" and "other", floats that sum to 1.
+      dict of the shares of the time from the first start to the last end, floats that sum to 1: of
+      each event that occurs, and of "step", "lost", "idle" and "other".
     """
     # BEGIN SOLUTION
-    records = []
+    records, job, began_at = [], 0, {}
     for line in lines:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
-    starts = sorted((r["time"], r["job"]) for r in records if r["event"] == "job_start")
-    # A job is over when the next one starts, whatever the old process still writes.
-    over = {job: following[0] for (_, job), following in pairwise(starts)}
-    records = [r for r in records if r["time"] <= over.get(r["job"], float("inf"))]
-    alive_until, done_last = {}, {}
-    for r in records:
-        alive_until[r["job"]] = max(r["time"], alive_until.get(r["job"], 0.0))
-        if r["event"] == "step":
-            done_last[r["step"]] = max(r["time"], done_last.get(r["step"], 0.0))
-    spent = dict.fromkeys(("step", "lost", "compile", "data_wait", "save", "down", "other"), 0.0)
-    for r in records:
-        again = r["event"] == "step" and r["time"] < done_last[r["step"]]
-        kind = "lost" if again else r["event"]
-        if kind != "job_start":
-            spent[kind] += r["seconds"]
-    spent["down"] = sum(end - alive_until[job] for job, end in over.items())
-    whole = max(alive_until.values()) - starts[0][0]
-    spent["other"] = whole - sum(spent.values())
-    return {kind: seconds / whole for kind, seconds in spent.items()}
+        job += record["event"] == "job_start"
+        records.append((record["start"], job, record))
+        if record["event"] == "step":
+            began_at.setdefault(job, record["step"])
+    records.sort(key=lambda r: r[0])
+    spent = defaultdict(float, {"step": 0.0, "lost": 0.0, "idle": 0.0, "other": 0.0})
+    begun = until = records[0][0]
+    for start, job, record in records:
+        kind = record["event"]
+        if start > until:
+            spent["idle" if kind == "job_start" else "other"] += start - until
+            until = start
+        # A later job that began at this step or before it went on from less.
+        if kind == "step" and any(j > job and s <= record["step"] for j, s in began_at.items()):
+            kind = "lost"
+        # Of a moment that two events claim, the later one gets nothing.
+        end = max(until, start + record["seconds"])
+        spent[kind] += end - until
+        until = end
+    return {kind: seconds / (until - begun) for kind, seconds in spent.items()}
     # END SOLUTION
 
 
