@@ -27,7 +27,8 @@ LAYERS = [
     {"sharding"},
     {"kernels", "layers", "parallel"},
     {"attention", "ffn", "mla", "moe"},
-    {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
+    {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"}
+    | {"goodput", "profile", "xplane", "device_time", "profile_report", "goodput_export", "watch"},
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
@@ -35,6 +36,7 @@ LAYERS = [
         "equality",
         "rundir",
         "run",
+        "loop",
         "grading",
         "doctor",
         "llo",
@@ -168,9 +170,13 @@ TESTED_WITH = {
     "leaves": "checkpoint",
     "parallel": "pipeline",
     "figures": "notebook",
+    "loop": "run",
     "mesh_check": "train",
     "llo_compiler": "llo",
     "llo_report": "llo",
+    "device_time": "profile",
+    "profile_report": "profile",
+    "goodput_export": "goodput",
 }
 
 
@@ -229,7 +235,7 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune")
+        for n in declared("book", "aot", "tfds", "tune", "goodput")
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
@@ -241,6 +247,7 @@ def test_imports_are_declared():
         "pygments",
         "nbformat",
         "jax_plugins",
+        "google",
     }
     for path in SOURCES:
         for name in {i.split(".")[0].lower() for i in imports(path)}:
