@@ -16,7 +16,7 @@ Chapters: 20.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -175,15 +175,23 @@ def self_times(devices: list[Ops], window: Interval) -> tuple[dict[str, float], 
     return times, counts
 
 
-def account(device: Ops, window: Interval) -> Device:
-    """Returns where a device's time went inside the window."""
+def account(device: Ops, window: Interval, opcodes: Mapping[str, str] | None = None) -> Device:
+    """Returns where a device's time went inside the window.
+
+    Args:
+      device: what ran.
+      window: from when to when.
+      opcodes: of operations whose names may not say what they are: a `psum` in a `shard_map` is an all-reduce called
+        `psum_invariant.7`.
+    """
+    opcodes = opcodes or {}
     compute, sending, running = [], [], []
     for line in device.lines:
         inside = _inside(line, window)
         running += [(e.start, e.end) for e in inside]
-        sending += _transfers(inside)
+        sending += _transfers(inside, opcodes)
         for event, start, end in _segments(inside):
-            if not is_collective(event.op) and not _CONTROL.match(event.op):
+            if not is_collective(_kind(event, opcodes)) and not _CONTROL.match(event.op):
                 compute.append((start, end))
     for line in device.aside:
         sending += [(e.start, e.end) for e in _inside(line, window) if is_collective(e.op)]
@@ -196,12 +204,18 @@ def account(device: Ops, window: Interval) -> Device:
     return Device(device.name, *(value * NS for value in values))
 
 
-def _transfers(events: list[Event]) -> list[Interval]:
+def _kind(event: Event, opcodes: Mapping[str, str]) -> str:
+    """An operation's opcode if it is a collective's, otherwise its name."""
+    opcode = opcodes.get(event.op, "")
+    return opcode if is_collective(opcode) else event.op
+
+
+def _transfers(events: list[Event], opcodes: Mapping[str, str]) -> list[Interval]:
     """When collectives are under way: an asynchronous one from its `-start` to the end of its `-done`."""
     found: list[Interval] = []
     waiting: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        if not is_collective(event.op):
+        if not is_collective(_kind(event, opcodes)):
             continue
         kind, _, number = event.op.partition("-start")
         if event.op.startswith(f"{kind}-start"):

@@ -106,6 +106,7 @@ def summarise(directory: Path | str) -> Profile:
     program, steps = find_steps(planes, devices)
     known = [p for p in xplane.programs(path) if p.name == program]
     op_names = {op: name for p in known for op, name in p.op_names.items()}
+    opcodes = {op: opcode for p in known for op, opcode in p.opcodes.items()}
     window = min(a for a, _ in steps), max(b for _, b in steps)
     times, counts = self_times(devices, window)
     total = sum(times.values())
@@ -122,7 +123,7 @@ def summarise(directory: Path | str) -> Profile:
         steps=len(steps),
         step_seconds=(statistics.median(gaps) if gaps else window[1] - window[0]) * NS,
         seconds=(window[1] - window[0]) * NS,
-        devices=[account(device, window) for device in devices],
+        devices=[account(device, window, opcodes) for device in devices],
         operations=operations,
         scopes=dict(sorted(scopes.items(), key=lambda item: -item[1])),
         data_wait=_data_wait(planes, window),

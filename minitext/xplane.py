@@ -54,11 +54,13 @@ class Program(NamedTuple):
     Attributes:
       name: such as `jit_train_step`.
       op_names: where each operation comes from: `fusion.5` -> `jit(train_step)/attention/dot_general`.
+      opcodes: what each operation is, whatever its name: `psum_invariant.7` -> `all-reduce`.
       bytes: of all its buffers, arguments included, on one device; 0 if the trace does not say.
     """
 
     name: str
     op_names: dict[str, str]
+    opcodes: dict[str, str]
     bytes: int
 
 
@@ -118,14 +120,15 @@ def programs(path: Path | str) -> list[Program]:
 
 def _program(hlo_proto: bytes) -> Program:
     module = next(iter(_all(hlo_proto, 1)), b"")
-    op_names = {}
+    op_names, opcodes = {}, {}
     for computation in _all(module, 3):
         for instruction in _all(computation, 2):
+            opcodes[_text(instruction, 1)] = _text(instruction, 2)
             for metadata in _all(instruction, 7):
                 op_names[_text(instruction, 1)] = _text(metadata, 2)
     buffers = [b for assignment in _all(hlo_proto, 3) for b in _all(assignment, 3)]
     size = sum(value for b in buffers for number, value in _fields(b) if number == 2)
-    return Program(_text(module, 1), op_names, size)
+    return Program(_text(module, 1), op_names, opcodes, size)
 
 
 # --- the wire format of protocol buffers (protobuf.dev/programming-guides/encoding)

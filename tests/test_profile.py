@@ -16,7 +16,7 @@ from jax.profiler import ProfileData
 
 from minitext import devices, profile, xplane
 from minitext.buffers import op_names
-from minitext.device_time import find_devices, is_collective, length, union
+from minitext.device_time import Ops, account, find_devices, is_collective, length, union
 from minitext.errors import UserError
 from minitext.mesh import make_mesh
 from minitext.profile_report import SCOPES, find_scope, print_profile, summarise
@@ -73,6 +73,7 @@ def test_programs_are_those_that_the_compiler_dumped(traced):
     dumped = op_names(text.read_text())
     (program,) = (p for p in xplane.programs(xplane.find(traced)) if p.name == "jit_train_step")
     assert dumped and {op: program.op_names[op] for op in dumped} == dumped
+    assert {"all-gather", "fusion"} <= set(program.opcodes.values())
     assert program.bytes > 0
     assert summarise(traced).memory["program"] == program.bytes
 
@@ -187,6 +188,19 @@ def test_what_allocators_report(tmp_path):
     host = {"threads": [("MemoryAllocation", 1, 1, stats)]}
     path = xspace(tmp_path / "a.xplane.pb", ("/device:TPU:0", lines), ("/host:CPU", host))
     assert summarise(path).memory == {"TPU_0": 7_000_000_000}
+
+
+def test_a_collective_is_known_by_its_opcode_where_its_name_does_not_say_so():
+    """In a `shard_map` an all-reduce has the name of its primitive."""
+    line = [
+        xplane.Event("psum_invariant.1", 0.0, 30.0, {}),
+        xplane.Event("fusion.2", 30.0, 50.0, {}),
+    ]
+    device = Ops("CPU:0", [line], [], [])
+    window, opcodes = (0.0, 50.0), {"psum_invariant.1": "all-reduce", "fusion.2": "fusion"}
+    known = account(device, window, opcodes)
+    assert np.isclose(known.exposed, 30e-9) and np.isclose(known.compute, 20e-9)
+    assert account(device, window).exposed == 0
 
 
 # --- parts

@@ -1,0 +1,1127 @@
+import json
+from collections import defaultdict
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+
+from minitext.grading import Exercise
+
+# ---------------------------------------------------------------------------------- read_trace
+
+read_trace = Exercise(
+    "20.read_trace",
+    title="Read a trace",
+    function="read_trace",
+    minutes=30,
+    points=10,
+    statement="""
+Write `read_trace(events, window)`: where the time of a trace went, by name, and the share of it in which nothing ran.
+
+- An event's *own* time is its duration without the events directly inside it, on the same lane. A name's own time is
+  the sum over all its events; a name may also occur inside itself.
+- Lanes run at the same time. The window is idle where *no* lane has an event.
+- Only what lies inside the window counts: events may begin before it and end after it. Names that have no time inside
+  it are in the result with 0.
+- Events come in any order, those that touch are not inside each other, and events of no duration occur.
+""",
+    hints=(
+        "Sort by start; of two that start together, the longer one first. Which events are open when the next one "
+        "starts?",
+        "Keep a stack for each lane. Before an event is pushed, pop what has ended. The top of the stack is then the "
+        "event that this one lies in: take the duration off that one, and off no other.",
+        "For the busy time walk all lanes together in order of starts, and remember the largest end so far: an event "
+        "adds what of it lies after that end.",
+    ),
+)
+
+NAMES = ("fusion.1", "dot.2", "while.3", "call", "all-reduce.4", "copy")
+
+
+def nest(t, lane, start, end, depth):
+    """Random events of one lane inside [start, end): any two nested or apart, no two the same."""
+    events, at = [], start
+    while at < end:
+        first = at + int(t.rng.integers(0, 12))
+        last = first + int(t.rng.integers(1, max(2, (end - start) // 2)))
+        if last > end or (first, last) == (start, end):
+            break
+        events.append((lane, str(t.rng.choice(NAMES)), first, last))
+        if depth and last - first > 4:
+            events += nest(t, lane, first, last, depth - 1)
+        at = last
+    return events
+
+
+def counted(events, window):
+    """The right answer, nanosecond by nanosecond: the shortest event that is open owns it."""
+    own = dict.fromkeys((name for _, name, _, _ in events), 0)
+    busy = np.zeros(window[1] - window[0], bool)
+    for lane in {e[0] for e in events}:
+        mine = [e for e in events if e[0] == lane]
+        for ns in range(*window):
+            at = [e for e in mine if e[2] <= ns < e[3]]
+            if at:
+                own[min(at, key=lambda e: e[3] - e[2])[1]] += 1
+                busy[ns - window[0]] = True
+    return own, 1 - float(busy.mean())
+
+
+def reads(fn, t, events, window, why):
+    order = t.rng.permutation(len(events))
+    own, idle = fn([events[i] for i in order], window)
+    want, want_idle = counted(events, window)
+    # One list for both, so that a mistake in either is seen whole.
+    got = [own.get(name, -1) for name in sorted(want)] if isinstance(own, dict) else own
+    t.equal(got, [want[name] for name in sorted(want)], why=f"own time of {sorted(want)}: {why}")
+    t.close(idle, want_idle, rtol=0, atol=1e-9, why=f"idle share: {why}")
+
+
+@read_trace.check("one after the other on one lane")
+def _(fn, t):
+    a, b, c = (int(n) for n in t.rng.integers(5, 30, size=3))
+    events = [
+        ("x", "dot.2", 0, a),
+        ("x", "copy", a, a + b),
+        ("x", "dot.2", a + b + 7, a + b + c + 7),
+    ]
+    reads(fn, t, events, (0, a + b + c + 20), "three events, two of one name")
+
+
+@read_trace.check("nested, three deep")
+def _(fn, t):
+    a, b, c = (int(n) for n in t.rng.integers(3, 9, size=3))
+    end = 2 * (a + b + c) + 10
+    events = [
+        ("x", "while.3", 0, end),
+        ("x", "call", a, end - a),
+        ("x", "dot.2", a + b, end - a - b),
+        ("x", "fusion.1", end - a - 2, end - a),
+    ]
+    reads(fn, t, events, (0, end + 5), "a loop, a call in it, products in the call")
+
+
+@read_trace.check("two that start together, and one that starts where another ends")
+def _(fn, t):
+    n = int(t.rng.integers(5, 15))
+    events = [
+        ("x", "while.3", 0, 3 * n),
+        ("x", "dot.2", 0, n),
+        ("x", "copy", n, 2 * n),
+        ("x", "fusion.1", 3 * n, 4 * n + 1),
+        ("x", "all-reduce.4", 2 * n, 3 * n),
+    ]
+    reads(fn, t, events, (0, 5 * n), "events that touch")
+
+
+@read_trace.check("a name inside itself, and events of no duration")
+def _(fn, t):
+    n = int(t.rng.integers(8, 15))
+    events = [
+        ("x", "call", 0, 3 * n),
+        ("x", "call", 2, n),
+        ("x", "copy", n, n),
+        ("x", "dot.2", n + 1, 2 * n),
+    ]
+    reads(fn, t, events, (0, 4 * n), "a call that calls itself")
+
+
+@read_trace.check("lanes that run at the same time")
+def _(fn, t):
+    n = int(t.rng.integers(6, 20))
+    events = [
+        ("x", "while.3", 0, 4 * n),
+        ("x", "dot.2", 3, n),
+        ("y", "fusion.1", n - 2, 2 * n),
+        ("y", "copy", n + 1, n + 3),
+        ("z", "all-reduce.4", 5 * n, 6 * n),
+    ]
+    reads(fn, t, events, (0, 7 * n), "three lanes")
+
+
+@read_trace.check("a window that cuts events off")
+def _(fn, t):
+    n = int(t.rng.integers(9, 20))
+    events = [
+        ("x", "while.3", 0, 3 * n),
+        ("x", "dot.2", 2, 2 * n),
+        ("y", "copy", 4 * n, 6 * n),
+        ("y", "fusion.1", 7 * n, 8 * n),
+    ]
+    reads(fn, t, events, (n, 5 * n), f"a window from {n} to {5 * n}")
+
+
+@read_trace.check("random traces")
+def _(fn, t):
+    for depth in (1, 2, 3):
+        lanes = int(t.rng.integers(1, 4))
+        events = [e for i in range(lanes) for e in nest(t, f"lane {i}", 10, 260, depth)]
+        reads(fn, t, events, (40, 300), f"{len(events)} events on {lanes} lanes")
+
+
+def right_read(
+    events, window, *, own_lane=True, inner="direct", clip=True, touch=False, total=True,
+    busy="union", by_end=True, given=True,
+):  # fmt: skip
+    w0, w1 = window
+    if not given:
+        w0, w1 = min(e[2] for e in events), max(e[3] for e in events)
+    own = dict.fromkeys((name for _, name, _, _ in events), 0)
+    opened = defaultdict(list)
+    order = sorted(events, key=lambda e: (e[2], -e[3]) if by_end else (e[2], e[3]))
+    for lane, name, start, end in order:
+        stack = opened[lane if own_lane else ""]
+        while stack and (stack[-1][0] < start or (not touch and stack[-1][0] == start)):
+            stack.pop()
+        within = max(0, min(end, w1) - max(start, w0)) if clip else end - start
+        own[name] = own[name] + within if total else within
+        if inner != "none":
+            for _, outer in stack if inner == "all" else stack[-1:]:
+                own[outer] -= within
+        stack.append((end, name))
+    return own, 1 - busy_time(events, (w0, w1), busy) / (w1 - w0)
+
+
+def busy_time(events, window, how):
+    inside = sorted((max(e[2], window[0]), min(e[3], window[1]), e[0]) for e in events)
+    lanes = sorted({lane for *_, lane in inside})
+    if how == "mean":
+        parts = [[e for e in inside if e[2] == lane] for lane in lanes]
+        return sum(covered(part, window[0]) for part in parts) / len(lanes)
+    if how == "sum":
+        return sum(max(0, end - start) for start, end, _ in inside)
+    return covered(inside, window[0], forgets=how == "forgets")
+
+
+def covered(inside, until, forgets=False):
+    busy = 0
+    for start, end, _ in inside:
+        busy += max(0, end - max(start, until))
+        until = end if forgets else max(until, end)
+    return busy
+
+
+@read_trace.mutant(
+    "You count an event's whole duration. What runs inside a loop is then counted twice, under its own name and under "
+    "the loop's: take inner events off the one that they lie in."
+)
+def whole_durations(events, window):
+    return right_read(events, window, inner="none")
+
+
+@read_trace.mutant(
+    "You take an event's duration off everything that is open around it. A call in a loop has already taken off what "
+    "runs in the call: subtract from the innermost open event only."
+)
+def off_all_around(events, window):
+    return right_read(events, window, inner="all")
+
+
+@read_trace.mutant(
+    "You nest events of different lanes. Lanes run at the same time: keep a stack for each."
+)
+def one_stack(events, window):
+    return right_read(events, window, own_lane=False)
+
+
+@read_trace.mutant(
+    "Of two events that start together you push the shorter one first, so that the longer one lies inside it. Sort by "
+    "(start, -end)."
+)
+def shorter_first(events, window):
+    return right_read(events, window, by_end=False)
+
+
+@read_trace.mutant(
+    "An event that starts where another ends is taken to lie inside it. Pop what ends at or before the start."
+)
+def touching_is_inside(events, window):
+    return right_read(events, window, touch=True)
+
+
+@read_trace.mutant("A name that occurs again overwrites what you had. Add up all its events.")
+def overwritten(events, window):
+    return right_read(events, window, total=False, inner="direct")
+
+
+@read_trace.mutant(
+    "Your own times include what lies outside the window. Cut each event off at both ends of it."
+)
+def not_cut(events, window):
+    return right_read(events, window, clip=False)
+
+
+@read_trace.mutant(
+    "Your busy time is the sum of durations. Nested events and lanes at the same time count twice in it: take the "
+    "union."
+)
+def busy_is_a_sum(events, window):
+    return right_read(events, window, busy="sum")
+
+
+@read_trace.mutant(
+    "You take the mean of the lanes' idle shares. A lane for a thread that rarely works would make any program look "
+    "idle: idle is where no lane at all has an event."
+)
+def mean_over_lanes(events, window):
+    return right_read(events, window, busy="mean")
+
+
+@read_trace.mutant(
+    "Your union forgets how far a long event reached: after a short one inside it, you go on from the short one's "
+    "end. Keep the largest end so far."
+)
+def forgets_the_outer(events, window):
+    return right_read(events, window, busy="forgets")
+
+
+@read_trace.mutant(
+    "You measure from the first event to the last. The window is given: it may begin or end with nothing running."
+)
+def own_window(events, window):
+    return right_read(events, window, given=False)
+
+
+# ----------------------------------------------------------------------------------------- mfu
+
+mfu = Exercise(
+    "20.mfu",
+    title="MFU, from the configuration",
+    function="mfu",
+    minutes=25,
+    points=10,
+    statement="""
+Write `mfu(model, rows, seq_len, seconds, peaks, chips)`, the share of the chips' peak that a training step used.
+
+$$
+\\text{MFU} = \\frac{\\text{FLOPs that the model needs for a step}}
+{\\text{seconds} \\times \\text{chips} \\times \\text{peak FLOP/s of one chip}}
+$$
+
+- A product of a token with a matrix of P weights is 2P FLOPs. Count those of attention, of a *gated* feed-forward
+  layer and of the output layer. Norms, rotations and the softmax don't count, nor does looking up a row.
+- Attention's two products, queries with keys and scores with values, count for the causal half: a token sees
+  `seq_len / 2` keys.
+- The backward pass is twice the forward pass. What `model.remat` computes again is work, and not the model's need.
+- The peak is that of `model.dtype`. Tied embeddings change memory and not FLOPs.
+""",
+    hints=(
+        "Count for one token first: weights of one layer, times the layers, and the output layer once. Then attention "
+        "with its keys.",
+        "Queries and the output projection have D N H weights each, keys and values D K H each, and the gated layer "
+        "has three matrices of D F. A query costs 2 N H for each key, and the scores times the values as much again.",
+        "FLOPs of a step are 3 * rows * seq_len * (2 * weights + layers * 4 * N * H * seq_len / 2), with weights = "
+        "layers * (2 D N H + 2 D K H + 3 D F) + V D.",
+    ),
+)
+
+
+def drawn_model(t, **changes):
+    N = int(t.rng.choice([4, 6, 12]))
+    drawn = {
+        "vocab": int(t.rng.integers(300, 3000)),
+        "layers": int(t.rng.integers(2, 9)),
+        "embed": N * int(t.rng.integers(8, 40)),
+        "heads": N,
+        "kv_heads": None,
+        "head_dim": None,
+        "mlp": int(t.rng.integers(100, 900)),
+        "tie_embeddings": False,
+        "remat": "none",
+        "dtype": "bfloat16",
+    }
+    return SimpleNamespace(**drawn | changes)
+
+
+PEAKS = {"float32": 1.3e13, "bfloat16": 1.1e14, "int8": 2.7e14}
+
+
+def right_mfu(
+    m, rows, seq_len, seconds, peaks, chips, *, attention=0.5, passes=3.0, multiply_add=2, groups=True,
+    matrices=3, output=True, lookup=False, dtype=None, all_chips=True, width=True, both=2,
+):  # fmt: skip
+    D, N = m.embed, m.heads
+    K = (m.kv_heads or N) if groups else N
+    H = (m.head_dim or D // N) if width else D // N
+    weights = m.layers * (2 * D * N * H + 2 * D * K * H + matrices * D * m.mlp)
+    weights += (output + lookup * (not m.tie_embeddings)) * m.vocab * D
+    keys = m.layers * both * multiply_add * N * H * seq_len * attention
+    flops = passes * rows * seq_len * (multiply_add * weights + keys)
+    return flops / (seconds * (chips if all_chips else 1) * peaks[dtype or m.dtype])
+
+
+def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6):
+    seconds = float(t.rng.uniform(0.05, 20))
+    args = rows, seq_len, seconds, PEAKS, chips
+    got = fn(model, *args)
+    # Relative to the right one: what is off by a factor shows the same factor in every draw.
+    t.close(got / right_mfu(model, *args), 1.0, rtol=rtol, why=f"over the right one: {why}")
+
+
+@mfu.check("weights, within 1%: rows of 8 tokens")
+def _(fn, t):
+    model = drawn_model(t, vocab=4000, embed=240, heads=4, mlp=700, layers=2)
+    measures(fn, t, model, 16, 8, "short rows", rtol=1e-2)
+
+
+@mfu.check("attention, with long rows")
+def _(fn, t):
+    measures(fn, t, drawn_model(t, layers=4, mlp=200), 2, 65536, "rows of 65,536 tokens")
+
+
+@mfu.check("grouped key heads")
+def _(fn, t):
+    model = drawn_model(t, heads=12, embed=240, kv_heads=2, mlp=100)
+    measures(fn, t, model, 4, 512, "2 key heads for 12 heads")
+
+
+@mfu.check("heads that are wider than embed / heads")
+def _(fn, t):
+    model = drawn_model(t, heads=4, embed=128, head_dim=96)
+    measures(fn, t, model, 4, 512, "head_dim = 96, embed / heads = 32")
+
+
+@mfu.check("tied embeddings")
+def _(fn, t):
+    model = drawn_model(t, tie_embeddings=True, vocab=30000, layers=2)
+    measures(fn, t, model, 4, 128, "tie_embeddings = True")
+
+
+@mfu.check("rematerialisation")
+def _(fn, t):
+    measures(fn, t, drawn_model(t, remat="full"), 4, 256, "remat = full")
+
+
+@mfu.check("float32")
+def _(fn, t):
+    measures(fn, t, drawn_model(t, dtype="float32"), 4, 256, "dtype = float32")
+
+
+@mfu.check("many chips")
+def _(fn, t):
+    chips = int(t.rng.integers(2, 500))
+    measures(fn, t, drawn_model(t), 1024, 2048, f"{chips} chips", chips=chips)
+
+
+@mfu.mutant(
+    "Attention's own products are missing: 6 FLOPs a weight and token is the formula for short rows. Each query meets "
+    "half of a row's keys, twice."
+)
+def six_n_d(*args):
+    return right_mfu(*args, attention=0.0)
+
+
+@mfu.mutant(
+    "You count the whole square of attention. Causal attention needs half of it: a token sees seq_len / 2 keys on "
+    "average."
+)
+def whole_square(*args):
+    return right_mfu(*args, attention=1.0)
+
+
+@mfu.mutant(
+    "You count one of attention's two products. Queries meet keys, and then scores meet values."
+)
+def scores_only(*args):
+    return right_mfu(*args, both=1)
+
+
+@mfu.mutant(
+    "You count the recomputed forward pass. That is hardware FLOP utilisation; in MFU a step that computes things "
+    "twice is a slow step."
+)
+def counts_remat(model, *args):
+    return right_mfu(model, *args, passes=3.0 if model.remat == "none" else 4.0)
+
+
+@mfu.mutant("You count the forward pass alone. The backward pass needs twice as much again.")
+def forward_only(*args):
+    return right_mfu(*args, passes=1.0)
+
+
+@mfu.mutant("A multiplication and an addition are two FLOPs. You count one for each weight.")
+def one_a_weight(*args):
+    return right_mfu(*args, multiply_add=1)
+
+
+@mfu.mutant(
+    "You count all parameters. The embedding table is looked up, not multiplied with: only the output layer is a "
+    "product."
+)
+def all_parameters(*args):
+    return right_mfu(*args, lookup=True)
+
+
+@mfu.mutant(
+    "With tied embeddings you leave the output layer out. It has no matrix of its own then, but the product is as "
+    "large as before."
+)
+def tied_is_free(model, *args):
+    return right_mfu(model, *args, output=not model.tie_embeddings)
+
+
+@mfu.mutant(
+    "You count the keys and values of all heads. With kv_heads = K their matrices have D K H weights."
+)
+def all_heads_have_keys(*args):
+    return right_mfu(*args, groups=False)
+
+
+@mfu.mutant("You compute the width of a head as embed / heads although `head_dim` says otherwise.")
+def computed_width(*args):
+    return right_mfu(*args, width=False)
+
+
+@mfu.mutant("A gated layer has three matrices: gate, up and down. You count two.")
+def two_matrices(*args):
+    return right_mfu(*args, matrices=2)
+
+
+@mfu.mutant(
+    "You divide by the peak of bfloat16 whatever the model computes in. Take `peaks[model.dtype]`."
+)
+def always_bfloat16(*args):
+    return right_mfu(*args, dtype="bfloat16")
+
+
+@mfu.mutant("You divide by one chip's peak. All chips work for this step, so all count.")
+def one_chip(*args):
+    return right_mfu(*args, all_chips=False)
+
+
+# ------------------------------------------------------------------------------------- goodput
+
+goodput = Exercise(
+    "20.goodput",
+    title="What a killed run made of its time",
+    function="goodput",
+    minutes=35,
+    points=15,
+    statement="""
+Write `goodput(lines)`: a ledger of a run in, the shares of its time out. Each line is one event, when it began and how
+long it took. Several jobs, one after the other, write into one file, and each begins with a `job_start`.
+
+- The whole goes from the first start to the last end. Shares sum to 1.
+- A step is `"lost"` if *any* later job began with its number or a lower one: that job went on from less, whether or
+  not it has come as far again. All other steps are `"step"`. Nothing else decides this: if a checkpoint cannot be read,
+  a run goes back further than its last save.
+- All other events count under their own names.
+- Time in which no event is open is `"idle"` if a `job_start` follows, since nobody ran then. Otherwise it is `"other"`.
+- Jobs can overlap: a process that hangs in a save may end it when the next job has long started. A moment that two
+  events claim belongs to the one that began first, and the other gets what is left of it.
+- A process that is killed while it writes leaves half a line, at the end of the file or between two jobs. Skip it.
+""",
+    hints=(
+        "Read first: lines that are JSON, each with the number of its job. Then one sweep over the events in the order "
+        "of their starts divides the time.",
+        "Remember the number of each job's first step. A step of job j is lost if some job after j has a first step "
+        "that is not above it.",
+        "In the sweep keep `until`, the end of what is divided already. An event that starts after it leaves a gap. "
+        "Its own share is max(until, start + seconds) - until, and that maximum is the new `until`.",
+    ),
+)
+
+
+class Ledger:
+    """A run that is told what happens, and writes it down. Times are eighths of a second."""
+
+    def __init__(self, t):
+        self.t, self.records = t, []
+        self.now = 1000.0 * int(t.rng.integers(1, 9))
+
+    def draw(self, low=1, high=30):
+        return int(self.t.rng.integers(low, high)) / 8
+
+    def note(self, event, low, high, **more):
+        seconds = self.draw(low, high)
+        self.records.append({"event": event, "start": self.now, "seconds": seconds, **more})
+        self.now += seconds
+
+    def work(self, first, last, every=3, down=20.0):
+        """A job that does the steps from first to last, and is then gone for a while."""
+        self.note("job_start", 8, 30)
+        self.now += self.draw()
+        self.note("compile", 20, 60)
+        for step in range(first, last + 1):
+            self.note("data_wait", 1, 5)
+            self.note("step", 8, 40, step=step)
+            if step % every == 0:
+                self.note("save", 4, 20)
+        # What it did until it was killed is in no event.
+        self.now += down + self.draw()
+
+    def lines(self):
+        return [json.dumps(r) for r in self.records]
+
+    def shares(self):
+        """The right answer, by eighths of a second."""
+        jobs = np.cumsum([r["event"] == "job_start" for r in self.records])
+        firsts = {
+            int(j): min(
+                r["step"] for r, k in zip(self.records, jobs, strict=True) if k == j and "step" in r
+            )
+            for j in set(jobs)
+        }
+        kinds = []
+        for r, job in zip(self.records, jobs, strict=True):
+            lost = (
+                "step" in r
+                and min([firsts[j] for j in firsts if j > job], default=r["step"] + 1) <= r["step"]
+            )
+            kinds.append("lost" if lost else r["event"])
+        begun = min(r["start"] for r in self.records)
+        ticks = int(8 * (max(r["start"] + r["seconds"] for r in self.records) - begun))
+        spent = dict.fromkeys(["step", "lost", "idle", "other", *kinds], 0)
+        for tick in range(ticks):
+            at = begun + tick / 8
+            claims = [
+                (r["start"], i)
+                for i, r in enumerate(self.records)
+                if r["start"] <= at < r["start"] + r["seconds"]
+            ]
+            if claims:
+                spent[kinds[min(claims)[1]]] += 1
+            else:
+                following = min((r["start"], r["event"]) for r in self.records if r["start"] > at)
+                spent["idle" if following[1] == "job_start" else "other"] += 1
+        return {kind: n / ticks for kind, n in spent.items()}
+
+
+def divides(fn, t, ledger, why, lines=None):
+    got = fn(ledger.lines() if lines is None else lines)
+    want = ledger.shares()
+    t.equal(sorted(got), sorted(want), why="the keys of the result")
+    # As a list, so that all shares are seen together.
+    kinds = sorted(want)
+    t.close(
+        [got[k] for k in kinds], [want[k] for k in kinds], rtol=0, atol=1e-9, why=f"{kinds}: {why}"
+    )
+
+
+@goodput.check("one job that nobody killed")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, int(t.rng.integers(6, 12)))
+    divides(fn, t, ledger, "one job")
+
+
+@goodput.check("killed and resumed from its last save")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 8)
+    ledger.work(7, 14)
+    divides(fn, t, ledger, "killed after step 8, resumed after step 6")
+
+
+@goodput.check("killed twice at one place")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 8)
+    ledger.work(7, 8)
+    ledger.work(7, 11)
+    divides(fn, t, ledger, "steps 7 and 8 were done three times")
+
+
+@goodput.check("the newest save could not be read")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 10)
+    ledger.work(4, 12)
+    divides(fn, t, ledger, "saved after step 9, resumed after step 3")
+
+
+@goodput.check("not yet as far as it was")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 11)
+    ledger.work(7, 8)
+    divides(fn, t, ledger, "killed after step 11, resumed after step 6, now at step 8")
+
+
+@goodput.check("further back the third time")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 7)
+    ledger.work(7, 8)
+    ledger.work(4, 5)
+    divides(fn, t, ledger, "jobs that began with steps 1, 7 and 4")
+
+
+@goodput.check("a torn last line")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 5)
+    lines = [*ledger.lines(), '{"event": "st']
+    divides(fn, t, ledger, "the last line is half a record", lines)
+
+
+@goodput.check("a torn line between two jobs")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 5)
+    before = len(ledger.records)
+    ledger.work(4, 9)
+    lines = ledger.lines()
+    torn = [*lines[:before], '{"event": "save", "start": 17', *lines[before:]]
+    divides(fn, t, ledger, "half a record before the second job", torn)
+
+
+@goodput.check("a save that ends after the next job has started")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 6, down=0.0)
+    hung = ledger.records[-1]
+    hung["seconds"] += 10.0
+    before = len(ledger.records)
+    ledger.work(7, 12)
+    # Its line is written when it ends.
+    late = next(
+        i for i, r in enumerate(ledger.records) if r["start"] > hung["start"] + hung["seconds"]
+    )
+    ledger.records.insert(late - 1, ledger.records.pop(before - 1))
+    divides(fn, t, ledger, "the first job's last save and the second job's start overlap")
+
+
+def right_goodput(
+    lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True
+):  # fmt: skip
+    records, job = [], 0
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            if torn == "raise":
+                raise
+            if torn == "stop":
+                break
+            continue
+        job += record["event"] == "job_start"
+        records.append(record | {"job": job})
+    records.sort(key=lambda r: r["start"])
+    spent = dict.fromkeys([*(r["event"] for r in records), "step", "lost", "idle", "other"], 0.0)
+    begun = until = records[0]["start"]
+    for r in records:
+        kind, start = r["event"], r["start"]
+        if start > until:
+            spent["idle" if idle and kind == "job_start" else "other"] += start - until
+            until = start
+        end = start + r["seconds"]
+        if kind == "step" and is_lost(r, records, lost):
+            kind = "lost"
+        spent[kind] += max(until, end) - until if sweep else r["seconds"]
+        until = max(until, end)
+    total = until - begun
+    if not begins:
+        total = records[-1]["start"] - begun
+    if whole == "jobs":
+        total, spent["idle"] = total - spent["idle"], 0.0
+    if whole == "events":
+        spent["idle"] = spent["other"] = 0.0
+        total = sum(spent.values())
+    return {kind: seconds / total for kind, seconds in spent.items()}
+
+
+def is_lost(step, records, how):
+    steps = [r for r in records if r["event"] == "step"]
+    later = [r for r in steps if r["job"] > step["job"]]
+    if how == "never":
+        return False
+    if how == "again":
+        return any(r["step"] == step["step"] for r in later)
+    if how == "first":
+        return any(r["step"] == step["step"] and r["job"] < step["job"] for r in steps)
+    if how == "next":
+        later = [r for r in later if r["job"] == step["job"] + 1]
+    if how in ("unsaved", "killed"):
+        saves = [r["start"] for r in records if r["event"] == "save" and r["job"] == step["job"]]
+        last_job = step["job"] == max(r["job"] for r in records)
+        return step["start"] > max(saves, default=0.0) and (how == "unsaved" or not last_job)
+    return any(r["step"] <= step["step"] for r in later)
+
+
+@goodput.mutant(
+    "Work that was thrown away counts as good: a step is lost if a later job began with its number or a lower one."
+)
+def nothing_is_lost(lines):
+    return right_goodput(lines, lost="never")
+
+
+@goodput.mutant(
+    "You keep the first time that a step was done and call the later ones lost. The run goes on from the last: the "
+    "earlier ones are lost."
+)
+def the_first_counts(lines):
+    return right_goodput(lines, lost="first")
+
+
+@goodput.mutant(
+    "Only what was done again is lost for you. What a later job has not yet come to again is lost as well: it began "
+    "with less."
+)
+def done_again(lines):
+    return right_goodput(lines, lost="again")
+
+
+@goodput.mutant(
+    "You look at the next job alone. A job after that one may have gone back further, and undone more of this one."
+)
+def next_job_only(lines):
+    return right_goodput(lines, lost="next")
+
+
+@goodput.mutant(
+    "You call lost what came after a job's last save, also in the job that nobody killed. That one's work stands until "
+    "another job begins with less."
+)
+def unsaved_is_lost(lines):
+    return right_goodput(lines, lost="unsaved")
+
+
+@goodput.mutant(
+    "You take what a killed job did after its last save for lost. If that save cannot be read, more is: compare with "
+    "the first steps of later jobs."
+)
+def since_the_last_save(lines):
+    return right_goodput(lines, lost="killed")
+
+
+@goodput.mutant(
+    "Nobody ran between two jobs, and you call it `other`. A gap before a `job_start` is `idle`."
+)
+def never_idle(lines):
+    return right_goodput(lines, idle=False)
+
+
+@goodput.mutant(
+    "You divide by the time in which a job ran. Nobody pays less for chips that wait for a restart: the whole goes "
+    "from the first start to the last end."
+)
+def time_of_jobs(lines):
+    return right_goodput(lines, whole="jobs")
+
+
+@goodput.mutant(
+    "You divide by the sum of what events say. Time that no event covers is then nowhere: it is `idle` or `other`."
+)
+def sum_of_events(lines):
+    return right_goodput(lines, whole="events")
+
+
+@goodput.mutant(
+    "Your whole ends when the last event starts. It ends when the last event ends: add its seconds."
+)
+def to_the_last_start(lines):
+    return right_goodput(lines, begins=False)
+
+
+@goodput.mutant(
+    "A torn line ends your program. Catch `json.JSONDecodeError` and go on with the next line."
+)
+def torn_raises(lines):
+    return right_goodput(lines, torn="raise")
+
+
+@goodput.mutant(
+    "You stop at the first torn line. A killed job can leave one in the middle of the file, and the next job writes on."
+)
+def torn_stops(lines):
+    return right_goodput(lines, torn="stop")
+
+
+@goodput.mutant(
+    "Where two events overlap you count both, and your shares sum to more than 1. A moment belongs to the event that "
+    "began first."
+)
+def both_count(lines):
+    return right_goodput(lines, sweep=False)
+
+
+# ---------------------------------------------------------------------------------- find_stall
+
+find_stall = Exercise(
+    "20.find_stall",
+    title="Find the stall",
+    function="find_stall",
+    minutes=35,
+    points=15,
+    statement="""
+Write `find_stall(events)`: what the devices waited for, and which wait cost most. The window goes from the first
+start to the last end of all events.
+
+- A device works while any of its compute events is open. All other time is somebody's fault, and each nanosecond is
+  counted once.
+- A collective costs what of it is *exposed*: the time in which it is open on a device that does not compute there. A
+  data wait is the host's (its device is `None`), and costs each device the time in which that one does not compute.
+- If several are open at once, the one that ends last is to blame: had another not been, the wait would have been as
+  long. Of equals it is the one that comes first in the list.
+- If none is open, the device is `"idle"`.
+- Costs are nanoseconds of one name, all its events together, and the mean over the devices that occur. What is hidden
+  entirely costs 0.0 and is in the result too.
+""",
+    hints=(
+        "Where does the answer change? Only where some event starts or ends. Between two such edges that are "
+        "neighbours, everything is constant.",
+        "For each device take its own events and the host's. For each piece between two edges: does it compute? If "
+        "not, which of the open events ends last?",
+        "`running = [e for e in mine if e[3] <= start and e[4] >= end]`, then `max(running, key=lambda e: e[4], "
+        "default=None)`. Divide by the number of devices, and find the worst with `max(waits, key=waits.get)`.",
+    ),
+)
+
+
+def blame(events):
+    """The right answer, nanosecond by nanosecond."""
+    devices = sorted({e[0] for e in events} - {None})
+    waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {"idle": 0.0}
+    for device in devices:
+        for ns in range(min(e[3] for e in events), max(e[4] for e in events)):
+            at = [e for e in events if e[0] in (device, None) and e[3] <= ns < e[4]]
+            if not any(e[1] == "compute" for e in at):
+                waiting = sorted(at, key=lambda e: -e[4])  # stable: of equals the first
+                waits[waiting[0][2] if waiting else "idle"] += 1 / len(devices)
+    return max(waits, key=lambda name: waits[name]), waits
+
+
+def finds(fn, t, events, why):
+    worst, waits = fn(list(events))
+    want_worst, want = blame(events)
+    t.equal(sorted(waits), sorted(want), why=f"the names: {why}")
+    names = sorted(want)
+    t.close(
+        [waits[n] for n in names],
+        [want[n] for n in names],
+        rtol=0,
+        atol=1e-6,
+        why=f"{names}: {why}",
+    )
+    t.equal(worst, want_worst, why=f"the worst: {why}")
+
+
+def step_of(t, device, at, late=0):
+    """Two products with an all-gather beside the first, and an all-reduce after them."""
+    a, b, c = (int(n) for n in t.rng.integers(10, 30, size=3))
+    return [
+        (device, "compute", "dot.1", at + late, at + late + a),
+        (device, "collective", "all-gather.2", at + late + 2, at + late + a - 3),
+        (device, "compute", "dot.3", at + late + a, at + late + a + b),
+        (device, "collective", "all-reduce.4", at + late + a + b, at + late + a + b + c),
+    ]
+
+
+@find_stall.check("a collective that is hidden and one that is not")
+def _(fn, t):
+    finds(fn, t, step_of(t, 0, 0), "one device, one step")
+
+
+@find_stall.check("a collective that is hidden in part")
+def _(fn, t):
+    n = int(t.rng.integers(10, 30))
+    events = [
+        (0, "compute", "dot.1", 0, 2 * n),
+        (0, "collective", "all-gather.2", n, 4 * n),
+        (0, "compute", "dot.3", 3 * n + 2, 5 * n),
+        (0, "collective", "all-reduce.4", 5 * n, 5 * n + 3),
+    ]
+    finds(fn, t, events, "computing before, a gap, computing again")
+
+
+@find_stall.check("another device's computing hides nothing")
+def _(fn, t):
+    n = int(t.rng.integers(10, 30))
+    events = [
+        (0, "compute", "dot.1", 0, n),
+        (0, "collective", "all-reduce.4", n, 3 * n + 1),
+        (1, "compute", "dot.1", 0, 2 * n),
+        (1, "compute", "dot.3", 2 * n, 3 * n),
+        (1, "collective", "all-reduce.4", 2 * n + 1, 3 * n + 1),
+    ]
+    finds(fn, t, events, "device 0 waits for device 1")
+
+
+@find_stall.check("computing on two lanes of a device")
+def _(fn, t):
+    n = int(t.rng.integers(10, 30))
+    events = [
+        (0, "compute", "dot.1", 0, 3 * n),
+        (0, "compute", "copy.5", n, 2 * n),
+        (0, "compute", "dot.3", 2 * n, 4 * n),
+        (0, "collective", "all-gather.2", n // 2, 5 * n),
+    ]
+    finds(fn, t, events, "compute events that overlap")
+
+
+@find_stall.check("a slow data source")
+def _(fn, t):
+    slow = int(t.rng.integers(90, 150))
+    events = [e for d in range(4) for e in step_of(t, d, 0) + step_of(t, d, 60 + slow)]
+    events.append((None, "data", "next batch", 70, 60 + slow))
+    finds(fn, t, events, "four devices, a wait for data between two steps")
+
+
+@find_stall.check("nobody is to blame")
+def _(fn, t):
+    pause = int(t.rng.integers(200, 300))
+    events = [e for d in range(2) for e in step_of(t, d, 0) + step_of(t, d, pause)]
+    finds(fn, t, events, "a pause in which nothing is open")
+
+
+@find_stall.check("several waits at once")
+def _(fn, t):
+    n = int(t.rng.integers(10, 30))
+    events = [
+        (0, "compute", "dot.1", 0, n),
+        (0, "collective", "all-gather.2", n - 3, 2 * n),
+        (0, "collective", "all-reduce.4", n + 2, 4 * n),
+        (None, "data", "next batch", n + 1, 3 * n),
+        (0, "collective", "all-to-all.6", n + 4, 4 * n),
+        (0, "compute", "dot.3", 4 * n, 5 * n),
+    ]
+    finds(fn, t, events, "three collectives and a data wait")
+
+
+@find_stall.check("many short ones against a long one")
+def _(fn, t):
+    events, at = [], 0
+    for _ in range(12):
+        n = int(t.rng.integers(8, 14))
+        events += [(0, "compute", "dot.1", at, at + 5)]
+        events += [(0, "collective", "all-to-all.6", at + 5, at + 5 + n)]
+        at += 5 + n
+    events += [
+        (0, "collective", "all-reduce.4", at, at + 40),
+        (0, "compute", "dot.1", at + 40, at + 45),
+    ]
+    finds(fn, t, events, "twelve short waits of one name, a long one of another")
+
+
+@find_stall.check("random steps, in any order")
+def _(fn, t):
+    events = []
+    for device in range(3):
+        at = int(t.rng.integers(0, 20))
+        for _ in range(3):
+            events += step_of(t, device, at, late=int(t.rng.integers(0, 15)))
+            at += 110
+    for _ in range(4):
+        at = int(t.rng.integers(0, 300))
+        events.append((None, "data", "next batch", at, at + int(t.rng.integers(5, 70))))
+    order = t.rng.permutation(len(events))
+    finds(fn, t, [events[i] for i in order], "three devices, three steps")
+
+
+def right_stall(
+    events, *, whole=False, own=True, host=True, mean=True, once=True, by="end", sums=True, idle=True,
+    partly=True,
+):  # fmt: skip
+    devices = sorted({e[0] for e in events} - {None})
+    waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {"idle": 0.0}
+    longest = dict.fromkeys(waits, 0.0)
+    edges = sorted({e[3] for e in events} | {e[4] for e in events})
+    for device in devices:
+        mine = [e for e in events if e[0] == device or (e[0] is None and host)]
+        works = [e for e in (mine if own else events) if e[1] == "compute"]
+        for start, end in pairwise(edges):
+            at = [e for e in mine if e[3] <= start and e[4] >= end and e[1] != "compute"]
+            computes = any(e[3] <= start and e[4] >= end for e in works)
+            if not partly:  # whatever meets any computing counts as hidden
+                at = [e for e in at if not any(w[3] < e[4] and w[4] > e[3] for w in works)]
+            if computes and not whole:
+                continue
+            if not at:
+                if idle and not computes:
+                    waits["idle"] += end - start
+                continue
+            first = max(at, key=lambda e: e[4]) if by == "end" else min(at, key=lambda e: e[3])
+            for e in [first] if once else at:
+                waits[e[2]] += end - start
+                longest[e[2]] = max(longest[e[2]], e[4] - e[3])
+    if mean:
+        waits = {name: ns / len(devices) for name, ns in waits.items()}
+    ranked = waits if sums else longest
+    return max(ranked, key=lambda name: ranked[name]), waits
+
+
+@find_stall.mutant(
+    "You count a collective's whole duration. While the device computes beside it, it costs nothing: take only the "
+    "time in which no compute event is open."
+)
+def whole_collectives(events):
+    return right_stall(events, whole=True)
+
+
+@find_stall.mutant(
+    "You count a collective as hidden if any computing meets it. It may be hidden in part: look at each piece of time "
+    "between two edges."
+)
+def hidden_or_not(events):
+    return right_stall(events, partly=False)
+
+
+@find_stall.mutant(
+    "Computing on one device hides a collective on another for you. A device's collective is hidden by its own "
+    "computing only."
+)
+def hidden_by_others(events):
+    return right_stall(events, own=False)
+
+
+@find_stall.mutant(
+    "Your data waits cost nobody anything. Their device is None because they are the host's: they concern all devices."
+)
+def host_is_nobody(events):
+    return right_stall(events, host=False)
+
+
+@find_stall.mutant(
+    "You return sums over devices. A step that all devices wait 5 ns for costs 5 ns."
+)
+def summed_over_devices(events):
+    return right_stall(events, mean=False)
+
+
+@find_stall.mutant(
+    "Where several waits are open at once you count the time for each. The shares of your waits can then sum to more "
+    "than there was: blame one."
+)
+def counted_for_each(events):
+    return right_stall(events, once=False)
+
+
+@find_stall.mutant(
+    "You blame the wait that began first. If another one ends later, the device would have waited as long without the "
+    "first."
+)
+def blames_the_first(events):
+    return right_stall(events, by="start")
+
+
+@find_stall.mutant(
+    "Your worst wait is that with the longest single event. Many short waits of one name cost more: compare the sums."
+)
+def longest_single(events):
+    return right_stall(events, sums=False)
+
+
+@find_stall.mutant(
+    "Time in which nothing at all is open is missing. The device is idle then, and that is a finding as well."
+)
+def nothing_is_idle(events):
+    return right_stall(events, idle=False)
+
+
+@find_stall.mutant(
+    "You take durations of compute events off the collective's. Two of them can overlap, and then the same time is "
+    "taken off twice."
+)
+def durations_taken_off(events):
+    worst, waits = right_stall(events)
+    devices = sorted({e[0] for e in events} - {None})
+    for device in devices:
+        works = [e for e in events if e[0] == device and e[1] == "compute"]
+        for i, a in enumerate(works):
+            for b in works[:i]:
+                for c in events:
+                    if c[0] == device and c[1] == "collective":
+                        both = min(a[4], b[4], c[4]) - max(a[3], b[3], c[3])
+                        waits[c[2]] -= max(0, both) / len(devices)
+    return worst, waits
