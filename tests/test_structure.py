@@ -241,6 +241,7 @@ def test_imports_are_declared():
         "pygments",
         "nbformat",
         "jax_plugins",
+        "cloudpickle",
     }
     for path in SOURCES:
         for name in {i.split(".")[0].lower() for i in imports(path)}:
