@@ -15,6 +15,8 @@ import os
 import pkgutil
 from collections.abc import Sequence
 
+from minitext import distributed
+from minitext.cluster import Cluster, find_cluster
 from minitext.errors import UserError
 
 _GPU_PLUGINS = ("xla_cuda", "xla_rocm")
@@ -22,7 +24,7 @@ _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
-def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
+def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool = False) -> None:
     """Chooses JAX's platform and the number of CPU devices, and lets Python collect garbage less often.
 
     A platform named in the environment variable `JAX_PLATFORMS` is kept. Otherwise JAX runs on the accelerator if
@@ -30,9 +32,10 @@ def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
     same number changes nothing.
 
     Args:
-      simulate: CPU devices to simulate; None takes what is there.
+      simulate: CPU devices to simulate, over all processes; None takes what is there.
       keep_memory: on the CPU, keep the memory that a program frees for the next one: a training step is a quarter
         faster, compiling slower by as much.
+      join: join the job of several processes that the environment tells of, if it does.
 
     Raises:
       UserError: if JAX had already started with another number of devices, or runs on another platform.
@@ -54,16 +57,33 @@ def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
 
     if platforms:
         jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
-    if simulate is None:
-        return
-    with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
-        jax.config.update("jax_num_cpu_devices", simulate)
-    if len(jax.devices()) != simulate:
+    cluster = find_cluster() if join else None
+    here = simulate if cluster is None else _simulated_here(cluster, simulate)
+    if here is not None:
+        with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
+            jax.config.update("jax_num_cpu_devices", here)
+    if cluster is not None:
+        distributed.start(cluster)
+    if simulate is not None and len(jax.devices()) != simulate:
         raise UserError(
             f"{simulate} simulated devices were asked for and JAX runs with {len(jax.devices())} "
             f"{jax.default_backend()} device(s): unset JAX_PLATFORMS and XLA_FLAGS, and ask before JAX starts "
             "(in a notebook: restart the kernel and run the first cell first)"
         )
+
+
+def _simulated_here(cluster: Cluster, simulate: int | None) -> int | None:
+    """Returns how many of a job's simulated devices are this process's; None: as many as it has."""
+    here, processes = cluster.local_devices, cluster.processes
+    if simulate is None or processes is None:
+        return here
+    if simulate != (here or 1) * processes if here else simulate % processes:
+        each = f" of {here} device(s) each" if here else ""
+        raise UserError(
+            f"{simulate} simulated devices were asked for, for {processes} processes{each}: set mesh.simulate, or the "
+            f"sizes of the mesh, to a multiple of {processes}{f': to {here * processes}' if here else ''}"
+        )
+    return simulate // processes
 
 
 def simulate_for(sizes: Sequence[int], asked: int | None) -> int | None:

@@ -123,6 +123,19 @@ def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
+def gather(tree: Any) -> Any:
+    """The tree as numpy arrays on every process, whichever processes' devices hold their parts.
+
+    All processes of a job make the call.
+    """
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    # One leaf after another, so that a device never holds a second whole tree.
+    return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
+
+
 def write(checkpointer: Any, directory: Path, arrays: dict[str, Any]) -> None:
     """Begins to save `storable` arrays in the background."""
     import orbax.checkpoint as ocp

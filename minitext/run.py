@@ -1,8 +1,7 @@
-"""Training a run: the loop at the edge, around the pure step.
+"""Training a run: the run directory, its newest checkpoint, the data, and the loop over them.
 
-The loop dispatches step n and then writes down step n-1, so that the device never waits for a metric to be read; input
-is prepared in a background thread, and checkpoints are written in one. Ctrl-C saves and says how to resume; running
-again in the same directory goes on where the newest checkpoint stands, bit for bit.
+Ctrl-C saves and says how to resume; running again in the same directory goes on where the newest checkpoint stands,
+bit for bit.
 
 Chapters: 6.
 """
@@ -10,28 +9,24 @@ Chapters: 6.
 import contextlib
 import datetime
 import functools
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
 
-from minitext import disk, hw, stacks
+from minitext import disk, distributed
 from minitext.checkpoint import Checkpointer
-from minitext.config import Config, to_yaml
+from minitext.config import Config, flatten, to_yaml
 from minitext.data import Batches, make_batches
 from minitext.errors import UserError
-from minitext.generate import Sampling, generate
+from minitext.loop import Interrupted as Interrupted
+from minitext.loop import Loop
 from minitext.mesh import make_mesh
 from minitext.mesh_check import check_mesh
-from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
-from minitext.model import count_flops, count_params
+from minitext.metrics import MetricsWriter
+from minitext.model import count_params
 from minitext.rundir import (
     CHECKPOINTS,
     CONFIG,
@@ -42,20 +37,8 @@ from minitext.rundir import (
     read_config,
     resume_command,
 )
-from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
-from minitext.train import (
-    TrainState,
-    abstract_state,
-    evaluate,
-    make_eval_step,
-    make_train_step,
-)
-
-PROMPT_TOKENS = 32  # of validation text, in front of each sample
-
-
-class Interrupted(Exception):
-    """Training was stopped by Ctrl-C after saving; the message says how to resume."""
+from minitext.tokenizer import load_tokenizer, make_tokenizer
+from minitext.train import abstract_state
 
 
 def train(cfg: Config, console: Console | None = None) -> Path:
@@ -72,10 +55,12 @@ def train(cfg: Config, console: Console | None = None) -> Path:
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
       Interrupted: after Ctrl-C, when the state is saved.
     """
-    console = console or Console(stderr=True)
-    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    cfg = cfg.replace({"run.name": name})
-    directory = Path(cfg.run.dir) / name
+    console = console or Console(stderr=True, quiet=not distributed.is_first())
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    cfg = cfg.replace({"run.name": cfg.run.name or distributed.share("run name", now)[0]})
+    _check_agreement(cfg)
+    directory = Path(cfg.run.dir) / str(cfg.run.name)
+    distributed.advise(f"resume with: {resume_command(directory)}")
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
@@ -109,147 +94,33 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 batches.set_state(restored.data_state)
             _check_enough(cfg, batches, start)
             # Written last: what was refused must not be what the command to resume reads.
-            disk.write(directory / CONFIG, to_yaml(cfg))
-            if not known.exists():
-                tokenizer.save(known)
+            if distributed.is_first():
+                disk.write(directory / CONFIG, to_yaml(cfg))
+                if not known.exists():
+                    tokenizer.save(known)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
-                with MetricsWriter(directory, after_step=start) as writer:
-                    _Loop(
+                # Of several processes the first writes what is written once.
+                first = distributed.is_first()
+                writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
+                with writes as writer:
+                    Loop(
                         cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer
                     ).run(state, start, console)
     return directory
 
 
-@dataclass
-class _Loop:
-    """The loop of one run and what it talks to."""
-
-    cfg: Config
-    mesh: Mesh
-    directory: Path
-    batches: Batches
-    held_out: Batches
-    tokenizer: Tokenizer
-    checkpointer: Checkpointer
-    writer: MetricsWriter
-    stop: bool = False
-
-    def run(self, state: TrainState, start: int, console: Console) -> None:
-        cfg = self.cfg.train
-        train_step, eval_step = make_train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
-        tokens = cfg.global_batch * self.cfg.data.seq_len
-        flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
-        meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
-        with progress_bar(console) as bar, _on_interrupt(lambda: self._ask_to_stop(bar)):
-            task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
-            step, pending = start, []  # steps that were dispatched and not yet written down
-            for step in range(start + 1, cfg.steps + 1):
-                state, metrics = train_step(state, next(self.batches))
-                pending.append((step, metrics))
-                stop = self.stop  # read once: a Ctrl-C from here on ends the step after this one
-                last = step == cfg.steps
-                evaluate_now = last or step % cfg.eval_every == 0
-                save_now = last or stop or step % cfg.save_every == 0
-                # The first sample comes after one step, since the first line should not wait for it to compile.
-                sample_now = last or step in (1, (cfg.steps + 1) // 2)
-                everything = evaluate_now or save_now or sample_now
-                due, pending = (pending, []) if everything else (pending[:-1], pending[-1:])
-                lines = self._settle(due, meter)
-                if evaluate_now:
-                    loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
-                    self._say_validation(step, loss, bar)
-                    lines[-1]["val_loss"] = loss
-                    meter.skip()  # the time of an evaluation is no step's
-                for line in lines:
-                    self.writer.write(line)
-                    status = status_line(line, self.batches.floor)
-                    bar.update(task, completed=line["step"], status=status)
-                if save_now:
-                    # The line of a step is written before the step is saved: a run that is killed in between
-                    # has a line too many, which resuming removes, and never one too few.
-                    config = self.cfg.model_dump(mode="json")
-                    self.checkpointer.save(step, state, self.batches.get_state(), config)
-                if sample_now:
-                    self._sample(state, step, bar)
-                    meter.skip()
-                if stop:
-                    break
-        self.checkpointer.wait()
-        if step < cfg.steps:
-            raise Interrupted(
-                f"stopped after step {step} and saved; resume with: {resume_command(self.directory)}"
-            )
-
-    def _settle(self, steps: list[tuple[int, Any]], meter: Meter) -> list[dict[str, Any]]:
-        """Waits for `steps`, pairs of number and metrics, and returns the lines to write of them."""
-        if not steps:
-            return []
-        values = jax.device_get([metrics for _, metrics in steps])
-        rates = meter.lap(len(steps))
-        # A step is written down only when the save before it is on the disk, so that a kill never costs
-        # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
-        self.checkpointer.wait()
-        lines = []
-        for (step, _), metrics in zip(steps, values, strict=True):
-            numbers = {name: float(value) for name, value in metrics.items()}
-            lines.append({"step": step, **numbers, "tokens": int(metrics["tokens"]), **rates})
-        return lines
-
-    def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
-        floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
-        text = f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}"
-        bar.console.print(text, highlight=False)
-
-    def _sample(self, state: TrainState, step: int, bar: Progress) -> None:
-        """Prints how the model goes on from the first validation text, and keeps it in samples.txt."""
-        cfg = self.cfg
-        if not cfg.train.sample_tokens:
-            return
-        rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
-        prompt = rows[0, :PROMPT_TOKENS].tolist()
-        # One row cannot be spread over a batch axis: the parameters come to one device.
-        params = stacks.as_one_stack(jax.device_get(state.params))
-        params = jax.device_put(params, jax.local_devices()[0])
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
-            tokens = list(
-                generate(
-                    # Scanned, whatever training does: for so few tokens compiling is what takes time.
-                    cfg.model.model_copy(update={"scan_layers": True}),
-                    params,
-                    prompt,
-                    max_tokens=cfg.train.sample_tokens,
-                    stop_id=self.tokenizer.eod_id,
-                    how=Sampling(temperature=0.8, top_k=40),
-                    seed=cfg.train.seed,
+def _check_agreement(cfg: Config) -> None:
+    """Refuses to train where processes were started with different settings."""
+    texts = distributed.share("settings", json.dumps(flatten(cfg.model_dump(mode="json"))))
+    ours, theirs = json.loads(texts[0]), [json.loads(text) for text in texts]
+    for index, settings in enumerate(theirs):
+        for key in sorted(ours.keys() | settings.keys()):
+            if ours.get(key) != settings.get(key):
+                raise UserError(
+                    f"{distributed.name_of(index)} was started with {key}={settings.get(key)}, process 0 with "
+                    f"{key}={ours.get(key)}: start all processes with the same command"
                 )
-            )
-        before, after = self.tokenizer.decode(prompt), self.tokenizer.decode(tokens)
-        bar.console.rule(f"sample at step {step}", style="dim")
-        bar.console.print(Text.assemble((before, "dim"), (after, "bold")))
-        bar.console.rule(style="dim")
-        with (self.directory / "samples.txt").open("a", encoding="utf-8") as file:
-            file.write(f"--- step {step}\n{before}|{after}\n")
-
-    def _ask_to_stop(self, bar: Progress) -> None:
-        self.stop = True
-        bar.console.print("stopping after this step; Ctrl-C again stops at once without saving")
-
-
-def peak_flops(cfg: Config, mesh: Mesh) -> float:
-    """Returns the matmul peak of the mesh's devices together, in FLOP/s.
-
-    Simulated CPU devices share one machine, whose measured peak counts once; chips in the table
-    count by their data sheet.
-    """
-    device: Any = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return hw.measure_matmul_peak(cfg.model.dtype)
-    chip = hw.find_chip(device)
-    kind = "bf16" if cfg.model.dtype == "bfloat16" else "f32"
-    if chip is None or kind not in chip.flops:
-        return hw.measure_matmul_peak(cfg.model.dtype) * mesh.size
-    return chip.peak(kind) * mesh.size / chip.devices
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
@@ -280,23 +151,3 @@ def _introduce(
     elif start:
         lines.append(f"resuming after step {start}")
     console.print("\n".join(lines), highlight=False)
-
-
-@contextlib.contextmanager
-def _on_interrupt(ask: Callable[[], None]) -> Iterator[None]:
-    """Calls `ask` at the first Ctrl-C; the second one interrupts as usual."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def handle(*_):
-        signal.signal(signal.SIGINT, before)
-        ask()
-
-    try:
-        signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not in the main thread, where no handler can be set and none is needed
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

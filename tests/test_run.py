@@ -8,7 +8,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from minitext import metrics, run
+from minitext import loop, metrics, run
 from minitext.checkpoint import Checkpointer
 from minitext.config import load_config
 from minitext.metrics import read_metrics
@@ -127,4 +127,4 @@ def test_peak_of_simulated_devices_is_that_of_the_machine(tiny):
 
     cfg = tiny()
     one, eight = make_mesh(devices=jax.devices()[:1]), make_mesh()
-    assert run.peak_flops(cfg, one) == run.peak_flops(cfg, eight) > 1e9
+    assert loop.peak_flops(cfg, one) == loop.peak_flops(cfg, eight) > 1e9

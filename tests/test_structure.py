@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Lowest first; a module imports only from layers below its own, or from its own folder or row.
 LAYERS = [
     {"errors", "cache"},
-    {"schema", "hw"},
-    {"config", "devices", "disk"},
+    {"schema", "hw", "environment", "cluster", "heartbeat"},
+    {"config", "devices", "disk", "distributed"},
     {"mesh", "cost", "hlo", "buffers", "targets", "compile_report", "leaves", "stacks"},
     {"sharding"},
     {"kernels", "layers", "parallel"},
@@ -35,8 +35,10 @@ LAYERS = [
         "equality",
         "rundir",
         "run",
+        "loop",
         "grading",
         "doctor",
+        "launch",
         "llo",
         "llo_compiler",
         "llo_report",
@@ -159,6 +161,7 @@ def test_every_module_is_tested():
 # Modules whose behaviour is tested through the module that they were divided from.
 TESTED_WITH = {
     "schema": "config",
+    "environment": "cluster",
     "targets": "aot",
     "compile_report": "aot",
     "step_memory": "memory",
@@ -168,6 +171,7 @@ TESTED_WITH = {
     "leaves": "checkpoint",
     "parallel": "pipeline",
     "figures": "notebook",
+    "loop": "run",
     "mesh_check": "train",
     "llo_compiler": "llo",
     "llo_report": "llo",

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from minitext.cli import reports, running, setup
+from minitext.cli import launching, reports, running, setup
 from minitext.errors import UserError
 from minitext.grading.command import grade
 
@@ -27,6 +27,9 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(data_app, name="data")
 optim_app = typer.Typer(no_args_is_help=True, help="What optimizers cost.")
 app.add_typer(optim_app, name="optim")
+
+launch_app = typer.Typer(no_args_is_help=True, help="Train with several processes.")
+app.add_typer(launch_app, name="launch")
 
 app.command("train")(running.train)
 app.command("generate")(running.generate)
@@ -45,12 +48,15 @@ config_app.command("explain")(setup.config_explain)
 config_app.command("presets")(setup.config_presets)
 data_app.command("pack")(setup.data_pack)
 optim_app.command("memory")(reports.optim_memory)
+launch_app.command("local")(launching.local)
 app.command("doctor")(setup.doctor)
 
 
 def main() -> None:
     """Runs the command line; a UserError becomes one line on stderr and its exit code."""
     import logging
+
+    from minitext import distributed
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("minitext").setLevel(logging.INFO)
@@ -59,4 +65,8 @@ def main() -> None:
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
+        distributed.finish(error)
         sys.exit(error.exit_code)
+    except BaseException as error:  # typer ends by SystemExit
+        distributed.finish(error)
+        raise

@@ -40,9 +40,9 @@ def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str
     return values, [s for s in settings or [] if not s.startswith(f"{key}=")]
 
 
-def start(simulate: int | None = None, *, keep_memory: bool = False) -> None:
+def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool = False) -> None:
     """Brings up JAX, on simulated devices if any are asked for, with the compilation cache."""
     from minitext import devices
 
-    devices.start(simulate, keep_memory=keep_memory)
+    devices.start(simulate, keep_memory=keep_memory, join=join)
     devices.use_compilation_cache()

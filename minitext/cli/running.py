@@ -19,14 +19,17 @@ def train(settings: Settings = None) -> None:
     Interrupt with Ctrl-C: the state is saved, and the command to resume is printed.
     """
     cfg = load(settings)
-    start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate), keep_memory=True)
-    from minitext import run
+    simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
+    start(simulate, keep_memory=True, join=True)
+    from minitext import distributed, run
 
     try:
         directory = run.train(cfg)
     except run.Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(130) from None
+    if not distributed.is_first():
+        return
     prompt = "def " if cfg.data.source == "stdlib" else "the "
     print(f"done; try: minitext generate {directory} --prompt '{prompt}'", file=sys.stderr)
 
