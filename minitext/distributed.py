@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -76,13 +77,20 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> Clust
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # no accelerator's concern
     _delay_aborts()
+    failed = (
+        f"{_of(cluster)} could not join the job at {cluster.coordinator or 'the address JAX found'} "
+        f"within {seconds} s: look whether every process was started and can reach that address"
+    )
+    # JAX would abort without a word of it when its own time is over.
+    timer = threading.Timer(seconds, _end, [failed])
+    timer.daemon = True
+    timer.start()
     try:
-        jax.distributed.initialize(**_arguments(cluster, seconds))
+        jax.distributed.initialize(**_arguments(cluster, seconds + 60))
     except (RuntimeError, ValueError) as error:
-        raise JobFailed(
-            f"{_of(cluster)} could not join the job at {cluster.coordinator or 'the address JAX found'} within "
-            f"{seconds} s ({heartbeat.one_line(str(error))}): look whether every process was started and can reach it"
-        ) from error
+        raise JobFailed(f"{failed} ({heartbeat.one_line(str(error))})") from error
+    finally:
+        timer.cancel()
     state = service.global_state
     index, processes = state.process_id, state.num_processes
     if processes == 1:

@@ -228,6 +228,8 @@ class Hub(Heartbeat):
             line.say(text)
 
     def _drop(self, line: _Line) -> None:
+        if line not in self._lines:  # it went while the others were told of it
+            return
         self._selector.unregister(line.socket)
         self._lines.remove(line)
         line.socket.close()

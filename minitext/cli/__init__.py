@@ -49,6 +49,9 @@ config_app.command("presets")(setup.config_presets)
 data_app.command("pack")(setup.data_pack)
 optim_app.command("memory")(reports.optim_memory)
 launch_app.command("local")(launching.local)
+launch_app.command("slurm")(launching.slurm)
+launch_app.command("xpk")(launching.xpk)
+launch_app.command("k8s")(launching.k8s)
 app.command("doctor")(setup.doctor)
 
 

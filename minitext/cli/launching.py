@@ -37,3 +37,117 @@ def local(
 
     words = launch.with_run_name(command, datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     sys.exit(here.launch(words, processes=processes, devices=devices, restarts=restarts))
+
+
+Name = Annotated[str, typer.Option(help="of the job, and of the run: a restart resumes it")]
+Restarts = Annotated[int, typer.Option(min=0, help="of the whole job after a failure, to resume")]
+Image = Annotated[str, typer.Option(help="container image with minitext installed")]
+
+
+def slurm(
+    command: Command,
+    name: Name,
+    nodes: Annotated[int, typer.Option(min=1, help="machines")] = 2,
+    processes_per_node: Annotated[
+        int, typer.Option(min=1, help="1, or as many as GPUs: each process takes one")
+    ] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs to ask for")] = 0,
+    time: Annotated[str, typer.Option(help="limit of the job")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="of the cluster")] = None,
+    restarts: Restarts = 3,
+    submit: Annotated[
+        bool, typer.Option("--submit/--dry-run", help="hand it to sbatch, or print it")
+    ] = False,
+) -> None:
+    """Print an sbatch script that trains on several nodes, or submit it.
+
+    minitext launch slurm --name big --nodes 4 --gpus-per-node 8 -- train llama3-8b
+    """
+    from minitext import launch
+    from minitext.launch import slurm
+
+    text = slurm.script(
+        launch.with_run_name(command, launch.check_name(name)),
+        name=name,
+        nodes=nodes,
+        processes_per_node=processes_per_node,
+        gpus_per_node=gpus_per_node,
+        time=time,
+        partition=partition,
+        restarts=restarts,
+    )
+    print(slurm.submit(text) if submit else text, end="" if not submit else "\n")
+
+
+def xpk(
+    command: Command,
+    name: Name,
+    cluster: Annotated[str, typer.Option(help="GKE cluster")],
+    tpu_type: Annotated[str, typer.Option(help="of a slice, as xpk calls it: v5litepod-256")],
+    image: Image,
+    slices: Annotated[int, typer.Option(min=1, help="TPU slices")] = 1,
+    project: Annotated[str | None, typer.Option(help="Google Cloud project")] = None,
+    zone: Annotated[str | None, typer.Option(help="of the cluster")] = None,
+    restarts: Restarts = 3,
+    submit: Annotated[
+        bool, typer.Option("--submit/--dry-run", help="start it, or let xpk print what it would do")
+    ] = False,
+) -> None:
+    """Train on TPU slices of Google Kubernetes Engine, with xpk.
+
+    minitext launch xpk --name big --cluster c --tpu-type v5p-128 --image IMAGE -- train llama2-70b run.dir=/gcs/runs
+
+    Prints the `xpk workload create` command and runs it, as a dry run unless --submit is given.
+    """
+    import shlex
+
+    from minitext import launch
+    from minitext.launch import xpk
+
+    words = xpk.command_line(
+        launch.with_run_name(command, launch.check_name(name)),
+        name=name,
+        cluster=cluster,
+        tpu_type=tpu_type,
+        image=image,
+        slices=slices,
+        project=project,
+        zone=zone,
+        restarts=restarts,
+        dry_run=not submit,
+    )
+    print(shlex.join(words), flush=True)
+    if submit or xpk.is_installed():
+        sys.exit(xpk.run(words))
+    print(f"xpk is not installed, so it was not tried: {xpk.INSTALL}", file=sys.stderr)
+
+
+def k8s(
+    command: Command,
+    name: Name,
+    image: Image,
+    processes: Annotated[int, typer.Option(min=1, help="pods")] = 2,
+    gpus: Annotated[int, typer.Option(min=0, help="of each pod")] = 0,
+    claim: Annotated[
+        str | None, typer.Option(help="PersistentVolumeClaim to mount at /runs in all pods")
+    ] = None,
+    restarts: Restarts = 3,
+) -> None:
+    """Print a Kubernetes JobSet that trains in several pods.
+
+    minitext launch k8s --name big --image IMAGE --claim runs -- train laptop run.dir=/runs | kubectl apply -f -
+    """
+    from minitext import launch
+    from minitext.launch import jobset
+
+    words = launch.with_run_name(command, launch.check_name(name))
+    made = jobset.manifest(
+        words,
+        name=name,
+        image=image,
+        processes=processes,
+        gpus=gpus,
+        claim=claim,
+        restarts=restarts,
+    )
+    print(jobset.to_yaml(made), end="")
