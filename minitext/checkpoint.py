@@ -53,21 +53,23 @@ class Checkpointer:
     """Saves and restores a pytree with the position of its data, a directory for each step.
 
     All processes of a job make the same calls. Process 0 writes the facts and the manifest,
-    renames, and deletes old steps. Reading never changes the directory, so a run can be evaluated
-    while it trains. Use it as a context manager or call `close`: a save still under way when the
-    interpreter exits may be lost (the steps before it are not).
+    renames, and deletes old steps. Reading changes nothing, so a run can be evaluated while it
+    trains. Use it as a context manager or call `close`: a save under way at exit may be lost.
 
     Args:
         directory: where the steps live; made by the first save.
         keep: how many of the newest steps to keep, at least 1. The step just saved always stays.
         keep_every: keeps steps that are multiples of it as well.
+        own: whether each process has a directory of its own, for its own devices' parts alone.
     """
 
-    def __init__(self, directory: os.PathLike | str, keep: int = 3, keep_every: int | None = None):
+    def __init__(
+        self, directory: Path | str, keep: int = 3, keep_every: int | None = None, own: bool = False
+    ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
         self.directory = Path(directory).absolute()
-        self.keep, self.keep_every = keep, keep_every
+        self.keep, self.keep_every, self.own = keep, keep_every, own
         self._damaged: set[int] = set()  # found by restore, set aside by the next save
         self._saves = 0
         self._pending: Future[None] | None = None
@@ -75,7 +77,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _orbax(self) -> Any:
-        return leaves.checkpointer()
+        return leaves.checkpointer(self.own)
 
     def save(
         self,
@@ -109,10 +111,10 @@ class Checkpointer:
         self._saves += 1
         target = self._path(step, f".{self._saves}{TEMPORARY}")
         try:
-            if jax.process_index() == 0:
+            if self.own or jax.process_index() == 0:
                 self._prepare(target)
             arrays, write = leaves.storable(named), None
-            if jax.process_count() == 1:
+            if jax.process_count() == 1 and not self.own:
                 # Orbax's own preparations take longer than this, and need not hold up the loop.
                 arrays = leaves.on_host(arrays)
                 write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
@@ -147,14 +149,14 @@ class Checkpointer:
                 or dtype, or is on one side only.
         """
         self.wait()
-        chosen = _from_process_0(functools.partial(self._choose, step))
+        choose = functools.partial(self._choose, step)
+        chosen = choose() if self.own else _from_process_0(choose)
         if chosen is None:
             return None
         facts = self.facts(chosen)
         wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
         to_read = stacks.as_stored(saved, wanted)
-        difference = leaves.difference(saved, to_read, partial)
-        if difference:
+        if difference := leaves.difference(saved, to_read, partial):
             mend = "choose another run.dir or delete this one"
             raise UserError(f"{self.directory} holds another model: {difference}; {mend}")
         values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
@@ -233,15 +235,13 @@ class Checkpointer:
             self._damaged.remove(damaged)
         target.mkdir()
 
-    def _commit(
-        self, step: int, target: Path, facts: str, write: Callable[[], None] | None
-    ) -> None:
+    def _commit(self, step: int, target: Path, facts: str, write: Callable | None) -> None:
         """In the background: the arrays are written, the directory sealed, renamed; cleans up."""
         try:
             if write is not None:
                 write()
             self._orbax.wait_until_finished()
-            if jax.process_index() != 0:
+            if not self.own and jax.process_index() != 0:
                 return
             (target / FACTS).write_text(facts, encoding="utf-8")
             disk.seal(target)
@@ -275,13 +275,13 @@ class Checkpointer:
             shutil.rmtree(target, ignore_errors=True)
             quiet = 0 if target.exists() or disk.has_open_files(target) else quiet + 1
             time.sleep(0.05)
-        cause = disk.explain(error)
-        if cause is None:
+        if (cause := disk.explain(error)) is None:
             raise error
         good = self.latest()
         rest = "no step was saved before" if good is None else f"step {good} is intact"
-        told = f"step {step} was not saved in {self.directory} ({rest}): {cause}"
-        raise UserError(told) from error
+        raise UserError(
+            f"step {step} was not saved in {self.directory} ({rest}): {cause}"
+        ) from error
 
     def _choose(self, step: int | None) -> int | None:
         """The newest step that is whole, after a warning for each newer one that isn't."""
@@ -305,7 +305,7 @@ class Checkpointer:
         if not faults:
             return None
         raise UserError(
-            f"{'the' if step is not None else 'every'} checkpoint in {self.directory} is damaged: "
+            f"{'every' if step is None else 'the'} checkpoint in {self.directory} is damaged: "
             + "; ".join(f"step {number}: {fault}" for number, fault in faults.items())
             + "; nothing was deleted: put back a copy, or choose another run.dir to begin again"
         )

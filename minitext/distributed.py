@@ -171,6 +171,31 @@ def share(name: str, text: str, seconds: float = START_SECONDS) -> list[str]:
     return [told[index] for index in range(job.processes)]
 
 
+class Board:
+    """A place where one word is left for all processes. It is never waited for."""
+
+    def __init__(self, job: _Job, name: str):
+        self._key = f"minitext/{name}/{job.rounds[name]}"
+        job.rounds[name] += 1
+        self._client = job.client
+
+    def put(self, word: str) -> None:
+        """Leaves a word, unless there is one; every process can read it when this returns."""
+        import jax
+
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is one
+            self._client.key_value_set(f"{self._key}/word", word)
+
+    def get(self) -> str | None:
+        """Returns the first word that a process left, or None. It takes about a tenth of a millisecond."""
+        return next((word for _, word in self._client.key_value_dir_get(self._key)), None)
+
+
+def board(name: str) -> Board | None:
+    """Returns a new board that all processes share, None alone. All make the same calls in the same order."""
+    return Board(_job, name) if _job is not None else None
+
+
 def finish(error: BaseException | None = None) -> None:
     """Leaves the job; does nothing alone.
 

@@ -81,8 +81,12 @@ def difference(saved: dict[str, Any], wanted: dict[str, Any], partial: bool = Fa
     return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here{more}"
 
 
-def checkpointer() -> Any:
-    """An `orbax.checkpoint.AsyncCheckpointer` that raises its errors without printing them too."""
+def checkpointer(own: bool = False) -> Any:
+    """An `orbax.checkpoint.AsyncCheckpointer` that raises its errors without printing them too.
+
+    Args:
+        own: whether this process saves and reads its own devices' parts, without the other processes.
+    """
     import orbax.checkpoint as ocp  # a quarter of a second, which `import minitext` shouldn't take
 
     for name in ("absl", "asyncio"):
@@ -91,7 +95,19 @@ def checkpointer() -> Any:
         sys.unraisablehook = _LateWrites(sys.unraisablehook)
     # A directory that can't be written fails before anything else is begun.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+    if not own:
+        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+    # What Orbax's emergency and replicator managers save local copies with.
+    me, handlers = jax.process_index(), ocp.type_handlers
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"own{me}"
+    )
+    parts = handlers.ArrayHandler(primary_host=None, replica_id=None, use_replica_parallel=False)
+    handler = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=alone,
+        type_handler_registry=handlers.create_type_handler_registry((jax.Array, parts)),
+    )
+    return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=alone)
 
 
 def storable(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +212,8 @@ def _type(dtype: Any, shape: Any) -> str:
 def _is_news(record: logging.LogRecord) -> bool:
     """A log filter: what Orbax raises, it logs as well, and asyncio each further failed write."""
     error = record.exc_info[1] if record.exc_info else None
+    if record.msg.startswith("Global object size logging"):
+        return False  # own parts alone have no global size
     if record.name == "asyncio" and error is not None:
         return disk.explain(error) is None
     return record.levelno != logging.ERROR or "orbax" not in record.pathname

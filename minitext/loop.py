@@ -6,12 +6,11 @@ is prepared in a background thread, and checkpoints are written in one.
 Chapters: 6.
 """
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
+import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -23,19 +22,35 @@ from minitext import distributed, hw, leaves, stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config
 from minitext.data import Batches
+from minitext.emergency import LocalCopies
 from minitext.generate import Sampling, generate
 from minitext.mesh import make_mesh
 from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops
-from minitext.rundir import resume_command
+from minitext.nonfinite import Guard
+from minitext.stopping import Interrupted, Stopper
 from minitext.tokenizer import Tokenizer
-from minitext.train import TrainState, evaluate, make_eval_step, make_train_step
+from minitext.train import (
+    Batch,
+    Metrics,
+    TrainState,
+    evaluate,
+    make_eval_step,
+    make_train_step,
+)
+from minitext.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 32  # of validation text, in front of each sample
 
 
-class Interrupted(Exception):
-    """Training was stopped by Ctrl-C after saving; the message says how to resume."""
+class Dispatched(NamedTuple):
+    """A step whose results the device still computes."""
+
+    step: int
+    metrics: Metrics
+    batch: Batch  # kept until its loss is known to be a number
 
 
 @dataclass
@@ -50,74 +65,82 @@ class Loop:
     tokenizer: Tokenizer
     checkpointer: Checkpointer
     writer: MetricsWriter | None  # None where another process writes
-    stop: bool = False
+    copies: LocalCopies | None = None
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
         """Trains from step `start` to the last, or until it is asked to stop.
 
         Raises:
-          Interrupted: after Ctrl-C, when the state is saved.
+          Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
+          NonFinite: for a loss, gradient or parameter that is no number.
         """
         cfg = self.cfg.train
         train_step, eval_step = make_train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
         tokens = cfg.global_batch * self.cfg.data.seq_len
         flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
-        with progress_bar(console) as bar, _on_interrupt(lambda: self._ask_to_stop(bar)):
+        say = functools.partial(console.print, highlight=False)
+        stopper = Stopper(say, distributed.board("stop"))
+        index = jax.process_index()
+        watchdog = Watchdog(self.directory, index, logger.warning, cfg.hang_seconds)
+        guard = Guard(self.directory, cfg.on_nan, self.tokenizer, say)
+        with progress_bar(console) as bar, stopper, watchdog:
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
-            step, pending = start, []  # steps that were dispatched and not yet written down
+
+            def write(line: dict[str, Any], batch: Batch) -> None:
+                if self.writer:
+                    self.writer.write(line)
+                status = status_line(line, self.batches.floor)
+                bar.update(task, completed=line["step"], status=status)
+                watchdog.step_ended()
+                guard.check(line, batch)
+
+            step, pending = start, None  # the step that was dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):
-                state, metrics = train_step(state, next(self.batches))
-                pending.append((step, metrics))
-                stop = self.stop  # read once: a Ctrl-C from here on ends the step after this one
+                batch = next(self.batches)
+                state, metrics = train_step(state, batch)
+                if pending is not None:
+                    write(self._read(pending, meter), pending.batch)
+                pending = Dispatched(step, metrics, batch)
+                stop = stopper.last(step)
                 last = step == cfg.steps
                 evaluate_now = last or step % cfg.eval_every == 0
                 save_now = last or stop or step % cfg.save_every == 0
                 # The first sample comes after one step, since the first line should not wait for it to compile.
                 sample_now = last or step in (1, (cfg.steps + 1) // 2)
-                everything = evaluate_now or save_now or sample_now
-                due, pending = (pending, []) if everything else (pending[:-1], pending[-1:])
-                lines = self._settle(due, meter)
-                if evaluate_now:
-                    loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
-                    self._say_validation(step, loss, bar)
-                    lines[-1]["val_loss"] = loss
-                    meter.skip()  # the time of an evaluation is no step's
-                for line in lines:
-                    if self.writer:
-                        self.writer.write(line)
-                    status = status_line(line, self.batches.floor)
-                    bar.update(task, completed=line["step"], status=status)
-                if save_now:
+                copy_now = self.copies is not None and self.copies.is_due(step) and not save_now
+                if evaluate_now or save_now or sample_now or copy_now:
+                    line, pending = self._read(pending, meter), None
+                    if evaluate_now:
+                        loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
+                        self._say_validation(step, loss, bar)
+                        line["val_loss"] = loss
+                        meter.skip()  # the time of an evaluation is no step's
+                    write(line, batch)
+                if saver := self.checkpointer if save_now else self.copies if copy_now else None:
+                    guard.check_parameters(step, state.params)
                     # The line of a step is written before the step is saved: a run that is killed in between
                     # has a line too many, which resuming removes, and never one too few.
                     config = self.cfg.model_dump(mode="json")
-                    self.checkpointer.save(step, state, self.batches.get_state(), config)
+                    saver.save(step, state, self.batches.get_state(), config)
                 if sample_now:
                     self._sample(state, step, bar)
                     meter.skip()
                 if stop:
                     break
-        self.checkpointer.wait()
+            self.checkpointer.wait()
         if step < cfg.steps:
-            raise Interrupted(
-                f"stopped after step {step} and saved; resume with: {resume_command(self.directory)}"
-            )
+            raise Interrupted(step, self.directory, stopper.number)
 
-    def _settle(self, steps: list[tuple[int, Any]], meter: Meter) -> list[dict[str, Any]]:
-        """Waits for `steps`, pairs of number and metrics, and returns the lines to write of them."""
-        if not steps:
-            return []
-        values = jax.device_get([metrics for _, metrics in steps])
-        rates = meter.lap(len(steps))
+    def _read(self, one: Dispatched, meter: Meter) -> dict[str, Any]:
+        """Waits for a step and returns the line to write of it."""
+        metrics = jax.device_get(one.metrics)
+        rates = meter.lap()
         # A step is written down only when the save before it is on the disk, so that a kill never costs
         # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
         self.checkpointer.wait()
-        lines = []
-        for (step, _), metrics in zip(steps, values, strict=True):
-            numbers = {name: float(value) for name, value in metrics.items()}
-            lines.append({"step": step, **numbers, "tokens": int(metrics["tokens"]), **rates})
-        return lines
+        numbers = {name: float(value) for name, value in metrics.items()}
+        return {"step": one.step, **numbers, "tokens": int(metrics["tokens"]), **rates}
 
     def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
@@ -156,10 +179,6 @@ class Loop:
         with (self.directory / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"--- step {step}\n{before}|{after}\n")
 
-    def _ask_to_stop(self, bar: Progress) -> None:
-        self.stop = True
-        bar.console.print("stopping after this step; Ctrl-C again stops at once without saving")
-
 
 def peak_flops(cfg: Config, mesh: Mesh) -> float:
     """Returns the matmul peak of the mesh's devices together, in FLOP/s.
@@ -175,23 +194,3 @@ def peak_flops(cfg: Config, mesh: Mesh) -> float:
     if chip is None or kind not in chip.flops:
         return hw.measure_matmul_peak(cfg.model.dtype) * mesh.size
     return chip.peak(kind) * mesh.size / chip.devices
-
-
-@contextlib.contextmanager
-def _on_interrupt(ask: Callable[[], None]) -> Iterator[None]:
-    """Calls `ask` at the first Ctrl-C; the second one interrupts as usual."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def handle(*_):
-        signal.signal(signal.SIGINT, before)
-        ask()
-
-    try:
-        signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not in the main thread, where no handler can be set and none is needed
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

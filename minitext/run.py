@@ -20,6 +20,7 @@ from minitext import disk, distributed
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, flatten, to_yaml
 from minitext.data import Batches, make_batches
+from minitext.emergency import LocalCopies, restore_newest
 from minitext.errors import UserError
 from minitext.loop import Interrupted as Interrupted
 from minitext.loop import Loop
@@ -53,7 +54,7 @@ def train(cfg: Config, console: Console | None = None) -> Path:
 
     Raises:
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
-      Interrupted: after Ctrl-C, when the state is saved.
+      Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
     """
     console = console or Console(stderr=True, quiet=not distributed.is_first())
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -85,8 +86,11 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
-        with Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer:
-            restored = checkpointer.restore(abstract_state(cfg, mesh))
+        with (
+            Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer,
+            _local_copies(cfg, directory) as copies,
+        ):
+            restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
             if restored is None:
                 state, start = first_state(cfg, mesh, batches)
             else:
@@ -105,9 +109,26 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
                 with writes as writer:
                     Loop(
-                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer
+                        cfg,
+                        mesh,
+                        directory,
+                        batches,
+                        held_out,
+                        tokenizer,
+                        checkpointer,
+                        writer,
+                        copies,
                     ).run(state, start, console)
     return directory
+
+
+def _local_copies(
+    cfg: Config, directory: Path
+) -> contextlib.AbstractContextManager[LocalCopies | None]:
+    where, new = cfg.checkpoint.local_dir, not (directory / CONFIG).exists()
+    if where is None:
+        return contextlib.nullcontext()
+    return LocalCopies(where, cfg.checkpoint.local_every, directory, new)
 
 
 def _check_agreement(cfg: Config) -> None:

@@ -43,6 +43,8 @@ RESUMABLE = (
     "train.eval_batches",
     "train.sample_tokens",
     "train.microbatches",
+    "train.on_nan",
+    "train.hang_seconds",
     "model.scan_layers",
     "model.remat",
     "model.attention.impl",

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from minitext import moe, stacks
+from minitext import moe, nonfinite, stacks
 from minitext.config import Config, MoEConfig
 from minitext.loss import cross_entropy, fused_sums, masked_sum, sum_in_chunks
 from minitext.mesh import BATCH_AXES
@@ -226,7 +226,8 @@ def make_train_step(
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
     Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
-    `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts those of `moe.metrics` too.
+    `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts those of `moe.metrics` too; and
+    with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
     """
     step = make_step_fn(cfg, mesh)
 
@@ -258,9 +259,8 @@ def make_step_fn(
         opt_state = state.opt_state
         if cfg.optim.offload:
             opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+        old = state.params, opt_state
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        if cfg.optim.offload:
-            opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
         params = reshard_tree(optax.apply_updates(params, updates), rules)
         ffn = cfg.model.ffn
         if isinstance(ffn, MoEConfig) and ffn.bias_rate and sums.routing is not None:
@@ -273,6 +273,12 @@ def make_step_fn(
         }
         if sums.routing is not None:
             metrics |= moe.metrics(moe.scaled(sums.routing, share))
+        if cfg.train.on_nan == "skip":
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            params, opt_state = nonfinite.skip(finite, (params, opt_state), old)
+            metrics["skipped"] = jnp.where(finite, 0.0, 1.0)
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
         return TrainState(state.step + 1, params, opt_state), metrics, grads
 
     return step

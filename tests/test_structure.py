@@ -27,7 +27,17 @@ LAYERS = [
     {"sharding"},
     {"kernels", "layers", "parallel"},
     {"attention", "ffn", "mla", "moe"},
-    {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
+    {
+        "model",
+        "tokenizer",
+        "data",
+        "checkpoint",
+        "metrics",
+        "loss",
+        "optim",
+        "mesh_check",
+        "nonfinite",
+    },
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
@@ -36,6 +46,9 @@ LAYERS = [
         "rundir",
         "run",
         "loop",
+        "stopping",
+        "watchdog",
+        "emergency",
         "grading",
         "doctor",
         "launch",

@@ -27,7 +27,7 @@ def train(settings: Settings = None) -> None:
         directory = run.train(cfg)
     except run.Interrupted as stop:
         print(stop, file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(stop.exit_code) from None
     if not distributed.is_first():
         return
     prompt = "def " if cfg.data.source == "stdlib" else "the "

@@ -66,6 +66,14 @@ class TrainConfig(Section):
         "platform's",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the parameters")
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop", description="what becomes of a step whose loss or gradient is not finite"
+    )
+    hang_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds without the end of a step, after which every process writes its stacks; null: never",
+    )
 
     def faults(self) -> Iterator[str]:
         """Yields the faults: microbatches that don't divide the batch, chunks of logits that a kernel does not make."""
@@ -189,6 +197,13 @@ class CheckpointConfig(Section):
     keep: int = Field(default=3, ge=1, description="newest checkpoints to keep")
     keep_every: int | None = Field(
         default=None, ge=1, description="keep those at multiples of this step too; null: none"
+    )
+    local_dir: str | None = Field(
+        default=None,
+        description="folder on each process's own disk for copies between checkpoints; null: none",
+    )
+    local_every: int = Field(
+        default=10, ge=1, description="steps between copies in checkpoint.local_dir"
     )
     load_full_state: str | None = Field(
         default=None, description="run whose parameters, optimizer and step a new run goes on from"

@@ -1,0 +1,115 @@
+"""Stopping by a signal: one step for all processes, saved, and the exit code says which signal it was."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from minitext.checkpoint import Checkpointer
+from minitext.metrics import read_metrics
+from minitext.stopping import SLACK, Interrupted, Stopper
+
+TINY = [
+    "model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
+    "train.global_batch=8", "train.sample_tokens=0", "data.source=grammar", "train.eval_batches=1",
+]  # fmt: skip
+
+
+class SharedBoard:
+    """The key-value store of one job: the first word stays."""
+
+    def __init__(self):
+        self.lock, self.word = threading.Lock(), None
+
+    def put(self, word):
+        with self.lock:
+            self.word = self.word or word
+
+    def get(self):
+        with self.lock:
+            return self.word
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def test_one_process_ends_with_the_step_in_which_it_was_asked():
+    said = []
+    with Stopper(said.append) as stopper:
+        assert not stopper.last(1)
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        assert stopper.last(2) and stopper.number == signal.SIGTERM
+    assert len(said) == 1 and said[0].startswith("SIGTERM: ")
+
+
+def test_handlers_are_put_back_and_a_second_ctrl_c_is_at_once():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Stopper(lambda _: None) as stopper:
+        send(signal.SIGINT)
+        assert stopper.last(5) and stopper.number == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+            time.sleep(1)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_processes_end_with_one_step_whoever_is_asked_and_when(seed):
+    """Processes run as far ahead of each other as a loop that reads metrics of the step before lets them."""
+    rng, board, processes = random.Random(seed), SharedBoard(), 4
+    stoppers = [Stopper(lambda _: None, board) for _ in range(processes)]
+    dispatched, ended = [0] * processes, [None] * processes
+    asked = None
+    for turn in range(400):
+        me = rng.randrange(processes)
+        if ended[me] is not None or dispatched[me] > min(dispatched):
+            continue  # to end its next step it reads the metrics of one that others have not begun
+        if turn > 20 and rng.random() < 0.1:
+            stoppers[me]._ask(rng.choice([signal.SIGTERM, signal.SIGTERM]), None)
+            asked = asked or dispatched[me] + 1
+        dispatched[me] += 1
+        if stoppers[me].last(dispatched[me]):
+            ended[me] = dispatched[me]
+    assert asked is not None
+    assert len(set(ended)) == 1 and asked <= ended[0] <= asked + SLACK, (asked, ended)
+    assert {stopper.number for stopper in stoppers} == {signal.SIGTERM}
+
+
+def test_the_exit_codes_tell_the_signals_apart():
+    assert Interrupted(3, "runs/a", signal.SIGTERM).exit_code == 0
+    assert Interrupted(3, "runs/a", signal.SIGINT).exit_code == 130
+    assert "minitext train config=runs/a/config.yml" in str(Interrupted(3, "runs/a"))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_0(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "minitext",
+        "train",
+        *TINY,
+        f"run.dir={tmp_path}",
+        "run.name=a",
+    ]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "300"}
+    run = tmp_path / "a"
+    process = subprocess.Popen(
+        [*command, "train.steps=1000000"], env=env, text=True, stderr=subprocess.PIPE
+    )
+    while process.poll() is None and not read_metrics(run):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    (step,) = Checkpointer(run / "checkpoints").steps()
+    assert f"stopped after step {step} and saved; resume with: minitext train config=" in printed
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, step + 1))
