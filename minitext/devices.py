@@ -15,8 +15,8 @@ import os
 import pkgutil
 from collections.abc import Sequence
 
-from minitext import distributed
-from minitext.cluster import Cluster, find_cluster
+from minitext import distributed, environment
+from minitext.cluster import find_cluster
 from minitext.errors import UserError
 
 _GPU_PLUGINS = ("xla_cuda", "xla_rocm")
@@ -58,7 +58,16 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
     if platforms:
         jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
     cluster = find_cluster() if join else None
-    here = simulate if cluster is None else _simulated_here(cluster, simulate)
+    here, told = simulate, environment.number(os.environ, "MINITEXT_LOCAL_DEVICES", 1, 0)
+    if join and told:
+        here, simulate = told, None  # the launcher's word: the mesh takes what there is
+    elif cluster is not None and cluster.processes is not None and simulate is not None:
+        here = simulate // cluster.processes
+        if simulate % cluster.processes:
+            raise UserError(
+                f"{simulate} simulated devices cannot be shared by {cluster.processes} processes: set mesh.simulate, "
+                f"or the sizes of the mesh, to a multiple of {cluster.processes}"
+            )
     if here is not None:
         with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
             jax.config.update("jax_num_cpu_devices", here)
@@ -70,20 +79,6 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
             f"{jax.default_backend()} device(s): unset JAX_PLATFORMS and XLA_FLAGS, and ask before JAX starts "
             "(in a notebook: restart the kernel and run the first cell first)"
         )
-
-
-def _simulated_here(cluster: Cluster, simulate: int | None) -> int | None:
-    """Returns how many of a job's simulated devices are this process's; None: as many as it has."""
-    here, processes = cluster.local_devices, cluster.processes
-    if simulate is None or processes is None:
-        return here
-    if simulate != (here or 1) * processes if here else simulate % processes:
-        each = f" of {here} device(s) each" if here else ""
-        raise UserError(
-            f"{simulate} simulated devices were asked for, for {processes} processes{each}: set mesh.simulate, or the "
-            f"sizes of the mesh, to a multiple of {processes}{f': to {here * processes}' if here else ''}"
-        )
-    return simulate // processes
 
 
 def simulate_for(sizes: Sequence[int], asked: int | None) -> int | None:

@@ -226,7 +226,10 @@ def finish(error: BaseException | None = None) -> None:
     elif not isinstance(error, SystemExit):
         time.sleep(_SETTLE + heartbeat.GRACE)  # a lost process ends this one meanwhile
         traceback.print_exception(error)
-    job.heart.fail(f"{type(error).__name__}: {error}")
+    why = (
+        f"exit code {code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    )
+    job.heart.fail(why)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -28,12 +28,13 @@ QUICK = [
 
 
 def start(processes, devices, command):
-    """Starts a job; its processes write to pipes."""
+    """Starts a job; its processes write to pipes, and compile as quickly as this one does."""
     port = free_port()
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     return [
         subprocess.Popen(
             [sys.executable, *command],
-            env=environment_of(os.environ, index, processes, port, devices),
+            env=environment_of(os.environ, index, processes, port, devices) | quick,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -150,7 +151,7 @@ def test_resuming_with_other_numbers_of_processes_is_exact(tmp_path):
             process.kill()
         for process in job:
             process.communicate()
-        newest = max(int(p.name) for p in (directory / name / "checkpoints").glob("[0-9]"))
+        newest = max(int(path.name) for path in (directory / name / "checkpoints").glob("[0-9]"))
         states = []
         for others in (1, 2):
             run_job(

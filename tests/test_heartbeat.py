@@ -45,6 +45,9 @@ class Job:
 def cut(part):
     """What the kernel does to the connections of a killed process."""
     part.on_loss = lambda line: None
+    if isinstance(part, Hub):  # its thread dies first, and says nothing of what it sees meanwhile
+        part._ended.set()
+        time.sleep(0.5)
     lines = [part._line] if isinstance(part, Member) else part._lines
     for line in lines:
         line.socket.shutdown(2)
