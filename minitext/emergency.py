@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minitext import distributed, leaves
@@ -77,6 +78,7 @@ class LocalCopies:
         Returns:
           The state, the data's place and the step; None where the shared checkpoint is as new.
         """
+        self._checkpointer.wait()
         parts = _parts(leaves.named(abstract_state))
         mine = [step for step in self._checkpointer.steps() if step > after]
         mine = [step for step in mine if self._is_usable(step, parts)]
@@ -158,10 +160,9 @@ def _spread(array: jax.Array, like: jax.ShapeDtypeStruct, holders: set[int]) -> 
         return array
     every = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
-    def is_source(index: Any) -> Any:
-        return jnp.reshape(
-            jnp.asarray(mesh.devices[index].item() in chosen), (1,) * mesh.devices.ndim
-        )
+    def is_source(index: Any) -> np.ndarray:
+        device = mesh.devices[index].item()
+        return np.full((1,) * mesh.devices.ndim, device in chosen)
 
     source = jax.make_array_from_callback(mesh.devices.shape, every, is_source)
     bits = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[like.dtype.itemsize]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
@@ -140,7 +141,9 @@ class Loop:
         # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
         self.checkpointer.wait()
         numbers = {name: float(value) for name, value in metrics.items()}
-        return {"step": one.step, **numbers, "tokens": int(metrics["tokens"]), **rates}
+        # Of a batch that is no numbers even the count may be none.
+        numbers["tokens"] = int(np.nan_to_num(metrics["tokens"]))
+        return {"step": one.step, **numbers, **rates}
 
     def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
