@@ -263,6 +263,7 @@ def test_imports_are_declared():
         "nbformat",
         "jax_plugins",
         "google",
+        "cloudpickle",
     }
     for path in SOURCES:
         for name in {i.split(".")[0].lower() for i in imports(path)}:

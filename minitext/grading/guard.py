@@ -79,7 +79,11 @@ _SEALED = (
 )
 
 
-def arm(protected: Iterable[Path], source: str) -> None:
+def arm(
+    protected: Iterable[Path],
+    source: str,
+    peer: tuple[list[str], dict[str, str]] | None = None,
+) -> None:
     """Installs the audit hook; it stays for the life of the process.
 
     From here on the process may not use the network, start or signal processes, or open a file
@@ -88,9 +92,12 @@ def arm(protected: Iterable[Path], source: str) -> None:
     Args:
         protected: folders.
         source: the file name that the answer is compiled under.
+        peer: command and environment of the one process that may be started, word for word; it
+            must be one that guards itself.
     """
     folders = tuple(os.path.realpath(folder) + os.sep for folder in protected)
     getframe, realpath, fsdecode = sys._getframe, os.path.realpath, os.fsdecode
+    allowed = peer and (peer[0][0], list(peer[0]), None, dict(peer[1]))
     looking = False
 
     def from_answer() -> bool:
@@ -113,7 +120,7 @@ def arm(protected: Iterable[Path], source: str) -> None:
                     return "opening the solutions or the checks"
         elif event in _NETWORK:
             return f"the network ({event})"
-        elif event in _PROCESSES:
+        elif event in _PROCESSES and not (event == "subprocess.Popen" and args == allowed):
             return f"starting or signalling a process ({event})"
         elif event in _TRACING or (event == "object.__setattr__" and args[1] == "__code__"):
             return f"changing running code ({event})"

@@ -54,6 +54,7 @@ class Exercise:
         statement: MyST Markdown, printed in the notebook above the stub.
         hints: three, of growing strength.
         devices: how many (simulated) devices the answer sees.
+        processes: how many processes its checks start at a time (`peers`); 1 if none.
         seconds: time limit for all the checks of one answer, imports not counted. It is CPU time;
             an answer that only waits has three times as long.
         memory_gib: limit on the resident memory of the answer's process.
@@ -73,6 +74,7 @@ class Exercise:
     statement: str
     hints: tuple[str, ...]
     devices: int = 1
+    processes: int = 1
     seconds: float = 60.0
     memory_gib: float = 3.0
     forbid: tuple[str, ...] = ()

@@ -1,0 +1,80 @@
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+
+# EXERCISE 21.process_rows
+def global_rows(read, sharding, shape):
+    """Make a global array of rows, of which this process reads its own alone.
+
+    Args:
+      read: function of a list of row numbers, increasing, -> NumPy [len(rows), T]. It reads data.
+      sharding: `jax.sharding.NamedSharding` of the array; its mesh has devices of every process.
+      shape: (B, T), two Python ints.
+
+    Returns:
+      jax.Array [B, T] with the sharding and the dtype of what was read.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("21.process_rows")
+
+
+# EXERCISE 21.find_coordinator
+def find_job(env):
+    """Decide from the environment how this process starts.
+
+    Args:
+      env: dict of environment variables, str -> str.
+
+    Returns:
+      (address, processes, index): the coordinator's "host:port", how many processes there are, and
+      which one this is; or None where the process is alone.
+
+    Raises:
+      ValueError: naming the variable that is missing or whose value is wrong.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("21.find_coordinator")
+
+
+# EXERCISE 21.deadlock
+def run_job(job, steps, save_every):
+    """Train, save and stop so that no process ever waits for one that doesn't come.
+
+    Args:
+      job: this process's part of the job, with the members of the statement.
+      steps: how many steps to take, an int of at least 1, the same in every process.
+      save_every: steps from one save to the next, the same in every process.
+
+    Returns:
+      (losses, state): the list of the sums of all steps taken, and what `job.read` returns for the
+      last of them.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("21.deadlock")
+
+
+# EXERCISE 21.elastic
+def resume(folder, wanted, index, count, batch):
+    """Go on from a checkpoint that another number of processes wrote.
+
+    Args:
+      folder: `pathlib.Path` with a folder for each step, as in the statement.
+      wanted: dict from the name of each array to (start, stop), the rows that this process shall
+        hold from now on.
+      index: which of the new processes this is.
+      count: how many there are now.
+      batch: rows in a batch over all processes, a multiple of `count` and as before.
+
+    Returns:
+      (step, state, batches): the step of the checkpoint; a dict from each name to the NumPy array
+      of the rows wanted; and an endless iterator with, for each batch from here on, the list of the
+      rows that this process reads.
+
+    Raises:
+      FileNotFoundError: no step is whole.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("21.elastic")

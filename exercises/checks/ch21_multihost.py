@@ -1,0 +1,1113 @@
+import itertools
+import json
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitext.grading import Exercise, peers
+from minitext.grading.compare import Failure
+
+# --------------------------------------------------------------------------------- process_rows
+
+process_rows = Exercise(
+    "21.process_rows",
+    title="The rows of this process",
+    function="global_rows",
+    minutes=25,
+    points=10,
+    devices=8,
+    processes=2,
+    statement="""
+Every process of a job calls `global_rows(read, sharding, shape)` with the same sharding and shape. Together they make
+one global array [B, T]; each reads the rows that its own devices hold, and no others.
+
+- Call `read(rows)` **once**, with those row numbers in increasing order and none twice. It returns them as
+  [len(rows), T]. Reading is slow: a row that no device of this process holds must not be asked for.
+- The sharding may divide rows, columns, both or neither, by one axis or two. Where it divides columns, a row is held by
+  several devices, perhaps of several processes. Each of these processes reads the whole row.
+- The devices may stand in the mesh in any order: the rows of a process need not be neighbours.
+- Nothing is sent between processes.
+
+The last check starts two real processes with four devices each. In these, `jax.devices()` has all eight.
+""",
+    hints=(
+        "The sharding knows which device holds what. Which of its methods tells it for this process's devices alone?",
+        "`sharding.addressable_devices_indices_map(shape)` gives a pair of slices for each device of this process. "
+        "`slice.indices(B)` turns None into numbers. `jax.make_array_from_callback` asks for pieces by such pairs.",
+        "Collect the rows of all pairs in a set, sort it, read. In the callback, look up where each row of "
+        "`index[0]` lies in what you have read, then cut the columns `index[1]`.",
+    ),
+)
+
+# Shapes of the mesh, and what it divides: rows and columns.
+LAYOUTS = (
+    ((8,), P("a")),
+    ((4, 2), P("a", "b")),
+    ((2, 4), P("b", "a")),
+    ((2, 4), P(None, "b")),
+    ((4, 2), P(("b", "a"), None)),
+)
+
+
+def layout_cases(t, orders):
+    cases = []
+    for (sizes, spec), order in itertools.product(LAYOUTS, orders):
+        shape = (8 * int(t.rng.integers(1, 3)), 8)
+        dtype = ["int32", "float32", "int8"][int(t.rng.integers(3))]
+        data = t.rng.integers(-100, 100, size=shape).astype(dtype)
+        cases.append((sizes, spec, tuple(int(n) for n in order), data))
+    return cases
+
+
+def build_all(fn, cases, note):
+    """Builds each case's array; returns what was asked of `read`, and this process's pieces."""
+    found = []
+    for sizes, spec, order, data in cases:
+        devices = np.array([jax.devices()[n] for n in order]).reshape(sizes)
+        sharding = NamedSharding(Mesh(devices, tuple("ab"[: len(sizes)])), spec)
+        asked = []
+
+        def read(rows, asked=asked, data=data):
+            rows = [int(row) for row in rows]
+            asked.append(rows)
+            return data[rows]
+
+        array = fn(read, sharding, data.shape)
+        note(len(found))
+        want = {
+            d.id: data[i] for d, i in sharding.addressable_devices_indices_map(data.shape).items()
+        }
+        got = {s.device.id: np.asarray(s.data) for s in array.addressable_shards}
+        found.append(
+            (asked, tuple(array.shape), str(array.dtype), array.sharding == sharding, got, want)
+        )
+    return found
+
+
+def built_well(t, found, cases, where):
+    held = []
+    for (asked, *_), (sizes, spec, *_) in zip(found, cases, strict=True):
+        t.equal(len(asked), 1, why=f"calls of read, mesh {sizes}, {spec}, {where}")
+        held.append(asked[0])
+    for k, (_, shape, dtype, sharded, got, want) in enumerate(found):
+        sizes, spec, order, data = cases[k]
+        why = f"mesh {sizes} of devices {order}, {spec}, B = {len(data)}, {where}"
+        t.equal(shape, data.shape, why=f"shape: {why}")
+        t.equal(dtype, str(data.dtype), why=f"dtype: {why}")
+        t.true(sharded, why=f"the array has another sharding than asked: {why}")
+        t.true(got.keys() == want.keys() and all(np.array_equal(got[d], want[d]) for d in want),
+               why=f"a device holds other values than it should: {why}",
+               observed=[got[d] for d in sorted(got)])  # fmt: skip
+    return held
+
+
+@process_rows.check("one process with eight devices")
+def _(fn, t):
+    cases = layout_cases(t, [range(8)])
+    found = build_all(fn, cases, lambda k: None)
+    held = built_well(t, found, cases, "one process")
+    t.equal(
+        held, [list(range(len(data))) for *_, data in cases], why="rows read by the only process"
+    )
+
+
+def in_peer(say, fn, cases):
+    return build_all(fn, cases, say)
+
+
+@process_rows.check("two processes with four devices each")
+def _(fn, t):
+    cases = layout_cases(t, [range(8), (0, 4, 1, 5, 2, 6, 3, 7), t.rng.permutation(8)])
+    outcomes = peers.returned(peers.run(in_peer, fn, cases, devices=4))
+    rows, want = [], []
+    for index, found in enumerate(outcomes):
+        rows.append([asked[0] if len(asked) == 1 else asked for asked, *_ in found])
+        mine = []
+        for sizes, spec, order, data in cases:
+            # The same question asked of this process's simulated devices, divided as the two divide theirs.
+            devices = np.array([jax.devices()[n] for n in order]).reshape(sizes)
+            whole = NamedSharding(
+                Mesh(devices, tuple("ab"[: len(sizes)])), spec
+            ).devices_indices_map(data.shape)
+            parts = [i for d, i in whole.items() if jax.devices().index(d) // 4 == index]
+            mine.append(sorted({row for i in parts for row in range(*i[0].indices(len(data)))}))
+        want.append(mine)
+    for index in (0, 1):
+        t.equal(
+            rows[index],
+            want[index],
+            why=f"rows read by process {index} for {len(cases)} arrays, one after the other",
+        )
+    for index, found in enumerate(outcomes):
+        built_well(t, found, cases, f"process {index} of 2")
+
+
+def right_rows(
+    read, sharding, shape, own=True, each=False, twice=False, columns=True, local=True, dealt=None
+):
+    B = shape[0]
+    held = list(sharding.addressable_devices_indices_map(tuple(shape)).values())
+    rows = [row for index in held for row in range(*index[0].indices(B))]
+    rows = sorted(rows) if twice else sorted(set(rows))
+    if not own:
+        rows = list(range(B))
+    if dealt is not None:
+        n, p = jax.process_count(), jax.process_index()
+        rows = list(range(p, B, n)) if dealt else list(range(p * B // n, (p + 1) * B // n))
+    if each:
+        data = {}
+        for index in held:
+            span = list(range(*index[0].indices(B)))
+            data.update(zip(span, read(span), strict=True))
+        dtype = next(iter(data.values())).dtype
+        return jax.make_array_from_callback(
+            shape,
+            sharding,
+            lambda i: np.stack([data[r] for r in range(*i[0].indices(B))])[:, i[1]],
+            dtype=dtype,
+        )
+    data = read(rows)
+    place = {row: number for number, row in enumerate(rows)}
+
+    def piece(index):
+        span = range(*index[0].indices(B))
+        mine = [place[row] for row in span] if local else [row % len(data) for row in span]
+        return data[mine][:, index[1]] if columns else data[mine]
+
+    return jax.make_array_from_callback(shape, sharding, piece, dtype=data.dtype)
+
+
+@process_rows.mutant(
+    "You read the whole batch in every process. On 1,000 hosts each row would be read 1,000 times."
+)
+def everything(read, sharding, shape):
+    return right_rows(read, sharding, shape, own=False)
+
+
+@process_rows.mutant(
+    "You take the process's block of neighbouring rows. The mesh decides which rows it holds: ask the sharding."
+)
+def own_block(read, sharding, shape):
+    return right_rows(read, sharding, shape, dealt=False)
+
+
+@process_rows.mutant(
+    "You deal rows to processes like cards. The mesh decides which rows a process holds: ask the sharding."
+)
+def dealt_rows(read, sharding, shape):
+    return right_rows(read, sharding, shape, dealt=True)
+
+
+@process_rows.mutant(
+    "You read once for each device. Collect the rows of all devices first, then read once."
+)
+def device_by_device(read, sharding, shape):
+    return right_rows(read, sharding, shape, each=True)
+
+
+@process_rows.mutant(
+    "Rows that several devices hold are read several times: make a set of them before you read."
+)
+def rows_twice(read, sharding, shape):
+    return right_rows(read, sharding, shape, twice=True)
+
+
+@process_rows.mutant("A device that holds some columns gets whole rows: cut `index[1]` as well.")
+def whole_rows(read, sharding, shape):
+    return right_rows(read, sharding, shape, columns=False)
+
+
+@process_rows.mutant(
+    "JAX asks by row numbers of the whole array, and what you have read begins with this process's first row: "
+    "look up where each row lies."
+)
+def global_numbers(read, sharding, shape):
+    return right_rows(read, sharding, shape, local=False)
+
+
+# ----------------------------------------------------------------------------- find_coordinator
+
+find_coordinator = Exercise(
+    "21.find_coordinator",
+    title="Who am I, and whom do I call?",
+    function="find_job",
+    minutes=25,
+    points=10,
+    statement="""
+Write `find_job(env)`, the start-up decision of one process: from its environment to `(address, processes, index)`, or
+None where it is alone. It is a pure function, so that every row can be tested without a cluster. The first row that
+applies decides.
+
+| who set it | applies if | address | processes | index |
+|---|---|---|---|---|
+| you | **any** of E is set | `COORDINATOR` | `PROCESSES` | `PROCESS_INDEX` |
+| Slurm | **all** of S are set | first node : port | `SLURM_NTASKS` | `SLURM_PROCID` |
+| a JobSet's manifest | **all** of J are set | `NAME-REPLICATED-0-0.NAME:8476` | `JOBS` times `PODS` | see below |
+| nobody | else | None | | |
+
+- E is `COORDINATOR`, `PROCESSES`, `PROCESS_INDEX`. S is `SLURM_JOB_ID`, `SLURM_STEP_NODELIST`, `SLURM_NTASKS`,
+  `SLURM_PROCID`. J is `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOBS`, `JOB_INDEX`, `PODS`, `POD_INDEX`, and its address
+  begins with the first two of them.
+- In the first row all three are needed. If some are missing, raise a `ValueError` that names each of them.
+- Slurm's port is 61440 plus the job's id modulo 4096, so that two jobs on one node seldom meet. Its list of nodes is
+  short for many: the first node of `gpu[012-014,20],cpu3` is `gpu012`, of `a1,b2` it is `a1`, and of
+  `rack[1-2]n[08,10]` it is `rack1n08`.
+- A JobSet has `JOBS` jobs of `PODS` pods each, numbered from 0. Number the processes job by job.
+- A job of one process is None, whichever row found it.
+- A value that is no number, or an index that is not one of the processes, is a `ValueError` with the variable's name.
+""",
+    hints=(
+        "Begin with the table: four branches in its order, each giving three values. Then one check of them for all.",
+        "In the first row `any` decides and `all` is demanded. For the node list, find the first comma outside "
+        "brackets, then take the first entry of each bracket, as text: `012` is not 12.",
+        r"`re.match(r'(?:[^,\[]|\[[^\]]*\])+', nodes)[0]` is the list up to that comma, and "
+        r"`re.sub(r'\[([^,\-\]]+)[^\]]*\]', r'\1', first)` opens the brackets.",
+    ),
+)
+
+EXPLICIT = ("COORDINATOR", "PROCESSES", "PROCESS_INDEX")
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+JOBSET = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBS", "JOB_INDEX", "PODS", "POD_INDEX")
+
+
+def first_host(nodes, brackets=True, zeros=True):
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0] if brackets else nodes.split(",")[0]
+    host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
+    return host if zeros else re.sub(r"0+(?=\d)", "", host)
+
+
+def right_job(
+    env,
+    any_of=True,
+    order="esj",
+    per_task=True,
+    port=True,
+    within=False,
+    alone=True,
+    ranges=True,
+    **host,
+):
+    def number(name):
+        try:
+            return int(env[name])
+        except ValueError:
+            raise ValueError(f"{name}={env[name]!r} is not a number") from None
+
+    applies = {
+        "e": any(n in env for n in EXPLICIT) if any_of else all(n in env for n in EXPLICIT),
+        "s": all(n in env for n in SLURM) if per_task else all(n in env for n in SLURM[:3]),
+        "j": all(n in env for n in JOBSET),
+    }
+    row = next((r for r in order if applies[r]), None)
+    if row is None:
+        return None
+    if row == "e":
+        missing = [n for n in EXPLICIT if n not in env]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} must be set too")
+        address, told = env["COORDINATOR"], "PROCESS_INDEX"
+        processes, index = number("PROCESSES"), number("PROCESS_INDEX")
+    elif row == "s":
+        offset = number("SLURM_JOB_ID") % 4096 if port else 0
+        address = f"{first_host(env['SLURM_STEP_NODELIST'], **host)}:{61440 + offset}"
+        processes, told = number("SLURM_NTASKS"), "SLURM_PROCID"
+        index = number("SLURM_PROCID") if "SLURM_PROCID" in env else 0
+    else:
+        name = env["JOBSET_NAME"]
+        address = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}:8476"
+        processes, told = number("JOBS") * number("PODS"), "POD_INDEX"
+        index = (0 if within else number("JOB_INDEX") * number("PODS")) + number("POD_INDEX")
+    if ranges and not 0 <= index < processes:
+        raise ValueError(f"{told}={env[told]} is not one of {processes} processes")
+    return (address, processes, index) if processes > 1 or not alone else None
+
+
+def env_of(t, row, processes=None):
+    n = processes or int(t.rng.integers(2, 9))
+    i = int(t.rng.integers(n))
+    if row == "explicit":
+        return {"COORDINATOR": f"10.0.0.{t.rng.integers(2, 99)}:{t.rng.integers(2000, 9000)}", "PROCESSES": str(n),
+                "PROCESS_INDEX": str(i)}  # fmt: skip
+    if row == "slurm":
+        return {"SLURM_JOB_ID": str(t.rng.integers(5000, 10**7)), "SLURM_STEP_NODELIST": "node3,node4",
+                "SLURM_NTASKS": str(n), "SLURM_PROCID": str(i)}  # fmt: skip
+    jobs = 1 if n == 1 else int(t.rng.integers(2, 5))
+    return {"JOBSET_NAME": "llama", "REPLICATED_JOB_NAME": "slice", "JOBS": str(jobs),
+            "JOB_INDEX": str(jobs - 1), "PODS": str(n), "POD_INDEX": str(i)}  # fmt: skip
+
+
+def decides(fn, t, env, why):
+    want = right_job(dict(env))
+    got = fn(dict(env))
+    shown = ", ".join(f"{k}={v}" for k, v in env.items()) or "an empty environment"
+    t.equal(got, want, why=f"{why}: {shown}")
+
+
+@find_coordinator.check("nobody has set anything")
+def _(fn, t):
+    decides(fn, t, {"HOME": "/home/me", "PATH": "/bin"}, "alone")
+
+
+for each_row in ("explicit", "slurm", "jobset"):
+
+    @find_coordinator.check(f"one row alone: {each_row}")
+    def _(fn, t, row=each_row):
+        for _ in range(3):
+            decides(fn, t, env_of(t, row), row)
+
+
+@find_coordinator.check("which row comes first")
+def _(fn, t):
+    for rows in (("slurm", "explicit"), ("jobset", "slurm"), ("jobset", "slurm", "explicit")):
+        env = {}
+        for row in rows:
+            env |= env_of(t, row)
+        decides(fn, t, env, f"{' and '.join(rows)} at once")
+
+
+@find_coordinator.check("half of the explicit row")
+def _(fn, t):
+    for kept in (("PROCESSES",), ("COORDINATOR", "PROCESS_INDEX"), ("PROCESS_INDEX", "PROCESSES")):
+        env = env_of(t, "slurm") | {k: v for k, v in env_of(t, "explicit").items() if k in kept}
+        for missing in set(EXPLICIT) - set(kept):
+            why = f"only {' and '.join(kept)} of the three"
+            t.raises(ValueError, fn, dict(env), match=rf"\b{missing}\b", why=why)
+
+
+@find_coordinator.check("a Slurm shell that is no task")
+def _(fn, t):
+    env = env_of(t, "slurm")
+    del env["SLURM_PROCID"]
+    decides(fn, t, env, "without SLURM_PROCID")
+    decides(fn, t, env | env_of(t, "jobset"), "without SLURM_PROCID, in a JobSet")
+
+
+@find_coordinator.check("lists of nodes")
+def _(fn, t):
+    a, b = (int(x) for x in t.rng.integers(2, 99, 2))
+    lists = (
+        f"node{a}",
+        f"tpu-{a},x{b}",
+        f"gpu[0{a}-1{b}]",
+        f"gpu[00{a},1{b}-200],cpu3",
+        f"rack[{a}-99]n[0{b},99],z",
+    )
+    for nodes in lists:
+        decides(fn, t, env_of(t, "slurm") | {"SLURM_STEP_NODELIST": nodes}, "first of the list")
+
+
+@find_coordinator.check("a job of one process")
+def _(fn, t):
+    for row in ("explicit", "slurm", "jobset"):
+        decides(fn, t, env_of(t, row, processes=1), row)
+
+
+@find_coordinator.check("values that cannot be")
+def _(fn, t):
+    for row, name in (
+        ("explicit", "PROCESS_INDEX"),
+        ("slurm", "SLURM_PROCID"),
+        ("jobset", "POD_INDEX"),
+    ):
+        for value in ("99", "-1", "two"):
+            env = env_of(t, row) | {name: value} | ({"JOB_INDEX": "0"} if row == "jobset" else {})
+            t.raises(ValueError, fn, env, match=rf"\b{name}\b", why=f"{name}={value}")
+    t.raises(
+        ValueError,
+        fn,
+        env_of(t, "explicit") | {"PROCESSES": ""},
+        match=r"\bPROCESSES\b",
+        why="an empty number",
+    )
+
+
+@find_coordinator.mutant(
+    "A half-set explicit row is passed over. Each process would start alone, and all train the same run."
+)
+def all_or_nothing(env):
+    return right_job(env, any_of=False)
+
+
+@find_coordinator.mutant(
+    "What a person sets must win over what the scheduler sets: your rows stand in another order."
+)
+def scheduler_first(env):
+    return right_job(env, order="sej")
+
+
+@find_coordinator.mutant(
+    "You look at the JobSet before Slurm. The first row of the table that applies decides."
+)
+def jobset_first(env):
+    return right_job(env, order="ejs")
+
+
+@find_coordinator.mutant(
+    "A shell inside a Slurm allocation has no SLURM_PROCID. It is no task: the row does not apply."
+)
+def shell_is_task(env):
+    return right_job(env, per_task=False)
+
+
+@find_coordinator.mutant(
+    "Your port is the same for every job: two on one node would answer each other's processes."
+)
+def one_port(env):
+    return right_job(env, port=False)
+
+
+@find_coordinator.mutant(
+    "You split the node list at every comma. Those inside brackets belong to one name: `gpu[012,20]`."
+)
+def every_comma(env):
+    return right_job(env, brackets=False)
+
+
+@find_coordinator.mutant(
+    "The first entry of a bracket is text: `gpu[012-014]` begins with gpu012, not with gpu12."
+)
+def no_zeros(env):
+    return right_job(env, zeros=False)
+
+
+@find_coordinator.mutant(
+    "Your index counts within one job. Two pods of different jobs get the same one: add JOB_INDEX times PODS."
+)
+def within_a_job(env):
+    return right_job(env, within=True)
+
+
+@find_coordinator.mutant("One process is a job of one to you. It has nobody to call: return None.")
+def job_of_one(env):
+    return right_job(env, alone=False)
+
+
+@find_coordinator.mutant(
+    "An index that is not one of the processes is passed on. The job would wait for ever for the one that is missing."
+)
+def any_index(env):
+    return right_job(env, ranges=False)
+
+
+# ------------------------------------------------------------------------------------- deadlock
+
+deadlock = Exercise(
+    "21.deadlock",
+    title="Mend a deadlock",
+    function="run_job",
+    minutes=30,
+    points=15,
+    processes=2,
+    statement="""
+This job hangs at its first save, and again when a signal comes. Write `run_job(job, steps, save_every)` so that it
+doesn't.
+
+```python
+def hanging_job(job, steps, save_every):
+    losses = []
+    for step in range(1, steps + 1):
+        losses.append(job.sum(job.step(step)))
+        if job.index == 0 and step % save_every == 0:
+            job.write(step, job.gather())
+            job.barrier(f"step {step} is saved")
+        if job.told_to_stop():
+            break
+    return losses, job.read(len(losses))
+```
+
+| member of `job` | what it is |
+|---|---|
+| `index`, `count` | which process this is, and of how many |
+| `step(s)` | takes step s on this process's part of the batch; returns its part of the loss |
+| `sum(x)` | **collective**: the sum of every process's number x, in every process |
+| `gather()` | **collective**: the whole state, in every process; it moves all of it |
+| `barrier(name)` | **collective**: returns when every process is in the barrier of that name |
+| `write(s, state)` | writes the file of step s; slow; refused to every process but 0 |
+| `read(s)` | reads that file; `FileNotFoundError` while it is not complete |
+| `told_to_stop()` | whether *this* process has had SIGTERM; the others may have it later or never |
+
+- A collective returns when every process has made the same call. All processes must make the same collective calls in
+  the same order. The checks give up after some seconds and say who waits where.
+- Steps that are multiples of `save_every` are saved, and so is the last one taken. A state is gathered only to be
+  saved, and once.
+- When a process has been told to stop after step s, **all** stop after step s.
+- Every process returns the same: the sums of all steps taken, and what was saved of the last one.
+
+The checks start two real processes, whose numbers travel by gloo.
+""",
+    hints=(
+        "Of each of the three conditions, ask: do all processes find the same answer? Which calls stand under one "
+        "that they answer differently?",
+        "Only `write` belongs under `job.index == 0`. `told_to_stop()` differs between processes: make one "
+        "number of all their answers before anybody acts on it.",
+        "`stop = job.sum(int(job.told_to_stop())) > 0 or step == steps` is the same everywhere. If `stop` or the step "
+        "is a multiple: all gather, process 0 writes, all meet in the barrier; then leave the loop if `stop`.",
+    ),
+)
+
+WAIT_SECONDS = (
+    8.0  # from one process's arrival at a collective to the other's; milliseconds where all is well
+)
+
+
+class Stuck(Exception):
+    """A collective that the others did not join."""
+
+
+class Job:
+    """A process's part of a job with a state of two numbers, and a record of its collectives."""
+
+    def __init__(self, folder, told, say):
+        self.index, self.count = jax.process_index(), jax.process_count()
+        self.folder, self.told, self.say = Path(folder), told, say
+        self.state, self.steps, self.calls = 10 * (self.index + 1), 0, []
+
+    def step(self, step):
+        self.steps += 1
+        assert step == self.steps, f"step({step}) after {self.steps - 1} steps"
+        self.state += step * (self.index + 2)
+        return step * 100 + self.index
+
+    def sum(self, x):
+        return int(sum(self._exchange("sum", int(x))))
+
+    def gather(self):
+        return self._exchange("gather", self.state)
+
+    def barrier(self, name):
+        self._meet(f"barrier({name!r})")
+
+    def write(self, step, state):
+        if self.index:
+            raise PermissionError(f"process {self.index} must not write: two would write one file")
+        time.sleep(0.3)
+        draft = self.folder / f"{step}.tmp"
+        draft.write_text(json.dumps(state))
+        draft.rename(self.folder / str(step))
+
+    def read(self, step):
+        return json.loads((self.folder / str(step)).read_text())
+
+    def told_to_stop(self):
+        return self.told is not None and self.steps >= self.told
+
+    def _exchange(self, kind, x):
+        self._meet(f"{kind}()")
+        if self.count == 1:
+            return [x]
+        from jax.experimental import multihost_utils
+
+        return [int(y) for y in multihost_utils.process_allgather(np.int32(x))]
+
+    def _meet(self, what):
+        self.calls.append(what)
+        if self.count == 1:
+            return
+        from jax._src.distributed import global_state
+
+        # As in real collectives, what meets is the n-th call of each process.
+        self.say(f"{what} after step {self.steps}")
+        try:
+            global_state.client.wait_at_barrier(
+                f"{len(self.calls)} {what}", int(1000 * WAIT_SECONDS)
+            )
+        except jax.errors.JaxRuntimeError:
+            raise Stuck(what) from None
+
+
+def works(say, fn, folder, told, steps, save_every):
+    job = Job(folder, told[jax.process_index()], say)
+    outcome = fn(job, steps, save_every)
+    return outcome, job.calls
+
+
+def expected_of(n, steps, save_every, told):
+    last = min([steps, *(s for s in told if s is not None)])
+    losses = [sum(s * 100 + i for i in range(n)) for s in range(1, last + 1)]
+    saved = sorted({s for s in range(1, last + 1) if s % save_every == 0} | {last})
+    states = {s: [10 * (i + 1) + (i + 2) * s * (s + 1) // 2 for i in range(n)] for s in saved}
+    return losses, states
+
+
+def judged(t, outcomes, folder, n, steps, save_every, told, why):
+    losses, states = expected_of(n, steps, save_every, told)
+    last = len(losses)
+    for index, (returned, calls) in enumerate(outcomes):
+        t.true(isinstance(returned, tuple) and len(returned) == 2, why="want (losses, state)")
+        t.equal(list(returned[0]), losses, why=f"losses of process {index}, {why}")
+        t.equal(
+            returned[1], states[last], why=f"state of step {last} as read by process {index}, {why}"
+        )
+        gathers = sum(call == "gather()" for call in calls)
+        t.equal(
+            gathers,
+            len(states),
+            why=f"calls of gather by process {index} for {len(states)} saves, {why}",
+        )
+        sums = sum(call == "sum()" for call in calls)
+        t.true(
+            sums <= 2 * last,
+            why=f"{sums} sums for {last} steps: one for the loss, one to agree",
+            observed=sums,
+        )
+    found = {int(p.name): json.loads(p.read_text()) for p in Path(folder).iterdir()}
+    t.equal(sorted(found), sorted(states), why=f"steps saved, {why}")
+    t.equal(found, states, why=f"what was saved, {why}")
+
+
+def together(fn, t, steps, save_every, told, why):
+    with tempfile.TemporaryDirectory() as folder:
+        found = peers.run(works, fn, folder, told, steps, save_every, seconds=4 * WAIT_SECONDS)
+        stuck = [peer.error is not None and peer.error[0] == "Stuck" for peer in found]
+        if any(stuck):
+            # One that has left the job, or died, is not waiting; the other waits for it.
+            told_where = [
+                f"process {i} waits in {p.said[-1]}" if s else
+                f"process {i} raised {p.error[0]}" if p.error else f"process {i} has returned"
+                for i, (p, s) in enumerate(zip(found, stuck, strict=True))
+            ]  # fmt: skip
+            raise Failure(
+                f"after {WAIT_SECONDS:.0f} s {', '.join(told_where)}: {why}",
+                ("deadlock", told_where),
+            )
+        judged(t, peers.returned(found), folder, 2, steps, save_every, told, why)
+
+
+@deadlock.check("a job of one process")
+def _(fn, t):
+    for steps, every, told in ((7, 3, None), (6, 2, None), (9, 4, int(t.rng.integers(2, 8)))):
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = works(lambda x: None, fn, folder, [told], steps, every)
+            why = f"{steps} steps, saves every {every}, told to stop after {told}"
+            judged(t, [outcome], folder, 1, steps, every, [told], why)
+
+
+@deadlock.check("two processes that save")
+def _(fn, t):
+    together(fn, t, 7, 3, (None, None), "7 steps, saves every 3")
+
+
+@deadlock.check("one of two is told to stop")
+def _(fn, t):
+    told = int(t.rng.choice([4, 5, 7]))
+    together(
+        fn, t, 12, 3, (None, told), f"saves every 3, process 1 is told to stop after step {told}"
+    )
+
+
+def right_work(
+    job,
+    steps,
+    save_every,
+    gather="all",
+    barrier="all",
+    writer="first",
+    agree="sum",
+    often=False,
+    end=True,
+):
+    losses = []
+    for step in range(1, steps + 1):
+        losses.append(job.sum(job.step(step)))
+        saving = step % save_every == 0
+        told = job.told_to_stop()
+        if agree == "first":
+            told = job.sum(int(told and job.index == 0)) > 0
+        elif agree == "sum" or (agree == "at saves" and saving):
+            told = job.sum(int(told)) > 0
+        elif agree == "at saves":
+            told = False
+        stop = told or (end and step == steps)
+        save = saving or (stop and end)
+        if often and not save:
+            job.gather()
+        if save:
+            state = job.gather() if gather == "all" or job.index == 0 else None
+            if job.index == 0 or writer == "all":
+                job.write(step, state)
+            if barrier == "all" or (barrier == "first" and job.index == 0):
+                job.barrier(f"step {step} is saved")
+        if stop:
+            break
+    return losses, job.read(len(losses))
+
+
+@deadlock.mutant(
+    "Process 0 alone calls gather. The others hold parts of the state: they have to come and give them."
+)
+def lonely_gather(job, steps, save_every):
+    return right_work(job, steps, save_every, gather="first", barrier="first")
+
+
+@deadlock.mutant(
+    "All gather now, but process 0 alone comes to the barrier. It waits for ever for the others."
+)
+def lonely_barrier(job, steps, save_every):
+    return right_work(job, steps, save_every, barrier="first")
+
+
+@deadlock.mutant(
+    "Without the barrier the others read before process 0 has written: the file is not there yet, or not complete."
+)
+def no_barrier(job, steps, save_every):
+    return right_work(job, steps, save_every, barrier="none")
+
+
+@deadlock.mutant(
+    "Every process writes the file. It is one file: under `if job.index == 0`, and only the write."
+)
+def all_write(job, steps, save_every):
+    return right_work(job, steps, save_every, writer="all")
+
+
+@deadlock.mutant(
+    "The process that was told to stop leaves, and the others wait for it in the next collective. Sum the answers of "
+    "all before anybody acts."
+)
+def leaves_alone(job, steps, save_every):
+    return right_work(job, steps, save_every, agree="none")
+
+
+@deadlock.mutant(
+    "You ask process 0 alone whether to stop. The signal may reach any process: sum the answers of all."
+)
+def asks_the_first(job, steps, save_every):
+    return right_work(job, steps, save_every, agree="first")
+
+
+@deadlock.mutant(
+    "You agree on stopping at saves only. A machine that is taken away gives seconds: ask after every step."
+)
+def asks_at_saves(job, steps, save_every):
+    return right_work(job, steps, save_every, agree="at saves")
+
+
+@deadlock.mutant("You gather the state in every step. That moves all of it: gather where you save.")
+def always_gathers(job, steps, save_every):
+    return right_work(job, steps, save_every, often=True)
+
+
+@deadlock.mutant(
+    "The last step is not saved unless it is a multiple. What was done since the last save is lost."
+)
+def forgets_the_end(job, steps, save_every):
+    return right_work(job, steps, save_every, end=False)
+
+
+# -------------------------------------------------------------------------------------- elastic
+
+elastic = Exercise(
+    "21.elastic",
+    title="Restart on another number of processes",
+    function="resume",
+    minutes=40,
+    points=15,
+    processes=2,
+    statement="""
+Four hosts saved, one of them is gone, and the job goes on with three. Write `resume(folder, wanted, index, count,
+batch)`, which each of the new processes calls.
+
+`folder` has a folder for each step, `step-900`, in which each of the n processes that saved has left a file
+`process-0-of-4.npz`. A file has, for each array of the state,
+
+- `NAME`: the rows that the process held; `NAME:start`: the number of the first of them in the whole array. Where
+  processes held copies, the same rows are in several files. Pieces need not be of one length.
+
+and `rows_read`: how many rows of data *this process* has trained on since the run began.
+
+- The newest step that is **whole** counts: all n files are there. (n is the same in all files of a step, and may differ
+  between steps.) Files with other names are what a killed process left. If no step is whole, raise `FileNotFoundError`.
+- All processes together have trained on the first rows of the data, in order: batch k has rows k `batch` to
+  (k+1) `batch` - 1, and each of `count` processes reads its block of `batch / count` neighbouring rows of each
+  batch, process 0 the first block. It was so before, with n in place of `count`.
+- Return `(step, state, batches)`: `state` has the rows `wanted[name] = (start, stop)` of each array, bit for bit in its
+  dtype; `batches` is an endless iterator of the lists of row numbers that this process reads from here on.
+
+The last check resumes in two real processes from files of three, and compares with a run that nobody disturbed.
+""",
+    hints=(
+        "Three questions, one after the other: which step? where does each wanted row lie? how far has the whole job "
+        "read, not this process?",
+        "A step is whole if as many files match `process-(i)-of-(n).npz` as n says; compare steps as numbers. The next "
+        "row of the job is the *sum* of `rows_read` over all files.",
+        "For each file and name: low = max(start, first), high = min(stop, first + len(piece)); if low < high, copy "
+        "`piece[low - first : high - first]` to `[low - start : high - start]`. Batches begin at "
+        "done + index * share and go on by `batch`.",
+    ),
+)
+
+
+def divided(rows, n, ragged=None):
+    """Begin and end of each of n pieces; `ragged` draws unequal ones."""
+    if ragged is None:
+        return [(i * rows // n, (i + 1) * rows // n) for i in range(n)]
+    cuts = sorted(int(c) for c in ragged.choice(np.arange(1, rows), n - 1, replace=False))
+    return list(itertools.pairwise([0, *cuts, rows]))
+
+
+def save_as(folder, step, n, state, done, copied=(), ragged=None, missing=(), paired=()):
+    """Writes the files that n processes leave after `done` rows in all; two each hold the pieces of what is paired."""
+    place = Path(folder) / f"step-{step}"
+    place.mkdir()
+    for i in range(n):
+        arrays = {"rows_read": np.int64(done // n)}
+        for name, array in state.items():
+            start, stop = 0, len(array)
+            if name in paired:
+                start, stop = divided(len(array), n // 2)[i // 2]
+            elif name not in copied:
+                start, stop = divided(len(array), n, ragged and ragged(name))[i]
+            arrays |= {name: array[start:stop], f"{name}:start": np.int64(start)}
+        if i not in missing:
+            np.savez(place / f"process-{i}-of-{n}.npz", **arrays)
+    (place / f"process-{n}-of-{n + 1}.npz.tmp").write_bytes(b"cut short")
+
+
+def some_state(t, R=24):
+    return {
+        "weights": t.rng.normal(size=(R, 3)).astype(np.float32),
+        "scale": t.rng.integers(-9, 9, size=(R // 2,)).astype(np.int16),
+        "table": t.rng.normal(size=(R // 4, 2, 2)),
+    }
+
+
+def share_of(state, m, copied=()):
+    return [
+        {k: (0, len(a)) if k in copied else divided(len(a), m)[i] for k, a in state.items()}
+        for i in range(m)
+    ]
+
+
+def goes_on(fn, t, folder, step, state, done, m, batch, copied, why):
+    """Resumes as each of m processes in turn."""
+    for index, wanted in enumerate(share_of(state, m, copied)):
+        told = f"{why}, new process {index} of {m}"
+        got_step, got, batches = fn(Path(folder), dict(wanted), index, m, batch)
+        t.equal(int(got_step), step, why=f"step: {told}")
+        rows = [[int(row) for row in next(batches)] for _ in range(3)]
+        share = batch // m
+        first = done + index * share
+        want = [list(range(first + k * batch, first + k * batch + share)) for k in range(3)]
+        t.equal(
+            rows, want, why=f"rows of the next three batches of {batch}, {done} rows done: {told}"
+        )
+        for name, (start, stop) in wanted.items():
+            t.equal(
+                np.asarray(got[name]),
+                state[name][start:stop],
+                why=f"rows {start} to {stop} of {name}: {told}",
+            )
+            t.equal(str(got[name].dtype), str(state[name].dtype), why=f"dtype of {name}: {told}")
+
+
+def resumes(fn, t, n, m, why, step=9, copied=(), ragged=False, others=(), paired=()):
+    state, batch = some_state(t), 12 * int(t.rng.integers(1, 3))
+    done = step * batch
+    with tempfile.TemporaryDirectory() as folder:
+        for number, processes, missing in others:
+            save_as(folder, number, processes, some_state(t), number * batch, missing=missing)
+        draws = {name: int(t.rng.integers(10**6)) for name in state}
+        draw = (lambda name: np.random.default_rng(draws[name])) if ragged else None
+        save_as(folder, step, n, state, done, copied, draw, paired=paired)
+        goes_on(fn, t, folder, step, state, done, m, batch, copied, f"saved by {n}, {why}")
+
+
+@elastic.check("as many processes as before")
+def _(fn, t):
+    resumes(fn, t, 2, 2, "divided evenly")
+    resumes(fn, t, 1, 1, "one process")
+
+
+@elastic.check("fewer, more, and pieces that don't match")
+def _(fn, t):
+    resumes(fn, t, 4, 3, "divided evenly")
+    resumes(fn, t, 2, 6, "divided evenly")
+    resumes(fn, t, 3, 4, "divided unevenly", ragged=True)
+
+
+@elastic.check("arrays of which every process has a copy")
+def _(fn, t):
+    resumes(fn, t, 4, 2, "a copy of scale in each", copied=("scale",))
+    resumes(fn, t, 2, 3, "a copy of everything in each", copied=("weights", "scale", "table"))
+
+
+@elastic.check("pieces of which two processes have a copy")
+def _(fn, t):
+    resumes(fn, t, 4, 3, "two by two processes hold the same", paired=("weights", "table"))
+
+
+@elastic.check("the newest step, by number")
+def _(fn, t):
+    resumes(fn, t, 2, 3, "with older steps beside it", step=100, others=((9, 4, ()), (98, 3, ())))
+
+
+@elastic.check("steps that are not whole")
+def _(fn, t):
+    resumes(
+        fn,
+        t,
+        4,
+        2,
+        "a newer step lacks a file",
+        step=20,
+        others=((30, 3, (1,)), (25, 4, (0, 1, 2)), (10, 2, ())),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        save_as(folder, 5, 2, some_state(t), 60, missing=(0,))
+        t.raises(
+            FileNotFoundError,
+            lambda: fn(Path(folder), {"scale": (0, 3)}, 0, 1, 12),
+            why="no step is whole",
+        )
+
+
+def train_on(say, fn, folder, wanted, batch, data, steps):
+    """The rest of a run whose arithmetic is exact: integers in float32."""
+    from jax.experimental import multihost_utils
+
+    index, count = jax.process_index(), jax.process_count()
+    _, state, batches = fn(Path(folder), wanted[index], index, count, batch)
+    w, seen = np.asarray(state["w"]), []
+    for _ in range(steps):
+        rows = [int(row) for row in next(batches)]
+        seen.append(rows)
+        part = data[rows].sum(axis=0)
+        total = np.asarray(multihost_utils.process_allgather(part)).sum(axis=0)
+        start, stop = wanted[index]["w"]
+        w = w + total[start:stop]
+    return w, seen
+
+
+@elastic.check("two real processes go on with what three have saved")
+def _(fn, t):
+    batch, steps, half = 12, 6, 3
+    data = t.rng.integers(-8, 9, size=(batch * steps, 10)).astype(np.float32)
+    w = [np.zeros(10, np.float32)]
+    for k in range(steps):
+        w.append(w[-1] + data[k * batch : (k + 1) * batch].sum(axis=0))
+    with tempfile.TemporaryDirectory() as folder:
+        save_as(folder, half, 3, {"w": w[half]}, half * batch)
+        wanted = share_of({"w": w[0]}, 2)
+        found = peers.run(train_on, fn, folder, wanted, batch, data, steps - half)
+        outcomes = peers.returned(found)
+    whole = np.concatenate([piece for piece, _ in outcomes])
+    order = [
+        row
+        for rows in zip(*(seen for _, seen in outcomes), strict=True)
+        for part in rows
+        for row in part
+    ]
+    t.equal(
+        order,
+        list(range(half * batch, steps * batch)),
+        why="rows in the order in which both processes read them",
+    )
+    t.equal(whole, w[steps], why="the state at the end, against the undisturbed run")
+
+
+def right_resume(folder, wanted, index, count, batch, own=False, begin=False, mine=False, whole=True, by_name=False,
+                 old=False, stack=False, dealt=False):  # fmt: skip
+    steps = {}
+    for path in Path(folder).glob("step-*"):
+        found = [re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name) for p in path.iterdir()]
+        found = sorted((int(m[1]), int(m[2])) for m in found if m)
+        if found and (not whole or len(found) == found[0][1]):
+            steps[path.name] = found
+    if not steps:
+        raise FileNotFoundError("no step is whole")
+    name = max(steps) if by_name else max(steps, key=lambda s: int(s[5:]))
+    n = steps[name][0][1]
+    files = [np.load(Path(folder) / name / f"process-{i}-of-{n}.npz") for i, _ in steps[name]]
+    used = [np.load(Path(folder) / name / f"process-{index}-of-{n}.npz")] if own else files
+    state = {}
+    for key, (start, stop) in wanted.items():
+        if own:
+            state[key] = used[0][key]
+        elif stack:
+            state[key] = np.concatenate([file[key] for file in files])[start:stop]
+        else:
+            state[key] = np.empty((stop - start, *files[0][key].shape[1:]), files[0][key].dtype)
+            for file in files:
+                first = int(file[f"{key}:start"])
+                low, high = max(start, first), min(stop, first + len(file[key]))
+                if low < high:
+                    state[key][low - start : high - start] = file[key][low - first : high - first]
+    done = sum(int(file["rows_read"]) for file in files)
+    if mine:
+        done = int(files[0]["rows_read"]) * count
+    if begin:
+        done = 0
+    share = batch // (n if old else count)
+
+    def batches():
+        for k in itertools.count():
+            at = done + k * batch
+            yield (
+                list(range(at + index, at + batch, count))
+                if dealt
+                else list(range(at + index * share, at + (index + 1) * share))
+            )
+
+    return int(name[5:]), state, batches()
+
+
+@elastic.mutant(
+    "Each new process reads the one old file with its own number. With another number of processes, rows are lost."
+)
+def own_file(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, own=True)
+
+
+@elastic.mutant(
+    "Your data begin anew. What was trained on is read a second time, and the loss looks better than it is."
+)
+def from_the_beginning(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, begin=True)
+
+
+@elastic.mutant(
+    "You take one process's `rows_read` times the *new* number of processes. The sum over all old files is how far the "
+    "job has come."
+)
+def times_the_new(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, mine=True)
+
+
+@elastic.mutant(
+    "You resume from a step of which a file is missing. Count them: all n must be there."
+)
+def not_whole(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, whole=False)
+
+
+@elastic.mutant("You compare the steps' names as text, in which step-98 comes after step-100.")
+def newest_name(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, by_name=True)
+
+
+@elastic.mutant(
+    "Your blocks have the size that they had for the old number of processes. Now it is batch / count."
+)
+def old_share(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, old=True)
+
+
+@elastic.mutant(
+    "You join the pieces of all files one after the other. Copies get in several times: put each piece where its start "
+    "says."
+)
+def one_after_another(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, stack=True)
+
+
+@elastic.mutant(
+    "You deal rows like cards. Here a process reads a block of neighbouring rows of each batch."
+)
+def dealt(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, dealt=True)

@@ -1,0 +1,167 @@
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+
+# EXERCISE 21.process_rows
+def global_rows(read, sharding, shape):
+    """Make a global array of rows, of which this process reads its own alone.
+
+    Args:
+      read: function of a list of row numbers, increasing, -> NumPy [len(rows), T]. It reads data.
+      sharding: `jax.sharding.NamedSharding` of the array; its mesh has devices of every process.
+      shape: (B, T), two Python ints.
+
+    Returns:
+      jax.Array [B, T] with the sharding and the dtype of what was read.
+    """
+    # BEGIN SOLUTION
+    held = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    rows = sorted({row for index in held for row in range(*index[0].indices(shape[0]))})
+    local = read(rows)
+    place = {row: number for number, row in enumerate(rows)}
+
+    def piece(index):
+        # JAX asks for each of this process's pieces, in numbers of the whole array.
+        mine = [place[row] for row in range(*index[0].indices(shape[0]))]
+        return local[mine][:, index[1]]
+
+    return jax.make_array_from_callback(tuple(shape), sharding, piece, dtype=local.dtype)
+    # END SOLUTION
+
+
+# EXERCISE 21.find_coordinator
+def find_job(env):
+    """Decide from the environment how this process starts.
+
+    Args:
+      env: dict of environment variables, str -> str.
+
+    Returns:
+      (address, processes, index): the coordinator's "host:port", how many processes there are, and
+      which one this is; or None where the process is alone.
+
+    Raises:
+      ValueError: naming the variable that is missing or whose value is wrong.
+    """
+    # BEGIN SOLUTION
+    explicit = ("COORDINATOR", "PROCESSES", "PROCESS_INDEX")
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    jobset = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBS", "JOB_INDEX", "PODS", "POD_INDEX")
+
+    def number(name):
+        try:
+            return int(env[name])
+        except ValueError:
+            raise ValueError(f"{name}={env[name]!r} is not a number") from None
+
+    if any(name in env for name in explicit):
+        missing = [name for name in explicit if name not in env]
+        if missing:  # half a decision: starting alone would train the same run several times
+            raise ValueError(f"{' and '.join(missing)} must be set too")
+        address, processes, index = env["COORDINATOR"], number("PROCESSES"), number("PROCESS_INDEX")
+        told = "PROCESS_INDEX"
+    elif all(name in env for name in slurm):
+        # The first name, up to a comma outside of brackets, and the first entry of each bracket.
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[0]
+        host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
+        address = f"{host}:{61440 + number('SLURM_JOB_ID') % 4096}"
+        processes, index, told = number("SLURM_NTASKS"), number("SLURM_PROCID"), "SLURM_PROCID"
+    elif all(name in env for name in jobset):
+        name = env["JOBSET_NAME"]
+        address = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}:8476"
+        processes = number("JOBS") * number("PODS")
+        index, told = number("JOB_INDEX") * number("PODS") + number("POD_INDEX"), "POD_INDEX"
+    else:
+        return None
+    if not 0 <= index < processes:
+        raise ValueError(f"{told}={env[told]} is not one of {processes} processes")
+    return (address, processes, index) if processes > 1 else None
+    # END SOLUTION
+
+
+# EXERCISE 21.deadlock
+def run_job(job, steps, save_every):
+    """Train, save and stop so that no process ever waits for one that doesn't come.
+
+    Args:
+      job: this process's part of the job, with the members of the statement.
+      steps: how many steps to take, an int of at least 1, the same in every process.
+      save_every: steps from one save to the next, the same in every process.
+
+    Returns:
+      (losses, state): the list of the sums of all steps taken, and what `job.read` returns for the
+      last of them.
+    """
+    # BEGIN SOLUTION
+    losses = []
+    for step in range(1, steps + 1):
+        losses.append(job.sum(job.step(step)))
+        # A signal reaches one process earlier than another. What all have summed, all decide alike.
+        stop = job.sum(int(job.told_to_stop())) > 0 or step == steps
+        if stop or step % save_every == 0:
+            state = job.gather()
+            if job.index == 0:
+                job.write(step, state)
+            job.barrier(f"step {step} is saved")
+        if stop:
+            break
+    return losses, job.read(len(losses))
+    # END SOLUTION
+
+
+# EXERCISE 21.elastic
+def resume(folder, wanted, index, count, batch):
+    """Go on from a checkpoint that another number of processes wrote.
+
+    Args:
+      folder: `pathlib.Path` with a folder for each step, as in the statement.
+      wanted: dict from the name of each array to (start, stop), the rows that this process shall
+        hold from now on.
+      index: which of the new processes this is.
+      count: how many there are now.
+      batch: rows in a batch over all processes, a multiple of `count` and as before.
+
+    Returns:
+      (step, state, batches): the step of the checkpoint; a dict from each name to the NumPy array
+      of the rows wanted; and an endless iterator with, for each batch from here on, the list of the
+      rows that this process reads.
+
+    Raises:
+      FileNotFoundError: no step is whole.
+    """
+    # BEGIN SOLUTION
+    files, step = [], None
+    for path in Path(folder).glob("step-*"):
+        found = [re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name) for p in path.iterdir()]
+        found = [(int(m[1]), int(m[2])) for m in found if m]
+        number = int(path.name.removeprefix("step-"))
+        # Whole only if every process that saved has left its file.
+        if found and len(found) == found[0][1] and (step is None or number > step):
+            step, files = number, [path / f"process-{i}-of-{n}.npz" for i, n in sorted(found)]
+    if step is None:
+        raise FileNotFoundError(f"{folder} has no whole step")
+
+    state, done = {}, 0
+    for file in files:
+        with np.load(file) as saved:
+            done += int(saved["rows_read"])
+            for name, (start, stop) in wanted.items():
+                piece, first = saved[name], int(saved[f"{name}:start"])
+                if name not in state:
+                    state[name] = np.empty((stop - start, *piece.shape[1:]), piece.dtype)
+                low, high = max(start, first), min(stop, first + len(piece))
+                if low < high:
+                    state[name][low - start : high - start] = piece[low - first : high - first]
+
+    def batches():
+        share = batch // count
+        begin = done + index * share  # all rows that were read, by whomever, are behind us
+        while True:
+            yield list(range(begin, begin + share))
+            begin += batch
+
+    return step, state, batches()
+    # END SOLUTION
