@@ -23,6 +23,7 @@ from minitext.cache import cache_dir
 from minitext.errors import UserError
 
 GIB = 2**30
+LINK_SECONDS = 1e-6  # that data needs for a hop over ICI ("How to Scale Your Model", part 3)
 DAY = 86400.0  # seconds
 
 
@@ -42,6 +43,14 @@ class Chip:
       links: number of such links of a chip.
       vmem_bytes: vector memory of one TensorCore in bytes (TPU only).
       devices: JAX devices that a chip shows; its memory and peak are shared evenly between them.
+      clock: cycles per second of a core (TPU only): a chip's peak over what all its cores' matrix units do in a cycle
+        (four of 128 x 128 in each core, four of 256 x 256 worth in v6e and tpu7x; a multiply-add counts two).
+      link_rate: bytes/s of one ICI link in one direction that programs reach (TPU only; "How to Scale Your Model",
+        part 2). Google's figure is `link_bandwidth`.
+      host_bandwidth: bytes/s in one direction between the chip and its host, over PCIe (TPU only; part 2 there, which
+        says nothing of tpu7x: taken as v6e's).
+      dcn_bandwidth: bytes/s that the chip sends over the data-centre network, its share of the host's (TPU only;
+        Google's documents of the chip; v4 from part 2 there).
       program_bytes: memory in bytes that a program may use on one JAX device, None where not known.
         TPU: the limit that libtpu 0.0.51 states when a program is too large; the rest is the
         runtime's. GPU: what the driver reports.
@@ -60,6 +69,10 @@ class Chip:
     vmem_bytes: int | None = None
     devices: int = 1
     program_bytes: int | None = None
+    clock: float = 0.0
+    link_rate: float = 0.0
+    host_bandwidth: float = 0.0
+    dcn_bandwidth: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
@@ -85,6 +98,11 @@ class Chip:
         return self.flops[key]
 
     @property
+    def cores(self) -> int:
+        """TensorCores of a TPU chip: two but for the light ones, which have four links."""
+        return 2 if self.links == 6 else 1
+
+    @property
     def usable_bytes(self) -> int:
         """Memory in bytes that a program may use on one JAX device."""
         return self.program_bytes or self.hbm_bytes // self.devices
@@ -100,26 +118,31 @@ _TPUS = (
     Chip(
         "v4", "tpu", ("TPU v4",), {"bf16": 275e12, "int8": 275e12},
         _gib(32), 1.2e12, 50e9, 6, vmem_bytes=16 * 2**20, program_bytes=_gib(30.75),
+        clock=1.05e9, link_rate=45e9, host_bandwidth=16e9, dcn_bandwidth=6.25e9,
         source="cloud.google.com/tpu/docs/v4; ICI: arXiv:2304.01433; VMEM: JAX tpu_info",
     ),
     Chip(
         "v5e", "tpu", ("TPU v5 lite", "TPU v5e"), {"bf16": 197e12, "int8": 393e12},
         _gib(16), 819e9, 50e9, 4, vmem_bytes=128 * 2**20, program_bytes=_gib(15.75),
+        clock=1.5e9, link_rate=45e9, host_bandwidth=16e9, dcn_bandwidth=3.125e9,
         source="cloud.google.com/tpu/docs/v5e; VMEM: JAX tpu_info",
     ),
     Chip(
         "v5p", "tpu", ("TPU v5", "TPU v5p"), {"bf16": 459e12, "int8": 918e12},
         _gib(96), 2.765e12, 100e9, 6, vmem_bytes=64 * 2**20, program_bytes=_gib(95.73),
+        clock=1.75e9, link_rate=90e9, host_bandwidth=16e9, dcn_bandwidth=6.25e9,
         source="cloud.google.com/tpu/docs/v5p (HBM there 95 GB); int8, HBM, VMEM: JAX tpu_info",
     ),
     Chip(
         "v6e", "tpu", ("TPU v6 lite", "TPU v6e"), {"bf16": 918e12, "f8": 918e12, "int8": 1836e12},
         _gib(32), 1.64e12, 100e9, 4, vmem_bytes=128 * 2**20, program_bytes=_gib(31.24),
+        clock=1.75e9, link_rate=90e9, host_bandwidth=32e9, dcn_bandwidth=12.5e9,
         source="cloud.google.com/tpu/docs/v6e and tpu7x (f8); VMEM: JAX tpu_info",
     ),
     Chip(
         "tpu7x", "tpu", ("TPU7x",), {"bf16": 2307e12, "f8": 4614e12},
         _gib(192), 7.38e12, 100e9, 6, vmem_bytes=64 * 2**20, devices=2, program_bytes=_gib(94.74),
+        clock=2.2e9, link_rate=90e9, host_bandwidth=32e9, dcn_bandwidth=12.5e9,
         source="cloud.google.com/tpu/docs/tpu7x; VMEM: JAX tpu_info",
     ),
 )  # fmt: skip

@@ -25,9 +25,8 @@ from minitext.hw import CHIPS, Chip, find_chip
 from minitext.kernels import cases
 from minitext.kernels.block_shapes import BLOCKS
 
-# Cycles per second of a TensorCore: a chip's peak over what all its cores' matrix units do in a cycle (four of
-# 128 x 128 in each core, four of 256 x 256 worth in v6e and tpu7x; a multiply-add counts two).
-CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+# Cycles per second of a TensorCore.
+CLOCKS = {name: chip.clock for name, chip in CHIPS.items() if chip.platform == "tpu"}
 
 
 @dataclass(frozen=True)
@@ -111,18 +110,13 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
     return Candidate(
         blocks,
         # Cores share the steps, and the chip's memory.
-        max(cycles / CLOCKS[chip.name] / _cores(chip), case.hbm_bytes / chip.hbm_bandwidth),
+        max(cycles / CLOCKS[chip.name] / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
         steps=sum(runs),
         cycles=sum(kernel.step_cycles for kernel in kernels),
         mxu_share=sum(kernel.bundles * kernel.share("MXU") for kernel in kernels) / bundles,
         spills=sum(kernel.spills for kernel in kernels),
         vmem_bytes=max(kernel.vmem_bytes for kernel in kernels),
     )
-
-
-def _cores(chip: Chip) -> int:
-    """TensorCores of a chip: two but for the light ones, which have four links."""
-    return 2 if chip.links == 6 else 1
 
 
 def count_steps(fn: Callable, args: tuple, kernels: tuple[llo.Kernel, ...]) -> list[int]:
