@@ -164,6 +164,28 @@ def train_gpu(records: list[Record]) -> str:
     return f"On one {records[-1]['results'][0]['device']}.\n\n{table(header, rows)}"
 
 
+def pods(records: list[Record]) -> str:
+    """Steps compiled for whole pods."""
+    rows = [
+        [
+            r["preset"], r["target"], f"{r['devices']:,}", "yes" if r["fits"] else "no",
+            f"{r['total_bytes'] / 2**30:.2f} of {r['available_bytes'] / 2**30:.2f}",
+            f"{r['networks']['ici']['sent'] / 1e9:,.1f}",
+            f"{r['networks']['dcn']['sent'] / 1e9:,.2f}" if r["slices"] > 1 else "",
+            f"{r['seconds']:,.0f} ({r['cpu_seconds']:,.0f})",
+        ]
+        for r in records[-1]["results"]
+    ]  # fmt: skip
+    header = [
+        "Preset", "Target", "Devices", "Fits", "Memory of one, GiB", "Sent within a slice, GB", "Across slices, GB",
+        "Seconds (of CPU)",
+    ]  # fmt: skip
+    return (
+        "No chip was there: the compiler for TPUs ran on this machine's CPU. What is sent is of one device in one step."
+        f"\n\n{table(header, rows)}"
+    )
+
+
 SECTIONS = {
     "train_cpu": ("Training on a CPU", train_cpu),
     "step_limit": ("What the 10.7M step could reach", step_limit),
@@ -172,6 +194,7 @@ SECTIONS = {
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),
     "checkpoint": ("Checkpoints", checkpoint),
+    "pods": ("Compiling for pods", pods),
 }
 
 

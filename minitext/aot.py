@@ -32,7 +32,7 @@ from minitext.buffers import (
     parse_out_of_memory,
     read_buffers,
 )
-from minitext.compile_report import LISTED, Report, count_sent, print_report, render
+from minitext.compile_report import LISTED, Report, print_report, render, sums_by_kind
 from minitext.config import Config
 from minitext.errors import UserError
 from minitext.hw import CHIPS, find_chip
@@ -51,7 +51,7 @@ __all__ = [
 
 
 # What may be done with a compiled program before the compiler's dump is removed.
-Keep = Callable[[jax.stages.Lowered, jax.stages.Compiled, str], None]
+Keep = Callable[[jax.stages.Compiled, str], None]
 
 
 def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
@@ -91,8 +91,8 @@ def compile_step(
       args: its arguments, ShapeDtypeStructs with NamedShardings on `mesh`.
       mesh: of ahead-of-time devices (`topology_mesh`), or of real ones.
       target: the target's name for the report; by default the kind of device.
-      keep: is called with what was lowered, the compiled program and the folder of the compiler's
-        dump, which is removed afterwards; not for a program that does not fit.
+      keep: is called with the compiled program and the folder of the compiler's dump, which is
+        removed afterwards; not for a program that does not fit.
 
     Returns:
       The report; one with `fits=False` if the compiler says that HBM is too small.
@@ -125,8 +125,8 @@ def compile_step(
         compile_seconds = time.perf_counter() - start
         traced, module, assignment = read_dump(folder)
         if keep is not None and compiled is not None:
-            keep(lowered, compiled, folder)
-    found = hlo.Module(module).collectives()
+            keep(compiled, folder)
+    links = sums_by_kind(hlo.Module(module).collectives())
     buffers = read_buffers(assignment, op_names(module), argument_names(traced))
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
@@ -146,8 +146,8 @@ def compile_step(
         arguments=_by_part(buffers),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
-        collectives=hlo.count(found),
-        sent=count_sent(found),
+        collectives={kind: (count, size) for kind, (count, size, _) in links.items()},
+        sent={kind: sent for kind, (_, _, sent) in links.items()},
         largest=tuple(buffers[:LISTED]),
         advice=(),
         changed={},

@@ -93,12 +93,14 @@ class Report:
         return report
 
 
-def count_sent(found: Iterable[hlo.Collective]) -> dict[str, float]:
-    """Returns kind -> bytes that each device sends in one step, by the ring algorithms."""
-    sums: dict[str, float] = {}
+def sums_by_kind(found: Iterable[hlo.Collective]) -> dict[str, tuple[int, int, float]]:
+    """Returns kind -> (count, bytes, bytes that each device sends by the ring algorithms) of one step."""
+    sums: dict[str, tuple[int, int, float]] = {}
     for one in found:
-        sums[one.kind] = sums.get(one.kind, 0.0) + one.runs * one.moved
-    return sums
+        count, size, sent = sums.get(one.kind, (0, 0, 0.0))
+        runs = one.runs
+        sums[one.kind] = count + runs, size + runs * one.bytes, sent + runs * one.moved
+    return {kind: sums[kind] for kind in sorted(sums)}
 
 
 def render(report: Report) -> Any:

@@ -252,15 +252,10 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 
     Returns kind -> (count, bytes), kinds that don't occur left out.
     """
-    return count(Module(text).collectives())
-
-
-def count(found: list[Collective]) -> dict[str, tuple[int, int]]:
-    """Sums collectives by kind: kind -> (count, bytes)."""
     totals: dict[str, tuple[int, int]] = {}
-    for one in found:
-        runs, total = totals.get(one.kind, (0, 0))
-        totals[one.kind] = (runs + one.runs, total + one.runs * one.bytes)
+    for found in Module(text).collectives():
+        count, total = totals.get(found.kind, (0, 0))
+        totals[found.kind] = (count + found.runs, total + found.runs * found.bytes)
     return {kind: totals[kind] for kind in sorted(totals)}
 
 

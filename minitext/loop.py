@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from minitext import hw, stacks
+from minitext import executable, hw, stacks
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config
 from minitext.data import Batches
@@ -29,7 +29,7 @@ from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops
 from minitext.rundir import resume_command
 from minitext.tokenizer import Tokenizer
-from minitext.train import TrainState, evaluate, make_eval_step, make_train_step
+from minitext.train import TrainState, evaluate, make_eval_step
 
 PROMPT_TOKENS = 32  # of validation text, in front of each sample
 
@@ -59,7 +59,7 @@ class Loop:
           Interrupted: after Ctrl-C, when the state is saved.
         """
         cfg = self.cfg.train
-        train_step, eval_step = make_train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
+        train_step, eval_step = executable.train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
         tokens = cfg.global_batch * self.cfg.data.seq_len
         flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
         meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import disk
+from minitext import disk, executable
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, to_yaml
 from minitext.data import Batches, make_batches
@@ -60,6 +60,8 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
     check_same_run(cfg, directory)
+    if cfg.train.executable is not None:
+        executable.check(cfg, mesh)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER

@@ -43,6 +43,7 @@ RESUMABLE = (
     "train.eval_batches",
     "train.sample_tokens",
     "train.microbatches",
+    "train.executable",
     "model.scan_layers",
     "model.remat",
     "model.attention.impl",

@@ -1,5 +1,6 @@
 """Compiling for chips that are not there, with the real TPU compiler."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from minitext import aot, cli
-from minitext.config import MeshConfig
+from minitext import advice, aot, cli, devices
+from minitext.config import MeshConfig, load_config
 from minitext.errors import UserError
 from minitext.hw import CHIPS
+from minitext.model import count_params
 from minitext.targets import parse_target, topology_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -192,6 +194,20 @@ def test_command_says_what_is_too_large(monkeypatch, capsys):
         (["laptop"], "name one target"),
         (["laptop", "target=v5e:2"], "takes 2 sizes"),
         (["nonsense", "target=v5e:2x2"], "unknown preset"),
+        (["laptop", "slices=2"], "slices=2 are of a target"),
+        (["laptop", "target=v5e:2x2", "slices=0"], "slices=0 is no number of slices"),
+        (["laptop", "target=v5e:2x2 slices=2", "slices=2"], "said twice"),
+        (["laptop", "target=h100:2x8", "slices=2"], "GPUs have no slices"),
+        pytest.param(
+            ["laptop", "target=h100:2x8"],
+            "needs JAX's CUDA plugin: pip install 'minitext[aot-gpu]'",
+            marks=pytest.mark.skipif(devices.has_gpu_plugin(), reason="the plugin is installed"),
+        ),
+        pytest.param(
+            ["laptop", "target=v5e:2x2", "slices=3", "mesh.data=1", "mesh.tensor=12"],
+            "3 slices divide none of mesh.data=1, mesh.stage=1 and mesh.fsdp=1",
+            marks=needs_libtpu,
+        ),
         pytest.param(
             ["laptop", "target=v5e:2x2", "mesh.data=3"], "there are 4", marks=needs_libtpu
         ),
@@ -206,6 +222,58 @@ def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
     assert run(monkeypatch, *words) == 2
     error = capsys.readouterr().err
     assert says in error and len(error.strip().splitlines()) == 1
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.timeout(900)
+def test_a_large_model_for_many_slices(monkeypatch, capsys):
+    """Llama 2 70B on 50,944 chips: each slice is a replica, and only gradients go from one to the next."""
+    assert run(monkeypatch, "llama2-70b", "target=v5e:16x16", "slices=199", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] and report["devices"] == 50_944
+    assert report["mesh"] == {"data": 199, "fsdp": 256}
+    assert report["changed"] == {"mesh.data": 199, "train.global_batch": 50_944}
+    within, across = report["networks"]["ici"], report["networks"]["dcn"]
+    part = count_params(load_config("llama2-70b").model) * 2 / 256  # bfloat16
+    assert part <= across["bytes"] <= 1.05 * part
+    assert across["sent"] == pytest.approx(2 * 198 / 199 * across["bytes"])
+    assert within["sent"] > 100 * across["sent"]
+
+
+def too_large(cfg, slices=1, **sizes):
+    """A report of a step that does not fit, as far as advice reads it."""
+    values = dict.fromkeys((f.name for f in dataclasses.fields(aot.Report)), 0) | {
+        "target": "v5e:4x4", "mesh": cfg.mesh.sizes(), "fits": False, "devices": 16 * slices, "available_bytes": 100,
+        "slices": slices, "collectives": {}, "sent": {}, "largest": (), "advice": (), "changed": {},
+    }  # fmt: skip
+    return aot.Report(**values | sizes)
+
+
+@pytest.mark.parametrize(
+    ("slices", "settings", "sizes", "words"),
+    [
+        (1, ["mesh.data=16"], {"arguments": {"state.params": 90}}, ["mesh.data=1 mesh.fsdp=-1"]),
+        (1, ["mesh.data=1", "mesh.fsdp=16"], {"arguments": {"state.params": 90}}, ["target of 29 devices"]),
+        (2, ["mesh.data=4", "mesh.fsdp=8"], {"arguments": {"state.params": 90}}, ["mesh.data=2 mesh.fsdp=-1"]),
+        (2, ["mesh.data=2", "mesh.fsdp=16"], {"arguments": {"state.params": 90}}, ["slices of 29 devices"]),
+        (1, ["mesh.data=1", "mesh.fsdp=2"], {"temp_bytes": 90, "arguments": {}}, ["model.remat=full", "4 rows"]),
+    ],
+)  # fmt: skip
+def test_advice(tiny, slices, settings, sizes, words):
+    cfg = tiny(*settings)
+    said = "\n".join(advice.advise(too_large(cfg, slices, **sizes), cfg))
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.gpu_aot
+def test_a_train_step_compiles_for_two_hosts_of_h100s(tiny):
+    cfg = tiny("mesh.data=2", "mesh.fsdp=8", "train.global_batch=16")
+    report = aot.compile_preset(cfg, "h100:2x8")
+    assert report.fits and report.devices == 16 and report.mesh == {"data": 2, "fsdp": 8}
+    assert report.available_bytes == CHIPS["h100"].usable_bytes
+    assert report.argument_bytes > 0 and report.collectives
+    assert set(report.networks) == {"ici", "dcn"} and report.networks["dcn"] == (0, 0, 0.0)
 
 
 # One function for one chip

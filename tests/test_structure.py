@@ -29,7 +29,7 @@ LAYERS = [
     {"attention", "ffn", "mla", "moe"},
     {"model", "tokenizer", "data", "checkpoint", "metrics", "loss", "optim", "mesh_check"},
     {"train", "generate"},
-    {"advice", "aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
+    {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
         "shard_report",
         "equality",
@@ -42,7 +42,8 @@ LAYERS = [
         "llo_compiler",
         "llo_report",
         "tune",
-    },
+    }
+    | {"advice", "executable", "plan", "plan_times"},
     {"figures", "notebook", "cli"},
     {"__main__"},
 ]
@@ -161,6 +162,7 @@ def test_every_module_is_tested():
 TESTED_WITH = {
     "schema": "config",
     "advice": "aot",
+    "plan_times": "plan",
     "targets": "aot",
     "compile_report": "aot",
     "step_memory": "memory",

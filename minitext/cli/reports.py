@@ -5,7 +5,7 @@ Chapters: none.
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,27 +13,98 @@ from minitext.cli.arguments import Json, Settings, load, split_off, start, take_
 from minitext.devices import simulate_for
 from minitext.errors import UserError
 
+if TYPE_CHECKING:
+    from minitext.config import Config
 
-def compile_(settings: Settings = None, as_json: Json = False) -> None:
+
+def compile_(
+    settings: Settings = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="write the compiled step, for train.executable=FILE"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Compile a preset's train step for chips that need not be there: target=v5e:2x2, target=v5e:16x16 slices=2.
 
     Prints whether it fits, bytes of arguments and temporaries per chip, collectives within slices and across, and
-    compile time. Exits with 3, naming the largest tensors, if it does not fit.
+    compile time. Exits with 3, naming the largest tensors, if it does not fit. With --save and without a target the
+    step is compiled for the devices that train would run on here.
     """
     target, settings = take_target(settings)
-    if target is None:
+    if target is None and save is None:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
     cfg = load(settings)
+    if target is None:
+        return _save_here(cfg, str(save), as_json)
     start()
-    from minitext import aot
+    from minitext import aot, executable
 
-    report = aot.compile_preset(cfg, target)
+    report = executable.save_for(cfg, target, save) if save else aot.compile_preset(cfg, target)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
         aot.print_report(report)
     if not report.fits:
         raise typer.Exit(3)
+
+
+def plan(
+    settings: Settings = None,
+    count: Annotated[int, typer.Option("--compile", min=1, help="candidates to compile")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Search for the mesh, batch and recomputation with which a preset trains fastest: target=v5p:4x4x4.
+
+    Keys that you set are kept. The best by prediction are compiled and ranked by what the compiler says; each row tells
+    what limits it. Exits with 3 if nothing fits.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5p:4x4x4 or target=v5e:16x16 slices=2")
+    cfg = load(settings)
+    start()
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from minitext import plan
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"planning for {target}", total=None)
+        found = plan.search(
+            cfg, target, count,
+            lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )  # fmt: skip
+    chosen = found.best.settings if found.best else {}
+    words = [word for word in settings if word.partition("=")[0] not in chosen]
+    words += [f"{key}={value}" for key, value in chosen.items()]
+    commands = [
+        f"minitext compile {' '.join([*words, 'target=' + target])}",
+        f"minitext train {' '.join(words)}",
+    ]
+    if as_json:
+        print(json.dumps(found.to_json() | {"commands": commands if chosen else []}))
+    else:
+        plan.print_plan(found)
+        print("\n".join(["", *commands]) if chosen else f"nothing fits: {plan.advise(found, cfg)}")
+    if not chosen:
+        raise typer.Exit(3)
+
+
+def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
+    start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
+    from minitext import executable
+    from minitext.mesh import make_mesh
+
+    made = executable.save(cfg, make_mesh(cfg.mesh), file)
+    if as_json:
+        print(json.dumps(made))
+    else:
+        size, devices = (
+            f"{made['bytes'] / 2**20:,.1f} MiB",
+            f"{made['devices']} x {made['device_kind']}",
+        )
+        print(f"{file}: the step for {devices}, {size}; minitext train ... train.executable={file}")
 
 
 def roofline(

@@ -66,6 +66,10 @@ class TrainConfig(Section):
         "platform's",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the parameters")
+    executable: str | None = Field(
+        default=None,
+        description="file of minitext compile --save to run in place of compiling the step; null: compile",
+    )
 
     def faults(self) -> Iterator[str]:
         """Yields the faults: microbatches that don't divide the batch, chunks of logits that a kernel does not make."""
