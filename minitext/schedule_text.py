@@ -15,14 +15,16 @@ import numpy as np
 
 from minitext import hlo
 
-COMPUTE, KERNEL, ICI, DCN, DMA, HOST = QUEUES = (
-    "compute", "kernels", "ici", "dcn", "dma", "host",
-)  # fmt: skip
+COMPUTE, KERNEL, ICI, DCN, DMA, HOST = "compute", "kernels", "ici", "dcn", "dma", "host"
+QUEUES: tuple[str, ...] = (COMPUTE, KERNEL, ICI, DCN, DMA, HOST)
 VMEM, HOST_MEMORY, SCALAR = 1, 5, {2, 4, 6, 8, 10, 11, 12}  # XLA's numbers of memory spaces
+SCALAR_BYTES = 64  # what is no larger is the scalar core's
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _CALLED = re.compile(r"\b(calls|to_apply|body)=%([\w.\-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.\-]+))")
+_BRANCHES = re.compile(
+    r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.\-]+))"
+)
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*\[[\d,]*\])(?:\{([^}]*)\})?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -131,16 +133,17 @@ class _Reader:
     def _first(self, i: hlo.Instruction) -> str:
         """The name of the start that a done, or an update between, goes back to."""
         name = i.operands[0] if i.operands else ""
-        while (before := re.search(r" [a-z\-]+-update\([^%]*%([\w.\-]+)", self.lines.get(name, ""))):
+        while before := re.search(r" [a-z\-]+-update\([^%]*%([\w.\-]+)", self.lines.get(name, "")):
             name = before[1]
         return name
 
     def _run(self, i: hlo.Instruction) -> Iterator[Operation]:
         if estimate := _CYCLES.search(i.line):
             yield Operation(i.name, "run", cycles=int(estimate[1]))
-        elif size := sum(size for size, space in _arrays(_type(i)) if space not in (VMEM, *SCALAR)):
-            if size > 64:  # scalars are the scalar core's
-                yield Operation(i.name, "run", bytes=size)
+            return
+        size = sum(size for size, space in _arrays(_type(i)) if space not in (VMEM, *SCALAR))
+        if size > SCALAR_BYTES:
+            yield Operation(i.name, "run", bytes=size)
 
     def _fusion(self, i: hlo.Instruction, computation: str) -> Iterator[Operation]:
         inside = self.module.computations.get(computation, [])
@@ -196,11 +199,15 @@ class _Reader:
         results = [a for a in _arrays(_type(moved)) if a[1] not in SCALAR]
         # An update writes its second operand into an array that stays.
         of = moved.operands[1:2] if moved.opcode.startswith("dynamic-update-slice") else ()
-        sizes = [hlo.type_bytes(self.lines[name].split("(")[0]) for name in of if name in self.lines]
+        sizes = [
+            hlo.type_bytes(self.lines[name].split("(")[0]) for name in of if name in self.lines
+        ]
         size = sizes[0] if sizes else min((s for s, _ in results), default=0)
         if HOST_MEMORY in spaces:
             return Operation(i.name, "start", HOST, bytes=size, token=i.name)
-        return Operation(i.name, "start", DMA, bytes=size * (1 if VMEM in spaces else 2), token=i.name)
+        return Operation(
+            i.name, "start", DMA, bytes=size * (1 if VMEM in spaces else 2), token=i.name
+        )
 
 
 def _type(i: hlo.Instruction) -> str:

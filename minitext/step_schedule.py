@@ -122,8 +122,8 @@ class Walk:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.clock = 0.0
-        self.busy = dict.fromkeys(QUEUES, 0.0)
-        self.waited = dict.fromkeys(QUEUES, 0.0)
+        self.busy: dict[str, float] = dict.fromkeys(QUEUES, 0.0)
+        self.waited: dict[str, float] = dict.fromkeys(QUEUES, 0.0)
         self.occupied: dict[str, float] = {}
         self.events: list[Event] = []
         self._free: dict[str, float] = {}

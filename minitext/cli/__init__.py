@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from minitext.cli import reports, running, setup
+from minitext.cli import predicting, reports, running, setup
 from minitext.errors import UserError
 from minitext.grading.command import grade
 
@@ -35,6 +35,7 @@ app.command("eval")(running.evaluate)
 app.command("compile")(reports.compile_)
 app.command("plan")(reports.plan)
 app.command("roofline")(reports.roofline)
+app.command("predict")(predicting.predict)
 app.command("shard")(reports.shard)
 app.command("memory")(reports.memory_)
 app.command("comms")(reports.comms)
