@@ -49,8 +49,8 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
       dcn: bytes/s that a chip sends to other slices.
 
     Returns:
-      ((data, fsdp, tensor), bytes that a chip sends within its slice, bytes that it sends to other
-      slices), or None if no mesh has room for the state.
+      ((data, fsdp, tensor), seconds, bytes that a chip sends within its slice, bytes that it sends to
+      other slices), or None if no mesh has room for the state.
     """
     # BEGIN SOLUTION
 
@@ -77,8 +77,8 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
         ]
         within = sum(times * bytes_[0] for times, bytes_ in terms)
         across = sum(times * bytes_[1] for times, bytes_ in terms)
-        found.append((within / ici + across / dcn, (data, fsdp, tensor), within, across))
-    return min(found)[1:] if found else None
+        found.append(((data, fsdp, tensor), within / ici + across / dcn, within, across))
+    return min(found, key=lambda mesh: mesh[1]) if found else None
     # END SOLUTION
 
 
