@@ -51,7 +51,7 @@ __all__ = [
 
 
 # What may be done with a compiled program before the compiler's dump is removed.
-Keep = Callable[[jax.stages.Compiled, str], None]
+Keep = Callable[[jax.stages.Lowered, jax.stages.Compiled, str], None]
 
 
 def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
@@ -91,7 +91,7 @@ def compile_step(
       args: its arguments, ShapeDtypeStructs with NamedShardings on `mesh`.
       mesh: of ahead-of-time devices (`topology_mesh`), or of real ones.
       target: the target's name for the report; by default the kind of device.
-      keep: is called with the compiled program and the folder of the compiler's dump, which is
+      keep: is called with what was lowered, the compiled program and the folder of the compiler's dump, which is
         removed afterwards; not for a program that does not fit.
 
     Returns:
@@ -125,7 +125,7 @@ def compile_step(
         compile_seconds = time.perf_counter() - start
         traced, module, assignment = read_dump(folder)
         if keep is not None and compiled is not None:
-            keep(compiled, folder)
+            keep(lowered, compiled, folder)
     links = sums_by_kind(hlo.Module(module).collectives())
     buffers = read_buffers(assignment, op_names(module), argument_names(traced))
     if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant

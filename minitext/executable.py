@@ -114,7 +114,7 @@ def save_for(cfg: Config, target: str, path: str | Path) -> Report:
     _check_place(path)
     parsed = parse_target(target)
 
-    def keep(compiled: jax.stages.Compiled, folder: str) -> None:
+    def keep(_: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: str) -> None:
         fitted = fit_slices(cfg, parsed)[0]
         mesh = topology_mesh(parsed, fitted.mesh)
         _write(path, describe(fitted, mesh) | {"target": str(parsed)}, compiled)

@@ -3,7 +3,8 @@
 Every way to divide a slice between `mesh.data`, `fsdp`, `tensor` and `expert` is tried with every batch and every
 policy of recomputation. A candidate's time is a roofline's beside what its devices send each other
 (`minitext.plan_times`); its memory is predicted (`minitext.memory`). The fastest that should fit are then really
-compiled, and ranked by what the compiler says.
+compiled, and ranked by what the compiler says: whether they fit, and how long the step of its schedule takes
+(`minitext.step_time`).
 
 A time is an interval: from messages that are all hidden behind arithmetic to messages that are all waited for.
 
@@ -16,9 +17,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from minitext import aot, memory
+from minitext import aot, memory, step_time
 from minitext.compile_report import Report, print_tables, show_bytes, table
 from minitext.config import Config, MoEConfig
 from minitext.errors import UserError
@@ -49,6 +51,7 @@ class Candidate:
       memory: predicted bytes on one device; None where it was not looked at.
       crowded: whether a faster candidate was left out because it needs too much memory.
       report: the compiler's, of those that were compiled.
+      step: the time of the compiled step; None if it does not fit or its schedule cannot be read.
     """
 
     settings: dict[str, Any]
@@ -57,24 +60,45 @@ class Candidate:
     memory: int | None = None
     crowded: bool = False
     report: Report | None = None
+    step: step_time.StepTime | None = None
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds of a step: at best, the estimate, and at worst. Before it is compiled the estimate is the best."""
+        if self.step is not None:
+            return self.step.lower, self.step.seconds, self.step.upper
+        return self.times.hidden, self.times.hidden, self.times.waited
 
     @property
     def order(self) -> tuple[float, float]:
-        """Seconds a token, hidden and then waited for: what candidates are ranked by."""
-        return self.times.hidden / self.tokens, self.times.waited / self.tokens
+        """What candidates are ranked by: seconds a token by the estimate, and at worst."""
+        return self.seconds[1] / self.tokens, self.seconds[2] / self.tokens
 
     @property
     def limit(self) -> str:
         """What keeps it from being faster."""
         if self.report is not None and not self.report.fits:
             return "memory"
-        return self.times.limit + (", memory" if self.crowded else "")
+        found, times = self.times.limit, self.times
+        if self.step is not None:
+            names = {"ici": "ICI", "dcn": "DCN", "host": "host", "dma": "HBM bandwidth"}
+            parts = self.step.parts
+            work = sum(seconds for name, seconds in parts.items() if name not in names)
+            waits = {names[name]: seconds for name, seconds in parts.items() if name in names}
+            longest = max(waits, key=lambda name: waits[name], default="")
+            own = "compute" if times.compute >= times.hbm else "HBM bandwidth"
+            found = longest if waits.get(longest, 0.0) > work else own
+        return found + (", memory" if self.crowded else "")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the candidate as JSON-able values."""
-        found = dataclasses.asdict(dataclasses.replace(self, report=None)) | {"limit": self.limit}
-        found["seconds"] = {"hidden": self.times.hidden, "waited": self.times.waited}
-        return found | {"report": self.report.to_json() if self.report else None}
+        found = dataclasses.asdict(dataclasses.replace(self, report=None, step=None))
+        found["seconds"] = dict(zip(("lower", "best", "upper"), self.seconds, strict=True))
+        found["step"] = self.step.to_json() if self.step else None
+        return found | {
+            "limit": self.limit,
+            "report": self.report.to_json() if self.report else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -226,9 +250,15 @@ def _keep_those_that_fit(
 
 
 def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
-    """Compiles a candidate; its messages are then those of the program."""
-    one = cfg.replace(candidate.settings)
-    report = aot.compile_preset(one, str(target))
+    """Compiles a candidate; its messages and its schedule are then those of the program."""
+    one, programs = cfg.replace(candidate.settings), []
+
+    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
+        programs.append(step_time._program(Path(folder)).read_text(errors="replace"))
+
+    report, step = aot.compile_preset(one, str(target), keep), None
+    with contextlib.suppress(UserError):  # a kernel whose time can't be told: the prediction stays
+        step = step_time.predict_program(programs[0], one, target) if report.fits else None
     (_, _, within), (_, _, across) = report.networks["ici"], report.networks["dcn"]
     groups = max(axis for name, axis in one.mesh.sizes().items() if name not in ("data", "stage"))
     groups = groups if groups > 1 else one.mesh.sizes()["data"] // target.slices
@@ -237,14 +267,15 @@ def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
         ici=within / link_rate(target, groups),
         dcn=dcn_seconds(across, target.chip),
     )
-    return dataclasses.replace(candidate, report=report, times=times)
+    return dataclasses.replace(candidate, report=report, times=times, step=step)
 
 
 def print_plan(plan: Plan) -> None:
     """Prints the ranking on stdout."""
     rows = []
     for candidate in plan.ranked:
-        s, report, times = candidate.settings, candidate.report, candidate.times
+        s, report = candidate.settings, candidate.report
+        least, best, most = candidate.seconds
         axes = " ".join(f"{key[5:]}={s[key]}" for key in SEARCHED if s[key] > 1)
         batch = f"{s['train.global_batch']:,}"
         parts = f" in {n}" if (n := s.get("train.microbatches", 1)) > 1 else ""
@@ -252,11 +283,11 @@ def print_plan(plan: Plan) -> None:
         rows.append(
             (
                 axes, batch + parts, s["model.remat"], show_bytes(candidate.memory or 0), fits,
-                f"{times.hidden:,.2f}-{times.waited:,.2f}", f"{candidate.tokens / times.hidden:,.0f}", candidate.limit,
+                f"{best:,.4g} ({least:,.4g} to {most:,.4g})", f"{candidate.tokens / best:,.0f}", candidate.limit,
             )
         )  # fmt: skip
     heads = (
-        "mesh", "batch", "remat", "predicted", "compiled", "seconds a step", "tokens/s at best", "limited by",
+        "mesh", "batch", "remat", "predicted", "compiled", "seconds a step", "tokens/s", "limited by",
     )  # fmt: skip
     usable = parse_target(plan.target).chip.usable_bytes
     print_tables(

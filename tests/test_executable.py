@@ -18,14 +18,32 @@ needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason
 SETTINGS = ["mesh.data=2", "mesh.fsdp=4", "data.seq_len=16", "train.steps=3"]
 
 
+def run(*words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["minitext", *words])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            return stop.code or 0
+    return 0
+
+
+def words(cfg):
+    """The settings of a configuration as they are given on the command line."""
+    flat = executable.flatten(cfg.model_dump(mode="json"))
+    sections = "model.", "data.seq", "data.source", "train.", "mesh."
+    return [
+        f"{k}={json.dumps(x)}" for k, x in flat.items() if k.startswith(sections) and x is not None
+    ]
+
+
 @pytest.fixture(scope="module")
 def saved(tiny, tmp_path_factory):
-    """The configuration, the mesh and the file of a step for eight simulated devices."""
+    """The configuration, the mesh and the file of a step for eight simulated devices, made by the command."""
     cfg = tiny(*SETTINGS)
-    mesh = make_mesh(cfg.mesh)
     file = tmp_path_factory.mktemp("saved") / "step.zip"
-    executable.save(cfg, mesh, file)
-    return cfg.replace({"train.executable": str(file)}), mesh, file
+    assert run("compile", "laptop", *words(cfg), "--save", str(file)) == 0
+    return cfg.replace({"train.executable": str(file)}), make_mesh(cfg.mesh), file
 
 
 def losses(cfg, mesh):
@@ -126,28 +144,21 @@ def test_a_damaged_file_is_refused(saved, tmp_path, cut):
     assert "\n" not in str(caught.value)
 
 
-def test_where_nothing_can_be_written_nothing_is_compiled(tiny, tmp_path):
-    cfg = tiny()
-    with pytest.raises(UserError, match="cannot be written: name a file"):
-        executable.save(cfg, make_mesh(cfg.mesh), tmp_path / "no" / "step.zip")
+def test_where_nothing_can_be_written_nothing_is_compiled(tmp_path, capsys):
+    assert run("compile", "laptop", "--save", str(tmp_path / "no" / "step.zip")) == 2
+    assert "cannot be written: name a file" in capsys.readouterr().err
 
 
-def test_train_runs_a_saved_step(saved, monkeypatch, tmp_path):
+def test_train_runs_a_saved_step(saved, tmp_path):
     cfg, _, file = saved
-    settings = [
-        f"{key}={json.dumps(value)}"
-        for key, value in executable.flatten(cfg.model_dump(mode="json")).items()
-        if key.startswith(("model.", "data.seq", "data.source", "train.", "mesh."))
-        and value is not None
-    ]
-    monkeypatch.setattr(
-        "sys.argv", ["minitext", "train", *settings, f"run.dir={tmp_path}", "run.name=a"]
-    )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert not stop.value.code
+    assert run("train", "laptop", *words(cfg), f"run.dir={tmp_path}", "run.name=a") == 0
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 3
     assert str(file) in (tmp_path / "a" / "config.yml").read_text()
+    assert (
+        run("train", "laptop", *words(cfg), f"run.dir={tmp_path}", "run.name=b", "optim.b1=0.8")
+        == 2
+    )
+    assert not (tmp_path / "b").exists()
 
 
 @needs_libtpu

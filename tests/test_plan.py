@@ -59,7 +59,7 @@ def test_seconds_are_of_what_each_device_does():
     four = predict(cfg.replace(base | {"train.global_batch": 64}), target, work)
     again = predict(cfg.replace(base | {"model.remat": "full"}), target, work)
     # Four times the rows, four times the products; weights are gathered as often.
-    assert four.compute == pytest.approx(4 * one.compute) and one.ici < four.ici < 2 * one.ici
+    assert four.compute == pytest.approx(4 * one.compute) and four.ici == one.ici
     # The layers' forward pass once more: four passes in place of three.
     assert 1.1 * one.compute < again.compute < 4 / 3 * one.compute + 1e-9
     alone = predict(cfg.replace(base | {"mesh.data": 16, "mesh.fsdp": 1}), target, work)
@@ -148,6 +148,7 @@ def test_where_nothing_fits_it_says_so(monkeypatch, capsys):
 
 
 @needs_libtpu
+@pytest.mark.audit
 def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     settings = [
         *TINY,
@@ -159,12 +160,19 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     assert run(monkeypatch, "laptop", *settings, "target=v5e:2x2", "--compile", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     first, second = found["ranked"]
-    assert first["seconds"]["hidden"] <= second["seconds"]["hidden"]
+    assert first["seconds"]["best"] <= second["seconds"]["best"]
     for candidate in found["ranked"]:
         report = candidate["report"]
         assert report["fits"] and report["total_bytes"] <= report["available_bytes"]
         assert candidate["memory"] == pytest.approx(report["total_bytes"], rel=0.5)
         assert candidate["times"]["ici"] > 0 and candidate["times"]["dcn"] == 0
+        # The time is that of the compiled schedule.
+        assert candidate["seconds"]["best"] == candidate["step"]["seconds"] > 0
+        assert (
+            candidate["seconds"]["lower"]
+            <= candidate["seconds"]["best"]
+            <= candidate["seconds"]["upper"]
+        )
         assert candidate["limit"] in ("compute", "HBM bandwidth", "ICI")
     compile_, train = found["commands"]
     assert (
