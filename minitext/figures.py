@@ -241,6 +241,39 @@ def draw_bundles(kernels: Any, parts: int = 120) -> Any:
     return figure
 
 
+def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> Any:
+    """Draw what the core and the queues of a `minitext.step_time.StepTime` do, from `start` to `end` seconds.
+
+    Of a loop only the first turn is drawn; the others are a grey stretch with their number.
+
+    Returns:
+        The figure: a lane for each queue, in which `wait` is the core waiting.
+    """
+    import matplotlib.pyplot as plt
+
+    end = max((event.end for event in events), default=1.0) if end is None else end
+    lanes = ("compute", "kernels", "wait", "ici", "dcn", "dma", "host")
+    shown = [event for event in events if event.end > start and event.start < end]
+    used = [lane for lane in lanes if any(event.queue == lane for event in shown)]
+    unit, name = (1.0, "s") if end - start >= 1 else (1e3, "ms")
+    figure, axes = plt.subplots(figsize=(7, 0.45 * len(used) + 1.1))
+    for row, lane in enumerate(used):
+        bars = [(e.start * unit, (e.end - e.start) * unit) for e in shown if e.queue == lane]
+        color = INK if lane == "wait" else COLORS[row % len(COLORS)]
+        axes.broken_barh(bars, (row - 0.38, 0.76), color=color, alpha=0.5 if lane == "wait" else 1)
+    for loop in (e for e in shown if e.queue == "loop" and e.trips > 1):
+        inside = [e.end for e in events if loop.start <= e.start < loop.end and e.queue != "loop"]
+        first = max((at for at in inside if at <= loop.end), default=loop.start)
+        axes.axvspan(first * unit, loop.end * unit, color=INK, alpha=0.15)
+        middle = (max(first, start) + min(loop.end, end)) / 2 * unit
+        axes.text(middle, -0.7, f"{loop.trips - 1} more turns", ha="center", fontsize=8)
+    axes.set_yticks(range(len(used)), used)
+    axes.set_ylim(len(used) - 0.5, -1.0)
+    axes.set_xlim(start * unit, end * unit)
+    axes.set_xlabel(f"time, {name}")
+    return figure
+
+
 def save_figure(file: str, draw: Callable[[], Any]) -> None:
     """Write a figure as a picture, of the kind that the file's name ends in.
 

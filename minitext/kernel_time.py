@@ -118,7 +118,8 @@ def _grid(body: str, table: int) -> list[int]:
     Raises:
       UserError: if one does, and there is no table.
     """
-    from jax._src.lib import tpu  # the only way to read it; the same calls as in JAX's own lowering
+    # The only way to read it: the same calls as in JAX's own lowering.
+    from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
     from jax.extend.mlir import ir
     from jax.interpreters import mlir
 

@@ -42,7 +42,8 @@ class Operation(NamedTuple):
       queue: what does it, one of `QUEUES`.
       cycles: the compiler's estimate (of `run` only).
       bytes: what is transferred; of a `run` without estimate, what goes through HBM.
-      opcode: of a collective, such as `all-gather`; of a kernel, its custom call's text.
+      opcode: of a collective, such as `all-gather`; of a kernel, its custom call's text; of a host transfer, `to host`
+        or `from host`: PCIe carries both at once.
       members: the devices of one group of a collective.
       token: names a transfer, the same for its start and its done.
       trips: how often a loop's body runs.
@@ -204,7 +205,9 @@ class _Reader:
         ]
         size = sizes[0] if sizes else min((s for s, _ in results), default=0)
         if HOST_MEMORY in spaces:
-            return Operation(i.name, "start", HOST, bytes=size, token=i.name)
+            written = next((space for _, space in results), 0)
+            way = "to host" if written == HOST_MEMORY else "from host"
+            return Operation(i.name, "start", HOST, bytes=size, opcode=way, token=i.name)
         return Operation(
             i.name, "start", DMA, bytes=size * (1 if VMEM in spaces else 2), token=i.name
         )

@@ -83,13 +83,13 @@ class StepTime:
         }  # fmt: skip
 
 
-def predict_preset(cfg: Config, target: str, programs: Path | None = None) -> StepTime:
+def predict_preset(cfg: Config, target: str, program: Path | None = None) -> StepTime:
     """Compiles the train step of a configuration for a target and predicts how long it takes there.
 
     Args:
       cfg: the configuration.
       target: TPUs such as `v5e:2x4`; see `minitext.targets.parse_target`.
-      programs: a folder in which the program's text is kept, by default none.
+      program: a file to which the compiler's text is written, by default none.
 
     Raises:
       DoesNotFit: if the step needs more memory than the target has.
@@ -104,9 +104,9 @@ def predict_preset(cfg: Config, target: str, programs: Path | None = None) -> St
     def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
         path = _program(Path(folder))
         found.append(path.read_text(errors="replace"))
-        if programs is not None:
-            programs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, programs / path.name)
+        if program is not None:
+            program.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, program)
 
     report = aot.compile_preset(cfg, target, keep)
     if not report.fits:

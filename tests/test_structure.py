@@ -43,7 +43,8 @@ LAYERS = [
         "llo_report",
         "tune",
     }
-    | {"advice", "executable", "plan", "plan_times"},
+    | {"advice", "executable", "plan", "plan_times"}
+    | {"schedule_text", "step_schedule", "kernel_time", "step_time"},
     {"figures", "notebook", "cli"},
     {"__main__"},
 ]
