@@ -34,8 +34,8 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
       dcn: bytes/s that a chip sends to other slices.
 
     Returns:
-      ((data, fsdp, tensor), bytes that a chip sends within its slice, bytes that it sends to other
-      slices), or None if no mesh has room for the state.
+      ((data, fsdp, tensor), seconds, bytes that a chip sends within its slice, bytes that it sends to
+      other slices), or None if no mesh has room for the state.
     """
     # YOUR CODE HERE
     raise NotImplementedError("22.choose_mesh")
