@@ -3,9 +3,9 @@
     python benchmarks/pods.py
 
 The train step of Llama 2 70B is compiled for 64 v5p chips, for 2 slices of 256 v5e chips, and for 199 of them, which
-are 50,944 chips, and that of GPT-3 for 256 v6e chips. Each is compiled in a process of its own. If many slices take the compiler more
-than --limit seconds, fewer are tried, and the record says for how many it was done. Needs libtpu (pip install
-'minitext[aot]') and no TPU.
+are 50,944 chips; that of GPT-3 for 256 v6e chips. Each is compiled in a process of its own. If many slices take the
+compiler more than --limit seconds, fewer are tried, and the record says for how many it was done. Needs libtpu (pip
+install 'minitext[aot]') and no TPU.
 """
 
 import json

@@ -251,7 +251,7 @@ def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> 
     """
     import matplotlib.pyplot as plt
 
-    end = max((event.end for event in events), default=1.0) if end is None else end
+    end = float(max((event.end for event in events), default=1.0) if end is None else end)
     lanes = ("compute", "kernels", "wait", "ici", "dcn", "dma", "host")
     shown = [event for event in events if event.end > start and event.start < end]
     used = [lane for lane in lanes if any(event.queue == lane for event in shown)]

@@ -254,7 +254,7 @@ def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
     one, programs = cfg.replace(candidate.settings), []
 
     def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        programs.append(step_time._program(Path(folder)).read_text(errors="replace"))
+        programs.append(step_time.find_program(Path(folder)).read_text(errors="replace"))
 
     report, step = aot.compile_preset(one, str(target), keep), None
     with contextlib.suppress(UserError):  # a kernel whose time can't be told: the prediction stays

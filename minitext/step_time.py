@@ -102,7 +102,7 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
     found: list[str] = []
 
     def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        path = _program(Path(folder))
+        path = find_program(Path(folder))
         found.append(path.read_text(errors="replace"))
         if program is not None:
             program.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
 
 
-def _program(folder: Path) -> Path:
+def find_program(folder: Path) -> Path:
     """The dump's text of the whole program; parts that XLA compiles apart have smaller ones."""
     found = sorted(folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
     if not found:

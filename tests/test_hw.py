@@ -27,6 +27,16 @@ def jax_info(name):
 
 
 @pytest.mark.parametrize("name", TPUS)
+def test_clocks_are_those_of_the_peak(name):
+    """Every core's matrix units do a multiply-add in each cycle, and programs never reach more than a link's peak."""
+    chip = CHIPS[name]
+    assert jax_info(name)[1] == chip.cores
+    side = 256 if name in ("v6e", "tpu7x") else 128
+    assert chip.cores * chip.clock * 2 * 4 * side**2 == pytest.approx(chip.peak(), rel=0.01)
+    assert chip.dcn_bandwidth < chip.host_bandwidth < chip.link_rate < chip.link_bandwidth
+
+
+@pytest.mark.parametrize("name", TPUS)
 def test_agrees_with_jax(name):
     info, cores = jax_info(name)
     chip = CHIPS[name]

@@ -164,7 +164,8 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     for candidate in found["ranked"]:
         report = candidate["report"]
         assert report["fits"] and report["total_bytes"] <= report["available_bytes"]
-        assert candidate["memory"] == pytest.approx(report["total_bytes"], rel=0.5)
+        # Of so small a step the prediction counts what the vector memory holds, too.
+        assert report["argument_bytes"] <= candidate["memory"] <= 3 * report["total_bytes"]
         assert candidate["times"]["ici"] > 0 and candidate["times"]["dcn"] == 0
         # The time is that of the compiled schedule.
         assert candidate["seconds"]["best"] == candidate["step"]["seconds"] > 0

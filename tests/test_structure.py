@@ -42,9 +42,12 @@ LAYERS = [
         "llo_compiler",
         "llo_report",
         "tune",
+        "schedule_text",
+        "step_schedule",
+        "kernel_time",
+        "step_time",
     }
-    | {"advice", "executable", "plan", "plan_times"}
-    | {"schedule_text", "step_schedule", "kernel_time", "step_time"},
+    | {"advice", "executable", "plan", "plan_times"},
     {"figures", "notebook", "cli"},
     {"__main__"},
 ]
