@@ -1,0 +1,1047 @@
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitext import aot
+from minitext.grading import Exercise
+from minitext.hw import CHIPS
+from minitext.targets import parse_target, topology_devices
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+# --------------------------------------------------------------------------------------- fit
+
+fit = Exercise(
+    "22.fit",
+    title="Make it fit, and have the compiler say so",
+    function="fit",
+    minutes=25,
+    points=15,
+    seconds=110,
+    statement="""
+Write `fit(rows, devices, available, predict, ask)`: the first settings, in the order of their price, that the
+compiler takes. The last check gives you a real model and the real compiler for a v5e.
+
+- Settings are a list of four strings: `model.remat` is `none`, `dots` or `full`; `train.microbatches` M;
+  `mesh.data` times `mesh.fsdp` is `devices`. A microbatch gives each device a whole number of rows.
+- Computing again is dearest. So any plan with `none` goes before any with `dots`, and those before `full`.
+  Among them fewer microbatches go first, and among those a smaller `mesh.fsdp`.
+- `predict(settings)` is quick, and the compiler's figure lies between `predict / 1.1` and `predict * 1.1`.
+  `ask(settings)` compiles, and returns whether the compiler takes the step.
+- Return what you have asked for, and nothing else. Ask for no plan that cannot fit, nor for one that is
+  dearer than your answer. Return None if nothing fits.
+""",
+    hints=(
+        "Three loops, one in another, give the plans in the order of their price. Which of them may you skip "
+        "without asking?",
+        "The compiler's figure is at least `predict(settings) / 1.1`. If even that is more than `available`, the "
+        "plan cannot fit. Every other one you have to ask for, also one that seems to fit with room.",
+        "`if predict(settings) <= 1.1 * available and ask(settings): return settings`, in the innermost of "
+        "three loops. M goes over the numbers with `rows % (M * devices) == 0`.",
+    ),
+)
+
+REMAT = ("none", "dots", "full")
+
+
+def settings_of(remat, microbatches, fsdp, devices):
+    return [
+        f"model.remat={remat}", f"train.microbatches={microbatches}", f"mesh.data={devices // fsdp}",
+        f"mesh.fsdp={fsdp}",
+    ]  # fmt: skip
+
+
+def plans(rows, devices, *, uneven=False):
+    whole = 1 if uneven else devices
+    for remat in REMAT:
+        for microbatches in (m for m in range(1, rows + 1) if rows % (m * whole) == 0):
+            for fsdp in (size for size in range(1, devices + 1) if devices % size == 0):
+                yield remat, microbatches, fsdp
+
+
+def fit_with(*, order=None, slack=1.1, compiles=True, uneven=False, last=False, many=False):
+    """The solution with a mistake that is asked for."""
+
+    def fn(rows, devices, available, predict, ask):
+        taken, settings = [], None
+        found = sorted(plans(rows, devices, uneven=uneven), key=order or (lambda plan: 0))
+        for plan in found:
+            settings = settings_of(*plan, devices)
+            if predict(settings) <= slack * available and (not compiles or ask(settings)):
+                taken.append(settings)
+                if not many:
+                    return settings
+        return taken[0] if taken else settings if last else None
+
+    return fn
+
+
+class Compiler:
+    """Answers `predict` and `ask` by a rule of memory, and remembers who asked for what."""
+
+    def __init__(self, t, rows, devices):
+        self.rows, self.devices, self.asked = rows, devices, []
+        self.state = int(t.rng.integers(20, 60)) * 10**8 + t.learner % 10**8
+        self.kept = dict(
+            zip(REMAT, (n * int(t.rng.integers(7, 11)) * 10**7 for n in (60, 25, 4)), strict=True)
+        )
+        self.off = {plan: float(t.rng.uniform(0.92, 1.08)) for plan in plans(rows, devices)}
+
+    def plan(self, settings):
+        values = dict(text.split("=") for text in settings)
+        plan = (
+            values["model.remat"], int(values["train.microbatches"]), int(values["mesh.fsdp"]),
+        )  # fmt: skip
+        legal = plan in self.off and int(values["mesh.data"]) * plan[2] == self.devices
+        return plan if legal else None
+
+    def predict(self, settings):
+        plan = self.plan(settings)
+        if plan is None:
+            return 0.0
+        remat, microbatches, fsdp = plan
+        summed = self.state / 3 / fsdp if microbatches > 1 else 0
+        return (
+            self.state / fsdp
+            + summed
+            + self.kept[remat] * self.rows / (microbatches * self.devices)
+        )
+
+    def needed(self, settings):
+        return self.predict(settings) * self.off.get(self.plan(settings), 1)
+
+    def answer(self, available):
+        """What is right, and how often it asks."""
+        right, asked = fit_with(), []
+        settings = right(
+            self.rows, self.devices, available, self.predict,
+            lambda settings: asked.append(settings) or self.needed(settings) <= available,
+        )  # fmt: skip
+        return settings, len(asked)
+
+    def run(self, t, fn, available, why):
+        """The answer's settings, after its questions were looked at."""
+        self.asked = []
+
+        def ask(settings):
+            self.asked.append(list(settings))
+            return self.plan(settings) is not None and self.needed(settings) <= available
+
+        got = fn(self.rows, self.devices, available, self.predict, ask)
+        got = None if got is None else [str(text) for text in got]
+        where = f"{why}: {self.rows} rows, {self.devices} devices, {available:,.0f} bytes"
+        for settings in [*self.asked, *([got] if got else [])]:
+            legal = self.plan(settings) is not None
+            t.true(legal, f"{where}: {settings} gives a device no whole number of rows", settings)
+        return got, where
+
+    def compare(self, t, fn, available, why):
+        want, questions = self.answer(available)
+        got, where = self.run(t, fn, available, why)
+        order = list(self.off)
+        places = [-1 if plan is None else order.index(self.plan(plan)) for plan in (got, want)]
+        t.true(places[0] == places[1], f"{where}: got {got}, want {want}", places)
+        return questions, where
+
+
+def between(compiler, low, high):
+    """Bytes between what two plans need, so that some plans fit and others do not."""
+    needs = sorted(compiler.needed(settings_of(*plan, compiler.devices)) for plan in compiler.off)
+    return needs[int(len(needs) * low)] * (1 - high) + needs[int(len(needs) * low) + 1] * high
+
+
+@fit.check("plenty of memory")
+def _(fn, t):
+    Compiler(t, 32, 8).compare(t, fn, 1e15, "everything fits")
+
+
+@fit.check("a batch that divides badly")
+def _(fn, t):
+    for rows, devices in ((24, 4), (36, 6)):
+        compiler = Compiler(t, rows, devices)
+        compiler.compare(t, fn, between(compiler, 0.3, 0.5), "a batch that divides badly")
+
+
+@fit.check("the cheapest that fits")
+def _(fn, t):
+    for share in (0.15, 0.35, 0.6, 0.8):
+        compiler = Compiler(t, 64, 8)
+        compiler.compare(t, fn, between(compiler, share, 0.5), "some plans fit")
+
+
+@fit.check("plans that nearly fit")
+def _(fn, t):
+    for side, off in (("below", 0.93), ("above", 1.07)):
+        compiler = Compiler(t, 64, 8)
+        lowest, needs_less = math.inf, []
+        for plan in compiler.off:  # plans that need clearly less than every cheaper one
+            predicted = compiler.predict(settings_of(*plan, 8))
+            needs_less += [plan] * (predicted < 0.85 * lowest < math.inf)
+            lowest = min(lowest, predicted)
+            compiler.off[plan] = 1.05
+        plan = needs_less[int(t.rng.integers(len(needs_less)))]
+        compiler.off[plan] = off
+        available = compiler.predict(settings_of(*plan, 8)) * (1 + off) / 2
+        compiler.compare(
+            t, fn, available, f"a plan for which the compiler's figure lies {side} the prediction"
+        )
+
+
+@fit.check("nothing fits")
+def _(fn, t):
+    compiler = Compiler(t, 32, 8)
+    compiler.compare(t, fn, between(compiler, 0, 0) * 0.5, "nothing fits")
+
+
+@fit.check("as few compilations as possible")
+def _(fn, t):
+    for share in (0.15, 0.35, 0.6):
+        compiler = Compiler(t, 64, 8)
+        questions, where = compiler.compare(t, fn, between(compiler, share, 0.5), "some plans fit")
+        asked = len(compiler.asked)
+        text = f"{where}: the compiler was asked {asked} times, and {questions} times would do"
+        t.true(asked <= questions, text, asked > 2 * questions)
+        got, _ = compiler.run(t, fn, between(compiler, share, 0.5), "some plans fit")
+        t.true(got in compiler.asked, f"{where}: {got} was never asked for", "never asked")
+
+
+LAYERS, EMBED, MLP, TOKENS = 8, 256, 512, 1024
+
+
+def stack_step(settings, rows):
+    """A training step of a stack of layers, its arguments and its mesh, on four chips of a v5e that are not there."""
+    values = dict(text.split("=") for text in settings)
+    remat, microbatches = values["model.remat"], int(values["train.microbatches"])
+    shape = int(values["mesh.data"]), int(values["mesh.fsdp"])
+    mesh = Mesh(
+        np.array(topology_devices(parse_target("v5e:2x2"))).reshape(shape), ("data", "fsdp")
+    )
+
+    def spec(dtype, shape, *names):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*names)))
+
+    weights = {
+        "up": spec("float32", (LAYERS, EMBED, MLP), None, "fsdp", None),
+        "down": spec("float32", (LAYERS, MLP, EMBED), None, None, "fsdp"),
+    }
+    x = spec(
+        "bfloat16", (microbatches, rows * TOKENS // microbatches, EMBED), None, ("data", "fsdp")
+    )
+
+    def layer(x_XD, w):
+        h_XF = jax.nn.silu(x_XD @ w["up"].astype(x_XD.dtype))
+        return x_XD + h_XF @ w["down"].astype(x_XD.dtype), None
+
+    if remat != "none":
+        policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
+        layer = jax.checkpoint(layer, policy=policy)
+
+    def loss(w, x_XD):
+        return jnp.mean(jax.lax.scan(layer, x_XD, w)[0].astype(jnp.float32) ** 2)
+
+    def step(w, x_MXD):
+        def add(total, x_XD):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(w, x_XD)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, w)
+        grads = (
+            jax.lax.scan(add, zeros, x_MXD)[0] if microbatches > 1 else jax.grad(loss)(w, x_MXD[0])
+        )
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, w, grads)
+
+    return jax.jit(step, donate_argnums=0), (weights, x), mesh
+
+
+@fit.check("the compiler for a v5e")
+def _(fn, t):
+    rows, asked = 32 * (206 + t.learner % 9), []
+    stream = (
+        2 * rows * TOKENS * EMBED / 4
+    )  # bytes of the batch's hidden states on one of four chips
+
+    def predict(settings):
+        values = dict(text.split("=") for text in settings)
+        kept, work = {"none": (9, 4), "dots": (3, 4), "full": (1, 6)}[values["model.remat"]]
+        return stream * (1 + (LAYERS * kept + work) / int(values["train.microbatches"]))
+
+    def ask(settings):
+        asked.append(list(settings))
+        if len(asked) > 4:
+            return False
+        step, args, mesh = stack_step(settings, rows)
+        return aot.compile_step(step, args, mesh).fits
+
+    got = fn(rows, 4, CHIPS["v5e"].usable_bytes, predict, ask)
+    t.true(
+        len(asked) <= 4, f"{len(asked)} compilations for a v5e: four are enough here", len(asked)
+    )
+    where = f"for {rows} rows on four chips of a v5e you return {got}"
+    t.true(
+        got is not None and list(got) == asked[-1], f"{where}, not what was asked for last", "other"
+    )
+    t.true("model.remat=none" in got, f"{where}, and without remat there is a way", "remat")
+
+
+mistaken(
+    fit,
+    "believes_the_prediction",
+    "You return what the prediction says fits, and the compiler was not asked. It has the last word: ask for "
+    "the plan before you return it.",
+    fit_with(compiles=False, slack=1.0),
+)
+mistaken(
+    fit,
+    "skips_what_may_fit",
+    "You skip every plan whose prediction is more than `available`. The compiler may need a tenth less than "
+    "that: skip those above 1.1 times `available`.",
+    fit_with(slack=1.0),
+)
+mistaken(
+    fit,
+    "asks_for_everything",
+    "You ask the compiler for plans that cannot fit. Look at the prediction first: it takes milliseconds, a "
+    "compilation minutes.",
+    fit_with(slack=1e9),
+)
+mistaken(
+    fit,
+    "asks_to_the_end",
+    "You go on asking when a plan has been taken. The plans come in the order of their price, so the first one is "
+    "the answer.",
+    fit_with(many=True),
+)
+mistaken(
+    fit,
+    "rows_do_not_divide",
+    "A microbatch's rows are divided over all devices, along data and fsdp. So M times `devices` must divide "
+    "`rows`.",
+    fit_with(uneven=True),
+)
+mistaken(
+    fit,
+    "fsdp_before_microbatches",
+    "You go through `mesh.fsdp` outside of the microbatches. Fewer microbatches go first, and among plans with as "
+    "many the smaller `mesh.fsdp`.",
+    fit_with(order=lambda plan: (REMAT.index(plan[0]), plan[2], plan[1])),
+)
+mistaken(
+    fit,
+    "remat_first",
+    "You take more remat before more microbatches. Computing again costs most here, so all plans with less of it "
+    "go first.",
+    fit_with(order=lambda plan: (plan[1], plan[2], REMAT.index(plan[0]))),
+)
+mistaken(
+    fit,
+    "most_careful_plan",
+    "You return the plan that needs the least memory. It is also the slowest: begin with the cheapest, and stop "
+    "at the first that fits.",
+    fit_with(order=lambda plan: (-REMAT.index(plan[0]), -plan[1], -plan[2])),
+)
+mistaken(
+    fit,
+    "never_none",
+    "Where nothing fits you return the last plan all the same. Return None.",
+    fit_with(last=True),
+)
+
+# ------------------------------------------------------------------------------- choose_mesh
+
+choose_mesh = Exercise(
+    "22.choose_mesh",
+    title="Choose a mesh by its collectives",
+    function="choose_mesh",
+    minutes=35,
+    points=20,
+    statement="""
+Write `choose_mesh(sizes, slices, chips, memory, ici, dcn)`: of all meshes (data, fsdp, tensor) of powers of
+two over `slices` times `chips` chips, the one whose collectives take the least time. Return it with that time and
+with the bytes behind it.
+
+- Chips are numbered slice by slice, and the mesh is filled in rows: tensor is the innermost axis, data the
+  outermost. tensor stays within a slice.
+- A group with m members in each of s slices does its work in two stages. To gather an array of X bytes, or to
+  reduce-scatter it, a chip sends $X (m-1)/m$ within its slice and $(X/m)(s-1)/s$ to other slices. An
+  all-reduce is both, one after the other.
+- With W = `sizes["weights"]`, in a step: fsdp gathers W / tensor twice and reduce-scatters it once. data
+  all-reduces W / (tensor fsdp). tensor all-reduces `sizes["sums"]` / (data fsdp).
+- A chip stores `sizes["state"]` / (fsdp tensor), which may be at most `memory`.
+- The time is that of the bytes within slices at `ici` bytes/s plus that of the others at `dcn`.
+""",
+    hints=(
+        "For each axis: how many chips lie between two neighbours of a group, and how many of the group's members "
+        "are therefore in one slice?",
+        "Neighbours of a tensor group are 1 chip apart, those of an fsdp group tensor, those of a data group tensor "
+        "times fsdp. A group of n with that stride has m = min(n, max(1, chips // stride)) members in a slice.",
+        "`gather(X, m, s)` returns the pair `X * (m - 1) / m, X / m * (s - 1) / s` with s = n / m. Add 3 times that "
+        "of fsdp, twice that of data and twice that of tensor, and take the `min` over all meshes that fit.",
+    ),
+)
+
+
+def mesh_with(
+    *, gathers=3, reduces=2, memory_of=lambda d, f, t: f * t, stride=True, parts=True, shard=True, flat=False,
+    spread=True, tensors=True, slow=True, wide=False, best=min,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(sizes, slices, chips, memory, ici, dcn):
+        def gather(whole, m, s):
+            if flat:  # one ring through all, which crosses between slices
+                n = m * s
+                return (0.0, whole * (n - 1) / n) if s > 1 else (whole * (m - 1) / m, 0.0)
+            across = whole / m if parts else whole
+            return whole * (m - 1) / m, across * (s - 1) / s
+
+        def group(n, distance):
+            m = min(n, max(1, chips // (distance if stride else 1)))
+            return m, n // m
+
+        devices, found = slices * chips, []
+        powers = [2**i for i in range(devices.bit_length())]
+        for t, f in itertools.product(powers, powers):
+            d = devices // (t * f)
+            if d < 1 or (t > chips and not wide) or sizes["state"] / memory_of(d, f, t) > memory:
+                continue
+            if t > 1 and not tensors:
+                continue
+            whole = sizes["weights"] / t
+            sums = sizes["sums"] / (d * f if spread else d)
+            terms = (
+                (gathers, gather(whole, *group(f, t))),
+                (reduces, gather(whole / f if shard else whole, *group(d, t * f))),
+                (2, gather(sums, *group(t, 1))),
+            )
+            within, across = (sum(n * pair[i] for n, pair in terms) for i in range(2))
+            seconds = within / ici + (across / dcn if slow else across / ici)
+            found.append(((d, f, t), seconds, within, across))
+        return best(found, key=lambda mesh: mesh[1]) if found else None
+
+    return fn
+
+
+right_mesh = mesh_with()
+
+
+def drawn_sizes(t, sums):
+    weights = int(t.rng.integers(10, 200)) * 10**9 + t.learner % 10**9
+    return {
+        "weights": weights, "state": 6 * weights, "sums": int(weights * sums * t.rng.uniform(0.9, 1.1)),
+    }  # fmt: skip
+
+
+def chooses(fn, t, why, sizes, slices, chips, room, ici=90e9, dcn=3e9):
+    """`room` is the least number of parts of the state that fit."""
+    args = sizes, slices, chips, int(sizes["state"] / room) + 1, ici, dcn
+    got, want = fn(*args), right_mesh(*args)
+    where = f"{why}: {slices} slices of {chips} chips, at least {room} parts of the state"
+    if want is None or got is None:
+        t.equal(got, want, why=where)
+        return
+    mesh = tuple(int(n) for n in got[0])
+    t.equal(mesh, want[0], why=f"{where}: the mesh")
+    t.close([float(n) for n in got[2:]], list(want[2:]), 1e-9, 1e-6, f"{where}: bytes for {mesh}")
+    t.close(float(got[1]), want[1], 1e-9, 1e-12, f"{where}: seconds for {mesh}")
+
+
+@choose_mesh.check("one slice, no sums worth naming")
+def _(fn, t):
+    for chips, room in ((16, 8), (64, 16)):
+        chooses(fn, t, "one slice", drawn_sizes(t, 1e3), 1, chips, room)
+
+
+@choose_mesh.check("one slice, few tokens")
+def _(fn, t):
+    for sums in (0.02, 0.5, 3.0):
+        chooses(fn, t, "few tokens", drawn_sizes(t, sums), 1, 64, 8)
+
+
+@choose_mesh.check("several slices, the state fits into one")
+def _(fn, t):
+    for slices, chips, room in ((2, 16, 8), (4, 64, 64), (8, 16, 2)):
+        chooses(fn, t, "several slices", drawn_sizes(t, 1e3), slices, chips, room)
+
+
+@choose_mesh.check("a state that needs more than a slice")
+def _(fn, t):
+    for slices, chips, room in ((4, 16, 32), (8, 8, 64), (8, 4, 16)):
+        chooses(fn, t, "a large state", drawn_sizes(t, 1e3), slices, chips, room)
+        chooses(fn, t, "a large state", drawn_sizes(t, 2.0), slices, chips, room)
+
+
+@choose_mesh.check("nothing fits, and what just fits")
+def _(fn, t):
+    sizes = drawn_sizes(t, 5.0)
+    chooses(fn, t, "nothing fits", sizes, 2, 8, 17)
+    chooses(fn, t, "it just fits", sizes, 2, 8, 16)
+
+
+@choose_mesh.check("networks of other speeds")
+def _(fn, t):
+    for dcn in (1e8, 3e10, 4e11):
+        for sums in (0.3, 4.0, 60.0):
+            chooses(
+                fn, t, f"{dcn:.0e} bytes/s between slices", drawn_sizes(t, sums), 4, 32, 4, dcn=dcn
+            )
+
+
+mistaken(
+    choose_mesh,
+    "one_ring_for_all",
+    "You let one ring go through all slices. A group that spans slices works in two stages: within the slice first, "
+    "so that only 1/m of the array crosses.",
+    mesh_with(flat=True),
+)
+mistaken(
+    choose_mesh,
+    "whole_array_crosses",
+    "You send the whole array between slices. After the stage within the slice a chip has 1/m of it, and that is "
+    "what it exchanges.",
+    mesh_with(parts=False),
+)
+mistaken(
+    choose_mesh,
+    "neighbours_of_every_axis",
+    "You take every group's members for neighbours. Those of an fsdp group are tensor chips apart, those of a data "
+    "group tensor times fsdp, so fewer of them share a slice.",
+    mesh_with(stride=False),
+)
+mistaken(
+    choose_mesh,
+    "gathered_once",
+    "fsdp gathers the weights for the forward pass and again for the backward pass: with the gradients' "
+    "reduce-scatter that is three times.",
+    mesh_with(gathers=2),
+)
+mistaken(
+    choose_mesh,
+    "gradients_reduced_once",
+    "An all-reduce is a reduce-scatter and an all-gather: count data's twice.",
+    mesh_with(reduces=1),
+)
+mistaken(
+    choose_mesh,
+    "whole_gradient_over_data",
+    "data sums the whole gradient in your count. fsdp has left each chip a part of it: W / (tensor fsdp).",
+    mesh_with(shard=False),
+)
+mistaken(
+    choose_mesh,
+    "state_divided_by_data",
+    "You divide the state over data, too. data has copies: a chip stores state / (fsdp tensor).",
+    mesh_with(memory_of=lambda d, f, t: d * f * t),
+)
+mistaken(
+    choose_mesh,
+    "sums_not_divided_by_fsdp",
+    "fsdp divides the batch as data does: tensor sums `sizes['sums']` / (data fsdp).",
+    mesh_with(spread=False),
+)
+mistaken(
+    choose_mesh,
+    "no_tensor",
+    "You never try a tensor axis. With few tokens and many weights it sends less than fsdp.",
+    mesh_with(tensors=False),
+)
+mistaken(
+    choose_mesh,
+    "one_network",
+    "You give the bytes between slices the speed of those within. They have their own, `dcn`.",
+    mesh_with(slow=False),
+)
+mistaken(
+    choose_mesh,
+    "tensor_across_slices",
+    "You let tensor span slices. It sums several times in every layer and stays within one.",
+    mesh_with(wide=True),
+)
+
+# ----------------------------------------------------------------------------------- overlap
+
+overlap = Exercise(
+    "22.overlap",
+    title="Read the overlap from a schedule",
+    function="overlap",
+    minutes=25,
+    points=15,
+    statement="""
+Write `overlap(schedule, seconds)`: walk along a schedule with one clock for the arithmetic and a queue for each
+link, and say how much of each transfer is hidden and how much exposed.
+
+- An opcode that ends in `-start` begins a transfer and takes no time of the arithmetic's. `copy-start` goes over
+  the link to the host, all others over the interconnect. A link carries one transfer after the other, in the
+  order of their starts.
+- The opcode with `-done` has the start as its first operand, and waits until that transfer has arrived.
+- A plain `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute` is a transfer that
+  is waited for at once.
+- Everything else takes `seconds[name]` of the arithmetic's, or none.
+- `exposed` is how long the arithmetic stands still for a transfer. `hidden` is the rest of that transfer's
+  seconds, and never less than 0.
+""",
+    hints=(
+        "Keep three things while you walk: the clock, when each link will be free, and when each transfer that has "
+        "been started will arrive.",
+        "A transfer begins when it is started *and* its link is free. At its done the wait is what the arrival is "
+        "later than the clock, or 0, and the clock moves on by the wait.",
+        "`arrival[name] = max(clock, free.get(link, 0.0)) + seconds[name]`, and that is when the link is free again. "
+        "At the done: `exposed = max(0.0, arrival[start] - clock)`, `hidden = max(0.0, seconds[start] - exposed)`.",
+    ),
+)
+
+BLOCKING = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def overlap_with(
+    *, queue=True, links=True, blocking=True, hides=True, last=False, advance=True, negative=False, own=True,
+    late=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(schedule, seconds):
+        clock, free, arrival, waits, begun = 0.0, {}, {}, {}, []
+        for name, opcode, operands in schedule:
+            if opcode.endswith("-done"):
+                start = begun.pop() if last else operands[0]
+                if late:
+                    arrival[start] = clock + seconds[start]
+            elif opcode.endswith("-start") or opcode in BLOCKING:
+                start = name
+                begun.append(name)
+                link = "host" if opcode.startswith("copy") and links else "ici"
+                begins = max(clock, free.get(link, 0.0)) if queue else clock
+                free[link] = arrival[name] = begins + seconds[name]
+                if opcode.endswith("-start"):
+                    continue
+                begun.pop()
+                if not blocking:
+                    waits[name] = seconds[name], 0.0
+                    continue
+            else:
+                clock += seconds.get(name, 0.0)
+                continue
+            exposed = arrival[start] - clock if hides else seconds[start]
+            exposed = exposed if negative else max(0.0, exposed)
+            hidden = seconds[start] - exposed
+            waits[start] = (max(0.0, hidden) if own else hidden), exposed
+            clock += exposed if advance else 0.0
+        return clock, waits
+
+    return fn
+
+
+right_overlap = overlap_with()
+
+
+def walked(t, fn, schedule, seconds, why):
+    total, waits = fn(schedule, seconds)
+    right_total, right_waits = right_overlap(schedule, seconds)
+    t.equal(sorted(waits), sorted(right_waits), why=f"{why}: the transfers that are reported")
+    names = sorted(right_waits)
+    got = [[float(x) for x in waits[name]] for name in names]
+    want = [list(right_waits[name]) for name in names]
+    t.close(got, want, 1e-9, 1e-12, f"{why}: (hidden, exposed) of {', '.join(names)}")
+    t.close(float(total), right_total, 1e-9, 1e-12, f"{why}: the total")
+
+
+def ticks(t, count):
+    """Seconds that are sums of powers of two, so that no order of adding rounds them."""
+    return [int(n) / 1024 for n in t.rng.integers(100, 900, count)]
+
+
+@overlap.check("one transfer, behind enough arithmetic and behind too little")
+def _(fn, t):
+    a, b = ticks(t, 2)
+    schedule = [
+        ("s.1", "all-gather-start", ("p.1",)),
+        ("f.1", "fusion", ("p.2",)),
+        ("d.1", "all-gather-done", ("s.1",)),
+        ("f.2", "fusion", ("d.1",)),
+    ]
+    for long, why in ((a + b, "too little arithmetic"), (a / 4, "enough arithmetic")):
+        walked(t, fn, schedule, {"s.1": long, "f.1": a, "f.2": b}, why)
+
+
+@overlap.check("a collective that blocks")
+def _(fn, t):
+    a, b, c = ticks(t, 3)
+    schedule = [
+        ("f.1", "fusion", ()),
+        ("r.1", "all-reduce", ("f.1",)),
+        ("f.2", "fusion", ("r.1",)),
+        ("g.1", "all-gather", ("f.2",)),
+    ]
+    walked(t, fn, schedule, {"f.1": a, "r.1": b, "g.1": c}, "f.2 takes no time")
+
+
+@overlap.check("two transfers over one link")
+def _(fn, t):
+    a, b, c, d = ticks(t, 4)
+    schedule = [
+        ("s.1", "all-gather-start", ("p.1",)),
+        ("s.2", "collective-permute-start", ("p.2",)),
+        ("f.1", "fusion", ()),
+        ("d.1", "all-gather-done", ("s.1",)),
+        ("f.2", "fusion", ()),
+        ("d.2", "collective-permute-done", ("s.2",)),
+    ]
+    walked(t, fn, schedule, {"s.1": a + d, "s.2": b + d, "f.1": c / 4, "f.2": d / 4}, "one link")
+
+
+@overlap.check("a copy to the host beside them")
+def _(fn, t):
+    a, b, c = ticks(t, 3)
+    schedule = [
+        ("c.1", "copy-start", ("p.1",)),
+        ("s.1", "reduce-scatter-start", ("p.2",)),
+        ("f.1", "fusion", ()),
+        ("d.1", "reduce-scatter-done", ("s.1",)),
+        ("e.1", "copy-done", ("c.1",)),
+    ]
+    walked(t, fn, schedule, {"c.1": 3 + a, "s.1": 1 + b, "f.1": c}, "two links")
+
+
+@overlap.check("dones in another order than the starts")
+def _(fn, t):
+    a, b, c, d = ticks(t, 4)
+    schedule = [
+        ("s.1", "all-gather-start", ("p.1",)),
+        ("f.1", "fusion", ()),
+        ("s.2", "all-gather-start", ("p.2",)),
+        ("f.2", "fusion", ()),
+        ("d.1", "all-gather-done", ("s.1",)),
+        ("f.3", "fusion", ()),
+        ("d.2", "all-gather-done", ("s.2",)),
+        ("r.1", "all-reduce", ("d.2",)),
+    ]
+    seconds = {"s.1": 1 + a, "s.2": 1 + b, "f.1": c / 8, "f.2": d / 8, "f.3": a / 8, "r.1": b}
+    walked(t, fn, schedule, seconds, "dones out of order")
+    order = [0, 2, 1, 3, 6, 5, 4, 7]
+    walked(t, fn, [schedule[i] for i in order], seconds, "the second one's done first")
+
+
+@overlap.check("a schedule of your own")
+def _(fn, t):
+    draw = t.learner
+    schedule, seconds, open_ = [], {}, []
+    kinds = ("all-gather", "reduce-scatter", "collective-permute", "copy")
+    for i in range(60):
+        draw = (draw * 1103515245 + 12345) % 2**31
+        choice, ticks_ = draw // 2**16 % 4, 1 + draw // 2**8 % 700
+        if choice == 0:
+            kind = kinds[draw // 2**20 % 4]
+            schedule.append((f"s.{i}", f"{kind}-start", (f"p.{i}",)))
+            open_.append((f"s.{i}", kind))
+            seconds[f"s.{i}"] = 3 * ticks_ / 1024
+        elif choice == 1 and open_:
+            start, kind = open_.pop(draw // 2**20 % len(open_))
+            schedule.append((f"d.{i}", f"{kind}-done", (start,)))
+        elif choice == 2 and i % 5 == 0:
+            schedule.append((f"r.{i}", "all-reduce", ()))
+            seconds[f"r.{i}"] = ticks_ / 1024
+        else:
+            schedule.append((f"f.{i}", "fusion", ()))
+            seconds[f"f.{i}"] = ticks_ / 1024
+    schedule += [(f"z.{start}", f"{kind}-done", (start,)) for start, kind in open_]
+    walked(t, fn, schedule, seconds, "sixty instructions")
+
+
+mistaken(
+    overlap,
+    "no_queue",
+    "You let all transfers run at once. A link carries one after the other: a transfer begins when its link is free.",
+    overlap_with(queue=False),
+)
+mistaken(
+    overlap,
+    "one_queue_for_all",
+    "You have the copy to the host wait for the interconnect, or the other way round. They are two links, each with "
+    "a queue of its own.",
+    overlap_with(links=False),
+)
+mistaken(
+    overlap,
+    "nothing_blocks",
+    "You take a collective without start and done for one that is hidden. The arithmetic waits for it on the spot.",
+    overlap_with(blocking=False),
+)
+mistaken(
+    overlap,
+    "nothing_hides",
+    "You expose all of each transfer. What the arithmetic did since the start is hidden: at the done, wait only for "
+    "what is left.",
+    overlap_with(hides=False),
+)
+mistaken(
+    overlap,
+    "begins_at_the_done",
+    "You begin the transfer at its done. It has been under way since its start.",
+    overlap_with(late=True),
+)
+mistaken(
+    overlap,
+    "latest_start",
+    "You match a done with the latest start. Its first operand says which start is meant.",
+    overlap_with(last=True),
+)
+mistaken(
+    overlap,
+    "clock_stands",
+    "You note the wait and leave the clock where it was. Time goes on while the arithmetic waits.",
+    overlap_with(advance=False),
+)
+mistaken(
+    overlap,
+    "waits_less_than_nothing",
+    "A transfer that has arrived long ago exposes nothing. You count less than nothing, and turn the clock back.",
+    overlap_with(negative=True),
+)
+mistaken(
+    overlap,
+    "hides_less_than_nothing",
+    "A transfer that had to queue can expose more than its own seconds. Then it hides nothing, not less than that.",
+    overlap_with(own=False),
+)
+
+# ---------------------------------------------------------------------------------- interval
+
+interval = Exercise(
+    "22.interval",
+    title="The fastest and the slowest that a step can be",
+    function="interval",
+    minutes=20,
+    points=10,
+    statement="""
+Write `interval(program, rates)`: the time of a step if everything overlaps, and if nothing does.
+
+- `program["main"]` is a list of (opcode, what). Of a `"while"` it is (body, trips): the name of another list,
+  which runs so many times. A body may have loops of its own, two loops may share a body, and trips may be 0.
+- A `"fusion"` takes `what` cycles of the clock. A `"copy"` moves `what` bytes over the link to the host, a
+  `"send"` between slices over DCN. `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"` and
+  `"collective-permute"` move theirs over ICI.
+- A transfer may stand there as one opcode, or as one with `-start` and one with `-done`. The bytes are the
+  start's; of a done, `what` is None.
+- If everything overlaps, a step takes as long as whatever is busiest in the whole of it: the arithmetic or one of
+  the three links. If nothing does, it takes all of them one after another.
+""",
+    hints=(
+        "Add up four numbers over the whole step: the arithmetic's seconds and those of each link. What are the two "
+        "ends of the interval then?",
+        "An instruction runs as often as its computation: the trips of the loops around it, multiplied. Give that "
+        "number to a function that walks along one computation.",
+        "`def walk(computation, runs)`: for a `while` call `walk(body, runs * trips)`, else add `runs * what / "
+        "rates[link]` to `busy[link]`. At the end `max(busy.values()), sum(busy.values())`.",
+    ),
+)
+
+LINKS = {"fusion": "clock", "copy": "host", "send": "dcn"}
+
+
+def interval_with(
+    *, trips=True, nested=True, locally=False, two=False, dones=False, merged=False, dead=False, longest=max,
+    async_free=False, once=False, per_second=True,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(program, rates):
+        busy, seen, ends = dict.fromkeys(rates, 0.0), set(), []
+
+        def walk(computation, runs, depth=0):
+            if once and computation in seen:
+                return
+            seen.add(computation)
+            here = dict.fromkeys(rates, 0.0)
+            size = 0
+            for opcode, what in program[computation]:
+                if opcode == "while":
+                    body, turns = what
+                    factor = turns if trips else 1
+                    walk(body, factor * (runs if nested else 1), depth + 1)
+                    continue
+                if opcode.endswith("-done"):
+                    what = size if dones else 0
+                size = what
+                kind = opcode.removesuffix("-start").removesuffix("-done")
+                link = LINKS.get(kind, "ici")
+                link = "ici" if merged and link in ("dcn", "host") else link
+                rate = rates[link] if per_second or link != "clock" else 1.0
+                if not (async_free and opcode.endswith("-start")):
+                    busy[link] += runs * what / rate
+                here[link] += runs * what / rate
+            ends.append(max(here.values()))
+
+        walk("main", 1)
+        if dead:
+            for name in program:
+                if name not in seen:
+                    walk(name, 1)
+        if two:
+            links = sum(s for link, s in busy.items() if link != "clock")
+            return max(busy["clock"], links), busy["clock"] + links
+        fastest = sum(ends) if locally else longest(busy.values())
+        return fastest, sum(busy.values())
+
+    return fn
+
+
+right_interval = interval_with()
+
+
+def bounds(t, fn, program, why):
+    rates = {"clock": 1.75e9, "ici": 9e10, "dcn": 3e9, "host": 1.6e10}
+    got = [float(x) for x in fn(program, rates)]
+    want = list(right_interval(program, rates))
+    t.close(got, want, 1e-9, 1e-15, f"{why}: (fastest, slowest) in s")
+
+
+def sizes_of(t):
+    """Cycles and bytes of a few milliseconds each, in which no link is always the busiest."""
+    scale = t.rng.uniform(1, 3, 8)
+    return [int(n) for n in scale * (5e6, 4e6, 3e8, 2e8, 9e6, 6e6, 5e7, 4e7)]
+
+
+@interval.check("no loops")
+def _(fn, t):
+    c1, c2, i1, i2, d1, _, h1, _ = sizes_of(t)
+    main = [
+        ("fusion", c1), ("all-gather-start", i1), ("fusion", c2), ("all-gather-done", None), ("all-reduce", i2),
+        ("send-start", d1), ("copy-start", h1), ("send-done", None), ("copy-done", None),
+    ]  # fmt: skip
+    bounds(t, fn, {"main": main}, "no loops")
+
+
+@interval.check("a link that is busiest")
+def _(fn, t):
+    c1, _, i1, _, d1, _, h1, _ = sizes_of(t)
+    for scale in ((9, 1, 1, 1), (1, 9, 1, 1), (1, 1, 9, 1), (1, 1, 1, 9)):
+        kinds = ("fusion", "reduce-scatter", "send", "copy")
+        program = {
+            "main": [(k, n * s) for k, n, s in zip(kinds, (c1, i1, d1, h1), scale, strict=True)]
+        }
+        bounds(t, fn, program, f"{kinds[scale.index(9)]} is busiest")
+
+
+@interval.check("a loop")
+def _(fn, t):
+    c1, c2, i1, i2, *_ = sizes_of(t)
+    body = [("all-gather-start", i1), ("fusion", c1), ("all-gather-done", None)]
+    main = [
+        ("fusion", c2),
+        ("while", ("body", int(t.rng.integers(20, 90)))),
+        ("all-reduce", 40 * i2),
+    ]
+    bounds(t, fn, {"main": main, "body": body}, "a loop")
+
+
+@interval.check("loops within loops")
+def _(fn, t):
+    c1, c2, i1, i2, d1, _, h1, _ = sizes_of(t)
+    program = {
+        "main": [("while", ("outer", int(t.rng.integers(3, 9)))), ("send", d1)],
+        "outer": [("fusion", c1), ("while", ("inner", int(t.rng.integers(3, 9)))), ("copy", h1)],
+        "inner": [("fusion", c2), ("all-to-all", i1), ("collective-permute", i2)],
+    }
+    bounds(t, fn, program, "a loop in a loop")
+
+
+@interval.check("a body that is shared, one that never runs, and none")
+def _(fn, t):
+    c1, c2, i1, i2, *_ = sizes_of(t)
+    program = {
+        "main": [("while", ("a", 3)), ("fusion", c2), ("while", ("a", 5)), ("while", ("b", 0))],
+        "a": [("fusion", c1), ("all-gather", i1)],
+        "b": [("fusion", 10 * c1)],
+        "unused": [("all-reduce", 20 * i2)],
+    }
+    bounds(t, fn, program, "bodies shared and unused")
+
+
+@interval.check("a program of your own")
+def _(fn, t):
+    draw = [1 + (t.learner >> shift) % 64 for shift in range(0, 25, 6)]
+    body = [
+        ("all-gather-start", draw[0] * 10**7), ("fusion", draw[1] * 10**5), ("all-gather-done", None),
+        ("copy-start", draw[2] * 10**5), ("copy-done", None),
+    ]  # fmt: skip
+    program = {
+        "main": [
+            ("while", ("body", draw[3])),
+            ("while", ("back", draw[3])),
+            ("send", draw[4] * 10**6),
+        ],
+        "body": body,
+        "back": [*body, *body, ("reduce-scatter", draw[0] * 10**7)],
+    }
+    bounds(t, fn, program, "your program")
+
+
+mistaken(
+    interval,
+    "loops_run_once",
+    "You count a loop's body once. It runs `trips` times.",
+    interval_with(trips=False),
+)
+mistaken(
+    interval,
+    "inner_loops_forget_the_outer",
+    "You multiply by the trips of the loop itself and forget the loops around it. An inner body runs once more for "
+    "every turn of the outer one.",
+    interval_with(nested=False),
+)
+mistaken(
+    interval,
+    "busiest_of_each_body",
+    "You take the busiest of every computation and add those up. If everything overlaps, one body's transfers may run "
+    "beside another's arithmetic: add up over the step first, then take the busiest.",
+    interval_with(locally=True),
+)
+mistaken(
+    interval,
+    "links_one_after_another",
+    "You overlap transfers with the arithmetic, and not with each other. The three links run at the same time, too.",
+    interval_with(two=True),
+)
+mistaken(
+    interval,
+    "one_link",
+    "You send everything over ICI. A copy goes to the host and a send over DCN, each at its own rate.",
+    interval_with(merged=True),
+)
+mistaken(
+    interval,
+    "done_counted_again",
+    "You count a transfer at its start and again at its done.",
+    interval_with(dones=True),
+)
+mistaken(
+    interval,
+    "async_is_free",
+    "You leave out what has a start and a done. It may be hidden, but its link is busy all the same.",
+    interval_with(async_free=True),
+)
+mistaken(
+    interval,
+    "what_nobody_runs",
+    "You add up every computation in the text. One that no loop names never runs: begin at `main`.",
+    interval_with(dead=True),
+)
+mistaken(
+    interval,
+    "shared_body_once",
+    "You go through each computation once. Two loops may share a body, and both run it.",
+    interval_with(once=True),
+)
+mistaken(
+    interval,
+    "the_least_busy",
+    "You take the least of the four for the fastest. No step is faster than its busiest part.",
+    interval_with(longest=min),
+)

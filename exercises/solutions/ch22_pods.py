@@ -1,0 +1,149 @@
+import itertools
+
+
+# EXERCISE 22.fit
+def fit(rows, devices, available, predict, ask):
+    """Find the cheapest settings whose step the compiler takes, and ask it as seldom as possible.
+
+    Args:
+      rows: rows of a step's batch, a Python int.
+      devices: devices of the target, a Python int.
+      available: bytes that a program may use on each of them.
+      predict: predict(settings) returns bytes on each device. It is quick, and the compiler's figure
+        lies within a tenth of it: from predict / 1.1 to predict * 1.1.
+      ask: ask(settings) compiles the step and returns whether the compiler takes it.
+
+    Returns:
+      The settings, a list such as ["model.remat=dots", "train.microbatches=2", "mesh.data=2",
+      "mesh.fsdp=4"]; None if nothing fits.
+    """
+    # BEGIN SOLUTION
+    for remat in ("none", "dots", "full"):
+        for microbatches in range(1, rows + 1):
+            if rows % (microbatches * devices):
+                continue
+            for fsdp in (size for size in range(1, devices + 1) if devices % size == 0):
+                settings = [
+                    f"model.remat={remat}",
+                    f"train.microbatches={microbatches}",
+                    f"mesh.data={devices // fsdp}",
+                    f"mesh.fsdp={fsdp}",
+                ]
+                # Above this not even the compiler's lowest figure would fit.
+                if predict(settings) <= 1.1 * available and ask(settings):
+                    return settings
+    return None
+    # END SOLUTION
+
+
+# EXERCISE 22.choose_mesh
+def choose_mesh(sizes, slices, chips, memory, ici, dcn):
+    """Find the mesh whose collectives take the least time, among those whose state fits.
+
+    Args:
+      sizes: bytes, Python ints: "weights" and "sums", which are sent, and "state", which is stored.
+      slices: number of slices.
+      chips: chips of a slice; both are powers of two.
+      memory: bytes of a chip that the state may take.
+      ici: bytes/s that a chip sends within its slice.
+      dcn: bytes/s that a chip sends to other slices.
+
+    Returns:
+      ((data, fsdp, tensor), seconds, bytes that a chip sends within its slice, bytes that it sends to
+      other slices), or None if no mesh has room for the state.
+    """
+    # BEGIN SOLUTION
+
+    def gather(whole, within, across):
+        """Bytes over ICI and over DCN to gather, or reduce-scatter, over a group."""
+        return whole * (within - 1) / within, whole / within * (across - 1) / across
+
+    def group(size, stride):
+        """How many members a group has in each slice, and in how many slices."""
+        within = min(size, max(1, chips // stride))
+        return within, size // within
+
+    devices, found = slices * chips, []
+    powers = [2**n for n in range(devices.bit_length())]
+    for tensor, fsdp in itertools.product(powers, powers):
+        data = devices // (tensor * fsdp)
+        if tensor > chips or data < 1 or sizes["state"] / (fsdp * tensor) > memory:
+            continue
+        whole = sizes["weights"] / tensor
+        terms = [
+            (3, gather(whole, *group(fsdp, tensor))),
+            (2, gather(whole / fsdp, *group(data, tensor * fsdp))),
+            (2, gather(sizes["sums"] / (data * fsdp), *group(tensor, 1))),
+        ]
+        within = sum(times * bytes_[0] for times, bytes_ in terms)
+        across = sum(times * bytes_[1] for times, bytes_ in terms)
+        found.append(((data, fsdp, tensor), within / ici + across / dcn, within, across))
+    return min(found, key=lambda mesh: mesh[1]) if found else None
+    # END SOLUTION
+
+
+# EXERCISE 22.overlap
+def overlap(schedule, seconds):
+    """Find what each transfer of a schedule hides behind the arithmetic, and what it costs.
+
+    Args:
+      schedule: list of (name, opcode, operands), in the order in which the program runs; operands is
+        a tuple of names.
+      seconds: dict, name -> s. Of a start it is the transfer's time; a name that is not there takes
+        none.
+
+    Returns:
+      (total, waits): the seconds of the whole schedule, and a dict, name of the transfer ->
+      (hidden, exposed) in s. A transfer has the name of its start.
+    """
+    # BEGIN SOLUTION
+    blocking = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+    clock, free, arrival, waits = 0.0, {}, {}, {}
+    for name, opcode, operands in schedule:
+        if opcode.endswith("-done"):
+            start = operands[0]
+        elif opcode.endswith("-start") or opcode in blocking:
+            start = name
+            link = "host" if opcode.startswith("copy") else "ici"
+            arrival[name] = max(clock, free.get(link, 0.0)) + seconds[name]
+            free[link] = arrival[name]
+            if opcode.endswith("-start"):
+                continue
+        else:
+            clock += seconds.get(name, 0.0)
+            continue
+        exposed = max(0.0, arrival[start] - clock)
+        waits[start] = max(0.0, seconds[start] - exposed), exposed
+        clock += exposed
+    return clock, waits
+    # END SOLUTION
+
+
+# EXERCISE 22.interval
+def interval(program, rates):
+    """Bound the time of a step: everything overlaps, or nothing does.
+
+    Args:
+      program: dict, computation -> list of (opcode, what), in the order of its schedule. "main" is
+        what a step runs.
+      rates: per second: "clock" in cycles; "ici", "dcn" and "host" in bytes.
+
+    Returns:
+      (fastest, slowest) in s.
+    """
+    # BEGIN SOLUTION
+    busy = dict.fromkeys(rates, 0.0)
+
+    def walk(computation, runs):
+        for opcode, what in program[computation]:
+            if opcode == "while":
+                body, trips = what
+                walk(body, runs * trips)
+            elif not opcode.endswith("-done"):
+                kind = opcode.removesuffix("-start")
+                link = {"fusion": "clock", "copy": "host", "send": "dcn"}.get(kind, "ici")
+                busy[link] += runs * what / rates[link]
+
+    walk("main", 1)
+    return max(busy.values()), sum(busy.values())
+    # END SOLUTION
