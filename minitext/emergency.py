@@ -173,9 +173,8 @@ def _spread(array: jax.Array, like: jax.ShapeDtypeStruct, holders: set[int]) -> 
         return jax.lax.bitcast_convert_type(total, like.dtype)
 
     specs = (sharding.spec, every.spec)
-    return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=specs, out_specs=sharding.spec))(
-        array, source
-    )
+    spread = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=specs, out_specs=sharding.spec))
+    return jax.device_put(spread(array, source), sharding)  # the same place, under the same name
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

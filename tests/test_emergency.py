@@ -165,7 +165,7 @@ TWO_PROCESSES = """
         found.append(restore(split))
         lose(1)
         found.append(restore(split))
-        print(json.dumps(found), flush=True)
+        print("found", json.dumps(found), flush=True)
     distributed.finish()
 """
 
@@ -189,7 +189,8 @@ def test_two_processes_find_the_newest_step_that_both_can_have(tmp_path):
         both = list(pool.map(process, range(2)))
     for done in both:
         assert done.returncode == 0, done.stderr
-        replicated, split = map(json.loads, done.stdout.splitlines())
+        lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+        replicated, split = (json.loads(line.removeprefix("found ")) for line in lines)
         # With replicas the newest copy of either serves, also from the other's disk; without, only what both have,
         # and after a lost disk the shared checkpoint.
         assert replicated == [3, 3, 2, 1]
