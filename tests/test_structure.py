@@ -192,6 +192,7 @@ TESTED_WITH = {
     "xplane": "profile",
     "profile_report": "profile",
     "goodput_export": "goodput",
+    "xplane": "profile",
 }
 
 
