@@ -177,6 +177,7 @@ TESTED_WITH = {
     "device_time": "profile",
     "profile_report": "profile",
     "goodput_export": "goodput",
+    "xplane": "profile",
 }
 
 
