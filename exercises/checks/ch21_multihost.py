@@ -663,7 +663,9 @@ def judged(t, outcomes, folder, n, steps, save_every, told, why):
 
 def together(fn, t, steps, save_every, told, why):
     with tempfile.TemporaryDirectory() as folder:
-        found = peers.start_all(works, fn, folder, told, steps, save_every, seconds=4 * WAIT_SECONDS)
+        found = peers.start_all(
+            works, fn, folder, told, steps, save_every, seconds=4 * WAIT_SECONDS
+        )
         stuck = [peer.error is not None and peer.error[0] == "Stuck" for peer in found]
         if any(stuck):
             # One that has left the job, or died, is not waiting; the other waits for it.
