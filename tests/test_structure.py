@@ -192,7 +192,6 @@ TESTED_WITH = {
     "xplane": "profile",
     "profile_report": "profile",
     "goodput_export": "goodput",
-    "xplane": "profile",
 }
 
 
