@@ -16,7 +16,8 @@ The first row that applies decides:
 
 Open MPI stands before SLURM because mpirun starts its daemons with srun, whose variables its processes inherit;
 PMI stands after it because srun sets those too. A job of one process is no cluster, nor is a shell in an allocation.
-Nothing here imports JAX or opens a connection, so each row is a test.
+Nothing here imports JAX or opens a connection, so each row is a test. MINITEXT_LOCAL_DEVICE_IDS says which of a host's
+accelerators are a process's; how many CPU devices it simulates, MINITEXT_LOCAL_DEVICES, is the concern of `devices`.
 
 Chapters: 21.
 """
@@ -56,7 +57,6 @@ class Cluster:
       processes: in the job, at least 2; None where JAX finds it.
       index: of this process, from 0; None where JAX finds it.
       local_device_ids: the host's accelerators that are this process's; None: all of them.
-      local_devices: CPU devices this process simulates; None: one, or its part of what the mesh needs.
     """
 
     kind: str
@@ -64,7 +64,6 @@ class Cluster:
     processes: int | None = None
     index: int | None = None
     local_device_ids: tuple[int, ...] | None = None
-    local_devices: int | None = None
 
 
 def find_cluster(
@@ -290,8 +289,7 @@ def _cluster(
 ) -> Cluster:
     """Adds which devices are this process's: as MINITEXT_* say, or else `ids`."""
     told = environment.numbers(env, "MINITEXT_LOCAL_DEVICE_IDS")
-    simulated = environment.number(env, "MINITEXT_LOCAL_DEVICES", 1, 0) or None
-    return Cluster(kind, coordinator, processes, index, ids if told is None else told, simulated)
+    return Cluster(kind, coordinator, processes, index, ids if told is None else told)
 
 
 def _read(path: str) -> str | None:

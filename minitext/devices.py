@@ -15,7 +15,7 @@ import os
 import pkgutil
 from collections.abc import Sequence
 
-from minitext import distributed
+from minitext import distributed, environment
 from minitext.cluster import find_cluster
 from minitext.errors import UserError
 
@@ -58,12 +58,9 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
     if platforms:
         jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
     cluster = find_cluster() if join else None
-    here = simulate
-    if cluster is not None and cluster.local_devices is not None:
-        here, simulate = (
-            cluster.local_devices,
-            None,
-        )  # the launcher's word: the mesh takes what there is
+    here, told = simulate, environment.number(os.environ, "MINITEXT_LOCAL_DEVICES", 1, 0)
+    if join and told:
+        here, simulate = told, None  # the launcher's word: the mesh takes what there is
     elif cluster is not None and cluster.processes is not None and simulate is not None:
         here = simulate // cluster.processes
         if simulate % cluster.processes:

@@ -42,8 +42,8 @@ ROWS = {
     "explicit IPv6": (TOLD | {EXPLICIT[0]: "[::1]:5"}, Cluster("explicit", "[::1]:5", 4, 3)),
     "explicit of one": (TOLD | {EXPLICIT[1]: "1", EXPLICIT[2]: "0"}, None),
     "devices": (
-        TOLD | {"MINITEXT_LOCAL_DEVICE_IDS": "2,3", "MINITEXT_LOCAL_DEVICES": "8"},
-        Cluster("explicit", "node01:99", 4, 3, (2, 3), 8),
+        TOLD | {"MINITEXT_LOCAL_DEVICE_IDS": "2,3"},
+        Cluster("explicit", "node01:99", 4, 3, (2, 3)),
     ),
     "explicit before all": (TOLD | SLURM | OMPI | POD | TPU, Cluster("explicit", "node01:99", 4, 3)),
     "explicit address of SLURM's": (
@@ -172,7 +172,7 @@ GOOD = {"coordinator": "h0:7", "processes": 2, "process_id": 1}
         ({"coordinator": "h0", "hosts": ["h0", "h1"]}, {}, Cluster("file", "h0:8476", 2, 1)),
         ({"coordinator": "h", "processes": 2}, {EXPLICIT[2]: "1"}, Cluster("file", "h:8476", 2, 1)),
         ({"coordinator": "h0", "processes": 1, "process_id": 0}, {}, None),
-        (GOOD, {"MINITEXT_LOCAL_DEVICES": "4"}, Cluster("file", "h0:7", 2, 1, None, 4)),
+        (GOOD, {"MINITEXT_LOCAL_DEVICE_IDS": "4"}, Cluster("file", "h0:7", 2, 1, (4,))),
     ],
 )
 def test_a_file(told, more, expected):
@@ -233,7 +233,7 @@ def test_a_file_on_the_disk(tmp_path):
 
 NAMES = sorted(
     {*SLURM, *OMPI, *PMI, *POD, *TPU, *TOLD, *FILE}
-    | {"MINITEXT_CLUSTER", "MINITEXT_LOCAL_DEVICES", "MINITEXT_LOCAL_DEVICE_IDS", "SLURM_PTY_PORT"}
+    | {"MINITEXT_CLUSTER", "MINITEXT_LOCAL_DEVICE_IDS", "SLURM_PTY_PORT"}
     | {"CUDA_VISIBLE_DEVICES", "MEGASCALE_NUM_SLICES", "MINITEXT_CLUSTER_SECONDS"}
 )
 VALUES = st.one_of(

@@ -16,6 +16,11 @@ from minitext.launch import PROGRAM
 
 GRACE_SECONDS = 120  # between SIGTERM and SIGKILL: for the last checkpoint
 REFUSALS = [2, 3]  # exit codes that the same command would meet again
+NEVER_AGAIN = {
+    "name": "refused",
+    "action": "FailJobSet",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
 JOB = "train"  # the name of the one replicated job
 # What the variables that `cluster` reads come from: labels that JobSet puts on every pod.
 LABELS = {
@@ -87,16 +92,7 @@ def manifest(
         "metadata": {"name": name},
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {
-                "maxRestarts": restarts,
-                "rules": [
-                    {
-                        "name": "refused",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
-            },
+            "failurePolicy": {"maxRestarts": restarts, "rules": [NEVER_AGAIN]},
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },
     }
