@@ -117,6 +117,7 @@ class GQA(nnx.Module):
         k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
         return KVCache(k, v, jnp.zeros((), jnp.int32))
 
+    @jax.named_scope("attention")
     def __call__(
         self,
         x_XD: jax.Array,

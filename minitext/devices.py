@@ -14,6 +14,7 @@ import math
 import os
 import pkgutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from minitext import distributed, environment
 from minitext.cluster import find_cluster
@@ -123,6 +124,22 @@ def has_gpu_plugin() -> bool:
         return False
     names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
     return any(name.startswith(_GPU_PLUGINS) for name in names)
+
+
+def check_profiler() -> None:
+    """Refuses to profile where libtpu is loaded and no TPU is there: its profiler, which JAX then starts too, crashes.
+
+    Raises:
+      UserError: in a process that has compiled for TPUs.
+    """
+    import jax
+
+    maps = Path("/proc/self/maps")
+    if jax.default_backend() != "tpu" and maps.exists() and "libtpu.so" in maps.read_text():
+        raise UserError(
+            "this process has compiled for TPUs, and libtpu's profiler would crash it: start a new one (in a notebook, "
+            "restart the kernel) and profile before anything is compiled for TPUs"
+        )
 
 
 def use_compilation_cache() -> None:

@@ -30,6 +30,7 @@ class SwiGLU(nnx.Module):
         gate_XF, up_XF = checkpoint_name((self.gate(x_XD, "mlp"), self.up(x_XD, "mlp")), "gate_up")
         return self.down(checkpoint_name(gated(gate_XF, up_XF), "hidden"))
 
+    @jax.named_scope("ffn")
     def routed(self, x_XD: jax.Array, rows: int) -> tuple[jax.Array, None]:
         """Maps tokens to tokens, as `minitext.moe.MoE.routed` does, with nothing to say of a router."""
         return self(x_XD), None

@@ -241,6 +241,46 @@ def draw_bundles(kernels: Any, parts: int = 120) -> Any:
     return figure
 
 
+def plot_goodput(goodput: Any) -> Any:
+    """Draw a `minitext.goodput.Goodput`: what was done when, and the share of each kind of time.
+
+    Returns:
+        The figure: above a strip of the wall time, below a bar for each kind, the largest first.
+    """
+    import matplotlib.pyplot as plt
+
+    kinds = sorted(
+        (k for k, s in goodput.seconds.items() if s >= 1e-3), key=lambda k: -goodput.seconds[k]
+    )
+    # Steps that count in the first colour; hatches tell apart what shares one of the others.
+    order = ["step", *(kind for kind in kinds if kind != "step")]
+    hatches = ("", "//", "..", "xx")
+    looks = {
+        kind: {"color": COLORS[i % 5], "hatch": hatches[i // 5], "edgecolor": INK, "linewidth": 0}
+        for i, kind in enumerate(order)
+    }
+    figure, (strip, bars) = plt.subplots(
+        2, 1, figsize=(6.4, 1.4 + 0.3 * len(kinds)), height_ratios=(1, 0.6 * len(kinds) + 0.1)
+    )
+    begin = goodput.spans[0].start if goodput.spans else 0.0
+    for span in (s for s in goodput.spans if s.event in looks):
+        strip.barh(0, span.seconds, left=span.start - begin, **looks[span.event])
+    strip.set(yticks=[], xlim=(0, goodput.wall or 1), xlabel="seconds since the run began")
+    strip.grid(False)
+    bars.barh(kinds, [goodput.share(k) for k in kinds], **_columns([looks[k] for k in kinds]))
+    for row, kind in enumerate(kinds):
+        bars.text(goodput.share(kind), row, f" {goodput.share(kind):.1%}", va="center", fontsize=9)
+    bars.invert_yaxis()
+    bars.grid(False, axis="y")
+    bars.set(xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds))))
+    strip.set_title(f"goodput {goodput.goodput:.1%}")
+    return figure
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
 def save_figure(file: str, draw: Callable[[], Any]) -> None:
     """Write a figure as a picture, of the kind that the file's name ends in.
 

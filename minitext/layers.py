@@ -98,6 +98,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32), axes=("embed",))
         self.eps, self.rules = eps, rules
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension of x [..., D]."""
         return rms_norm(x, self.rules.gather(self.scale.get_value(), "embed"), self.eps)
@@ -243,6 +244,7 @@ class Embedding(nnx.Module):
         self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
         self.rules = rules
 
+    @jax.named_scope("embed")
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
         table_VD = self.gathered(dtype)

@@ -25,10 +25,18 @@ from minitext.config import Config
 from minitext.data import Batches
 from minitext.emergency import LocalCopies
 from minitext.generate import Sampling, generate
+from minitext.goodput import Ledger
 from minitext.mesh import make_mesh
-from minitext.metrics import Meter, MetricsWriter, progress_bar, status_line
+from minitext.metrics import (
+    Meter,
+    MetricsWriter,
+    memory_in_use,
+    progress_bar,
+    status_line,
+)
 from minitext.model import count_flops
 from minitext.nonfinite import Guard
+from minitext.profile import Window
 from minitext.stopping import Interrupted, Stopper
 from minitext.tokenizer import Tokenizer
 from minitext.train import (
@@ -65,8 +73,10 @@ class Loop:
     held_out: Batches
     tokenizer: Tokenizer
     checkpointer: Checkpointer
+    copies: LocalCopies | None
     writer: MetricsWriter | None  # None where another process writes
-    copies: LocalCopies | None = None
+    ledger: Ledger
+    window: Window
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
         """Trains from step `start` to the last, or until it is asked to stop.
@@ -75,16 +85,13 @@ class Loop:
           Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
           NonFinite: for a loss, gradient or parameter that is no number.
         """
-        cfg = self.cfg.train
+        cfg, ledger = self.cfg.train, self.ledger
         train_step, eval_step = make_train_step(self.cfg, self.mesh), make_eval_step(self.cfg)
-        tokens = cfg.global_batch * self.cfg.data.seq_len
-        flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
-        meter = Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
+        meter = self._meter()
         say = functools.partial(console.print, highlight=False)
         stopper = Stopper(say, distributed.board("stop"))
-        index = jax.process_index()
-        watchdog = Watchdog(self.directory, index, logger.warning, cfg.hang_seconds)
         guard = Guard(self.directory, cfg.on_nan, self.tokenizer, say)
+        watchdog = Watchdog(self.directory, jax.process_index(), logger.warning, cfg.hang_seconds)
         with progress_bar(console) as bar, stopper, watchdog:
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
 
@@ -96,59 +103,85 @@ class Loop:
                 watchdog.step_ended()
                 guard.check(line, batch)
 
+            ledger.lap("init", start)
+            self.window.switch(start)
             step, pending = start, None  # the step that was dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):
-                batch = next(self.batches)
-                state, metrics = train_step(state, batch)
+                with jax.profiler.TraceAnnotation("data_wait"):
+                    batch = next(self.batches)
+                ledger.lap("data_wait", step, pending and pending.metrics["loss"])
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    state, metrics = train_step(state, batch)
+                if pending is None and step == start + 1:
+                    ledger.lap("compile", step)
                 if pending is not None:
                     write(self._read(pending, meter), pending.batch)
                 pending = Dispatched(step, metrics, batch)
-                stop = stopper.last(step)
-                last = step == cfg.steps
+                stop, last = stopper.last(step), step == cfg.steps
                 evaluate_now = last or step % cfg.eval_every == 0
                 save_now = last or stop or step % cfg.save_every == 0
+                copy_now = self.copies is not None and self.copies.is_due(step) and not save_now
                 # The first sample comes after one step, since the first line should not wait for it to compile.
                 sample_now = last or step in (1, (cfg.steps + 1) // 2)
-                copy_now = self.copies is not None and self.copies.is_due(step) and not save_now
-                if evaluate_now or save_now or sample_now or copy_now:
+                if evaluate_now or save_now or sample_now or copy_now or self.window.is_edge(step):
                     line, pending = self._read(pending, meter), None
                     if evaluate_now:
-                        loss = evaluate(eval_step, state.params, self.held_out, cfg.eval_batches)
-                        self._say_validation(step, loss, bar)
-                        line["val_loss"] = loss
+                        line["val_loss"] = self._evaluate(eval_step, state, step, bar)
                         meter.skip()  # the time of an evaluation is no step's
                     write(line, batch)
+                ledger.lap("log", step, pending and pending.metrics["loss"])
                 if saver := self.checkpointer if save_now else self.copies if copy_now else None:
-                    guard.check_parameters(step, state.params)
-                    # The line of a step is written before the step is saved: a run that is killed in between
-                    # has a line too many, which resuming removes, and never one too few.
-                    config = self.cfg.model_dump(mode="json")
-                    saver.save(step, state, self.batches.get_state(), config)
+                    self._save(saver, step, state, guard)
                 if sample_now:
                     self._sample(state, step, bar)
                     meter.skip()
+                    ledger.lap("sample", step)
+                if self.window.switch(step):
+                    meter.skip()
+                    ledger.lap("profile", step)
                 if stop:
                     break
             self.checkpointer.wait()
+            ledger.lap("save", step)
         if step < cfg.steps:
             raise Interrupted(step, self.directory, stopper.number)
+
+    def _meter(self) -> Meter:
+        tokens = self.cfg.train.global_batch * self.cfg.data.seq_len
+        flops = count_flops(self.cfg.model, tokens, self.cfg.data.seq_len)
+        return Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
 
     def _read(self, one: Dispatched, meter: Meter) -> dict[str, Any]:
         """Waits for a step and returns the line to write of it."""
         metrics = jax.device_get(one.metrics)
-        rates = meter.lap()
+        rates = meter.lap() | memory_in_use()
+        self.ledger.lap("step", one.step)
         # A step is written down only when the save before it is on the disk, so that a kill never costs
         # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
         self.checkpointer.wait()
+        self.ledger.lap("save", one.step)
         numbers = {name: float(value) for name, value in metrics.items()}
         # Of a batch that is no numbers even the count may be none.
         numbers["tokens"] = int(np.nan_to_num(metrics["tokens"]))
         return {"step": one.step, **numbers, **rates}
 
-    def _say_validation(self, step: int, loss: float, bar: Progress) -> None:
+    def _save(
+        self, saver: Checkpointer | LocalCopies, step: int, state: TrainState, guard: Guard
+    ) -> None:
+        guard.check_parameters(step, state.params)
+        # The line of a step is written before the step is saved: a run that is killed in between
+        # has a line too many, which resuming removes, and never one too few.
+        config = self.cfg.model_dump(mode="json")
+        saver.save(step, state, self.batches.get_state(), config)
+        self.ledger.lap("save", step)
+
+    def _evaluate(self, eval_step: Any, state: TrainState, step: int, bar: Progress) -> float:
+        loss = evaluate(eval_step, state.params, self.held_out, self.cfg.train.eval_batches)
         floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
         text = f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}"
         bar.console.print(text, highlight=False)
+        self.ledger.lap("evaluation", step)
+        return loss
 
     def _sample(self, state: TrainState, step: int, bar: Progress) -> None:
         """Prints how the model goes on from the first validation text, and keeps it in samples.txt."""

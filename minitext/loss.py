@@ -16,6 +16,7 @@ from minitext.layers import flatten_tokens
 from minitext.sharding import ShardingRules
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     logits_BTV: jax.Array, targets_BT: jax.Array, *, z_loss: float = 0.0
 ) -> jax.Array:
@@ -47,6 +48,7 @@ def masked_sum(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(mask_BT != 0, values_BT, 0.0))
 
 
+@jax.named_scope("loss")
 def fused_sums(
     x_BTD: jax.Array,
     w_DV: jax.Array,

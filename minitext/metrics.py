@@ -30,7 +30,7 @@ class MetricsWriter:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
-        self.path = Path(directory) / "metrics.jsonl"
+        self.path = Path(directory) / FILE
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
         disk.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
@@ -72,7 +72,7 @@ class MetricsWriter:
 
 def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
     """Reads a run's `metrics.jsonl`; a half-written last line of a killed run is left out."""
-    path = Path(directory) / "metrics.jsonl"
+    path = Path(directory) / FILE
     if not path.exists():
         return []
     records = []
@@ -80,6 +80,24 @@ def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
+
+
+FILE = "metrics.jsonl"
+MFU = "MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices)"
+
+
+def mfu(flops: float, seconds: float, peak: float) -> float:
+    """Returns the model FLOPs utilisation, the one formula of the package (Chowdhery et al. 2022, appendix B).
+
+    MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices).
+
+    Args:
+      flops: of one step by `minitext.model.count_flops`: forward and backward, half of the attention square, without
+        what rematerialisation computes again.
+      seconds: from the end of one step to the end of the next, waiting for data included.
+      peak: dense matmul FLOP/s of all devices together, in the type that the model computes in.
+    """
+    return flops / seconds / peak
 
 
 class Meter:
@@ -104,11 +122,21 @@ class Meter:
         now = time.perf_counter()
         seconds, self._last = (now - self._last) / steps, now
         rates = {"tokens_per_second": self.tokens / seconds, "seconds": seconds}
-        return rates | ({"mfu": self.flops / seconds / self.peak} if self.peak else {})
+        return rates | ({"mfu": mfu(self.flops, seconds, self.peak)} if self.peak else {})
 
     def skip(self) -> None:
         """Leaves out the time since the last lap: a sample is no step."""
         self._last = time.perf_counter()
+
+
+def memory_in_use() -> dict[str, int]:
+    """Returns `host_bytes`, what this process holds, and where the first device tells it `device_bytes`, its peak."""
+    import jax
+    import psutil
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    device = {"device_bytes": stats["peak_bytes_in_use"]} if "peak_bytes_in_use" in stats else {}
+    return {"host_bytes": psutil.Process().memory_info().rss} | device
 
 
 def progress_bar(console: Console) -> Progress:

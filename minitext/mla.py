@@ -94,6 +94,7 @@ class MLA(nnx.Module):
         latent, rope_key = (rules.shard(x, "layers", "batch", None, "rank") for x in parts)
         return LatentCache(latent, rope_key, jnp.zeros((), jnp.int32))
 
+    @jax.named_scope("attention")
     def __call__(
         self,
         x_XD: jax.Array,

@@ -200,6 +200,7 @@ class Transformer(nnx.Module):
             return self.embed.gathered(dtype).T / self.cfg.embed**0.5
         return self.unembed.gathered(dtype)
 
+    @jax.named_scope("logits")
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V] of hidden states [B, T, D], in float32."""
         cfg, rules = self.cfg, self.rules

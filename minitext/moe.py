@@ -121,6 +121,7 @@ class MoE(nnx.Module):
         """Maps tokens [X, D], one row of them, to [X, D]."""
         return self.routed(x_XD, 1)[0]
 
+    @jax.named_scope("moe")
     def routed(self, x: jax.Array, rows: int) -> tuple[jax.Array, Routing]:
         """Maps tokens to tokens, and says how they were routed.
 

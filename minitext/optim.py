@@ -53,7 +53,8 @@ def make_optimizer(cfg: OptimConfig, steps: int) -> optax.GradientTransformation
         optax.add_decayed_weights(cfg.weight_decay, decay_mask),
         optax.scale_by_learning_rate(make_schedule(cfg, steps)),
     )
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), update)
+    whole = optax.chain(optax.clip_by_global_norm(cfg.clip_norm), update)
+    return optax.GradientTransformation(whole.init, jax.named_scope("optimizer")(whole.update))
 
 
 def _adam(cfg: OptimConfig) -> optax.GradientTransformation:

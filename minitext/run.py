@@ -10,18 +10,20 @@ import contextlib
 import datetime
 import functools
 import json
+import time
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import disk, distributed
+from minitext import disk, distributed, profile
 from minitext.checkpoint import Checkpointer
 from minitext.config import Config, flatten, to_yaml
 from minitext.data import Batches, make_batches
 from minitext.emergency import LocalCopies, restore_newest
 from minitext.errors import UserError
+from minitext.goodput import Ledger
 from minitext.loop import Interrupted as Interrupted
 from minitext.loop import Loop
 from minitext.mesh import make_mesh
@@ -42,12 +44,13 @@ from minitext.tokenizer import load_tokenizer, make_tokenizer
 from minitext.train import abstract_state
 
 
-def train(cfg: Config, console: Console | None = None) -> Path:
+def train(cfg: Config, console: Console | None = None, began: float | None = None) -> Path:
     """Trains to the last step in the run directory, resuming from its newest checkpoint if it has one.
 
     Args:
       cfg: the resolved configuration.
       console: where to print; stderr by default.
+      began: when the job began, in seconds since 1970, for its ledger; by default when this is called.
 
     Returns:
       The run directory.
@@ -57,6 +60,7 @@ def train(cfg: Config, console: Console | None = None) -> Path:
       Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
     """
     console = console or Console(stderr=True, quiet=not distributed.is_first())
+    began = began or time.time()
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     cfg = cfg.replace({"run.name": cfg.run.name or distributed.share("run name", now)[0]})
     _check_agreement(cfg)
@@ -66,6 +70,7 @@ def train(cfg: Config, console: Console | None = None) -> Path:
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
     check_same_run(cfg, directory)
+    profile.check(cfg, directory, mesh.devices.flat[0].platform)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER
@@ -87,6 +92,7 @@ def train(cfg: Config, console: Console | None = None) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
         with (
+            Ledger(directory, began, writes=distributed.is_first()) as ledger,
             Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer,
             _local_copies(cfg, directory) as copies,
         ):
@@ -96,6 +102,7 @@ def train(cfg: Config, console: Console | None = None) -> Path:
             else:
                 state, start = restored.state, restored.step
                 batches.set_state(restored.data_state)
+            ledger.lap("init" if restored is None else "restore", start)
             _check_enough(cfg, batches, start)
             # Written last: what was refused must not be what the command to resume reads.
             if distributed.is_first():
@@ -107,18 +114,12 @@ def train(cfg: Config, console: Console | None = None) -> Path:
                 # Of several processes the first writes what is written once.
                 first = distributed.is_first()
                 writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
-                with writes as writer:
-                    Loop(
-                        cfg,
-                        mesh,
-                        directory,
-                        batches,
-                        held_out,
-                        tokenizer,
-                        checkpointer,
-                        writer,
-                        copies,
-                    ).run(state, start, console)
+                with writes as writer, profile.Window(cfg, directory) as window:
+                    loop = Loop(
+                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, copies,
+                        writer, ledger, window,
+                    )  # fmt: skip
+                    loop.run(state, start, console)
     return directory
 
 

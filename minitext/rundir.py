@@ -4,6 +4,8 @@
       config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
       tokenizer.json   so that text can be generated where the training text is not
       metrics.jsonl    one object a step
+      events.jsonl     what the time went into (`minitext.goodput`)
+      profile/         a trace of some steps, where one is asked for (`minitext.profile`)
       tensorboard/     the same as TensorBoard events
       samples.txt      text sampled at start, middle and end
       checkpoints/     state, data position and configuration, by step
@@ -53,6 +55,7 @@ RESUMABLE = (
     "mesh.",
     "sharding.",
     "checkpoint.",
+    "profile.",
     "run.",
 )
 

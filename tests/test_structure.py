@@ -37,7 +37,8 @@ LAYERS = [
         "optim",
         "mesh_check",
         "nonfinite",
-    },
+    }
+    | {"goodput", "profile", "xplane", "device_time", "profile_report", "goodput_export", "watch"},
     {"train", "generate"},
     {"aot", "comms", "comms_report", "comms_sizes", "memory", "step_memory", "roofline"}
     | {
@@ -188,6 +189,10 @@ TESTED_WITH = {
     "mesh_check": "train",
     "llo_compiler": "llo",
     "llo_report": "llo",
+    "device_time": "profile",
+    "profile_report": "profile",
+    "goodput_export": "goodput",
+    "xplane": "profile",
 }
 
 
@@ -246,7 +251,7 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune")
+        for n in declared("book", "aot", "tfds", "tune", "goodput")
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
@@ -258,6 +263,7 @@ def test_imports_are_declared():
         "pygments",
         "nbformat",
         "jax_plugins",
+        "google",
     }
     for path in SOURCES:
         for name in {i.split(".")[0].lower() for i in imports(path)}:

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from minitext.cli import launching, reports, running, setup
+from minitext.cli import launching, reports, running, setup, watching
 from minitext.errors import UserError
 from minitext.grading.command import grade
 
@@ -35,6 +35,9 @@ app.command("train")(running.train)
 app.command("generate")(running.generate)
 app.command("export")(running.export)
 app.command("eval")(running.evaluate)
+app.command("goodput")(watching.goodput)
+app.command("profile")(watching.profile)
+app.command("watch")(watching.watch)
 app.command("compile")(reports.compile_)
 app.command("roofline")(reports.roofline)
 app.command("shard")(reports.shard)

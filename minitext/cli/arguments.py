@@ -40,9 +40,16 @@ def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str
     return values, [s for s in settings or [] if not s.startswith(f"{key}=")]
 
 
-def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool = False) -> None:
-    """Brings up JAX, on simulated devices if any are asked for, with the compilation cache."""
+def start(
+    simulate: int | None = None,
+    *,
+    keep_memory: bool = False,
+    join: bool = False,
+    cache: bool = True,
+) -> None:
+    """Brings up JAX, on simulated devices if any are asked for, with the compilation cache unless it is unwanted."""
     from minitext import devices
 
     devices.start(simulate, keep_memory=keep_memory, join=join)
-    devices.use_compilation_cache()
+    if cache:
+        devices.use_compilation_cache()

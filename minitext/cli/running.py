@@ -5,6 +5,7 @@ Chapters: 6.
 
 import json
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -18,13 +19,19 @@ def train(settings: Settings = None) -> None:
 
     Interrupt with Ctrl-C: the state is saved, and the command to resume is printed.
     """
+    began = time.time()
     cfg = load(settings)
+    dump = cfg.profile.dump_hlo or cfg.profile.dump_llo
+    if dump:
+        from minitext import profile
+
+        profile.dump_programs(cfg)
     simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
-    start(simulate, keep_memory=True, join=True)
+    start(simulate, keep_memory=True, join=True, cache=not dump)
     from minitext import distributed, run
 
     try:
-        directory = run.train(cfg)
+        directory = run.train(cfg, began=began)
     except run.Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None

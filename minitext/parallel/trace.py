@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from minitext.buffers import op_names
-from minitext.errors import UserError
+from minitext.devices import check_profiler
 from minitext.hlo import Instruction, computations
 
 
@@ -41,7 +41,7 @@ def measure_slots(compiled: Any, *args: Any) -> list[list[bool]]:
     Raises:
       UserError: in a process that has compiled for TPUs.
     """
-    _check_profiler()
+    check_profiler()
     rows = []
     found = stage_branches(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
@@ -53,16 +53,6 @@ def measure_slots(compiled: Any, *args: Any) -> list[list[bool]]:
         columns = [_busy(branches, starts) for _, starts in sorted(events.items())]
         rows += [list(row) for row in zip(*columns, strict=True) if any(row)]
     return rows
-
-
-def _check_profiler() -> None:
-    """Refuses where libtpu is loaded and no TPU is there: its profiler, which JAX then starts too, crashes."""
-    maps = Path("/proc/self/maps")
-    if jax.default_backend() != "tpu" and maps.exists() and "libtpu.so" in maps.read_text():
-        raise UserError(
-            "this process has compiled for TPUs, and libtpu's profiler would crash it: start a new one (in a notebook, "
-            "restart the kernel) and profile before anything is compiled for TPUs"
-        )
 
 
 def stage_branches(text: str) -> list[Branches]:

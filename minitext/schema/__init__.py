@@ -219,6 +219,27 @@ class CheckpointConfig(Section):
             yield f"checkpoint.load_full_state={both} are both set: choose one of them"
 
 
+class ProfileConfig(Section):
+    """What is recorded of a run for a closer look."""
+
+    first_step: int | None = Field(
+        default=None, ge=1, description="first step of the trace; null: none is made"
+    )
+    steps: int = Field(default=3, ge=1, description="steps in the trace")
+    port: int | None = Field(
+        default=None,
+        ge=1024,
+        lt=65536,
+        description="port at which other tools ask for a trace, process i at port + i; null: none",
+    )
+    dump_hlo: bool = Field(
+        default=False, description="whether XLA writes the train step's programs into RUN/hlo"
+    )
+    dump_llo: bool = Field(
+        default=False, description="whether the TPU's compiler writes its machine code into RUN/llo"
+    )
+
+
 class Config(Section):
     """A whole configuration, resolved and checked."""
 
@@ -231,6 +252,7 @@ class Config(Section):
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="pipeline")
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="checkpoints")
+    profile: ProfileConfig = Field(default=ProfileConfig(), description="profiling")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
@@ -238,9 +260,22 @@ class Config(Section):
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
     def faults(self) -> Iterator[str]:
-        """Yields the faults of every section."""
+        """Yields the faults of every section, and those between sections."""
         for name in type(self).model_fields:
             yield from getattr(self, name).faults()
+        if (self.profile.dump_hlo or self.profile.dump_llo) and self.run.name is None:
+            key = "dump_hlo" if self.profile.dump_hlo else "dump_llo"
+            yield (
+                f"profile.{key}=true with run.name=null: the compiler is told where to write before the run is named "
+                "after the time, so set run.name"
+            )
+        first, steps = self.profile.first_step, self.profile.steps
+        if first is not None and first + steps - 1 > self.train.steps:
+            yield (
+                f"profile.first_step={first} with profile.steps={steps} ends at step {first + steps - 1}, after "
+                f"train.steps={self.train.steps}: set profile.first_step={max(1, self.train.steps - steps + 1)}"
+                f"{' profile.steps=1' if steps > self.train.steps else ''}"
+            )
 
     def provenance(self, key: str) -> str:
         """Returns the layer a dotted key's value came from, such as `preset laptop` or `command line`."""
