@@ -33,7 +33,7 @@ SETTINGS = [
     "train.global_batch=8", "train.sample_tokens=0", "data.source=grammar", "train.eval_every=50",
     "train.eval_batches=1", f"train.save_every={SAVE_EVERY}",
 ]  # fmt: skip
-TIMING = {"tokens_per_second", "seconds", "mfu"}
+TIMING = {"tokens_per_second", "seconds", "mfu", "host_bytes", "device_bytes"}
 LIMIT = 60.0  # seconds from a kill to the end of the job
 MOMENTS = ("training", "saving", "training", "saving", "starting")
 VICTIMS = {0: "coordinator", 1: "worker"}

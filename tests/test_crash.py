@@ -26,7 +26,7 @@ SETTINGS = [
     "train.global_batch=8", "train.sample_tokens=0", "data.source=grammar", f"train.steps={STEPS}",
     f"train.save_every={SAVE_EVERY}", "train.eval_every=35", "train.eval_batches=2",
 ]  # fmt: skip
-TIMING = {"tokens_per_second", "seconds", "mfu"}
+TIMING = {"tokens_per_second", "seconds", "mfu", "host_bytes", "device_bytes"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
