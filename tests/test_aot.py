@@ -228,14 +228,15 @@ def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
 @pytest.mark.audit
 @pytest.mark.timeout(900)
 def test_a_large_model_for_many_slices(monkeypatch, capsys):
-    """Llama 2 70B on 50,944 chips: each slice is a replica, and only gradients go from one to the next."""
-    assert run(monkeypatch, "llama2-70b", "target=v5e:16x16", "slices=199", "--json") == 0
+    """Layers of Llama 2 70B on 50,944 chips: each slice is a replica, and only gradients go from one to the next."""
+    few = ["model.layers=2"]  # of all 80 the record of benchmarks/pods.py tells
+    assert run(monkeypatch, "llama2-70b", *few, "target=v5e:16x16", "slices=199", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["fits"] and report["devices"] == 50_944
     assert report["mesh"] == {"data": 199, "fsdp": 256}
     assert report["changed"] == {"mesh.data": 199, "train.global_batch": 50_944}
     within, across = report["networks"]["ici"], report["networks"]["dcn"]
-    part = count_params(load_config("llama2-70b").model) * 2 / 256  # bfloat16
+    part = count_params(load_config("llama2-70b", few).model) * 2 / 256  # bfloat16
     assert part <= across["bytes"] <= 1.05 * part
     assert across["sent"] == pytest.approx(2 * 198 / 199 * across["bytes"])
     assert within["sent"] > 100 * across["sent"]
