@@ -40,7 +40,7 @@ from minitext.rundir import (
     read_config,
     resume_command,
 )
-from minitext.tokenizer import load_tokenizer, make_tokenizer
+from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from minitext.train import abstract_state
 
 
@@ -74,9 +74,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER
-    tokenizer = (
-        load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
-    )
+    tokenizer = _open_tokenizer(cfg, known)
     make = functools.partial(
         make_batches,
         cfg.data,
@@ -121,6 +119,11 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
                     )  # fmt: skip
                     loop.run(state, start, console)
     return directory
+
+
+def _open_tokenizer(cfg: Config, known: Path) -> Tokenizer:
+    """The run's own if it has one, so that its model reads the same ids."""
+    return load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
 
 
 def _local_copies(
