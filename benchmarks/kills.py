@@ -120,7 +120,7 @@ def kill(job: Job, rng: random.Random, victim: int, moment: str) -> dict[str, An
     if moment == "saving":
         wait_until(job, job.unfinished)
     time.sleep(rng.uniform(0, 0.02))
-    killed = time.monotonic()
+    in_a_save, killed = bool(job.unfinished()), time.monotonic()
     processes[victim].send_signal(signal.SIGKILL)
     psutil.wait_procs(processes.values(), timeout=LIMIT)
     seconds = time.monotonic() - killed
@@ -129,8 +129,7 @@ def kill(job: Job, rng: random.Random, victim: int, moment: str) -> dict[str, An
     newest, lines = job.newest(), job.lines()
     began = lines != before or newest != resumed
     lost = lines - newest if began else 0
-    left = job.unfinished()
-    for path in left:
+    for path in job.unfinished():
         (path / "left").touch()
     if newest < resumed:
         job.fail(f"step {resumed} was committed, and {newest} is the newest now")
@@ -139,7 +138,7 @@ def kill(job: Job, rng: random.Random, victim: int, moment: str) -> dict[str, An
     return {
         "victim": VICTIMS[victim],
         "moment": moment,
-        "in_a_save": bool(left),
+        "in_a_save": in_a_save,
         "step": lines,
         "checkpoint": newest,
         "steps_lost": lost,

@@ -40,7 +40,7 @@ from minitext.rundir import (
     read_config,
     resume_command,
 )
-from minitext.tokenizer import load_tokenizer, make_tokenizer
+from minitext.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from minitext.train import abstract_state
 
 
@@ -72,9 +72,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER
-    tokenizer = (
-        load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
-    )
+    tokenizer = _open_tokenizer(cfg, known)
     make = functools.partial(
         make_batches,
         cfg.data,
@@ -128,6 +126,11 @@ def _join(cfg: Config) -> tuple[Config, Path]:
     directory = Path(cfg.run.dir) / name
     distributed.advise(f"resume with: {resume_command(directory)}")
     return cfg, directory
+
+
+def _open_tokenizer(cfg: Config, known: Path) -> Tokenizer:
+    """The run's own if it has one, so that its model reads the same ids."""
+    return load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
 
 
 def _local_copies(

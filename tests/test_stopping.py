@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from minitext.checkpoint import Checkpointer
+from minitext.launch.local import environment_of, free_port
 from minitext.metrics import read_metrics
 from minitext.stopping import SLACK, Interrupted, Stopper
 
@@ -116,3 +117,52 @@ def test_sigterm_saves_and_exits_0(tmp_path):
     (step,) = Checkpointer(run / "checkpoints").steps()
     assert f"stopped after step {step} and saved; resume with: minitext train config=" in printed
     assert [line["step"] for line in read_metrics(run)] == list(range(1, step + 1))
+
+
+@pytest.mark.audit
+@pytest.mark.timeout(300)
+def test_a_signal_to_one_of_two_processes_is_for_both(tmp_path):
+    """SIGUSR1 to the second makes both write their stacks; SIGTERM to it ends both after one step, saved."""
+    command = [
+        sys.executable,
+        "-m",
+        "minitext",
+        "train",
+        *TINY,
+        f"run.dir={tmp_path}",
+        "run.name=a",
+    ]
+    port, run = free_port(), tmp_path / "a"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "300"}
+    env.pop("XLA_FLAGS", None)
+    job = [
+        subprocess.Popen(
+            [*command, "train.steps=1000000"], env=environment_of(env, index, 2, port, 1),
+            text=True, stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+
+    def wait_for(condition):
+        while not condition():
+            assert all(process.poll() is None for process in job)
+            time.sleep(0.02)
+
+    try:
+        wait_for(lambda: read_metrics(run))
+        job[1].send_signal(signal.SIGUSR1)
+        wait_for(
+            lambda: (
+                {p.name[:2] for p in (run / "stacks").glob("*.txt") if p.stat().st_size}
+                == {"0-", "1-"}
+            )
+        )
+        job[1].send_signal(signal.SIGTERM)
+        told = [process.communicate(timeout=60)[1] for process in job]
+    finally:
+        for process in job:
+            process.kill()
+    assert [process.returncode for process in job] == [0, 0], "\n".join(told)
+    (step,) = Checkpointer(run / "checkpoints").steps()[-1:]
+    assert all(f"stopped after step {step} and saved" in text for text in told)
+    assert "in _watch" in next((run / "stacks").glob("0-*.txt")).read_text()
