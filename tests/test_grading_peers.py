@@ -37,7 +37,7 @@ def body(say, fn, secret):
 
 
 peers.guard([Path(sys.argv[1])], "answer.py")
-both = peers.start_all(body, lambda x: 10 * x + 1, sys.argv[1] + "/secret", processes=2, devices=3, seconds=60)
+both = peers.run_in_processes(body, lambda x: 10 * x + 1, sys.argv[1] + "/secret", processes=2, devices=3, seconds=60)
 first, second = both
 found = {"value": first.value, "error": second.error}
 found |= {"said": [peer.said for peer in both], "done": [peer.done for peer in both]}

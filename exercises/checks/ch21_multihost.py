@@ -124,7 +124,7 @@ def in_peer(say, fn, cases):
 @process_rows.check("two processes with four devices each")
 def _(fn, t):
     cases = layout_cases(t, [range(8), (0, 4, 1, 5, 2, 6, 3, 7), t.rng.permutation(8)])
-    outcomes = peers.returned(peers.start_all(in_peer, fn, cases, devices=4))
+    outcomes = peers.returned(peers.run_in_processes(in_peer, fn, cases, devices=4))
     rows, want = [], []
     for index, found in enumerate(outcomes):
         rows.append([asked[0] if len(asked) == 1 else asked for asked, *_ in found])
@@ -663,7 +663,7 @@ def judged(t, outcomes, folder, n, steps, save_every, told, why):
 
 def together(fn, t, steps, save_every, told, why):
     with tempfile.TemporaryDirectory() as folder:
-        found = peers.start_all(
+        found = peers.run_in_processes(
             works, fn, folder, told, steps, save_every, seconds=4 * WAIT_SECONDS
         )
         stuck = [peer.error is not None and peer.error[0] == "Stuck" for peer in found]
@@ -996,7 +996,7 @@ def _(fn, t):
     with tempfile.TemporaryDirectory() as folder:
         save_as(folder, half, 3, {"w": w[half]}, half * batch)
         wanted = share_of({"w": w[0]}, 2)
-        found = peers.start_all(train_on, fn, folder, wanted, batch, data, steps - half)
+        found = peers.run_in_processes(train_on, fn, folder, wanted, batch, data, steps - half)
         outcomes = peers.returned(found)
     whole = np.concatenate([piece for piece, _ in outcomes])
     order = [

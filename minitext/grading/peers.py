@@ -82,7 +82,7 @@ def guard(protected: Sequence[Path], source: str) -> None:
     arm(protected, source, (_command, _environment))
 
 
-def start_all(
+def run_in_processes(
     body: Callable, fn: Any, *args: Any, processes: int = 2, devices: int = 1, seconds: float = 20
 ) -> list[Peer]:
     """Runs `body(say, fn, *args)` in each of several new processes that are one JAX job.
