@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext import aot, disk
+from minitext import aot, disk, distributed
 from minitext.compile_report import Report
 from minitext.config import Config, flatten
 from minitext.errors import UserError
@@ -181,15 +181,22 @@ def check(cfg: Config, mesh: Mesh) -> bytes:
 def train_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
     """Returns the train step: that of `train.executable` if one is named, else one that is compiled when first called.
 
+    Several processes compile it here and wait for each other: the first collective of a CPU job fails if a process
+    comes to it 30 s after another (Gloo's limit), and compiling may take one that much longer.
+
     Raises:
       UserError: if the file is not of this step for these devices.
     """
     step = make_train_step(cfg, mesh)
-    if cfg.train.executable is None:
+    if cfg.train.executable is None and not distributed.joined():
         return step
-    program = check(cfg, mesh)
     with jax.set_mesh(mesh):
         lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+        if cfg.train.executable is None:
+            compiled = lowered.compile()
+            distributed.barrier("compiled the train step")
+            return compiled
+        program = check(cfg, mesh)
         with _in_place_of_compiling(program):
             try:
                 return lowered.compile()

@@ -80,7 +80,9 @@ class Loop:
           NonFinite: for a loss, gradient or parameter that is no number.
         """
         cfg = self.cfg.train
+        self.ledger.lap("init", start)
         train_step = executable.train_step(self.cfg, self.mesh)
+        self.ledger.lap("compile", start + 1)
         eval_step, meter = make_eval_step(self.cfg), self._meter()
         say = functools.partial(console.print, highlight=False)
         stopper = Stopper(say, distributed.board("stop"))
@@ -98,7 +100,6 @@ class Loop:
                 watchdog.step_ended()
                 guard.check(line, batch)
 
-            self.ledger.lap("init", start)
             self.window.switch(start)
             step, pending = start, None  # the step that was dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):

@@ -52,6 +52,8 @@ def test_one_process_ends_with_the_step_in_which_it_was_asked():
 
 
 def test_handlers_are_put_back_and_a_second_ctrl_c_is_at_once():
+    # A shell that starts the tests in the background has them ignore Ctrl-C.
+    shells = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Stopper(lambda _: None) as stopper:
         send(signal.SIGINT)
@@ -60,6 +62,7 @@ def test_handlers_are_put_back_and_a_second_ctrl_c_is_at_once():
             send(signal.SIGINT)
             time.sleep(1)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    signal.signal(signal.SIGINT, shells)
 
 
 @pytest.mark.parametrize("seed", range(20))
