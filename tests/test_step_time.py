@@ -62,9 +62,7 @@ def test_a_small_step_compiled_for_eight_chips(tmp_path):
     assert 0 < found.mfu < 1 and found.busy["ici"] > 0
     again = predict_program((tmp_path / "step.txt").read_text(), cfg, parse_target("v5e:2x4"))
     assert again == found
-    deeper = predict_preset(load_config("laptop", [*SMALL, "model.layers=8"]), "v5e:2x4")
-    assert deeper.seconds > 2 * found.seconds
-    scanned = load_config("laptop", [*SMALL, "model.layers=8", "model.scan_layers=true"])
-    looped = predict_preset(scanned, "v5e:2x4")
-    assert looped.seconds == pytest.approx(deeper.seconds, rel=0.5)
+    deeper = load_config("laptop", [*SMALL, "model.layers=8", "model.scan_layers=true"])
+    looped = predict_preset(deeper, "v5e:2x4")
+    assert looped.seconds > 2 * found.seconds
     assert any(event.queue == "loop" and event.trips == 8 for event in looped.events)
