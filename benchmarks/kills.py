@@ -96,7 +96,7 @@ class Job:
         sys.exit(f"{why}; its last lines:\n{self.output.read_text()[-3000:]}")
 
 
-def wait_until(job: Job, condition: Callable[[], Any], seconds: float = 300) -> Any:
+def wait_until(job: Job, condition: Callable[[], Any], seconds: float = 900) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()):
         if job.launcher.poll() is not None:
