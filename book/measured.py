@@ -212,6 +212,35 @@ def step_time(records: list[Record]) -> str:
     )
 
 
+def kills(records: list[Record]) -> str:
+    """What killed processes cost a run."""
+    r = records[-1]
+    victims = " and ".join(f"{count} times the {name}" for name, count in r["by_victim"].items())
+    return (
+        f"A run of {r['steps']} steps on two processes was killed {r['kills']} times at random moments ({victims}; "
+        f"{r['caught_in_a_save']} times while a checkpoint was being written), and went on by itself each time. It lost "
+        f"at most {r['most_steps_lost']} steps at once, with a checkpoint every {r['save_every']}. The job ended at most "
+        f"{r['longest_seconds_to_end']:.1f} s after a kill. All {r['lines_compared']} lines of its metrics equal those "
+        "of a run left alone, bit for bit."
+    )
+
+
+def observability(records: list[Record]) -> str:
+    """What the ledger and a trace cost a step."""
+    r = records[-1]
+    rows = [
+        ["the ledger", f"{r['ratio_ledger']:.4f}"],
+        ["the ledger and a trace", f"{r['ratio_trace']:.4f}"],
+        ["nothing, beside nothing a round before", f"{r['ratio_bare_to_the_round_before']:.4f}"],
+    ]
+    return (
+        f"In one run that changes its state every {r['steps']} steps, over {r['rounds']} rounds. Timed by itself, what "
+        f"the ledger does in a step takes {r['ledger_alone_seconds'] * 1e6:.0f} µs, "
+        f"{r['ledger_alone_share_of_step']:.3%} of the step.\n\n"
+        f"{table(['With', 'A step takes, over one with nothing'], rows)}"
+    )
+
+
 SECTIONS = {
     "train_cpu": ("Training on a CPU", train_cpu),
     "step_limit": ("What the 10.7M step could reach", step_limit),
@@ -220,6 +249,8 @@ SECTIONS = {
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),
     "checkpoint": ("Checkpoints", checkpoint),
+    "kills": ("Processes killed", kills),
+    "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
     "step_time": ("Predicted steps beside published ones", step_time),
 }

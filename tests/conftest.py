@@ -32,6 +32,15 @@ TINY = [
 ]  # fmt: skip
 
 
+def audit_but(kept, cases):
+    """Parametrises with all cases, of which `make test` runs those kept and `make audit` the others."""
+    assert set(kept) <= set(cases)
+    return [
+        pytest.param(case, id=case, marks=() if case in kept else pytest.mark.audit)
+        for case in cases
+    ]
+
+
 @pytest.fixture
 def one_device():
     """A mesh of one device, set for the test."""

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import pytest
+from conftest import audit_but
 
 from minitext.equality import differences, run_steps
 from minitext.mesh import make_mesh
@@ -20,6 +21,7 @@ MLA = (
     "model.kv_heads=null model.attention.kind=mla model.attention.q_rank=24 model.attention.kv_rank=16 "
     "model.attention.nope_dim=4 model.attention.rope_dim=4 model.attention.v_dim=6"
 )
+QUICK = ("zero2", "pp, 1f1b", "fsdp x tp x cp", "fsdp x tp x pp", "dp x tp x cp, bare")
 OF_MLA = ("pp, 1f1b", "fsdp x tp x cp")
 
 
@@ -30,13 +32,13 @@ def one_device(tiny, tied, *model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("layout", audit_but(QUICK, LAYOUTS))
 def test_three_steps_are_those_of_one_device(tiny, layout):
-    steps_are_those_of_one_device(tiny, layout)
+    steps_are_those_of_one_device(tiny, LAYOUTS[layout])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", OF_MLA)
+@pytest.mark.parametrize("layout", audit_but(["fsdp x tp x cp"], OF_MLA))
 def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
     steps_are_those_of_one_device(tiny, LAYOUTS[layout], *MLA.split())
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import audit_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_comms import SIZES, TILES, audited
@@ -29,10 +30,6 @@ QUICK = "ep x fsdp x tp"
 def one_device(tiny, *other):
     cfg = tiny(*SMALL, *other)
     return run_steps(cfg, make_mesh(devices=jax.devices()[:1]), steps=2)
-
-
-def only_one(cases, quick, mark):
-    return [case if case == quick else pytest.param(case, marks=mark) for case in cases]
 
 
 @settings(max_examples=10)
@@ -65,7 +62,7 @@ def test_slots_hold_what_was_placed_and_gradients_go_the_same_way(k, spare, lost
     )
 
 
-@pytest.mark.parametrize("layout", only_one(EXPERT_LAYOUTS, QUICK, pytest.mark.audit))
+@pytest.mark.parametrize("layout", audit_but([QUICK], EXPERT_LAYOUTS))
 def test_steps_are_those_of_one_device(tiny, layout):
     """On packed rows: with the experts of a device elsewhere, and with features and storage split as well."""
     settings = EXPERT_LAYOUTS[layout].split()
@@ -77,7 +74,7 @@ def test_steps_are_those_of_one_device(tiny, layout):
         assert difference < limit, name
 
 
-@pytest.mark.parametrize("layout", only_one(EXPERT_LAYOUTS, QUICK, pytest.mark.audit))
+@pytest.mark.parametrize("layout", audit_but([QUICK], EXPERT_LAYOUTS))
 def test_simulated_devices_send_what_the_formula_says(layout):
     found = audited(*SMALL, *EXPERT_LAYOUTS[layout].split())
     assert found.differences() == {} and found.notes == []
