@@ -81,8 +81,6 @@ class Loop:
         """
         cfg = self.cfg.train
         self.ledger.lap("init", start)
-        train_step = executable.train_step(self.cfg, self.mesh)
-        self.ledger.lap("compile", start + 1)
         eval_step, meter = make_eval_step(self.cfg), self._meter()
         say = functools.partial(console.print, highlight=False)
         stopper = Stopper(say, distributed.board("stop"))
@@ -100,6 +98,9 @@ class Loop:
                 watchdog.step_ended()
                 guard.check(line, batch)
 
+            # Here, since a signal that comes while the step is compiled has to wait for it.
+            train_step = executable.train_step(self.cfg, self.mesh)
+            self.ledger.lap("compile", start + 1)
             self.window.switch(start)
             step, pending = start, None  # the step that was dispatched and not yet written down
             for step in range(start + 1, cfg.steps + 1):
