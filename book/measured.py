@@ -218,10 +218,10 @@ def kills(records: list[Record]) -> str:
     victims = " and ".join(f"{count} times the {name}" for name, count in r["by_victim"].items())
     return (
         f"A run of {r['steps']} steps on two processes was killed {r['kills']} times at random moments ({victims}; "
-        f"{r['caught_in_a_save']} times while a checkpoint was being written), and went on by itself each time. It lost "
-        f"at most {r['most_steps_lost']} steps at once, with a checkpoint every {r['save_every']}. The job ended at most "
-        f"{r['longest_seconds_to_end']:.1f} s after a kill. All {r['lines_compared']} lines of its metrics equal those "
-        "of a run left alone, bit for bit."
+        f"{r['caught_in_a_save']} times while a checkpoint was being written), and went on by itself each time. It "
+        f"lost at most {r['most_steps_lost']} steps at once, with a checkpoint every {r['save_every']}. The job ended "
+        f"at most {r['longest_seconds_to_end']:.1f} s after a kill. All {r['lines_compared']} lines of its metrics "
+        "equal those of a run left alone, bit for bit."
     )
 
 
