@@ -174,10 +174,8 @@ def share(name: str, text: str, seconds: float = START_SECONDS) -> list[str]:
 class Board:
     """A place where one word is left for all processes. It is never waited for."""
 
-    def __init__(self, job: _Job, name: str):
-        self._key = f"minitext/{name}/{job.rounds[name]}"
-        job.rounds[name] += 1
-        self._client = job.client
+    def __init__(self, client: Any, key: str):
+        self._client, self._key = client, key
 
     def put(self, word: str) -> None:
         """Leaves a word, unless there is one; every process can read it when this returns."""
@@ -193,7 +191,10 @@ class Board:
 
 def board(name: str) -> Board | None:
     """Returns a new board that all processes share, None alone. All make the same calls in the same order."""
-    return Board(_job, name) if _job is not None else None
+    if _job is None:
+        return None
+    _job.rounds[name] += 1
+    return Board(_job.client, f"minitext/{name}/{_job.rounds[name]}")
 
 
 def finish(error: BaseException | None = None) -> None:
