@@ -48,12 +48,12 @@ KEYS = (
 )
 # Entries of a manifest that another machine must have too, and what to say of them.
 SAME = {
+    "device_kind": "device",
     "minitext": "minitext",
     "jax": "jax",
     "jaxlib": "jaxlib",
     "libtpu": "libtpu",
     "sources": "minitext's own source files (SHA-256)",
-    "device_kind": "device",
     "devices": "number of devices",
     "mesh": "mesh",
 }

@@ -138,7 +138,7 @@ class Event(NamedTuple):
 def read_events(directory: Path | str) -> list[Event]:
     """Reads a run's ledger; lines that a kill cut off, and events of unknown kinds, are left out."""
     path = Path(directory) / EVENTS
-    if not path.exists():
+    if not path.is_file():
         return []
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -209,7 +209,10 @@ def measure(directory: Path | str) -> Goodput:
     """
     events = read_events(directory)
     if not events:
-        raise UserError(f"{directory} has no {EVENTS}: name a run directory, such as runs/NAME")
+        fault = "no event that can be read in" if (Path(directory) / EVENTS).exists() else "no"
+        raise UserError(
+            f"{directory} has {fault} {EVENTS}: name a run directory, such as runs/NAME"
+        )
     return account(events, metrics.read_metrics(directory))
 
 
@@ -245,7 +248,7 @@ def account(events: list[Event], lines: list[dict[str, Any]] | None = None) -> G
             is_lost = event.event == "step" and (event.step or 0) > undone
             _add(spans, seconds, "lost" if is_lost else event.event, begin, cursor)
         end = cursor
-    mfu = _mean_mfu(lines or [])
+    mfu = _mfu(len(useful), seconds["step"], lines or [])
     wall = sum(seconds.values())
     return Goodput(seconds, wall, len(jobs), len(useful), lost, mfu, tuple(spans))
 
@@ -281,11 +284,18 @@ def _add(
         spans.append(Event(kind, start, end - start))
 
 
-def _mean_mfu(lines: list[dict[str, Any]]) -> float | None:
-    """The utilisation of all steps together, each weighted by its time."""
-    known = [r for r in lines if isinstance(r.get("mfu"), float) and r.get("seconds")]
-    total = sum(r["seconds"] for r in known)
-    return sum(r["mfu"] * r["seconds"] for r in known) / total if total else None
+def _mfu(steps: int, seconds: float, lines: list[dict[str, Any]]) -> float | None:
+    """The utilisation in steps that took so many seconds.
+
+    A line's time may hold a compilation, so only what is the same in every line is taken of it: the product of its
+    time and its utilisation, which is what a step takes at the peak.
+    """
+    at_peak = [
+        r["mfu"] * r["seconds"]
+        for r in lines
+        if isinstance(r.get("mfu"), float) and r.get("seconds")
+    ]
+    return steps * sum(at_peak) / len(at_peak) / seconds if at_peak and seconds else None
 
 
 def print_goodput(found: Goodput, width: int = 40) -> None:

@@ -84,8 +84,7 @@ class Loop:
         eval_step, meter = make_eval_step(self.cfg), self._meter()
         say = functools.partial(console.print, highlight=False)
         stopper = Stopper(say, distributed.board("stop"))
-        index = jax.process_index()
-        watchdog = Watchdog(self.directory, index, logger.warning, cfg.hang_seconds)
+        watchdog = Watchdog(self.directory, jax.process_index(), logger.warning, cfg.hang_seconds)
         guard = Guard(self.directory, cfg.on_nan, self.tokenizer, say)
         with progress_bar(console) as bar, stopper, watchdog:
             task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")

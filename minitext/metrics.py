@@ -71,14 +71,16 @@ class MetricsWriter:
 
 
 def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
-    """Reads a run's `metrics.jsonl`; a half-written last line of a killed run is left out."""
+    """Reads a run's `metrics.jsonl`; what is no line of numbers of a step, as a kill may leave one, is left out."""
     path = Path(directory) / FILE
-    if not path.exists():
+    if not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 

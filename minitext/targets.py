@@ -119,7 +119,7 @@ def parse_target(text: str) -> Target:
             chip.platform, "4x4x4"[: 2 * dims - 1]
         )
         raise UserError(
-            f"target={name}:{shape[:40]}: {name} takes {dims} sizes, such as {name}:{example}"
+            f"target={name}:{shape[:40]}: {name} takes {dims} sizes of 1 or more, such as {name}:{example}"
         )
     target = Target(chip, tuple(int(size) for size in shape.split("x")), slices)
     if target.devices > MAX_DEVICES:

@@ -74,6 +74,15 @@ def test_what_a_kill_undid_is_lost_and_no_more(done, saved, more, idle):
     assert found.jobs == 2
 
 
+def test_utilisation_is_of_the_time_in_steps_though_the_first_line_s_holds_a_compilation():
+    """At the peak a step takes half a second; here it takes two, and the first one's line has 30 of compiling more."""
+    lines = [{"step": n, "seconds": s, "mfu": 0.5 / s} for n, s in ((1, 32.0), (2, 2.0), (3, 2.0))]
+    found = account(job(0, ("compile", 30.0, 1), *steps(1, 3)), lines)
+    assert math.isclose(found.mfu, 0.25)
+    assert math.isclose(found.mfu_of_wall, 3 * 0.5 / found.wall)
+    assert account(job(0, ("compile", 30.0, 1)), lines).mfu is None
+
+
 def test_steps_are_lost_to_whichever_later_job_goes_back_furthest():
     jobs = job(0.0, *steps(1, 8)), job(100.0, *steps(7, 9)), job(200.0, *steps(5, 10))
     found = account([event for one in jobs for event in one])
@@ -198,6 +207,12 @@ def test_goodput_is_told_as_json_and_drawn(resumed, capsys, tmp_path):
     watching.goodput(str(resumed), str(tmp_path / "goodput.svg"), None, as_json=False)
     assert "MFU = model FLOPs" in capsys.readouterr().out
     assert "goodput" in (tmp_path / "goodput.svg").read_text()
+
+
+def test_a_ledger_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "events.jsonl").write_bytes(b"\xff\n[1]\n")
+    with pytest.raises(UserError, match="no event that can be read"):
+        measure(tmp_path)
 
 
 def test_a_directory_without_a_ledger_is_one_line(tmp_path):

@@ -127,6 +127,19 @@ def test_names_that_a_system_refuses_are_refused(name):
 
 
 @pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"time": "soon"}, "--time soon"),
+        ({"processes_per_node": 3, "gpus_per_node": 8}, "--processes-per-node 3"),
+        ({"processes_per_node": 2}, "--gpus-per-node 0"),
+    ],
+)
+def test_what_sbatch_could_not_do_is_refused(options, told):
+    with pytest.raises(UserError, match=told):
+        slurm.script(TRAIN, name="a", nodes=2, **options)
+
+
+@pytest.mark.parametrize(
     "code, count, requeued", [(0, 0, 0), (1, 0, 1), (1, 3, 0), (2, 0, 0), (137, 2, 1)]
 )
 def test_the_sbatch_script_runs_the_command_and_requeues_failures(code, count, requeued, tmp_path):

@@ -2,8 +2,12 @@
 
 import json
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minitext.metrics import Meter, MetricsWriter, read_metrics, status_line
 
@@ -35,7 +39,19 @@ def test_numbers_that_json_lacks_become_text(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "loss": "nan", "grad_norm": "inf"}]
 
 
+@given(
+    st.lists(st.binary(max_size=20) | st.sampled_from([b"[1]", b'{"step": "x"}', b"{}", b"\xff"]))
+)
+def test_what_is_no_line_of_a_step_is_left_out(lines):
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 7}']))
+        assert read_metrics(directory)[-1] == {"step": 7}
+
+
 def test_no_file_is_no_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").rmdir()
     assert read_metrics(tmp_path) == []
 
 

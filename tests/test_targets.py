@@ -51,7 +51,7 @@ def test_targets(text, shape, devices, wrap):
         ("v7x:2x2x1", "did you mean tpu7x?"),
         ("b200:1x1x8", "choose among v4, v5e, v5p, v6e, tpu7x, h100"),
         ("v5e:0x2", "takes 2 sizes"),
-        ("v5e:2x2x2", "takes 2 sizes, such as v5e:4x4"),
+        ("v5e:2x2x2", "takes 2 sizes of 1 or more, such as v5e:4x4"),
         ("v5p:2x2", "takes 3 sizes"),
         ("v5p:999999x1x1", "at most 100,000"),
         ("h100:2x1x8", "1 x hosts x GPUs"),

@@ -580,7 +580,8 @@ link, and say how much of each transfer is hidden and how much exposed.
 - An opcode that ends in `-start` begins a transfer and takes no time of the arithmetic's. `copy-start` goes over
   the link to the host, all others over the interconnect. A link carries one transfer after the other, in the
   order of their starts.
-- The opcode with `-done` has the start as its first operand, and waits until that transfer has arrived.
+- The opcode with `-done` has the start as its first operand, and waits until that transfer has arrived. It takes no
+  time of its own. Every start has its done.
 - A plain `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute` is a transfer that
   is waited for at once.
 - Everything else takes `seconds[name]` of the arithmetic's, or none.
@@ -717,7 +718,7 @@ def _(fn, t):
         ("f.1", "fusion", ()),
         ("s.2", "all-gather-start", ("p.2",)),
         ("f.2", "fusion", ()),
-        ("d.1", "all-gather-done", ("s.1",)),
+        ("d.1", "all-gather-done", ("s.1", "f.2")),
         ("f.3", "fusion", ()),
         ("d.2", "all-gather-done", ("s.2",)),
         ("r.1", "all-reduce", ("d.2",)),

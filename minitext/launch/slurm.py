@@ -3,6 +3,7 @@
 Chapters: 21.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -38,7 +39,17 @@ def script(
       time: limit, as sbatch takes it.
       partition: of the cluster; None: its default.
       restarts: how often the job goes back into the queue after a failure.
+
+    Raises:
+      UserError: if the time is none of sbatch's forms, or processes cannot share the GPUs of a node.
     """
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", time):
+        raise UserError(f"--time {time} is no time: write hours:minutes:seconds, such as 24:00:00")
+    if processes_per_node not in (1, gpus_per_node or 1):
+        raise UserError(
+            f"--processes-per-node {processes_per_node} with --gpus-per-node {gpus_per_node}: start 1 process on a "
+            "node, or one for each GPU"
+        )
     lines = [
         f"--job-name={name}",
         f"--nodes={nodes}",
