@@ -1,4 +1,5 @@
 import json
+import math
 from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
@@ -503,8 +504,8 @@ long it took. Several jobs, one after the other, write into one file, and each b
 
 - The whole goes from the first start to the last end. Shares sum to 1.
 - A step is `"lost"` if *any* later job began with its number or a lower one: that job went on from less, whether or
-  not it has come as far again. All other steps are `"step"`. Nothing else decides this: if a checkpoint cannot be read,
-  a run goes back further than its last save.
+  not it has come as far again. A job that ended before its first step undoes nothing. All other steps are `"step"`.
+  Nothing else decides this: if a checkpoint cannot be read, a run goes back further than its last save.
 - All other events count under their own names.
 - Time in which no event is open is `"idle"` if a `job_start` follows, since nobody ran then. Otherwise it is `"other"`.
 - Jobs can overlap: a process that hangs in a save may end it when the next job has long started. A moment that two
@@ -558,7 +559,12 @@ class Ledger:
         jobs = np.cumsum([r["event"] == "job_start" for r in self.records])
         firsts = {
             int(j): min(
-                r["step"] for r, k in zip(self.records, jobs, strict=True) if k == j and "step" in r
+                (
+                    r["step"]
+                    for r, k in zip(self.records, jobs, strict=True)
+                    if k == j and "step" in r
+                ),
+                default=math.inf,
             )
             for j in set(jobs)
         }
@@ -620,6 +626,16 @@ def _(fn, t):
     ledger.work(7, 8)
     ledger.work(7, 11)
     divides(fn, t, ledger, "steps 7 and 8 were done three times")
+
+
+@goodput.check("a job that ended before its first step")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 7)
+    ledger.work(7, 6)
+    ledger.work(7, 9)
+    ledger.work(10, 9)
+    divides(fn, t, ledger, "the second and the last job took no step")
 
 
 @goodput.check("the newest save could not be read")

@@ -415,8 +415,13 @@ def _(fn, t):
         ("slurm", "SLURM_PROCID"),
         ("jobset", "POD_INDEX"),
     ):
-        for value in ("99", "-1", "two"):
-            env = env_of(t, row) | {name: value} | ({"JOB_INDEX": "0"} if row == "jobset" else {})
+        for value in ("99", "-1", "two", "their number"):
+            env = env_of(t, row) | ({"JOB_INDEX": "0"} if row == "jobset" else {})
+            if value == "their number":  # they count from 0
+                value = str(
+                    int(env["JOBS"]) * int(env["PODS"]) if row == "jobset" else right_job(env)[1]
+                )
+            env[name] = value
             t.raises(ValueError, fn, env, match=rf"\b{name}\b", why=f"{name}={value}")
     t.raises(
         ValueError,
@@ -535,7 +540,7 @@ def hanging_job(job, steps, save_every):
 - A collective returns when every process has made the same call. All processes must make the same collective calls in
   the same order. The checks give up after some seconds and say who waits where.
 - Steps that are multiples of `save_every` are saved, and so is the last one taken. A state is gathered only to be
-  saved, and once.
+  saved, and once. In a step, one `sum` for the loss and one to agree are enough.
 - When a process has been told to stop after step s, **all** stop after step s.
 - Every process returns the same: the sums of all steps taken, and what was saved of the last one.
 
@@ -827,7 +832,8 @@ and `rows_read`: how many rows of data *this process* has trained on since the r
   between steps.) Files with other names are what a killed process left. If no step is whole, raise `FileNotFoundError`.
 - All processes together have trained on the first rows of the data, in order: batch k has rows k `batch` to
   (k+1) `batch` - 1, and each of `count` processes reads its block of `batch / count` neighbouring rows of each
-  batch, process 0 the first block. It was so before, with n in place of `count`.
+  batch, process 0 the first block. It was so before, with n in place of `count`, and `batch` may have been
+  another: only `rows_read` says how far the job has come.
 - Return `(step, state, batches)`: `state` has the rows `wanted[name] = (start, stop)` of each array, bit for bit in its
   dtype; `batches` is an endless iterator of the lists of row numbers that this process reads from here on.
 
@@ -868,7 +874,8 @@ def save_as(folder, step, n, state, done, copied=(), ragged=None, missing=(), pa
             arrays |= {name: array[start:stop], f"{name}:start": np.int64(start)}
         if i not in missing:
             np.savez(place / f"process-{i}-of-{n}.npz", **arrays)
-    (place / f"process-{n}-of-{n + 1}.npz.tmp").write_bytes(b"cut short")
+    for i, m in [(n, n + 1), *((i, n) for i in missing)]:
+        (place / f"process-{i}-of-{m}.npz.tmp").write_bytes(b"cut short")
 
 
 def some_state(t, R=24):
@@ -910,7 +917,7 @@ def goes_on(fn, t, folder, step, state, done, m, batch, copied, why):
 
 def resumes(fn, t, n, m, why, step=9, copied=(), ragged=False, others=(), paired=()):
     state, batch = some_state(t), 12 * int(t.rng.integers(1, 3))
-    done = step * batch
+    done = (step + 3) * batch  # steps were larger once
     with tempfile.TemporaryDirectory() as folder:
         for number, processes, missing in others:
             save_as(folder, number, processes, some_state(t), number * batch, missing=missing)
