@@ -144,7 +144,7 @@ def render(report: Report) -> Any:
         "",
         *(Text(f"to make it fit: {line}") for line in report.advice),
         *([Text(f"set for {report.slices} slices: {changed}")] if changed else []),
-        Text(times, style="dim"),
+        Text(times),
     )
 
 

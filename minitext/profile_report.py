@@ -42,7 +42,7 @@ class Operation:
     Attributes:
       name: such as `fusion.5`.
       scope: the part of the model that it belongs to (`SCOPES`), or "".
-      source: where it comes from in the program, such as `jit(train_step)/attention/dot_general`.
+      source: where it comes from in the program, such as `jit(step)/ffn/dot`.
       seconds: its self time, without what it calls.
       share: of all operations' self time.
       count: how often it ran.
