@@ -18,7 +18,7 @@ train: .venv/base  ## train a small language model on your Python's own source t
 test: .venv/test  ## run every test but those of audit, test-gpu-aot and book
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit and not gpu_aot' $(ARGS)
 
-audit: .venv/test  ## long proofs: programs for TPUs against predictions, and all exercises (15 minutes)
+audit: .venv/test  ## long proofs: programs for TPUs against predictions, and all exercises (half an hour)
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m audit $(ARGS)
 
 test-gpu-aot: .venv-gpu/made  ## compile every GPU kernel for an H100 without one (installs 4 GB into .venv-gpu)

@@ -36,7 +36,7 @@ def audit_but(kept, cases):
     """Parametrises with all cases, of which `make test` runs those kept and `make audit` the others."""
     assert set(kept) <= set(cases)
     return [
-        pytest.param(case, id=case, marks=() if case in kept else pytest.mark.audit)
+        pytest.param(case, id=str(case), marks=() if case in kept else pytest.mark.audit)
         for case in cases
     ]
 

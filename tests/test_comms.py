@@ -7,7 +7,7 @@ import json
 
 import jax
 import pytest
-from conftest import TINY
+from conftest import TINY, audit_but
 
 import minitext as mt
 from minitext import cli
@@ -44,12 +44,7 @@ def tiles(layout, *other):
     return *TILES, *LAYOUTS[layout].split(), *other
 
 
-def some(cases, quick, mark):
-    """Marks the cases that are not among the quick ones; each compiles a step."""
-    return [case if case in quick else pytest.param(case, marks=mark) for case in cases]
-
-
-@pytest.mark.parametrize("layout", some(LAYOUTS, QUICK, pytest.mark.slow))
+@pytest.mark.parametrize("layout", audit_but(QUICK, LAYOUTS))
 def test_simulated_devices_send_what_the_formula_says(layout):
     found = audited(*small(layout))
     assert found.differences() == {}
@@ -58,7 +53,7 @@ def test_simulated_devices_send_what_the_formula_says(layout):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("layout", some(LAYOUTS, QUICK[:1], pytest.mark.audit))
+@pytest.mark.parametrize("layout", audit_but(QUICK[:1], LAYOUTS))
 def test_tpus_send_what_the_formula_says(layout):
     found = audited(*tiles(layout), target="v5e:2x4")
     assert found.differences() == {} and found.backend == "tpu"
@@ -87,19 +82,20 @@ OTHERS = {
 }
 
 
+VARIED = [
+    ("fsdp x tp x pp", "sizes"),
+    *((layout, "tied") for layout in ("fsdp", "fsdp x tp x pp")),
+    ("fsdp x tp x cp", "remat"),
+    *((layout, "microbatches") for layout in ("tp_seq", "pp, circular")),
+    *((layout, "bfloat16") for layout in ("cp x fsdp", "fsdp x tp x pp")),
+    ("fsdp", "chunks"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "other"),
-    [
-        ("fsdp x tp x pp", "sizes"),
-        *((layout, "tied") for layout in ("fsdp", "fsdp x tp x pp")),
-        ("fsdp x tp x cp", "remat"),
-        *((layout, "microbatches") for layout in ("tp_seq", "pp, circular")),
-        *((layout, "bfloat16") for layout in ("cp x fsdp", "fsdp x tp x pp")),
-        ("fsdp", "chunks"),
-    ],
-)
-def test_the_formula_follows_the_configuration(layout, other):
+@pytest.mark.parametrize("varied", audit_but([VARIED[i] for i in (0, 3, 4, 8)], VARIED))
+def test_the_formula_follows_the_configuration(varied):
+    layout, other = varied
     assert audited(*small(layout, *OTHERS[other].split())).differences() == {}
 
 

@@ -133,6 +133,7 @@ def test_offloaded_state_is_the_hosts(tiny):
     assert away.optimizer == 0 and away.host == here.optimizer > 0
 
 
+@pytest.mark.audit
 def test_remat_saves_memory_in_a_scan_and_not_in_an_unrolled_stack():
     """XLA's CPU backend merges what an unrolled program computes twice; a loop's turns it cannot."""
 

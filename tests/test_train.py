@@ -167,7 +167,10 @@ def test_a_loss_in_chunks_is_the_loss(tiny, layout):
     [
         ("mesh.data=1",),
         ("mesh.data=1", "train.z_loss=0.1", "model.tie_embeddings=true"),
-        ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2", "train.z_loss=0.1"),
+        pytest.param(
+            ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2", "train.z_loss=0.1"),
+            marks=pytest.mark.audit,
+        ),
     ],
     ids=" ".join,
 )
@@ -228,6 +231,7 @@ def test_chunks_hold_a_part_of_the_logits(tiny, one_device):
 # The optimizer's state on the host
 
 
+@pytest.mark.audit
 def test_offloaded_state_waits_on_the_host_and_changes_no_bit(tiny):
     cfg = tiny("optim.offload=true", "mesh.fsdp=8")
     mesh = make_mesh(cfg.mesh)
