@@ -7,7 +7,8 @@ undid are done again by the next job: their first time is lost, not useful.
     RUN/events.jsonl    {"event": "step", "start": 1760000000.25, "seconds": 0.125, "step": 7}
 
 `start` is in seconds since 1970. Within a job the events lie end to end: what the loop's thread does between two of
-them belongs to the later one. Only process 0 writes.
+them belongs to the later one. Only process 0 writes: once a second, and before each save, so that a kill takes no step
+from the ledger that a checkpoint has.
 
 Chapters: 20.
 """

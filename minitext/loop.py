@@ -185,7 +185,8 @@ class Loop:
 
     def _save(self, saver: Checkpointer | LocalCopies, step: int, state: TrainState) -> None:
         # The line of a step is written before the step is saved: a run that is killed in between
-        # has a line too many, which resuming removes, and never one too few.
+        # has a line too many, which resuming removes, and never one too few. So it is with the ledger.
+        self.ledger.flush()
         saver.save(step, state, self.batches.get_state(), self.cfg.model_dump(mode="json"))
         self.ledger.lap("save", step)
 

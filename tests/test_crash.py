@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from minitext import goodput
 from minitext.checkpoint import Checkpointer
 
 STEPS, SAVE_EVERY = 300, 10
@@ -159,6 +160,7 @@ def test_killed_at_twenty_random_moments_the_run_ends_as_if_undisturbed(server, 
     code, printed = server.run(*command, output=output)
     assert code == 0 and f"resuming after step {resumed}" in printed, printed
     assert records(run) == records(finished)
+    assert goodput.measure(run).steps == STEPS  # the ledger has every step that was saved
     assert sorted(listing(run / "checkpoints")) == sorted(listing(finished / "checkpoints"))
     assert_same_arrays(run, finished)
 
