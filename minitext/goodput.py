@@ -294,7 +294,7 @@ def _mfu(steps: int, seconds: float, lines: list[dict[str, Any]]) -> float | Non
     at_peak = [
         r["mfu"] * r["seconds"]
         for r in lines
-        if isinstance(r.get("mfu"), float) and r.get("seconds")
+        if isinstance(r.get("mfu"), float) and isinstance(r.get("seconds"), float)
     ]
     return steps * sum(at_peak) / len(at_peak) / seconds if at_peak and seconds else None
 

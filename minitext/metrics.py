@@ -77,7 +77,7 @@ def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
         return []
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 records.append(record)

@@ -40,12 +40,14 @@ def test_numbers_that_json_lacks_become_text(tmp_path):
 
 
 @given(
-    st.lists(st.binary(max_size=20) | st.sampled_from([b"[1]", b'{"step": "x"}', b"{}", b"\xff"]))
+    st.lists(
+        st.binary(max_size=20) | st.sampled_from([b"[1]", b'{"step": "x"}', b"{}", b"9" * 9999])
+    )
 )
 def test_what_is_no_line_of_a_step_is_left_out(lines):
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 7}']))
-        assert read_metrics(directory)[-1] == {"step": 7}
+        assert read_metrics(directory) == [{"step": 7}]
 
 
 def test_no_file_is_no_metrics(tmp_path):

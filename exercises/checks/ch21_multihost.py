@@ -417,11 +417,8 @@ def _(fn, t):
     ):
         for value in ("99", "-1", "two", "their number"):
             env = env_of(t, row) | ({"JOB_INDEX": "0"} if row == "jobset" else {})
-            if value == "their number":  # they count from 0
-                value = str(
-                    int(env["JOBS"]) * int(env["PODS"]) if row == "jobset" else right_job(env)[1]
-                )
-            env[name] = value
+            # Of n processes the last one is n - 1.
+            env[name] = value = str(right_job(env)[1]) if value == "their number" else value
             t.raises(ValueError, fn, env, match=rf"\b{name}\b", why=f"{name}={value}")
     t.raises(
         ValueError,
