@@ -236,7 +236,8 @@ def observability(records: list[Record]) -> str:
     return (
         f"In one run that changes its state every {r['steps']} steps, over {r['rounds']} rounds. Timed by itself, what "
         f"the ledger does in a step takes {r['ledger_alone_seconds'] * 1e6:.0f} µs, "
-        f"{r['ledger_alone_share_of_step']:.3%} of the step.\n\n"
+        f"{r['ledger_alone_share_of_step']:.3%} of the step. The last row is chance: what the first two say beyond it "
+        f"they owe to what else ran on the machine.\n\n"
         f"{table(['With', 'A step takes, over one with nothing'], rows)}"
     )
 

@@ -46,7 +46,8 @@ KEYS = (
     "train.loss_chunks",
     "train.loss_impl",
 )
-# Entries of a manifest that another machine must have too, and what to say of them.
+# Entries of a manifest that another machine must have too, and what to say of them. The first that differs is told:
+# where another device is, its libtpu is no news.
 SAME = {
     "device_kind": "device",
     "minitext": "minitext",
