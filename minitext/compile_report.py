@@ -109,10 +109,12 @@ def render(report: Report) -> Any:
     from rich.text import Text
 
     axes = ", ".join(f"mesh.{name}={size}" for name, size in report.mesh.items())
-    head = Text(f"{report.target}: {'fits' if report.fits else 'does not fit'}")
-    head.stylize("bold green" if report.fits else "bold red")
-    head.append(
-        f"  ({report.devices} devices; {axes or 'no mesh axis above 1'})", "not bold default"
+    head = Text.assemble(
+        (
+            f"{report.target}: {'fits' if report.fits else 'does not fit'}",
+            "bold green" if report.fits else "bold red",
+        ),
+        f"  ({report.devices} devices; {axes or 'no mesh axis above 1'})",
     )
 
     memory = [("arguments", show_bytes(report.argument_bytes))]
