@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -256,8 +257,13 @@ def _write(
 
 def _check_place(path: str | Path) -> None:
     """Refuses before minutes of compiling what could not be written afterwards."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+    try:
+        # Trying is surer than asking: root may write anywhere but in a read-only or made-up file system.
+        with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
+            writable = not Path(path).is_dir()
+    except OSError:
+        writable = False
+    if not writable:
         raise UserError(f"--save {path} cannot be written: name a file in a folder that is there")
 
 

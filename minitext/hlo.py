@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from minitext.replica_groups import group_size
+
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
@@ -22,17 +24,11 @@ _TYPE = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.+)$")
 _OPCODE = re.compile(r" ([a-z][a-z\-]*)\(([^()]*)")
-_CALLED = re.compile(
-    r"\b(calls|to_apply|condition|body|true_computation|false_computation)=%([\w.\-]+)"
-)
+_CALLED = re.compile(r"\b(calls|to_apply|condition|body|(?:true|false)_computation)=%([\w.\-]+)")
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}')
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
-_AXIS = re.compile(r"(\w+)'?(?::\(\d+\)(\d+))?")
+_ELEMENT = re.compile(r" get-tuple-element\(.*index=(\d+)")
 
 
 class Instruction(NamedTuple):
@@ -60,9 +56,7 @@ def type_bytes(text: str) -> int:
     """
     total = 0
     for name, bits, dims in _TYPE.findall(text):
-        count = 1
-        for dim in dims.split(","):
-            count *= int(dim or 1)
+        count = math.prod(int(dim or 1) for dim in dims.split(","))
         total += -(-count * int(bits or (8 if name == "pred" else 0)) // 8)
     return total
 
@@ -189,11 +183,10 @@ class Module:
     def loops(self) -> list[Loop]:
         """The loops that run."""
         found = []
-        for _, i, runs in self._executed():
+        for name, i, runs in self._executed():
             if i.opcode == "while":
-                called = dict(_CALLED.findall(i.line))
-                condition = self.computations.get(called.get("condition", ""), [])
-                found.append(Loop(i.name, called.get("body", ""), _trip_count(i, condition), runs))
+                body = dict(_CALLED.findall(i.line)).get("body", "")
+                found.append(Loop(i.name, body, _trip_count(i, name, self.computations), runs))
         return found
 
     def collectives(self) -> list[Collective]:
@@ -210,7 +203,7 @@ class Module:
                 kind = f"{slices[1].lower().replace('_', '-')} (dcn)"
             elif kind not in COLLECTIVES:
                 continue
-            chain, group = _CHAIN.search(i.line), _group(i.line, self.devices)
+            chain, group = _CHAIN.search(i.line), group_size(i.line, self.devices)
             if (chain and chain[1] in seen) or group == 1 < self.devices:
                 continue
             seen.add(chain and chain[1])
@@ -259,19 +252,6 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
     return {kind: totals[kind] for kind in sorted(totals)}
 
 
-def _group(line: str, devices: int) -> int:
-    """Devices of a collective's groups: listed, counted, or the product of some axes of a mesh; by default all."""
-    if listed := _SLICES.search(line) or _LISTED.search(line):
-        return listed[1].count(",") + 1
-    if counted := _COUNTED.search(line):
-        return max(1, int(counted[1]))
-    if named := _NAMED.search(line):
-        sizes = dict(re.findall(r"(\w+)'?=(\d+)", named[1]))
-        # Of `'a':(2)4` it is 4 of axis a's devices, in steps that don't matter here.
-        return max(1, math.prod(int(n or sizes.get(a, 1)) for a, n in _AXIS.findall(named[2])))
-    return max(1, devices)
-
-
 def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = [sizes.get(operand, 0) for operand in collective.operands]
     written = collective.line.partition(f" {collective.opcode}(")[0]
@@ -315,15 +295,33 @@ def _executions(found: dict[str, list[Instruction]], entry: str | None) -> dict[
                     continue
                 runs = times[name]
                 if role == "body":
-                    runs *= _trip_count(instruction, found.get(called.get("condition", ""), []))
+                    runs *= _trip_count(instruction, name, found)
                 times[callee] = times.get(callee, 0) + runs
     return times
 
 
-def _trip_count(loop: Instruction, condition: list[Instruction]) -> int:
-    """Returns a counted loop's bound: noted by the compiler, or the condition's one constant."""
+def _trip_count(loop: Instruction, around: str, found: dict[str, list[Instruction]]) -> int:
+    """Returns a counted loop's turns: noted by the compiler, or up to the condition's one constant."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
-    constants = [re.match(r"[su](?:32|64)\[\]\S* constant\((\d+)\)", i.line) for i in condition]
-    bounds = [int(match[1]) for match in constants if match]
-    return bounds[0] if len(bounds) == 1 else 1
+    condition = found.get(dict(_CALLED.findall(loop.line)).get("condition", ""), [])
+    bounds = [n for i in condition if (n := _integer(i)) is not None]
+    counters = [int(n) for i in condition for n in _ELEMENT.findall(i.line)]
+    if len(bounds) != 1:
+        return 1
+    return bounds[0] - (_first(loop, counters[0], found[around]) if len(counters) == 1 else 0)
+
+
+def _first(loop: Instruction, counter: int, around: list[Instruction]) -> int:
+    """Where a counter begins: not at 0 where the compiler has taken the first turns out of the loop."""
+    made = {i.name: i for i in around}
+    carried = made.pop("".join(loop.operands[:1]), loop)
+    begin = made.pop("".join(carried.operands[counter : counter + 1]), loop)
+    while begin.opcode == "copy":
+        begin = made.pop("".join(begin.operands), loop)
+    return _integer(begin) or 0
+
+
+def _integer(i: Instruction) -> int | None:
+    written = re.match(r"[su](?:32|64)\[\]\S* constant\((\d+)\)", i.line)
+    return int(written[1]) if written else None

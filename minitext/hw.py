@@ -261,11 +261,13 @@ def _best_matmul_rate(dtype: Any, *, big: bool) -> float:
     """Returns the best FLOP/s over sizes and repeats; `big`: sizes that fill an accelerator."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     multiply = jax.jit(jnp.matmul)
     best = 0.0
     for n in (4096, 8192) if big else (512, 1024, 2048):
-        x = jax.random.normal(jax.random.key(n), (n, n), jnp.float32).astype(dtype)
+        # By NumPy: JAX would compile a generator for each size, which takes longer than the products.
+        x = jnp.asarray(np.random.default_rng(n).standard_normal((n, n), np.float32), dtype)
         multiply(x, x).block_until_ready()  # compiles
         # Dispatch costs tens of microseconds, so each timing covers enough calls to last 10 ms.
         start = time.perf_counter()

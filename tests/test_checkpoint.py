@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import QUICK_FLAGS
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -70,7 +71,7 @@ def script(code, *args, devices=1, prefix=(), check=True, **kwargs):
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{QUICK_FLAGS} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(Path(__file__).parent.parent),
     }
     command = [*prefix, sys.executable, "-c", textwrap.dedent(code), *map(str, args)]

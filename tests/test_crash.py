@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import audit_but
 
 from minitext import goodput
 from minitext.checkpoint import Checkpointer
@@ -123,9 +124,12 @@ def test_the_undisturbed_run_is_what_the_others_are_compared_with(finished):
     assert Checkpointer(finished / "checkpoints").steps() == [STEPS - 20, STEPS - 10, STEPS]
 
 
-def test_killed_at_twenty_random_moments_the_run_ends_as_if_undisturbed(server, finished, tmp_path):
+@pytest.mark.parametrize("kills", audit_but([8], [8, 20]))
+def test_killed_at_random_moments_the_run_ends_as_if_undisturbed(server, finished, tmp_path, kills):
     rng = random.Random(20)
-    moments = ["starting"] * 3 + ["training"] * 9 + ["saving"] * 8
+    moments = ["starting"] * (kills // 6)
+    moments += ["saving"] * (kills * 2 // 5)
+    moments += ["training"] * (kills - len(moments))
     rng.shuffle(moments)
     run, output = tmp_path / "run", tmp_path / "output"
     command = ["train", *SETTINGS, f"run.dir={tmp_path}", "run.name=run"]
@@ -156,7 +160,7 @@ def test_killed_at_twenty_random_moments_the_run_ends_as_if_undisturbed(server, 
             assert lost <= SAVE_EVERY, moment
         for path in left:
             (path / "left").touch()
-    assert resumed > 0 and caught >= 3
+    assert resumed > 0 and caught >= kills // 6
     code, printed = server.run(*command, output=output)
     assert code == 0 and f"resuming after step {resumed}" in printed, printed
     assert records(run) == records(finished)

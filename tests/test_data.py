@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import QUICK_FLAGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -300,7 +301,7 @@ def test_two_processes_make_the_batch_of_one():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(port), str(i)], env=env, text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import QUICK_FLAGS, TINY
 from rich.console import Console
 
 from minitext import distributed, run
@@ -30,11 +30,11 @@ QUICK = [
 def start(processes, devices, command):
     """Starts a job; its processes write to pipes, and compile as quickly as this one does."""
     port = free_port()
-    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     return [
         subprocess.Popen(
             [sys.executable, *command],
-            env=environment_of(os.environ, index, processes, port, devices) | quick,
+            env=environment_of(os.environ, index, processes, port, devices)
+            | {"XLA_FLAGS": QUICK_FLAGS},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

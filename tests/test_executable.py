@@ -145,8 +145,9 @@ def test_a_damaged_file_is_refused(saved, tmp_path, cut):
 
 
 def test_where_nothing_can_be_written_nothing_is_compiled(tmp_path, capsys):
-    assert run("compile", "laptop", "--save", str(tmp_path / "no" / "step.zip")) == 2
-    assert "cannot be written: name a file" in capsys.readouterr().err
+    for path in (tmp_path / "no" / "step.zip", tmp_path, "/proc/step.zip"):
+        assert run("compile", "laptop", "--save", str(path)) == 2
+        assert "cannot be written: name a file" in capsys.readouterr().err
 
 
 def test_train_refuses_another_step_before_it_makes_a_directory(saved, tmp_path, capsys):

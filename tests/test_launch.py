@@ -238,3 +238,22 @@ def test_the_commands_print_what_the_functions_make():
     assert "run.name=big" in done.stdout
     done = CliRunner().invoke(app, ["launch", "slurm", "--name", "big", "--", *TRAIN])
     assert done.stdout.startswith("#!/bin/bash\n") and "run.name=big" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "told"),
+    [
+        ([], [], "note: run.dir=runs is in each container alone"),
+        ([], ["run.dir=/runs"], "note: run.dir=/runs is in each container alone"),
+        (["--claim", "disk"], [], "add --claim NAME"),
+        (["--claim", "disk"], ["run.dir=/runs2"], "note: run.dir=/runs2 is"),
+        (["--claim", "disk"], ["run.dir=/runs"], ""),
+        (["--claim", "disk"], ["run.dir=/runs/mine"], ""),
+        ([], ["config=/x.yml"], ""),
+    ],
+)
+def test_a_run_that_a_restart_would_not_find_is_told(options, words, told):
+    command = ["launch", "k8s", "--name", "big", "--image", "i", *options, "--", "train", *words]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and yaml.safe_load(done.stdout)["kind"] == "JobSet"
+    assert told in done.stderr if told else not done.stderr

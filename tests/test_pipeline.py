@@ -12,7 +12,7 @@ import textwrap
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, audit_but
+from conftest import QUICK_FLAGS, TINY, audit_but
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,7 +174,9 @@ def test_a_trace_shows_the_idle_slots_of_the_formula():
     settings = "mesh.stage=4", "pipeline.schedule=circular", "pipeline.microbatches=16"
     # In a process of its own: others of these tests may have compiled for TPUs.
     code = [sys.executable, "-c", textwrap.dedent(TRACE), *TINY, *SMALL, *settings]
-    slots = json.loads(subprocess.check_output(code, text=True, env=os.environ | {"XLA_FLAGS": ""}))
+    slots = json.loads(
+        subprocess.check_output(code, text=True, env=os.environ | {"XLA_FLAGS": QUICK_FLAGS})
+    )
     table = make_table("circular", 4, 16, 2)
     assert [[slot is not None for slot in row] for row in table] == slots
     idle = 1 - np.mean(slots)

@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import QUICK_FLAGS, TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.profiler import ProfileData
@@ -34,8 +34,9 @@ def traced(tmp_path_factory):
         sys.executable, "-m", "minitext", "train", *TINY, *WINDOW, f"run.dir={folder}", "run.name=a", "mesh.fsdp=2",
         "mesh.data=1", "train.eval_batches=1", "profile.dump_hlo=true",
     ]  # fmt: skip
-    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | flags)
+    subprocess.run(
+        command, check=True, capture_output=True, env=os.environ | {"XLA_FLAGS": QUICK_FLAGS}
+    )
     return folder / "a"
 
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from minitext import loop, metrics, run
+from minitext import executable, loop, metrics, run
 from minitext.checkpoint import Checkpointer
 from minitext.config import load_config
 from minitext.metrics import read_metrics
@@ -87,6 +87,27 @@ def test_ctrl_c_saves_and_resuming_is_bit_equal(whole, tiny, tmp_path, monkeypat
     assert stopped in (4, 5)
     resumed = run.train(load_config(None, [f"config={tmp_path}/a/config.yml"]), Console(quiet=True))
     assert curve(resumed) == curve(whole[0])
+
+
+def test_a_signal_while_the_step_is_compiled_saves_the_first_step(tiny, tmp_path, monkeypatch):
+    compile_step = executable.train_step
+
+    def told_meanwhile(cfg, mesh):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compile_step(cfg, mesh)
+
+    def too_early(*_):
+        raise AssertionError("SIGTERM came where nothing waits for it")
+
+    monkeypatch.setattr(executable, "train_step", told_meanwhile)
+    before = signal.signal(signal.SIGTERM, too_early)
+    try:
+        with pytest.raises(run.Interrupted) as stopped:
+            run.train(quick(tiny, tmp_path), Console(quiet=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.exit_code == 0
+    assert Checkpointer(tmp_path / "a" / "checkpoints").steps() == [1]
 
 
 @pytest.mark.parametrize("save_every", [1, 3])

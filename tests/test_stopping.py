@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import QUICK_FLAGS
 
 from minitext.checkpoint import Checkpointer
 from minitext.launch.local import environment_of, free_port
@@ -107,7 +108,9 @@ def test_sigterm_saves_and_exits_0(tmp_path):
         f"run.dir={tmp_path}",
         "run.name=a",
     ]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "300"}
+    env = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "300", "XLA_FLAGS": QUICK_FLAGS,
+    }  # fmt: skip
     run = tmp_path / "a"
     process = subprocess.Popen(
         [*command, "train.steps=1000000"], env=env, text=True, stderr=subprocess.PIPE

@@ -73,7 +73,7 @@ def test_it_holds_the_package_and_the_exercises_and_nothing_else(wheel):
     assert not [n for n in names if n.endswith((".pyc", ".ipynb"))]
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 def test_it_trains_and_writes_text(installed):
     installed("-m", "minitext", "train", "run.name=a", *TINY)
     out = installed(

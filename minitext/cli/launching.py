@@ -116,6 +116,8 @@ def xpk(
         restarts=restarts,
         dry_run=not submit,
     )
+    how = "name a mounted bucket or file system by its whole path, as in -- train ... run.dir=/gcs/runs"
+    launch.warn_of_loss(command, "/", how)
     print(shlex.join(words), flush=True)
     if submit or xpk.is_installed():
         sys.exit(xpk.create(words))
@@ -150,4 +152,10 @@ def k8s(
         claim=claim,
         restarts=restarts,
     )
+    shared, how = (
+        "/runs/",
+        "add --claim NAME, a PersistentVolumeClaim, and -- train ... run.dir=/runs",
+    )
+    # Without a claim nothing is mounted, and no path begins like that.
+    launch.warn_of_loss(command, shared if claim else "no claim", how)
     print(jobset.to_yaml(made), end="")
