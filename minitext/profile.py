@@ -11,6 +11,7 @@ Chapters: 20.
 """
 
 import os
+import socket
 from pathlib import Path
 
 import jax
@@ -49,11 +50,22 @@ def check(cfg: Config, directory: Path, platform: str) -> None:
       platform: of the mesh's devices, such as `tpu`.
 
     Raises:
-      UserError: for a trace in a process that compiled for TPUs, dumps that were asked for too late, or machine code of
-        anything but a TPU.
+      UserError: for a trace in a process that compiled for TPUs, a port that is taken, dumps that were asked for too
+        late, or machine code of anything but a TPU.
     """
     if cfg.profile.first_step is not None or cfg.profile.port is not None:
         devices.check_profiler()
+    if cfg.profile.port is not None:
+        try:
+            socket.create_server(("", _port(cfg.profile.port))).close()
+        except (
+            OSError,
+            OverflowError,
+        ) as error:  # JAX would only log it, and train without a server
+            raise UserError(
+                f"profile.port={cfg.profile.port} cannot be listened on at {_port(cfg.profile.port)} ({error}): choose "
+                "another, or null"
+            ) from error
     if cfg.profile.dump_llo and platform != "tpu":
         raise UserError(
             f"profile.dump_llo=true on {platform}: only TPUs have LLO; set profile.dump_hlo=true, or compile single "
@@ -91,8 +103,7 @@ class Window:
         if jax.process_count() > 1:
             self.folder /= f"process-{jax.process_index()}"
         if cfg.profile.port is not None:
-            # Processes of one machine can't share a port.
-            jax.profiler.start_server(cfg.profile.port + jax.process_index())
+            jax.profiler.start_server(_port(cfg.profile.port))
 
     def is_edge(self, step: int) -> bool:
         """Whether tracing starts or ends behind this step."""
@@ -126,3 +137,8 @@ class Window:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _port(first: int) -> int:
+    """Processes of one machine can't share a port."""
+    return first + jax.process_index()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -308,6 +309,40 @@ def test_a_window_beyond_the_run_is_a_fault(tiny):
     ):
         tiny("train.steps=8", "profile.first_step=8", "profile.steps=3")
     assert tiny("train.steps=8", "profile.first_step=6", "profile.steps=3")
+
+
+def test_a_port_that_is_taken_or_is_none_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        devices, "check_profiler", lambda: None
+    )  # others of these tests compile for TPUs
+    with socket.create_server(("", 0)) as taken:
+        for port in (taken.getsockname()[1], 65535):
+            monkeypatch.setattr(jax, "process_index", lambda port=port: int(port == 65535))
+            with pytest.raises(
+                UserError, match=f"profile.port={port} cannot be listened on"
+            ) as told:
+                profile.check(tiny(f"profile.port={port}"), tmp_path, "cpu")
+            assert "\n" not in str(told.value)
+
+
+SERVER = """
+import socket, sys
+from pathlib import Path
+from minitext import profile
+from minitext.config import load_config
+cfg = load_config("laptop", [f"profile.port={sys.argv[1]}"])
+profile.check(cfg, Path("a"), "cpu")
+with profile.Window(cfg, Path("a")):
+    socket.create_connection(("localhost", int(sys.argv[1])), timeout=10).close()
+"""
+
+
+def test_a_run_listens_on_the_port_that_was_asked_for():
+    """What then asks it for a trace is XProf's; in a process of its own, which has one server in its life."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    done = subprocess.run([sys.executable, "-c", SERVER, str(port)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_dumps_asked_for_too_late_or_of_no_tpu_are_refused(tiny, tmp_path, monkeypatch):

@@ -966,6 +966,13 @@ def _(fn, t):
     finds(fn, t, events, "compute events that overlap")
 
 
+@find_stall.check("a device that never computes")
+def _(fn, t):
+    n = int(t.rng.integers(10, 30))
+    events = [(0, "compute", "dot.1", 0, 3 * n), (1, "collective", "all-gather.2", 0, 2 * n)]
+    finds(fn, t, events, "device 1 has a collective and computes nothing: it waits all the time")
+
+
 @find_stall.check("a slow data source")
 def _(fn, t):
     slow = int(t.rng.integers(90, 150))
@@ -1027,9 +1034,9 @@ def _(fn, t):
 
 def right_stall(
     events, *, whole=False, own=True, host=True, mean=True, once=True, by="end", sums=True, idle=True,
-    partly=True,
+    partly=True, silent=True,
 ):  # fmt: skip
-    devices = sorted({e[0] for e in events} - {None})
+    devices = sorted({e[0] for e in events if silent or e[1] == "compute"} - {None})
     waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {"idle": 0.0}
     longest = dict.fromkeys(waits, 0.0)
     edges = sorted({e[3] for e in events} | {e[4] for e in events})
@@ -1086,6 +1093,13 @@ def hidden_by_others(events):
 )
 def host_is_nobody(events):
     return right_stall(events, host=False)
+
+
+@find_stall.mutant(
+    "You leave out devices that never compute. Such a device waits all the time, and the mean is over all that occur."
+)
+def silent_devices_left_out(events):
+    return right_stall(events, silent=False)
 
 
 @find_stall.mutant(
