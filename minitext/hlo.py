@@ -239,8 +239,8 @@ def _callee(fusion: Instruction) -> str:
 def collectives(text: str) -> dict[str, tuple[int, int]]:
     """Counts the collectives that one run of an optimized module executes, and their bytes.
 
-    A loop's body counts as often as the constant that its condition compares the counter with; a loop without one
-    counts once, and so does each branch of a conditional. What is counted and whose bytes they are:
+    A loop's body counts from the counter's first value to the constant that its condition compares it with; a loop
+    without one counts once, and so does each branch of a conditional. What is counted and whose bytes they are:
     `Module.collectives` and `Collective`.
 
     Returns kind -> (count, bytes), kinds that don't occur left out.
@@ -309,7 +309,9 @@ def _trip_count(loop: Instruction, around: str, found: dict[str, list[Instructio
     counters = [int(n) for i in condition for n in _ELEMENT.findall(i.line)]
     if len(bounds) != 1:
         return 1
-    return bounds[0] - (_first(loop, counters[0], found[around]) if len(counters) == 1 else 0)
+    return max(
+        0, bounds[0] - (_first(loop, counters[0], found[around]) if len(counters) == 1 else 0)
+    )
 
 
 def _first(loop: Instruction, counter: int, around: list[Instruction]) -> int:

@@ -56,16 +56,7 @@ def check(cfg: Config, directory: Path, platform: str) -> None:
     if cfg.profile.first_step is not None or cfg.profile.port is not None:
         devices.check_profiler()
     if cfg.profile.port is not None:
-        try:
-            socket.create_server(("", _port(cfg.profile.port))).close()
-        except (
-            OSError,
-            OverflowError,
-        ) as error:  # JAX would only log it, and train without a server
-            raise UserError(
-                f"profile.port={cfg.profile.port} cannot be listened on at {_port(cfg.profile.port)} ({error}): choose "
-                "another, or null"
-            ) from error
+        _check_port(cfg.profile.port)
     if cfg.profile.dump_llo and platform != "tpu":
         raise UserError(
             f"profile.dump_llo=true on {platform}: only TPUs have LLO; set profile.dump_hlo=true, or compile single "
@@ -142,3 +133,13 @@ class Window:
 def _port(first: int) -> int:
     """Processes of one machine can't share a port."""
     return first + jax.process_index()
+
+
+def _check_port(first: int) -> None:
+    """JAX would only log that a port is taken, and train without a server."""
+    try:
+        socket.create_server(("", _port(first))).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"profile.port={first}: port {_port(first)} cannot be listened on ({error}): choose another, or null"
+        ) from error

@@ -319,7 +319,7 @@ def test_a_port_that_is_taken_or_is_none_is_refused(tiny, tmp_path, monkeypatch)
         for port in (taken.getsockname()[1], 65535):
             monkeypatch.setattr(jax, "process_index", lambda port=port: int(port == 65535))
             with pytest.raises(
-                UserError, match=f"profile.port={port} cannot be listened on"
+                UserError, match=f"profile.port={port}: port .* cannot be listened on"
             ) as told:
                 profile.check(tiny(f"profile.port={port}"), tmp_path, "cpu")
             assert "\n" not in str(told.value)

@@ -152,10 +152,6 @@ def k8s(
         claim=claim,
         restarts=restarts,
     )
-    shared, how = (
-        "/runs/",
-        "add --claim NAME, a PersistentVolumeClaim, and -- train ... run.dir=/runs",
-    )
-    # Without a claim nothing is mounted, and no path begins like that.
-    launch.warn_of_loss(command, shared if claim else "no claim", how)
+    how = "add --claim NAME, a PersistentVolumeClaim, and -- train ... run.dir=/runs"
+    launch.warn_of_loss(command, "/runs/" if claim else None, how)
     print(jobset.to_yaml(made), end="")

@@ -34,17 +34,19 @@ def with_run_name(command: Sequence[str], name: str) -> list[str]:
     return [*command] if named else [*command, f"run.name={name}"]
 
 
-def warn_of_loss(command: Sequence[str], shared: str, how: str) -> None:
+def warn_of_loss(command: Sequence[str], shared: str | None, how: str) -> None:
     """Prints a line on stderr where a restart would not find the run: its directory is in the container.
 
     Args:
       command: words after `minitext`. One with `config=` is believed.
-      shared: how the path of a directory begins that outlives the container and that all of them see.
+      shared: how the path of a directory begins that outlives the container and that all of them see; None: there is
+        none.
       how: what to do about it.
     """
     settings = dict(word.split("=", 1) for word in command if "=" in word)
     where = settings.get("run.dir", "" if "config" in settings else "runs")
-    if where and not (where.rstrip("/") + "/").startswith(shared):
+    found = shared is not None and f"{where.rstrip('/')}/".startswith(shared)
+    if where and not found:
         print(
             f"note: run.dir={where} is in each container alone, so a restart begins anew: {how}",
             file=sys.stderr,
