@@ -205,6 +205,7 @@ def test_each_truncated_file_is_reported_and_training_goes_on_from_before(
         assert case["fault"] is None and f"{STEPS}.damaged" in case["checkpoints"]
 
 
+@pytest.mark.audit
 def test_ctrl_c_saves_and_the_printed_command_resumes(server, finished, tmp_path):
     run, output = tmp_path / "run", tmp_path / "output"
     command = ["train", *SETTINGS, f"run.dir={tmp_path}", "run.name=run"]

@@ -21,7 +21,7 @@ MLA = (
     "model.kv_heads=null model.attention.kind=mla model.attention.q_rank=24 model.attention.kv_rank=16 "
     "model.attention.nope_dim=4 model.attention.rope_dim=4 model.attention.v_dim=6"
 )
-QUICK = ("fsdp x tp x cp", "fsdp x tp x pp", "dp x tp x cp, bare")
+QUICK = ("fsdp x tp x cp", "fsdp x tp x pp")
 OF_MLA = ("pp, 1f1b", "fsdp x tp x cp")
 
 

@@ -64,11 +64,6 @@ def test_microbatches_on_a_mesh(tiny):
     np.testing.assert_allclose(got["grad_norm"], want["grad_norm"], rtol=1e-5)
 
 
-def test_two_runs_are_bit_equal(tiny, one_device):
-    for a, b in zip(*(jax.tree.leaves(run(tiny(), one_device)) for _ in range(2)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_the_old_state_is_donated(tiny, one_device):
     cfg = tiny()
     state, batch = init_state(cfg, one_device), packed_batch(cfg, one_device, 0)
@@ -151,7 +146,13 @@ CHUNKED = [
 ]
 
 
-@pytest.mark.parametrize("layout", CHUNKED, ids=" ".join)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(one, id=" ".join(one), marks=[] if one in CHUNKED[::2] else pytest.mark.audit)
+        for one in CHUNKED
+    ],
+)
 def test_a_loss_in_chunks_is_the_loss(tiny, layout):
     cfg = tiny("train.loss_chunks=4", *HEADS, *layout)
     mesh = make_mesh(cfg.mesh, devices=jax.devices()[: 1 if layout == CHUNKED[0] else 8])
