@@ -273,7 +273,7 @@ FAINT = """() => {
     const pair = [light(parse(getComputedStyle(e).color)), light(ground(e))].sort((a, b) => b - a);
     const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
     const what = ratio.toFixed(2) + ' ' + e.textContent.slice(0, 40);
-    if (ratio < 4.5) faint.set(e.tagName + '.' + e.className, what);
+    if (ratio < 4.5) faint.set(`${e.tagName}.${e.className} ${getComputedStyle(e).color}`, what);
   }
   return [...faint].slice(0, 8);
 }"""
