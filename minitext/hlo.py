@@ -309,13 +309,12 @@ def _trip_count(loop: Instruction, around: str, found: dict[str, list[Instructio
     counters = [int(n) for i in condition for n in _ELEMENT.findall(i.line)]
     if len(bounds) != 1:
         return 1
-    return max(
-        0, bounds[0] - (_first(loop, counters[0], found[around]) if len(counters) == 1 else 0)
-    )
+    first = _first(loop, counters[0], found[around]) if len(counters) == 1 else 0
+    return max(0, bounds[0] - first)
 
 
 def _first(loop: Instruction, counter: int, around: list[Instruction]) -> int:
-    """Where a counter begins: not at 0 where the compiler has taken the first turns out of the loop."""
+    """Where a counter begins, 0 if not known: later where the compiler took the first turns out of the loop."""
     made = {i.name: i for i in around}
     carried = made.pop("".join(loop.operands[:1]), loop)
     begin = made.pop("".join(carried.operands[counter : counter + 1]), loop)

@@ -312,9 +312,8 @@ def test_a_window_beyond_the_run_is_a_fault(tiny):
 
 
 def test_a_port_that_is_taken_or_is_none_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        devices, "check_profiler", lambda: None
-    )  # others of these tests compile for TPUs
+    # Others of these tests compile for TPUs.
+    monkeypatch.setattr(devices, "check_profiler", lambda: None)
     with socket.create_server(("", 0)) as taken:
         for port in (taken.getsockname()[1], 65535):
             monkeypatch.setattr(jax, "process_index", lambda port=port: int(port == 65535))
