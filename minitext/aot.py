@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext import hlo
+from minitext import hlo, progress
 from minitext.advice import advise
 from minitext.buffers import (
     Buffer,
@@ -294,14 +294,9 @@ def no_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spinner(text: str) -> Iterator[None]:
-    """Shows a spinner and the time so far on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    """Shows a spinner and the time so far on stderr."""
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with progress.bar(SpinnerColumn(), "{task.description}", TimeElapsedColumn()) as bar:
         bar.add_task(text, total=None)
         yield

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from minitext.errors import UserError
 
 FORMAT = 1  # part of every fingerprint: raise it when what an entry holds changes
-QUIET_SECONDS = 2.0
 
 
 def cache_dir() -> Path:
@@ -73,38 +71,6 @@ def new_entry(path: Path) -> Iterator[Path]:
     finally:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
-
-
-@contextmanager
-def progress(total: float, what: str) -> Iterator[Callable[[float], None]]:
-    """Gives a function to call with the amount done so far.
-
-    A bar appears on stderr once the work has taken two seconds, so that quick work prints nothing.
-    Where stderr is no terminal, one line says what is going on.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    bar = Progress(console=console, transient=True)
-    task = bar.add_task(what, total=total)
-    started, announced = time.monotonic(), False
-
-    def advance_to(done: float) -> None:
-        nonlocal announced
-        if not announced and time.monotonic() - started > QUIET_SECONDS:
-            announced = True
-            if console.is_terminal:
-                bar.start()
-            else:
-                console.print(f"{what} ...")
-        bar.update(task, completed=done)
-
-    try:
-        yield advance_to
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _unusable(root: Path, error: OSError) -> UserError:

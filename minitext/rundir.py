@@ -22,10 +22,8 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import track
 
-from minitext import disk
+from minitext import disk, progress
 from minitext.checkpoint import Checkpointer, Restored
 from minitext.config import Config, flatten, load_config, to_yaml
 from minitext.data import Batches, make_batches
@@ -196,9 +194,9 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
         tokenizer=tokenizer,
     )
     nll, tokens, size = 0.0, 0.0, 0
-    eval_step, console = make_eval_step(cfg), Console(stderr=True)
-    with jax.set_mesh(mesh):
-        for batch in track(rows, description="evaluating", console=console, transient=True):
+    eval_step = make_eval_step(cfg)
+    with jax.set_mesh(mesh), progress.bar() as bar:
+        for batch in bar.track(rows, description="evaluating"):
             part, count = eval_step(params, batch)
             nll, tokens = nll + float(part), tokens + float(count)
             targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]

@@ -17,7 +17,6 @@ from conftest import QUICK_FLAGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitext import cache
 from minitext.config import DataConfig, MeshConfig
 from minitext.data import (
     LocalWindows,
@@ -502,16 +501,6 @@ def test_importing_is_cheap():
     code = f"import sys, minitext.data; print(*({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
-
-
-def test_progress_says_nothing_about_quick_work(capsys, monkeypatch):
-    with cache.progress(10, "working") as advance_to:
-        advance_to(5)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(cache, "QUIET_SECONDS", -1)
-    with cache.progress(10, "working") as advance_to:
-        advance_to(5)
-    assert "working" in capsys.readouterr().err
 
 
 # --- grammar -----------------------------------------------------------------------------------

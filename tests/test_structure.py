@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Lowest first; a module imports only from layers below its own, or from its own folder or row.
 LAYERS = [
-    {"errors", "cache"},
+    {"errors", "cache", "progress"},
     {"schema", "hw", "environment", "cluster", "heartbeat"},
     {"config", "devices", "disk", "distributed"},
     {"mesh", "cost", "hlo", "buffers", "targets", "compile_report", "leaves", "stacks"}

@@ -64,12 +64,10 @@ def plan(
         raise UserError("name one target, such as target=v5p:4x4x4 or target=v5e:16x16 slices=2")
     cfg = load(settings)
     start()
-    from rich.console import Console
-    from rich.progress import Progress
 
-    from minitext import plan
+    from minitext import plan, progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress.bar() as bar:
         task = bar.add_task(f"planning for {target}", total=None)
         found = plan.search(
             cfg, target, count,
@@ -219,17 +217,19 @@ def llo(
     names = [word for word in rest if "=" not in word]
     blocks = _lengths([word for word in rest if "=" in word])
     start()
-    from rich.console import Console
-    from rich.progress import track
 
-    from minitext import llo_report
+    from minitext import llo_report, progress
     from minitext.kernels.cases import CASES
     from minitext.llo import compile_case
 
     where = (chips[-1] if chips else "v5e").split(",")
     pairs = [(name, chip) for name in names or CASES for chip in where]
-    bar = track(pairs, "compiling", console=Console(stderr=True), transient=True)
-    found = [(name, k) for name, chip in bar for k in compile_case(name, chip, **blocks)]
+    with progress.bar() as bar:
+        found = [
+            (name, kernel)
+            for name, chip in bar.track(pairs, description="compiling")
+            for kernel in compile_case(name, chip, **blocks)
+        ]
     kernels = [kernel for _, kernel in found]
     if as_json:
         print(json.dumps([{"case": name, **kernel.to_json()} for name, kernel in found], indent=1))
@@ -260,13 +260,11 @@ def tune(
     if len(chips) != 1 or len(names) != 1:
         raise UserError("name one operation and one chip, such as: minitext tune matmul chip=v5e")
     start()
-    from rich.console import Console
-    from rich.progress import Progress
 
-    from minitext import tune
+    from minitext import progress, tune
     from minitext.kernels import block_shapes
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with progress.bar() as bar:
         task = bar.add_task(f"{names[0]} for {chips[0]}", total=None)
         found = tune.tune(
             names[0], chips[0], lambda done, total: bar.update(task, completed=done, total=total)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minitext import cache, disk
+from minitext import disk, progress
 from minitext.config import DataConfig
 from minitext.data import packing
 from minitext.errors import UserError
@@ -79,7 +79,7 @@ def write_rows(
     try:
         with (
             disk.new_folder(target) as new,
-            cache.progress(total, f"packing into {target}") as advance_to,
+            progress.of_slow_work(total, f"packing into {target}") as advance_to,
         ):
             for split, rows in splits.items():
                 parts = shards if split == "train" else 1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitext import cache
+from minitext import cache, progress
 from minitext.config import DataConfig
 from minitext.data import files, sources
 from minitext.errors import UserError
@@ -109,7 +109,7 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
 def _batches(cfg: DataConfig) -> Iterator[list[files.Piece]]:
     """Yields the source's pieces in lists of a few mebibytes: enough work for all cores."""
     total, what, found = sources.read(cfg)
-    with cache.progress(total, f"tokenising {what}") as advance_to:
+    with progress.of_slow_work(total, f"tokenising {what}") as advance_to:
         pieces, characters = [], 0
         for piece, done in found:
             pieces.append(piece)

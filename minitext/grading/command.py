@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from minitext import progress
 from minitext.errors import UserError
 
 
@@ -109,8 +110,8 @@ def _try_out(request: _Request, kinds: list[str]) -> bool:
     exercises = registry.select(root, request.names)
     number = registry.learner_number(request.learner)
     grading = runner.Grading(root, request.seed, number, request.jobs)
-    with _progress() as progress:
-        rows = runner.try_out(grading, exercises.values(), kinds, progress)
+    with _bar() as advance_to:
+        rows = runner.try_out(grading, exercises.values(), kinds, advance_to)
     good = report.print_rows(Console(), rows)
     typer.echo(f"seed {request.seed}")
     return good
@@ -143,8 +144,8 @@ def _grade(
     tasks = [(exercise, found.get(id, missing)) for id, exercise in exercises.items()]
     who = request.learner or registry.learner_name()
     grading = runner.Grading(root, request.seed, registry.learner_number(who), request.jobs)
-    with _progress() as progress:
-        results = runner.grade_many(grading, tasks, progress)
+    with _bar() as advance_to:
+        results = runner.grade_many(grading, tasks, advance_to)
     report.print_table(Console(stderr=json_file == "-"), results, request.seed)
     if json_file:
         report.write_json(json_file, report.as_json(results, request.seed, who))
@@ -154,12 +155,11 @@ def _grade(
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def _bar() -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error that vanishes when done; yields a function of (done, total)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
     columns = ("grading", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress.bar(*columns) as bar:
         task = bar.add_task("grading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
