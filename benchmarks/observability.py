@@ -3,12 +3,12 @@
     python benchmarks/observability.py
     python benchmarks/observability.py --rounds 20 --settings model.layers=2 train.global_batch=4
 
-The run is `minitext train` itself. It changes state every few steps: `bare` (no ledger, no annotations, no reading of
-memory), `ledger` (what every run does) and `trace` (that, and JAX's profiler is on). The first steps of a turn, in which
-the profiler starts or writes its file, are left out. A ratio is the median over rounds of the ratio of a round's median
-step times, so that a slow spell of the machine falls on all three; that of `bare` to the `bare` of the round before says
-how far chance goes. What the ledger does in a step is timed by itself as well, which other work on the machine disturbs
-little.
+The run is `minitext train` itself. In a round's first turn each step has the next of three states: `bare` (no ledger, no
+annotations, no reading of memory), `ledger` (what every run does) and `control`, which is bare once more: how far it lies
+from `bare` is chance. The round's second turn is `trace`, the ledger and JAX's profiler. The first steps of a turn, in
+which the profiler starts or writes its file, are left out. What else a machine does only makes steps longer, so a ratio
+is that of lower quartiles, over all rounds; its interval holds 90% of the ratios of rounds drawn again with replacement.
+What the ledger does in a step is timed by itself as well, which other work on the machine disturbs little.
 """
 
 import contextlib
@@ -19,9 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 from common import busy, in_subprocess, parser, spread, write_record
 
-STATES = "bare", "ledger", "trace"
+UNTRACED = "bare", "ledger", "control"
+STATES = *UNTRACED, "trace"
 LEFT_OUT = 2  # steps at the start of a turn
 
 
@@ -30,30 +32,31 @@ class Turns:
 
     def __init__(self, folder, steps, rounds):
         self.folder, self.steps, self.rounds = folder, steps, rounds
-        self.state, self.seen, self.last = "bare", 0, 0.0
+        self.state, self.seen, self.last = "control", 0, 0.0
         self.times = {state: [[] for _ in range(rounds)] for state in STATES}
 
     def next_batch(self):
+        now = time.perf_counter()
+        turn, step = divmod(self.seen, self.steps)  # the first turn warms up
+        if 0 < turn <= 2 * self.rounds and step > LEFT_OUT:
+            self.times[self.state][(turn - 1) // 2].append(now - self.last)
+        self.seen += 1
+        self.switch(*divmod(self.seen, self.steps))
+        self.last = time.perf_counter()
+
+    def switch(self, turn, step):
+        """Sets the state of a step of a turn: those of odd number are untraced, those of even number traced."""
         import jax
 
-        now, per_round = time.perf_counter(), len(STATES) * self.steps
-        i = self.seen - self.steps  # the first turn warms up
-        if 0 <= i < per_round * self.rounds and i % self.steps > LEFT_OUT:
-            self.times[self.state][i // per_round].append(now - self.last)
-        self.seen, i = self.seen + 1, i + 1
-        if i >= 0 and i % self.steps == 0 and i < per_round * self.rounds:
+        if turn % 2 or not 0 < turn <= 2 * self.rounds:
             if self.state == "trace":
                 jax.profiler.stop_trace()
-            turn, number = divmod(i // self.steps, len(STATES))
-            self.state = STATES[:: 1 if turn % 2 == 0 else -1][number]
-            if self.state == "trace":
-                options = jax.profiler.ProfileOptions()
-                options.python_tracer_level = 0
-                jax.profiler.start_trace(self.folder, profiler_options=options)
-        elif i == per_round * self.rounds and self.state == "trace":
-            jax.profiler.stop_trace()
-            self.state = "bare"
-        self.last = time.perf_counter()
+            self.state = UNTRACED[(step + turn // 2) % 3]
+        elif self.state != "trace":
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self.folder, profiler_options=options)
+            self.state = "trace"
 
 
 def measure(case):
@@ -72,14 +75,15 @@ def measure(case):
     rounds, steps = case["rounds"], case["steps"]
     with tempfile.TemporaryDirectory() as folder:
         turns = Turns(Path(folder) / "traces", steps, rounds)
-        total = (rounds * len(STATES) + 1) * steps + 1
+        total = (2 * rounds + 1) * steps + 1
         cfg = load_config("laptop", [
             f"run.dir={folder}", f"train.steps={total}", f"train.save_every={total}", f"train.eval_every={total}",
             "train.sample_tokens=0", "train.eval_batches=1", *case["settings"],
         ])  # fmt: skip
 
         def unless_bare(work, otherwise):
-            return lambda *a, **k: otherwise() if turns.state == "bare" else work(*a, **k)
+            watched = "ledger", "trace"
+            return lambda *a, **k: work(*a, **k) if turns.state in watched else otherwise()
 
         next_batch = Batches.__next__
 
@@ -129,10 +133,25 @@ def alone(folder, steps=20_000):
         return (time.perf_counter() - start) / steps
 
 
+def ratio(times, bare, draws=2000):
+    """The ratio of lower quartiles of step times, lists by rounds, and where 90% of redrawn ratios lie."""
+
+    def of(rounds):
+        quartiles = (
+            np.quantile(np.concatenate([t[i] for i in rounds]), 0.25) for t in (times, bare)
+        )
+        return float(np.divide(*quartiles))
+
+    rng = np.random.default_rng(0)
+    count = len(bare)
+    redrawn = [of(rng.integers(0, count, count)) for _ in range(draws)]
+    return of(range(count)), np.quantile(redrawn, [0.05, 0.95]).tolist()
+
+
 def main():
     command = parser(__doc__)
-    command.add_argument("--rounds", type=int, default=12, help="turns of each state")
-    command.add_argument("--steps", type=int, default=12, help="steps in a turn")
+    command.add_argument("--rounds", type=int, default=40, help="turns without and with a trace")
+    command.add_argument("--steps", type=int, default=26, help="steps in a turn")
     command.add_argument(
         "--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of the run"
     )
@@ -145,26 +164,24 @@ def main():
     before = busy()
     case = {"rounds": args.rounds, "steps": args.steps, "settings": args.settings}
     found = in_subprocess(__file__, case)
-    medians = {s: [statistics.median(r) for r in rounds] for s, rounds in found["seconds"].items()}
-    bare = medians["bare"]
-
-    def ratio(a, b):
-        return statistics.median(x / y for x, y in zip(a, b, strict=True))
+    times = found["seconds"]
+    steps = {state: [t for turn in turns for t in turn] for state, turns in times.items()}
+    ratios = {state: ratio(times[state], times["bare"]) for state in STATES[1:]}
 
     figures = {
         **case,
         "busy_before_and_after": [before, busy()],
-        "step_seconds": {state: spread(values) for state, values in medians.items()},
-        "ratio_ledger": ratio(medians["ledger"], bare),
-        "ratio_trace": ratio(medians["trace"], bare),
-        "ratio_bare_to_the_round_before": ratio(bare[1:], bare[:-1]),
+        "step_seconds": {state: spread(values) for state, values in steps.items()},
+        "ratios": {
+            state: {"ratio": r, "interval": interval} for state, (r, interval) in ratios.items()
+        },
         "ledger_alone_seconds": found["alone"],
-        "ledger_alone_share_of_step": found["alone"] / statistics.median(bare),
+        "ledger_alone_share_of_step": found["alone"] / statistics.median(steps["bare"]),
         "seconds": found["seconds"],
     }
-    for name in figures:
-        if name.startswith(("ratio", "ledger")):
-            print(f"{name}: {figures[name]:.5f}")
+    for state, (r, (low, high)) in ratios.items():
+        print(f"{state} over bare: {r:.4f}, between {low:.4f} and {high:.4f}")
+    print(f"the ledger alone: {figures['ledger_alone_share_of_step']:.3%} of a step")
     write_record(args.output, "observability", "", figures)
 
 

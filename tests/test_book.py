@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -143,18 +144,131 @@ def page_of(chapter: str) -> str:
     return chapter.replace(".ipynb", ".html")
 
 
-def test_every_page_opens_without_error_or_foreign_request(tab, pages):
-    assert len(pages) > 10
-    opened = tab()
-    faults = {}
-    for address in pages:
-        opened.faults.clear()
-        page = opened.open(address)
-        if page.locator("mjx-merror").count():
-            opened.faults.append("MathJax could not set a formula")
-        if opened.faults:
-            faults[address] = list(opened.faults)
-    assert not faults
+@dataclass
+class Look:
+    """What there is to see on a page. Setting its mathematics takes longest, so each is opened once for all tests.
+
+    Attributes:
+      faults: errors, and requests to other hosts.
+      faint: what stands out too little from its ground, for `light` and `dark`.
+      alts: the alternative texts of figures.
+      outputs: how many outputs cells have.
+      links: where links lead.
+      wide: the page's width on a phone of 390 pixels, and what sticks out of it.
+    """
+
+    faults: list[str]
+    faint: dict[str, list[Any]]
+    alts: list[str]
+    outputs: int
+    links: set[str]
+    wide: tuple[int, list[str]]
+
+
+@pytest.fixture(scope="module")
+def looks(browser: Any, server: str, pages: list[str]) -> Iterator[dict[str, Look]]:
+    """Every page of the book, looked at."""
+    opened = Tab(browser, server)
+    yield {address: look_at(opened, address) for address in pages}
+    opened.context.close()
+
+
+def look_at(opened: Tab, address: str) -> Look:
+    opened.faults.clear()
+    page = opened.open(address)
+    if page.locator("mjx-merror").count():
+        opened.faults.append("MathJax could not set a formula")
+    faint = {}
+    for scheme in ("dark", "light"):
+        page.evaluate("scheme => { document.documentElement.dataset.theme = scheme }", scheme)
+        faint[scheme] = page.evaluate(FAINT)
+    figures, links = page.locator(".bd-article img"), page.locator("a[href]")
+    alts = figures.evaluate_all("all => all.map(e => e.alt)")
+    links = set(links.evaluate_all("all => all.map(e => e.href)"))
+    outputs = page.locator(".cell_output").count()
+    page.set_viewport_size({"width": 390, "height": 900})
+    wide = page.evaluate("document.documentElement.scrollWidth"), page.evaluate(CLIPPED)
+    page.set_viewport_size({"width": 1200, "height": 900})
+    return Look(list(opened.faults), faint, alts, outputs, links, wide)
+
+
+# What sticks out of the screen without an ancestor that scrolls or hides: the theme clips the page,
+# so its own width would not tell.
+CLIPPED = """() => [...document.querySelectorAll('.bd-article *, .bd-header-article *, footer *')]
+  .filter(e => {
+    const box = e.getBoundingClientRect();
+    if (!box.width || box.right <= innerWidth + 1) return false;
+    for (let up = e; up && !up.matches('.bd-main, body'); up = up.parentElement) {
+      const style = getComputedStyle(up);
+      if (style.overflowX !== 'visible' || style.position === 'absolute') return false;
+    }
+    return true;
+  }).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
+
+
+FAINT = """() => {
+  const parse = c => {
+    const [r, g, b, a] = c.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a ?? 1];
+  };
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = e => {
+    for (; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c[3] > 0.9) return c;
+    }
+    return [255, 255, 255, 1];
+  };
+  const texts = [...document.querySelectorAll('.bd-article *, .bd-sidebar-primary *, .bd-toc *')]
+    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+    .filter(e => e.checkVisibility({opacityProperty: true, visibilityProperty: true}))
+    .filter(e => !e.closest('mjx-assistive-mml, .headerlink, button'));
+  const faint = new Map();
+  for (const e of texts) {
+    const pair = [light(parse(getComputedStyle(e).color)), light(ground(e))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    const what = ratio.toFixed(2) + ' ' + e.textContent.slice(0, 40);
+    if (ratio < 4.5) faint.set(`${e.tagName}.${e.className} ${getComputedStyle(e).color}`, what);
+  }
+  return [...faint].slice(0, 8);
+}"""
+
+
+def test_every_page_opens_without_error_or_foreign_request(looks):
+    assert len(looks) > 10
+    assert not {address: look.faults for address, look in looks.items() if look.faults}
+
+
+def test_nothing_scrolls_sideways_on_a_phone(looks):
+    wide = {address: look.wide for address, look in looks.items()}
+    assert not {address: w for address, w in wide.items() if w[0] > 390 or w[1]}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(looks, scheme):
+    """WCAG 2 AA: 4.5 to 1 for text, and what is not for reading (hidden, disabled) is left out."""
+    faint = {address: look.faint[scheme] for address, look in looks.items()}
+    assert not {address: found for address, found in faint.items() if found}
+
+
+def test_figures_have_alternative_text(looks):
+    """A figure's text comes from its cell's metadata: `mystnb: {image: {alt: ...}}`."""
+    alts = {chapter: looks[page_of(chapter)].alts for chapter in chapters()}
+    bad = {
+        c: [a for a in found if not a or re.search(r"\.(svg|png)$", a)] for c, found in alts.items()
+    }
+    assert not {chapter: found for chapter, found in bad.items() if found}
+    assert sum(map(len, alts.values())) > len(alts)
+
+
+def test_chapters_have_outputs_and_a_colab_button(looks):
+    url = book_config()["repository"]["url"].removeprefix("https://github.com/")
+    for chapter in chapters():
+        look = looks[page_of(chapter)]
+        assert look.outputs > 0
+        assert f"https://colab.research.google.com/github/{url}/blob/main/{chapter}" in look.links
 
 
 def test_the_sites_address_leads_to_the_first_page(tab, server):
@@ -170,32 +284,6 @@ def test_book_opens_from_the_file_system(tab, html):
         page = opened.open(address)
         assert page.locator(".bd-article h1").is_visible()
     assert not opened.faults
-
-
-def test_nothing_scrolls_sideways_on_a_phone(tab, pages):
-    opened = tab(width=390)
-    wide = {}
-    for address in pages:
-        page = opened.open(address)
-        width = page.evaluate("document.documentElement.scrollWidth")
-        clipped = page.evaluate(CLIPPED)
-        if width > 390 or clipped:
-            wide[address] = (width, clipped)
-    assert not wide
-
-
-# What sticks out of the screen without an ancestor that scrolls or hides: the theme clips the page,
-# so its own width would not tell.
-CLIPPED = """() => [...document.querySelectorAll('.bd-article *, .bd-header-article *, footer *')]
-  .filter(e => {
-    const box = e.getBoundingClientRect();
-    if (!box.width || box.right <= innerWidth + 1) return false;
-    for (let up = e; up && !up.matches('.bd-main, body'); up = up.parentElement) {
-      const style = getComputedStyle(up);
-      if (style.overflowX !== 'visible' || style.position === 'absolute') return false;
-    }
-    return true;
-  }).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
 
 
 def test_mathematics_is_set(tab):
@@ -234,70 +322,6 @@ GROUND = """() => {
   const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).map(Number);
   return (r + g + b) / 765;
 }"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(tab, scheme):
-    """WCAG 2 AA: 4.5 to 1 for text, and what is not for reading (hidden, disabled) is left out."""
-    opened = tab(scheme=scheme)
-    faint = {}
-    addresses = [page_of(c) for c in chapters()]
-    for address in [*addresses, "book/index.html", "book/_generated/configuration.html"]:
-        found = opened.open(address).evaluate(FAINT)
-        if found:
-            faint[address] = found
-    assert not faint
-
-
-FAINT = """() => {
-  const parse = c => {
-    const [r, g, b, a] = c.match(/[\\d.]+/g).map(Number);
-    return [r, g, b, a ?? 1];
-  };
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
-    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = e => {
-    for (; e; e = e.parentElement) {
-      const c = parse(getComputedStyle(e).backgroundColor);
-      if (c[3] > 0.9) return c;
-    }
-    return [255, 255, 255, 1];
-  };
-  const texts = [...document.querySelectorAll('.bd-article *, .bd-sidebar-primary *, .bd-toc *')]
-    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
-    .filter(e => e.checkVisibility({opacityProperty: true, visibilityProperty: true}))
-    .filter(e => !e.closest('mjx-assistive-mml, .headerlink, button'));
-  const faint = new Map();
-  for (const e of texts) {
-    const pair = [light(parse(getComputedStyle(e).color)), light(ground(e))].sort((a, b) => b - a);
-    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
-    const what = ratio.toFixed(2) + ' ' + e.textContent.slice(0, 40);
-    if (ratio < 4.5) faint.set(`${e.tagName}.${e.className} ${getComputedStyle(e).color}`, what);
-  }
-  return [...faint].slice(0, 8);
-}"""
-
-
-def test_figures_have_alternative_text(tab):
-    """A figure's text comes from its cell's metadata: `mystnb: {image: {alt: ...}}`."""
-    opened, mute = tab(), {}
-    for chapter in chapters():
-        page = opened.open(page_of(chapter))
-        alts = page.locator(".bd-article img").evaluate_all("all => all.map(e => e.alt)")
-        bad = [alt for alt in alts if not alt or re.search(r"\.(svg|png)$", alt)]
-        if bad:
-            mute[chapter] = bad
-    assert not mute
-
-
-def test_chapters_have_outputs_and_a_colab_button(tab):
-    url = book_config()["repository"]["url"].removeprefix("https://github.com/")
-    for chapter in chapters():
-        page = tab().open(page_of(chapter))
-        assert page.locator(".cell_output").count() > 0
-        colab = f"https://colab.research.google.com/github/{url}/blob/main/{chapter}"
-        assert page.locator(f'a[href="{colab}"]').count() > 0
 
 
 class Links(HTMLParser):

@@ -22,7 +22,7 @@ from conftest import audit_but
 from minitext import goodput
 from minitext.checkpoint import Checkpointer
 
-STEPS, SAVE_EVERY = 300, 10
+STEPS, SAVE_EVERY = 200, 10
 SETTINGS = [
     "model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
     "train.global_batch=8", "train.sample_tokens=0", "data.source=grammar", f"train.steps={STEPS}",

@@ -18,7 +18,7 @@ from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh
 
 pytestmark = pytest.mark.usefixtures("as_on_a_tpu")
-xla = partial(kernels.paged_attention, impl="xla")
+xla = jax.jit(partial(kernels.paged_attention, impl="xla"))
 pallas = partial(kernels.paged_attention, impl="pallas_tpu")
 NOT_A_PAGE = 10**6
 

@@ -29,6 +29,12 @@ def model():
 TOKENS = jax.random.randint(jax.random.key(0), (2, 12), 0, 40)
 
 
+@nnx.jit
+def whole(model):
+    """The logits of `TOKENS`."""
+    return model(TOKENS)
+
+
 def test_gradients_respect_causality(model):
     graphdef, params = nnx.split(model)
 
@@ -122,24 +128,26 @@ def test_names_to_keep_are_checked(changes, says):
 @pytest.mark.parametrize("scan", [True, False])
 def test_cache_gives_the_logits_of_the_whole_row(scan):
     model = make(scan_layers=scan)
-    want = model(TOKENS)
-    cache = make_cache(model.cfg, 2, 16)
-    first, new = model(TOKENS[:, :7], cache=cache)
-    cache = cache.append(new)
-    second, new = model(TOKENS[:, 7:], cache=cache)
-    cache = cache.append(new)
+
+    @nnx.jit
+    def read(model, tokens, cache):
+        logits, new = model(tokens, cache=cache)
+        return logits, cache.append(new)
+
+    first, cache = read(model, TOKENS[:, :7], make_cache(model.cfg, 2, 16))
+    second, cache = read(model, TOKENS[:, 7:], cache)
     assert int(cache.length) == 12
-    np.testing.assert_allclose(jnp.concatenate([first, second], 1), want, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([first, second], 1), whole(model), atol=1e-5)
 
 
 def test_logits_are_float32_whatever_the_compute_type():
-    logits = make(dtype="bfloat16")(TOKENS)
+    logits = whole(make(dtype="bfloat16"))
     assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, make()(TOKENS), atol=0.1)
+    np.testing.assert_allclose(logits, whole(make()), atol=0.1)
 
 
 def test_an_untrained_model_finds_all_tokens_equally_likely(model):
-    log_probs = jax.nn.log_softmax(model(TOKENS))
+    log_probs = jax.nn.log_softmax(whole(model))
     np.testing.assert_allclose(-log_probs.mean(), np.log(40), rtol=0.02)
 
 
