@@ -231,17 +231,17 @@ def observability(records: list[Record]) -> str:
     names = {
         "ledger": "the ledger",
         "trace": "the ledger and a trace",
-        "control": "nothing once more, which is chance",
+        "control": "nothing once more",
     }
     rows = [
         [name, f"{found['ratio']:.4f}", "{:.4f} to {:.4f}".format(*found["interval"])]
         for name, found in ((names[key], r["ratios"][key]) for key in names)
     ]
     return (
-        f"In one run whose steps take turns, over {r['rounds']} rounds of {2 * r['steps']} steps. Timed by itself, "
-        f"what the ledger does in a step takes {r['ledger_alone_seconds'] * 1e6:.0f} µs, "
-        f"{r['ledger_alone_share_of_step']:.3%} of the step. A ratio is of the lower quartiles of step times, since "
-        "what else runs on the machine only makes steps longer.\n\n"
+        f"In one run whose steps take turns, over {r['rounds']} rounds of {2 * r['steps']} steps. Of a step the loop's "
+        f"thread spends {r['ledger_seconds_a_step'] * 1e6:.0f} µs in the ledger and in reading memory, "
+        f"{r['ledger_share_of_step']:.3%} of the step, while the device computes. A ratio is of the lower quartiles of "
+        "step times, since what else runs on the machine only makes steps longer; the last row is chance.\n\n"
         f"{table(['With', 'A step takes, over one with nothing', 'Nine in ten redrawn ratios'], rows)}"
     )
 

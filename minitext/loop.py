@@ -9,7 +9,7 @@ Chapters: 6.
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from minitext.emergency import LocalCopies
 from minitext.generate import Sampling, generate
 from minitext.goodput import Ledger
 from minitext.mesh import make_mesh
-from minitext.metrics import Meter, MetricsWriter, memory_in_use, progress_bar, status_line
+from minitext.metrics import MemoryReader, Meter, MetricsWriter, progress_bar, status_line
 from minitext.model import count_flops
 from minitext.nonfinite import Guard
 from minitext.profile import Window
@@ -71,6 +71,7 @@ class Loop:
     ledger: Ledger
     window: Window
     copies: LocalCopies | None = None
+    memory: MemoryReader = field(default_factory=MemoryReader)
 
     def run(self, state: TrainState, start: int, console: Console) -> None:
         """Trains from step `start` to the last, or until it is asked to stop.
@@ -163,7 +164,7 @@ class Loop:
     def _read(self, one: Dispatched, meter: Meter) -> dict[str, Any]:
         """Waits for a step and returns the line to write of it."""
         metrics = jax.device_get(one.metrics)
-        rates = meter.lap() | memory_in_use()
+        rates = meter.lap() | self.memory.in_use()
         self.ledger.lap("step", one.step)
         # A step is written down only when the save before it is on the disk, so that a kill never costs
         # more lines than lie between two saves. Meanwhile the device is a step or two ahead.

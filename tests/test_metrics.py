@@ -4,12 +4,14 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitext.metrics import Meter, MetricsWriter, read_metrics, status_line
+from minitext.metrics import MemoryReader, Meter, MetricsWriter, read_metrics, status_line
 
 
 def test_lines_come_back(tmp_path):
@@ -83,3 +85,19 @@ def test_status_line_shows_the_load_of_experts():
     }
     assert "load 0.50-1.75  1 tokens/s" in status_line({**record, "dropped": 0.0})
     assert "load 0.50-1.75, 2.5% dropped" in status_line({**record, "dropped": 0.025})
+
+
+def test_memory_is_read_once_a_second(monkeypatch):
+    clock = iter([10.0, 10.9, 11.1])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    held = iter([3, 5])
+    monkeypatch.setattr(
+        "psutil.Process",
+        lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=next(held))),
+    )
+    reader = MemoryReader()
+    assert [reader.in_use()["host_bytes"] for _ in range(3)] == [3, 3, 5]
+
+
+def test_a_process_holds_more_than_jax_alone_takes():
+    assert MemoryReader().in_use()["host_bytes"] > 2**26
