@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
