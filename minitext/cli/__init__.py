@@ -7,6 +7,7 @@ Chapters: 6.
 """
 
 import sys
+from typing import Any
 
 import typer
 
@@ -60,8 +61,12 @@ launch_app.command("k8s")(launching.k8s)
 app.command("doctor")(setup.doctor)
 
 
+# Typer's own class for options and arguments that cannot be read, of which it exports one kind alone.
+UsageError: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
-    """Runs the command line; a UserError becomes one line on stderr and its exit code."""
+    """Runs the command line; a UserError becomes one line on stderr and its exit code, as do words it cannot read."""
     import logging
 
     from minitext import distributed
@@ -69,12 +74,30 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("minitext").setLevel(logging.INFO)
     try:
-        app()
+        # By itself typer would draw a box around an error.
+        sys.exit(app(prog_name="minitext", standalone_mode=False) or 0)
+    except UsageError as error:
+        if error.format_message():  # none where a command's help was printed, for want of words
+            print(f"error: {_in_one_line(error)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         distributed.finish(error)
         sys.exit(error.exit_code)
-    except BaseException as error:  # typer ends by SystemExit
+    except BaseException as error:  # also of a command that is done
         distributed.finish(error)
         raise
+
+
+def _in_one_line(error: Any) -> str:
+    """Says what is wrong with the words of a command, with the value, which typer leaves out, and where to look."""
+    from pydantic import ValidationError
+
+    said = error.format_message().rstrip(".")
+    if isinstance(error.__cause__, ValidationError):
+        fault = error.__cause__.errors()[0]
+        said = f"{error.param.opts[0]} {fault['input']}: {fault['msg'].lower()}"
+    return f"{said}: see {error.ctx.command_path} --help"
