@@ -1,6 +1,8 @@
 """Progress bars on stderr, for people only: into a file or a pipe they write nothing.
 
 Rich ends a bar that no terminal shows with an empty line, which would stand before or after the one line of an error.
+
+Chapters: none.
 """
 
 import time
