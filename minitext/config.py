@@ -12,6 +12,7 @@ Chapters: 6.
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -227,6 +228,8 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _parse(text: str, where: str) -> Any:
+    if re.fullmatch(r"[-+]?\d+(:\d+)+", text.strip()):
+        return text  # YAML 1.1 counts to the base 60: 6:8 would be 368
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:

@@ -114,6 +114,11 @@ def test_any_value_for_a_real_key_resolves_or_says_why(values):
     assert load_config("laptop", overrides) == cfg
 
 
+def test_a_window_is_no_number_to_the_base_60():
+    (fault,) = faults("profile.steps=6:8")
+    assert "profile.steps=6:8" in fault and "integer" in fault
+
+
 def test_hostile_yaml_does_not_get_through():
     for value in (
         "[" * 5000,
