@@ -100,4 +100,4 @@ def _in_one_line(error: Any) -> str:
     if isinstance(error.__cause__, ValidationError):
         fault = error.__cause__.errors()[0]
         said = f"{error.param.opts[0]} {fault['input']}: {fault['msg'].lower()}"
-    return f"{said}: see {error.ctx.command_path} --help"
+    return f"{said}: see {error.ctx.command_path if error.ctx else 'minitext'} --help"
