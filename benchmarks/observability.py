@@ -3,7 +3,7 @@
     python benchmarks/observability.py
     python benchmarks/observability.py --rounds 20 --settings model.layers=2 train.global_batch=4
 
-The run is `minitext train` itself. In a round's first turn each step has the next of three states: `bare` (no ledger, no
+The run is `minitext train` itself. In a round's first turn each step has one of three states at random: `bare` (no ledger, no
 annotations, no reading of memory), `ledger` (what every run does) and `control`, which is bare once more: how far it lies
 from `bare` is chance. The round's second turn is `trace`, the ledger and JAX's profiler. The first steps of a turn, in
 which the profiler starts or writes its file, are left out. What else a machine does only makes steps longer, so a ratio
@@ -35,6 +35,7 @@ class Turns:
         self.folder, self.steps, self.rounds = folder, steps, rounds
         self.state, self.seen, self.last = "control", 0, 0.0
         self.times = {state: [[] for _ in range(rounds)] for state in STATES}
+        self.rng = np.random.default_rng(0)
         self.spent, self.counts = dict.fromkeys(STATES, 0.0), dict.fromkeys(STATES, 0)
 
     def next_batch(self):
@@ -44,17 +45,17 @@ class Turns:
             self.times[self.state][(turn - 1) // 2].append(now - self.last)
         self.seen += 1
         self.counts[self.state] += 1
-        self.switch(*divmod(self.seen, self.steps))
+        self.switch(self.seen // self.steps)
         self.last = time.perf_counter()
 
-    def switch(self, turn, step):
-        """Sets the state of a step of a turn: those of odd number are untraced, those of even number traced."""
+    def switch(self, turn):
+        """Sets the state of a turn's next step: turns of odd number are untraced, those of even number traced."""
         import jax
 
         if turn % 2 or not 0 < turn <= 2 * self.rounds:
             if self.state == "trace":
                 jax.profiler.stop_trace()
-            self.state = UNTRACED[(step + turn // 2) % 3]
+            self.state = UNTRACED[self.rng.integers(3)]
         elif self.state != "trace":
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
@@ -138,8 +139,8 @@ def ratio(times, bare, draws=2000):
 
 def main():
     command = parser(__doc__)
-    command.add_argument("--rounds", type=int, default=40, help="turns without and with a trace")
-    command.add_argument("--steps", type=int, default=26, help="steps in a turn")
+    command.add_argument("--rounds", type=int, default=120, help="turns without and with a trace")
+    command.add_argument("--steps", type=int, default=9, help="steps in a turn")
     command.add_argument(
         "--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of the run"
     )
