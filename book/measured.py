@@ -234,8 +234,12 @@ def observability(records: list[Record]) -> str:
         "control": "nothing once more",
     }
     rows = [
-        [name, f"{found['ratio']:.4f}", "{:.4f} to {:.4f}".format(*found["interval"])]
-        for name, found in ((names[key], r["ratios"][key]) for key in names)
+        [
+            name,
+            f"{r['ratios'][key]['ratio']:.4f}",
+            "{:.4f} to {:.4f}".format(*r["ratios"][key]["interval"]),
+        ]
+        for key, name in names.items()
     ]
     return (
         f"In one run whose steps take turns, over {r['rounds']} rounds of {2 * r['steps']} steps. Of a step the loop's "
