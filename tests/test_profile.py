@@ -311,6 +311,12 @@ def test_a_window_beyond_the_run_is_a_fault(tiny):
     assert tiny("train.steps=8", "profile.first_step=6", "profile.steps=3")
 
 
+def test_a_number_of_steps_without_a_first_one_is_a_fault(tiny):
+    with pytest.raises(UserError, match=r"profile.steps=5 with profile.first_step=null traces"):
+        tiny("profile.steps=5")
+    assert tiny("profile.steps=3").profile.first_step is None  # the default, as in saved files
+
+
 def test_a_port_that_is_taken_or_is_none_is_refused(tiny, tmp_path, monkeypatch):
     # Others of these tests compile for TPUs.
     monkeypatch.setattr(devices, "check_profiler", lambda: None)

@@ -274,6 +274,11 @@ class Config(Section):
                 "after the time, so set run.name"
             )
         first, steps = self.profile.first_step, self.profile.steps
+        if first is None and steps != ProfileConfig().steps:
+            yield (
+                f"profile.steps={steps} with profile.first_step=null traces nothing: set profile.first_step to the "
+                "first of these steps, or leave profile.steps out"
+            )
         if first is not None and first + steps - 1 > self.train.steps:
             yield (
                 f"profile.first_step={first} with profile.steps={steps} ends at step {first + steps - 1}, after "
