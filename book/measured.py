@@ -227,7 +227,6 @@ def kills(records: list[Record]) -> str:
 
 def observability(records: list[Record]) -> str:
     """What the ledger and a trace cost a step."""
-    r = records[-1]
     names = {
         "ledger": "the ledger",
         "trace": "the ledger and a trace",
@@ -235,18 +234,23 @@ def observability(records: list[Record]) -> str:
     }
     rows = [
         [
-            name,
-            f"{r['ratios'][key]['ratio']:.4f}",
-            "{:.4f} to {:.4f}".format(*r["ratios"][key]["interval"]),
+            r["shape"], f"{r['step_seconds']['bare']['median'] * 1e3:,.0f}", name,
+            f"{r['ratios'][key]['ratio']:.4f}", "{:.4f} to {:.4f}".format(*r["ratios"][key]["interval"]),
         ]
+        for r in records
         for key, name in names.items()
+    ]  # fmt: skip
+    header = ["Model", "ms a step", "With", "Its time / with nothing", "Nine in ten redrawn ratios"]
+    told = [
+        f"Of a step of {r['shape']}, over {r['rounds']} rounds, the loop's thread spends "
+        f"{r['ledger_seconds_a_step'] * 1e6:,.0f} µs in the ledger and in reading memory, "
+        f"{r['ledger_share_of_step']:.2%} of the step; a trace of it has {r['events_a_step']:,} events."
+        for r in records
     ]
     return (
-        f"In one run whose steps take turns, over {r['rounds']} rounds of {2 * r['steps']} steps. Of a step the loop's "
-        f"thread spends {r['ledger_seconds_a_step'] * 1e6:.0f} µs in the ledger and in reading memory, "
-        f"{r['ledger_share_of_step']:.3%} of the step, while the device computes. A ratio is of the lower quartiles of "
-        "step times, since what else runs on the machine only makes steps longer; the last row is chance.\n\n"
-        f"{table(['With', 'A step takes, over one with nothing', 'Nine in ten redrawn ratios'], rows)}"
+        f"In one run of each model, whose steps take turns. {' '.join(told)} A ratio is the median over rounds of four "
+        "steps, one with each of the three and one with nothing. The last row of a model is chance. A trace costs by the "
+        f"event, so that it costs a longer step less of its time.\n\n{table(header, rows)}"
     )
 
 
