@@ -249,8 +249,8 @@ def observability(records: list[Record]) -> str:
     ]
     return (
         f"In one run of each model, whose steps take turns. {' '.join(told)} A ratio is the median over rounds of four "
-        "steps, one with each of the three and one with nothing. The last row of a model is chance. A trace costs by the "
-        f"event, so that it costs a longer step less of its time.\n\n{table(header, rows)}"
+        "steps, one with each of the three and one with nothing. The last row of a model is chance. A trace costs by "
+        f"the event, so that it costs a longer step less of its time.\n\n{table(header, rows)}"
     )
 
 
