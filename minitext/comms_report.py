@@ -20,11 +20,9 @@ from minitext.comms import notes, predict
 from minitext.comms_sizes import Term
 from minitext.compile_report import print_tables, show_bytes, table
 from minitext.config import Config
+from minitext.devices import quick_compile
 from minitext.mesh import make_mesh
 from minitext.targets import topology_mesh
-
-# The program is read and never run: how well LLVM optimizes its loops, half of the time, changes nothing here.
-_QUICKLY = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
 class Row(NamedTuple):
@@ -107,7 +105,7 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
     step = make_train_step(cfg, mesh)
     args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
     with jax.set_mesh(mesh), no_cache(), tempfile.TemporaryDirectory(prefix="minitext-") as folder:
-        step.lower(*args).compile(_QUICKLY.get(backend, {}) | dump_to(folder))
+        step.lower(*args).compile(quick_compile(backend) | dump_to(folder))
         text = read_dump(folder)[1]
     return read(text, cfg, mesh, backend)
 

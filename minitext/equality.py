@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from minitext import leaves, stacks
+from minitext import devices, leaves, stacks
 from minitext.config import Config
 from minitext.train import Batch, abstract_batch, make_init, make_step_fn
 
@@ -55,8 +55,9 @@ def run_steps(cfg: Config, mesh: Mesh, steps: int = 3) -> Steps:
     batches = [packed_batch(cfg, mesh, seed) for seed in range(steps)]
     losses, grads = [], []
     with jax.set_mesh(mesh):
-        state = _compiled(make_init(cfg, mesh))()
-        step = _compiled(jax.jit(make_step_fn(cfg, mesh)), state, batches[0])
+        quick = devices.quick_compile(jax.default_backend())
+        state = make_init(cfg, mesh).lower().compile(quick)()
+        step = jax.jit(make_step_fn(cfg, mesh)).lower(state, batches[0]).compile(quick)
         for batch in batches:
             state, metrics, found = step(state, batch)
             losses.append(float(metrics["loss"]))
@@ -75,12 +76,6 @@ def differences(got: Steps, want: Steps) -> dict[str, float]:
     pairs |= {name: (got.params[name], p) for name, p in want.params.items()}
     # Biases of a router have a gradient of zero.
     return {n: float(np.abs(a - b).max() / (np.abs(b).max() or 1.0)) for n, (a, b) in pairs.items()}
-
-
-def _compiled(fn: Any, *args: Any) -> Any:
-    """Compiles in half the time, on CPUs with less optimised machine code: devices compute and send the same."""
-    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return fn.lower(*args).compile(compiler_options=fast)
 
 
 def _on_host(params: Any) -> dict[str, np.ndarray]:

@@ -15,13 +15,9 @@ from minitext import devices, kernels
 from minitext.config import MeshConfig
 from minitext.mesh import make_mesh
 
-# Tests compile small programs most of the time, and three quarters of that are LLVM's optimisations, XLA's newer way of
-# making fusions on CPUs, and many small modules for more cores than there are. This process does without, and commands
-# that are given QUICK_FLAGS. Others don't see them: libtpu refuses flags that it doesn't know. The book runs without.
-QUICK_FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1"
-)
+# Tests compile small programs most of the time. This process does it quickly, and so do commands that are given
+# QUICK_FLAGS. Others don't see them: libtpu refuses flags that it doesn't know.
+QUICK_FLAGS = " ".join(f"--{k}={str(v).lower()}" for k, v in devices.quick_compile("cpu").items())
 FLAGS = os.environ.get("XLA_FLAGS")
 os.environ["XLA_FLAGS"] = f"{FLAGS or ''} {QUICK_FLAGS}"
 devices.start(8)
