@@ -847,7 +847,7 @@ LINKS = {"fusion": "clock", "copy": "host", "send": "dcn"}
 
 
 def interval_with(
-    *, trips=True, nested=True, locally=False, two=False, dones=False, merged=False, dead=False, longest=max,
+    *, trips=True, nested=True, locally=False, two=False, dones=False, merged=(), dead=False, longest=max,
     async_free=False, once=False, per_second=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
@@ -872,7 +872,7 @@ def interval_with(
                 size = what
                 kind = opcode.removesuffix("-start").removesuffix("-done")
                 link = LINKS.get(kind, "ici")
-                link = "ici" if merged and link in ("dcn", "host") else link
+                link = "ici" if link in merged else link
                 rate = rates[link] if per_second or link != "clock" else 1.0
                 if not (async_free and opcode.endswith("-start")):
                     busy[link] += runs * what / rate
@@ -1014,7 +1014,19 @@ mistaken(
     interval,
     "one_link",
     "You send everything over ICI. A copy goes to the host and a send over DCN, each at its own rate.",
-    interval_with(merged=True),
+    interval_with(merged=("dcn", "host")),
+)
+mistaken(
+    interval,
+    "send_over_ici",
+    "A `send` goes between slices, over DCN. You give it ICI's rate.",
+    interval_with(merged=("dcn",)),
+)
+mistaken(
+    interval,
+    "copy_over_ici",
+    "A `copy` goes to the host, over a link of its own. You give it ICI's rate.",
+    interval_with(merged=("host",)),
 )
 mistaken(
     interval,
