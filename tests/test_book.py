@@ -295,11 +295,10 @@ def test_mathematics_is_set(tab):
 def test_search_finds_segment_ids(tab, server):
     opened = tab()
     page = opened.open("search.html?q=segment_ids")
-    results = page.locator("#search-results li a")
-    results.first.wait_for()
-    found = [results.nth(i).get_attribute("href") for i in range(results.count())]
-    assert any("notebooks/" in href for href in found), found
-    results.first.click()
+    # Results are listed one after the other, and a page is shown before all of it is there: wait for both.
+    page.locator("#search-results li a[href*='notebooks/']").first.wait_for()
+    page.locator("#search-results li a").first.click()
+    page.wait_for_url(lambda url: "search.html" not in url, wait_until="load")
     assert "segment_ids" in page.locator("article").inner_text()
     assert not opened.faults
 
