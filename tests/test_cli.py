@@ -1,11 +1,13 @@
 """The command line: help, exit codes, and one clear line for bad input."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 
 import pytest
+from conftest import QUICK_FLAGS
 
 from minitext import cli
 
@@ -43,7 +45,8 @@ def trained(tmp_path_factory):
         "run.name=a",
         *SMALL,
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    env = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "minitext generate" in done.stderr and done.stdout == ""
     return directory / "a"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import audit_but
+from conftest import QUICK_FLAGS, audit_but
 
 from minitext import goodput
 from minitext.checkpoint import Checkpointer
@@ -38,8 +38,9 @@ class Server:
 
     def __init__(self, *prefix):
         here = Path(__file__).parent
-        env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        env |= {"PYTHONPATH": str(here.parent), "JAX_PLATFORMS": "cpu", "COLUMNS": "300"}
+        env = os.environ | {
+            "PYTHONPATH": str(here.parent), "JAX_PLATFORMS": "cpu", "COLUMNS": "300", "XLA_FLAGS": QUICK_FLAGS,
+        }  # fmt: skip
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(here / "crash_server.py")],
             env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

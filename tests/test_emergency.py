@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK_FLAGS
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
@@ -177,7 +178,7 @@ def test_two_processes_find_the_newest_step_that_both_can_have(tmp_path):
         port = free.getsockname()[1]
     env = os.environ | {
         "PYTHONPATH": str(Path(__file__).parent.parent), "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{QUICK_FLAGS} --xla_force_host_platform_device_count=4",
     }  # fmt: skip
     script = textwrap.dedent(TWO_PROCESSES)
 

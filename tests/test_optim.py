@@ -131,12 +131,13 @@ def test_sgd_lion_and_muon_take_the_step_that_defines_them():
 @settings(max_examples=12, deadline=None)
 def test_orthogonalisation_knows_no_scale_and_no_orientation(rows, columns, exponent, seed):
     x = np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
-    once = np.asarray(orthogonalize(jnp.asarray(x)))
-    np.testing.assert_allclose(orthogonalize(jnp.asarray(x) * 10.0**exponent), once, atol=1e-2)
-    np.testing.assert_allclose(orthogonalize(jnp.asarray(x.T)).T, once, atol=1e-5)
+    ours, theirs = jax.jit(orthogonalize), jax.jit(orthogonalize_via_newton_schulz)
+    once = np.asarray(ours(x))
+    np.testing.assert_allclose(ours(x * np.float32(10.0**exponent)), once, atol=1e-2)
+    np.testing.assert_allclose(ours(x.T).T, once, atol=1e-5)
     np.testing.assert_allclose(
         once / (MUON_RMS * np.sqrt(max(rows, columns))),
-        orthogonalize_via_newton_schulz(jnp.asarray(x), jnp.asarray(NEWTON_SCHULZ), eps=1e-7),
+        theirs(x, jnp.asarray(NEWTON_SCHULZ), eps=1e-7),
         atol=1e-4,
     )
 
@@ -164,7 +165,7 @@ def test_the_state_s_bytes_are_predicted_exactly(kind, tiny, one_device):
         assert memory["parameters"] < memory["state"] < 2 * memory["parameters"]
 
 
-@pytest.mark.parametrize("kind", audit_but(["adamw", "muon"], DIRECTIONS))
+@pytest.mark.parametrize("kind", audit_but(["muon"], DIRECTIONS))
 def test_every_optimizer_learns_and_gives_one_device_s_parameters_on_a_mesh(kind, tiny):
     rate = {"sgd": 0.5, "lion": 2e-3}.get(kind, 3e-3)
     cfg = tiny(f"optim.kind={kind}", f"optim.learning_rate={rate}", "optim.warmup_steps=1")

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent
 TINY = ["model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16", "data.seq_len=32", "train.global_batch=4",
@@ -51,7 +52,7 @@ def installed(wheel, tmp_path_factory):
     subprocess.run(install, check=True)
 
     def run(*words):
-        environment = os.environ | {"PYTHONPATH": str(site)}
+        environment = os.environ | {"PYTHONPATH": str(site), "XLA_FLAGS": QUICK_FLAGS}
         done = subprocess.run(
             [sys.executable, *words], cwd=elsewhere, env=environment, capture_output=True, text=True
         )
