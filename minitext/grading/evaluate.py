@@ -142,9 +142,9 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
     """Index of the mutant whose mistake an answer shows, or None.
 
     First the mutant that fails the same first check with the same value (or exception); among
-    several, one that fails the same checks, then the nearest in all values seen. Else the first
-    mutant that fails exactly the same checks in the same way (wrong value, or the same type of
-    exception). A mutant is run no further than this needs.
+    several, one that fails the same checks, then the nearest in all values seen. Else, for an
+    answer that raised, the only mutant that raises the same type of exception in the same checks.
+    Other wrong values are another mistake. A mutant is run no further than this needs.
     """
     failing = attempt.run(to_first_failure=True).failing
     if not failing:
@@ -161,11 +161,14 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
     names = [check.name for check in attempt.run().failing]
     if near:
         return min((_unlike(attempt, mutants[i].run()), far, i) for far, i in near)[-1]
+    if not _kind(first):
+        return None
+    alike = []
     for _, index in rivals:
         other = mutants[index].run().failing
         if [check.name for check in other] == names and _kind(other[0]) == _kind(first):
-            return index
-    return None
+            alike.append(index)
+    return alike[0] if len(alike) == 1 else None
 
 
 def _unlike(a: Attempt, b: Attempt) -> tuple[bool, float]:
