@@ -440,6 +440,19 @@ def forward_only(*args):
     return right_mfu(*args, passes=1.0)
 
 
+@mfu.mutant(
+    "You count the backward pass once. It has two products for each of the forward pass: gradients of the inputs and "
+    "of the weights."
+)
+def backward_as_forward(*args):
+    return right_mfu(*args, passes=2.0)
+
+
+@mfu.mutant("You leave the output layer out. Its product with V D weights is part of every step.")
+def no_output_layer(*args):
+    return right_mfu(*args, output=False)
+
+
 @mfu.mutant("A multiplication and an addition are two FLOPs. You count one for each weight.")
 def one_a_weight(*args):
     return right_mfu(*args, multiply_add=1)
