@@ -369,11 +369,14 @@ def _(fn, t):
 def _(fn, t):
     for prefix in (1, 8, 11, 100):
         kinds_are_right(fn, t, 48, 8, 8, 10, prefix)
+    # Keys 8 to 10 are in the prefix, 11 to 15 in the window of queries 16 to 23.
+    kinds_are_right(fn, t, 48, 8, 8, 13, 11)
 
 
 @block_mask.check("blocks that are not square, and a ragged T")
 def _(fn, t):
     kinds_are_right(fn, t, 33, 8, 10, 40, 3)
+    kinds_are_right(fn, t, 33, 8, 10, 35, 0)  # the last queries see all, those beyond T would not
     for _ in range(12):
         T, window = (int(x) for x in t.rng.integers(20, 60, 2))
         block_q, block_kv, prefix = (int(x) for x in t.rng.integers(2, 20, 3))
