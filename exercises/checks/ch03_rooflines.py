@@ -316,7 +316,8 @@ def _(fn, t):
 @crossover.check("a peak that is higher by one")
 def _(fn, t):
     for _ in range(40):
-        B, (D, F, peak, *rest) = exact_layer(t, (1500, 9000), (2000, 9000))
+        # A whole pod's peak: one more is less than a float's last bit.
+        B, (D, F, peak, *rest) = exact_layer(t, (1500, 9000), (200_000, 900_000))
         args = (D, F, peak + 1, *rest)
         t.equal(fn(*args), B + 1, why=f"crossover_batch{args}, at {B} memory takes a little longer")
 
