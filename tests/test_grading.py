@@ -45,6 +45,14 @@ def unlike(x):
 def odd(x):
     raise KeyError("double")
 
+# EXERCISE 90.triple
+def triple(x):
+    return 3 * x
+
+# EXERCISE 90.missing
+def missing(x):
+    return {}["twice"]
+
 # EXERCISE 90.sign
 def sign(x):
     return -2 * x
@@ -380,7 +388,12 @@ def test_hostile_answers_cost_only_themselves(verdicts, name, says):
         ("square", "You square."),  # computed in another way than the mutant's
         ("sign", "Mind the sign."),
         ("odd", "It is no dictionary."),
+        (
+            "missing",
+            "It is no dictionary.",
+        ),  # the same exception in the same checks, of another key
         ("unlike", "first"),
+        ("triple", "first"),  # fails the check that two mutants fail, with another value
         ("reads", "first"),  # fails the checks that a mutant fails, but in another way
         ("loops", "first"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import jax
 import pytest
@@ -54,7 +55,7 @@ def test_every_chip_predicts_a_step_and_a_faster_one_is_faster(chips):
     assert min(seconds.values()) > 0
     for order in (("v4", "v5p", "tpu7x"), ("a100-80", "h100", "b200")):
         found = [seconds[name] for name in order if name in seconds]
-        assert found == sorted(found, reverse=True)
+        assert all(slow > fast for slow, fast in pairwise(found))
 
 
 def test_a_model_of_any_size_is_predicted_without_memory_or_compiler():
