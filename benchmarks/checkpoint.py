@@ -34,10 +34,10 @@ def in_loop(cfg, folder, rounds, steps):
     """Saves in a loop of steps, round after round; then restores."""
     import jax
 
-    from minitext.checkpoint import Checkpointer
-    from minitext.data import make_batches
-    from minitext.mesh import make_mesh
-    from minitext.train import abstract_state, init_state, make_train_step
+    from minitext.checkpoint.checkpointer import Checkpointer
+    from minitext.data.batches import make_batches
+    from minitext.sharding.mesh import make_mesh
+    from minitext.training.step import abstract_state, init_state, make_train_step
 
     mesh = make_mesh(devices=jax.devices()[:1])
     batches = make_batches(cfg.data, mesh, vocab=cfg.model.vocab, global_batch=BATCH)
@@ -92,8 +92,8 @@ def in_trainer(cfg, folder, saves, every):
     Lines 2 to `every` after a save are undisturbed unless it is still being written, so their median is a step; what
     the lines from one save to the next take beyond that many steps is the cost of the save between them.
     """
-    from minitext import run
-    from minitext.metrics import read_metrics
+    from minitext.observability.metrics import read_metrics
+    from minitext.training import run
 
     cfg = cfg.replace({
         "run.dir": folder, "run.name": "trained", "train.steps": (saves + 2) * every, "train.save_every": every,
@@ -113,9 +113,9 @@ def main():
     cli.add_argument("--layers", type=int, default=SHAPE["layers"])
     cli.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
     args = cli.parse_args()
-    from minitext import devices
-    from minitext.config import load_config
-    from minitext.model import count_params
+    from minitext.config.config import load_config
+    from minitext.distributed import devices
+    from minitext.models.transformer import count_params
 
     devices.start(keep_memory=True)  # as `minitext train` does
     cfg = load_config("laptop", settings(SHAPE | {"layers": args.layers}))

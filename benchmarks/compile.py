@@ -113,11 +113,11 @@ def until_first_step(rounds):
 
 def stages(case):
     """In a fresh process: traces, lowers and compiles one train step; returns the seconds of each."""
-    from minitext import devices
-    from minitext.config import load_config
-    from minitext.mesh import make_mesh
-    from minitext.targets import topology_mesh
-    from minitext.train import abstract_batch, abstract_state, make_train_step
+    from minitext.compiler.targets import topology_mesh
+    from minitext.config.config import load_config
+    from minitext.distributed import devices
+    from minitext.sharding.mesh import make_mesh
+    from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
     devices.start(case.get("devices"), keep_memory=True)  # as `minitext train` does
     cfg = load_config(case["preset"], [f"{key}={value}" for key, value in case["settings"].items()])

@@ -30,14 +30,14 @@ SIZES = (0.1, 1.0)  # of --gigabytes
 
 def start():
     """Returns the preset laptop's configuration, a mesh of one device, and a function that opens the batches."""
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start(keep_memory=True)  # as `minitext train` does; before JAX is imported
     import jax
 
-    from minitext.config import load_config
-    from minitext.data import make_batches
-    from minitext.mesh import make_mesh
+    from minitext.config.config import load_config
+    from minitext.data.batches import make_batches
+    from minitext.sharding.mesh import make_mesh
 
     cfg = load_config("laptop", [])
     mesh = make_mesh(devices=jax.devices()[:1])
@@ -54,7 +54,7 @@ def speed(rounds, steps):
     cfg, mesh, open_batches = start()
     import jax
 
-    from minitext.train import init_state, make_train_step
+    from minitext.training.step import init_state, make_train_step
 
     batches = open_batches()
     train_step, state = make_train_step(cfg, mesh), init_state(cfg, mesh)

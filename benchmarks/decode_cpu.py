@@ -27,7 +27,7 @@ LARGE = 512 * 2**20
 
 def config(shape):
     """Returns minitext's model configuration of a shape, otherwise that of the preset laptop."""
-    from minitext.config import load_config
+    from minitext.config.config import load_config
 
     return load_config("laptop", [f"model.{key}={value}" for key, value in shape.items()]).model
 
@@ -37,7 +37,7 @@ def draw_params(cfg):
     import jax
     from flax import nnx
 
-    from minitext.model import Transformer
+    from minitext.models.transformer import Transformer
 
     return jax.jit(lambda: nnx.state(Transformer(cfg, rngs=nnx.Rngs(0)), nnx.Param))()
 
@@ -54,7 +54,7 @@ def llama_state_dict(params):
     A stacked [L, in, out] weight becomes L weights [out, in]. Rotary pairs, norms and the gated feed-forward layer are
     the same in both.
     """
-    from minitext import leaves
+    from minitext.checkpoint import leaves
 
     ours = {name: np.asarray(value) for name, value in leaves.named(params).items()}
     theirs = {
@@ -77,10 +77,10 @@ def llama_state_dict(params):
 
 def minitext_stream(case):
     """Returns a function that calls `put` with the next token of every prompt, [B], as soon as it is there."""
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start()  # before JAX is imported: an installed libtpu would look for a TPU
-    from minitext.generate import Generator, Sampling
+    from minitext.inference.generate import Generator, Sampling
 
     cfg = config(case["shape"])
     generator = Generator(cfg, draw_params(cfg), Sampling(temperature=0))
@@ -156,7 +156,7 @@ def start(name, case):
 
 def step_bytes(cfg, batch, prompt_length, new_tokens):
     """Returns the bytes that the average decode step must read: weights, and keys and values of the tokens so far."""
-    from minitext.model import count_params
+    from minitext.models.transformer import count_params
 
     weights = count_params(cfg) - cfg.vocab * cfg.embed
     seen = prompt_length + new_tokens / 2
@@ -174,7 +174,7 @@ def first_difference(case, ours_TB, theirs_TB):
     import jax
     from flax import nnx
 
-    from minitext.model import Transformer
+    from minitext.models.transformer import Transformer
 
     cfg, row = config(case["shape"]), int(different.argmax())
     place = int((ours_TB != theirs_TB)[:, row].argmax())
@@ -258,7 +258,7 @@ def main():
     if args.serve:
         serve(lambda: start(args.serve, args.case))
         return
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start()
     names = [name for name in SIDES if not (args.without_compile and name.endswith("compiled"))]

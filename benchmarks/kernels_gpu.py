@@ -33,7 +33,7 @@ def attention_sides(tiles=None):
     """Returns the arguments, and ours and cuDNN's attention of them."""
     import jax
 
-    from minitext.kernels import flash_attention_gpu
+    from minitext.kernels.attention import gpu as flash_attention_gpu
 
     B, T, N, K, H = (ATTENTION[letter] for letter in "BTNKH")
     keys = jax.random.split(jax.random.key(0), 3)
@@ -51,7 +51,7 @@ def grouped_sides(tiles=None):
     import jax
     import jax.numpy as jnp
 
-    from minitext.kernels import grouped_matmul_gpu
+    from minitext.kernels.grouped_matmul import gpu as grouped_matmul_gpu
 
     M, D, F, sizes = GROUPED.values()
     left, right = jax.random.split(jax.random.key(0))
@@ -132,8 +132,8 @@ def compare(args, sides, gradients, rounds, flops):
 
 def candidates():
     """Yields (operation, kernel, tile, all tiles): each kernel's own tile is varied, and the others stay."""
-    from minitext.kernels import flash_attention_gpu as flash
-    from minitext.kernels import grouped_matmul_gpu as grouped
+    from minitext.kernels.attention import gpu as flash
+    from minitext.kernels.grouped_matmul import gpu as grouped
 
     for kernel in flash.BLOCKS._fields:
         for q, k in ((64, 64), (64, 128), (128, 64), (128, 128)):
@@ -173,7 +173,7 @@ def main():
     args = cli.parse_args()
     import jax
 
-    from minitext import devices
+    from minitext.distributed import devices
 
     if not devices.accelerator_is_visible() or jax.default_backend() != "gpu":
         print(

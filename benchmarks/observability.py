@@ -6,7 +6,7 @@
 The run is `minitext train` itself, with the preset laptop and with the shape of 10.7M parameters that the other
 benchmarks use. A round is four steps in an order drawn anew for each: one `bare` (no ledger, no annotations, no reading
 of memory), one with the `ledger` (what every run does), one in a `trace` (the ledger and JAX's profiler, with the options
-of `minitext.profile`), and one as `control`, which is bare once more: how far it lies from `bare` is chance. Between
+of `minitext.observability.profiler`), and one as `control`, which is bare once more: how far it lies from `bare` is chance. Between
 steps the loop waits for the device, as at the edges of a trace; there the profiler starts, and writes its file. So no
 work of the loop is hidden behind the device's, as most of it is in a run.
 
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 class Turns:
-    """Stands in for `minitext.profile.Window`: switches the loop's state between steps, and takes the time of each."""
+    """Stands in for `minitext.observability.profiler.Window`: switches the loop's state between steps, and takes the time of each."""
 
     def __init__(self, folder, rounds):
         rng = np.random.default_rng(0)
@@ -85,7 +85,7 @@ class Turns:
 
 def count_events(folder):
     """The events of the newest trace."""
-    from minitext import xplane
+    from minitext.observability import xplane
 
     return sum(
         len(line.events) for plane in xplane.read(xplane.find(folder)) for line in plane.lines
@@ -96,14 +96,16 @@ def measure(case):
     """Trains, and returns the seconds of every step by its state, those spent in the ledger, and a traced step's events."""
     from rich.console import Console
 
-    from minitext import devices, load_config
+    from minitext import load_config
+    from minitext.distributed import devices
 
     devices.start(keep_memory=True)
     import jax
 
-    from minitext import loop, profile, run
-    from minitext.goodput import Ledger
-    from minitext.metrics import MemoryReader
+    from minitext.observability import profiler as profile
+    from minitext.observability.goodput import Ledger
+    from minitext.observability.metrics import MemoryReader
+    from minitext.training import loop, run
 
     rounds = case["rounds"]
     total = WARM_UP + rounds * len(STATES) + 1  # the last ends with an evaluation and a save

@@ -28,8 +28,9 @@ CASES = [
 
 def compile_one(case):
     """In a fresh process: compiles one preset for one target; returns what the report and the clock say."""
-    from minitext import aot, devices
-    from minitext.config import load_config
+    from minitext.compiler import aot
+    from minitext.config.config import load_config
+    from minitext.distributed import devices
 
     devices.start()
     begin, cpu = time.perf_counter(), time.process_time()

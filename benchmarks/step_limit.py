@@ -82,7 +82,7 @@ def start(name, case):
     """The step, or what it is made of; either way a function that measures."""
     if name == "step":
         return train_cpu.start("minitext float32", case)
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start(keep_memory=True)
     import jax
@@ -112,8 +112,8 @@ def main():
     if args.serve:
         serve(lambda: start(args.serve, args.case))
         return
-    from minitext import devices
-    from minitext.model import count_flops, count_params
+    from minitext.distributed import devices
+    from minitext.models.transformer import count_flops, count_params
 
     devices.start()
     case = SHAPES["10.7M"] | {"batch": TOKENS // SEQ_LEN, "seq_len": SEQ_LEN}

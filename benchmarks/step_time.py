@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--programs DIR]
 
 Each step is compiled for chips that are not here, with the rows a chip and the rematerialisation of MaxText's recipe as
-far as minitext has it, and its schedule is walked (minitext.step_time). No constant is fitted to the published times,
+far as minitext has it, and its schedule is walked (minitext.perf.step_time). No constant is fitted to the published times,
 so the errors are what such a prediction is worth. They hold more than the method: the programs are minitext's, of
 today's compiler, and the published ones are MaxText's, of 2024 and 2025. Dense models, mixtures of experts and runs
 that offload to the host are kept apart.
@@ -45,12 +45,12 @@ CASES = {
 
 def predict(name, programs):
     """One case in this process: what `StepTime.to_json` says."""
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start()
-    from minitext.config import load_config
-    from minitext.step_time import predict_preset, predict_program
-    from minitext.targets import parse_target
+    from minitext.compiler.targets import parse_target
+    from minitext.config.config import load_config
+    from minitext.perf.step_time import predict_preset, predict_program
 
     case = CASES[name]
     cfg = load_config(name, case["settings"])

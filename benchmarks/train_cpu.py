@@ -35,7 +35,7 @@ SYSTEMS = ("minitext", "torch eager", "torch compile")
 
 def config(case):
     """Returns minitext's configuration of a case: the preset laptop, reshaped, with PyTorch's optimizer."""
-    from minitext.config import load_config
+    from minitext.config.config import load_config
 
     return load_config("laptop", [
         *(f"model.{key}={case[key]}" for key in ("layers", "embed", "heads", "mlp", "vocab", "dtype")),
@@ -46,14 +46,14 @@ def config(case):
 
 def minitext_step(case):
     """Returns a function that takes one step of minitext's own jitted train step and waits for it."""
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start(keep_memory=True)  # as `minitext train` does; before JAX is imported
     import jax
     import numpy as np
 
-    from minitext.mesh import make_mesh
-    from minitext.train import abstract_batch, init_state, make_train_step
+    from minitext.sharding.mesh import make_mesh
+    from minitext.training.step import abstract_batch, init_state, make_train_step
 
     cfg = config(case)
     mesh = make_mesh(devices=jax.devices()[:1])
@@ -157,8 +157,8 @@ def start_sides(systems, dtypes, case, environment):
 
 def measure(shape, seq_len, systems, dtypes, rounds, steps, environment):
     """Alternates the sides of one case; returns its record."""
-    from minitext import devices
-    from minitext.model import count_flops, count_params
+    from minitext.distributed import devices
+    from minitext.models.transformer import count_flops, count_params
 
     devices.start()
     case = {**SHAPES[shape], "batch": TOKENS // seq_len, "seq_len": seq_len}

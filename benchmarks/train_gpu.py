@@ -10,7 +10,7 @@ step, with bfloat16 compute, float32 parameters and AdamW, by each implementatio
 keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
 with one row at a time. One process has the GPU's memory, so cases run one after another, each in its own. MFU is model
 FLOPs (a causal token sees half the keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in
-`minitext.hw`; the matmul peak measured in the same process stands beside it.
+`minitext.hardware`; the matmul peak measured in the same process stands beside it.
 """
 
 import json
@@ -39,7 +39,7 @@ MEMORY = (
 
 def config(case):
     """Returns the configuration of a case."""
-    from minitext.config import load_config
+    from minitext.config.config import load_config
 
     rows = TOKENS // case["seq_len"]
     memory = {key: rows if value == "rows" else value for key, value in case["memory"].items()}
@@ -56,8 +56,8 @@ def train(cfg, steps):
     import jax
     import numpy as np
 
-    from minitext.mesh import make_mesh
-    from minitext.train import abstract_batch, init_state, make_train_step
+    from minitext.sharding.mesh import make_mesh
+    from minitext.training.step import abstract_batch, init_state, make_train_step
 
     mesh = make_mesh(devices=jax.devices()[:1])
     B, T = cfg.train.global_batch, cfg.data.seq_len
@@ -87,8 +87,8 @@ def measure(case):
 
     if jax.default_backend() != "gpu":
         return {"no_gpu": True}
-    from minitext import hw
-    from minitext.model import count_flops, count_params
+    from minitext import hardware as hw
+    from minitext.models.transformer import count_flops, count_params
 
     cfg, device = config(case), jax.devices()[0]
     try:
@@ -131,14 +131,14 @@ def main():
     cli.add_argument("--quick", action="store_true", help="only 0.3B at 2,048 tokens")
     cli.add_argument("--steps", type=int, default=10, help="timed steps of a case (default 10)")
     args = cli.parse_args()
-    from minitext import devices
+    from minitext.distributed import devices
 
     if not devices.accelerator_is_visible():
         no_gpu()
     if args.case:
         print(json.dumps(measure(args.case)))
         return
-    from minitext.kernels import IMPLEMENTATIONS
+    from minitext.kernels.dispatch import IMPLEMENTATIONS
 
     kinds = [kind for kind in ("xla", "cudnn") if ("attention", kind) in IMPLEMENTATIONS]
     results = []

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import minitext
-from minitext import config, hw
+from minitext import hardware as hw
+from minitext.config import config
 
 BOOK = Path(__file__).resolve().parent
 OUT = BOOK / "_generated"
@@ -35,7 +36,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def hardware() -> str:
-    """The page about chips: every figure of `minitext.hw.CHIPS` with its source."""
+    """The page about chips: every figure of `minitext.hardware.CHIPS` with its source."""
     rates, memory, sources = [], [], []
     for chip in hw.CHIPS.values():
         name = f"`{chip.name}`"
@@ -54,7 +55,7 @@ def hardware() -> str:
     ]  # fmt: skip
     return f"""# Hardware
 
-The chips that `minitext` knows, generated from {{py:mod}}`minitext.hw`. A name in the first column
+The chips that `minitext` knows, generated from {{py:mod}}`minitext.hardware`. A name in the first column
 is what `minitext compile` takes before the colon of a target. Figures are the makers' own, for one
 chip and for dense arithmetic: none counts the doubling that 2:4 sparsity promises.
 
@@ -144,7 +145,7 @@ def configuration() -> str:
     count = sum(map(len, sections.values()))
     return f"""# Configuration
 
-Every setting of `minitext`, generated from {{py:mod}}`minitext.config`: {count} keys. Set any of
+Every setting of `minitext`, generated from {{py:mod}}`minitext.config.config`: {count} keys. Set any of
 them on the command line of any command that takes a preset:
 
 ```bash
@@ -169,7 +170,7 @@ configuration came from.
 
 def preset_file(name: str) -> Path:
     """The YAML file of a preset."""
-    return Path(config.__file__).parent / "configs" / f"{name}.yml"
+    return Path(config.__file__).parent / "presets" / f"{name}.yml"
 
 
 def letters() -> str:
@@ -207,38 +208,48 @@ def resolved(cfg: config.Config, key: str) -> Any:
 # ---------------------------------------------------------------------------- reference
 
 
-def modules() -> list[str]:
-    """Every module of the package but the command line, which `minitext --help` documents.
+def modules() -> dict[str, list[str]]:
+    """The package's modules by room, but not those of the command line, which `minitext --help` documents.
 
-    Of the folders' modules, only the one that a public function's argument comes from.
+    Of a folder in a room the folder, and the one module that a public function's argument comes from.
     """
-    found = [module.name for module in pkgutil.iter_modules(minitext.__path__)]
-    return [name for name in found if name not in ("__main__", "cli", "configs")] + ["kernels.mask"]
+    rooms: dict[str, list[str]] = {}
+    for room in pkgutil.iter_modules(minitext.__path__):
+        if room.name in ("__main__", "cli"):
+            continue
+        rooms[room.name] = [room.name]
+        if room.ispkg:
+            folder = importlib.import_module(f"minitext.{room.name}").__path__
+            found = [f"{room.name}.{module.name}" for module in pkgutil.iter_modules(folder)]
+            rooms[room.name] += [name for name in found if not name.endswith(".presets")]
+    rooms["kernels"].append("kernels.attention.mask")
+    return rooms
 
 
 def reference() -> dict[str, str]:
-    """The pages of the API reference: an overview, and autodoc for each module."""
-    pages, rows = {}, []
-    for name in modules():
-        module = importlib.import_module(f"minitext.{name}")
-        doc = inspect.getdoc(module) or ""
-        chapters = re.search(r"^Chapters: (.*)\.$", doc, flags=re.MULTILINE)
-        summary = doc.split("\n\n")[0].replace("\n", " ")
-        rows.append(
-            [f"[`minitext.{name}`](api/{name}.md)", summary, chapters[1] if chapters else ""]
-        )
-        pages[f"api/{name}.md"] = (
-            f"# minitext.{name}\n\n```{{eval-rst}}\n.. automodule:: minitext.{name}\n"
-            f"   :members:\n   :exclude-members: model_config, model_post_init\n```\n"
-        )
+    """The pages of the API reference: an overview, and for each room a page with autodoc for its modules."""
+    pages, parts = {}, []
+    for room, names in modules().items():
+        rows, sections = [], []
+        for name in names:
+            doc = inspect.getdoc(importlib.import_module(f"minitext.{name}")) or ""
+            chapters = re.search(r"^Chapters: (.*)\.$", doc, flags=re.MULTILINE)
+            summary = doc.split("\n\n")[0].replace("\n", " ")
+            rows.append([f"{{py:mod}}`minitext.{name}`", summary, chapters[1] if chapters else ""])
+            sections.append(
+                f"## minitext.{name}\n\n```{{eval-rst}}\n.. automodule:: minitext.{name}\n"
+                f"   :members:\n   :exclude-members: model_config, model_post_init\n```\n"
+            )
+        pages[f"api/{room}.md"] = "\n".join([f"# {room}\n", *sections])
+        header = ["Module", "What is in it", "Chapters"]
+        parts.append(f"## [{room}](api/{room}.md)\n\n{table(header, rows)}\n")
     pages["api.md"] = f"""# API reference
 
-Generated from the package's docstrings. Array names end in the letters of their dimensions, so
-`x_BTNH` has the shape `[B, T, N, H]`: see [](../letters.md). The last column names the chapters
-that build the module.
+Generated from the package's docstrings, room by room. Array names end in the letters of their
+dimensions, so `x_BTNH` has the shape `[B, T, N, H]`: see [](../letters.md). The last column names
+the chapters that build the module.
 
-{table(["Module", "What is in it", "Chapters"], rows)}
-"""
+{chr(10).join(parts)}"""
     return pages
 
 

@@ -74,7 +74,7 @@ def predict_cost(cfg, new, cached):
     """Predict what it takes to read `new` tokens after `cached` others, for one text.
 
     Args:
-      cfg: a `minitext.config.ModelConfig`: sizes `vocab`, `layers`, `embed`, `heads`, `mlp`, the
+      cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`, `embed`, `heads`, `mlp`, the
         resolved `K` (key and value heads) and `H` (head width), and `tie_embeddings`.
       new: tokens that the model reads now, all at once.
       cached: tokens whose keys and values are in the cache already.

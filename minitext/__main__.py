@@ -1,6 +1,6 @@
 """`python -m minitext` is the command line."""
 
-from minitext.cli import main
+from minitext.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -11,9 +11,10 @@ import jax
 import pytest
 
 import minitext as mt
-from minitext import devices, kernels
-from minitext.config import MeshConfig
-from minitext.mesh import make_mesh
+from minitext import kernels
+from minitext.config.sections import MeshConfig
+from minitext.distributed import devices
+from minitext.sharding.mesh import make_mesh
 
 # Tests compile small programs most of the time. This process does it quickly, and so do commands that are given
 # QUICK_FLAGS. Others don't see them: libtpu refuses flags that it doesn't know.

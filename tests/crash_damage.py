@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from minitext import devices
-from minitext.checkpoint import Checkpointer
-from minitext.config import load_config
-from minitext.run import train
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.config.config import load_config
+from minitext.distributed import devices
+from minitext.training.run import train
 
 
 class Warnings(logging.Handler):

@@ -15,8 +15,10 @@ import jax
 import orbax.checkpoint  # noqa: F401
 import tensorboardX  # noqa: F401
 
-from minitext import cli, devices, leaves, run  # noqa: F401
 from minitext.cache import cache_dir
+from minitext.cli import main as cli
+from minitext.distributed import devices
+from minitext.training import run  # noqa: F401
 
 
 def cache_everything() -> None:

@@ -16,16 +16,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minitext import devices
+from minitext.distributed import devices
 
 devices.start(8)
 
 import jax
 
 import minitext as mt
-from minitext.equality import packed_batch
-from minitext.parallel.layouts import EXPERT_LAYOUTS, LAYOUTS
-from minitext.train import abstract_batch, abstract_state
+from minitext.book.equality import packed_batch
+from minitext.book.layouts import EXPERT_LAYOUTS, LAYOUTS
+from minitext.training.step import abstract_batch, abstract_state
 
 FILE = Path(__file__).with_name("record.json")
 SIZES = [
@@ -42,7 +42,13 @@ COLLECTIVE = re.compile(
 def train(preset: str) -> list[float]:
     """Fifty losses of a preset, by the command line."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [preset, f"run.dir={folder}", "run.name=x", "train.steps=50", "train.sample_tokens=0"]
+        words = [
+            preset,
+            f"run.dir={folder}",
+            "run.name=x",
+            "train.steps=50",
+            "train.sample_tokens=0",
+        ]
         subprocess.run([sys.executable, "-m", "minitext", "train", *words], check=True)
         lines = (Path(folder) / "x" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
@@ -55,17 +61,28 @@ def layout(words: list[str]) -> dict:
     with jax.set_mesh(mesh):
         step = mt.make_train_step(cfg, mesh)
         program = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh)).compile()
-        text, memory, state, losses = program.as_text(), program.memory_analysis(), mt.init_state(cfg, mesh), []
+        text, memory, state, losses = (
+            program.as_text(),
+            program.memory_analysis(),
+            mt.init_state(cfg, mesh),
+            [],
+        )
         for seed in range(3):
             state, metrics = program(state, packed_batch(cfg, mesh, seed))
             losses.append(float(metrics["loss"]))
-    operations = collections.Counter(re.findall(r"^\s+(?:ROOT )?%[\w.\-]+ = .*? ([a-z][a-z\-]*)\(", text, re.M))
+    operations = collections.Counter(
+        re.findall(r"^\s+(?:ROOT )?%[\w.\-]+ = .*? ([a-z][a-z\-]*)\(", text, re.M)
+    )
     collectives = collections.Counter(f"{kind} {made}" for made, kind in COLLECTIVE.findall(text))
     return {
         "losses": losses,
         "operations": dict(sorted(operations.items())),
         "collectives": dict(sorted(collectives.items())),
-        "bytes": [memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes],
+        "bytes": [
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.temp_size_in_bytes,
+        ],
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from minitext.model import Transformer, count_params
+from minitext.models.transformer import Transformer, count_params
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from minitext import config, hw
+from minitext import hardware as hw
+from minitext.config import config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,9 +60,11 @@ def test_chapters_are_executed_and_errors_are_fatal():
 
 def test_reference_has_every_module(generate):
     pages = generate.reference()
-    for name in ("config", "model", "data", "grading", "notebook"):
-        assert f".. automodule:: minitext.{name}\n" in pages[f"api/{name}.md"]
-        assert f"(api/{name}.md)" in pages["api.md"]
+    for name in ("config.config", "models.transformer", "data.batches", "book.grading", "errors"):
+        room = name.partition(".")[0]
+        assert f".. automodule:: minitext.{name}\n" in pages[f"api/{room}.md"]
+        assert f"{{py:mod}}`minitext.{name}`" in pages["api.md"]
+        assert f"(api/{room}.md)" in pages["api.md"]
     assert "api/cli.md" not in pages
 
 

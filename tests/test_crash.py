@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import QUICK_FLAGS, audit_but
 
-from minitext import goodput
-from minitext.checkpoint import Checkpointer
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.observability import goodput
+from tests.conftest import QUICK_FLAGS, audit_but
 
 STEPS, SAVE_EVERY = 200, 10
 SETTINGS = [

@@ -7,7 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import QUICK_FLAGS
+
+from tests.conftest import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent
 TINY = ["model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16", "data.seq_len=32", "train.global_batch=4",
@@ -69,7 +70,7 @@ def test_it_holds_the_package_and_the_exercises_and_nothing_else(wheel):
     assert all(n.startswith(("minitext/", "minitext-")) for n in names)
     chapter = "ch04_transformer.py"
     parts = [f"_exercises/{folder}{chapter}" for folder in ("", "checks/", "solutions/")]
-    for part in ("configs/laptop.yml", *parts):
+    for part in ("config/presets/laptop.yml", *parts):
         assert f"minitext/{part}" in names
     assert not [n for n in names if n.endswith((".pyc", ".ipynb"))]
 

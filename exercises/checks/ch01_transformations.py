@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 # ---------------------------------------------------------------------------------- retracing
 

@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitext import hlo
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
+from minitext.compiler import hlo
 
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -44,7 +44,7 @@ count_bytes = Exercise(
     function="bytes_moved",
     minutes=25,
     points=10,
-    forbid=("minitext.hlo.Module",),
+    forbid=("minitext.compiler.hlo.Module",),
     statement="""
 Write `bytes_moved(text)`: how many bytes one run of a compiled program reads and writes, from its text.
 `hlo.computations(text)` takes the text apart for you. It returns the instructions of each computation
@@ -480,7 +480,7 @@ read_collective = Exercise(
     minutes=40,
     points=15,
     devices=8,
-    forbid=("minitext.hlo.Module", "minitext.hlo.collectives"),
+    forbid=("minitext.compiler.hlo.Module", "minitext.compiler.hlo.collectives"),
     statement="""
 Write `bytes_sent(text)`: for each kind of collective in a compiled program, how many one run executes,
 and how many bytes *one device* sends in all of them. Use `hlo.computations(text)`; the kinds are in

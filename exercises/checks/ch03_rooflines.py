@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 # ---------------------------------------------------------------------------------- intensity
 
@@ -16,7 +16,7 @@ intensity = Exercise(
     function="einsum_cost",
     minutes=15,
     points=10,
-    forbid=("minitext.cost", "minitext.roofline"),
+    forbid=("minitext.perf.cost", "minitext.perf.roofline"),
     statement="""
 Write `einsum_cost(subscripts, shapes, dtype, result_dtype)` for a product of two arrays. It returns
 `(flops, bytes, intensity)`.
@@ -215,7 +215,7 @@ crossover = Exercise(
     function="crossover_batch",
     minutes=20,
     points=10,
-    forbid=("minitext.roofline",),
+    forbid=("minitext.perf.roofline",),
     statement="""
 A layer multiplies a batch `x_BD` by its weights `w_DF`. The weights are read once for the whole batch,
 so a larger batch has a higher intensity. Write
@@ -460,7 +460,7 @@ classify = Exercise(
     function="predict_time",
     minutes=20,
     points=10,
-    forbid=("minitext.roofline",),
+    forbid=("minitext.perf.roofline",),
     statement="""
 Write `predict_time(ops, peaks, bandwidth)`, the roofline of a whole program. It returns
 `(limits, seconds, memory_share)`.
@@ -710,7 +710,7 @@ count_scan = Exercise(
     function="matmul_flops",
     minutes=25,
     points=15,
-    forbid=("minitext.cost", "minitext.roofline", "jax.experimental.roofline"),
+    forbid=("minitext.perf.cost", "minitext.perf.roofline", "jax.experimental.roofline"),
     statement="""
 Write `matmul_flops(closed_jaxpr)`: the FLOPs of every `dot_general` that a program runs, from what
 `jax.make_jaxpr(fn)(*args)` returns. It is an exact Python integer.

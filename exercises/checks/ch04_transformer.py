@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from minitext.config import ModelConfig, load_config
-from minitext.grading import Exercise
-from minitext.model import Transformer, make_cache
+from minitext.book.grading import Exercise
+from minitext.config.config import load_config
+from minitext.config.model import ModelConfig
+from minitext.models.transformer import Transformer, make_cache
 
 
 def equations(fn, *args):
@@ -474,7 +475,7 @@ rope = Exercise(
     function="rotate",
     minutes=20,
     points=10,
-    forbid=("minitext.layers",),
+    forbid=("minitext.models.layers",),
     statement="""
 Write `rotate(x_BTNH, positions_BT, theta)`. Pair feature $i$ of each head with feature $i + H/2$,
 for $i = 0, \\ldots, H/2 - 1$, and turn each pair by the angle $p\\,\\theta^{-2i/H}$, where $p$ is
@@ -664,7 +665,7 @@ gqa = Exercise(
     minutes=30,
     points=15,
     seconds=90,
-    forbid=("minitext.kernels", "minitext.attention", "jax.nn.dot_product_attention"),
+    forbid=("minitext.kernels", "minitext.models.attention", "jax.nn.dot_product_attention"),
     statement="""
 Write `grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)`: for each query the softmax of its
 scaled scores $q \\cdot k / \\sqrt{H}$ over the keys that the mask lets it see, and the mean of the
@@ -906,7 +907,7 @@ count = Exercise(
     function="predict_cost",
     minutes=25,
     points=15,
-    forbid=("minitext.model", "minitext.attention"),
+    forbid=("minitext.models.transformer", "minitext.models.attention"),
     statement="""
 Before you rent a machine you should know what a model needs on it. Write `predict_cost(cfg, new,
 cached)`, which takes a model's sizes and returns three whole numbers, exact to the last digit:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 
 def shapes_of(tree):
@@ -51,7 +51,7 @@ where $\\lambda w$ is there only for parameters that `decays` marks with True.
         "`direction = m / (1 - b1**t) / (jnp.sqrt(v / (1 - b2**t)) + eps)`, then "
         "`-rate * (direction + weight_decay * p)` if the leaf decays, else `-rate * direction`.",
     ),
-    forbid=("optax", "minitext.optim"),
+    forbid=("optax", "minitext.training.optim"),
 )
 
 
@@ -304,7 +304,7 @@ factor, limit / norm. Return the gradient and the norm it had before, a float32 
         "multiplying by exactly 1 changes no bit. Then `jax.tree.map(lambda g: (g.astype(jnp.float32)"
         " * scale).astype(g.dtype), grads)`.",
     ),
-    forbid=("optax", "minitext.optim"),
+    forbid=("optax", "minitext.training.optim"),
 )
 
 
@@ -525,7 +525,7 @@ run of `steps` steps.
         " `peak + (final - peak) * done` where step >= warmup, else "
         "`peak * (step + 1) / (warmup + 1)`.",
     ),
-    forbid=("optax", "minitext.optim"),
+    forbid=("optax", "minitext.training.optim"),
 )
 
 
@@ -707,7 +707,7 @@ $$
         "loop: `A = x @ jnp.swapaxes(x, -2, -1)` and `x = a * x + (b * A + c * A @ A) @ x`.",
     ),
     forbid=(
-        "optax", "minitext.optim", "jax.numpy.linalg.svd", "numpy.linalg.svd", "jax.scipy.linalg",
+        "optax", "minitext.training.optim", "jax.numpy.linalg.svd", "numpy.linalg.svd", "jax.scipy.linalg",
         "jax.lax.linalg",
     ),
 )  # fmt: skip

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 # ------------------------------------------------------------------------------ cross_entropy
 
@@ -39,7 +39,11 @@ both as float32 scalars. The division is somebody else's.
         "`targets = jnp.where(mask, targets, 0)`. Then `jax.nn.logsumexp(x, axis=-1)` minus "
         "`jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]`, masked again and summed.",
     ),
-    forbid=("minitext.loss", "optax.losses", "optax.softmax_cross_entropy_with_integer_labels"),
+    forbid=(
+        "minitext.training.loss",
+        "optax.losses",
+        "optax.softmax_cross_entropy_with_integer_labels",
+    ),
 )
 
 
@@ -542,7 +546,7 @@ time.
         "grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)`; add all three to the "
         "carry. After the scan multiply by `1 / jnp.maximum(count, 1)`.",
     ),
-    forbid=("minitext.train",),
+    forbid=("minitext.training.step",),
 )
 
 

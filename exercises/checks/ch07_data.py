@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 # --------------------------------------------------------------------------------- bpe_merge
 
@@ -37,7 +37,7 @@ is given as its different words, each a list of ids, and how often each of them 
         "`else: new.append(word[i]); i += 1`, into a fresh list for each word. Return "
         "`(None, copies)` if the dict is empty.",
     ),
-    forbid=("tokenizers", "minitext.tokenizer"),
+    forbid=("tokenizers", "minitext.data.tokenizer"),
 )
 
 

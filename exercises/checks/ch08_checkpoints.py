@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 # --------------------------------------------------------------------------- crash_safe_save
 
@@ -56,7 +56,7 @@ A path is a folder's name, or `folder/file`; `""` is the disk itself.
         "Delete what ends in `.tmp`; `mkdir` a `.tmp` folder; `write` and `fsync` each file; `fsync` "
         'the folder; `rename` it; `fsync("")`; only then delete the older steps.',
     ),
-    forbid=("minitext.disk", "minitext.checkpoint"),
+    forbid=("minitext.files", "minitext.checkpoint.checkpointer"),
 )
 
 
@@ -718,7 +718,7 @@ the names in the checkpoint folder. You return those to delete, the oldest step 
         "`steps = sorted(int(n) for n in names if n.isdigit())`, then a list over `steps[:-keep]` "
         "with `step != saved and (keep_every is None or step % keep_every)`, as text again.",
     ),
-    forbid=("minitext.checkpoint",),
+    forbid=("minitext.checkpoint.checkpointer",),
 )
 
 
@@ -920,7 +920,7 @@ the damaged steps that are newer, newest first. If none is whole, the step is No
         "`manifest['sha256']`, then each file. Return False on `OSError`, `ValueError`, `KeyError`, "
         "`TypeError`, `AttributeError`. Sort steps as numbers.",
     ),
-    forbid=("minitext.disk", "minitext.checkpoint"),
+    forbid=("minitext.files", "minitext.checkpoint.checkpointer"),
 )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitext import hlo
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
+from minitext.compiler import hlo
 
 
 def pick(t, *choices):
@@ -742,7 +742,7 @@ rules = Exercise(
     function="spec_of",
     minutes=15,
     points=10,
-    forbid=("minitext.sharding",),
+    forbid=("minitext.sharding.rules",),
     statement="""
 Write `spec_of(names, table, sizes, drop=())`: the `PartitionSpec` of an array whose dimensions have names.
 

@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitext import hlo
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
+from minitext.compiler import hlo
 
 
 def mesh_of(**sizes):
@@ -46,7 +46,7 @@ tp_mlp = Exercise(
     minutes=20,
     points=10,
     devices=8,
-    forbid=("minitext.ffn", "minitext.layers"),
+    forbid=("minitext.models.ffn", "minitext.models.layers"),
     statement="""
 Write `tp_mlp(x_BTD, gate_DF, up_DF, down_FD)`: the gated feed-forward layer
 `(silu(x @ gate) * (x @ up)) @ down` of a mesh with the axes `data` and `tensor`. The batch is split over
@@ -253,7 +253,7 @@ vocab_loss = Exercise(
     minutes=25,
     points=15,
     devices=8,
-    forbid=("minitext.loss", "optax"),
+    forbid=("minitext.training.loss", "optax"),
     statement="""
 Write `vocab_parallel_loss(x_XD, w_DV, targets_X)`: the cross-entropy $\\log \\sum_v e^{\\ell_{xv}} -
 \\ell_{x,\\text{target}}$ of the logits $\\ell = xw$, for a mesh with the Explicit axis `tensor`, over which
@@ -487,7 +487,7 @@ ring = Exercise(
     minutes=35,
     points=20,
     devices=8,
-    forbid=("minitext.parallel", "minitext.kernels", "minitext.attention"),
+    forbid=("minitext.sharding", "minitext.kernels", "minitext.models.attention"),
     statement="""
 Write `ring_attention(q_BTNH, k_BTNH, v_BTNH)`: causal attention, with logits divided by $\\sqrt{H}$, on a mesh
 with the Explicit axis `context`. Tokens are split over it **in order**: with t tokens on each device, device
@@ -766,7 +766,7 @@ zigzag = Exercise(
     function="zigzag_order",
     minutes=15,
     points=10,
-    forbid=("minitext.parallel",),
+    forbid=("minitext.sharding",),
     statement="""
 Write `zigzag_order(T, devices)`, in NumPy. It cuts a row of T tokens in `2 * devices` pieces of equal length
 and returns `(pieces, order, back)`:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from minitext import hlo
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
+from minitext.compiler import hlo
 
 POLICIES = jax.checkpoint_policies
 

@@ -7,8 +7,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from minitext.aot import compiles_for
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
+from minitext.compiler.aot import compiles_for
 from minitext.kernels.simulator import strict
 
 

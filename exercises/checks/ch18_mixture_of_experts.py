@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitext import hlo
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
+from minitext.compiler import hlo
 
 # -------------------------------------------------------------------------------------- router
 

@@ -5,9 +5,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
 
-from minitext.aot import compiles_for
-from minitext.grading import Exercise
-from minitext.kernels.grouped_matmul_tpu import visits
+from minitext.book.grading import Exercise
+from minitext.compiler.aot import compiles_for
+from minitext.kernels.grouped_matmul.tpu import visits
 from minitext.kernels.simulator import strict
 
 
@@ -92,7 +92,7 @@ group_metadata = Exercise(
     function="list_visits",
     minutes=25,
     points=10,
-    forbid=("minitext.kernels.grouped_matmul_tpu.visits",),
+    forbid=("minitext.kernels.grouped_matmul.tpu.visits",),
     statement="""
 Write `list_visits(group_sizes_G, rows, tile)`, the list that you wrote with a loop, as arrays of fixed
 length. A kernel's grid can then be as long as the list.
@@ -731,7 +731,7 @@ The gradient of a group's bias is a sum over the group's rows, and a log of what
 This kernel computes means:
 
 ```python
-from minitext.kernels.grouped_matmul_tpu import visits
+from minitext.kernels.grouped_matmul.tpu import visits
 
 
 def broken(x_MN, group_sizes_G, tile=8):

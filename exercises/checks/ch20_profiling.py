@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from minitext.grading import Exercise
+from minitext.book.grading import Exercise
 
 # ---------------------------------------------------------------------------------- read_trace
 

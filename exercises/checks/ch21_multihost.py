@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitext.grading import Exercise, peers
-from minitext.grading.compare import Failure
+from minitext.book.grading import Exercise, peers
+from minitext.book.grading.compare import Failure
 
 # --------------------------------------------------------------------------------- process_rows
 

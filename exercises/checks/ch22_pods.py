@@ -7,10 +7,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from minitext import aot
-from minitext.grading import Exercise
-from minitext.hw import CHIPS
-from minitext.targets import parse_target, topology_devices
+from minitext.book.grading import Exercise
+from minitext.compiler import aot
+from minitext.compiler.targets import parse_target, topology_devices
+from minitext.hardware import CHIPS
 
 
 def mistaken(exercise, name, hint, fn):

@@ -3,7 +3,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from minitext import hlo
+from minitext.compiler import hlo
 
 
 # EXERCISE 02.count_bytes

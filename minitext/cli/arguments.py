@@ -21,7 +21,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object on std
 
 def load(settings: list[str] | None):
     """Splits `[PRESET] [KEY=VALUE]...` and resolves it; a config file takes the default preset's place."""
-    from minitext.config import DEFAULT_PRESET, load_config
+    from minitext.config.config import DEFAULT_PRESET, load_config
 
     words = [s for s in settings or [] if "=" not in s]
     pairs = [s for s in settings or [] if "=" in s]
@@ -61,7 +61,7 @@ def start(
     cache: bool = True,
 ) -> None:
     """Brings up JAX, on simulated devices if any are asked for, with the compilation cache unless it is unwanted."""
-    from minitext import devices
+    from minitext.distributed import devices
 
     devices.start(simulate, keep_memory=keep_memory, join=join)
     if cache:

@@ -32,8 +32,8 @@ def local(
     Each process's lines begin with its number. SIGTERM, Ctrl-C and SIGUSR1 go to all of them. When one fails, the
     others end too, and the exit code is that of the first to fail.
     """
-    from minitext import launch
-    from minitext.launch import local as here
+    from minitext.distributed import launch
+    from minitext.distributed.launch import local as here
 
     words = launch.with_run_name(command, datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     sys.exit(here.launch(words, processes=processes, devices=devices, restarts=restarts))
@@ -63,8 +63,8 @@ def slurm(
 
     minitext launch slurm --name big --nodes 4 --gpus-per-node 8 -- train llama3-8b
     """
-    from minitext import launch
-    from minitext.launch import slurm
+    from minitext.distributed import launch
+    from minitext.distributed.launch import slurm
 
     text = slurm.script(
         launch.with_run_name(command, launch.check_name(name)),
@@ -101,8 +101,8 @@ def xpk(
     """
     import shlex
 
-    from minitext import launch
-    from minitext.launch import xpk
+    from minitext.distributed import launch
+    from minitext.distributed.launch import xpk
 
     words = xpk.command_line(
         launch.with_run_name(command, launch.check_name(name)),
@@ -139,8 +139,8 @@ def k8s(
 
     minitext launch k8s --name big --image IMAGE --claim runs -- train laptop run.dir=/runs | kubectl apply -f -
     """
-    from minitext import launch
-    from minitext.launch import jobset
+    from minitext.distributed import launch
+    from minitext.distributed.launch import jobset
 
     words = launch.with_run_name(command, launch.check_name(name))
     made = jobset.manifest(

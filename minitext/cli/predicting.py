@@ -20,7 +20,7 @@ def predict(settings: Settings = None, as_json: Json = False) -> None:
         raise UserError("name one target, such as target=v5e:2x4 or target=v5p:4x4x4")
     cfg = load(settings)
     start()
-    from minitext import step_time
+    from minitext.perf import step_time
 
     found = step_time.predict_preset(cfg, target)
     if as_json:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minitext.cli.arguments import Json, Settings, load, split_off, start, take_target
-from minitext.devices import simulate_for
+from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 
 if TYPE_CHECKING:
-    from minitext.config import Config
+    from minitext.config.sections import Config
 
 
 def compile_(
@@ -38,7 +38,8 @@ def compile_(
     if target is None:
         return _save_here(cfg, str(save), as_json)
     start()
-    from minitext import aot, executable
+    from minitext.compiler import aot
+    from minitext.training import compile as executable
 
     report = executable.save_for(cfg, target, save) if save else aot.compile_preset(cfg, target)
     if as_json:
@@ -65,7 +66,8 @@ def plan(
     cfg = load(settings)
     start()
 
-    from minitext import plan, progress
+    from minitext import terminal as progress
+    from minitext.perf import plan
 
     with progress.bar() as bar:
         task = bar.add_task(f"planning for {target}", total=None)
@@ -91,8 +93,8 @@ def plan(
 
 def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
     start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
-    from minitext import executable
-    from minitext.mesh import make_mesh
+    from minitext.sharding.mesh import make_mesh
+    from minitext.training import compile as executable
 
     made = executable.save(cfg, make_mesh(cfg.mesh), file)
     if as_json:
@@ -119,7 +121,7 @@ def roofline(
     chips, settings = split_off(settings, "chip")
     cfg = load(settings)
     start()
-    from minitext import roofline
+    from minitext.perf import roofline
 
     prediction = roofline.predict_step(cfg, chips[-1] if chips else None)
     if as_json:
@@ -127,7 +129,7 @@ def roofline(
     else:
         roofline.print_prediction(prediction, cfg.model.dtype, rows)
     if plot is not None:
-        from minitext.figures import draw_roofline, save_figure
+        from minitext.perf.figures import draw_roofline, save_figure
 
         save_figure(plot, lambda: draw_roofline(prediction, cfg.model.dtype))
 
@@ -136,7 +138,8 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
     cfg = load(settings)
     start()
-    from minitext import memory, train
+    from minitext.perf import memory
+    from minitext.training import step as train
 
     found = train.optimizer_memory(cfg)
     if as_json:
@@ -156,7 +159,7 @@ def shard(
     """
     cfg = load(settings)
     start()
-    from minitext import shard_report
+    from minitext.perf import shard_report
 
     found = shard_report.parameters(cfg)
     if as_json:
@@ -164,7 +167,7 @@ def shard(
     else:
         shard_report.print_parameters(cfg, found)
     if plot is not None:
-        from minitext.figures import draw_sharding, save_figure
+        from minitext.perf.figures import draw_sharding, save_figure
 
         save_figure(plot, lambda: draw_sharding(found, shard_report.abstract_mesh(cfg)))
 
@@ -174,7 +177,7 @@ def memory_(settings: Settings = None, as_json: Json = False) -> None:
     target, settings = take_target(settings)
     cfg = load(settings)
     start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
-    from minitext import memory
+    from minitext.perf import memory
 
     found = memory.predict_and_compile(cfg, target)
     if as_json:
@@ -188,7 +191,7 @@ def comms(settings: Settings = None, as_json: Json = False) -> None:
     target, settings = take_target(settings)
     cfg = load(settings)
     start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate or 8))
-    from minitext import comms_report
+    from minitext.perf import comms_audit as comms_report
 
     found = comms_report.audit_preset(cfg, target)
     if as_json:
@@ -218,9 +221,10 @@ def llo(
     blocks = _lengths([word for word in rest if "=" in word])
     start()
 
-    from minitext import llo_report, progress
+    from minitext import terminal as progress
+    from minitext.compiler import llo_report
+    from minitext.compiler.llo import compile_case
     from minitext.kernels.cases import CASES
-    from minitext.llo import compile_case
 
     where = (chips[-1] if chips else "v5e").split(",")
     pairs = [(name, chip) for name in names or CASES for chip in where]
@@ -236,7 +240,7 @@ def llo(
     else:
         llo_report.print_kernels(kernels, strips=len(pairs) == 1)
     if plot is not None:
-        from minitext.figures import draw_bundles, save_figure
+        from minitext.perf.figures import draw_bundles, save_figure
 
         save_figure(plot, lambda: draw_bundles(kernels))
 
@@ -261,8 +265,9 @@ def tune(
         raise UserError("name one operation and one chip, such as: minitext tune matmul chip=v5e")
     start()
 
-    from minitext import progress, tune
+    from minitext import terminal as progress
     from minitext.kernels import block_shapes
+    from minitext.perf import tune
 
     with progress.bar() as bar:
         task = bar.add_task(f"{names[0]} for {chips[0]}", total=None)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from minitext.cli.arguments import Json, RunDir, Settings, load, start
-from minitext.devices import simulate_for
+from minitext.distributed.devices import simulate_for
 
 
 def train(settings: Settings = None) -> None:
@@ -23,16 +23,18 @@ def train(settings: Settings = None) -> None:
     cfg = load(settings)
     dump = cfg.profile.dump_hlo or cfg.profile.dump_llo
     if dump:
-        from minitext import profile
+        from minitext.observability import profiler as profile
 
         profile.dump_programs(cfg)
     simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
     start(simulate, keep_memory=True, join=True, cache=not dump)
-    from minitext import distributed, run
+    from minitext.distributed import job as distributed
+    from minitext.training import run
+    from minitext.training.stopping import Interrupted
 
     try:
         directory = run.train(cfg, began=began)
-    except run.Interrupted as stop:
+    except Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None
     if not distributed.is_first():
@@ -55,9 +57,9 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model, using a key-value cache."""
     start()
-    from minitext import rundir
-    from minitext.generate import Sampling
-    from minitext.generate import generate as stream
+    from minitext.inference.generate import Sampling
+    from minitext.inference.generate import generate as stream
+    from minitext.training import run_dir as rundir
 
     how = Sampling(temperature, top_k, top_p)
     how.check()
@@ -89,7 +91,7 @@ def export(
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""
     start()
-    from minitext import rundir
+    from minitext.training import run_dir as rundir
 
     step = rundir.export_run(directory, target)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
@@ -105,7 +107,7 @@ def evaluate(
 ) -> None:
     """Measure a trained model's loss on all of its validation text."""
     start()
-    from minitext import rundir
+    from minitext.training import run_dir as rundir
 
     result = rundir.evaluate_run(directory, settings or [])
     if as_json:

@@ -14,7 +14,7 @@ from minitext.cli.arguments import Json, Settings, load, start
 
 def config_show(settings: Settings = None, as_json: Json = False) -> None:
     """Print a resolved configuration with the origin of every value."""
-    from minitext.config import to_yaml
+    from minitext.config.config import to_yaml
 
     cfg = load(settings)
     print(
@@ -30,7 +30,7 @@ def config_explain(
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
-    from minitext.config import ConfigError, keys, suggest
+    from minitext.config.config import ConfigError, keys, suggest
 
     cfg = load(settings)
     found = {
@@ -54,7 +54,7 @@ def config_explain(
 
 def config_presets() -> None:
     """List the presets."""
-    from minitext.config import presets
+    from minitext.config.config import presets
 
     print("\n".join(presets()))
 
@@ -76,7 +76,7 @@ def data_pack(
 def doctor(as_json: Json = False) -> None:
     """Say what this machine is and what minitext can do on it."""
     start()
-    from minitext.doctor import examine
+    from minitext.cli.doctor import examine
 
     facts = examine()
     if as_json:

@@ -21,7 +21,7 @@ def goodput(
     as_json: Json = False,
 ) -> None:
     """Say where a run's wall time went: steps that count, lost steps, compiling, data, checkpoints, no job at all."""
-    from minitext import goodput
+    from minitext.observability import goodput
 
     found = goodput.measure(directory)
     if as_json:
@@ -29,12 +29,12 @@ def goodput(
     else:
         goodput.print_goodput(found)
     if plot is not None:
-        from minitext.figures import save_figure
-        from minitext.timelines import plot_goodput
+        from minitext.perf.figures import save_figure
+        from minitext.perf.timelines import plot_goodput
 
         save_figure(plot, lambda: plot_goodput(found))
     if record is not None:
-        from minitext import goodput_export
+        from minitext.observability import goodput_export
 
         recorder = goodput_export.make_recorder(record)
         goodput_export.replay(directory, recorder)
@@ -50,7 +50,7 @@ def profile(
 
     Traces are made by training with profile.first_step=10 profile.steps=3.
     """
-    from minitext import profile_report
+    from minitext.observability import profile_report
 
     found = profile_report.summarise(directory)
     if as_json:
@@ -71,7 +71,7 @@ def watch(
     """
     from rich.console import Console
 
-    from minitext import watch
+    from minitext.observability import watch
 
     if as_json:
         print(json.dumps(watch.read_status(directory).to_json()))

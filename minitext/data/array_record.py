@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from minitext import disk, progress
-from minitext.config import DataConfig
+from minitext import files as disk
+from minitext import terminal as progress
+from minitext.config.data import DataConfig
 from minitext.data import packing
+from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
-from minitext.tokenizer import Tokenizer
 
 ABOUT, TOKENIZER = "about.json", "tokenizer.json"
 DTYPE = np.dtype("<u4")

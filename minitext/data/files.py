@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minitext.config import DataConfig
+from minitext.config.data import DataConfig
 from minitext.errors import UserError
 
 Piece = tuple[str, bool]

@@ -20,10 +20,11 @@ import grain
 import numpy as np
 
 from minitext import cache
-from minitext.config import DataConfig
-from minitext.data import Split, array_record, files, grammar, packing, token_file
+from minitext.config.data import DataConfig
+from minitext.data import array_record, files, grammar, packing, token_file
+from minitext.data.batches import Split
+from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 from minitext.errors import UserError
-from minitext.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minitext import progress
-from minitext.config import DataConfig
+from minitext import terminal as progress
+from minitext.config.data import DataConfig
 from minitext.data import files
 from minitext.errors import UserError
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from minitext.config import DataConfig
+from minitext.config.data import DataConfig
 from minitext.data import files, packing, sources
+from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
-from minitext.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from minitext.data import Placement
+    from minitext.data.batches import Placement
 
 RECORDS_AT_ONCE = 16  # tokenised together, on all cores; more would make saved places larger
 

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from minitext import cache, progress
-from minitext.config import DataConfig
+from minitext import cache
+from minitext import terminal as progress
+from minitext.config.data import DataConfig
 from minitext.data import files, sources
+from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
-from minitext.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 4 << 20
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from minitext.hw import CHIPS, find_chip
+from minitext.hardware import CHIPS, find_chip
 
 FILE = Path(__file__).with_suffix(".json")
 

@@ -23,15 +23,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from minitext.errors import UserError
-from minitext.kernels import (
-    flash_attention_tpu,
-    grouped_matmul_tpu,
-    linear_cross_entropy_tpu,
-    matmul_tpu,
-    paged_attention_tpu,
-    rms_norm_tpu,
-)
-from minitext.kernels.flash_grid_tpu import BlockShape
+from minitext.kernels.attention import tpu as flash_attention_tpu
+from minitext.kernels.attention.tpu_grid import BlockShape
+from minitext.kernels.grouped_matmul import tpu as grouped_matmul_tpu
+from minitext.kernels.linear_cross_entropy import tpu as linear_cross_entropy_tpu
+from minitext.kernels.matmul import tpu as matmul_tpu
+from minitext.kernels.paged_attention import tpu as paged_attention_tpu
+from minitext.kernels.rms_norm import tpu as rms_norm_tpu
 
 D, F, N, K, H, E, T, V = 4096, 14336, 32, 8, 128, 8, 4096, 128_256
 

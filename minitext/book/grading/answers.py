@@ -1,0 +1,175 @@
+"""Where a learner's answers are: in a folder of files, or in the cells of a notebook.
+
+Chapters: none.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from minitext.book.grading import registry, source
+from minitext.book.grading.registry import Exercise
+from minitext.book.grading.source import Piece
+from minitext.errors import UserError
+
+MAGIC = re.compile(r"^([ \t]*)[%!][^\n]*", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A learner's answer to one exercise.
+
+    Attributes:
+        pieces: its source.
+        filename: what messages call the file.
+        folder: where else the answer may import from.
+        fault: why it cannot be graded, in one line; "" if it can.
+        attempted: False while it is still the stub, or missing.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    filename: str = "answer.py"
+    folder: str = ""
+    fault: str = ""
+    attempted: bool = True
+
+
+def answers_folder(root: Path, named: Path | None) -> Path:
+    """The folder of the learner's files: the named one, ./exercises, else the checkout's own.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if named is not None:
+        if not registry.chapter_files(named, ""):
+            raise UserError(
+                f"no answers in {named}: it has no file like ch05_optimizers.py; "
+                f"copy the stubs with `minitext grade --start {named}`"
+            )
+        return named
+    places = [Path("exercises")]
+    if root != registry.PACKAGE / "_exercises":  # those are the package's, not the learner's
+        places.append(root)
+    for place in places:
+        if registry.chapter_files(place, ""):
+            return place
+    raise UserError("no answers here: `minitext grade --start` copies the stubs to ./exercises")
+
+
+def start(root: Path, folder: Path) -> tuple[list[Path], list[Path]]:
+    """Writes the stubs to a folder. Returns (copied, already there and left as they are).
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    copied, kept = [], []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in registry.chapter_files(root, "solutions"):
+            target = folder / path.name
+            if target.exists():
+                kept.append(target)
+            else:
+                stub = source.stub(path.read_text(encoding="utf-8"))
+                target.write_text(stub, encoding="utf-8")
+                copied.append(target)
+    except OSError as error:
+        raise UserError(f"cannot write the stubs to {folder}: {error.strerror}") from None
+    return copied, kept
+
+
+def from_folder(folder: Path, root: Path, exercises: Iterable[Exercise]) -> dict[str, Answer]:
+    """The answers to `exercises` in a folder's `chNN_name.py` files, by id."""
+    answers = {}
+    stubs: dict[str, dict[str, str]] = {}
+    for exercise in exercises:
+        path = folder / f"{exercise.stem}.py"
+        if exercise.stem not in stubs:
+            text = (root / "solutions" / f"{exercise.stem}.py").read_text(encoding="utf-8")
+            stubs[exercise.stem] = source.sections(source.stub(text))
+        if not path.is_file():
+            answers[exercise.id] = Answer(filename=path.name, attempted=False)
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            answers[exercise.id] = Answer(fault=f"cannot read {path}: {error}")
+            continue
+        section = source.sections(text).get(exercise.id)
+        untouched = section is not None and source.same_code(
+            section, stubs[exercise.stem][exercise.id]
+        )
+        answers[exercise.id] = Answer(
+            tuple(source.split(text)), path.name, str(folder.resolve()), attempted=not untouched
+        )
+    return answers
+
+
+def from_notebook(path: Path, root: Path, exercises: Iterable[Exercise]) -> dict[str, Answer]:
+    """The answers to `exercises` in a notebook's cells, by id; those not in it are left out.
+
+    An exercise's own cell is marked by its metadata. When it is still the stub and another cell
+    defines the function, that cell counts; of several, the last.
+
+    Raises:
+        UserError: if the file is not a notebook.
+    """
+    cells = _code_cells(path)
+    answers = {}
+    for exercise in exercises:
+        marked = [i for i, (name, _) in enumerate(cells) if name == exercise.id]
+        if not marked:
+            continue
+        text = (root / "solutions" / f"{exercise.stem}.py").read_text(encoding="utf-8")
+        stub = source.sections(source.stub(text))[exercise.id]
+        stubs = (stub, f"{source.preamble(text)}\n{stub}")
+        touched = [i for i in marked if not any(source.same_code(cells[i][1], s) for s in stubs)]
+        if not touched:
+            touched = [
+                i
+                for i, (name, code) in enumerate(cells)
+                if not name and _defines(code, exercise.function)
+            ]
+        # An empty first piece: a notebook has no lines that belong to every exercise.
+        pieces = [Piece("", "")]
+        own = (touched or marked)[-1]
+        pieces += [
+            Piece(exercise.id if i == own else "", code) for i, (_, code) in enumerate(cells)
+        ]
+        answers[exercise.id] = Answer(
+            tuple(pieces),
+            f"{path.name}[{exercise.id}]",
+            str(path.resolve().parent),
+            attempted=bool(touched),
+        )
+    return answers
+
+
+def _code_cells(path: Path) -> list[tuple[str, str]]:
+    """(exercise id or "", source) of each code cell; magics and shell lines become `pass`."""
+    try:
+        book = json.loads(path.read_text(encoding="utf-8"))
+        found = []
+        for cell in book["cells"]:
+            if cell["cell_type"] != "code":
+                continue
+            code = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
+            code = "" if code.lstrip().startswith("%%") else MAGIC.sub(r"\1pass", code)
+            found.append((str(cell.get("metadata", {}).get("exercise", "")), code))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is not a Jupyter notebook (.ipynb)") from None
+    return found
+
+
+def _defines(code: str, name: str) -> bool:
+    try:
+        body = Piece("", code).parse().body
+    except SyntaxError:
+        return False
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return any(isinstance(statement, kinds) and statement.name == name for statement in body)

@@ -1,0 +1,165 @@
+"""The command `minitext grade`.
+
+Nothing heavy is imported here until a grading starts: `minitext --help` loads this module.
+
+Chapters: none.
+"""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minitext import terminal as progress
+from minitext.errors import UserError
+
+
+def grade(
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(help="Chapters (05) or exercises (05.adamw); with --start, a folder."),
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every exercise; also the default.")] = False,
+    start: Annotated[
+        bool, typer.Option("--start", help="Copy the stubs to ./exercises or the named folder.")
+    ] = False,
+    answers: Annotated[
+        Path | None, typer.Option(help="Folder with your chNN_name.py files.")
+    ] = None,
+    notebook: Annotated[Path | None, typer.Option(help="Grade the cells of this .ipynb.")] = None,
+    json_: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write a report; - for stdout.")
+    ] = None,
+    gradescope: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write Gradescope's results.json.")
+    ] = None,
+    solutions: Annotated[
+        bool, typer.Option("--solutions", help="Maintainers: solutions pass, stubs count as such.")
+    ] = False,
+    mutants: Annotated[
+        bool, typer.Option("--mutants", help="Maintainers: wrong answers fail with their own hint.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Repeat a grading's random inputs.")
+    ] = None,
+    learner: Annotated[
+        str | None, typer.Option(help="Whose constants to use; default: your user name.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = min(
+        4, os.cpu_count() or 1
+    ),
+) -> None:
+    """Grade your answers: each exercise in its own process, with one hint for each that fails.
+
+    Exits 0 only if everything that was asked passes.
+    """
+    names = [] if all_ else which or []
+    request = _Request(names, secrets.randbits(31) if seed is None else seed, learner, jobs)
+    kinds = ["solution", "stub"] * solutions + ["mutant"] * mutants
+    try:
+        if start:
+            good = _start(which or [])
+        elif kinds:
+            good = _try_out(request, kinds)
+        else:
+            good = _grade(request, answers, notebook, json_, gradescope)
+    except UserError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if good else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What every kind of grading needs of the command line."""
+
+    names: list[str]
+    seed: int
+    learner: str | None
+    jobs: int
+
+
+def _start(names: list[str]) -> bool:
+    from minitext.book.grading.answers import start
+    from minitext.book.grading.registry import exercises_root
+
+    if len(names) > 1:
+        raise UserError(f"--start takes one folder, not {len(names)}: {' '.join(names)}")
+    folder = Path(names[0] if names else "exercises")
+    copied, kept = start(exercises_root(), folder)
+    if copied:
+        where = "" if folder == Path("exercises") else f" --answers {folder}"
+        typer.echo(f"stubs copied to {folder}: {', '.join(path.name for path in copied)}")
+        typer.echo(f"grade your answers with: minitext grade{where}")
+    if kept:
+        typer.echo(f"left as they are: {', '.join(str(path) for path in kept)}")
+    return True
+
+
+def _try_out(request: _Request, kinds: list[str]) -> bool:
+    from rich.console import Console
+
+    from minitext.book.grading import registry, report, runner
+
+    root = registry.exercises_root()
+    exercises = registry.select(root, request.names)
+    number = registry.learner_number(request.learner)
+    grading = runner.Grading(root, request.seed, number, request.jobs)
+    with _bar() as advance_to:
+        rows = runner.try_out(grading, exercises.values(), kinds, advance_to)
+    good = report.print_rows(Console(), rows)
+    typer.echo(f"seed {request.seed}")
+    return good
+
+
+def _grade(
+    request: _Request,
+    folder: Path | None,
+    notebook: Path | None,
+    json_file: str | None,
+    gradescope: str | None,
+) -> bool:
+    from rich.console import Console
+
+    from minitext.book.grading import answers, registry, report, runner
+
+    root = registry.exercises_root()
+    exercises = registry.select(root, request.names)
+    if notebook is not None:
+        found = answers.from_notebook(notebook, root, exercises.values())
+        if not found:
+            asked = " ".join(request.names) or "any exercise"
+            raise UserError(f"{notebook} has no cell of {asked}")
+        if not request.names:
+            exercises = {id: exercises[id] for id in found}
+    else:
+        place = answers.answers_folder(root, folder)
+        found = answers.from_folder(place, root, exercises.values())
+    missing = answers.Answer(attempted=False)
+    tasks = [(exercise, found.get(id, missing)) for id, exercise in exercises.items()]
+    who = request.learner or registry.learner_name()
+    grading = runner.Grading(root, request.seed, registry.learner_number(who), request.jobs)
+    with _bar() as advance_to:
+        results = runner.grade_many(grading, tasks, advance_to)
+    report.print_table(Console(stderr=json_file == "-"), results, request.seed)
+    if json_file:
+        report.write_json(json_file, report.as_json(results, request.seed, who))
+    if gradescope:
+        report.write_json(gradescope, report.as_gradescope(results, request.seed))
+    return all(result.status == report.PASSED for result in results)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error that vanishes when done; yields a function of (done, total)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+
+    columns = ("grading", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with progress.bar(*columns) as bar:
+        task = bar.add_task("grading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,265 @@
+"""Real processes for exercises about several: started for a check, joined to one JAX job, ended with it.
+
+The worker that grades an answer may start no process of its own, with one exception: this module's command, word for
+word. A process so started puts the same guard on itself before it reads the answer, and talks to the others on
+127.0.0.1 alone, from JAX's own code; Python's sockets stay refused.
+
+Chapters: none.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from minitext.book.grading.compare import Failure
+from minitext.book.grading.guard import arm
+from minitext.book.grading.registry import PACKAGE
+
+STARTUP_SECONDS = 90.0  # imports and the connection, on a machine that is busy
+GRACE_SECONDS = 1.5  # for the others to end by themselves when one has failed
+
+
+@dataclasses.dataclass
+class Peer:
+    """What one process did.
+
+    Attributes:
+        said: what it passed to `say`, in order.
+        value: what it returned, if it did.
+        done: whether it returned.
+        error: the exception that ended it, as (type's name, message), or None.
+    """
+
+    said: list[Any] = dataclasses.field(default_factory=list)
+    value: Any = None
+    done: bool = False
+    error: tuple[str, str] | None = None
+
+
+def command(protected: Sequence[Path]) -> list[str]:
+    """The only command that a guarded worker may start."""
+    folders = [str(folder) for folder in protected]
+    return [sys.executable, "-P", "-m", "minitext.book.grading.peers", *folders]
+
+
+def environment() -> dict[str, str]:
+    """The environment of that command: CPU only, the number of devices left to the job."""
+    flags = re.sub(
+        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+    )
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return dict(os.environ) | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TF_CPP_MIN_LOG_LEVEL": "3",  # a process that dies makes the others' C++ log a page
+        "XLA_FLAGS": flags.strip(),
+    }
+
+
+# Fixed here, before any answer runs: the guard compares with them.
+_command, _environment = command([]), environment()
+
+
+def guard(protected: Sequence[Path], source: str) -> None:
+    """Arms this process's guard with its one exception, the command above for these folders."""
+    global _command, _environment
+    _command, _environment = command(protected), environment()
+    arm(protected, source, (_command, _environment))
+
+
+def run_in_processes(
+    body: Callable, fn: Any, *args: Any, processes: int = 2, devices: int = 1, seconds: float = 20
+) -> list[Peer]:
+    """Runs `body(say, fn, *args)` in each of several new processes that are one JAX job.
+
+    Args:
+        body: a check's own function. `say(x)` tells x to the check at once, also if the process is killed later.
+        fn: the answer.
+        *args: what pickles.
+        processes: how many.
+        devices: simulated CPU devices of each.
+        seconds: wall-clock time for the body, start-up not counted; then all are ended.
+
+    Returns:
+        What each did. One that was ended before it returned is not `done` and has no error.
+
+    Raises:
+        NotImplementedError: the stub's own.
+    """
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is not None and not hasattr(module, "__file__") and module.__name__ != "__main__":
+        cloudpickle.register_pickle_by_value(
+            module
+        )  # a learner's file is no module that others can import
+    job = cloudpickle.dumps((body, fn, args))
+    started = [_start() for _ in range(processes)]
+    try:
+        port, *_ = [_port(process) for process in started]
+        for index, process in enumerate(started):
+            head = f"{port} {processes} {index} {devices} {len(job)}\n"
+            with contextlib.suppress(BrokenPipeError):
+                _write(process, head.encode() + job)
+        peers = _listen(started, seconds)
+    finally:
+        for process in started:
+            with contextlib.suppress(BrokenPipeError):
+                _end(process)
+    for peer in peers:
+        if peer.error and peer.error[0] == "NotImplementedError":
+            raise NotImplementedError(peer.error[1])
+    return peers
+
+
+def returned(peers: Sequence[Peer]) -> list[Any]:
+    """The values of all processes.
+
+    Raises:
+        Failure: one raised or did not come back in time; the message says which.
+    """
+    for index, peer in enumerate(peers):
+        if peer.error:
+            kind, text = peer.error
+            told = f"process {index} of {len(peers)} raised {kind}: {text}"
+            raise Failure(told, ("raised", kind, text))
+    waiting = [index for index, peer in enumerate(peers) if not peer.done]
+    if waiting:
+        named = " and ".join(map(str, waiting))
+        told = (
+            f"of {len(peers)} processes {named} did not come back in time: they wait for each other"
+        )
+        raise Failure(told, ("waiting", waiting))
+    return [peer.value for peer in peers]
+
+
+def _start() -> subprocess.Popen:
+    return subprocess.Popen(
+        _command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment
+    )
+
+
+def _port(process: subprocess.Popen) -> int:
+    """A port that was free a moment ago, told by a process that has begun."""
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def _write(process: subprocess.Popen, data: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(data)
+    process.stdin.flush()
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Closes the pipe that the process watches, upon which it exits; a guarded worker may send no signal."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.wait()
+    process.stdout.close()
+
+
+def _listen(started: list[subprocess.Popen], seconds: float) -> list[Peer]:
+    """Hears all processes until each has ended, one has failed, or the time is over."""
+    peers = [Peer() for _ in started]
+    heard: queue.Queue = queue.Queue()
+    for index, process in enumerate(started):
+        threading.Thread(target=_hear, args=(index, process, heard), daemon=True).start()
+    running, ready = set(range(len(started))), 0
+    deadline = time.monotonic() + STARTUP_SECONDS
+    while running:
+        try:
+            index, kind, value = heard.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        if kind == "ready":
+            ready += 1
+            if ready == len(started):
+                deadline = time.monotonic() + seconds
+        elif kind == "say":
+            peers[index].said.append(value)
+        elif kind == "return":
+            peers[index].value, peers[index].done = value, True
+        elif kind == "raise":
+            peers[index].error = value
+        else:
+            running.discard(index)
+            if not peers[index].done:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return peers
+
+
+def _hear(index: int, process: subprocess.Popen, heard: queue.Queue) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        heard.put((index, *cloudpickle.loads(base64.b64decode(line))))
+    heard.put((index, "end", None))
+
+
+def main() -> None:
+    """The new process: tells a free port, gets its job, joins the others, runs it, tells the outcome."""
+    pipe, protected = os.fdopen(os.dup(1), "wb"), [Path(folder) for folder in sys.argv[1:]]
+    # What an answer prints is passed on; what gloo and gRPC print is not for its author.
+    sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        pipe.write(b"%d\n" % probe.getsockname()[1])
+        pipe.flush()
+    port, processes, index, devices, size = map(int, sys.stdin.buffer.readline().split())
+    job = sys.stdin.buffer.read(size)
+    threading.Thread(target=_until_closed, daemon=True).start()
+    _join(port, processes, index, devices)
+    lock = threading.Lock()
+
+    def send(kind: str, value: Any = None) -> None:
+        with lock:
+            pipe.write(base64.b64encode(cloudpickle.dumps((kind, value))) + b"\n")
+            pipe.flush()
+
+    if protected:
+        arm(protected, "")
+    send("ready")
+    body, fn, args = cloudpickle.loads(job)
+    try:
+        send("return", body(lambda x: send("say", x), fn, *args))
+    except BaseException as error:
+        send("raise", (type(error).__name__, _first_line(error)))
+    os._exit(0)  # leaving in order would wait for the others
+
+
+def _until_closed() -> None:
+    sys.stdin.buffer.read(1)
+    os._exit(0)
+
+
+def _join(port: int, processes: int, index: int, devices: int) -> None:
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, processes, index, coordinator_bind_address=address)
+    assert len(jax.devices()) == processes * devices
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+if __name__ == "__main__":
+    main()

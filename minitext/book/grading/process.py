@@ -1,0 +1,220 @@
+"""One worker process: started, watched for time and memory, believed only with its nonce, killed.
+
+Chapters: none.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from minitext.book.grading.registry import PACKAGE
+
+POLL_SECONDS = 0.05
+STARTUP_SECONDS = 120.0  # imports, on a machine that is busy with other answers
+PATIENCE = 3.0  # times its limit that an answer may take without using its limit of CPU time
+OUTPUT_BYTES = 2_000  # kept of what an answer prints; all is read, so that it cannot block
+REPLY_BYTES = 4_000_000  # an unfinished line longer than this is no reply of the worker
+GIB = 2**30
+
+
+class Worker:
+    """One child process and what it said.
+
+    The arguments are its job, how many devices it simulates, its limits, and a folder for compiled
+    programs ("" for none).
+
+    Attributes:
+        messages: what came with the right nonce, in order.
+        output: the end of what was printed.
+        death: why it ended before it was done, in words for the learner; "" if it was done.
+    """
+
+    def __init__(
+        self, job: dict[str, Any], devices: int, seconds: float, memory_gib: float, cache: str
+    ):
+        self.messages: list[dict[str, Any]] = []
+        self.output = ""
+        self.death = ""
+        self._nonce = secrets.token_hex(16)
+        self._job = {**job, "nonce": self._nonce}
+        self._devices, self._seconds, self._memory = devices, seconds, memory_gib
+        self._cache = cache
+        self._reply = b""
+        self._stage_began = time.monotonic()
+        self._stage_cpu: float | None = None
+
+    def run(self, stop: threading.Event) -> "Worker":
+        """Starts the process, waits for its end, and kills all that is left of it."""
+        read, write = os.pipe()
+        with tempfile.TemporaryDirectory(prefix="minitext-grade-") as folder:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "minitext.book.grading.worker", str(write)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write,),
+                env=_environment(self._devices, self._cache),
+                cwd=folder,
+                start_new_session=True,
+            )
+            os.close(write)
+            try:
+                self._give_job(process)
+                self._watch(process, read, stop)
+            finally:
+                _kill(process)
+                os.close(read)
+        return self
+
+    def _give_job(self, process: subprocess.Popen) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once; _watch will say how
+            process.stdin.write(json.dumps(self._job).encode())
+            process.stdin.close()
+
+    def _watch(self, process: subprocess.Popen, read: int, stop: threading.Event) -> None:
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            os.set_blocking(read, False)
+            os.set_blocking(process.stdout.fileno(), False)
+            selector.register(read, selectors.EVENT_READ)
+            selector.register(process.stdout, selectors.EVENT_READ)
+            looked = 0.0
+            while not self.death:
+                for key, _ in selector.select(POLL_SECONDS):
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    elif key.fd == read:
+                        self._hear(data)
+                    else:
+                        self._overhear(data)
+                if self._last() == "done":
+                    return
+                if process.poll() is not None:
+                    self._hear(_rest(read))
+                    self._overhear(_rest(process.stdout.fileno()))
+                    if self._last() != "done":
+                        self.death = _how_it_ended(process.returncode)
+                    return
+                if stop.is_set():
+                    self.death = "interrupted"
+                if time.monotonic() - looked >= POLL_SECONDS:
+                    looked = time.monotonic()
+                    self._check_limits(process.pid)
+
+    def _last(self) -> str:
+        return self.messages[-1]["kind"] if self.messages else ""
+
+    def _hear(self, data: bytes) -> None:
+        *lines, self._reply = (self._reply + data).split(b"\n")
+        if len(self._reply) > REPLY_BYTES:
+            self._reply = b""
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(message, dict) and message.pop("nonce", None) == self._nonce:
+                self.messages.append(message)
+                if message["kind"] != "check":  # each stage has the whole time
+                    self._stage_began, self._stage_cpu = time.monotonic(), None
+
+    def _overhear(self, data: bytes) -> None:
+        self.output = (self.output + data.decode("utf-8", "replace"))[-OUTPUT_BYTES:]
+
+    def _check_limits(self, pid: int) -> None:
+        limit = self._seconds if self.messages else STARTUP_SECONDS
+        memory = cpu = 0.0
+        for process in _family(pid):
+            with contextlib.suppress(psutil.Error):
+                memory += process.memory_info().rss
+                cpu += sum(process.cpu_times()[:2])
+        if self._stage_cpu is None:
+            self._stage_cpu = cpu
+        wall = time.monotonic() - self._stage_began
+        # An answer that had to share the cores with others gets the time that it did not have.
+        if wall > limit and (cpu - self._stage_cpu > limit or wall > PATIENCE * limit):
+            self.death = f"took longer than {limit:.0f} s"
+        if memory > self._memory * GIB:
+            self.death = f"used more than {self._memory:g} GiB of memory"
+
+
+def _environment(devices: int, cache: str) -> dict[str, str]:
+    """The worker's: CPU only, `devices` simulated ones, and minitext importable."""
+    env = dict(os.environ)
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what one answer leaves there could reach another
+    if cache:
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", env.get("XLA_FLAGS", ""))
+    if devices > 1:
+        flags += f" --xla_force_host_platform_device_count={devices}"
+    paths = [str(PACKAGE.parent), *filter(None, [env.get("PYTHONPATH")])]
+    return env | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONIOENCODING": "utf-8:replace",
+        "XLA_FLAGS": flags.strip(),
+    }
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills the worker's process group and whatever it managed to start outside of it."""
+    family = _family(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _rest(fd: int) -> bytes:
+    """What is still in the pipe of a worker that ended."""
+    data = b""
+    while True:
+        try:
+            more = os.read(fd, 65536)
+        except BlockingIOError:
+            return data
+        if not more or len(data) > REPLY_BYTES:
+            return data
+        data += more
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"the process ended with exit code {code} before it was graded"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    return f"the process was killed by {name} before it was graded"

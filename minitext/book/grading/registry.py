@@ -1,0 +1,233 @@
+"""Exercises: what one is, where they live, and how to find one by its id.
+
+A checks file (`exercises/checks/chNN_name.py`) makes `Exercise` objects and attaches checks and
+mutants to them with decorators. Nothing here imports JAX, so listing exercises stays cheap.
+
+Chapters: none.
+"""
+
+import dataclasses
+import difflib
+import getpass
+import hashlib
+import importlib.util
+import os
+import re
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from minitext.errors import UserError
+
+ID_PATTERN = re.compile(r"\d\d\.[a-z][a-z0-9_]*")
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One named check of an exercise; `run(fn, trial)` raises when the answer is wrong."""
+
+    name: str
+    run: Callable[[Any, Any], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A plausible wrong answer and the hint that its author needs."""
+
+    name: str
+    hint: str
+    fn: Any
+
+
+@dataclasses.dataclass(eq=False)
+class Exercise:
+    """One graded exercise.
+
+    Attributes:
+        id: `NN.name`, NN being the chapter.
+        title: what the notebook's heading and the grader's table call it.
+        function: name of the learner's function (or class) that the checks receive.
+        minutes: stated time for the learner, 10 to 40.
+        points: given when every check passes, otherwise none.
+        statement: MyST Markdown, printed in the notebook above the stub.
+        hints: three, of growing strength.
+        devices: how many (simulated) devices the answer sees.
+        processes: how many processes its checks start at a time (`peers`); 1 if none.
+        seconds: time limit for all the checks of one answer, imports not counted. It is CPU time;
+            an answer that only waits has three times as long.
+        memory_gib: limit on the resident memory of the answer's process.
+        forbid: dotted names of modules or functions that the answer may not use.
+        compare: how close an observed value must be to a mutant's, relative to its largest
+            entry, for the two to count as the same mistake.
+
+    Raises:
+        ValueError: if a field breaks the rules above; for authors of exercises.
+    """
+
+    id: str
+    title: str
+    function: str
+    minutes: int
+    points: int
+    statement: str
+    hints: tuple[str, ...]
+    devices: int = 1
+    processes: int = 1
+    seconds: float = 60.0
+    memory_gib: float = 3.0
+    forbid: tuple[str, ...] = ()
+    compare: float = 1e-4
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    mutants: list[Mutant] = dataclasses.field(default_factory=list)
+    stem: str = ""
+
+    def __post_init__(self) -> None:
+        if not ID_PATTERN.fullmatch(self.id):
+            raise ValueError(f"exercise id {self.id!r} must look like '05.adamw'")
+        if not 10 <= self.minutes <= 40:
+            raise ValueError(f"{self.id}: minutes={self.minutes} must be between 10 and 40")
+        if len(self.hints) != 3:
+            raise ValueError(f"{self.id}: {len(self.hints)} hints, want three of growing strength")
+        if self.points < 1 or self.devices < 1 or not self.statement.strip():
+            raise ValueError(f"{self.id}: points, devices and statement must not be empty")
+        if not self.function.isidentifier():
+            raise ValueError(f"{self.id}: function={self.function!r} is not a name")
+
+    @property
+    def chapter(self) -> str:
+        """The two digits of the chapter."""
+        return self.id[:2]
+
+    def check(self, name: str) -> Callable[[Callable], Callable]:
+        """Decorator: adds `def _(fn, t)` as the next check under a name a learner can read."""
+
+        def add(run: Callable) -> Callable:
+            if any(check.name == name for check in self.checks):
+                raise ValueError(f"{self.id}: two checks are called {name!r}")
+            self.checks.append(Check(name, run))
+            return run
+
+        return add
+
+    def mutant(self, hint: str) -> Callable[[Any], Any]:
+        """Decorator: adds a wrong answer (a function or class) and the hint its author needs."""
+
+        def add(fn: Any) -> Any:
+            name = getattr(fn, "__name__", f"mutant{len(self.mutants) + 1}")
+            if any(mutant.name == name for mutant in self.mutants):
+                raise ValueError(f"{self.id}: two mutants are called {name!r}")
+            self.mutants.append(Mutant(name, hint, fn))
+            return fn
+
+        return add
+
+
+def exercises_root() -> Path:
+    """The folder with `solutions/` and `checks/`: MINITEXT_EXERCISES, the checkout's, the wheel's.
+
+    Raises:
+        UserError: if none of them has a `checks` folder.
+    """
+    named = os.environ.get("MINITEXT_EXERCISES")
+    places = [Path(named)] if named else [PACKAGE.parent / "exercises", PACKAGE / "_exercises"]
+    for place in places:
+        if (place / "checks").is_dir():
+            return place.resolve()
+    raise UserError(f"no exercises here: {places[0]} has no folder 'checks'; reinstall minitext")
+
+
+def chapter_files(root: Path, kind: str) -> list[Path]:
+    """The `chNN_*.py` files of `root/kind` (kind is 'checks', 'solutions' or '' for the stubs)."""
+    return sorted((root / kind).glob("ch[0-9][0-9]_*.py"))
+
+
+def load_module(path: Path) -> types.ModuleType:
+    """Runs a checks file as a module of its own that is not left importable."""
+    spec = importlib.util.spec_from_file_location(f"minitext_checks_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exercises_of(module: types.ModuleType, stem: str) -> list[Exercise]:
+    """The module's `Exercise` objects in the order of their definition."""
+    found = list({id(x): x for x in vars(module).values() if isinstance(x, Exercise)}.values())
+    for exercise in found:
+        exercise.stem = stem
+        if exercise.chapter != stem[2:4]:
+            raise ValueError(f"{exercise.id} is defined in {stem}.py, a file of another chapter")
+        if not exercise.checks:
+            raise ValueError(f"{exercise.id} has no checks")
+    return found
+
+
+def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[str, Exercise]:
+    """All exercises by id, of all chapters or of the named ones ('05'), in the book's order."""
+    wanted = None if chapters is None else set(chapters)
+    found: dict[str, Exercise] = {}
+    for path in chapter_files(root, "checks"):
+        if wanted is not None and path.stem[2:4] not in wanted:
+            continue
+        for exercise in exercises_of(load_module(path), path.stem):
+            if exercise.id in found:
+                raise ValueError(f"two exercises are called {exercise.id!r}")
+            found[exercise.id] = exercise
+    return found
+
+
+def known_ids(root: Path) -> list[str]:
+    """Every exercise id, read from the solutions' marker lines without running anything."""
+    marker = re.compile(rf"^# EXERCISE ({ID_PATTERN.pattern})\s*$", re.MULTILINE)
+    return [
+        name
+        for path in chapter_files(root, "solutions")
+        for name in marker.findall(path.read_text(encoding="utf-8"))
+    ]
+
+
+def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
+    """The exercises that '05' (a chapter) or '05.adamw' name; all of them when no name is given.
+
+    Raises:
+        UserError: for an unknown name, with the nearest known ones.
+    """
+    names = list(names)
+    ids = known_ids(root)
+    chapters = sorted({name[:2] for name in ids})
+    for name in names:
+        if name not in ids and name not in chapters:
+            near = difflib.get_close_matches(name, ids + chapters, n=1, cutoff=0.4)
+            same = [i for i in ids if i[3:] == name or i[:2] == name[:2]]
+            meant = (near or same)[:1]
+            mend = f"did you mean {meant[0]!r}?" if meant else f"chapters: {', '.join(chapters)}"
+            raise UserError(f"no exercise called {name!r}; {mend}")
+    loaded = load_exercises(root, {name[:2] for name in names} if names else None)
+    if not names:
+        return loaded
+    missing = [name for name in names if "." in name and name not in loaded]
+    if missing:
+        raise UserError(f"exercise {missing[0]!r} has a solution but no checks under {root}")
+    return {i: e for i, e in loaded.items() if i in names or e.chapter in names}
+
+
+def learner_name() -> str:
+    """MINITEXT_LEARNER, else the user's name, else 'learner' (containers may have no user)."""
+    named = os.environ.get("MINITEXT_LEARNER")
+    if named:
+        return named
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return "learner"
+
+
+def learner_number(name: str | None = None) -> int:
+    """A number between 0 and 2**31 - 1, always the same for one learner.
+
+    Exercises whose answer is a number use it as the learner's own constant (`t.learner`).
+    """
+    digest = hashlib.sha256((name or learner_name()).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

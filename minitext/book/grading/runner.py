@@ -1,0 +1,185 @@
+"""Grading many answers, each in a worker process of its own, and the maintainers' own test.
+
+Chapters: none.
+"""
+
+import dataclasses
+import functools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from minitext.book.grading.answers import Answer
+from minitext.book.grading.process import Worker
+from minitext.book.grading.registry import Exercise
+from minitext.book.grading.report import FAILED, NOT_ATTEMPTED, PASSED, Result
+from minitext.book.grading.source import split
+from minitext.errors import UserError
+
+TRY_TOGETHER = 3  # trusted exercises in one process: saves imports, keeps all cores busy
+Progress = Callable[[int, int], None]  # called with how many of how many processes are done
+
+
+@dataclasses.dataclass(frozen=True)
+class Grading:
+    """What all gradings of one command share.
+
+    Attributes:
+        root: the folder with `solutions/` and `checks/`.
+        seed: of the checks' random inputs.
+        learner: the learner's number.
+        jobs: processes at a time.
+        cache: folder for compiled programs, shared by processes that trust each other.
+    """
+
+    root: Path
+    seed: int
+    learner: int
+    jobs: int = 1
+    cache: str = ""
+
+    def job(self, mode: str, exercise: Exercise) -> dict[str, Any]:
+        """The fields that every worker's job has."""
+        return {
+            "mode": mode,
+            "root": str(self.root),
+            "stem": exercise.stem,
+            "seed": self.seed,
+            "learner": self.learner,
+        }
+
+
+def grade_one(
+    grading: Grading, exercise: Exercise, answer: Answer, stop: threading.Event
+) -> Result:
+    """Grades one answer in a process of its own."""
+    if not answer.attempted:
+        return Result(exercise, NOT_ATTEMPTED)
+    if answer.fault:
+        return Result(exercise, FAILED, answer.fault)
+    job = grading.job("answer", exercise) | {
+        "id": exercise.id,
+        "pieces": [[piece.id, piece.text, piece.line] for piece in answer.pieces],
+        "filename": answer.filename,
+        "folder": answer.folder,
+    }
+    limits = (exercise.seconds, exercise.memory_gib)
+    worker = Worker(job, exercise.devices, *limits, grading.cache)
+    worker.run(stop)
+    found = {message["kind"]: message for message in worker.messages}
+    if "result" not in found:
+        where = f" in the check {found['check']['name']!r}" if "check" in found else ""
+        hint = exercise.hints[0] if "check" in found else ""
+        return Result(exercise, FAILED, worker.death + where, hint=hint, output=worker.output)
+    result = found["result"]
+    checks = [tuple(check) for check in result["checks"]]
+    hint = found.get("hint", {}).get("hint", exercise.hints[0] if checks else "")
+    return Result(
+        exercise,
+        result["status"],
+        result["message"],
+        checks,
+        hint if result["status"] == FAILED else "",
+        result["seconds"],
+        worker.output,
+    )
+
+
+def grade_many(
+    grading: Grading,
+    tasks: Iterable[tuple[Exercise, Answer]],
+    progress: Progress,
+) -> list[Result]:
+    """Grades many answers; the results are in the order of the tasks."""
+    calls = [functools.partial(grade_one, grading, *task) for task in tasks]
+    return _in_parallel(calls, grading.jobs, progress)
+
+
+def try_out(
+    grading: Grading,
+    exercises: Iterable[Exercise],
+    kinds: Collection[str],
+    progress: Progress,
+) -> list[tuple]:
+    """The maintainers' test: solutions score, stubs are not attempted, mutants show their hints.
+
+    Solutions are graded as a learner's answers are, each in a guarded process. Stubs and mutants
+    of up to three exercises share one.
+
+    Args:
+        grading: what all have in common.
+        exercises: which to try.
+        kinds: of "solution", "stub" and "mutant".
+        progress: called with (done, total) processes.
+
+    Returns:
+        Rows (exercise, kind, name, passed, message, seconds).
+    """
+    exercises = list(exercises)
+    with tempfile.TemporaryDirectory(prefix="minitext-grade-") as cache:
+        grading = dataclasses.replace(grading, cache=cache)
+        calls: list[Callable] = []
+        if "solution" in kinds:
+            calls += [functools.partial(_try_solution, grading, exercise) for exercise in exercises]
+        if "stub" in kinds or "mutant" in kinds:
+            calls += [functools.partial(_try_group, grading, g, kinds) for g in _groups(exercises)]
+        found = _in_parallel(calls, grading.jobs, progress)
+    order = [exercise.id for exercise in exercises]
+    return sorted((row for rows in found for row in rows), key=lambda row: order.index(row[0]))
+
+
+def _groups(exercises: list[Exercise]) -> list[list[Exercise]]:
+    """Up to three exercises of one file and one number of devices at a time."""
+    alike: dict[tuple[str, int], list[Exercise]] = {}
+    for exercise in exercises:
+        alike.setdefault((exercise.stem, exercise.devices), []).append(exercise)
+    step = TRY_TOGETHER
+    return [group[i : i + step] for group in alike.values() for i in range(0, len(group), step)]
+
+
+def _try_solution(grading: Grading, exercise: Exercise, stop: threading.Event) -> list[tuple]:
+    path = grading.root / "solutions" / f"{exercise.stem}.py"
+    pieces = split(path.read_text(encoding="utf-8"))
+    result = grade_one(grading, exercise, Answer(tuple(pieces), path.name), stop)
+    good = result.status == PASSED
+    text = "" if good else result.explanation() or result.status
+    return [(exercise.id, "solution", exercise.function, good, text, result.seconds)]
+
+
+def _try_group(
+    grading: Grading, group: list[Exercise], kinds: Collection[str], stop: threading.Event
+) -> list[tuple]:
+    job = grading.job("try_out", group[0])
+    job |= {"ids": [exercise.id for exercise in group], "kinds": list(kinds)}
+    seconds = max(exercise.seconds * (2 + len(exercise.mutants)) for exercise in group)
+    memory = max(exercise.memory_gib for exercise in group) + 1.0  # one process runs them all
+    worker = Worker(job, group[0].devices, seconds, memory, grading.cache).run(stop)
+    rows = [tuple(row) for m in worker.messages if m["kind"] == "result" for row in m["rows"]]
+    if worker.death:
+        seen = {row[0] for row in rows}
+        first = next((e.id for e in group if e.id not in seen), group[-1].id)
+        tail = worker.output.strip().split("\n")[-1]
+        rows.append((first, "worker", "-", False, f"{worker.death}; {tail}", 0.0))
+    return rows
+
+
+def _in_parallel(calls: list[Callable], jobs: int, progress: Progress) -> list:
+    """Runs the calls in threads that each watch one process; Ctrl-C stops them all."""
+    if os.name != "posix":
+        raise UserError("minitext grade needs Linux or macOS; on Windows run it inside WSL")
+    stop = threading.Event()
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        futures = [pool.submit(call, stop) for call in calls]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(done, len(futures))
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]

@@ -1,0 +1,249 @@
+"""The text of exercises: sections, stubs, and what of a learner's file one exercise needs.
+
+A solution's file is its imports, then one section per exercise, each opened by a line
+`# EXERCISE NN.id`. A learner's file has the same sections; a notebook has cells instead. Either
+way an answer is a list of `Piece`s, of which one exercise runs its own and, of the others, only
+the definitions that it uses: what another exercise does at import costs that exercise only.
+
+Chapters: none.
+"""
+
+import ast
+import dataclasses
+import re
+import symtable
+import textwrap
+from collections.abc import Iterable
+
+MARKER = re.compile(r"^# EXERCISE (\S+)[ \t]*$", re.MULTILINE)
+SOLUTION = re.compile(
+    # A formatter puts an empty line between a docstring and a function that follows it.
+    r"(?:(?<=\"\"\"\n)\n)?^(?P<indent>[ \t]*)# BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*# END SOLUTION[^\n]*\n?",
+    re.MULTILINE | re.DOTALL,
+)
+_IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A stretch of a learner's source.
+
+    Attributes:
+        id: the exercise it belongs to, "" for what belongs to none.
+        text: the source.
+        line: number of its first line in the learner's file (or cell), for messages.
+    """
+
+    id: str
+    text: str
+    line: int = 1
+
+    def parse(self, filename: str = "answer") -> ast.Module:
+        """The syntax tree with the learner's own line numbers.
+
+        Raises:
+            SyntaxError: if it is not Python (also for source too deep to parse).
+        """
+        try:
+            return ast.parse("\n" * (self.line - 1) + self.text, filename)
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise SyntaxError(f"cannot be parsed: {error or type(error).__name__}") from None
+
+
+def split(text: str) -> list[Piece]:
+    """The pieces of a file: what stands before the first marker (id ""), then the sections."""
+    marks = list(MARKER.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    pieces = [Piece("", text[: marks[0].start()] if marks else text)]
+    for mark, end in zip(marks, ends, strict=True):
+        start = text.find("\n", mark.start()) + 1 or end
+        line = text.count("\n", 0, start) + 1
+        pieces.append(Piece(mark.group(1), text[start:end], line))
+    return pieces
+
+
+def sections(text: str) -> dict[str, str]:
+    """Source of each exercise's section by id, without the marker line, stripped."""
+    return {piece.id: piece.text.strip("\n") for piece in split(text) if piece.id}
+
+
+def preamble(text: str) -> str:
+    """What stands before the first section, without the file's docstring: mostly imports."""
+    head = split(text)[0].text
+    body = ast.parse(head).body
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        head = "\n".join(head.split("\n")[body[0].end_lineno :])
+    return head.strip("\n")
+
+
+def stub(text: str) -> str:
+    """A solutions file as the learner gets it: each solution replaced by a line that raises.
+
+    Raises:
+        ValueError: if a solution stands outside a section or is not closed.
+    """
+    out = []
+    for piece in split(text):
+        head = f"# EXERCISE {piece.id}\n" if piece.id else ""
+
+        def cut(match: re.Match, name: str = piece.id) -> str:
+            indent = match["indent"]
+            return f'{indent}# YOUR CODE HERE\n{indent}raise NotImplementedError("{name}")\n'
+
+        cut_text, cuts = SOLUTION.subn(cut, piece.text)
+        if re.search(r"# (BEGIN|END) SOLUTION", cut_text):
+            raise ValueError(f"{piece.id or 'preamble'}: unpaired BEGIN SOLUTION or END SOLUTION")
+        if bool(cuts) != bool(piece.id):
+            raise ValueError(f"{piece.id or 'preamble'}: {cuts} solutions marked in this section")
+        out.append(head + cut_text)
+    return "".join(out)
+
+
+def without_markers(text: str) -> str:
+    """A solution as a reader sees it: without its BEGIN and END lines."""
+    return re.sub(r"^[ \t]*# (BEGIN|END) SOLUTION[^\n]*(\n|\Z)", "", text, flags=re.MULTILINE)
+
+
+def same_code(a: str, b: str) -> bool:
+    """True if two sources have the same syntax tree: comments and layout don't count."""
+    try:
+        trees = [Piece("", textwrap.dedent(text)).parse() for text in (a, b)]
+    except SyntaxError:
+        return False
+    return ast.dump(trees[0]) == ast.dump(trees[1])
+
+
+def own_pieces(pieces: Iterable[Piece], id: str) -> list[Piece]:
+    """The pieces that exercise `id` runs whole; with no piece of its own, all that have no id."""
+    pieces = list(pieces)
+    mine = [piece for piece in pieces if piece.id == id]
+    if not mine:
+        return [piece for piece in pieces if not piece.id]
+    # A file's imports come first and are every exercise's; a notebook's cells are self-contained.
+    return [piece for piece in pieces[:1] if not piece.id] + mine
+
+
+def compose(pieces: Iterable[Piece], id: str, filename: str) -> ast.Module:
+    """One module for one exercise: its own pieces, and the definitions they use from the others.
+
+    Raises:
+        SyntaxError: if one of its own pieces is not Python. Other pieces that are not are left out.
+    """
+    pieces = list(pieces)
+    own = own_pieces(pieces, id)
+    statements: list[ast.stmt] = []
+    keep: list[bool] = []
+    for piece in pieces:
+        body = piece.parse(filename).body if piece in own else _parse_or_nothing(piece, filename)
+        statements += body
+        keep += [piece in own] * len(body)
+    imported = {n for s in statements if isinstance(s, _IMPORTS) for n in _binds(s, set())}
+    bound = [_binds(statement, imported) for statement in statements]
+    mine = {name for names, kept in zip(bound, keep, strict=True) if kept for name in names}
+    needed = {n for s, kept in zip(statements, keep, strict=True) if kept for n in _uses(s)} - mine
+    grew = True
+    while grew:  # definitions need definitions in turn
+        grew = False
+        for index, statement in enumerate(statements):
+            if not keep[index] and bound[index] & needed:
+                keep[index] = grew = True
+                needed |= _uses(statement) - mine
+    return ast.Module([s for s, kept in zip(statements, keep, strict=True) if kept], [])
+
+
+def _parse_or_nothing(piece: Piece, filename: str) -> list[ast.stmt]:
+    try:
+        return piece.parse(filename).body
+    except SyntaxError:
+        return []
+
+
+def _uses(statement: ast.stmt) -> set[str]:
+    """Global names that a top-level statement reads, in nested functions too, not their locals."""
+
+    def walk(table: symtable.SymbolTable) -> set[str]:
+        top = table.get_type() == "module"
+        names = {
+            s.get_name()
+            for s in table.get_symbols()
+            if s.is_referenced() and (top or s.is_global())
+        }
+        return names.union(*(walk(child) for child in table.get_children()))
+
+    try:
+        return walk(symtable.symtable(ast.unparse(statement), "answer", "exec"))
+    except (SyntaxError, ValueError, RecursionError):  # a stray `nonlocal`: compile() will tell
+        return set()
+
+
+def _binds(statement: ast.stmt, imported: set[str]) -> set[str]:
+    """Names that a top-level statement defines or changes (`x = `, `def x`, `x.defvjp(...)`).
+
+    A call of an imported module's function (`plt.show()`) changes nothing.
+    """
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, _IMPORTS):
+        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+    if isinstance(statement, ast.Assign):
+        return {name for target in statement.targets for name in _targets(target)}
+    if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        return _targets(statement.target)
+    if isinstance(statement, (ast.If, ast.Try)):
+        blocks = [statement.body, statement.orelse, getattr(statement, "finalbody", [])]
+        return {n for block in blocks for inner in block for n in _binds(inner, imported)}
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        return _targets(call.func) - imported
+    return set()
+
+
+def _targets(node: ast.AST) -> set[str]:
+    """Root names of an assignment's target: `a.b[0], c` gives a and c."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return {name for element in node.elts for name in _targets(element)}
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def forbidden(tree: ast.Module, forbid: Iterable[str]) -> str | None:
+    """The first thing in a tree that names a forbidden module or function, or None.
+
+    Follows imports and their aliases (`import minitext as mt; mt.layers.rope`), and takes a
+    string that names the module (`importlib.import_module("minitext.models.layers")`) for a use.
+    """
+    names = tuple(forbid)
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                aliases[bound] = alias.name if alias.asname else bound
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+    for node in ast.walk(tree):
+        for path in _paths(node, aliases):
+            for name in names:
+                if path == name or path.startswith(name + "."):
+                    return f"{path} (line {getattr(node, 'lineno', '?')})"
+    return None
+
+
+def _paths(node: ast.AST, aliases: dict[str, str]) -> list[str]:
+    """Dotted names that one node refers to."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    parts: list[str] = []
+    inner: ast.AST = node
+    while isinstance(inner, ast.Attribute):
+        parts.append(inner.attr)
+        inner = inner.value
+    if isinstance(inner, ast.Name) and inner.id in aliases:
+        return [".".join([aliases[inner.id], *reversed(parts)])]
+    return []

@@ -1,0 +1,206 @@
+"""Keeps everything that is written twice in step with its one source.
+
+`python -m minitext.book.grading.sync` writes, from `exercises/solutions` and `exercises/checks`:
+the stubs (`exercises/chNN_name.py`), the exercise blocks and the install line of the notebooks
+(`notebooks/NN_name.md`), and the paired `.ipynb` without outputs. With `--check` it writes nothing
+and exits 1, naming what is out of step.
+
+Chapters: none.
+"""
+
+import hashlib
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from minitext.book.grading import registry, source
+from minitext.book.grading.registry import Exercise
+from minitext.errors import UserError
+
+BLOCK = re.compile(
+    r"^<!-- exercise (?P<id>\S+) -->\n(?P<body>.*?)^<!-- end exercise (?P<end>\S+) -->$",
+    re.MULTILINE | re.DOTALL,
+)
+MARKS = re.compile(r"^<!-- (?:end )?exercise .*$", re.MULTILINE)
+INSTALL = re.compile(r'(%pip install -q "minitext\[book\] @ git\+)[^"]*(")')
+CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def block(exercise: Exercise, solution: str, preamble: str) -> str:
+    """The MyST text between an exercise's two marker lines.
+
+    Args:
+        exercise: its statement, hints and numbers.
+        solution: its section of the solutions file, with the BEGIN and END lines.
+        preamble: the imports of that file, repeated so that the cell stands alone.
+    """
+    shown = source.without_markers(solution)
+    stub = source.stub(f"# EXERCISE {exercise.id}\n{solution}\n").split("\n", 1)[1]
+    numbers = f"*{exercise.minutes} minutes, {exercise.points} points"
+    if exercise.devices > 1:
+        numbers += f", {exercise.devices} simulated devices"
+    parts = [
+        f"### Exercise {exercise.id}: {exercise.title}",
+        f"{numbers}.*",
+        _dedent(exercise.statement),
+        f"```{{code-cell}} ipython3\n:exercise: {exercise.id}\n:tags: [exercise]\n\n"
+        f"{preamble + chr(10) * 3 if preamble else ''}{stub.strip()}\n```",
+        f'```{{code-cell}} ipython3\ncheck("{exercise.id}", {exercise.function})\n```',
+        *(_fold(f"Hint {n}", hint) for n, hint in enumerate(exercise.hints, 1)),
+        _fold("Solution", _fence(shown.strip())),
+    ]
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def _dedent(text: str) -> str:
+    lines = text.strip().split("\n")
+    margin = min((len(x) - len(x.lstrip()) for x in lines[1:] if x.strip()), default=0)
+    return "\n".join([lines[0], *(x[margin:].rstrip() for x in lines[1:])])
+
+
+def _fence(code: str) -> str:
+    ticks = "`" * max(3, 1 + max(map(len, re.findall(r"`+", code)), default=0))
+    return f"{ticks}python\n{code}\n{ticks}"
+
+
+def _fold(title: str, body: str) -> str:
+    # Plain HTML, because it folds everywhere: in the book, in Jupyter, on Colab and on GitHub.
+    return f"<details>\n<summary>{title}</summary>\n\n{_dedent(body)}\n\n</details>"
+
+
+def notebook(
+    path: Path,
+    exercises: dict[str, Exercise],
+    parts: dict[str, tuple[str, str]],
+    url: str | None,
+    faults: list[str],
+) -> str:
+    """The text that a chapter's `.md` should have; what cannot be mended goes to `faults`.
+
+    Args:
+        path: the `.md`.
+        exercises: known exercises by id.
+        parts: (section of the solutions file, its preamble) by id.
+        url: the repository's address for the install line, None to leave it alone.
+        faults: appended to, one line each.
+    """
+    text = path.read_text(encoding="utf-8")
+    place = f"notebooks/{path.name}"
+    seen: list[str] = []
+
+    def fill(match: re.Match) -> str:
+        name = match["id"]
+        seen.append(name)
+        if match["end"] != name or name not in exercises or name not in parts:
+            faults.append(f"{place}: block {name!r} has no such exercise or no end line of its own")
+            return match[0]
+        body = block(exercises[name], *parts[name])
+        return f"<!-- exercise {name} -->\n{body}<!-- end exercise {name} -->"
+
+    filled = BLOCK.sub(fill, text)
+    if len(MARKS.findall(text)) != 2 * len(seen):
+        faults.append(f"{place}: a line '<!-- exercise ID -->' or its end line is missing")
+    chapter = path.stem[:2]
+    for name in sorted({i for i in exercises if i.startswith(chapter + ".")} - set(seen)):
+        faults.append(f"{place}: no block for exercise {name}")
+    first = CELL.search(filled)
+    if first is None or "try:\n    import minitext\nexcept" not in first["body"]:
+        faults.append(f"{place}: the first code cell is not the setup cell")
+    return INSTALL.sub(rf"\g<1>{url}\g<2>", filled) if url else filled
+
+
+def paired(markdown: str) -> str:
+    """The `.ipynb` of a MyST notebook: no outputs, cell ids made from the cells' text."""
+    import jupytext
+    import nbformat
+
+    book = jupytext.reads(markdown, fmt="md:myst")
+    book.nbformat, book.nbformat_minor = 4, 5
+    meta = book.metadata.setdefault("jupytext", {})
+    meta.setdefault("formats", "md:myst,ipynb")
+    meta.get("text_representation", {}).pop("jupytext_version", None)
+    seen: dict[str, int] = {}
+    for cell in book.cells:
+        name = hashlib.sha256(f"{cell.cell_type}:{cell.source}".encode()).hexdigest()[:10]
+        seen[name] = seen.get(name, 0) + 1
+        cell.id = name if seen[name] == 1 else f"{name}-{seen[name]}"
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return nbformat.writes(book, indent=1) + "\n"
+
+
+def wanted(repository: Path, faults: list[str]) -> dict[Path, str]:
+    """The text of every file that is generated, by path; `faults` gets what cannot be.
+
+    Args:
+        repository: a checkout, with `exercises/` and perhaps `notebooks/`.
+        faults: appended to, one line each.
+    """
+    root = repository / "exercises"
+    texts: dict[Path, str] = {}
+    parts: dict[str, tuple[str, str]] = {}
+    exercises: dict[str, Exercise] = {}
+    for path in registry.chapter_files(root, "solutions"):
+        try:
+            text = path.read_text(encoding="utf-8")
+            texts[root / path.name] = source.stub(text)
+            head = source.preamble(text)
+            parts |= {name: (part, head) for name, part in source.sections(text).items()}
+            checks = root / "checks" / path.name
+            found = registry.exercises_of(registry.load_module(checks), path.stem)
+        except Exception as error:  # one author's unfinished file must not stop the others
+            faults.append(f"exercises/*/{path.name}: {type(error).__name__}: {error}")
+            continue
+        names = [exercise.id for exercise in found]
+        if names != list(source.sections(text)):
+            faults.append(
+                f"exercises/*/{path.name}: solutions {list(source.sections(text))}, checks {names}"
+            )
+        exercises |= {exercise.id: exercise for exercise in found}
+    for path in sorted(set(registry.chapter_files(root, "")) - set(texts)):
+        faults.append(f"exercises/{path.name}: a stub without a solutions file")
+    url = repository_url(repository)
+    for path in sorted((repository / "notebooks").glob("[0-9][0-9]_*.md")):
+        text = notebook(path, exercises, parts, url, faults)
+        texts |= {path: text, path.with_suffix(".ipynb"): paired(text)}
+    for path in sorted(set((repository / "notebooks").glob("*.ipynb")) - set(texts)):
+        faults.append(f"notebooks/{path.name}: a notebook without its .md")
+    return texts
+
+
+def repository_url(repository: Path) -> str | None:
+    """`[project.urls] Repository` of the checkout's pyproject.toml, None without one."""
+    path = repository / "pyproject.toml"
+    if not path.is_file():
+        return None
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
+    return project.get("urls", {}).get("Repository")
+
+
+def main(arguments: list[str]) -> int:
+    """Writes what is out of step, or with `--check` only names it. Returns the exit code."""
+    if arguments not in ([], ["--check"]):
+        print("usage: python -m minitext.book.grading.sync [--check]", file=sys.stderr)
+        return 2
+    try:
+        root = registry.exercises_root()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    faults: list[str] = []
+    stale = []
+    for path, text in wanted(root.parent, faults).items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.relative_to(root.parent))
+            if not arguments:
+                path.write_text(text, encoding="utf-8")
+    for path in stale:
+        print(f"out of step: {path}" if arguments else f"written: {path}")
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults or (arguments and stale) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,331 @@
+"""Checkpoints that survive: asynchronous, atomic, verified, and restored onto any mesh.
+
+A checkpoint is a directory named after its step:
+
+    300/
+      state/          an Orbax checkpoint with one array per leaf, each under the leaf's name
+      facts.json      the step, the data iterator's state, the config, the shapes and sharding
+      manifest.json   the size and SHA-256 of every file above
+
+It is written as `300.1.tmp` and renamed when all of it, the manifest too, is on the disk. The
+rename is the only commit: a process killed at any moment leaves a whole `300`, or a directory
+ending in `.tmp`, which is never read and which the next process to save deletes. So a step with a
+file (also the manifest) missing, cut short or altered is damaged: restoring says so in one line and
+goes on to the step before. The next save renames it (`300.damaged`); nothing deletes it.
+
+Chapters: 8, 21.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from minitext import files as disk
+from minitext.checkpoint import leaves, stacks
+from minitext.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+STATE, FACTS = "state", "facts.json"
+TEMPORARY, DAMAGED = ".tmp", ".damaged"
+
+
+class Restored(NamedTuple):
+    """What `Checkpointer.restore` returns."""
+
+    state: Any
+    data_state: dict[str, Any]
+    step: int
+
+
+class Checkpointer:
+    """Saves and restores a pytree with the position of its data, a directory for each step.
+
+    All processes of a job make the same calls. Process 0 writes the facts and the manifest,
+    renames, and deletes old steps. Reading changes nothing, so a run can be evaluated while it
+    trains. Use it as a context manager or call `close`: a save under way at exit may be lost.
+
+    Args:
+        directory: where the steps live; made by the first save.
+        keep: how many of the newest steps to keep, at least 1. The step just saved always stays.
+        keep_every: keeps steps that are multiples of it as well.
+        own: whether each process has a directory of its own, for its own devices' parts alone.
+    """
+
+    def __init__(
+        self, directory: Path | str, keep: int = 3, keep_every: int | None = None, own: bool = False
+    ):
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
+        self.directory = Path(directory).absolute()
+        self.keep, self.keep_every, self.own = keep, keep_every, own
+        self._damaged: set[int] = set()  # found by restore, set aside by the next save
+        self._saves = 0
+        self._pending: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    @functools.cached_property
+    def _orbax(self) -> Any:
+        return leaves.checkpointer(self.own)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data_state: dict[str, Any],
+        config: dict[str, Any] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Saves `state` as `step`, in the background unless `wait`. A step that exists is replaced.
+
+        Waits for the save before this one, and returns when the arrays are safe to donate.
+
+        Args:
+            step: the number of updates in `state`.
+            state: any pytree of arrays (jax or numpy, typed PRNG keys too) and Python numbers.
+            data_state: the data iterator's state, as JSON. Process 0's is stored.
+            config: the resolved configuration, as JSON; stored for people and `facts`.
+            wait: whether to return only after the checkpoint is committed.
+
+        Raises:
+            UserError: the directory can't be written (full, read-only, no permission), for this
+                save or the one before. Steps already saved are intact.
+        """
+        self.wait()
+        if step < 0:
+            raise ValueError(f"step={step}: a step is a count of updates, 0 or more")
+        named = leaves.named(state)
+        facts = {"step": step, "data_state": data_state, "config": config}
+        text = json.dumps(facts | {"layout": leaves.layout(named)}, indent=1)
+        self._saves += 1
+        target = self._path(step, f".{self._saves}{TEMPORARY}")
+        try:
+            if self.own or jax.process_index() == 0:
+                self._prepare(target)
+            arrays, write = leaves.storable(named), None
+            if jax.process_count() == 1 and not self.own:
+                # Orbax's own preparations take longer than this, and need not hold up the loop.
+                arrays = leaves.on_host(arrays)
+                write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
+            else:
+                leaves.write(self._orbax, target / STATE, arrays)
+        except BaseException as error:
+            self._fail(error, step, target)
+        self._pending = self._executor.submit(self._commit, step, target, text, write)
+        if wait:
+            self.wait()
+
+    def restore(
+        self, abstract_state: Any, step: int | None = None, partial: bool = False
+    ) -> Restored | None:
+        """Reads the newest undamaged checkpoint, or that of `step`, laid out as `abstract_state`.
+
+        Each damaged step on the way is reported in one warning and passed over.
+
+        Args:
+            abstract_state: a pytree of the same names: `jax.ShapeDtypeStruct`s or arrays for what
+                comes back as jax arrays, on their shardings, of whatever mesh (uncommitted where
+                there is none); numpy arrays and numbers come back as such. Layers may have been
+                saved one by one or stacked (`stacks`).
+            step: the step to read; it must exist and be whole.
+            partial: allows `abstract_state` to lack leaves that were saved; they are not read.
+
+        Returns:
+            The state, the data iterator's state and the step; or None when nothing was saved yet.
+
+        Raises:
+            UserError: every checkpoint (or the asked one) is damaged; or a leaf has another shape
+                or dtype, or is on one side only.
+        """
+        self.wait()
+        choose = functools.partial(self._choose, step)
+        chosen = choose() if self.own else _from_process_0(choose)
+        if chosen is None:
+            return None
+        facts = self.facts(chosen)
+        wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
+        to_read = stacks.as_stored(saved, wanted)
+        if difference := leaves.difference(saved, to_read, partial):
+            mend = "choose another run.dir or delete this one"
+            raise UserError(f"{self.directory} holds another model: {difference}; {mend}")
+        values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+        state = leaves.rebuild(abstract_state, stacks.as_wanted(values, wanted))
+        return Restored(state, facts["data_state"], chosen)
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first, except those found damaged."""
+        try:
+            names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(
+                f"cannot look into {self.directory}: {error.strerror}; choose another run.dir"
+            ) from error
+        found = {int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)}
+        return sorted(found - self._damaged)
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None. It isn't verified until it is restored."""
+        return max(self.steps(), default=None)
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays: `step`, `data_state`, `config` and `layout`."""
+        return json.loads((self._path(step) / FACTS).read_text(encoding="utf-8"))
+
+    def verify(self, step: int) -> str | None:
+        """Reads every file of a step: None when all is as written, else the first fault found."""
+        return disk.verify(self._path(step))
+
+    def wait(self) -> None:
+        """Blocks until the save under way is committed; raises what went wrong in it, once."""
+        if self._pending is None:
+            return
+        try:
+            self._pending.result()
+        finally:
+            if self._pending.done():  # not after a Ctrl-C: then it's still being written
+                self._pending = None
+
+    def close(self) -> None:
+        """Waits for the save under way, raises what went wrong in it, and ends the threads."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            if "_orbax" in self.__dict__:
+                self._orbax.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except UserError as error:
+            if kind is None:
+                raise
+            logger.warning("%s", error)  # must not hide the exception that is on its way
+
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self.directory / f"{step}{suffix}"
+
+    def _prepare(self, target: Path) -> None:
+        """Makes the directory to write in; clears what killed saves left; sets damage aside."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._saves == 1:
+            disk.sync(self.directory.parent)
+            for path in self.directory.glob(f"[0-9]*{TEMPORARY}/"):
+                shutil.rmtree(path)
+        for damaged in sorted(self._damaged):
+            count = len(list(self.directory.glob(f"{damaged}{DAMAGED}*")))
+            aside = self._path(damaged, f"{DAMAGED}.{count + 1}" if count else DAMAGED)
+            self._path(damaged).rename(aside)
+            self._damaged.remove(damaged)
+        target.mkdir()
+
+    def _commit(self, step: int, target: Path, facts: str, write: Callable | None) -> None:
+        """In the background: the arrays are written, the directory sealed, renamed; cleans up."""
+        try:
+            if write is not None:
+                write()
+            self._orbax.wait_until_finished()
+            if not self.own and jax.process_index() != 0:
+                return
+            (target / FACTS).write_text(facts, encoding="utf-8")
+            disk.seal(target)
+            if self._path(step).exists():
+                self._delete(step)
+            target.rename(self._path(step))
+            disk.sync(self.directory)
+        except BaseException as error:
+            self._fail(error, step, target)
+        try:
+            for old in self.steps()[: -self.keep]:
+                if old != step and (self.keep_every is None or old % self.keep_every):
+                    self._delete(old)
+        except OSError as error:
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: a process killed half-way through must not leave half a step behind.
+        doomed = self._path(step, f".old{TEMPORARY}")
+        self._path(step).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _fail(self, error: BaseException, step: int, target: Path) -> NoReturn:
+        """Removes what a failed save left and raises: a UserError if the disk was the reason."""
+        with contextlib.suppress(Exception):
+            self._orbax.wait_until_finished()
+        # TensorStore may still write other arrays there and doesn't say when it is done: that's why
+        # no two saves share a name, and why the place is cleared until it stays empty.
+        quiet, end = 0, time.monotonic() + 3
+        while quiet < 3 and time.monotonic() < end:
+            shutil.rmtree(target, ignore_errors=True)
+            quiet = 0 if target.exists() or disk.has_open_files(target) else quiet + 1
+            time.sleep(0.05)
+        if (cause := disk.explain(error)) is None:
+            raise error
+        good = self.latest()
+        rest = "no step was saved before" if good is None else f"step {good} is intact"
+        raise UserError(
+            f"step {step} was not saved in {self.directory} ({rest}): {cause}"
+        ) from error
+
+    def _choose(self, step: int | None) -> int | None:
+        """The newest step that is whole, after a warning for each newer one that isn't."""
+        candidates = self.steps()
+        if step is not None:
+            if step not in candidates:
+                raise UserError(
+                    f"{self.directory} has no checkpoint of step {step}: choose among {candidates}"
+                )
+            candidates = [step]
+        faults: dict[int, str] = {}
+        for candidate in reversed(candidates):
+            fault = self.verify(candidate)
+            if fault is None:
+                self._damaged.update(faults)
+                return candidate
+            faults[candidate] = fault
+            if candidate != candidates[0]:
+                told = "checkpoint %s is damaged: %s; trying the one before"
+                logger.warning(told, self._path(candidate), fault)
+        if not faults:
+            return None
+        raise UserError(
+            f"{'every' if step is None else 'the'} checkpoint in {self.directory} is damaged: "
+            + "; ".join(f"step {number}: {fault}" for number, fault in faults.items())
+            + "; nothing was deleted: put back a copy, or choose another run.dir to begin again"
+        )
+
+
+def _from_process_0(choose: Callable[[], int | None]) -> int | None:
+    """Process 0's choice, on every process; -1 stands for None, -2 for an error."""
+    if jax.process_count() == 1:
+        return choose()
+    from jax.experimental import multihost_utils
+
+    number, problem = -2, UserError("no checkpoint to restore: see the error of process 0")
+    if jax.process_index() == 0:
+        try:
+            chosen = choose()
+            number = -1 if chosen is None else chosen
+        except UserError as error:
+            problem = error
+    number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    if number == -2:
+        raise problem
+    return None if number == -1 else number

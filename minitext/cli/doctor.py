@@ -1,0 +1,43 @@
+"""What this machine is and what minitext can do on it, for bug reports and the curious.
+
+Chapters: none.
+"""
+
+import importlib.metadata
+import platform
+import sys
+
+import jax
+import psutil
+
+from minitext import hardware as hw
+from minitext.cache import cache_dir
+from minitext.distributed.devices import has_gpu_plugin
+
+
+def examine() -> dict[str, str]:
+    """Returns facts about the machine, the versions and the abilities, as lines to print."""
+    devices = jax.devices()
+    chip = hw.find_chip(devices[0])
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
+    versions = {name: _version(name) for name in packages}
+    memory = psutil.virtual_memory()
+    return {
+        "minitext": _version("minitext") or "not installed",
+        "python": f"{sys.version.split()[0]} on {platform.platform()}",
+        "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        "chip": chip.name if chip else "not in minitext.hardware.CHIPS",
+        "matmul peak (f32)": f"{hw.measure_matmul_peak('float32') / 1e9:.0f} GFLOP/s, measured",
+        "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
+        "cache": str(cache_dir()),
+        "compile for TPU": "yes" if versions["libtpu"] else "no: pip install 'minitext[aot]'",
+        "compile for GPU": "yes" if has_gpu_plugin() else "no: pip install 'minitext[aot-gpu]'",
+        **{name: version or "not installed" for name, version in versions.items()},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

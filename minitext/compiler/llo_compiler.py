@@ -1,0 +1,124 @@
+"""Compiling kernels for a TPU that is not here so that libtpu writes down their machine code.
+
+A function is lowered in this process and compiled in another, since libtpu reads its flags only when it is loaded.
+What passes between them is the lowered program, so a kernel that a notebook's cell defines is compiled like any other.
+
+Chapters: 16.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minitext.compiler.targets import Target, topology_devices
+from minitext.errors import DoesNotFit, UserError
+from minitext.hardware import CHIPS
+from minitext.sharding.mesh import AXES
+
+SECONDS = 300  # that the compiler may take for one function
+
+
+def lower(fn: Callable, *args: Any, chip: str) -> bytes:
+    """Lowers a function for one chip as `jax.jit` would there, without the chip or its compiler.
+
+    The mesh in use while the function is traced has one device of that kind, so `minitext.kernels` and Pallas see it.
+
+    Returns:
+      The StableHLO module as MLIR bytecode; a Pallas kernel in it is a custom call that holds Mosaic's program.
+
+    Raises:
+      UserError: if the chip is no TPU of the table.
+    """
+    import jax
+    from jax.interpreters import mlir
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+    row = CHIPS.get(chip)
+    if row is None or row.platform != "tpu":
+        known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
+        raise UserError(f"chip={chip} is no TPU of the table: choose among {known}")
+    device = AbstractDevice(device_kind=row.device_kinds[0], num_cores=None, platform="tpu")
+    ones, types = (1,) * len(AXES), (AxisType.Explicit,) * len(AXES)
+    with jax.sharding.use_abstract_mesh(AbstractMesh(ones, AXES, types, abstract_device=device)):
+        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        lowered = jax.jit(fn).trace(*structs).lower(lowering_platforms=("tpu",))
+    return mlir.module_to_bytecode(lowered.compiler_ir())  # pyright: ignore[reportArgumentType]
+
+
+def write_dump(module: bytes, chip: str, folder: Path) -> None:
+    """Compiles a module in a process whose libtpu writes down the finished code into a folder.
+
+    Raises:
+      DoesNotFit: if a kernel needs more vector memory than it may use.
+      UserError: if the compiler refuses the program for another reason, crashes or takes too long.
+    """
+    source = folder / "module.mlir"
+    source.write_bytes(module)
+    # Labels that begin so are those of the finished code; a whole dump is twenty times as large.
+    labels = "--xla_jf_dump_llo_pass_label_regex=(final|pre-delay).*"
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {labels}"
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "minitext.compiler.llo_compiler", chip, str(source)]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"the compiler took more than {SECONDS} s for {chip}") from error
+    if done.returncode == 0:
+        return
+    said = done.stderr.strip().splitlines() or ["nothing"]
+    if done.returncode == UserError.exit_code:
+        raise UserError(said[-1])
+    if done.returncode == DoesNotFit.exit_code:
+        raise DoesNotFit(said[-1])
+    crash = next((line for line in said if re.match(r"F\d{4} |.*Check failed", line)), said[-1])
+    raise UserError(f"the compiler for {chip} stopped with {done.returncode}: {crash[:300]}")
+
+
+def _compile_file(chip: str, file: str) -> None:
+    """Compiles an MLIR module for one device of a chip; this is the other process's whole work."""
+    import jax
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+    from jaxlib import xla_client
+
+    row = CHIPS[chip]
+    device = topology_devices(Target(row, (1,) * (row.links // 2)))[0]
+    with mlir.make_ir_context():
+        module = ir.Module.parse(Path(file).read_bytes())
+    options = xla_client.CompileOptions()
+    options.executable_build_options.use_shardy_partitioner = True
+    try:
+        device.client.compile(module, xla_client.DeviceList((device,)), options)
+    except jax.errors.JaxRuntimeError as error:
+        raise _refusal(str(error), chip) from None
+
+
+def _refusal(message: str, chip: str) -> UserError:
+    """Makes one line of what the compiler says."""
+    found = re.search(
+        r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)",
+        message,
+        re.S,
+    )
+    if found:
+        return DoesNotFit(
+            f"{found[1]} needs {found[2]}iB of vector memory and may use {found[3]}iB on {chip}: choose smaller "
+            "blocks, or raise vmem_limit_bytes in pltpu.CompilerParams"
+        )
+    lines = [re.sub(r"^[A-Z_]+: ", "", line.strip()) for line in message.splitlines()]
+    reason = next((line for line in lines if line and not re.fullmatch(r"E\d+: \w+:", line)), "")
+    return UserError(f"the compiler for {chip} refuses the program: {reason[:400]}")
+
+
+if __name__ == "__main__":
+    try:
+        _compile_file(*sys.argv[1:])
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)

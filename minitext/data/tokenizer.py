@@ -1,0 +1,241 @@
+"""Text to token ids and back: UTF-8 bytes, or byte-level byte-pair encoding.
+
+Both kinds lose nothing (`decode(encode(text)) == text` for any Unicode text) and both have one id
+that no text encodes to, the end-of-document id `eod_id`, the last of the vocabulary. A tokenizer
+saves itself as one small JSON file, so that a trained model can be used where its training text is
+not.
+
+Chapters: 7.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from minitext.config.data import DataConfig
+from minitext.errors import UserError
+
+BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids in use: every id is below it."""
+        ...
+
+    @property
+    def eod_id(self) -> int:
+        """The id that ends a document; no text encodes to it."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, without an end-of-document id."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns one integer array of ids for each text: the fast way to encode a corpus."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`; never raises, whatever a model has sampled."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all there is to this tokenizer, as JSON-able values."""
+        ...
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file for `load_tokenizer`."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of the text's UTF-8, and 256 ends a document."""
+
+    vocab_size = BYTES + 1
+    eod_id = BYTES
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the UTF-8 bytes of `text`.
+
+        Raises:
+            UserError: `text` holds a lone surrogate, which is half a character.
+        """
+        return list(_utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns a uint8 array for each text."""
+        return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`.
+
+        End-of-document ids are left out. What is not UTF-8, and any id beyond the vocabulary (a
+        model may have a larger one), becomes U+FFFD.
+        """
+        # Byte 255 never occurs in UTF-8, so it stands for every id that means nothing.
+        known = (i if 0 <= i < BYTES else 255 for i in map(int, ids) if i != self.eod_id)
+        return bytes(known).decode("utf-8", errors="replace")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns `{"kind": "byte"}`: there is nothing else to it."""
+        return {"kind": "byte"}
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file for `load_tokenizer`."""
+        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+
+
+class BPETokenizer:
+    """Byte-level byte-pair encoding by the `tokenizers` library, with GPT-2's word splitting.
+
+    The 256 bytes come first, then the merges in the order they were learnt, then `eod_id`. The end
+    of document is no entry of the library's tokenizer: it would be found in text that spells it.
+
+    Source: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909; Radford et al. 2019 (GPT-2).
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Wraps `model`, a `tokenizers.Tokenizer` trained by `train_bpe`."""
+        self._model = model
+        self.eod_id: int = model.get_vocab_size()
+        self.vocab_size: int = self.eod_id + 1
+        self._unknown: int = model.token_to_id("\u00ff")  # the entry of byte 255, see ByteTokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`.
+
+        Raises:
+            UserError: `text` holds a lone surrogate, which is half a character.
+        """
+        _utf8(text)
+        return self._model.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns a uint32 array for each text; the library encodes them on all cores."""
+        for text in texts:
+            _utf8(text)
+        encodings = self._model.encode_batch_fast(list(texts))
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`, by the same rules as `ByteTokenizer.decode`."""
+        known = [
+            i if 0 <= i < self.eod_id else self._unknown for i in map(int, ids) if i != self.eod_id
+        ]
+        return self._model.decode(known, skip_special_tokens=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the vocabulary and the merges, as the library writes them."""
+        return {"kind": "bpe", "bpe": json.loads(self._model.to_str())}
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file for `load_tokenizer`."""
+        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> BPETokenizer:
+    """Learns byte-pair merges from `texts`.
+
+    Args:
+        texts: the text to count pairs in, in pieces of any length.
+        vocab: the largest number of ids wanted, `eod_id` among them. A text with too few different
+            pairs gives fewer.
+
+    Returns:
+        The tokenizer. The same texts always give the same one.
+
+    Raises:
+        UserError: `vocab` leaves no room for a merge.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab < BYTES + 2:
+        raise UserError(
+            f"model.vocab={vocab} is too small for data.tokenizer=bpe, which needs 256 bytes, an "
+            f"end of document and one merge: set model.vocab to {BYTES + 2} or more"
+        )
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    model.decoder = decoders.ByteLevel()  # pyright: ignore
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return BPETokenizer(model)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads a tokenizer that `save` wrote.
+
+    Raises:
+        UserError: the file is missing or is not such a file.
+    """
+    path = Path(path)
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["kind"] == "byte":
+            return ByteTokenizer()
+        from tokenizers import Tokenizer
+
+        return BPETokenizer(Tokenizer.from_str(json.dumps(saved["bpe"])))
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+    except Exception as error:  # `tokenizers` raises a bare Exception for JSON it does not know
+        raise UserError(f"{path} is not a tokenizer saved by minitext: {error}") from error
+
+
+def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
+    """Makes the tokenizer that a data config asks for.
+
+    A BPE tokenizer is trained on (a bounded sample of) the config's own source the first time, and
+    kept in the cache directory (`$MINITEXT_CACHE`, or `~/.cache/minitext`).
+
+    Args:
+        cfg: the data section of a config.
+        vocab: the model's vocabulary; the tokenizer uses at most so many ids.
+
+    Raises:
+        UserError: `vocab` is too small, or the source cannot be read.
+    """
+    packed = [p for p in (cfg, *map(cfg.of_part, cfg.mixture)) if p.source == "arrayrecord"]
+    if packed:  # its text is encoded already
+        from minitext.data import array_record
+
+        return load_tokenizer(array_record.packed_folder(packed[0]) / array_record.TOKENIZER)
+    if cfg.tokenizer == "byte":
+        if vocab < ByteTokenizer.vocab_size:
+            raise UserError(
+                f"model.vocab={vocab} is too small for data.tokenizer=byte: set model.vocab to "
+                f"{ByteTokenizer.vocab_size} or more"
+            )
+        return ByteTokenizer()
+    # Imported here because minitext.data imports this module.
+    from minitext import cache
+    from minitext.data import sources
+
+    key = cache.fingerprint(sources.identity(cfg), vocab)
+    path = cache.entry(f"bpe-{key}") / "tokenizer.json"
+    if not path.exists():
+        with cache.new_entry(path.parent) as directory:
+            train_bpe(sources.sample(cfg), vocab).save(directory / path.name)
+    return load_tokenizer(path)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text has the lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start}, which is half a character and has no UTF-8: remove it, or read the "
+            "text with errors='replace'"
+        ) from error

@@ -1,0 +1,236 @@
+"""Sampling text from a model with a key-value cache.
+
+Two programs are compiled, whatever is generated: one reads the prompts (prefill), one adds a token to each (decode).
+The cache is donated to each step, so that a step writes one place of it. A decode step reads every parameter for a
+handful of tokens: memory bounds its speed, so as little as possible on its way is copied.
+
+Chapters: 6, 25.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from minitext import kernels
+from minitext.config.model import ModelConfig
+from minitext.errors import UserError
+from minitext.models.transformer import (
+    Cache,
+    Transformer,
+    make_cache,
+    split_projections,
+    unstack_layers,
+)
+
+# Prompts are padded to a multiple of this, so that prompts of similar length share a compiled prefill.
+PROMPT_BUCKET = 64
+
+
+class Sampling(NamedTuple):
+    """How the next token is drawn.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: draw among this many most likely tokens; 0 means all.
+      top_p: draw among the most likely tokens whose probabilities sum to at least this; 1 means all.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Raises UserError for a value outside its range."""
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature}: choose 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k}: choose 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: choose more than 0 and at most 1")
+
+
+DEFAULT_SAMPLING = Sampling()
+
+
+def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
+    """Draws one token per row.
+
+    Args:
+      logits_BV: [B, V] float32.
+      key: PRNG key.
+      how: static; see `Sampling`.
+
+    Returns:
+      [B] int32.
+    """
+    if how.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV / how.temperature
+    if 0 < how.top_k < logits_BV.shape[-1]:
+        kth_B1 = jax.lax.top_k(logits_BV, how.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
+    if how.top_p < 1:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        # A token stays while the ones before it sum to less than top_p, so the most likely always stays.
+        kept_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV < how.top_p
+        least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+class Programs(NamedTuple):
+    """What generation compiles, for one model and one way to draw.
+
+    Attributes:
+      lay_out: parameters -> arrays as the other two take them.
+      prefill: (arrays, prompts [B, T], their length, key, length of the cache) -> (tokens [B], cache).
+      decode: (arrays, tokens [B], cache, key) -> (tokens [B], cache); the cache is donated.
+    """
+
+    lay_out: Callable[[Any], list[jax.Array]]
+    prefill: Callable[..., tuple[jax.Array, Cache]]
+    decode: Callable[..., tuple[jax.Array, Cache]]
+
+
+@lru_cache(maxsize=8)
+def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
+    """Returns the jitted programs, the same ones for the same arguments; `groups` is that of `split_projections`."""
+
+    def arrange(model: Transformer) -> Transformer:
+        if cfg.scan_layers:
+            return model
+        apart = unstack_layers(model)
+        return split_projections(apart, groups) if groups > 1 else apart
+
+    def new_model() -> Transformer:
+        return Transformer(cfg, rngs=nnx.Rngs(0))
+
+    stacked = nnx.graphdef(nnx.eval_shape(new_model))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
+    treedef = jax.tree.structure(abstract)
+
+    def run(arrays, tokens_BT, cache):
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))(tokens_BT, cache=cache)
+
+    def empty_cache(batch, length):
+        cache = make_cache(cfg, batch, length)
+        if cfg.scan_layers:
+            return cache
+        return cache._make(
+            (*map(tuple, cache[:-1]), cache.length)
+        )  # layers apart, as those of the model
+
+    @jax.jit
+    def lay_out(params):
+        return jax.tree.leaves(nnx.state(arrange(nnx.merge(stacked, params))))
+
+    @partial(jax.jit, static_argnames="length")
+    def prefill(arrays, prompt_BT, prompt_length, key, *, length):
+        logits_BTV, new = run(arrays, prompt_BT, empty_cache(prompt_BT.shape[0], 0))
+        last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, 1, keepdims=False)
+        cache = empty_cache(prompt_BT.shape[0], length).append(new)
+        # Places beyond the prompt hold padding; the tokens to come overwrite them before anything sees them.
+        return sample(last_BV, key, how), cache._replace(length=prompt_length)
+
+    # A step that reads the cache and then writes to it needs no copy of it. XLA's CPU backend sees that only if it
+    # looks at the order of the two; otherwise a token after 2,000 others takes five times as long.
+    in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    options = in_place if kernels.platform() == "cpu" else None
+
+    # Few arguments of plain types: a step takes a millisecond or two, and so would handing over a module.
+    @partial(jax.jit, donate_argnames="cache", compiler_options=options)
+    def decode(arrays, token_B, cache, key):
+        key = jax.random.fold_in(key, cache.length)  # one for each place
+        logits_B1V, new = run(arrays, token_B[:, None], cache)
+        return sample(logits_B1V[:, 0], key, how), cache.append(new)
+
+    return Programs(lay_out, prefill, decode)
+
+
+class Generator:
+    """A model that is ready to generate: its parameters are laid out for it, anew only where one text follows several.
+
+    Args:
+      cfg: the model's configuration. With `scan_layers` the programs compile faster and, on a CPU, run slower.
+      params: `nnx.State` of its parameters, on one device.
+      how: temperature, top-k and top-p.
+
+    Raises:
+      UserError: for a setting outside its range.
+    """
+
+    def __init__(self, cfg: ModelConfig, params: Any, how: Sampling = DEFAULT_SAMPLING):
+        how.check()
+        self.cfg, self.params, self.how = cfg, params, how
+        self.programs: Programs | None = None
+
+    def tokens(
+        self, prompt_BT: np.ndarray, *, max_tokens: int, seed: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Yields the tokens [B] that follow each of B prompts of one length, `max_tokens` times.
+
+        Args:
+          prompt_BT: [B, T] token ids, T at least 1.
+          max_tokens: how many tokens follow, at least 1.
+          seed: of the draws; the same seed gives the same tokens.
+
+        Raises:
+          UserError: for an empty prompt or a token outside the vocabulary.
+        """
+        prompt_BT = np.asarray(prompt_BT, np.int32)
+        T = prompt_BT.shape[1]
+        if not prompt_BT.size:
+            raise UserError("the prompt is empty: give at least one character")
+        if prompt_BT.max() >= self.cfg.vocab:
+            raise UserError(
+                f"the prompt holds token {prompt_BT.max()}, and the model's vocabulary has {self.cfg.vocab}"
+            )
+        programs = self._prepare(len(prompt_BT))
+        padded_BT = np.pad(prompt_BT, ((0, 0), (0, -T % PROMPT_BUCKET)))
+        length = padded_BT.shape[1] + max_tokens
+        key, arrays = jax.random.key(seed), self.arrays
+        token_B, cache = programs.prefill(arrays, padded_BT, T, key, length=length)
+        for _ in range(max_tokens - 1):
+            # The next step is dispatched before this one's tokens are waited for.
+            next_B, cache = programs.decode(arrays, token_B, cache, key)
+            yield np.asarray(token_B)
+            token_B = next_B
+        yield np.asarray(token_B)
+
+    def _prepare(self, batch: int) -> Programs:
+        """Returns the programs for so many texts; lays the parameters out as they want them, if they aren't yet."""
+        groups = 1
+        if batch == 1 and kernels.platform() == "cpu":
+            groups = 4 if (os.cpu_count() or 1) >= 4 else 2
+        programs = make_programs(self.cfg, self.how, groups)  # pyright: ignore[reportArgumentType]
+        if self.programs is not programs:
+            self.programs, self.arrays = programs, programs.lay_out(self.params)
+        return programs
+
+
+def generate(
+    cfg: ModelConfig,
+    params: Any,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    how: Sampling = DEFAULT_SAMPLING,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> Iterator[int]:
+    """Yields the tokens that follow one prompt, up to `max_tokens` or `stop_id` (which is not yielded).
+
+    The arguments are those of `Generator` and its `tokens`, and so are the errors.
+    """
+    generator = Generator(cfg, params, how)
+    for token_B in generator.tokens(np.asarray([prompt]), max_tokens=max_tokens, seed=seed):
+        if token_B[0] == stop_id:
+            return
+        yield int(token_B[0])

@@ -1,0 +1,397 @@
+"""Flash attention for TPUs, in Pallas: softmax(q k^T) v by blocks that stay in VMEM, and its gradients.
+
+Softmax is computed online (Milakov & Gimelshein 2018): a block of logits is used as it is made, against the maximum so
+far, and what came before is scaled down when the maximum rises. The gradients make the blocks again from the kept
+logsumexp (Dao et al. 2022; Dao 2023). The grid has no square of blocks but the list of those that the mask leaves,
+known when the program is traced and read by the index maps through scalar prefetch, as in JAX's splash attention
+(jax.experimental.pallas.ops.tpu.splash_attention): what the mask excludes is neither loaded nor computed.
+
+Logits lie transposed, keys x queries. A query's maximum, sum and logsumexp are then one row of lanes, and reductions
+over keys add whole registers instead of lanes within one.
+
+Chapters: 17.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+from minitext.kernels import block_shapes
+from minitext.kernels.attention.mask import ALL, CAUSAL, SOME, Mask
+from minitext.kernels.attention.tpu_grid import FIRST, LANES, LAST, BlockShape, Task, Tile, call
+from minitext.kernels.attention.xla import MASKED, NO_SINK
+
+LOG2E = math.log2(math.e)
+HEAD_DIM_STEP = 64
+NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
+
+
+def flash_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    blocks: BlockShape | None = None,
+) -> jax.Array:
+    """Attention as `minitext.kernels.attention` defines it, of any T, in memory linear in T.
+
+    Matrix products take their inputs as they are and add up in float32; float32 inputs are multiplied at full
+    precision. On a mesh each device computes its own rows and heads.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries.
+      k_BSKH: [B, S, K, H] keys, S = T, N divisible by K; they are not repeated.
+      v_BSKH: [B, S, K, H] values.
+      segment_ids_BT: [B, T] integers, or None.
+      mask: which keys a query sees.
+      softcap: c for logits of c tanh(logits / c), or None.
+      sinks_N: [N] a logit per head that has no value, or None.
+      blocks: how the work is divided, by default as `block_shapes` says; made smaller where T or the mask's blocks are.
+
+    Returns:
+      [B, T, N, H] in the queries' type; zero where a query sees no key.
+    """
+    T = q_BTNH.shape[1]
+    if blocks is None:
+        row = block_shapes.find("flash_attention")
+        blocks = BlockShape(row["q"], row["kv"])
+    shape = blocks.fit(T, mask)
+    task = Task(mask, softcap, T, shape)
+
+    def heads_first(x_BTNH, block):
+        x_BNTH = jnp.swapaxes(x_BTNH, 1, 2)
+        return jnp.pad(x_BNTH, ((0, 0), (0, 0), (0, -T % block), (0, 0)))
+
+    q_BNTH = heads_first(q_BTNH, shape.q)
+    k_BKSH, v_BKSH = (heads_first(x, shape.kv) for x in (k_BSKH, v_BSKH))
+    if sinks_N is not None and not jax.sharding.get_abstract_mesh().empty:
+        sinks_N = jax.sharding.reshard(sinks_N, P(jax.typeof(q_BNTH).sharding.spec[1]))
+    out_BNTH: Any = _flash(q_BNTH, k_BKSH, v_BKSH, segment_ids_BT, sinks_N, task)
+    return jnp.swapaxes(out_BNTH[:, :, :T], 1, 2)
+
+
+def supports(
+    q_BTNH, k_BSKH, v_BSKH, _segments=None, *, mask: Mask = CAUSAL, **_options
+) -> str | None:
+    """Returns the reason why the kernels can't compute this, or None."""
+    H = q_BTNH.shape[3]
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"it computes in bfloat16 or float32 and the queries are {q_BTNH.dtype}"
+    if H % HEAD_DIM_STEP:
+        return f"it needs heads of a multiple of {HEAD_DIM_STEP}, half a row of lanes: got {H}"
+    if v_BSKH.shape[3] != H:
+        return f"it needs values as wide as keys: got {v_BSKH.shape[3]} and {H}"
+    if mask.blocks is not None and mask.block % LANES:
+        return f"it needs a mask of blocks of a multiple of {LANES} tokens: got {mask.block}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and not mesh.are_all_axes_manual:
+        # Such as a stage of a pipeline: JAX 0.10 finds that the gradient of a `custom_vjp` has another type there.
+        return f"it has no gradient where some axes of the mesh are manual, {mesh.manual_axes}, and others not"
+    if not mesh.empty:
+        q_spec, k_spec = (jax.typeof(x).sharding.spec for x in (q_BTNH, k_BSKH))
+        if q_spec[1] or k_spec[1]:
+            return f"it needs a device's rows whole, and tokens are split over {q_spec[1]}"
+        if q_spec[2] != k_spec[2]:
+            return f"heads are split over {q_spec[2]} and kv heads over {k_spec[2]}: split both or none"
+    return None
+
+
+# --- the parts of a block --------------------------------------------------------------------------
+
+
+def _dot(a, b, dims) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _units(task: Task, H: int) -> tuple[float, float]:
+    """Returns two factors: from q k^T to what `_logits` gives, and from there to base-2 logits."""
+    if task.softcap is None:
+        return 1.0, LOG2E / math.sqrt(H)
+    return 1 / (math.sqrt(H) * task.softcap), LOG2E * task.softcap
+
+
+def _logits(task: Task, q, k):
+    """Logits [tile_kv, tile_q] but for a factor, which the exponential takes up for nothing."""
+    logits = _dot(k, q, NT)
+    if task.softcap is not None:
+        logits = jnp.tanh(logits * _units(task, q.shape[1])[0])
+    return logits
+
+
+def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, masked: bool):
+    """Booleans [tile_kv, tile_q] of a block's tile, or None if all is seen."""
+    rows, cols = tile
+    seen = None
+    if masked:
+        t = q_block * task.shape.q + cols.start
+        s = kv_block * task.shape.kv + rows.start
+        t += jax.lax.broadcasted_iota(jnp.int32, (1, cols.size), 1)
+        s += jax.lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
+        seen = task.mask.sees(t, s)
+        if not task.mask.causal:  # else padding comes after all that looks back
+            seen &= s < task.tokens
+    if q_segments_ref is not None:
+        same = kv_segments_ref[rows, :] == q_segments_ref[:, cols]
+        seen = same if seen is None else seen & same
+    return seen
+
+
+def _compute(task: Task, kind, size: Tile, make, use) -> None:
+    """Calls `use(tile, make(tile, masked))` for the tiles of a step's block, if anything of it is seen.
+
+    They are masked only where the mask cuts through the block. Products are made `size.ahead` tiles before they are
+    used: the matrix units work on them while the vector units are at the exponentials.
+    """
+    tiles = task.tiles(size)
+
+    def run(masked):
+        made = []
+        for i, tile in enumerate(tiles):
+            made += [make(t, masked) for t in tiles[len(made) : i + 1 + size.ahead]]
+            use(tile, made[i])
+
+    for which, masked in ((SOME, True), (ALL, False)):
+        pl.when((kind & (SOME | ALL)) == which)(partial(run, masked))
+
+
+# --- kernels ---------------------------------------------------------------------------------------
+
+
+def _forward_kernel(
+    task, plan_q, plan_kv, plan_kind, sinks_ref, q_ref, k_ref, v_ref, q_segments, kv_segments,
+    out_ref, lse_ref, lost_ref, top_ref, sum_ref, acc_ref,
+):  # fmt: skip
+    step = pl.program_id(2)
+    kind = plan_kind[step]
+    factor = _units(task, q_ref.shape[1])[1]
+
+    @pl.when((kind & FIRST) != 0)
+    def _():
+        # The sink is the first logit; that of a head without one vanishes at the first key.
+        top_ref[...] = jnp.full(top_ref.shape, sinks_ref[0, pl.program_id(1)])
+        sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    def make(tile, masked):
+        rows, cols = tile
+        logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, q_segments, kv_segments, masked)
+        return logits if seen is None else jnp.where(seen, logits, MASKED)
+
+    def use(tile, logits):
+        rows, cols = tile
+        old = top_ref[:, cols]
+        top = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
+        exps = jnp.exp2((logits - top) * factor)
+        fade = jnp.exp2((old - top) * factor)
+        top_ref[:, cols] = top
+        sum_ref[:, cols] = sum_ref[:, cols] * fade + jnp.sum(exps, axis=0, keepdims=True)
+        part = _dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
+        acc_ref[:, cols] = acc_ref[:, cols] * fade + part
+
+    _compute(task, kind, task.shape.forward, make, use)
+
+    @pl.when((kind & LAST) != 0)
+    def _():
+        out = (acc_ref[...] / sum_ref[...]).T
+        out_ref[...] = out.astype(out_ref.dtype)
+        lse_ref[...] = top_ref[...] * factor + jnp.log2(sum_ref[...])
+        if lost_ref is not None:
+            # Read back, because XLA may take a value that was rounded and widened again for the value itself.
+            lost_ref[...] = (out - out_ref[...].astype(jnp.float32)).astype(lost_ref.dtype)
+
+
+def _backward_compute(
+    task: Task,
+    plans,
+    q_ref,
+    k_ref,
+    v_ref,
+    grad_ref,
+    lse_ref,
+    delta_ref,
+    segments,
+    use,
+    *,
+    size: Tile,
+):
+    """Calls `use(tile, weights, gradients of the logits)`, the latter but for 1/sqrt(H), for a step's tiles."""
+    plan_q, plan_kv, plan_kind = plans
+    step = pl.program_id(2)
+    _, factor = _units(task, q_ref.shape[1])
+
+    def make(tile, masked):
+        rows, cols = tile
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, segments[0], segments[1], masked)
+        logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
+        return seen, logits, _dot(v_ref[rows, :], grad_ref[cols, :], NT)
+
+    def finish(tile, made):
+        cols = tile[1]
+        seen, logits, grad_probs = made
+        shown = logits if seen is None else jnp.where(seen, logits, MASKED)
+        probs = jnp.exp2(shown * factor - lse_ref[:, cols])
+        grads = probs * (grad_probs - delta_ref[:, cols])
+        if task.softcap is not None:
+            grads = grads * (1 - logits * logits)
+        # Gradients stay wide, as they do before XLA's products: matrix units of a TPU round them on the way in, at no
+        # more bundles than a cast, and the CPU of the simulator does not.
+        use(tile, probs.astype(grad_ref.dtype), grads)
+
+    _compute(task, plan_kind[step], size, make, finish)
+
+
+def _dq_kernel(
+    task, plan_q, plan_kv, plan_kind, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
+    q_segments, kv_segments, dq_ref, acc_ref,
+):  # fmt: skip
+    kind = plan_kind[pl.program_id(2)]
+
+    @pl.when((kind & FIRST) != 0)
+    def _():
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+
+    def add(tile, _probs, grads):
+        rows, cols = tile
+        acc_ref[:, cols] += _dot(k_ref[rows, :], grads, TN)
+
+    _backward_compute(
+        task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
+        (q_segments, kv_segments), add, size=task.shape.dq,
+    )  # fmt: skip
+
+    @pl.when((kind & LAST) != 0)
+    def _():
+        dq_ref[...] = (acc_ref[...] / math.sqrt(q_ref.shape[1])).T.astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    task, plan_q, plan_kv, plan_kind, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
+    q_segments, kv_segments, dk_ref, dv_ref, dk_acc_ref, dv_acc_ref,
+):  # fmt: skip
+    kind, member = plan_kind[pl.program_id(2)], pl.program_id(3)
+
+    @pl.when(((kind & FIRST) != 0) & (member == 0))
+    def _():
+        dk_acc_ref[...] = jnp.zeros(dk_acc_ref.shape, jnp.float32)
+        dv_acc_ref[...] = jnp.zeros(dv_acc_ref.shape, jnp.float32)
+
+    def add(tile, probs, grads):
+        rows, cols = tile
+        dv_acc_ref[rows, :] += _dot(probs, grad_ref[cols, :], NN)
+        dk_acc_ref[rows, :] += _dot(grads, q_ref[cols, :], NN)
+
+    _backward_compute(
+        task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
+        (q_segments, kv_segments), add, size=task.shape.dkv,
+    )  # fmt: skip
+
+    @pl.when(((kind & LAST) != 0) & (member == pl.num_programs(3) - 1))
+    def _():
+        dk_ref[...] = (dk_acc_ref[...] / math.sqrt(q_ref.shape[1])).astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
+
+
+# --- calls -----------------------------------------------------------------------------------------
+
+
+def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, *, differentiated=False):
+    """Returns the output [B, N, T, H], the base-2 logsumexp [B, N, 1, T], and what rounding took from the output.
+
+    The latter is None in float32, and unless there will be gradients.
+    """
+    (B, N, T, H), bq = q_BNTH.shape, task.shape.q
+    tops_1N = jnp.full((1, N), NO_SINK)
+    if sinks_N is not None:
+        factor = _units(task, H)[1]
+        tops_1N = jnp.maximum(tops_1N, sinks_N.astype(jnp.float32)[None] * (LOG2E / factor))
+    out = jax.ShapeDtypeStruct(q_BNTH.shape, q_BNTH.dtype)
+    lost = out if differentiated and out.dtype != jnp.float32 else None
+    return call(
+        _forward_kernel, task, (q_BNTH, k_BKSH, v_BKSH), segments_BT, by_kv=False, first=(tops_1N,),
+        ins=("q", "kv", "kv"), outs=("q", "row", lost and "q"), scratch=[(1, bq), (1, bq), (H, bq)],
+        out_shapes=[out, jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), lost],
+    )  # fmt: skip
+
+
+def _backward_call(
+    task, q_BNTH, k_BKSH, v_BKSH, segments_BT, out_BNTH, lse_BN1T, lost_BNTH, grad_BNTH
+):
+    """Returns the gradients of q, k and v, and the row sums of output times gradient [B, N, T].
+
+    A row sum is off all gradients of a query's logits. With the rounded output, as other flash attentions take it, it
+    would make an error of its own there, which after rounding them is as large again where few keys have the weight.
+    """
+    (bq, bkv), H = task.shape[:2], q_BNTH.shape[3]
+    exact_BNTH = out_BNTH.astype(jnp.float32)
+    if lost_BNTH is not None:
+        exact_BNTH += lost_BNTH.astype(jnp.float32)
+    delta_BNT = jnp.sum(grad_BNTH.astype(jnp.float32) * exact_BNTH, axis=-1)
+    arrays = (q_BNTH, k_BKSH, v_BKSH, grad_BNTH, lse_BN1T, delta_BNT[:, :, None])
+    ins = ("q", "kv", "kv", "q", "row", "row")
+    q_like, k_like, v_like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3])
+    (dq_BNTH,) = call(
+        _dq_kernel, task, arrays, segments_BT, by_kv=False, ins=ins,
+        outs=("q",), out_shapes=[q_like], scratch=[(H, bq)],
+    )  # fmt: skip
+    dk_BKSH, dv_BKSH = call(
+        _dkv_kernel, task, arrays, segments_BT, by_kv=True, ins=ins,
+        outs=("kv", "kv"), out_shapes=[k_like, v_like], scratch=[(bkv, H), (bkv, H)],
+    )  # fmt: skip
+    return dq_BNTH, dk_BKSH, dv_BKSH, delta_BNT
+
+
+def _on_each_device(function, outs, *arrays):
+    """Runs a function on each device's rows and heads: the compiler can't divide a kernel.
+
+    `outs` names for each result the argument whose spec it has, and how many of its entries count.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function(*arrays)
+    specs: list[Any] = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
+    out_specs = tuple(P(*specs[i][:rank]) for i, rank in outs)
+    return jax.shard_map(function, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(
+        *arrays
+    )
+
+
+_FORWARD_OUTS = ((0, 4), (0, 2), (0, 4))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _flash(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
+    args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
+    return _on_each_device(partial(_forward_call, task), _FORWARD_OUTS, *args)[0]
+
+
+def _flash_forward(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
+    args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
+    forward = partial(_forward_call, task, differentiated=True)
+    out_BNTH, lse_BN1T, lost_BNTH = _on_each_device(forward, _FORWARD_OUTS, *args)
+    return out_BNTH, (*args, out_BNTH, lse_BN1T, lost_BNTH)
+
+
+def _flash_backward(task, residuals, grad_BNTH):
+    *args, sinks_N, out_BNTH, lse_BN1T, lost_BNTH = residuals
+    *grads, delta_BNT = _on_each_device(
+        partial(_backward_call, task), ((0, 4), (1, 4), (2, 4), (0, 3)),
+        *args, out_BNTH, lse_BN1T, lost_BNTH, grad_BNTH,
+    )  # fmt: skip
+    if sinks_N is None:
+        return *grads, None, None
+    weights_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[:, None] * LOG2E - lse_BN1T[:, :, 0])
+    grad_N = -jnp.sum(weights_BNT * delta_BNT, axis=(0, 2))
+    return *grads, None, grad_N.astype(sinks_N.dtype)
+
+
+_flash.defvjp(_flash_forward, _flash_backward)

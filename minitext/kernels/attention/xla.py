@@ -1,0 +1,240 @@
+"""The XLA implementations: what every kernel must agree with, and what runs where no kernel does.
+
+Chapters: 4, 17.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from minitext.kernels.attention.mask import CAUSAL, Mask
+
+# Finite, so that a row whose keys are all masked does not compute inf - inf.
+MASKED = -1e30
+# The logit of a sink where there is none: below all that is seen and above all that is masked, so that a query that
+# sees no key gives its whole weight to the sink, and zero as its output.
+NO_SINK = MASKED / 2
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
+    """Masked attention: softmax(q k^T / sqrt(H)) v, with softmax in float32.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries.
+      k_BSKH: [B, S, K, H] keys, S = T; each serves N/K query heads.
+      v_BSKH: [B, S, K, H] values.
+      segment_ids_BT: [B, T] with T = S: tokens attend within their own segment. Segment 0 is padding.
+      mask: which keys a query sees; by default itself and all before it.
+      softcap: c, for logits of c tanh(logits / c) (Gemma 2, 2024), or None.
+      sinks_N: [N] a logit per head that takes part in softmax and has no value (GPT-OSS, 2025), or None.
+
+    Returns:
+      [B, T, N, H] in the queries' type; zero where a query sees no key.
+    """
+    H, S, K = q_BTNH.shape[3], *k_BSKH.shape[1:3]
+    places = jnp.arange(S)
+    mask_BTS = mask.sees(places[:, None], places)[None]
+    if mask.blocks is not None:
+        mask_BTS = mask_BTS & mask.of_blocks(S)
+        if sinks_N is None:  # a query may see no key
+            sinks_N = jnp.full(q_BTNH.shape[2], NO_SINK)
+    if segment_ids_BT is not None:
+        mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    q_BTKGH = _split_heads(q_BTNH, K)
+    logits_BKGTS = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+    )
+    logits_BKGTS = logits_BKGTS / math.sqrt(H)
+    if softcap is not None:
+        logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
+    probs_BKGTS = _softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_N)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
+    return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
+
+
+def blocked_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+) -> jax.Array:
+    """The same attention in blocks of queries, each against only the keys that it can see.
+
+    With n blocks the matrix products do (1 + 1/n)/2 of the full square's work, and the logits of one block stay in
+    cache; but each block is a program of its own to compile, load and set up. On short rows two are as fast as four.
+    Its gradient is written out, as that of a flash kernel is (Dao et al. 2022), because its passes over the logits
+    take longer than its products: weights are normalised after the values are summed, and the sum that softmax's
+    gradient needs is taken over H products, not S. Arguments and result are those of `attention` with T = S divisible
+    by 4.
+    """
+    blocks = 2 if q_BTNH.shape[1] < 512 else 4
+    return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)
+
+
+def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None) -> str | None:
+    """Returns the reason why `blocked_attention` can't compute this, or None."""
+    T = q_BTNH.shape[1]
+    if T % 4 or T < 128:
+        return f"it needs at least 128 tokens, and a number divisible by 4: got T={T}"
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
+    return _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)[0]
+
+
+def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
+    K, H = k_BSKH.shape[2:]
+    q_BKGTH = _heads_first(q_BTNH / math.sqrt(H), K)
+    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    outs, kept = [], []
+    for low, high in _bounds(q_BTNH.shape[1], blocks):
+        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
+        logits = _wide("BKGTH,BKSH->BKGTS", q, k)
+        mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
+        if segment_ids_BT is not None:
+            same = segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, :high]
+            mask_BTS = mask_BTS & same
+        logits = jnp.where(mask_BTS[:, None, None], logits, MASKED)
+        exps = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+        total = jnp.sum(exps, axis=-1, keepdims=True)
+        exps = exps.astype(v.dtype)
+        outs.append(_wide("BKGTS,BKSH->BKGTH", exps, v) / total)
+        kept.append((exps, total))
+    out_BTNH = _heads_last(jnp.concatenate(outs, axis=3)).astype(q_BTNH.dtype)
+    return out_BTNH, (q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept)
+
+
+def _blocked_backward(blocks, residuals, grad_BTNH):
+    q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept = residuals
+    (K, T), H = q_BKGTH.shape[1:4:2], q_BKGTH.shape[4]
+    delta_BTN1 = jnp.sum(
+        grad_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1, keepdims=True
+    )
+    grad_BKGTH, delta_BKGT1 = _heads_first(grad_BTNH, K), _heads_first(delta_BTN1, K)
+    grad_q: list[jax.Array] = []
+    grad_k: Any = None
+    grad_v: Any = None
+    # The last block sees all keys; the others add to the first of them.
+    for (low, high), (exps, total) in reversed(list(zip(_bounds(T, blocks), kept, strict=True))):
+        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
+        grad = (grad_BKGTH[:, :, :, low:high] / total).astype(v.dtype)
+        grad_probs = _wide("BKGTH,BKSH->BKGTS", grad, v)
+        grad_logits = exps * (grad_probs - delta_BKGT1[:, :, :, low:high] / total)
+        grad_logits = grad_logits.astype(q.dtype)
+        grad_q.append(_wide("BKGTS,BKSH->BKGTH", grad_logits, k))
+        q_BKHGT, grad_BKHGT = (
+            # Transposed before the product and not by it: see `minitext.models.layers._project_backward`.
+            jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))[None])[0]
+            for x in (q, grad)
+        )
+        grad_k = _add_to_prefix(grad_k, _wide("BKHGT,BKGTS->BKHS", q_BKHGT, grad_logits))
+        grad_v = _add_to_prefix(grad_v, _wide("BKHGT,BKGTS->BKHS", grad_BKHGT, exps))
+    grad_q_BTNH = _heads_last(jnp.concatenate(grad_q[::-1], axis=3)) / math.sqrt(H)
+    grads = grad_q_BTNH, *(jnp.transpose(grad, (0, 3, 1, 2)) for grad in (grad_k, grad_v))
+    return *(grad.astype(v_BKSH.dtype) for grad in grads), None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _wide(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _bounds(T: int, blocks: int) -> list[tuple[int, int]]:
+    size = T // blocks
+    return [(i * size, (i + 1) * size) for i in range(blocks)]
+
+
+def _add_to_prefix(total_BKHS, part_BKHs):
+    if total_BKHS is None:
+        return part_BKHs
+    added = total_BKHS[..., : part_BKHs.shape[3]] + part_BKHs
+    return jax.lax.dynamic_update_slice(total_BKHS, added, (0, 0, 0, 0))
+
+
+def cached_attention(
+    q_BTNH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    cached_k_BKSH: jax.Array,
+    cached_v_BKSH: jax.Array,
+    length: jax.Array | int,
+) -> jax.Array:
+    """The same attention for T tokens that follow the first `length` of a cache's S places.
+
+    The cache is read where it lies and not joined to the new keys and values; only the logits are.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries.
+      k_BKTH: [B, K, T, H] keys of the new tokens.
+      v_BKTH: [B, K, T, H] values, likewise.
+      cached_k_BKSH: [B, K, S, H] keys of the tokens before; places from `length` on are not seen.
+      cached_v_BKSH: [B, K, S, H] values, likewise.
+      length: how many places are filled.
+
+    Returns:
+      [B, T, N, H] in the queries' type.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, S = cached_k_BKSH.shape[1:3]
+    q_BKGTH = _heads_first(q_BTNH, K)
+    q_BKXH = jnp.reshape(
+        q_BKGTH, (B, K, -1, H)
+    )  # a key head's X = G*T queries, all rows of one product
+
+    def logits(keys):
+        wide = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys, preferred_element_type=jnp.float32)
+        return wide / math.sqrt(H)
+
+    both = jnp.concatenate([logits(cached_k_BKSH), logits(k_BKTH)], axis=-1)
+    filled_TS = jnp.broadcast_to(jnp.arange(S) < length, (T, S))
+    mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
+    probs = _softmax(both, jnp.tile(mask_TS, (N // K, 1))).astype(v_BKTH.dtype)
+    out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs[..., :S], cached_v_BKSH)
+    out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", probs[..., S:], v_BKTH)
+    out_BKGTH = jnp.reshape(out_BKXH, (B, K, -1, T, H))
+    return _heads_last(out_BKGTH).astype(q_BTNH.dtype)
+
+
+def _softmax(logits: jax.Array, mask: jax.Array, sinks_N: jax.Array | None = None) -> jax.Array:
+    logits = jnp.where(mask, logits, MASKED)
+    if sinks_N is None:
+        return jax.nn.softmax(logits, axis=-1)
+    B, K, G, T, S = logits.shape
+    column = jnp.broadcast_to(
+        jnp.reshape(sinks_N.astype(logits.dtype), (1, K, G, 1, 1)), (B, K, G, T, 1)
+    )
+    return jax.nn.softmax(jnp.concatenate([logits, column], axis=-1), axis=-1)[..., :S]
+
+
+def _split_heads(x_BTNH: jax.Array, K: int) -> jax.Array:
+    B, T, N, H = x_BTNH.shape
+    return jnp.reshape(x_BTNH, (B, T, K, N // K, H))
+
+
+def _heads_first(x_BTNH: jax.Array, K: int) -> jax.Array:
+    return jnp.transpose(_split_heads(x_BTNH, K), (0, 2, 3, 1, 4))
+
+
+def _heads_last(x_BKGTH: jax.Array) -> jax.Array:
+    return _merge_heads(jnp.transpose(x_BKGTH, (0, 3, 1, 2, 4)))
+
+
+def _merge_heads(x_BTKGH: jax.Array) -> jax.Array:
+    B, T, K, G, H = x_BTKGH.shape
+    return jnp.reshape(x_BTKGH, (B, T, K * G, H))

@@ -1,0 +1,137 @@
+"""Attention of one new token over a paged cache for NVIDIA GPUs: a Pallas kernel that JAX lowers to Triton.
+
+A sequence alone would keep one of the chip's hundred processors busy, so its pages are divided among programs, and what
+they find is joined by their log-sum-exps afterwards, as in flash decoding (Dao et al. 2023). The query heads that share
+a key head are the rows of one product, filled up to the least that the matrix units take.
+
+Chapters: 17.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from minitext.kernels.tiles_gpu import MIN_TILE, Side, dot, load, store
+
+# As in `minitext.kernels.attention.xla`: what has seen no token gives its whole weight to a sink, and zero as its output.
+MASKED, NO_SINK = -1e30, -5e29
+LOG2_E = math.log2(math.e)
+
+
+class Blocks(NamedTuple):
+    """Sizes.
+
+    Attributes:
+      parts: programs that a sequence's pages are divided among.
+      warps: of a program.
+      stages: loads that its loop has under way.
+    """
+
+    parts: int = 8
+    warps: int = 4
+    stages: int = 3
+
+
+DEFAULT = Blocks()
+
+
+def paged_attention(
+    q_BNH: jax.Array,
+    k_pages_KPSH: jax.Array,
+    v_pages_KPSH: jax.Array,
+    page_table_BX: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    blocks: Blocks = DEFAULT,
+) -> jax.Array:
+    """Attention as `minitext.kernels.paged_attention` defines it; on a mesh sequences and heads may be split."""
+    run = partial(_paged_attention, blocks)
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    if jax.sharding.get_abstract_mesh().empty:
+        return run(*args)
+    specs = tuple(jax.typeof(x).sharding.spec for x in args)
+    return jax.shard_map(run, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+
+
+def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
+    """Returns the reason why the kernel can't compute this, or None."""
+    S, H = k_pages_KPSH.shape[2:]
+    if len({x.dtype for x in (q_BNH, k_pages_KPSH, v_pages_KPSH)}) > 1:
+        return f"queries and pages must be of one type: got {q_BNH.dtype} and {k_pages_KPSH.dtype}"
+    if q_BNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"it computes in float32, bfloat16 or float16: got {q_BNH.dtype}"
+    if any(size < MIN_TILE or size & (size - 1) for size in (S, H)):
+        return f"it needs pages and heads of a power of two from {MIN_TILE} on: got {S} and {H}"
+    if not jax.sharding.get_abstract_mesh().empty:
+        q, k, _, table, lengths = (
+            (*jax.typeof(x).sharding.spec, None)
+            for x in (q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B)
+        )
+        if q[1] != k[0] or any(k[1:]) or q[2] or table[1]:
+            return f"only heads of queries and pages may be split, alike: got {q[:-1]} and {k[:-1]}"
+        if not q[0] == table[0] == lengths[0]:
+            return "tables and lengths must lie where their sequences' queries do"
+    return None
+
+
+def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B):
+    (B, N, H), (K, P, S, _), X = q_BNH.shape, k_pages_KPSH.shape, page_table_BX.shape[1]
+    G, parts = N // K, min(blocks.parts, X)
+    pages = pl.BlockSpec((None, P, S, H), lambda _, k, b: (k, 0, 0, 0))
+    out_ZBKGH, lse_ZBKG = pl.pallas_call(
+        partial(_kernel, pages=pl.cdiv(X, parts)),
+        grid=(parts, K, B),
+        in_specs=[
+            pl.BlockSpec((None, None, G, H), lambda _, k, b: (b, k, 0, 0)),
+            pages,
+            pages,
+            pl.BlockSpec((None, X), lambda _, k, b: (b, 0)),
+            pl.BlockSpec((None,), lambda _, k, b: (b,)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, G, H), lambda z, k, b: (z, b, k, 0, 0)),
+            pl.BlockSpec((None, None, None, G), lambda z, k, b: (z, b, k, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((parts, B, K, G, H), jnp.float32),
+            jax.ShapeDtypeStruct((parts, B, K, G), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        name="paged_attention",
+    )(jnp.reshape(q_BNH, (B, K, G, H)), k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B)
+    weights_ZBKG = jax.nn.softmax(lse_ZBKG, axis=0)
+    out_BKGH = jnp.sum(weights_ZBKG[..., None] * out_ZBKGH, axis=0)
+    return jnp.reshape(out_BKGH, (B, N, H)).astype(q_BNH.dtype)
+
+
+def _kernel(q_ref, k_ref, v_ref, table_ref, length_ref, out_ref, lse_ref, *, pages: int):
+    """Some pages of a sequence and one key head: the output of its query heads, and its log-sum-exp."""
+    (G, H), S = q_ref.shape, k_ref.shape[1]
+    rows = max(MIN_TILE, pl.next_power_of_2(G))
+    heads, features = Side(0, rows, None if rows == G else G), Side(0, H, None)
+    q, length = load(q_ref, (), heads, features), length_ref[...]
+
+    def visit(i, carry):
+        out, most, total = carry
+        tokens = Side(0, S, length - i * S)  # what a page holds after them may be anything
+        k, v = (load(ref, (table_ref[i],), tokens, features) for ref in (k_ref, v_ref))
+        logits = dot(q, k.T) * (LOG2_E / math.sqrt(H))
+        token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        logits = jnp.where(token < tokens.end, logits, MASKED)
+        higher = jnp.maximum(most, jnp.max(logits, axis=1))
+        weights = jnp.exp2(logits - jnp.expand_dims(higher, 1))
+        shrink = jnp.exp2(most - higher)
+        out = out * jnp.expand_dims(shrink, 1) + dot(weights.astype(v.dtype), v)
+        return out, higher, total * shrink + jnp.sum(weights, axis=1)
+
+    low = pl.program_id(0) * pages
+    high = jnp.minimum(low + pages, pl.cdiv(length, S))
+    carry = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, NO_SINK), jnp.ones(rows, jnp.float32)
+    out, most, total = jax.lax.fori_loop(low, high, visit, carry)
+    store(out_ref, (), out / jnp.expand_dims(total, 1), heads, features)
+    store(lse_ref, (), (most + jnp.log2(total)) / LOG2_E, heads)

@@ -1,0 +1,4 @@
+"""RMSNorm in one kernel.
+
+Chapters: 16.
+"""

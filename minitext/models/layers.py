@@ -1,0 +1,287 @@
+"""The small parts every layer is made of: projections, RMSNorm, embedding and rotary positions.
+
+Shapes use one letter table: B batch, T query length, D model width, N query heads, H head width, F feed-forward
+width, V vocabulary. Parameters are float32 and are cast to the compute type where they are used; normalisation and
+rotations compute in float32.
+
+Chapters: 4.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from minitext import kernels
+from minitext.sharding.rules import STORAGE_AXES, ShardingRules
+
+
+def make_param(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    fan_in: int,
+    scale: float = 1.0,
+    rules: ShardingRules,
+) -> nnx.Param:
+    """Makes a float32 weight with named dimensions.
+
+    Args:
+      key: PRNG key.
+      shape: the weight's shape.
+      axes: one dimension name per dimension, for `ShardingRules`.
+      fan_in: number of inputs that are summed into one output.
+      scale: factor on the standard deviation 1/sqrt(fan_in).
+      rules: where the dimensions lie: each device draws its own part, and no device needs room for more.
+
+    Returns:
+      A parameter drawn from a normal distribution truncated at two standard deviations, whose variance is kept.
+    """
+    # A standard normal cut at +-2 has standard deviation 0.8796; dividing restores the one that is asked for.
+    std = scale / math.sqrt(fan_in) / 0.87962566
+    drawn = jax.random.truncated_normal(
+        key, -2.0, 2.0, shape, jnp.float32, out_sharding=rules.out(*axes)
+    )
+    return nnx.Param(std * drawn, axes=axes)
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """Divides by the root of the mean square over the last dimension (Zhang and Sennrich 2019).
+
+    Args:
+      x: [..., D], any float type.
+      scale_D: [D], float32.
+      eps: added to the mean square.
+
+    Returns:
+      [..., D] in x's type; the mean square is taken in float32.
+    """
+    # XLA fuses it with the layer's sums and products around it, which a kernel could not.
+    return kernels.rms_norm(x, scale_D, eps, impl="xla")
+
+
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float = 10_000.0) -> jax.Array:
+    """Rotates pairs of features by angles that grow with position (Su et al. 2021).
+
+    Feature i is paired with feature i + H/2, as in Llama's published weights for Hugging Face and in MaxText. After
+    the rotation the product of a query and a key depends on their positions only through the difference.
+
+    Args:
+      x_BTNH: [B, T, N, H], H even.
+      positions_BT: [B, T], integers.
+      theta: base; pair i turns theta**(-2i/H) radians per position.
+
+    Returns:
+      [B, T, N, H] in x's type; angles and rotation are computed in float32.
+    """
+    half = x_BTNH.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
+    # The length is 1 but for rounding. XLA takes a cosine for cheap, so its CPU backend computes it again for each head
+    # of each layer, forward and backward; a division it takes for expensive, and keeps its result.
+    length = jnp.sqrt(cos * cos + sin * sin)
+    cos, sin = cos / length, sin / length
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm with a learned scale per feature."""
+
+    def __init__(self, width: int, *, eps: float, rules: ShardingRules):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), axes=("embed",))
+        self.eps, self.rules = eps, rules
+
+    @jax.named_scope("norm")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last dimension of x [..., D]."""
+        return rms_norm(x, self.rules.gather(self.scale.get_value(), "embed"), self.eps)
+
+
+class Linear(nnx.Module):
+    """A bias-free projection of the last dimension, `y_XF = x_XD @ w_DF` with all leading dimensions in X.
+
+    The caller flattens [B, T, D] to [B*T, D] once per layer (`flatten_tokens`) where rows are whole. XLA's CPU backend
+    then sees plain two-dimensional products in the forward and the backward pass; with two leading dimensions the
+    gradient of the weight contracts over both and is preceded by a transposed copy. On TPU and GPU the reshape is free.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        *,
+        key: jax.Array,
+        rules: ShardingRules,
+        scale: float = 1.0,
+        heads: int | None = None,
+    ):
+        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
+        self.axes, self.rules, self.heads = axes, rules, heads
+
+    def by_head(self) -> jax.Array:
+        """Returns the weight [D, N*H] of a projection onto `heads` N heads as [N, D, H]."""
+        w_DF, N, rules = self.w.get_value(), self.heads or 1, self.rules
+        w_DF = rules.gather(w_DF, *self.axes)
+        where = rules.out(None, self.axes[1], None)
+        w_DNH = jax.lax.reshape(w_DF, (len(w_DF), N, w_DF.shape[1] // N), out_sharding=where)
+        return jnp.swapaxes(w_DNH, 0, 1)
+
+    def gathered(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the weight [D, F] in `dtype`, whole but for what computes in parts."""
+        return self.rules.gather(self.w.get_value().astype(dtype), *self.axes)
+
+    def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
+        """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
+        rules, features = self.rules, "act" if self.axes[0] == "embed" else self.axes[0]
+        places = Places(
+            rules.out(*_token_names(x), features),
+            rules.out(*self.axes, drop=STORAGE_AXES),
+            rules.out(*_token_names(x, residual=out == "act"), out),
+        )
+        return _project(x, self.w.get_value(), places)
+
+
+class Places(NamedTuple):
+    """Where a product wants its factors and its result; None where no mesh is set."""
+
+    x: PartitionSpec | None
+    w: PartitionSpec | None
+    y: PartitionSpec | None
+
+
+def _token_names(x: jax.Array, residual: bool = False) -> tuple[str, ...]:
+    return ("batch",) if x.ndim == 2 else ("batch", "residual" if residual else "seq")
+
+
+# What is kept for the backward pass is what is stored: split tokens and split weights are gathered again.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _project(x, w_DF, places):
+    return _product("...D,DF->...F", *_gathered(x, w_DF, places), places.y)
+
+
+def _gathered(x, w_DF, places: Places) -> tuple[jax.Array, jax.Array]:
+    """Both factors where the product wants them, in the compute type: that is sent, not the parameters' float32."""
+    w_DF = w_DF.astype(x.dtype)
+    if places.x is None:
+        return x, w_DF
+    return jax.sharding.reshard(x, places.x), jax.sharding.reshard(w_DF, places.w)
+
+
+def _project_forward(x, w_DF, places):
+    return _project(x, w_DF, places), (x, w_DF)
+
+
+def _project_backward(places, residuals, grad):
+    x, w_DF = residuals
+    x_whole, w_whole = _gathered(x, w_DF, places)
+    if x.ndim == 3:
+        grad_w = _product("BTD,BTF->DF", x_whole, grad, _sharding(w_DF))
+    else:
+        x_DX = x_whole.T
+        if kernels.platform() == "cpu":
+            # Autodiff leaves the transposition of x to the product, and so would XLA without the barrier; its CPU
+            # backend then takes a slower product: in float32 310 GFLOP/s against 415, in bfloat16 320 against 800.
+            x_DX = jax.lax.optimization_barrier(x_DX[None])[0]
+        grad_w = _product("DX,XF->DF", x_DX, grad, _sharding(w_DF))
+    grad_x = _product("...F,DF->...D", grad, w_whole, _sharding(x))
+    return grad_x, grad_w.astype(w_DF.dtype)
+
+
+_project.defvjp(_project_forward, _project_backward)
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array, out_sharding) -> jax.Array:
+    """`einsum` of two arrays of one type, to the same type."""
+    # XLA's CPU backend uses the processor's bfloat16 products only for a float32 result; accelerators add up in float32
+    # as well, but devices that sum parts of a result should send bfloat16.
+    wide = jnp.float32 if kernels.platform() == "cpu" else None
+    y = jnp.einsum(subscripts, a, b, preferred_element_type=wide, out_sharding=out_sharding)
+    return y.astype(a.dtype)
+
+
+def _sharding(x: jax.Array):
+    return None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
+
+
+class SplitLinear(nnx.Module):
+    """A `Linear` on one device whose columns are in G groups, multiplied as a batch of G products.
+
+    XLA's CPU backend multiplies a single row with a matrix on one core, and a batch of such products on several. One
+    core reads memory at half the rate of two, and reading the weight is most of such a product. Where the weight is
+    also used by head, the groups are the heads.
+    """
+
+    def __init__(self, linear: Linear, groups: int):
+        w_DF = linear.w.get_value()
+        groups = linear.heads or math.gcd(groups, w_DF.shape[1])
+        self.w = nnx.Param(jnp.stack(jnp.split(w_DF, groups, axis=1)))
+
+    def by_head(self) -> jax.Array:
+        """Returns the weight as [N, D, H], which is how it is stored."""
+        return self.w.get_value()
+
+    def __call__(self, x_XD: jax.Array, _out: str = "act") -> jax.Array:
+        """Projects x [X, D] to [X, F] in x's type."""
+        w_GDF = self.w.get_value().astype(x_XD.dtype)
+        x_GXD = jnp.broadcast_to(x_XD, (w_GDF.shape[0], *x_XD.shape))
+        y_GXF = jnp.einsum("GXD,GDF->GXF", x_GXD, w_GDF)
+        return jnp.reshape(jnp.swapaxes(y_GXF, 0, 1), (x_XD.shape[0], -1))
+
+
+class Embedding(nnx.Module):
+    """A table of token vectors, which can also serve as the output layer."""
+
+    def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
+        # fan_in 1: token vectors have unit variance per feature, which RMSNorm expects of the residual stream.
+        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
+        self.rules = rules
+
+    @jax.named_scope("embed")
+    def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
+        table_VD = self.gathered(dtype)
+        x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
+        return self.rules.shard(x_BTD, "batch", "residual", "act")
+
+    def gathered(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the table [V, D] in `dtype`, whole but for the vocabulary's parts."""
+        return self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Returns the products of x [..., D] with every token vector, [..., V], scaled by 1/sqrt(D)."""
+        rules, names = self.rules, _token_names(x)
+        table_VD = self.gathered(x.dtype)
+        x = rules.shard(x, *names, "act")
+        logits = jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))
+        return logits / math.sqrt(x.shape[-1])
+
+
+def flatten_tokens(x: jax.Array, rules: ShardingRules, *names: str | None) -> jax.Array:
+    """Reshapes [B, T, ...] to [B*T, ...] where no row is split over devices; elsewhere leaves it.
+
+    The dimensions behind T have these names; without names they are whole.
+    There the tokens of a device would be strides of B*T, which no sharding describes.
+    """
+    if rules.splits("seq", "residual"):
+        return x
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    rest = names or (None,) * (x.ndim - 2)
+    return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
+
+
+def unflatten_tokens(
+    x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules
+) -> jax.Array:
+    """Reshapes [B*T, ...] or [B, T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
+    length = x.shape[1] if rules.splits("seq", "residual") else x.shape[0] // batch
+    return jax.lax.reshape(
+        x, (batch, length, *sizes), out_sharding=rules.out("batch", "seq", *names)
+    )

@@ -1,0 +1,186 @@
+"""Multi-head latent attention: keys and values made from one short vector of a token, which is all that a cache keeps.
+
+The latent has R features, however many heads there are. Training makes every head's keys and values from it and
+attends as usual. A step that adds a token does not: a query's product with a key W c is that of W^T q with the latent
+c, and the weighted sum of values W c is W times the weighted sum of latents. So the two matrices are applied to the
+new token's queries and outputs, and the cache is read as it is, as if all heads shared one key ("absorbed" matrices;
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+A rotation between the two products would have to be undone for each pair of places, so positions get features of their
+own: P in each head's query, and one key of P features for all heads, which is cached beside the latent.
+
+Letters besides those of the table: R features of the latent, U of a head's part without positions, P of the part with
+them, H = U + P, W of a head's values. Unlike DeepSeek's published weights, feature i of P is rotated with i + P/2, as
+everywhere in this package.
+
+Chapters: 17.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from minitext.config.model import MLAConfig, ModelConfig
+from minitext.kernels.attention.xla import MASKED
+from minitext.models.attention import Counts, append_tokens, attend, project_out
+from minitext.models.layers import Linear, RMSNorm, flatten_tokens, rope, unflatten_tokens
+from minitext.sharding.rules import ShardingRules
+
+
+class LatentCache(NamedTuple):
+    """What latent attention keeps of tokens: R + P numbers of each in a layer, whatever the number of heads.
+
+    Attributes:
+      latent: [L, B, S, R], normalised; in one layer's hands [B, S, R]; for layers in a list a tuple of L of these.
+      rope_key: [L, B, S, P], rotated; likewise.
+      length: how many of the S places are filled.
+    """
+
+    latent: Any
+    rope_key: Any
+    length: jax.Array | int
+
+    def append(self, new: "LatentCache") -> "LatentCache":
+        """Returns the cache with `new` in the places that follow `length`; there must be room for it."""
+        return append_tokens(self, new)
+
+
+class MLA(nnx.Module):
+    """Causal self-attention whose heads make their keys and values from one latent (DeepSeek-AI 2024)."""
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
+        assert isinstance(cfg.attention, MLAConfig)
+        a, D, N = cfg.attention, cfg.embed, cfg.heads
+
+        def linear(inputs: int, outputs: int, axes: tuple[str, str], **more: Any) -> Linear:
+            return Linear(inputs, outputs, axes, key=rngs.params(), rules=rules, **more)
+
+        # As rows of a matrix the latents are `embed`: whole in use, and in parts where fsdp stores them.
+        if a.q_rank is not None:
+            self.q_down = linear(D, a.q_rank, ("embed", "rank"))
+            self.q_norm = RMSNorm(a.q_rank, eps=cfg.norm_eps, rules=rules)
+        self.q = linear(a.q_rank or D, N * (a.nope_dim + a.rope_dim), ("embed", "heads"))
+        self.kv_down = linear(D, a.kv_rank + a.rope_dim, ("embed", "rank"))
+        self.kv_norm = RMSNorm(a.kv_rank, eps=cfg.norm_eps, rules=rules)
+        self.k_up = linear(a.kv_rank, N * a.nope_dim, ("embed", "heads"), heads=N)
+        self.v_up = linear(a.kv_rank, N * a.v_dim, ("embed", "heads"), heads=N)
+        self.o = linear(N * a.v_dim, D, ("heads", "embed"), scale=(2 * cfg.layers) ** -0.5)
+        self.cfg, self.widths, self.rules = cfg, a, rules
+
+    @staticmethod
+    def count(cfg: ModelConfig) -> Counts:
+        """Counts what training holds and computes: each head has a key of U + P features and a value of W."""
+        a: Any = cfg.attention
+        D, N, R, U, P, W = cfg.embed, cfg.heads, a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
+        q_rank, keys, values = a.q_rank or 0, N * (U + P), N * W
+        split = keys * (q_rank or D) + R * (N * U + values) + values * D
+        latents = q_rank + R + P
+        return Counts(
+            split, D * latents, q_rank + R, 2 * (keys + values), keys, keys, values, values, latents
+        )
+
+    @staticmethod
+    def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> LatentCache:
+        """Returns an empty cache for `length` tokens: latents and rotated keys, in the compute type."""
+        a: Any = cfg.attention
+        parts = (
+            jnp.zeros((cfg.layers, batch, length, width), cfg.dtype)
+            for width in (a.kv_rank, a.rope_dim)
+        )
+        latent, rope_key = (rules.shard(x, "layers", "batch", None, "rank") for x in parts)
+        return LatentCache(latent, rope_key, jnp.zeros((), jnp.int32))
+
+    @jax.named_scope("attention")
+    def __call__(
+        self,
+        x_XD: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        cache: LatentCache | None = None,
+    ) -> tuple[jax.Array, LatentCache]:
+        """Attends within each segment to the positions before and at each token.
+
+        Args:
+          x_XD: [B*T, D] normalised residual stream.
+          positions_BT: [B, T] position of each token in its document.
+          segment_ids_BT: [B, T] document of each token, or None for one document per row.
+          cache: one layer's cache of the tokens before these, which are then of one document per row.
+
+        Returns:
+          [B*T, D], and the latents and rotated keys of these tokens alone.
+        """
+        queries_X, latent_BTR, key_BTP = self._compress(x_XD, positions_BT)
+        q_BTNH = self._queries(queries_X, positions_BT)
+        new = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
+        if cache is None or not cache.latent.shape[1]:  # nothing came before
+            k_BTNH, v_BTNW = self._keys_and_values(latent_BTR, key_BTP)
+            q_BTNH, k_BTNH, v_BTNW = checkpoint_name((q_BTNH, k_BTNH, v_BTNW), "qkv")
+            out_BTNW = attend(q_BTNH, k_BTNH, v_BTNW, segment_ids_BT, self.cfg, self.rules)
+        else:
+            out_BTNW = self._attend_to_latents(q_BTNH, cache, new)
+        return project_out(out_BTNW, self.o, self.rules), new
+
+    def _compress(self, x_XD, positions_BT) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what queries are made from, the normalised latent [B, T, R], and the rotated key [B, T, P]."""
+        a, rules = self.widths, self.rules
+        queries = x_XD if a.q_rank is None else self.q_down(x_XD, "rank")
+        both = self.kv_down(x_XD, "rank")
+        if a.q_rank is None:
+            both = checkpoint_name(both, "latents")
+        else:
+            queries, both = checkpoint_name((queries, both), "latents")
+            queries = self.q_norm(queries)
+        sizes = (a.kv_rank + a.rope_dim,)
+        both = unflatten_tokens(both, len(positions_BT), "rank", sizes=sizes, rules=rules)
+        latent_BTR, key_BTP = jnp.split(both, [a.kv_rank], axis=-1)
+        key_BT1P = rope(key_BTP[:, :, None], positions_BT, self.cfg.rope_theta)
+        return queries, self.kv_norm(latent_BTR), key_BT1P[:, :, 0]
+
+    def _queries(self, x, positions_BT: jax.Array) -> jax.Array:
+        """Returns queries [B, T, N, U + P], the last P features rotated."""
+        q_BTNH = self._by_head(self.q(x, "heads"), len(positions_BT), self.cfg.heads)
+        q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.widths.nope_dim], axis=-1)
+        return jnp.concatenate([q_BTNU, rope(q_BTNP, positions_BT, self.cfg.rope_theta)], axis=-1)
+
+    def _keys_and_values(self, latent_BTR, key_BTP) -> tuple[jax.Array, jax.Array]:
+        """Returns keys [B, T, N, U + P], whose last P features are the same in all heads, and values [B, T, N, W]."""
+        rules, (B, T, P), N = self.rules, key_BTP.shape, self.cfg.heads
+        latent_XR = flatten_tokens(latent_BTR, rules, "rank")
+        k_BTNU = self._by_head(self.k_up(latent_XR, "heads"), B, N)
+        v_BTNW = self._by_head(self.v_up(latent_XR, "heads"), B, N)
+        # A broadcast to where the heads are: each device has the key already, and its gradient is summed over heads.
+        where = rules.out("batch", "seq", "heads", "head_dim")
+        key_BTNP = jnp.broadcast_to(key_BTP[:, :, None], (B, T, N, P), out_sharding=where)
+        return jnp.concatenate([k_BTNU, key_BTNP], axis=-1), v_BTNW
+
+    def _by_head(self, x, batch: int, heads: int) -> jax.Array:
+        sizes = heads, x.shape[-1] // heads
+        return unflatten_tokens(x, batch, "heads", "head_dim", sizes=sizes, rules=self.rules)
+
+    def _attend_to_latents(self, q_BTNH, cache: LatentCache, new: LatentCache) -> jax.Array:
+        """Returns the heads' outputs [B, T, N, W] for T tokens that follow those of a cache, which is read in place."""
+        a, T, S = self.widths, q_BTNH.shape[1], cache.latent.shape[1]
+        q_BTNU, q_BTNP = jnp.split(q_BTNH, [a.nope_dim], axis=-1)
+        k_up_NRU, v_up_NRW = (w.by_head().astype(q_BTNH.dtype) for w in (self.k_up, self.v_up))
+        q_BNTR = jnp.einsum("BTNU,NRU->BNTR", q_BTNU, k_up_NRU)
+        q_BNTP = jnp.swapaxes(q_BTNP, 1, 2)
+
+        def logits(kept: LatentCache) -> jax.Array:
+            # The cache comes first: of the second factor XLA's CPU backend makes a transposed copy.
+            wide = {"preferred_element_type": jnp.float32}
+            content = jnp.einsum("BSR,BNTR->BSNT", kept.latent, q_BNTR, **wide)
+            places = jnp.einsum("BSP,BNTP->BSNT", kept.rope_key, q_BNTP, **wide)
+            return jnp.moveaxis(content + places, 1, 3)
+
+        both = jnp.concatenate([logits(cache), logits(new)], axis=-1)
+        both = both / math.sqrt(a.nope_dim + a.rope_dim)
+        filled_TS = jnp.broadcast_to(jnp.arange(S) < cache.length, (T, S))
+        mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
+        probs = jax.nn.softmax(jnp.where(mask_TS, both, MASKED), axis=-1).astype(q_BTNH.dtype)
+        mixed_BNTR = jnp.einsum("BNTS,BSR->BNTR", probs[..., :S], cache.latent)
+        mixed_BNTR += jnp.einsum("BNTS,BSR->BNTR", probs[..., S:], new.latent)
+        return jnp.einsum("BNTR,NRW->BTNW", mixed_BNTR, v_up_NRW)

@@ -1,0 +1,271 @@
+"""Mixture of experts: a router gives every token a few of many feed-forward layers (Shazeer et al. 2017).
+
+Chapters: 18.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from minitext import kernels
+from minitext.config.model import ModelConfig, MoEConfig
+from minitext.models.ffn import SwiGLU, gated
+from minitext.models.layers import make_param
+from minitext.sharding.expert_parallel import Layout, exchange, on_each_device
+from minitext.sharding.rules import ShardingRules
+
+
+class Routing(NamedTuple):
+    """What a layer's router did with the tokens of all devices; of several layers, stacked.
+
+    Attributes:
+      loss: what the layer adds to the loss of each target token, weights included.
+      balance: the balance loss without its weight: 1 if all experts get the same, E/k if the same k get everything.
+      z: the mean squared log-normalizer of the router's logits.
+      load_E: [E] int32, assignments to each expert, dropped ones included.
+      dropped: int32, assignments dropped.
+    """
+
+    loss: jax.Array
+    balance: jax.Array
+    z: jax.Array
+    load_E: jax.Array
+    dropped: jax.Array
+
+
+class Choice(NamedTuple):
+    """A router's choice for each token.
+
+    Attributes:
+      experts: [..., k] int32, best first; of equal scores the lower number.
+      weights: [..., k] float32.
+      shares: [..., E] float32, scores that sum to 1.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    shares: jax.Array
+
+
+def route(logits: jax.Array, cfg: MoEConfig, bias_E: jax.Array | None = None) -> Choice:
+    """Chooses each token's k experts.
+
+    Scores are a softmax or sigmoids. A bias is added for the choice alone (Wang et al. 2024). With groups, only experts
+    of the `groups_per_token` best groups can be chosen, a group counting as much as its two best experts together
+    (DeepSeek-AI 2024, section 2.1.2 and their code).
+
+    Args:
+      logits: [..., E] float32.
+      cfg: the router's settings.
+      bias_E: [E] float32, or None.
+    """
+    E, k = cfg.experts, cfg.experts_per_token
+    scores = jax.nn.softmax(logits) if cfg.router == "softmax" else jax.nn.sigmoid(logits)
+    ranking = jax.lax.stop_gradient(scores)
+    if bias_E is not None:
+        ranking = ranking + jax.lax.stop_gradient(bias_E)
+    if cfg.groups > 1:
+        grouped = jnp.reshape(ranking, (*ranking.shape[:-1], cfg.groups, E // cfg.groups))
+        value = jnp.sum(jax.lax.top_k(grouped, min(2, E // cfg.groups))[0], axis=-1)
+        best = jax.lax.top_k(value, cfg.groups_per_token)[1]
+        allowed = jnp.any(best[..., None] == jnp.arange(cfg.groups), axis=-2)
+        ranking = jnp.where(jnp.repeat(allowed, E // cfg.groups, axis=-1), ranking, -jnp.inf)
+    experts = jax.lax.top_k(ranking, k)[1]
+    # A masked sum, whose gradient is no scatter.
+    hit = experts[..., None] == jnp.arange(E)
+    weights = jnp.sum(jnp.where(hit, scores[..., None, :], 0.0), axis=-1)
+    if cfg.normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    shares = scores if cfg.router == "softmax" else scores / jnp.sum(scores, -1, keepdims=True)
+    return Choice(experts, cfg.scaling * weights, shares)
+
+
+def capacity(cfg: MoEConfig, seq_len: int) -> int | None:
+    """Returns the slots that an expert has for a row of tokens, or None if nothing is dropped.
+
+    An even share times `capacity_factor`, rounded up; all tokens of a row at most, since a token's experts differ.
+    """
+    if cfg.capacity_factor is None:
+        return None
+    share = seq_len * cfg.experts_per_token / cfg.experts
+    return min(seq_len, math.ceil(share * cfg.capacity_factor))
+
+
+class MoE(nnx.Module):
+    """E gated layers (`SwiGLU`), of which every token gets k, weighted by its router; and some that all tokens get."""
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
+        assert isinstance(cfg.ffn, MoEConfig)
+        moe, D, F = cfg.ffn, cfg.embed, cfg.mlp
+        E = moe.experts
+        new = partial(make_param, rules=rules)
+        self.router = new(rngs.params(), (D, E), ("embed", None), fan_in=D)
+        into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        self.gate = new(rngs.params(), (E, D, F), into, fan_in=D)
+        self.up = new(rngs.params(), (E, D, F), into, fan_in=D)
+        scale = (2 * cfg.layers) ** -0.5  # as in SwiGLU
+        self.down = new(rngs.params(), (E, F, D), out, fan_in=F, scale=scale)
+        if moe.bias_rate:
+            self.bias = nnx.Param(jnp.zeros((E,), jnp.float32), axes=(None,))
+        if moe.shared_experts:
+            wide = cfg.model_copy(update={"mlp": moe.shared_experts * F})
+            self.shared = SwiGLU(wide, rules=rules, rngs=rngs)
+        self.cfg, self.rules, self.regather = moe, rules, cfg.remat == "none"
+
+    def __call__(self, x_XD: jax.Array) -> jax.Array:
+        """Maps tokens [X, D], one row of them, to [X, D]."""
+        return self.routed(x_XD, 1)[0]
+
+    @jax.named_scope("moe")
+    def routed(self, x: jax.Array, rows: int) -> tuple[jax.Array, Routing]:
+        """Maps tokens to tokens, and says how they were routed.
+
+        Args:
+          x: [B*T, D], or [B, T, D] where rows are split over devices.
+          rows: B.
+
+        Returns:
+          The same shape and type, and what the router did. All tokens are routed, those of padding too.
+        """
+        cfg, rules = self.cfg, self.rules
+        slots = capacity(cfg, math.prod(x.shape[:-1]) // rows)
+        names = ("router", "gate", "up", "down", "bias")[: 5 if cfg.bias_rate else 4]
+        params = {name: getattr(self, name).get_value() for name in names}
+        # Cast before they are sent; a router stays float32.
+        params |= {name: params[name].astype(x.dtype) for name in names[1:4]}
+        y, routing = on_each_device(
+            partial(_route_and_compute, cfg=cfg),
+            x,
+            params,
+            {name: getattr(self, name).axes for name in names},
+            Layout(cfg.experts, slots, rows),
+            rules=rules,
+            regather=self.regather,
+        )
+        return (y + self.shared(x) if cfg.shared_experts else y), routing
+
+    @staticmethod
+    def count(cfg: ModelConfig, *, active: bool = False) -> int:
+        """Returns the parameters of one layer by formula: 3*D*F of each expert, and the router's D*E, and biases E.
+
+        `active` counts what a token meets: k experts and the shared ones, without the biases, which only choose.
+        """
+        assert isinstance(cfg.ffn, MoEConfig)
+        ffn = cfg.ffn
+        routed = ffn.experts_per_token if active else ffn.experts
+        biases = ffn.experts if ffn.bias_rate and not active else 0
+        one = 3 * cfg.embed * cfg.mlp
+        return one * (routed + ffn.shared_experts) + cfg.embed * ffn.experts + biases
+
+
+def _route_and_compute(
+    x: jax.Array, params: Any, layout: Layout, *, cfg: MoEConfig
+) -> tuple[jax.Array, Routing]:
+    """The layer on one device: tokens [..., D] to tokens, and how those of all devices were routed."""
+    # Experts are chosen by small differences: in float32.
+    logits = jnp.einsum(
+        "...D,DE->...E",
+        x.astype(jnp.float32),
+        params["router"],
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    choice = route(logits, cfg, params.get("bias"))
+    y = exchange(partial(swiglu_experts, params), x, choice.experts, choice.weights, layout)
+    return y, _routing(logits, choice, layout, cfg)
+
+
+def _routing(logits: jax.Array, choice: Choice, layout: Layout, cfg: MoEConfig) -> Routing:
+    E, tokens = cfg.experts, math.prod(logits.shape[:-1])
+    hits = choice.experts[..., None] == jnp.arange(E)
+    load_BE = jnp.sum(jnp.reshape(hits, (layout.rows, -1, E)), axis=1, dtype=jnp.int32)
+    over_BE = 0 * load_BE if layout.capacity is None else load_BE - layout.capacity
+    shares_E = jnp.sum(jnp.reshape(choice.shares, (-1, E)), axis=0)
+    squares = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    dropped = jnp.sum(jnp.maximum(over_BE, 0))
+    load_E, dropped, shares_E, squares = (
+        layout.total(x) for x in (jnp.sum(load_BE, axis=0), dropped, shares_E, squares)
+    )
+    count = tokens * math.prod(jax.lax.axis_size(axis) for axis in layout.tokens)
+    # Fedus et al. 2021, equations 4 to 6; for k experts, of assignments instead of tokens.
+    load_share_E = load_E / (count * cfg.experts_per_token)
+    balance = E * jnp.sum(shares_E / count * load_share_E)
+    z = squares / count  # Zoph et al. 2022, equation 5
+    loss = cfg.balance_loss * balance + cfg.z_loss * z
+    return Routing(loss, balance, z, load_E, dropped)
+
+
+def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -> jax.Array:
+    """What a device does with its experts' rows: each group goes through its expert's gated layer.
+
+    Args:
+      params: `gate` and `up` [E, D, F], `down` [E, F, D], in the compute type.
+      rows_MD: [M, D] sorted by expert.
+      sizes_E: rows of each expert; None if all have M / E.
+
+    Returns:
+      [M, D].
+    """
+    E, M, D = len(params["gate"]), *rows_MD.shape
+    if sizes_E is None and kernels.platform() == "cpu":
+        # As without capacity: XLA's batched product has another order of summation.
+        sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
+    if sizes_E is None:
+        rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
+    else:
+        rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
+    gate, up = product(rows, params["gate"]), product(rows, params["up"])
+    gate, up = checkpoint_name((gate, up), "gate_up")
+    hidden = checkpoint_name(gated(gate, up), "hidden")
+    return jnp.reshape(product(hidden, params["down"]), rows_MD.shape)
+
+
+def scaled(routing: Routing, factor: jax.Array) -> Routing:
+    """Returns a routing whose means are multiplied, the counts left as they are."""
+    loss, balance, z = (factor * x for x in (routing.loss, routing.balance, routing.z))
+    return routing._replace(loss=loss, balance=balance, z=z)
+
+
+def update_bias(params: Any, load_LE: jax.Array, rate: float) -> Any:
+    """Raises the bias of experts that got less than an even share and lowers that of the others (Wang et al. 2024).
+
+    Args:
+      params: a model's parameters, with `blocks.ffn.bias` [L, E].
+      load_LE: [L, E] assignments of a step.
+      rate: how much.
+
+    Returns:
+      The parameters with the new bias.
+    """
+    params = jax.tree.map(lambda x: x, params)
+    bias = params["blocks"]["ffn"]["bias"]
+    mean_L1 = jnp.mean(load_LE.astype(jnp.float32), axis=1, keepdims=True)
+    new = bias.get_value() + rate * jnp.sign(mean_L1 - load_LE)
+    params["blocks"]["ffn"]["bias"] = bias.replace(new)
+    return params
+
+
+def metrics(routing: Routing) -> dict[str, jax.Array]:
+    """Returns what a step reports of its experts, float32 scalars.
+
+    Args:
+      routing: of all layers, stacked.
+
+    Returns:
+      `expert_load_max` and `expert_load_min`: the most and the least that an expert of any layer got, in even shares;
+      `dropped`: share of the assignments dropped; `balance_loss` and `router_z_loss`: means over the layers, without
+      their weights.
+    """
+    load_LE = routing.load_E.astype(jnp.float32)
+    relative_LE = load_LE / jnp.mean(load_LE, axis=1, keepdims=True)
+    return {
+        "expert_load_max": jnp.max(relative_LE),
+        "expert_load_min": jnp.min(relative_LE),
+        "dropped": jnp.sum(routing.dropped) / jnp.sum(load_LE),
+        "balance_loss": jnp.mean(routing.balance),
+        "router_z_loss": jnp.mean(routing.z),
+    }

@@ -1,0 +1,324 @@
+"""The decoder-only transformer, and its parameters and FLOPs counted by formula.
+
+Layers are stacked: every layer parameter has a leading dimension L, whether the stack is scanned (compiles one layer)
+or unrolled (the compiler sees all of them), so both read the same checkpoints. Generation takes an unrolled stack
+apart (`unstack_layers`): a slice of a stack is a copy, as expensive as the product that reads it once.
+
+Chapters: 4, 14.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from minitext.config.model import GQAConfig, MLAConfig, ModelConfig, MoEConfig, SwiGLUConfig
+from minitext.config.section import Section
+from minitext.config.sections import PipelineConfig
+from minitext.models.attention import GQA, Counts, KVCache
+from minitext.models.ffn import SwiGLU
+from minitext.models.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    SplitLinear,
+    flatten_tokens,
+    unflatten_tokens,
+)
+from minitext.models.mla import MLA, LatentCache
+from minitext.models.moe import MoE, Routing
+from minitext.sharding.context_parallel import zigzag
+from minitext.sharding.pipeline import pipelined
+from minitext.sharding.rules import RULES, ShardingRules
+
+# A new variant is one config, one class and one row here.
+VARIANTS: dict[type[Section], Any] = {
+    GQAConfig: GQA,
+    MLAConfig: MLA,
+    SwiGLUConfig: SwiGLU,
+    MoEConfig: MoE,
+}
+
+Cache = KVCache | LatentCache
+
+
+def remat(layer: Callable, cfg: ModelConfig) -> Callable:
+    """Returns the layer with the recomputation that `model.remat` asks for in its backward pass."""
+    if cfg.remat == "none":
+        return layer
+    # JAX's policies for products do not see those inside of a custom_vjp (`Linear`); names they see.
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
+        self.norm_attention = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)
+        self.norm_ffn = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)
+
+    def __call__(
+        self,
+        x_XD: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache, Routing | None]:
+        """Maps the residual stream [B*T, D] to itself.
+
+        Also returns what a cache keeps of its tokens, and what a mixture of experts did with them.
+        """
+        mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
+        x_XD = x_XD + mixed
+        y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
+        return x_XD + y_XD, new, routing
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer (Vaswani et al. 2017) with RMSNorm, RoPE, GQA and SwiGLU, as Llama has them.
+
+    Args:
+      cfg: sizes and numerics.
+      rules: sharding rules; they matter only where a mesh is set.
+      pipeline: how microbatches pass through the layers; it matters only where a mesh splits these.
+      rngs: `nnx.Rngs(seed)`; draws the parameters.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        rules: ShardingRules = RULES["all"],
+        pipeline: PipelineConfig | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.rules, self.pipeline = cfg, rules, pipeline or PipelineConfig()
+        self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
+        stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
+        # Each device draws the layers that it keeps.
+        each = jax.tree.map(lambda keys: rules.shard(keys, "layers"), rngs.split(cfg.layers))
+        self.blocks: Any = stacked(each)  # or an nnx.List: unstack_layers
+        self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        if not cfg.tie_embeddings:
+            # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
+            self.unembed = Linear(
+                cfg.embed, cfg.vocab, ("embed", "vocab"),
+                key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
+            )  # fmt: skip
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
+        """Returns the logits of the next token at every place.
+
+        Args:
+          tokens_BT: [B, T] integers below V.
+          positions_BT: [B, T]; by default 0 .. T-1, or following on the cache.
+          segment_ids_BT: [B, T] documents packed into a row, which don't see each other; 0 is padding.
+          cache: what `make_cache` made, with earlier tokens; or one of no places before the first ones.
+
+        Returns:
+          Logits [B, T, V] in float32; with a cache, (logits, what its `append` takes of the T tokens).
+        """
+        x_BTD, new, _ = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
+        logits_BTV = self.logits(x_BTD)
+        return logits_BTV if cache is None else (logits_BTV, new)
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None, Routing | None]:
+        """Returns what the output layer reads, [B, T, D] normalised.
+
+        Also, with a cache, what it keeps of these tokens, and of a mixture of experts the layers' routing, stacked.
+        """
+        rules = self.rules
+        B, T = tokens_BT.shape
+        if positions_BT is None:
+            start = 0 if cache is None else cache.length
+            positions_BT = jnp.broadcast_to(jnp.arange(T) + start, (B, T))
+            positions_BT = rules.shard(positions_BT, "batch", "seq")
+        arrays: Any = tokens_BT, positions_BT, segment_ids_BT
+        tokens_BT, positions_BT, segment_ids_BT = self.order_tokens(arrays)
+        x_XD = self.embed_tokens(tokens_BT)
+        if cache is None and rules.splits("layers"):
+            graphdef, params = nnx.split(self.blocks)
+
+            def layers(params, x_XD, seen):
+                return self.apply_layers(nnx.merge(graphdef, params), x_XD, *seen)[0]
+
+            seen: Any = positions_BT, segment_ids_BT
+            x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
+            return self.finish(x_XD, B), None, None
+        x_XD, new, routing = self.apply_layers(
+            self.blocks, x_XD, positions_BT, segment_ids_BT, cache
+        )
+        return self.finish(x_XD, B), new, routing
+
+    @property
+    def _ring(self) -> bool:
+        return self.rules.splits("seq") and self.cfg.attention.context == "ring"
+
+    def order_tokens(self, arrays: Any) -> Any:
+        """Returns arrays [B, T] of tokens, positions and so on with tokens in the order in which layers take them."""
+        order = partial(zigzag, rules=self.rules)
+        return jax.tree.map(lambda x: order(x, "batch", "seq"), arrays) if self._ring else arrays
+
+    def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the residual stream before the first layer, [B*T, D], of tokens in the layers' order."""
+        return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
+
+    def finish(self, x_XD: jax.Array, batch: int) -> jax.Array:
+        """Returns what the output layer reads, [B, T, D], of the residual stream after the last layer."""
+        if self._ring:
+            x_XD = zigzag(x_XD, "batch", "residual", "act", rules=self.rules, back=True)
+        shape = (batch, x_XD.size // batch // self.cfg.embed, self.cfg.embed)
+        where = self.rules.out("batch", "residual", "act")
+        return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
+
+    def output_weight(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns the output layer [D, V] in `dtype`, whole but for the vocabulary's parts."""
+        if self.cfg.tie_embeddings:
+            return self.embed.gathered(dtype).T / self.cfg.embed**0.5
+        return self.unembed.gathered(dtype)
+
+    @jax.named_scope("logits")
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V] of hidden states [B, T, D], in float32."""
+        cfg, rules = self.cfg, self.rules
+        x_XD = flatten_tokens(x_BTD, rules)
+        logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
+        # Softmax follows: bfloat16 logits would cost more accuracy than they save.
+        return unflatten_tokens(
+            logits_XV.astype(jnp.float32), len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules
+        )
+
+    def apply_layers(
+        self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None, Routing | None]:
+        """Runs layers: a list one by one, a stack scanned or unrolled.
+
+        Returns x; with a cache, the new one; of a mixture of experts the routing, stacked (but not of a list).
+        """
+        kept: Any = None if cache is None else cache[:-1]  # all but its length
+
+        def run(block: Any, x, kept: Any):
+            """One layer, with its part of what the cache keeps, and what it is to keep of the new tokens."""
+            one = None if cache is None else cache._make((*kept, cache.length))
+            x, new, routing = block(x, positions_BT, segment_ids_BT, one)
+            return x, (None if cache is None else new[:-1], routing)
+
+        def together(news: Any) -> Any:
+            return None if cache is None else cache._make((*news, positions_BT.shape[1]))
+
+        if isinstance(blocks, nnx.List):
+            news = []
+            for block, *one in zip(blocks, *kept, strict=True):
+                x_XD, (new, _) = run(block, x_XD, one)
+                news.append(new)
+            return x_XD, together(zip(*news, strict=True)), None
+        graphdef, params = nnx.split(blocks)
+
+        def layer(x, inputs):
+            params_l, kept_l = inputs
+            return run(nnx.merge(graphdef, params_l), x, kept_l)
+
+        layer = remat(layer, self.cfg)
+        x_XD, (new, routing) = _run_stack(layer, x_XD, (params, kept), self.cfg.scan_layers)
+        return x_XD, together(new), routing
+
+
+def make_cache(
+    cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
+) -> Cache:
+    """Returns an empty cache for `length` tokens of each of `batch` rows, as the model's attention keeps them."""
+    return VARIANTS[type(cfg.attention)].make_cache(cfg, batch, length, rules)
+
+
+def unstack_layers(model: Transformer) -> Transformer:
+    """Returns the model with a list of layers in place of the stack, for use with a cache of tuples of layers."""
+    graphdef, params = nnx.split(model.blocks)
+    layers = [
+        nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], params))
+        for i in range(model.cfg.layers)
+    ]
+    rest, others = nnx.split(model)
+    apart = nnx.merge(rest, others)
+    apart.blocks = nnx.List(layers)
+    return apart
+
+
+def split_projections(model: Transformer, groups: int) -> Transformer:
+    """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU."""
+    for _, module in list(nnx.iter_modules(model)):
+        for name, child in list(vars(module).items()):
+            if isinstance(child, Linear):
+                setattr(module, name, SplitLinear(child, groups))
+    return model
+
+
+def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
+    """Runs `layer(carry, one layer's inputs) -> (carry, output)` over the leading dimension L, like `jax.lax.scan`."""
+    if scan:
+        return jax.lax.scan(layer, carry, inputs)
+    # unstack's gradient is one stack; indexing's would be a sum of L arrays, zero but in one layer.
+    leaves, treedef = jax.tree.flatten(inputs)
+    outputs = []
+    for slices in zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True):
+        carry, output = layer(carry, jax.tree.unflatten(treedef, slices))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs)
+
+
+def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
+    """Returns the number of parameters by formula.
+
+    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F or what `MoE.count` says,
+    two norms 2*D; outside the layers: the embedding V*D, the output layer V*D unless tied, the last norm D.
+
+    Args:
+      cfg: the model.
+      active: count of a mixture of experts only the parameters that a token meets.
+    """
+    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
+    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=active)
+    layer = attention.weights + attention.scales + ffn + 2 * D
+    return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
+
+
+def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
+    """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
+
+    A matrix product of a token with P weights takes 2*P operations, and of experts those count that a token meets;
+    attention's two products take 4*N*H*S per token for S keys of GQA, and a causal token sees half of them on average.
+    Norms, rotations and softmax are not counted, nor is what rematerialisation computes again (so that a utilisation
+    made of this is MFU, Chowdhery et al. 2022).
+
+    Args:
+      cfg: the model.
+      tokens: tokens in the step.
+      seq_len: length of a row.
+      causal: count only the half of the attention square that is used.
+    """
+    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
+    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=True)
+    weights = cfg.layers * (attention.weights + ffn) + V * D
+    keys = seq_len / (2 if causal else 1)
+    return int(3 * tokens * (2 * weights + cfg.layers * attention.per_key * keys))
+
+
+def count_attention(cfg: ModelConfig) -> Counts:
+    """Returns what one layer's attention holds and computes, by the formula of its kind."""
+    return VARIANTS[type(cfg.attention)].count(cfg)

@@ -1,0 +1,17 @@
+"""What a run reports of itself: metrics, where its time went, profiler traces, and a live view of all three.
+
+May import models, data, compiler, checkpoint, distributed and config.
+
+Chapters: none.
+"""
+
+from minitext import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "Ledger": "goodput",
+        "Meter": "metrics",
+        "read_metrics": "metrics",
+    },
+)

@@ -1,0 +1,247 @@
+"""What each device did in the steps of a trace: operations' own time, idle time, collectives exposed and hidden.
+
+It reads traces of CPUs, TPUs and GPUs alike:
+
+    CPU    operations on the threads of `/host:CPU`, marked with `hlo_op` and the device
+    TPU    `/device:TPU:N`: the line `XLA Ops`, and `Async XLA Ops` for what runs beside it
+    GPU    `/device:GPU:N`: a line for each stream
+
+The names of planes and lines of TPUs and GPUs are those that XProf documents. No trace of either was at hand: their
+readers are tested with traces made up after the documentation.
+
+Times are in nanoseconds from the start of the trace, but for those of `Device`.
+
+Chapters: 20.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minitext.compiler.hlo import COLLECTIVES
+from minitext.observability.xplane import Event, Plane
+
+_COLLECTIVE = re.compile(rf"^({'|'.join(COLLECTIVES)}|async-collective|nccl)", re.IGNORECASE)
+_CONTROL = re.compile(r"^(while|conditional|call)(\.|$)")  # what they hold does the work
+NS = 1e-9
+HOST = "/host:CPU"
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device over the traced time; all in seconds.
+
+    Attributes:
+      name: such as `TPU:0`.
+      busy: any operation ran.
+      idle: none did.
+      compute: operations ran that are not collectives.
+      hidden: collectives were under way while others computed.
+      exposed: collectives were under way and nothing computed: what they cost.
+    """
+
+    name: str
+    busy: float
+    idle: float
+    compute: float
+    hidden: float
+    exposed: float
+
+    @property
+    def idle_share(self) -> float:
+        """The part of the traced time in which nothing ran, 0 to 1."""
+        total = self.busy + self.idle
+        return self.idle / total if total else 0.0
+
+
+class Ops(NamedTuple):
+    """What ran on one device.
+
+    Attributes:
+      name: such as `TPU:0`.
+      lines: operations, on each line one after another or one within another.
+      aside: operations that run beside those.
+      programs: runs of whole programs, or nothing where the trace has no such line.
+    """
+
+    name: str
+    lines: list[list[Event]]
+    aside: list[list[Event]]
+    programs: list[Event]
+
+
+def is_collective(op: str) -> bool:
+    """Whether an operation sends something to other devices, or waits for it."""
+    return bool(_COLLECTIVE.match(op))
+
+
+def find_devices(planes: list[Plane]) -> list[Ops]:
+    """Returns the devices of a trace and what ran on them; the host's CPU devices where there is no other."""
+    found = []
+    for plane in planes:
+        if not re.match(r"/device:(TPU|GPU):\d+", plane.name):
+            continue
+        lines = {line.name: line.events for line in plane.lines}
+        if "XLA Ops" in lines:
+            main = [lines["XLA Ops"]]
+        else:
+            main = [events for name, events in lines.items() if name.startswith("Stream")]
+        if any(main):
+            name, aside = plane.name.removeprefix("/device:"), lines.get("Async XLA Ops", [])
+            found.append(Ops(name, main, [aside], lines.get("XLA Modules", [])))
+    return found or _cpu_devices(planes)
+
+
+def _cpu_devices(planes: list[Plane]) -> list[Ops]:
+    by_device: dict[int, list[list[Event]]] = defaultdict(list)
+    for line in (line for plane in planes if plane.name == HOST for line in plane.lines):
+        parts: dict[int, list[Event]] = defaultdict(list)
+        for event in line.events:
+            if "hlo_op" in event.stats:
+                parts[int(event.stats.get("device_ordinal", 0))].append(event)
+        for device, events in parts.items():
+            by_device[device].append(events)
+    return [Ops(f"CPU:{n}", lines, [], []) for n, lines in sorted(by_device.items())]
+
+
+def find_steps(planes: list[Plane], devices: list[Ops]) -> tuple[str, list[Interval]]:
+    """Returns the name of the program that took the most time, and when it ran on the first device.
+
+    Where the trace does not tell its runs apart, as on GPUs, their time is divided by the number of steps that the
+    training loop began meanwhile.
+    """
+    first, runs = devices[0], defaultdict(list)
+    for event in first.programs or [e for line in first.lines for e in line]:
+        if first.programs:  # `jit_train_step(1234567)`
+            program, run = event.name.partition("(")[0], event.start
+        else:
+            program, run = event.stats.get("hlo_module", ""), event.stats.get("run_id")
+        runs[program, run].append(event)
+    times: dict[str, float] = defaultdict(float)
+    for (program, _), events in runs.items():
+        times[program] += sum(e.end - e.start for e in events)
+    main = max(times, key=lambda program: times[program])
+    found = sorted(
+        (min(e.start for e in events), max(e.end for e in events))
+        for (program, _), events in runs.items()
+        if program == main
+    )
+    host = [
+        e for plane in planes if plane.name == HOST for line in plane.lines for e in line.events
+    ]
+    steps = sum(1 for e in host if e.name == "train" and "step_num" in e.stats)
+    if (main, None) not in runs or steps < 2:
+        return main, found
+    start, length = found[0][0], (found[-1][1] - found[0][0]) / steps
+    return main, [(start + i * length, start + (i + 1) * length) for i in range(steps)]
+
+
+def _inside(events: Iterable[Event], window: Interval) -> list[Event]:
+    return [e for e in events if e.end > window[0] and e.start < window[1]]
+
+
+def _segments(events: list[Event]) -> Iterable[tuple[Event, float, float]]:
+    """Cuts the time of one line among its events: a moment belongs to the innermost one that it lies in."""
+    stack: list[Event] = []
+    cursor = 0.0
+    for event in [*events, None]:
+        start = float("inf") if event is None else event.start
+        while stack and stack[-1].end <= start:
+            if stack[-1].end > cursor:
+                yield stack[-1], cursor, stack[-1].end
+                cursor = stack[-1].end
+            stack.pop()
+        if event is None:
+            return
+        if stack and start > cursor:
+            yield stack[-1], cursor, start
+        stack.append(event)
+        cursor = max(cursor, start)
+
+
+def self_times(devices: list[Ops], window: Interval) -> tuple[dict[str, float], Counter[str]]:
+    """Returns the nanoseconds that each operation took without those it holds, and how often it ran, on all devices."""
+    times: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for line in (line for device in devices for line in device.lines):
+        inside = _inside(line, window)
+        counts.update(event.op for event in inside)
+        for event, start, end in _segments(inside):
+            times[event.op] += end - start
+    return times, counts
+
+
+def account(device: Ops, window: Interval, opcodes: Mapping[str, str] | None = None) -> Device:
+    """Returns where a device's time went inside the window.
+
+    Args:
+      device: what ran.
+      window: from when to when.
+      opcodes: of operations whose names may not say what they are: a `psum` in a `shard_map` is an all-reduce called
+        `psum_invariant.7`.
+    """
+    opcodes = opcodes or {}
+    compute, sending, running = [], [], []
+    for line in device.lines:
+        inside = _inside(line, window)
+        running += [(e.start, e.end) for e in inside]
+        sending += _transfers(inside, opcodes)
+        for event, start, end in _segments(inside):
+            if not is_collective(_kind(event, opcodes)) and not _CONTROL.match(event.op):
+                compute.append((start, end))
+    for line in device.aside:
+        sending += [(e.start, e.end) for e in _inside(line, window) if is_collective(e.op)]
+    compute, sending, running = (union(x, window) for x in (compute, sending, running))
+    total, busy = window[1] - window[0], length(running)
+    either = length(union([*compute, *sending], window))
+    hidden = length(compute) + length(sending) - either
+    exposed = length(sending) - hidden
+    values = busy, total - busy, length(compute), hidden, exposed
+    return Device(device.name, *(value * NS for value in values))
+
+
+def _kind(event: Event, opcodes: Mapping[str, str]) -> str:
+    """An operation's opcode if it is a collective's, otherwise its name."""
+    opcode = opcodes.get(event.op, "")
+    return opcode if is_collective(opcode) else event.op
+
+
+def _transfers(events: list[Event], opcodes: Mapping[str, str]) -> list[Interval]:
+    """When collectives are under way: an asynchronous one from its `-start` to the end of its `-done`."""
+    found: list[Interval] = []
+    waiting: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if not is_collective(_kind(event, opcodes)):
+            continue
+        kind, _, number = event.op.partition("-start")
+        if event.op.startswith(f"{kind}-start"):
+            waiting[kind + number].append(event)
+        kind, done, number = event.op.partition("-done")
+        if done and waiting[kind + number]:
+            found.append((waiting[kind + number].pop(0).start, event.end))
+        else:
+            found.append((event.start, event.end))
+    return found
+
+
+def union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """Returns the intervals' union inside the window, disjoint and in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        start, end = max(start, window[0]), min(end, window[1])
+        if start >= end:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: list[Interval]) -> float:
+    """Returns the summed length of disjoint intervals."""
+    return sum(end - start for start, end in intervals)

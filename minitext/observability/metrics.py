@@ -1,0 +1,185 @@
+"""What a run writes down: `metrics.jsonl`, TensorBoard events, and the text on the terminal.
+
+Chapters: 6, 20.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from minitext import files as disk
+
+
+class MetricsWriter:
+    """Appends one JSON object per step to `metrics.jsonl` and the same scalars to TensorBoard.
+
+    Args:
+      directory: the run directory.
+      after_step: the step a resumed run starts from; later lines, which a killed run may have written and this run
+        will write again, are removed, and so is a half-written last line.
+    """
+
+    def __init__(self, directory: Path, after_step: int = 0):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        self.path = Path(directory) / FILE
+        kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
+        disk.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        self._file = self.path.open("a", encoding="utf-8")
+        # SummaryWriter writes in a thread, which dies of a full disk; the next records would wait for it for ever.
+        events = Path(directory) / "tensorboard"
+        events.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(events / "events"))
+        self._proto: Any = event_pb2  # makes its classes when it is imported
+        # TensorBoard forgets what an earlier, killed process wrote of these steps.
+        started = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._events.write_event(self._proto.Event(step=after_step + 1, session_log=started))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes one step's record, which holds at least `step`; NaN and infinity become strings."""
+        safe = {
+            k: v if not isinstance(v, float) or math.isfinite(v) else str(v)
+            for k, v in record.items()
+        }
+        self._file.write(json.dumps(safe) + "\n")
+        self._file.flush()
+        event = self._proto.Event(step=record["step"], wall_time=time.time())
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                event.summary.value.add(tag=name, simple_value=value)
+        self._events.write_event(event)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
+    """Reads a run's `metrics.jsonl`; what is no line of numbers of a step, as a kill may leave one, is left out."""
+    path = Path(directory) / FILE
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+    return records
+
+
+FILE = "metrics.jsonl"
+MFU = "MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices)"
+
+
+def mfu(flops: float, seconds: float, peak: float) -> float:
+    """Returns the model FLOPs utilisation, the one formula of the package (Chowdhery et al. 2022, appendix B).
+
+    MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices).
+
+    Args:
+      flops: of one step by `minitext.models.transformer.count_flops`: forward and backward, half of the attention square, without
+        what rematerialisation computes again.
+      seconds: from the end of one step to the end of the next, waiting for data included.
+      peak: dense matmul FLOP/s of all devices together, in the type that the model computes in.
+    """
+    return flops / seconds / peak
+
+
+class Meter:
+    """Turns the time between steps into rates.
+
+    Args:
+      tokens: tokens in a step.
+      flops: model FLOPs of a step.
+      peak: FLOP/s of all devices together, or None if unknown.
+    """
+
+    def __init__(self, tokens: int, flops: float, peak: float | None):
+        self.tokens, self.flops, self.peak = tokens, flops, peak
+        self._last = time.perf_counter()
+
+    def lap(self, steps: int = 1) -> dict[str, float]:
+        """Returns the rates of the `steps` steps since the last lap, their mean if there are several.
+
+        Returns:
+          `seconds` of a step, `tokens_per_second` and, with a known peak, `mfu`.
+        """
+        now = time.perf_counter()
+        seconds, self._last = (now - self._last) / steps, now
+        rates = {"tokens_per_second": self.tokens / seconds, "seconds": seconds}
+        return rates | ({"mfu": mfu(self.flops, seconds, self.peak)} if self.peak else {})
+
+    def skip(self) -> None:
+        """Leaves out the time since the last lap: a sample is no step."""
+        self._last = time.perf_counter()
+
+
+class MemoryReader:
+    """Reads how much memory is held, at most once a second: while all cores compute, a reading takes 0.3 ms."""
+
+    def __init__(self) -> None:
+        self._read, self._found = -math.inf, {}
+
+    def in_use(self) -> dict[str, int]:
+        """Returns `host_bytes`, what this process holds, and `device_bytes`, the first device's peak, if it is told."""
+        now = time.monotonic()
+        if now - self._read > 1.0:
+            import jax
+            import psutil
+
+            stats = jax.local_devices()[0].memory_stats() or {}
+            self._read, self._found = now, {"host_bytes": psutil.Process().memory_info().rss}
+            if "peak_bytes_in_use" in stats:
+                self._found["device_bytes"] = stats["peak_bytes_in_use"]
+        return self._found
+
+
+def progress_bar(console: Console) -> Progress:
+    """Returns the training progress bar: steps, loss, speed, utilisation and time left."""
+    return Progress(
+        TextColumn("[bold]step {task.completed}/{task.total}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
+    """Returns the progress bar's text, e.g. `loss 1.42  18,304 tokens/s  MFU 41%`.
+
+    Of a mixture of experts it says how much of an even share the least and the most loaded expert of any layer got.
+    """
+    parts = [f"loss {record['loss']:.3f}"]
+    if floor is not None:
+        parts[0] += f" (floor {floor:.3f})"
+    if "val_loss" in record:
+        parts.append(f"val {record['val_loss']:.3f}")
+    if "expert_load_max" in record:
+        low, high = record["expert_load_min"], record["expert_load_max"]
+        parts.append(f"load {low:.2f}-{high:.2f}")
+        if record["dropped"]:
+            parts[-1] += f", {record['dropped']:.1%} dropped"
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.0%}")
+    return "  ".join(parts)

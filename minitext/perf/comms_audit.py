@@ -1,0 +1,182 @@
+"""What a train step was predicted to send, beside what its compiled program sends.
+
+`audit` compiles the step, for the devices of a mesh or for chips that need not be there, and `print_audit` shows both
+sides with what differs. `minitext comms` does this for a preset.
+
+Chapters: 11, 12, 13.
+"""
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from minitext.compiler import hlo
+from minitext.compiler.aot import dump_to, no_cache, read_dump
+from minitext.compiler.report import print_tables, show_bytes, table
+from minitext.compiler.targets import topology_mesh
+from minitext.config.sections import Config
+from minitext.distributed.devices import quick_compile
+from minitext.perf.comms import notes, predict
+from minitext.perf.comms_sizes import Term
+from minitext.sharding.mesh import make_mesh
+
+
+class Row(NamedTuple):
+    """A kind of collective on one side of the audit.
+
+    Attributes:
+      kind: such as `all-gather`.
+      count: arrays sent in one step.
+      bytes: their whole side on one device.
+      moved: what each device sends for them, in bytes.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+    moved: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a step was predicted to send, and what its program sends.
+
+    Attributes:
+      backend: `cpu` or `tpu`.
+      terms: the prediction, term by term.
+      compiled: the same of the program, a term for each instruction, named as there.
+      small: number and bytes of the program's scalars and integers, which are not in `compiled`.
+      notes: what the prediction does not cover, and where it may differ therefore.
+    """
+
+    backend: str
+    terms: list[Term]
+    compiled: list[Term]
+    small: tuple[int, int]
+    notes: list[str]
+
+    def differences(self) -> dict[tuple[str, int, int], tuple[int, int]]:
+        """Returns (kind, group, bytes of an array) -> arrays (predicted, compiled), where those differ."""
+        want, got = (_arrays(terms) for terms in (self.terms, self.compiled))
+        return {
+            key: (want[key], got[key]) for key in sorted({*want, *got}) if want[key] != got[key]
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the audit as JSON-able values."""
+        return {
+            "backend": self.backend,
+            "terms": [
+                t._asdict() | {"count": t.count, "bytes": t.bytes, "moved": t.moved}
+                for t in self.terms
+            ],
+            "predicted": [row._asdict() for row in by_kind(self.terms)],
+            "compiled": [row._asdict() for row in by_kind(self.compiled)],
+            "notes": self.notes,
+            "small": {"count": self.small[0], "bytes": self.small[1]},
+            "differences": [
+                {"kind": kind, "group": group, "bytes": size, "predicted": want, "compiled": got}
+                for (kind, group, size), (want, got) in self.differences().items()
+            ],
+        }
+
+
+def audit_preset(cfg: Config, target: str | None = None) -> Audit:
+    """Audits a configuration on its mesh over this machine's devices, or a target's such as `v5e:2x4`."""
+    mesh = topology_mesh(target, cfg.mesh) if target else make_mesh(cfg.mesh)
+    return audit(cfg, mesh)
+
+
+def audit(cfg: Config, mesh: Mesh) -> Audit:
+    """Compiles the train step for the devices of a mesh and reads what it sends.
+
+    Args:
+      cfg: the configuration; the layers are scanned, whatever it says.
+      mesh: of simulated CPU devices, or of ahead-of-time TPUs (`minitext.compiler.targets.topology_mesh`).
+    """
+    from minitext.training.step import abstract_batch, abstract_state, make_train_step
+
+    cfg = cfg.replace({"model.scan_layers": True})
+    backend = mesh.devices.flat[0].platform
+    step = make_train_step(cfg, mesh)
+    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    with jax.set_mesh(mesh), no_cache(), tempfile.TemporaryDirectory(prefix="minitext-") as folder:
+        step.lower(*args).compile(quick_compile(backend) | dump_to(folder))
+        text = read_dump(folder)[1]
+    return read(text, cfg, mesh, backend)
+
+
+def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
+    """Puts the prediction beside the text of a compiled step."""
+    compiled, small = [], (0, 0)
+    for found in hlo.Module(text).collectives():
+        sizes = tuple(size for dtype, size in found.arrays if not _is_small(dtype, size))
+        rest = [size for dtype, size in found.arrays if _is_small(dtype, size)]
+        small = small[0] + found.runs * len(rest), small[1] + found.runs * sum(rest)
+        if sizes:
+            compiled.append(Term(found.name, found.kind, found.group, sizes, found.runs))
+    terms, unknown = predict(cfg, mesh, backend), notes(cfg, mesh, backend)
+    return Audit(backend, terms, compiled, small, unknown)
+
+
+def _is_small(dtype: str, size: int) -> bool:
+    """Whether an array is a scalar or of integers."""
+    return size <= 4 or dtype[0] in "sup"
+
+
+def by_kind(terms: list[Term]) -> list[Row]:
+    """Sums terms by kind."""
+    kinds = sorted({t.kind for t in terms})
+    of = {kind: [t for t in terms if t.kind == kind] for kind in kinds}
+    return [
+        Row(
+            k, sum(t.count for t in of[k]), sum(t.bytes for t in of[k]), sum(t.moved for t in of[k])
+        )
+        for k in kinds
+    ]
+
+
+def _arrays(terms: list[Term]) -> Counter:
+    """Counts arrays by kind, group and bytes; a permutation has pairs and no groups."""
+    found = Counter()
+    for term in terms:
+        for size in term.arrays:
+            found[term.kind, 0 if term.kind == "collective-permute" else term.group, size] += (
+                term.runs
+            )
+    return found
+
+
+def print_audit(found: Audit) -> None:
+    """Prints the formula's terms, the sums beside the program's, and what differs, on stdout."""
+    lines = [
+        (t.name, t.kind, f"{t.group}", f"{t.count:,}", show_bytes(t.bytes), show_bytes(t.moved))
+        for t in found.terms
+    ]
+    heads = ("what is sent", "kind", "group", "arrays", "bytes", "sent by each device")
+    sides = [{row.kind: row for row in by_kind(terms)} for terms in (found.terms, found.compiled)]
+    sums = []
+    for kind in sorted({*sides[0], *sides[1]}):
+        rows = [side.get(kind, Row(kind, 0, 0, 0.0)) for side in sides]
+        cells = [(f"{r.count:,}", show_bytes(r.bytes), show_bytes(r.moved)) for r in rows]
+        sums.append((kind, *(cell for pair in zip(*cells, strict=True) for cell in pair)))
+    columns = ("arrays", "bytes", "sent by each device")
+    both = tuple(f"{c}, {side}" for c in columns for side in ("predicted", "compiled"))
+    differ = [
+        (kind, f"{group or ''}", show_bytes(size), f"{want:,}", f"{got:,}")
+        for (kind, group, size), (want, got) in found.differences().items()
+    ]
+    count, size = found.small
+    print_tables(
+        table(heads, lines or [("nothing",)], right=(2, 3, 4, 5)),
+        table(("kind", *both), sums or [("none",)], right=(1, 2, 3, 4, 5, 6)),
+        *(f"not predicted: {note}" for note in found.notes),
+        f"and {count:,} scalars and integers of {show_bytes(size)}, which the formula leaves out",
+        table(("differs", "group", "an array", "predicted", "compiled"), differ, right=(1, 2, 3, 4))
+        if differ
+        else "the program sends what the formula says: every kind, group, size and number is equal",
+    )

@@ -1,0 +1,268 @@
+"""The book's one style of figures, and drawings of what the package finds out.
+
+Chapters: none.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from minitext.errors import UserError
+
+# Figures have a transparent ground and must read on white and on near-black. Each colour has a
+# contrast of at least 3:1 on both, which confines them to a narrow band of lightness; so the line
+# style changes with the colour, for grey printing and for readers who do not see the hues.
+# tests/test_notebook.py checks the contrasts.
+COLORS = ("#2463c4", "#de7a0c", "#0f8a6d", "#b865c9", "#c4314b")
+LINESTYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+INK = "#70777f"
+
+
+def figure_style() -> None:
+    """Give matplotlib the book's one style, drawn as SVG when a notebook is running."""
+    import matplotlib
+    from matplotlib.rcsetup import cycler
+
+    cycle = cycler(color=COLORS) + cycler(linestyle=LINESTYLES)
+    axes = ("edgecolor", "labelcolor", "titlecolor")
+    ink_keys = ("text.color", "xtick.color", "ytick.color", *(f"axes.{key}" for key in axes))
+    style: dict[Any, Any] = {
+        **dict.fromkeys(ink_keys, INK),
+        "axes.prop_cycle": cycle,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.titleweight": "bold",
+        "grid.color": INK,
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.6,
+        "figure.figsize": (6.4, 3.6),
+        "figure.facecolor": "none",
+        "figure.constrained_layout.use": True,
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "legend.frameon": False,
+        "lines.linewidth": 2.0,
+        "image.cmap": "cividis",  # even in lightness, the same to colour-blind readers
+        "font.size": 11.0,
+        "svg.hashsalt": "minitext",  # the same figure gives the same file
+    }
+    matplotlib.rcParams.update(style)
+    running = shell()
+    if running is not None:
+        running.run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
+
+
+def draw_fusion(fusion: Any) -> Any:
+    """Draw a `minitext.compiler.hlo.Fusion`: what is read from memory, what stays in registers, what is written.
+
+    Returns:
+        The figure. Time runs downwards: an operation stands below all that it needs.
+    """
+    import matplotlib.pyplot as plt
+
+    inside = [i for i in fusion.inside if i.opcode not in ("constant", "tuple")]
+    if not inside:
+        raise UserError(
+            f"{fusion.name} has nothing to draw: its text was cut off, or is no fusion's"
+        )
+    level: dict[str, int] = {}
+    for i in inside:
+        level[i.name] = 1 + max((level[o] for o in i.operands if o in level), default=-1)
+    rows = [[i for i in inside if level[i.name] == n] for n in range(max(level.values()) + 1)]
+    width, height = max(map(len, rows)), len(rows)
+    figure, axes = plt.subplots(figsize=(max(4.0, 1.7 * width), 0.8 * height + 0.8))
+    place = {
+        i.name: ((k + 0.5) * width / len(row), -n)
+        for n, row in enumerate(rows)
+        for k, i in enumerate(row)
+    }
+    for i in inside:
+        in_memory = i.opcode == "parameter" or i is inside[-1]
+        box = {
+            "boxstyle": "round",
+            "fc": "none",
+            "ec": COLORS[0] if in_memory else INK,
+            "lw": 1 + in_memory,
+        }
+        shape = i.line.partition("{")[0].partition(" ")[0]
+        axes.text(
+            *place[i.name], f"{i.opcode}\n{shape}", ha="center", va="center", bbox=box, fontsize=8
+        )
+        for operand in set(i.operands) & place.keys():
+            arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 14, "shrinkB": 14}
+            axes.annotate("", place[i.name], place[operand], arrowprops=arrow)
+    axes.set(xlim=(0, width), ylim=(-height + 0.4, 0.6))
+    axes.axis("off")
+    axes.set_title(
+        f"{fusion.name}\nreads {fusion.read:,} bytes, writes {fusion.written:,}", fontsize=9
+    )
+    return figure
+
+
+def draw_collectives(module: Any) -> Any:
+    """Draw what each collective of a `minitext.compiler.hlo.Module` sends, all its runs together.
+
+    Returns:
+        The figure. Full bars wait; hatched ones have other work between their start and their end.
+    """
+    import matplotlib.pyplot as plt
+
+    found = sorted(module.collectives(), key=lambda c: c.runs * c.moved)
+    figure, axes = plt.subplots(figsize=(6.4, 0.4 * len(found) + 1.2))
+    kinds = sorted({c.kind for c in found})
+    for n, c in enumerate(found):
+        style: dict[str, Any] = {"color": COLORS[kinds.index(c.kind) % len(COLORS)]}
+        if c.overlapped:
+            style = {"fc": "none", "ec": style["color"], "hatch": "//"}
+        axes.barh(n, c.runs * c.moved / 2**20, **style)
+    axes.set_yticks(range(len(found)), [f"{c.kind} x{c.runs}, groups of {c.group}" for c in found])
+    axes.set_xlabel("MiB sent by each device")
+    return figure
+
+
+def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
+    """Draw a `minitext.perf.roofline.Prediction` under its machine's roof, a disc for each operation.
+
+    Args:
+        prediction: what to draw; an operation stands where its intensity and predicted time put it.
+        dtype: the type whose matmul peak is the roof.
+
+    Returns:
+        The figure. A disc's area is the time that all runs of its operation take.
+    """
+    import matplotlib.pyplot as plt
+
+    machine, parts = prediction.machine, dict(zip(prediction.parts, COLORS, strict=False))
+    peak, ridge = machine.peak(dtype), machine.ridge(dtype)
+    discs = [row for row in prediction.rows if row["flops"] and row["seconds"]]
+    reach = [row["intensity"] for row in discs] + [ridge]
+    ends = min(reach) / 3, max(reach) * 4
+    figure, axes = plt.subplots(figsize=(7, 4.4))
+    bends = [ends[0], ridge, ends[1]]
+    axes.loglog(
+        bends, [min(peak, x * machine.bandwidth) / 1e9 for x in bends], color=INK, ls="-", lw=2.5
+    )
+    axes.axvline(ridge, color=INK, ls=":", lw=1.2)
+    for part, color in parts.items():
+        axes.scatter([], [], s=80, color=color, alpha=0.6, lw=0, label=part)
+    for row in discs:  # the longest first, so that short ones lie on top
+        rate = row["flops"] * row["runs"] / prediction.devices / row["seconds"] / 1e9
+        area = 10_000 * row["seconds"] / prediction.seconds
+        axes.scatter(row["intensity"], rate, s=area, color=parts[row["part"]], alpha=0.5, lw=0)
+    axes.set(xlabel="intensity, FLOPs per byte", ylabel="GFLOP/s", ylim=(None, 5 * peak / 1e9))
+    axes.legend(loc="lower right")
+    return figure
+
+
+def draw_sharding(parameters: Any, mesh: Any) -> Any:
+    """Draw which device of a mesh holds which part of each parameter.
+
+    Args:
+        parameters: `minitext.perf.shard_report.Parameter`s; those of one name but for the optimizer's are drawn once.
+        mesh: the mesh, or an abstract one.
+
+    Returns:
+        The figure: a panel for each parameter, its last two dimensions as rows and columns. A cell is a part; its
+        colour and number are those of the first device that holds it, and the title says how many copies there are.
+    """
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    drawn = [p for p in parameters if p.name.startswith("params.") and len(p.axes) > 1]
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(7, 1.9 * rows), squeeze=False)
+    for axes in panels.flat[len(drawn) :]:
+        axes.axis("off")
+    for axes, p in zip(panels.flat, drawn, strict=False):
+        ways = [[(a, mesh.shape[a]) for a in entry] for entry in p.spec[-2:]]
+        first = _first_devices(ways, mesh)
+        # An edge around each part shows how many there are also where neighbours have one colour.
+        edges = {"edgecolor": INK, "linewidth": 0.5} if first.size <= 64 else {}
+        axes.pcolormesh(first, vmin=0, vmax=max(1, mesh.size - 1), **edges)
+        axes.invert_yaxis()
+        if first.size <= 64:
+            for (i, k), device in np.ndenumerate(first):
+                axes.text(k + 0.5, i + 0.5, str(device), ha="center", va="center", fontsize=8,
+                          color="white" if device < 0.6 * mesh.size else "black")  # fmt: skip
+        copies = mesh.size // max(1, round(p.bytes / p.device_bytes))
+        axes.set_title(
+            f"{p.name.removeprefix('params.')}\n{copies} cop{'y' if copies == 1 else 'ies'}",
+            fontsize=8,
+        )
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel(p.axes[-2], fontsize=8)
+        axes.set_xlabel(p.axes[-1], fontsize=8)
+        axes.grid(False)
+    return figure
+
+
+def _first_devices(ways: Any, mesh: Any) -> Any:
+    """[rows, columns] of the number of the first device with each part."""
+    import numpy as np
+
+    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    names = list(mesh.shape)
+    order = [names.index(a) for entry in ways for a, _ in entry]
+    others = [i for i in range(len(names)) if i not in order]
+    lying = numbers.transpose(*order, *others).reshape(
+        *(int(np.prod([n for _, n in entry])) for entry in ways), -1
+    )
+    return lying[..., 0]
+
+
+def draw_bundles(kernels: Any, parts: int = 120) -> Any:
+    """Draw what each unit of the chip does along a kernel's machine code.
+
+    Args:
+        kernels: `minitext.compiler.llo.Kernel`s.
+        parts: stretches into which each kernel's bundles are divided.
+
+    Returns:
+        The figure: a panel for each kernel, its first bundle on the left. The brighter a stretch, in the more of its
+        bundles the unit is busy; the share of all bundles stands on the right.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(kernels), 1, figsize=(7, 1.9 * len(kernels)), squeeze=False)
+    for axes, kernel in zip(panels.flat, kernels, strict=True):
+        strip = kernel.strip(parts)
+        ends = (0, kernel.bundles, len(strip) - 0.5, -0.5)
+        axes.imshow(list(strip.values()), aspect="auto", vmin=0, vmax=1, extent=ends)
+        axes.set_yticks(range(len(strip)), strip)
+        for row, unit in enumerate(strip):
+            share = f" {kernel.share(unit):.0%}"
+            axes.text(kernel.bundles, row, share, va="center", fontsize=8)
+        axes.set_title(f"{kernel.name} on {kernel.chip}", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(False)
+    panels[-1, 0].set_xlabel("bundles")
+    return figure
+
+
+def save_figure(file: str, draw: Callable[[], Any]) -> None:
+    """Write a figure as a picture, of the kind that the file's name ends in.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file is of another kind or cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UserError("drawing needs matplotlib: pip install 'minitext[book]'") from error
+    matplotlib.use("agg")
+    figure_style()
+    try:
+        draw().savefig(file, facecolor="white", dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot draw into {file}: {error}") from error
+
+
+def shell() -> Any:
+    """The running IPython shell, or None in a plain Python process."""
+    try:
+        from IPython.core.getipython import get_ipython
+    except ModuleNotFoundError:
+        return None
+    return get_ipython()

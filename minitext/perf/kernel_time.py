@@ -1,0 +1,191 @@
+"""What the Pallas kernels of a compiled step take, by their machine code.
+
+XLA's dump holds each kernel whole: Mosaic's program stands in the custom call. Compiled alone, with libtpu writing down
+its bundles (`minitext.compiler.llo`), it gives the cycles of one step of its grid. The program also says how many steps the grid
+has; of a causal flash attention, whose grid lists only the blocks that the mask leaves, these are about half of all.
+
+A step's code has branches, such as a block that the mask cuts and one that it doesn't. They exclude each other, or run
+in few steps: of all of them only the longest is counted, in each step. Waiting for copies is not in it.
+
+Chapters: 22.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from minitext.cache import cache_dir
+from minitext.compiler import llo
+from minitext.compiler.llo_compiler import write_dump
+from minitext.compiler.schedule import KERNEL, Operation
+from minitext.errors import UserError
+from minitext.hardware import CHIPS
+
+_CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?)\}, (?:\w+=|$)")
+_ARRAY = re.compile(r"\b(pred|bf16|f32|f16|s32|u32|s8|u8|s16|u16|s64)\[([\d,]*)\]")
+_TYPES = {"pred": "i1", "bf16": "bf16", "f32": "f32", "f16": "f16"}
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: *(>*)[> ]*\{")
+_SKIP = re.compile(r"\bsbr\.rel \((?!!)%p\w+\) target")
+
+
+def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]:
+    """Returns the seconds of each Pallas kernel of a schedule, by the operation's name.
+
+    Args:
+      schedule: all operations, as `schedule_text.operations` yields them.
+      chip: the name of a TPU in `minitext.hardware.CHIPS`.
+
+    Raises:
+      UserError: if a kernel's grid depends on values and no table, or it cannot be compiled alone.
+    """
+    calls = {
+        operation.name: operation.opcode for operation in schedule if operation.queue == KERNEL
+    }
+    codes = {name: _Code(line) for name, line in calls.items()}
+    cycles = _step_cycles({code.key: code for code in codes.values()}, chip)
+    row = CHIPS[chip]
+    # The cores of a chip share the steps.
+    return {
+        name: code.steps * cycles[code.key] / row.clock / row.cores for name, code in codes.items()
+    }
+
+
+class _Code:
+    """A kernel as its custom call has it: arrays, Mosaic's program, its grid."""
+
+    def __init__(self, line: str):
+        config = _CONFIG.search(line)
+        if config is None:
+            raise UserError(
+                "a kernel's custom call has no backend_config: is libtpu newer than 0.0.51?"
+            )
+        self.config: dict[str, Any] = json.loads(config[1])["custom_call_config"]
+        operands = _OPERANDS.search(line)
+        self.operands = _ARRAY.findall(operands[1] if operands else "")
+        self.results = _ARRAY.findall(line.split(" custom-call(")[0])
+        self.key = hashlib.sha256(self.module().encode()).hexdigest()[:32]
+        tables = [int(dims) for kind, dims in self.operands if kind == "s32" and dims.isdigit()]
+        self.steps = math.prod(_grid(self.config["body"], max(tables, default=0)))
+
+    def module(self) -> str:
+        """The StableHLO text of a program of this kernel alone."""
+        operands, results = (
+            [_tensor(*array) for array in arrays] for arrays in (self.operands, self.results)
+        )
+        names = ", ".join(f"%a{i}" for i in range(len(operands)))
+        arguments = ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(operands))
+        types = ", ".join(results)
+        of = f"%r:{len(results)}" if len(results) > 1 else "%r"
+        given = ", ".join(f"%r#{i}" for i in range(len(results))) if len(results) > 1 else "%r"
+        config = json.dumps(json.dumps({"custom_call_config": self.config}))
+        layouts = [
+            ", ".join(_layout(dims) for _, dims in arrays)
+            for arrays in (self.operands, self.results)
+        ]
+        return f"""module @kernel {{
+  func.func public @main({arguments}) -> ({types}) {{
+    {of} = stablehlo.custom_call @tpu_custom_call({names}) {{backend_config = {config},
+      operand_layouts = [{layouts[0]}], result_layouts = [{layouts[1]}]}} : ({
+            ", ".join(operands)
+        }) -> {f"({types})" if len(results) > 1 else types}
+    return {given} : {types}
+  }}
+}}
+"""
+
+
+def _tensor(kind: str, dims: str) -> str:
+    name = _TYPES.get(kind, kind.replace("s", "i").replace("u", "ui"))
+    return f"tensor<{''.join(f'{n}x' for n in dims.split(',') if n)}{name}>"
+
+
+def _layout(dims: str) -> str:
+    order = range(len([n for n in dims.split(",") if n]) - 1, -1, -1)
+    return f"dense<[{', '.join(map(str, order))}]> : tensor<{len(order)}xindex>"
+
+
+def _grid(body: str, table: int) -> list[int]:
+    """The sizes of a grid, read from Mosaic's program; `table` for one that depends on values.
+
+    Raises:
+      UserError: if one does, and there is no table.
+    """
+    # The only way to read it: the same calls as in JAX's own lowering.
+    from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    tpu.register_dialect(context)
+    with context:
+        text = str(ir.Module.parse(base64.b64decode(body)))
+    found = re.search(r"iteration_bounds = array<i64(?:: ([\d, \-]+))?>", text)
+    sizes = [int(n) for n in found[1].split(",")] if found and found[1] else []
+    if min(sizes, default=0) < 0 and not table:
+        raise UserError("a kernel's grid depends on values: how many steps it has is not known")
+    return [size if size >= 0 else table for size in sizes]
+
+
+def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
+    """Cycles of one step of each kernel, compiled now or taken from the cache on disk."""
+    path = cache_dir() / f"kernel_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
+    try:
+        known = {str(k): float(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        known = {}  # missing or damaged: it is only a cache
+    found = {key: known[key] for key in codes if key in known}
+    for key in codes.keys() - found.keys():
+        found[key] = _compile(codes[key], chip)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known | found, indent=1), encoding="utf-8")
+        except OSError:
+            pass  # a read-only or full disk costs the compilation again, nothing else
+    return found
+
+
+def _compile(code: _Code, chip: str) -> float:
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+
+    with mlir.make_ir_context():
+        module = mlir.module_to_bytecode(ir.Module.parse(code.module()))
+    with tempfile.TemporaryDirectory(prefix="minitext-llo-") as folder:
+        write_dump(module, chip, Path(folder))
+        (kernel,) = llo.read_dump(Path(folder), chip)
+        text = sorted(Path(folder).glob(f"*-{kernel.name}*-[0-9][0-9]-final_bundles.txt"))[-1]
+        return step_cycles(kernel.step_cycles, text.read_text(errors="replace"))
+
+
+def step_cycles(cycles: int, text: str) -> float:
+    """Cycles of one step of a kernel's grid: what runs in every step, and the longest of its branches.
+
+    Args:
+      cycles: of all the bundles of a step, those of its branches too.
+      text: the kernel's final bundles, of which a loop's lines have a `>` and a branch ends where a line has `PF`.
+    """
+    branches: list[list[int]] = []
+    inside, branch = 0, None
+    for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
+        bundle = _BUNDLE.match(line)
+        if bundle is None:
+            continue
+        label, loops = bundle.groups()
+        inside += bool(loops)
+        if label == "PF" and branch is not None:
+            branches.append([branch, inside])
+            branch = None
+        if _SKIP.search(line) and branch is None:
+            branch = inside
+    lengths = [end - start for start, end in branches]
+    seldom = sum(lengths) - max(lengths, default=0)
+    return cycles * (1 - seldom / inside) if inside else float(cycles)

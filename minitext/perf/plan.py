@@ -1,0 +1,320 @@
+"""A search for the mesh, the batch and the recomputation with which a model trains fastest on named chips.
+
+Every way to divide a slice between `mesh.data`, `fsdp`, `tensor` and `expert` is tried with every batch and every
+policy of recomputation. A candidate's time is a roofline's beside what its devices send each other
+(`minitext.perf.plan_times`); its memory is predicted (`minitext.perf.memory`). The fastest that should fit are then really
+compiled, and ranked by what the compiler says: whether they fit, and how long the step of its schedule takes
+(`minitext.perf.step_time`).
+
+A time is an interval: from messages that are all hidden behind arithmetic to messages that are all waited for.
+
+Chapters: 22.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minitext.compiler import aot
+from minitext.compiler.report import Report, print_tables, show_bytes, table
+from minitext.compiler.targets import Target, parse_target, topology_mesh
+from minitext.config.model import MoEConfig
+from minitext.config.sections import Config
+from minitext.errors import UserError
+from minitext.models.transformer import count_params
+from minitext.perf import memory, step_time
+from minitext.perf.plan_times import (
+    Times,
+    Work,
+    abstract_mesh,
+    dcn_seconds,
+    link_rate,
+    predict,
+    shards,
+)
+from minitext.sharding.check import check_mesh
+
+ROWS = (1, 2, 4, 8)  # of a microbatch on one device, where the batch is free
+MICROBATCHES = (1, 2, 4, 8, 16)  # where it is not
+REMAT = ("none", "dots", "full")
+TENSOR = (1, 2, 4, 8, 16)
+SEARCHED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert")
+STATE = 12  # bytes of a parameter and its two moments: no prediction is needed to see that more do not fit
+LOOKED_AT = 100  # candidates whose memory is predicted at most
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+      settings: the keys that were searched, with their values.
+      tokens: of a step.
+      times: predicted.
+      memory: predicted bytes on one device; None where it was not looked at.
+      crowded: whether a faster candidate was left out because it needs too much memory.
+      report: the compiler's, of those that were compiled.
+      step: the time of the compiled step; None if it does not fit or its schedule cannot be read.
+    """
+
+    settings: dict[str, Any]
+    tokens: int
+    times: Times
+    memory: int | None = None
+    crowded: bool = False
+    report: Report | None = None
+    step: step_time.StepTime | None = None
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds of a step: at best, the estimate, and at worst. Before it is compiled the estimate is the best."""
+        if self.step is not None:
+            return self.step.lower, self.step.seconds, self.step.upper
+        return self.times.hidden, self.times.hidden, self.times.waited
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What candidates are ranked by: seconds a token by the estimate, and at worst."""
+        return self.seconds[1] / self.tokens, self.seconds[2] / self.tokens
+
+    @property
+    def limit(self) -> str:
+        """What keeps it from being faster."""
+        if self.report is not None and not self.report.fits:
+            return "memory"
+        found, times = self.times.limit, self.times
+        if self.step is not None:
+            names = {"ici": "ICI", "dcn": "DCN", "host": "host", "dma": "HBM bandwidth"}
+            parts = self.step.parts
+            work = sum(seconds for name, seconds in parts.items() if name not in names)
+            waits = {names[name]: seconds for name, seconds in parts.items() if name in names}
+            longest = max(waits, key=lambda name: waits[name], default="")
+            own = "compute" if times.compute >= times.hbm else "HBM bandwidth"
+            found = longest if waits.get(longest, 0.0) > work else own
+        return found + (", memory" if self.crowded else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the candidate as JSON-able values."""
+        found = dataclasses.asdict(dataclasses.replace(self, report=None, step=None))
+        found["seconds"] = dict(zip(("lower", "best", "upper"), self.seconds, strict=True))
+        found["step"] = self.step.to_json() if self.step else None
+        return found | {
+            "limit": self.limit,
+            "report": self.report.to_json() if self.report else None,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+      target: the chips.
+      tried: candidates that the model, its batch and the chips allow.
+      too_large: of those looked at, the ones that need too much memory by prediction.
+      ranked: the compiled ones, best first; those that the compiler refuses last.
+      smallest: the least memory that was predicted, in bytes; None if nothing was looked at.
+      notes: what is not in the times.
+    """
+
+    target: str
+    tried: int
+    too_large: int
+    ranked: tuple[Candidate, ...]
+    smallest: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The first that the compiler accepts."""
+        return next((c for c in self.ranked if c.report is not None and c.report.fits), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as JSON-able values."""
+        found = dataclasses.asdict(dataclasses.replace(self, ranked=()))
+        return found | {"ranked": [candidate.to_json() for candidate in self.ranked]}
+
+
+def search(
+    cfg: Config, target: str, count: int = 3, progress: Progress = lambda what, done, total: None
+) -> Plan:
+    """Searches for the fastest way to train a configuration on a target.
+
+    Keys that were set on the command line or in a file are kept; a preset's mesh, batch and recomputation give way.
+
+    Args:
+      cfg: the configuration.
+      target: such as `v5e:16x16 slices=2`.
+      count: how many to compile.
+      progress: is called with what is being done, and how much of how much is.
+
+    Raises:
+      UserError: for a bad target, one of GPUs, or if no mesh goes with the model and what was set.
+    """
+    parsed = parse_target(target)
+    if parsed.chip.platform != "tpu":
+        raise UserError(
+            f"target={target}: plan knows the memory and the network of TPUs only: try settings with minitext compile"
+        )
+    found = []
+    choices = list(enumerate_settings(cfg, parsed))
+    work = Work(cfg, parsed)
+    for i, settings in enumerate(choices):
+        progress("predicting times", i, len(choices))
+        one = cfg.replace(settings)
+        with contextlib.suppress(UserError):  # the model cannot be divided so
+            check_mesh(one, abstract_mesh(one.mesh.sizes()))
+            tokens = one.train.global_batch * one.data.seq_len
+            found.append(Candidate(settings, tokens, predict(one, parsed, work)))
+    if not found:
+        raise UserError(
+            f"no mesh of {parsed.devices} devices goes with this model and what was set: leave mesh.*, "
+            "train.global_batch or model.remat to the search"
+        )
+    found.sort(key=lambda c: c.order)
+    fitting, too_large, smallest = _keep_those_that_fit(cfg, found, parsed, count, progress)
+    compiled = []
+    for i, candidate in enumerate(fitting):
+        progress("compiling", i, len(fitting))
+        compiled.append(_compile(cfg, candidate, parsed))
+    ranked = sorted(compiled, key=lambda c: (c.report is None or not c.report.fits, c.order))
+    return Plan(str(parsed), len(found), too_large, tuple(ranked), smallest, tuple(_notes(parsed)))
+
+
+def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
+    """Yields every choice of mesh, batch and recomputation, whether the model allows it or not."""
+    per_slice = target.devices // target.slices
+    others = math.prod(max(1, getattr(cfg.mesh, name)) for name in ("context", "stage"))
+    if per_slice % others:
+        return
+    ways = per_slice // others
+    experts = cfg.model.ffn.experts if isinstance(cfg.model.ffn, MoEConfig) else 1
+    divisors = [n for n in range(1, ways + 1) if ways % n == 0]
+    remats = REMAT if _is_free(cfg, "model.remat") else (cfg.model.remat,)
+    for fsdp, tensor, expert in itertools.product(divisors, TENSOR, divisors):
+        if ways % (fsdp * tensor * expert) or experts % expert:
+            continue
+        data = ways // (fsdp * tensor * expert) * target.slices
+        mesh: dict[str, Any] = dict(zip(SEARCHED, (data, fsdp, tensor, expert), strict=True))
+        kept = {key: getattr(cfg.mesh, key[5:]) for key in SEARCHED if not _is_free(cfg, key)}
+        if any(size not in (-1, mesh[key]) for key, size in kept.items()):
+            continue
+        for batch, remat in itertools.product(_batches(cfg, data * fsdp * expert), remats):
+            yield mesh | batch | {"model.remat": remat}
+
+
+def _batches(cfg: Config, ways: int) -> Iterator[dict[str, int]]:
+    if _is_free(cfg, "train.global_batch"):
+        for rows in ROWS:
+            yield {"train.global_batch": ways * rows * cfg.train.microbatches}
+        return
+    free = _is_free(cfg, "train.microbatches")
+    for parts in MICROBATCHES if free else (cfg.train.microbatches,):
+        if cfg.train.global_batch % (ways * parts) == 0:
+            yield {"train.global_batch": cfg.train.global_batch, "train.microbatches": parts}
+
+
+def _is_free(cfg: Config, key: str) -> bool:
+    return cfg.provenance(key).partition(" ")[0] in ("default", "preset")
+
+
+def _notes(target: Target) -> Iterator[str]:
+    if target.slices > 1 and not target.chip.dcn_bandwidth:
+        yield (
+            f"the bandwidth of {target.chip.name} on the data-centre network is not known: what {target.slices} slices "
+            "send each other is in no time here"
+        )
+
+
+def _keep_those_that_fit(
+    cfg: Config, found: list[Candidate], target: Target, count: int, progress: Progress
+) -> tuple[list[Candidate], int, int | None]:
+    """Returns the first candidates that fit by prediction, how many before them do not, and the least memory seen."""
+    kept, too_large, sizes = [], 0, []
+    usable, vmem = target.chip.usable_bytes, target.chip.vmem_bytes or 0
+    looked = 0
+    for candidate in found:
+        if len(kept) == count or looked == LOOKED_AT:
+            break
+        progress("predicting memory", len(kept), count)
+        one = cfg.replace(candidate.settings)
+        size = STATE * count_params(cfg.model) // shards(one)
+        if size <= usable or cfg.optim.kind != "adamw":
+            looked += 1
+            size = memory.predict(one, abstract_mesh(one.mesh.sizes()), "tpu", vmem).total
+        sizes.append(size)
+        if size > usable:
+            too_large += 1
+            continue
+        with contextlib.suppress(UserError):  # the chips' network has no such axes
+            topology_mesh(target, one.mesh)
+            kept.append(dataclasses.replace(candidate, memory=size, crowded=too_large > 0))
+    return kept, too_large, min(sizes, default=None)
+
+
+def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
+    """Compiles a candidate; its messages and its schedule are then those of the program."""
+    one, programs = cfg.replace(candidate.settings), []
+
+    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
+        programs.append(step_time.find_program(Path(folder)).read_text(errors="replace"))
+
+    report, step = aot.compile_preset(one, str(target), keep), None
+    with contextlib.suppress(UserError):  # a kernel whose time can't be told: the prediction stays
+        step = step_time.predict_program(programs[0], one, target) if report.fits else None
+    (_, _, within), (_, _, across) = report.networks["ici"], report.networks["dcn"]
+    groups = max(axis for name, axis in one.mesh.sizes().items() if name not in ("data", "stage"))
+    groups = groups if groups > 1 else one.mesh.sizes()["data"] // target.slices
+    times = dataclasses.replace(
+        candidate.times,
+        ici=within / link_rate(target, groups),
+        dcn=dcn_seconds(across, target.chip),
+    )
+    return dataclasses.replace(candidate, report=report, times=times, step=step)
+
+
+def print_plan(plan: Plan) -> None:
+    """Prints the ranking on stdout."""
+    rows = []
+    for candidate in plan.ranked:
+        s, report = candidate.settings, candidate.report
+        least, best, most = candidate.seconds
+        axes = " ".join(f"{key[5:]}={s[key]}" for key in SEARCHED if s[key] > 1)
+        batch = f"{s['train.global_batch']:,}"
+        parts = f" in {n}" if (n := s.get("train.microbatches", 1)) > 1 else ""
+        fits = show_bytes(report.total_bytes) if report else ""
+        rows.append(
+            (
+                axes, batch + parts, s["model.remat"], show_bytes(candidate.memory or 0), fits,
+                f"{best:,.4g} ({least:,.4g} to {most:,.4g})", f"{candidate.tokens / best:,.0f}", candidate.limit,
+            )
+        )  # fmt: skip
+    heads = (
+        "mesh", "batch", "remat", "predicted", "compiled", "seconds a step", "tokens/s", "limited by",
+    )  # fmt: skip
+    usable = parse_target(plan.target).chip.usable_bytes
+    print_tables(
+        f"{plan.target}: {plan.tried:,} candidates; {plan.too_large:,} faster ones need more than {show_bytes(usable)}",
+        table(heads, rows or [("none fits",)], right=(1, 3, 4, 5, 6)),
+        *(f"note: {line}" for line in plan.notes),
+    )
+
+
+def advise(plan: Plan, cfg: Config) -> str:
+    """Says in one line what to change if nothing fits."""
+    target = parse_target(plan.target)
+    least = show_bytes(plan.smallest or 0)
+    if any(c.report is not None for c in plan.ranked):
+        return "the compiler refuses what should have fitted: raise --compile, or compile with model.remat=full"
+    return (
+        f"the least that was predicted is {least} of {show_bytes(target.chip.usable_bytes)}: choose more chips a slice "
+        f"than {target.devices // target.slices}, a smaller data.seq_len={cfg.data.seq_len}, or leave mesh.*, "
+        "train.global_batch and model.remat to the search"
+    )

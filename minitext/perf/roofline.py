@@ -1,0 +1,190 @@
+"""Rooflines: how long the operations of a function should take, here or on a chip that is not.
+
+An operation takes the longer of its FLOPs at the matmul peak and its bytes at the memory's bandwidth
+(Williams et al. 2009), and a step the sum over its operations. Nothing is fitted: both rates are
+measured, or the data sheet's.
+
+Chapters: 3.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from minitext import hardware as hw
+from minitext.compiler.report import print_tables, table
+from minitext.config.sections import Config
+from minitext.errors import UserError
+from minitext.perf.cost import PARTS, Operation, count
+from minitext.sharding.mesh import AXES
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a prediction needs to know of a processor.
+
+    Attributes:
+      name: the chip's name, or `this machine`.
+      peaks: matmul peak in FLOP/s by dtype; float32's counts for types that are absent.
+      bandwidth: bytes/s between the processor and its memory.
+    """
+
+    name: str
+    peaks: dict[str, float]
+    bandwidth: float
+
+    def peak(self, dtype: str) -> float:
+        """The matmul peak in FLOP/s for operands of a type."""
+        return self.peaks.get(dtype, self.peaks["float32"])
+
+    def ridge(self, dtype: str) -> float:
+        """The intensity in FLOPs per byte above which products wait for arithmetic and not for memory."""
+        return self.peak(dtype) / self.bandwidth
+
+    def seconds(self, op: Operation) -> float:
+        """How long all runs of an operation take if either arithmetic or memory is never idle."""
+        return op.runs * max(self._arithmetic(op), op.bytes / self.bandwidth)
+
+    def limit(self, op: Operation) -> str:
+        """What an operation waits for: `compute` or `memory`."""
+        return "compute" if self._arithmetic(op) > op.bytes / self.bandwidth else "memory"
+
+    def _arithmetic(self, op: Operation) -> float:
+        # Elementwise arithmetic is done in other units, which wait for memory.
+        return op.flops / self.peak(op.dtype) if op.is_product else 0.0
+
+
+def this_machine(dtype: str = "float32") -> Machine:
+    """Measures JAX's default device, for about a second a type and half of one for the memory; cached for a day.
+
+    Args:
+      dtype: the type to measure the matmul peak of beside float32.
+    """
+    peaks = {name: hw.measure_matmul_peak(name) for name in ("float32", dtype)}
+    return Machine("this machine", peaks, hw.measure_bandwidth())
+
+
+def chip_machine(chip: hw.Chip) -> Machine:
+    """One JAX device of a chip of the table, by its data sheet."""
+    peaks = {dtype: chip.peak(dtype) / chip.devices for dtype in ("float32", "bfloat16")}
+    return Machine(chip.name, peaks, chip.hbm_bandwidth / chip.devices)
+
+
+def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
+    """Counts the train step of a configuration, with the kernels that it takes on a chip (None: on this machine).
+
+    Nothing is allocated and no compiler runs, so a model of any size is counted in a second. On a GPU, where `auto`
+    takes cuDNN's attention, XLA's is counted: what is inside cuDNN no jaxpr shows.
+    """
+    from minitext.training.step import abstract_batch, abstract_state, make_train_step
+
+    device = None
+    if chip is not None:
+        row = hw.CHIPS[chip]
+        if row.platform == "gpu" and cfg.model.attention.impl == "auto":
+            cfg = cfg.replace({"model.attention.impl": "xla"})
+        device = AbstractDevice(
+            device_kind=row.device_kinds[0], num_cores=None, platform=row.platform
+        )
+    mesh = AbstractMesh(
+        (1,) * len(AXES), AXES, (AxisType.Explicit,) * len(AXES), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        step = make_train_step(cfg, mesh)
+        return count(step, abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a train step should take.
+
+    Attributes:
+      machine: the processor.
+      devices: how many share the work evenly.
+      parts: seconds of each of `minitext.perf.cost.PARTS`.
+      rows: a dict for each operation, those that differ in nothing but their layer added up; the longest first.
+      product_flops: what all devices' products compute in a step, recomputation included.
+    """
+
+    machine: Machine
+    devices: int
+    parts: dict[str, float]
+    rows: list[dict[str, Any]]
+    product_flops: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step's time."""
+        return sum(self.parts.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the prediction as JSON-able values."""
+        return asdict(self) | {"seconds": self.seconds}
+
+
+def predict(ops: Iterable[Operation], machine: Machine, devices: int = 1) -> Prediction:
+    """Predicts a train step from its operations; what devices tell each other is not among them."""
+    parts, products = dict.fromkeys(PARTS, 0.0), 0.0
+    rows: dict[tuple, dict[str, Any]] = {}
+    for op in ops:
+        share = replace(op, flops=op.flops / devices, bytes=op.bytes / devices)
+        seconds = machine.seconds(share)
+        parts[op.part] += seconds
+        products += op.is_product * op.flops * op.runs
+        row = rows.setdefault(
+            (op.part, op.name, op.result, op.dtype, op.flops, op.bytes),
+            {
+                "part": op.part, "operation": op.name, "result": op.result, "dtype": op.dtype, "runs": 0.0,
+                "flops": op.flops, "bytes": op.bytes, "intensity": op.intensity,
+                "limit": machine.limit(share), "seconds": 0.0,
+            },
+        )  # fmt: skip
+        row["runs"] += op.runs
+        row["seconds"] += seconds
+    ordered = sorted(rows.values(), key=lambda row: -row["seconds"])
+    return Prediction(machine, devices, parts, ordered, products)
+
+
+def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
+    """Predicts the train step of a configuration on this machine, or on the devices of `mesh.*` that are such chips.
+
+    Raises:
+      UserError: if the table has no such chip.
+    """
+    if chip is None:
+        # Simulated devices share one machine.
+        return predict(count_step(cfg), this_machine(cfg.model.dtype))
+    if chip not in hw.CHIPS:
+        raise UserError(f"no chip {chip!r} in the table: choose chip={', '.join(hw.CHIPS)}")
+    devices = math.prod(size for size in cfg.mesh.sizes().values() if size > 0)
+    return predict(count_step(cfg, chip), chip_machine(hw.CHIPS[chip]), devices)
+
+
+def print_prediction(prediction: Prediction, dtype: str, shown: int = 20) -> None:
+    """Prints the operations that take longest, and each part's time, on stdout."""
+    machine, total = prediction.machine, prediction.seconds
+    rows = [
+        (
+            row["part"], row["operation"], row["result"], f"{row['runs']:,.0f}", f"{row['flops'] / 1e6:,.1f}",
+            f"{row['bytes'] / 1e6:,.2f}", f"{row['intensity']:,.1f}", row["limit"], f"{row['seconds'] * 1e3:,.2f}",
+        )
+        for row in prediction.rows[:shown]
+    ]  # fmt: skip
+    heads = ("part", "operation", "result", "runs", "MFLOP", "MB", "FLOP/B", "waits for", "ms")
+    peak = machine.peak(dtype)
+    print_tables(
+        f"{machine.name}: {peak / 1e12:,.3g} TFLOP/s in {dtype}, {machine.bandwidth / 1e9:,.3g} GB/s, ridge at "
+        f"{machine.ridge(dtype):,.3g} FLOP/byte; {prediction.devices:,} device(s)",
+        table(heads, rows, right=(3, 4, 5, 6, 8)),
+        table(
+            ("part", "ms", "share"),
+            [(name, f"{s * 1e3:,.2f}", f"{s / total:.0%}") for name, s in prediction.parts.items()],
+            right=(1, 2),
+        ),
+        f"a step: {total * 1e3:,.2f} ms if nothing but arithmetic and memory takes time; its products run at "
+        f"{prediction.product_flops / prediction.devices / peak / total:.0%} of the peak",
+    )

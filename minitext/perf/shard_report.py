@@ -1,0 +1,122 @@
+"""Where every parameter lies: its dimensions' names, the mesh axes they are split over, and its bytes on each device.
+
+No device is needed: the mesh is abstract, so the parameters of a large model on a large mesh are listed in a second.
+
+Chapters: 9, 11.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from minitext.checkpoint import leaves
+from minitext.compiler.report import print_tables, show_bytes, table
+from minitext.config.sections import Config
+from minitext.sharding.check import check_mesh
+from minitext.sharding.mesh import AXES, resolve_axes
+from minitext.training.step import abstract_state
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter, or one array of the optimizer's state.
+
+    Attributes:
+      name: its path.
+      axes: its dimensions' names, `layers` first in a stack; empty where it has none.
+      shape: the whole array's.
+      spec: for each dimension the mesh axes that it is split over.
+      shard: the shape of one device's part.
+      bytes: of the whole array.
+      device_bytes: of one device's part.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+    shard: tuple[int, ...]
+    bytes: int
+    device_bytes: int
+
+
+def abstract_mesh(cfg: Config) -> AbstractMesh:
+    """Returns the configured mesh without devices; an axis of -1 has size 1."""
+    sizes = cfg.mesh.sizes()
+    count = math.prod(size for size in sizes.values() if size != -1)
+    sizes = resolve_axes(cfg.mesh, count)
+    return AbstractMesh(tuple(sizes.values()), AXES, (AxisType.Explicit,) * len(AXES))
+
+
+def parameters(cfg: Config) -> list[Parameter]:
+    """Lists a configuration's parameters and the state of its optimizer, in their order.
+
+    Raises:
+      UserError: if the mesh cannot be used.
+    """
+    mesh = abstract_mesh(cfg)
+    check_mesh(cfg, mesh)
+    state = abstract_state(cfg, mesh)
+    return [
+        _parameter(name, leaf, names)
+        for part in ("params", "opt_state")
+        for (name, leaf), names in zip(
+            leaves.named({part: getattr(state, part)}).items(),
+            _names(getattr(state, part)),
+            strict=True,
+        )
+    ]
+
+
+def _names(tree: Any) -> list[tuple[str, ...]]:
+    from flax import nnx
+
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    return [getattr(x, "axes", ()) for x in jax.tree.leaves(tree, is_leaf=is_variable)]
+
+
+def _parameter(name: str, leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> Parameter:
+    spec = tuple(leaf.sharding.spec) + (None,) * (leaf.ndim - len(leaf.sharding.spec))
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    return Parameter(
+        name,
+        ("layers", *names) if len(names) == leaf.ndim - 1 else names,
+        leaf.shape,
+        tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec),
+        shard,
+        leaf.size * leaf.dtype.itemsize,
+        math.prod(shard) * leaf.dtype.itemsize,
+    )
+
+
+def print_parameters(cfg: Config, found: list[Parameter]) -> None:
+    """Prints a row for each parameter, and the sums of parameters and optimizer state, on stdout."""
+    rows = [
+        (
+            p.name.removeprefix("params."),
+            " ".join(f"{n}={d}" for n, d in zip(p.axes, p.shape, strict=True)),
+            " ".join("+".join(axes) or "-" for axes in p.spec),
+            "x".join(map(str, p.shard)),
+            show_bytes(p.bytes),
+            show_bytes(p.device_bytes),
+        )
+        for p in found
+        if p.name.startswith("params.")
+    ]
+    sums = []
+    for part, what in (("params.", "parameters"), ("opt_state.", "optimizer state")):
+        of = [p for p in found if p.name.startswith(part)]
+        whole, each = sum(p.bytes for p in of), sum(p.device_bytes for p in of)
+        replicated = sum(p.bytes for p in of if p.bytes == p.device_bytes)
+        sums.append((what, show_bytes(whole), show_bytes(each), show_bytes(replicated)))
+    mesh = abstract_mesh(cfg)
+    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    heads = ("parameter", "dimensions", "split over", "each device has", "bytes", "of one device")
+    print_tables(
+        f"{sizes or 'one device'}: {mesh.size:,} device(s), sharding.rules={cfg.sharding.rules}",
+        table(heads, rows, right=(4, 5)),
+        table(("", "bytes", "of one device", "not split"), sums, right=(1, 2, 3)),
+    )

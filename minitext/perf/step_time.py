@@ -1,0 +1,203 @@
+"""How long a compiled step should take on chips that need not be there: an interval and a best estimate.
+
+The compiler's schedule is walked (`minitext.perf.step_schedule`) with its own estimates of cycles, the machine code of the
+kernels (`minitext.perf.kernel_time`), and bytes over the bandwidths of `minitext.hardware.CHIPS`. The interval reaches from the
+step in which everything overlaps to the one in which nothing does. It holds what the schedule leaves open, not what is
+wrong with the estimates themselves: benchmarks/step_time.py compares these with published measurements.
+
+Chapters: 22.
+"""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from minitext.compiler.report import print_tables, table
+from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
+from minitext.compiler.targets import Target, parse_target, topology_mesh
+from minitext.config.sections import Config
+from minitext.errors import DoesNotFit, UserError
+from minitext.perf.kernel_time import kernel_seconds
+from minitext.perf.step_schedule import Event, Machine, Walk
+
+NAMES = {
+    "compute": "compute", "kernels": "Pallas kernels", "ici": "collectives, exposed",
+    "dcn": "between slices, exposed", "dma": "copies, exposed", "host": "host transfers, exposed",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step.
+
+    Attributes:
+      target: what it was compiled for.
+      chips: how many chips that are.
+      seconds: the best estimate: the schedule as it stands in the program.
+      lower: seconds if everything overlaps.
+      upper: seconds if nothing does.
+      parts: seconds of the best estimate by what the core does or waits for; they add up to it.
+      busy: seconds that the core, and each queue behind it, works.
+      tokens: of one step, all chips together.
+      flops: of one step, all chips together, as `minitext.models.transformer.count_flops` counts them.
+      peak: of one chip, FLOP/s.
+      events: what each queue does when, for `minitext.perf.figures.plot_schedule`.
+    """
+
+    target: str
+    chips: int
+    seconds: float
+    lower: float
+    upper: float
+    parts: dict[str, float]
+    busy: dict[str, float]
+    tokens: int
+    flops: float
+    peak: float
+    events: tuple[Event, ...] = field(default=(), repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and chip."""
+        return self.tokens / self.seconds / self.chips
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of a step over what the chips' peak allows in its time."""
+        return self.flops / self.seconds / self.chips / self.peak
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the best estimate, by what the core does or waits for."""
+        return {name: seconds / self.seconds for name, seconds in self.parts.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the prediction as JSON-able values, without the events."""
+        return {
+            "target": self.target, "chips": self.chips, "seconds": self.seconds, "lower": self.lower,
+            "upper": self.upper, "parts": self.parts, "shares": self.shares, "busy": self.busy,
+            "tokens": self.tokens, "tokens_per_second_per_chip": self.tokens_per_second, "mfu": self.mfu,
+        }  # fmt: skip
+
+
+def predict_preset(cfg: Config, target: str, program: Path | None = None) -> StepTime:
+    """Compiles the train step of a configuration for a target and predicts how long it takes there.
+
+    Args:
+      cfg: the configuration.
+      target: TPUs such as `v5e:2x4`; see `minitext.compiler.targets.parse_target`.
+      program: a file to which the compiler's text is written, by default none.
+
+    Raises:
+      DoesNotFit: if the step needs more memory than the target has.
+      UserError: for a bad target or one of GPUs, or a mesh that fits neither the target nor the model.
+    """
+    from minitext.compiler import aot
+
+    parsed = parse_target(target)
+    _check(parsed)
+    found: list[str] = []
+
+    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
+        path = find_program(Path(folder))
+        found.append(path.read_text(errors="replace"))
+        if program is not None:
+            program.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, program)
+
+    report = aot.compile_preset(cfg, target, keep)
+    if not report.fits:
+        raise DoesNotFit(
+            f"target={parsed}: the step does not fit, so it takes no time: minitext compile says what to change"
+        )
+    return predict_program(found[0], cfg, parsed)
+
+
+def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
+    """Predicts how long a step takes that is compiled already.
+
+    Args:
+      text: the compiler's `*.after_codegen.txt`.
+      cfg: the configuration of the step.
+      target: what it was compiled for.
+
+    Raises:
+      UserError: if the target is of GPUs, the text is no program, or a kernel's time can't be told.
+    """
+    from minitext.compiler.targets import fit_slices
+    from minitext.models.transformer import count_flops
+
+    _check(target)
+    mesh = topology_mesh(target, fit_slices(cfg, target)[0].mesh)
+    walk = predict_step(text, target, mesh)
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    waits = {queue: walk.waited[queue] for queue in QUEUES if queue not in (COMPUTE, KERNEL)}
+    return StepTime(
+        target=str(target),
+        chips=target.devices // target.chip.devices,
+        seconds=walk.clock,
+        lower=walk.lower,
+        upper=walk.upper,
+        parts={COMPUTE: walk.busy[COMPUTE], KERNEL: walk.busy[KERNEL], **waits},
+        busy=dict(walk.busy),
+        tokens=tokens,
+        flops=float(count_flops(cfg.model, tokens, cfg.data.seq_len)),
+        peak=target.chip.peak(cfg.model.dtype),
+        events=tuple(walk.events),
+    )
+
+
+def predict_step(text: str, target: Target, mesh: Mesh) -> Walk:
+    """Walks through the schedule of any program for TPUs; the devices of `mesh` are its partitions, in their order.
+
+    Raises:
+      UserError: if the text is no program, or a kernel's time can't be told.
+    """
+    schedule = read_schedule(text)
+    if not schedule:
+        raise UserError(
+            "the text has no entry computation: give the compiler's *.after_codegen.txt"
+        )
+    places = tuple(tuple(device.coords) for device in mesh.devices.flat)
+    shape = tuple(max(sizes) + 1 for sizes in zip(*places, strict=True))
+    kernels = kernel_seconds(operations(schedule), target.chip.name)
+    machine = Machine(target.chip, shape, tuple(target.wrap()[: len(shape)]), places, kernels)
+    return Walk(machine).run(schedule)
+
+
+def print_step_time(found: StepTime) -> None:
+    """Prints a prediction on stdout."""
+    rows = [
+        (NAMES[name], f"{seconds * 1e3:,.3f}", f"{found.shares[name]:.1%}")
+        for name, seconds in found.parts.items()
+        if seconds
+    ]
+    print_tables(
+        f"a step on {found.target}: {_time(found.seconds)}, between {_time(found.lower)} with everything overlapped "
+        f"and {_time(found.upper)} with nothing",
+        table(("what the core does or waits for", "ms", "share"), rows, right=(1, 2)),
+        f"{found.tokens_per_second:,.0f} tokens/s/chip, MFU {found.mfu:.1%} ({found.tokens:,} tokens a step on "
+        f"{found.chips:,} chips)",
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
+
+
+def find_program(folder: Path) -> Path:
+    """The dump's text of the whole program; parts that XLA compiles apart have smaller ones."""
+    found = sorted(folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
+    if not found:
+        raise UserError("the compiler left no *.after_codegen.txt: is libtpu newer than 0.0.51?")
+    return found[-1]
+
+
+def _check(target: Target) -> None:
+    if target.chip.platform != "tpu":
+        raise UserError(
+            f"target={target}: only the TPU's compiler writes its schedule and cycles: choose a TPU, such as v5e:2x4"
+        )

@@ -1,0 +1,228 @@
+"""Choosing block shapes: measured where the chip is, ranked by the compiler's code where only the compiler is.
+
+Without the chip each candidate is compiled. What does not fit vector memory falls out. The others are ranked by the
+longer of two times: that of the bundles of all steps of the grid, as the compiler schedules them, and that to copy what
+the steps read and write between HBM and vector memory. Neither knows of a copy that is late, nor that some branches run
+in few of the steps. So the ranking is an estimate, and the rows near its top deserve a measurement.
+
+Chapters: 16.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from minitext.compiler import llo
+from minitext.compiler.report import print_tables, show_bytes, table
+from minitext.errors import UserError
+from minitext.hardware import CHIPS, Chip, find_chip
+from minitext.kernels import cases
+from minitext.kernels.block_shapes import BLOCKS
+
+# Cycles per second of a TensorCore.
+CLOCKS = {name: chip.clock for name, chip in CHIPS.items() if chip.platform == "tpu"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One block shape, and what was found out about it.
+
+    Attributes:
+      blocks: length of each block.
+      seconds: the operation's time, measured or estimated; infinite if it cannot run.
+      measured: whether the time was measured.
+      refusal: why it cannot run, or "".
+      steps: steps of the grid, all kernels together (estimated only, as are those below).
+      cycles: of one step, summed over the kernels.
+      mxu_share: share of bundles in which a matrix unit is busy.
+      spills: vector registers stored for want of room.
+      vmem_bytes: vector memory of the kernel that takes most.
+    """
+
+    blocks: dict[str, int]
+    seconds: float = math.inf
+    measured: bool = False
+    refusal: str = ""
+    steps: int = 0
+    cycles: int = 0
+    mxu_share: float = 0.0
+    spills: int = 0
+    vmem_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the candidate as JSON-able values; no time is None."""
+        return asdict(self) | {"seconds": self.seconds if math.isfinite(self.seconds) else None}
+
+
+def tune(
+    op: str, chip: str, done: Callable[[int, int], None] = lambda n, of: None
+) -> list[Candidate]:
+    """Tries the block shapes of `minitext.kernels.cases.SWEEPS` for an operation on a chip.
+
+    Args:
+      op: the operation's name there.
+      chip: a chip's name; if it is the one that JAX runs on, candidates are measured on it.
+      done: called with how many candidates are done, and of how many.
+
+    Returns:
+      The candidates, the fastest first and those that cannot run last.
+
+    Raises:
+      UserError: if the operation has no sweep, or the chip is neither here nor a TPU.
+    """
+    if op not in cases.SWEEPS:
+        raise UserError(f"nothing to tune for {op!r}: choose among {', '.join(cases.SWEEPS)}")
+    if chip not in CHIPS:
+        raise UserError(f"no chip {chip!r} in the table: choose among {', '.join(CHIPS)}")
+    if find_chip(jax.devices()[0]) == CHIPS[chip]:
+        return measure(op)
+    if CHIPS[chip].platform != "tpu":
+        raise UserError(
+            f"chip={chip} is not here, and its compiler does not show bundles: run this on a {chip}"
+        )
+    names, lengths = zip(*cases.SWEEPS[op].items(), strict=True)
+    shapes = [dict(zip(names, row, strict=True)) for row in itertools.product(*lengths)]
+    found: list[Candidate] = []
+    # Each candidate is compiled in a process of its own; these threads wait for them.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for candidate in pool.map(lambda blocks: estimate(op, CHIPS[chip], blocks), shapes):
+            found.append(candidate)
+            done(len(found), len(shapes))
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
+    """Compiles an operation with one block shape for a TPU and estimates its time."""
+    case = cases.make(op, **blocks)
+    try:
+        kernels = llo.compile_case(op, chip.name, **blocks)
+    except UserError as error:
+        return Candidate(blocks, refusal=str(error))
+    runs = [case.steps] * len(kernels) if case.steps else count_steps(case.fn, case.args, kernels)
+    cycles = sum(steps * kernel.step_cycles for steps, kernel in zip(runs, kernels, strict=True))
+    bundles = sum(kernel.bundles for kernel in kernels)
+    return Candidate(
+        blocks,
+        # Cores share the steps, and the chip's memory.
+        max(cycles / CLOCKS[chip.name] / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
+        steps=sum(runs),
+        cycles=sum(kernel.step_cycles for kernel in kernels),
+        mxu_share=sum(kernel.bundles * kernel.share("MXU") for kernel in kernels) / bundles,
+        spills=sum(kernel.spills for kernel in kernels),
+        vmem_bytes=max(kernel.vmem_bytes for kernel in kernels),
+    )
+
+
+def count_steps(fn: Callable, args: tuple, kernels: tuple[llo.Kernel, ...]) -> list[int]:
+    """Returns the steps of each kernel's grid, read from the function's jaxpr.
+
+    Raises:
+      UserError: if a grid depends on values, or the kernels can't be told apart by their names.
+    """
+    found = list(_grids(jax.make_jaxpr(fn)(*args).jaxpr))
+    if len(found) == len(kernels) == 1:
+        found = [(kernels[0].name, found[0][1])]
+    grids = dict(found)
+    if len(grids) != len(kernels) or grids.keys() != {kernel.name for kernel in kernels}:
+        raise UserError(
+            f"kernels {', '.join(k.name for k in kernels)} are not told apart: give each a name"
+        )
+    for name, grid in grids.items():
+        if not all(isinstance(size, int) for size in grid):
+            raise UserError(
+                f"the grid of {name} depends on values: its case has to say how many steps do work"
+            )
+    return [math.prod(grids[kernel.name]) for kernel in kernels]
+
+
+def _grids(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
+    """Yields name and grid of the Pallas calls in a jaxpr, in order."""
+    from jax.extend.core import jaxprs_in_params
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn.params["name"] or "", eqn.params["grid_mapping"].grid
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _grids(inner)
+
+
+def measure(op: str) -> list[Candidate]:
+    """Measures the block shapes of an operation on JAX's default device, with tune-jax.
+
+    Returns:
+      The candidates that ran, the fastest first.
+
+    Raises:
+      UserError: if tune-jax is not installed, or no candidate runs.
+    """
+    try:
+        import tune_jax  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "measuring block shapes needs tune-jax: pip install 'minitext[tune]'"
+        ) from error
+
+    def run(*args: jax.Array, **blocks: int) -> Any:
+        return cases.make(op, **blocks).fn(*args)
+
+    tuned = tune_jax.tune(run, hyperparams=cases.SWEEPS[op], max_workers=os.cpu_count() or 1)
+    try:
+        tuned(*(_value(arg) for arg in cases.make(op).args))
+    except ValueError as error:
+        raise UserError(f"no block shape of {op} runs here: {error}") from error
+    return [
+        Candidate(dict(r.hyperparams), r.t_mean, measured=True)
+        for r in tuned.timing_results.values()
+    ]
+
+
+def _value(arg: Any) -> jax.Array:
+    """An argument with values: what is given, or normal deviates."""
+    if isinstance(arg, jax.ShapeDtypeStruct):
+        return jax.random.normal(jax.random.key(0), arg.shape, arg.dtype)
+    return jax.numpy.asarray(arg)
+
+
+def print_candidates(op: str, chip: str, found: list[Candidate]) -> None:
+    """Prints the candidates, the best first, and the row of the table that it makes, on stdout."""
+    rows = [
+        (
+            " ".join(f"{name}={length}" for name, length in c.blocks.items()), f"{c.seconds * 1e3:,.3f}",
+            *(("",) * 5 if c.measured else (
+                f"{c.steps:,}", f"{c.cycles:,}", f"{c.mxu_share:.0%}", f"{c.spills:,}", show_bytes(c.vmem_bytes)
+            )),
+        )
+        for c in found if not c.refusal
+    ]  # fmt: skip
+    how = "measured" if any(c.measured for c in found) else "estimated"
+    heads = ("blocks", f"ms, {how}", "steps", "cycles of one", "MXU", "spills", "VMEM")
+    parts: list[Any] = [f"{op} on {chip}", table(heads, rows, right=(1, 2, 3, 4, 5, 6))]
+    refused = [
+        (" ".join(f"{k}={v}" for k, v in c.blocks.items()), c.refusal) for c in found if c.refusal
+    ]
+    if refused:
+        parts.append(table(("refused", "why"), refused, right=()))
+    parts.append(
+        f"the table has {BLOCKS.get((op, chip), 'no row')}; best here: {best(op, found).blocks}"
+    )
+    print_tables(*parts)
+
+
+def best(op: str, found: list[Candidate]) -> Candidate:
+    """Returns the first candidate.
+
+    Raises:
+      UserError: if none can run.
+    """
+    if not found or found[0].refusal:
+        raise UserError(
+            f"no block shape of {op} can run: {found[0].refusal if found else 'none was tried'}"
+        )
+    return found[0]

@@ -1,0 +1,320 @@
+"""Attention over a sequence that is split over the mesh axis `context`.
+
+Every query must meet every earlier key, and those are on other devices. `allgather` fetches all keys and values at
+once, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3.2): simple, and memory for the whole sequence's keys
+on each device. `ring` passes them on from device to device (Liu et al. 2023) while it computes with those it holds, so
+no device ever has more than its own and the next ones.
+
+With the sequence cut in equal pieces in order, the device with the first piece would see almost nothing and the last
+one everything: causal work is a triangle. So the ring cuts it in twice as many pieces and gives device i the pieces i
+and 2c-1-i of c devices ("zigzag"; Brandon et al. 2023 stripe it instead). What any two devices then have to compute for
+each other is half of the square, always: all queries against the first piece, or the second piece against all keys.
+
+Chapters: 12.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from minitext.sharding.rules import ShardingRules
+
+AXIS = "context"
+MASKED = -1e30
+
+
+def context_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    rules: ShardingRules,
+    method: str,
+) -> jax.Array:
+    """Causal grouped-query attention over a split sequence.
+
+    Args:
+      q_BTNH: [B, T, N, H] queries, T split over `context`; for `ring` in the order of `zigzag`.
+      k_BTKH: [B, T, K, H] keys, likewise.
+      v_BTKH: [B, T, K, H] values, likewise, in a width of their own.
+      segment_ids_BT: [B, T] or None; tokens attend within their own segment.
+      rules: where batch and heads lie.
+      method: `allgather` or `ring`.
+
+    Returns:
+      [B, T, N, H] in the queries' type and the values' width, split as the queries are.
+    """
+    if segment_ids_BT is None:
+        segment_ids_BT = rules.shard(jnp.zeros(q_BTNH.shape[:2], jnp.int32), "batch", "seq")
+    names = Names(rules)
+    if method == "allgather":
+        run = names.on_each_device(_gathered_attention, "qkvs", "q")
+        return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+    return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, names)
+
+
+class Names:
+    """The specs of attention's arrays, and functions that run on each device's part of them."""
+
+    def __init__(self, rules: ShardingRules):
+        self.specs = {
+            "q": rules.spec(("batch", "seq", "heads", "head_dim")),
+            "k": rules.spec(("batch", "seq", "kv_heads", "head_dim")),
+            "v": rules.spec(("batch", "seq", "kv_heads", "head_dim")),
+            "s": rules.spec(("batch", "seq")),
+            "l": rules.spec(("batch", "kv_heads", None, "seq")),
+        }
+        self.key = rules
+
+    def on_each_device(self, function: Any, inputs: str, outputs: str) -> Any:
+        """Wraps a function of the arrays that one letter each stands for."""
+        inside = tuple(self.specs[name] for name in inputs)
+        out: Any = tuple(self.specs[name] for name in outputs)
+        out = out if len(out) > 1 else out[0]
+        return jax.shard_map(function, in_specs=inside, out_specs=out, check_vma=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Names) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def zigzag(x: jax.Array, *names: str | None, rules: ShardingRules, back: bool = False) -> jax.Array:
+    """Moves an array's tokens to the order in which the ring computes, or back.
+
+    Args:
+      x: [B, T, ...], T split over `context` and divisible by twice the devices there.
+      names: its dimensions' names.
+      rules: what they mean.
+      back: whether to undo it.
+    """
+    return _reorder(x, rules.spec(names), back)
+
+
+# Its gradient is the way back. Autodiff's would also sum over mesh axes along which x is the same everywhere.
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _reorder(x, spec, back):
+    exchange = partial(_exchange, back=back)
+    return jax.shard_map(exchange, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
+_reorder.defvjp(
+    lambda x, spec, back: (_reorder(x, spec, back), None),
+    lambda spec, back, _, grad: (_reorder(grad, spec, not back),),
+)
+
+
+def _exchange(x: jax.Array, back: bool) -> jax.Array:
+    """Sends both halves of a device's tokens to where they belong."""
+    c = jax.lax.axis_size(AXIS)
+    owner = [min(piece, 2 * c - 1 - piece) for piece in range(2 * c)]
+    first, second = jnp.split(x, 2, axis=1)
+    me = jax.lax.axis_index(AXIS)
+    # Device d's pieces are 2d and 2d + 1 in order, d and 2c-1-d in zigzag. The even pieces have one owner each.
+    to = [(d, owner[2 * d]) for d in range(c)], [(d, owner[2 * d + 1]) for d in range(c)]
+    if not back:
+        even, odd = (jax.lax.ppermute(half, AXIS, to[i]) for i, half in enumerate((first, second)))
+        low_is_even = me % 2 == 0  # piece `me` is the lower of the two
+        return jnp.concatenate(
+            [jnp.where(low_is_even, even, odd), jnp.where(low_is_even, odd, even)], axis=1
+        )
+    home = [[(b, a) for a, b in pairs] for pairs in to]
+    low_is_even = me % 2 == 0
+    even, odd = jnp.where(low_is_even, first, second), jnp.where(low_is_even, second, first)
+    return jnp.concatenate(
+        [jax.lax.ppermute(half, AXIS, home[i]) for i, half in enumerate((even, odd))], axis=1
+    )
+
+
+# --- one block of queries against one block of keys ------------------------------------------------
+
+
+def _logits(q_BTNH, k_BSKH, seen_BTS):
+    """Masked logits [B, K, G, T, S] in float32."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = jnp.reshape(q_BTNH, (B, T, K, N // K, H))
+    logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    return jnp.where(seen_BTS[:, None, None], logits / math.sqrt(H), MASKED)
+
+
+def _gathered_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    k_BSKH, v_BSKH, segments_BS = (
+        jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k_BTKH, v_BTKH, segments_BT)
+    )
+    T = q_BTNH.shape[1]
+    place_T = jax.lax.axis_index(AXIS) * T + jnp.arange(T)
+    seen = place_T[:, None] >= jnp.arange(k_BSKH.shape[1])
+    seen_BTS = seen & (segments_BT[:, :, None] == segments_BS[:, None])
+    probs = jax.nn.softmax(_logits(q_BTNH, k_BSKH, seen_BTS), axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v_BSKH)
+    return jnp.reshape(out_BTKGH, (*q_BTNH.shape[:3], -1)).astype(q_BTNH.dtype)
+
+
+# --- the ring --------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, names):
+    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, names)[0]
+
+
+def _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, names):
+    run = names.on_each_device(_ring_of_outputs, "qkvs", "ql")
+    out_BTNH, lse_BKGT = run(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT)
+
+
+def _ring_backward(names, residuals, grad_BTNH):
+    run = names.on_each_device(_ring_of_gradients, "qkvsqlq", "qkv")
+    return *run(*residuals, grad_BTNH), None
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+def _turn(tree: Any) -> Any:
+    """Everything moves to the next device of the ring."""
+    c = jax.lax.axis_size(AXIS)
+    return jax.lax.ppermute(tree, AXIS, [(d, (d + 1) % c) for d in range(c)])
+
+
+def _own_mask(T: int) -> jax.Array:
+    """[T, T]: which of a device's own keys its queries see, in zigzag order."""
+    c, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
+    half = jnp.arange(T // 2)
+    place_T = jnp.concatenate([me * (T // 2) + half, (2 * c - 1 - me) * (T // 2) + half])
+    return place_T[:, None] >= place_T
+
+
+def _around(visit, carry, travelling, back=None):
+    """Calls `visit` with what each other device holds, in turn, while the next arrives.
+
+    Args:
+      visit: (turn, carry, what arrived, what goes home) -> (carry, what goes home).
+      carry: what stays on the device.
+      travelling: this device's arrays, which all others see.
+      back: zeros for what is added up for the owner of the travelling arrays, or None.
+
+    Returns:
+      carry, and what the others added up for this device.
+    """
+    c = jax.lax.axis_size(AXIS)
+
+    def turn(state, number):
+        carry, arrived, back = state
+        following = _turn(arrived)
+        carry, back = visit(number, carry, arrived, back)
+        return (carry, following, _turn(back)), None
+
+    state = carry, _turn(travelling), back
+    state, _ = jax.lax.scan(turn, state, jnp.arange(1, c - 1))
+    carry, arrived, back = state
+    carry, back = visit(c - 1, carry, arrived, back)
+    return carry, _turn(back)
+
+
+def _is_earlier(number) -> jax.Array:
+    """Whether what arrives in this turn is of a device with a lower number: all see its first piece."""
+    c, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
+    return (me - number) % c < me
+
+
+def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    T = q_BTNH.shape[1]
+    segments = segments_BT
+
+    def block(q, q_segments, k, v, k_segments, mask=None):
+        """Unnormalised output, maximum and sum of a block."""
+        seen = q_segments[:, :, None] == k_segments[:, None]
+        logits = _logits(q, k, seen if mask is None else seen & mask)
+        top = jnp.max(logits, axis=-1)
+        exps = jnp.exp(logits - top[..., None])
+        out = jnp.einsum(
+            "BKGTS,BSKH->BKGTH", exps.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        return out, top, jnp.sum(exps, axis=-1)
+
+    def merge(total, part):
+        (out, top, size), (out_2, top_2, size_2) = total, part
+        new = jnp.maximum(top, top_2)
+        a, b = jnp.exp(top - new), jnp.exp(top_2 - new)
+        return out * a[..., None] + out_2 * b[..., None], new, size * a + size_2 * b
+
+    def visit(number, total, arrived, back):
+        k, v, k_segments = arrived
+
+        def first_piece():
+            part = block(q_BTNH, segments, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
+            return merge(total, part)
+
+        def second_piece():
+            late = [x[..., T // 2 :, :] if x.ndim == 5 else x[..., T // 2 :] for x in total]
+            part = block(q_BTNH[:, T // 2 :], segments[:, T // 2 :], k, v, k_segments)
+            merged = merge(late, part)
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(x, y, T // 2, axis=3)
+                for x, y in zip(total, merged, strict=True)
+            )
+
+        return jax.lax.cond(_is_earlier(number), first_piece, second_piece), back
+
+    own = block(q_BTNH, segments, k_BTKH, v_BTKH, segments, _own_mask(T))
+    (out, top, size), _ = _around(visit, own, (k_BTKH, v_BTKH, segments))
+    out_BTKGH = jnp.transpose(out / size[..., None], (0, 3, 1, 2, 4))
+    out_BTNH = jnp.reshape(out_BTKGH, (*q_BTNH.shape[:3], -1))
+    return out_BTNH.astype(q_BTNH.dtype), top + jnp.log(size)
+
+
+def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, grad_BTNH):
+    B, T, N, H = q_BTNH.shape
+    K, segments = k_BTKH.shape[2], segments_BT
+    wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def heads(x_BTNH):
+        return jnp.reshape(x_BTNH, (B, x_BTNH.shape[1], K, N // K, x_BTNH.shape[3]))
+
+    delta_BTN = jnp.sum(grad_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
+    delta_BKGT = jnp.transpose(jnp.reshape(delta_BTN, (B, T, K, N // K)), (0, 2, 3, 1))
+
+    def block(low, k, v, k_segments, mask=None):
+        """Gradients of queries from `low` on, and of keys and values, in float32."""
+        q, grad, q_segments = q_BTNH[:, low:], heads(grad_BTNH[:, low:]), segments[:, low:]
+        seen = q_segments[:, :, None] == k_segments[:, None]
+        logits = _logits(q, k, seen if mask is None else seen & mask)
+        probs = jnp.exp(logits - lse_BKGT[..., low:, None])
+        grad_probs = wide("BTKGH,BSKH->BKGTS", grad, v)
+        grad_logits = probs * (grad_probs - delta_BKGT[..., low:, None]) / math.sqrt(H)
+        grad_logits, probs = grad_logits.astype(k.dtype), probs.astype(v.dtype)
+        return (
+            wide("BKGTS,BSKH->BTKGH", grad_logits, k),
+            wide("BKGTS,BTKGH->BSKH", grad_logits, heads(q)),
+            wide("BKGTS,BTKGH->BSKH", probs, grad),
+        )
+
+    def visit(number, grad_q, arrived, back):
+        k, v, k_segments = arrived
+
+        def first_piece():
+            part_q, *part_kv = block(0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
+            added = [x.at[:, : T // 2].add(y) for x, y in zip(back, part_kv, strict=True)]
+            return grad_q + part_q, tuple(added)
+
+        def second_piece():
+            part_q, *part_kv = block(T // 2, k, v, k_segments)
+            added = [x + y for x, y in zip(back, part_kv, strict=True)]
+            return grad_q.at[:, T // 2 :].add(part_q), tuple(added)
+
+        return jax.lax.cond(_is_earlier(number), first_piece, second_piece)
+
+    grad_q, *own = block(0, k_BTKH, v_BTKH, segments, _own_mask(T))
+    back = tuple(jnp.zeros_like(x) for x in own)
+    grad_q, home = _around(visit, grad_q, (k_BTKH, v_BTKH, segments), back)
+    grad_k, grad_v = (x + y for x, y in zip(own, home, strict=True))
+    grad_q = jnp.reshape(grad_q, q_BTNH.shape)
+    return grad_q.astype(q_BTNH.dtype), grad_k.astype(k_BTKH.dtype), grad_v.astype(v_BTKH.dtype)

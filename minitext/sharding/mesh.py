@@ -1,0 +1,94 @@
+"""Meshes: devices arranged along named axes.
+
+Every mesh has the same six axes in the same order, most of them usually of size one, so that code and sharding rules
+never ask which axes exist. All axes are Explicit: an array's type says how it is sharded, and an operation whose
+result could be sharded in two ways is refused until the code chooses.
+
+Chapters: 9.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from minitext.config.sections import MeshConfig
+from minitext.errors import UserError
+
+AXES = tuple(MeshConfig().sizes())
+BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of these
+
+
+def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
+    """Returns the size of every axis for this many devices.
+
+    Args:
+      cfg: the configured axes; one may be -1.
+      device_count: devices to arrange.
+
+    Raises:
+      UserError: if the sizes do not multiply to the number of devices.
+    """
+    sizes = cfg.sizes()
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    shown = (
+        " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "all axes 1"
+    )
+    mend = f"change mesh.*, or set mesh.simulate={fixed} to try it on simulated CPU devices"
+    if device_count % fixed or (device_count != fixed and -1 not in sizes.values()):
+        raise UserError(
+            f"mesh {shown} needs {'a multiple of ' if -1 in sizes.values() else ''}{fixed} device(s) and there "
+            f"are {device_count}: {mend}"
+        )
+    return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
+
+
+def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+    """Arranges devices in a mesh with the axes `AXES`, all Explicit.
+
+    Devices that are neighbours on an axis are neighbours on the interconnect. Of several TPU slices, which only the
+    data-centre network joins, one axis alone crosses from one to the next: `data`, or else `stage`, or else `fsdp`,
+    in the order of what they send.
+
+    Args:
+      cfg: sizes of the axes; by default all devices lie along `data`.
+      devices: real, simulated or ahead-of-time devices; by default all that JAX sees.
+
+    Raises:
+      UserError: if the sizes do not fit the number of devices or of slices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_axes(cfg or MeshConfig(), len(devices))
+    types = (AxisType.Explicit,) * len(AXES)
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if len(slices) > 1:
+        return Mesh(_arrange_slices(sizes, len(slices), devices), AXES, axis_types=types)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+    except NotImplementedError as error:  # such as an axis of 8 in a torus of 4 x 4 x 4
+        told = " ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size > 1)
+        raise UserError(
+            f"{told}: the network of these {len(devices)} chips has no such axes: choose other mesh.* sizes"
+        ) from error
+
+
+def _arrange_slices(sizes: dict[str, int], slices: int, devices: list[Any]) -> np.ndarray:
+    from jax.experimental import mesh_utils
+
+    across = next((axis for axis in ("data", "stage", "fsdp") if sizes[axis] % slices == 0), None)
+    if across is None:
+        raise UserError(
+            f"{slices} slices divide none of mesh.data={sizes['data']}, mesh.stage={sizes['stage']} and "
+            f"mesh.fsdp={sizes['fsdp']}: make one of them a multiple of {slices}"
+        )
+    between = {axis: slices if axis == across else 1 for axis in sizes}
+    within = [size // between[axis] for axis, size in sizes.items()]
+    try:
+        return mesh_utils.create_hybrid_device_mesh(
+            within, list(between.values()), devices, allow_split_physical_axes=True
+        )
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"{slices} slices: {error}: choose other mesh.* sizes") from error

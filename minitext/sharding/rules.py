@@ -1,0 +1,214 @@
+"""Sharding rules: from the names of an array's dimensions to the axes of the mesh.
+
+Parameters and activations name their dimensions once (`("embed", "mlp")`, `("batch", "seq", "embed")`); a frozen
+`ShardingRules` maps each name to mesh axes. Changing the parallelism changes the rules and the mesh's shape, never
+the model. The idea and most names are MaxText's (`logical_axis_rules` in its base.yml).
+
+Chapters: 9, 11.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from minitext.sharding.mesh import BATCH_AXES
+
+Names = Sequence[str | None]
+
+# Axes over which parameters are sharded for storage only: a layer gathers its weights over them before use.
+STORAGE_AXES = frozenset({"fsdp"})
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Maps logical dimension names to tuples of mesh axes.
+
+    Attributes:
+      table: name -> mesh axes; an empty tuple leaves the dimension whole.
+      optimizer: entries that differ for the optimizer's state (ZeRO).
+      scatter: whether gradients take the optimizer's sharding after each microbatch, not only after the last (ZeRO-2).
+    """
+
+    table: Mapping[str, tuple[str, ...]]
+    optimizer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scatter: bool = False
+
+    def __post_init__(self):
+        for name in ("table", "optimizer"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def __hash__(self):
+        return hash((*sorted(self.table.items()), *sorted(self.optimizer.items()), self.scatter))
+
+    @property
+    def of_optimizer(self) -> "ShardingRules":
+        """The rules of the optimizer's state."""
+        return ShardingRules({**self.table, **self.optimizer}) if self.optimizer else self
+
+    def spec(
+        self,
+        names: Names,
+        mesh: Mesh | AbstractMesh | None = None,
+        *,
+        drop: frozenset[str] = frozenset(),
+    ) -> PartitionSpec:
+        """Returns the PartitionSpec of an array whose dimensions have these names.
+
+        Args:
+          names: one logical name per dimension; None leaves a dimension whole.
+          mesh: its axes of size one are left out; by default that in use.
+          drop: mesh axes to leave out.
+
+        Raises:
+          ValueError: for a name the rules don't know, or a mesh axis that two dimensions claim.
+        """
+        mesh = mesh or jax.sharding.get_abstract_mesh()
+        # Inside a pipeline stage nothing is split over `stage`: that axis is manual there.
+        drop = (
+            drop | {axis for axis, size in mesh.shape.items() if size == 1} | set(mesh.manual_axes)
+        )
+        entries, taken = [], {}
+        for name in names:
+            if name is not None and name not in self.table:
+                raise ValueError(
+                    f"unknown dimension name {name!r}; these rules know {', '.join(sorted(self.table))}"
+                )
+            axes = tuple(a for a in (self.table[name] if name is not None else ()) if a not in drop)
+            for axis in axes:
+                if axis in taken:
+                    raise ValueError(
+                        f"dimensions {taken[axis]!r} and {name!r} of {tuple(names)} both claim mesh axis {axis!r}"
+                    )
+                taken[axis] = name
+            entries.append(axes[0] if len(axes) == 1 else axes or None)
+        return PartitionSpec(*entries)
+
+    def out(self, *names: str | None, drop: frozenset[str] = frozenset()) -> PartitionSpec | None:
+        """Returns the spec for an operation's `out_sharding=`, or None where no mesh is set."""
+        empty = jax.sharding.get_abstract_mesh().empty
+        return None if empty else self.spec(names, drop=drop)
+
+    def shard(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """Reshards an activation to where its dimension names belong; without a mesh, does nothing."""
+        return _reshard(x, names, self.spec(names))
+
+    def gather(self, w: jax.Array, *names: str | None) -> jax.Array:
+        """Gathers a parameter over the storage axes (FSDP's all-gather); without a mesh, does nothing."""
+        return _reshard(w, names, self.spec(names, drop=STORAGE_AXES))
+
+    def splits(self, *names: str) -> bool:
+        """Whether the mesh in use has several devices along an axis of these dimensions."""
+        return any(self.ways(name) > 1 for name in names)
+
+    def ways(self, name: str) -> int:
+        """Returns over how many devices the mesh in use splits a dimension."""
+        sizes = jax.sharding.get_abstract_mesh().shape
+        return math.prod(sizes.get(axis, 1) for axis in self.table[name])
+
+    def axes(self) -> frozenset[str]:
+        """Returns the mesh axes that any dimension uses."""
+        tables = (self.table, self.optimizer)
+        return frozenset(axis for table in tables for axes in table.values() for axis in axes)
+
+
+_WHOLE = dict.fromkeys(
+    ("act", "embed", "expert", "head_dim", "heads", "kv_heads", "layers", "mlp", "rank", "residual", "seq",
+     "vocab"), ()
+)  # fmt: skip
+_DP = _WHOLE | {"batch": BATCH_AXES}
+_FSDP = {"embed": ("fsdp",)}
+_TP = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
+# Embedding and output layer belong to no stage: each holds and computes its part of the vocabulary (Yeung et al. 2024).
+_PP = {"layers": ("stage",), "vocab": ("stage", "tensor")}
+_CP = dict.fromkeys(("seq", "residual"), ("context",))
+
+RULES: Mapping[str, ShardingRules] = MappingProxyType(
+    {
+        # The batch is split, every device holds all parameters, gradients are summed.
+        "dp": ShardingRules(_DP),
+        # ... and the optimizer's state is split (Rajbhandari et al. 2020).
+        "zero1": ShardingRules(_DP, optimizer=_FSDP),
+        # ... and so are the gradients, as soon as there are any.
+        "zero2": ShardingRules(_DP, optimizer=_FSDP, scatter=True),
+        # ... and so are the parameters: each layer gathers its own for as long as it needs them. ZeRO's third stage.
+        "fsdp": ShardingRules(_DP | _FSDP),
+        # Heads and feed-forward features are split (Shoeybi et al. 2019); each device holds its part of the weights.
+        "tp": ShardingRules(_DP | _TP),
+        # ... and between the products, where nothing mixes tokens, the sequence is (Korthikanti et al. 2022).
+        "tp_seq": ShardingRules(_DP | _TP | {"residual": ("tensor",)}),
+        "fsdp_tp": ShardingRules(_DP | _FSDP | _TP),
+        # The sequence is split everywhere, and attention fetches what it must see (Liu et al. 2023).
+        "cp": ShardingRules(_DP | _FSDP | _CP),
+        # Layers are split in stages (Huang et al. 2019).
+        "pp": ShardingRules(_DP | _FSDP | _TP | _PP),
+        # Experts are split.
+        "ep": ShardingRules(_DP | _FSDP | {"expert": ("expert",)}),
+        # Every axis does what its name says; those of size one do nothing.
+        "all": ShardingRules(_DP | _FSDP | _TP | _CP | _PP | {"expert": ("expert",)}),
+    }
+)
+
+
+def _reshard(x: jax.Array, names: Names, spec: PartitionSpec) -> jax.Array:
+    # A spec longer than the array's rank is accepted silently inside jit, so ranks are compared here.
+    if len(names) != x.ndim:
+        raise ValueError(
+            f"an array of shape {x.shape} has {x.ndim} dimensions and got names {tuple(names)}"
+        )
+    return x if jax.sharding.get_abstract_mesh().empty else jax.sharding.reshard(x, spec)
+
+
+def param_spec(
+    rules: ShardingRules, variable: Any, mesh: Mesh | AbstractMesh | None = None
+) -> PartitionSpec:
+    """Returns the spec of an `nnx.Variable` from its `axes` metadata.
+
+    A stacked one has `layers` in front, one of a circular pipeline the groups of layers before that.
+
+    Variables without `axes`, and optimizer state that no longer has its parameter's rank, are replicated.
+    """
+    ndim = variable.get_value().ndim
+    names = getattr(variable, "axes", None)
+    if names is not None and 0 < (more := ndim - len(names)) <= 2:
+        names = (*(None, "layers")[-more:], *names)
+    return rules.spec(names, mesh) if names is not None and len(names) == ndim else PartitionSpec()
+
+
+def reshard_tree(tree: Any, rules: ShardingRules) -> Any:
+    """Moves the `nnx.Variable`s of a pytree to where rules put them; without a mesh, does nothing."""
+    from flax import nnx
+
+    def leaf(x):
+        if not isinstance(x, nnx.Variable):
+            return x
+        return x.replace(jax.sharding.reshard(x.get_value(), param_spec(rules, x)))
+
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Any:
+    """Returns the NamedSharding of every leaf of a pytree of `nnx.Variable`s and plain arrays.
+
+    Args:
+      tree: abstract or concrete; variables carry their dimension names as `axes`, plain arrays are replicated.
+      mesh: the mesh.
+      rules: the rules.
+
+    Returns:
+      A tree of the same structure with a NamedSharding in place of every array.
+    """
+    from flax import nnx
+
+    def leaf(x):
+        if isinstance(x, nnx.Variable):
+            return x.replace(NamedSharding(mesh, param_spec(rules, x, mesh)))
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

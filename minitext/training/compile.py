@@ -1,0 +1,288 @@
+"""A compiled train step in a file: compiled once, on any machine, and run by jobs that then need not compile.
+
+    minitext compile llama3-8b target=v5p:4x4x4 --save step.zip
+    minitext train llama3-8b mesh.fsdp=64 train.executable=step.zip
+
+The file is a ZIP archive of `manifest.json` and `program`, the program as XLA itself writes it: nothing in it is
+pickled. How the state and the batch are made of arrays is not in the file. Whoever loads it traces the step, which
+takes seconds, and gives JAX the program where it would call the compiler. So the program has to be of this very step,
+and the manifest says of which it is; what differs is one line. The program runs as it is: load only files you made.
+
+Chapters: 22.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from minitext import files as disk
+from minitext.compiler import aot
+from minitext.compiler.report import Report
+from minitext.compiler.targets import fit_slices, parse_target, topology_mesh
+from minitext.config.config import flatten
+from minitext.config.sections import Config
+from minitext.distributed import job as distributed
+from minitext.errors import UserError
+from minitext.training.step import abstract_batch, abstract_state, make_train_step
+
+FORMAT = 1
+MANIFEST, PROGRAM = "manifest.json", "program"
+SOURCES = Path(__file__).parents[1]
+
+# What the program depends on. The mesh is compared by the sizes that its axes have on the devices.
+SECTIONS = ("model.", "sharding.", "pipeline.", "optim.")
+KEYS = (
+    "data.seq_len",
+    "train.steps",  # the learning rate's schedule ends there
+    "train.global_batch",
+    "train.microbatches",
+    "train.z_loss",
+    "train.loss_chunks",
+    "train.loss_impl",
+)
+# Entries of a manifest that another machine must have too, and what to say of them. The first that differs is told:
+# where another device is, its libtpu is no news.
+SAME = {
+    "device_kind": "device",
+    "minitext": "minitext",
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "libtpu": "libtpu",
+    "sources": "minitext's own source files (SHA-256)",
+    "devices": "number of devices",
+    "mesh": "mesh",
+}
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    """Returns the settings that the train step depends on, by dotted key."""
+    flat = flatten(cfg.model_dump(mode="json"))
+    return {key: flat[key] for key in flat if key.startswith(SECTIONS) or key in KEYS}
+
+
+def describe(cfg: Config, mesh: Mesh) -> dict[str, Any]:
+    """Returns the manifest of a step for the devices of a mesh, without what is the program's own."""
+    device, chosen = mesh.devices.flat[0], settings(cfg)
+    return {
+        "format": FORMAT,
+        "minitext": metadata.version("minitext"),
+        "jax": metadata.version("jax"),
+        "jaxlib": metadata.version("jaxlib"),
+        "libtpu": metadata.version("libtpu") if device.platform == "tpu" else None,
+        "sources": _sources(),
+        "device_kind": device.device_kind,
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
+        "config": _sha(json.dumps(chosen, sort_keys=True).encode()),
+        "settings": chosen,
+    }
+
+
+def save(cfg: Config, mesh: Mesh, path: str | Path) -> dict[str, Any]:
+    """Compiles the train step for the devices of a mesh that are here, and writes it.
+
+    Returns:
+      The manifest.
+
+    Raises:
+      UserError: if the step cannot be compiled for the mesh, or the file cannot be written.
+    """
+    _check_place(path)
+    step = make_train_step(cfg, mesh)
+    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
+    with jax.set_mesh(mesh), aot.no_cache():
+        compiled = step.lower(*args).compile()
+    return _write(
+        path, describe(cfg, mesh) | {"target": mesh.devices.flat[0].device_kind}, compiled
+    )
+
+
+def save_for(cfg: Config, target: str, path: str | Path) -> Report:
+    """Compiles the train step for a target such as `v5p:4x4x4`, and writes it if it fits.
+
+    Returns:
+      The report of `aot.compile_preset`.
+
+    Raises:
+      UserError: as that does, or if the file cannot be written.
+    """
+    _check_place(path)
+    parsed = parse_target(target)
+
+    def keep(_: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: str) -> None:
+        fitted = fit_slices(cfg, parsed)[0]
+        mesh = topology_mesh(parsed, fitted.mesh)
+        _write(path, describe(fitted, mesh) | {"target": str(parsed)}, compiled)
+
+    return aot.compile_preset(cfg, target, keep)
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
+    """Reads a file, and checks that it is whole.
+
+    Returns:
+      The manifest and the program.
+
+    Raises:
+      UserError: if it cannot be read, is none of these files, or is damaged.
+    """
+    mend = "write it again with minitext compile ... --save FILE"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = json.loads(archive.read(MANIFEST))
+            program = archive.read(PROGRAM)
+        whole = manifest["sha256"] == _sha(program)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"train.executable={path} cannot be read ({reason}): {mend}") from None
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, NotImplementedError):
+        raise UserError(f"train.executable={path} is no compiled step: {mend}") from None
+    if manifest.get("format") != FORMAT or not whole:
+        fault = "is damaged" if not whole else f"has format {manifest.get('format')}, not {FORMAT}"
+        raise UserError(f"train.executable={path} {fault}: {mend}")
+    return manifest, program
+
+
+def check(cfg: Config, mesh: Mesh) -> bytes:
+    """Refuses a `train.executable` that is not of this step for these devices.
+
+    Returns:
+      The program.
+
+    Raises:
+      UserError: naming the first thing that differs, with both values.
+    """
+    path = cfg.train.executable
+    assert path is not None
+    theirs, program = read(path)
+    ours = describe(cfg, mesh)
+    for name, said in SAME.items():
+        if theirs.get(name) != ours[name]:
+            both = f"{_short(name, theirs.get(name))}, and here it is {_short(name, ours[name])}"
+            raise UserError(
+                f"train.executable={path} was compiled for {said} {both}: compile it again with --save, or set "
+                "train.executable=null"
+            )
+    if theirs.get("config") != ours["config"]:
+        mine, saved = ours["settings"], theirs.get("settings", {})
+        key = next((k for k in mine if saved.get(k) != mine[k]), "config")
+        raise UserError(
+            f"train.executable={path} was compiled with {key}={saved.get(key)}, not {mine.get(key)}: "
+            "compile it again with --save, or set train.executable=null"
+        )
+    return program
+
+
+def train_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
+    """Returns the train step: that of `train.executable` if one is named, else one that is compiled when first called.
+
+    Several processes compile it here and wait for each other: the first collective of a CPU job fails if a process
+    comes to it 30 s after another (Gloo's limit), and compiling may take one that much longer.
+
+    Raises:
+      UserError: if the file is not of this step for these devices.
+    """
+    step = make_train_step(cfg, mesh)
+    if cfg.train.executable is None and not distributed.joined():
+        return step
+    with jax.set_mesh(mesh):
+        lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+        if cfg.train.executable is None:
+            compiled = lowered.compile()
+            distributed.barrier("compiled the train step")
+            return compiled
+        program = check(cfg, mesh)
+        with _in_place_of_compiling(program):
+            try:
+                return lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(
+                    f"train.executable={cfg.train.executable} does not load here ({reason}): compile it again here "
+                    "with --save, or set train.executable=null"
+                ) from error
+
+
+@contextlib.contextmanager
+def _in_place_of_compiling(program: bytes) -> Iterator[None]:
+    """Has JAX load a program where it would compile one.
+
+    What JAX offers for this, `jax.experimental.serialize_executable`, pickles the arguments' and results' description
+    together with the program. Its compilation cache keeps the program alone, and loads it as is done here.
+    """
+    from jax._src import compiler
+
+    compile_or_get_cached = compiler.compile_or_get_cached
+
+    def load(backend, computation, devices, options, callbacks, executable_devices, *_):
+        return backend.deserialize_executable(program, executable_devices, options)
+
+    compiler.compile_or_get_cached = load
+    try:
+        yield
+    finally:
+        compiler.compile_or_get_cached = compile_or_get_cached
+
+
+def _write(
+    path: str | Path, manifest: dict[str, Any], compiled: jax.stages.Compiled
+) -> dict[str, Any]:
+    runtime: Any = compiled.runtime_executable()
+    # A program for devices that are not here is serialised by itself, one that is loaded by its client.
+    program = (
+        runtime.serialize()
+        if hasattr(runtime, "serialize")
+        else runtime.client.serialize_executable(runtime)
+    )
+    manifest = manifest | {"sha256": _sha(program), "bytes": len(program)}
+    path = Path(path)
+    draft = path.with_name(path.name + ".new")
+    try:
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
+            archive.writestr(PROGRAM, program)
+        disk.sync(draft)
+        os.replace(draft, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    return manifest
+
+
+def _check_place(path: str | Path) -> None:
+    """Refuses before minutes of compiling what could not be written afterwards."""
+    try:
+        # Trying is surer than asking: root may write anywhere but in a read-only or made-up file system.
+        with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
+            writable = not Path(path).is_dir()
+    except OSError:
+        writable = False
+    if not writable:
+        raise UserError(f"--save {path} cannot be written: name a file in a folder that is there")
+
+
+def _sources() -> str:
+    """The SHA-256 of the package's source files: a step of other code is another step."""
+    found = hashlib.sha256()
+    for path in sorted(SOURCES.rglob("*.py")):
+        found.update(f"{path.relative_to(SOURCES).as_posix()}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _short(name: str, value: Any) -> str:
+    if name == "mesh" and isinstance(value, dict):
+        return " x ".join(f"{axis}={size}" for axis, size in value.items() if size != 1) or "of one"
+    return str(value)[:12] if name == "sources" else str(value)

@@ -1,0 +1,232 @@
+"""A run directory: what stands in it, whether it may be resumed, and reading it back.
+
+    runs/NAME/
+      config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
+      tokenizer.json   so that text can be generated where the training text is not
+      metrics.jsonl    one object a step
+      events.jsonl     what the time went into (`minitext.observability.goodput`)
+      profile/         a trace of some steps, where one is asked for (`minitext.observability.profiler`)
+      tensorboard/     the same as TensorBoard events
+      samples.txt      text sampled at start, middle and end
+      checkpoints/     state, data position and configuration, by step
+
+Chapters: 6, 8.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from minitext import files as disk
+from minitext import terminal as progress
+from minitext.checkpoint.checkpointer import Checkpointer, Restored
+from minitext.config.config import flatten, load_config, to_yaml
+from minitext.config.sections import Config
+from minitext.data.batches import Batches, make_batches
+from minitext.data.tokenizer import Tokenizer, load_tokenizer
+from minitext.errors import UserError
+from minitext.sharding.mesh import make_mesh
+from minitext.training.step import TrainState, abstract_state, init_state, make_eval_step
+
+CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
+
+# What may change when a run is resumed: how long and how it trains, not what it is or what it reads.
+RESUMABLE = (
+    "train.steps",
+    "data.epochs",
+    "train.save_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.sample_tokens",
+    "train.microbatches",
+    "train.on_nan",
+    "train.hang_seconds",
+    "train.executable",
+    "model.scan_layers",
+    "model.remat",
+    "model.attention.impl",
+    "model.attention.context",
+    "optim.",
+    "mesh.",
+    "sharding.",
+    "checkpoint.",
+    "profile.",
+    "run.",
+)
+
+
+def resume_command(directory: Path | str) -> str:
+    """Returns the command that resumes a run."""
+    return f"minitext train config={Path(directory) / CONFIG}"
+
+
+def read_config(directory: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Reads a run's configuration, with overrides on top.
+
+    Raises:
+      UserError: if the directory is no run directory.
+    """
+    path = Path(directory) / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{directory} is not a run directory (it has no {CONFIG}): name one, such as runs/NAME"
+        )
+    return load_config(None, [f"config={path}", *overrides])
+
+
+def check_same_run(cfg: Config, directory: Path) -> None:
+    """Refuses to train in a directory that holds a run of another model or of other data.
+
+    Raises:
+      UserError: naming the first key that differs.
+    """
+    if not (directory / CONFIG).is_file():
+        return
+    theirs = flatten(read_config(directory).model_dump())
+    for key, value in flatten(cfg.model_dump()).items():
+        if not key.startswith(RESUMABLE) and theirs.get(key) != value:
+            raise UserError(
+                f"{directory} holds a run with {key}={theirs.get(key)}, not {value}: choose another "
+                f"run.name, or resume it as it is with: {resume_command(directory)}"
+            )
+
+
+def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
+    """Reads a run's configuration, parameters (on one device), tokenizer and step.
+
+    Raises:
+      UserError: if the directory holds no run or no usable checkpoint.
+    """
+    cfg = read_config(directory)
+    restored = _read_parameters(directory, cfg, make_mesh(devices=jax.devices()[:1]))
+    # By way of the host: device_put alone would keep the mesh in their types, and they are used without one.
+    params = jax.device_put(jax.device_get(restored.state["params"]), jax.devices()[0])
+    return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
+
+
+def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, int]:
+    """Returns what a new run begins with, and its step: another run's state or parameters, or freshly drawn ones.
+
+    Going on from another run's full state on the same data also moves `batches` to where that run stood.
+
+    Raises:
+      UserError: if the directory named by `checkpoint.load_*` holds no usable checkpoint, or another model's.
+    """
+    if source := cfg.checkpoint.load_full_state:
+        theirs = read_config(source)
+        with Checkpointer(Path(source) / CHECKPOINTS) as checkpointer:
+            restored = checkpointer.restore(abstract_state(cfg, mesh))
+        if restored is None:
+            raise _nothing_saved(source)
+        if theirs.data.model_copy(update={"epochs": cfg.data.epochs}) == cfg.data:
+            batches.set_state(restored.data_state)
+        return restored.state, restored.step
+    state = init_state(cfg, mesh)
+    if source := cfg.checkpoint.load_parameters:
+        restored = _read_parameters(source, cfg, mesh)
+        state = dataclasses.replace(state, params=restored.state["params"])
+    return state, 0
+
+
+def export_run(directory: Path | str, target: Path | str) -> int:
+    """Writes a run's newest parameters, its configuration and tokenizer, whole or not at all.
+
+    What it writes is read by `minitext generate` and `eval`, and by `checkpoint.load_parameters`.
+
+    Returns:
+      The step that was exported.
+
+    Raises:
+      UserError: if the directory holds no usable checkpoint, or the target exists or can't be written.
+    """
+    target = Path(target)
+    if target.exists():
+        raise UserError(f"{target} exists: name a directory that does not")
+    cfg, params, tokenizer, step = load_run(directory)
+    try:
+        with disk.new_folder(target) as new:
+            disk.write(new / CONFIG, to_yaml(cfg))
+            tokenizer.save(new / TOKENIZER)
+            with Checkpointer(new / CHECKPOINTS) as checkpointer:
+                state, config = {"params": params}, cfg.model_dump(mode="json")
+                checkpointer.save(step, state, {}, config, wait=True)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {disk.explain(error) or error}") from error
+    return step
+
+
+def _read_parameters(directory: Path | str, cfg: Config, mesh: Mesh) -> Restored:
+    """Reads the newest parameters alone, as {"params": ...} laid out on the mesh."""
+    with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
+        wanted = {"params": abstract_state(cfg, mesh).params}
+        restored = checkpointer.restore(wanted, partial=True)
+    if restored is None:
+        raise _nothing_saved(directory)
+    return restored
+
+
+def _nothing_saved(directory: Path | str) -> UserError:
+    return UserError(
+        f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
+    )
+
+
+def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Measures a run's loss on all of its validation rows, or on other data that overrides name.
+
+    Returns:
+      `step`, `loss` in nats per token, `perplexity`, `bits_per_byte`, `tokens` (targets), and
+      `floor` (None where the entropy rate is unknown).
+    """
+    _, params, tokenizer, step = load_run(directory)
+    cfg = read_config(directory, overrides)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    rows = make_batches(
+        cfg.data,
+        mesh,
+        vocab=cfg.model.vocab,
+        global_batch=cfg.train.global_batch,
+        split="validation",
+        tokenizer=tokenizer,
+    )
+    nll, tokens, size = 0.0, 0.0, 0
+    eval_step = make_eval_step(cfg)
+    with jax.set_mesh(mesh), progress.bar() as bar:
+        for batch in bar.track(rows, description="evaluating"):
+            part, count = eval_step(params, batch)
+            nll, tokens = nll + float(part), tokens + float(count)
+            targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
+            text = tokenizer.decode(targets)
+            # Where a row cuts a character its bytes decode to U+FFFD, three bytes for one.
+            size += len(text.encode()) - 2 * text.count("\ufffd")
+    loss = nll / max(tokens, 1.0)
+    return {
+        "step": step,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / max(size, 1),
+        "tokens": int(tokens),
+        "floor": rows.floor,
+    }
+
+
+@contextlib.contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """Turns a disk that is full or can't be written into one line.
+
+    Raises:
+      UserError: naming the directory, the cause, and the command that resumes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {directory}: {disk.explain(error)}; checkpoints already saved are "
+            f"intact, resume with: {resume_command(directory)}"
+        ) from error

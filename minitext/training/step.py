@@ -1,0 +1,333 @@
+"""The training state and the step: pure functions, jitted at the edge.
+
+`make_train_step` is what the trainer runs, what the benchmarks time and what `minitext.compiler.aot` compiles for chips that
+are not there. Nothing here looks at `jax.devices()`; the mesh says where arrays live.
+
+Chapters: 6.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from minitext.checkpoint import stacks
+from minitext.config.model import MoEConfig
+from minitext.config.sections import Config
+from minitext.models import moe
+from minitext.models.transformer import Transformer
+from minitext.sharding.check import HOST, check_mesh
+from minitext.sharding.mesh import BATCH_AXES
+from minitext.sharding.pipeline import Pieces, one_forward_one_backward, split_rows
+from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups
+from minitext.sharding.rules import RULES, reshard_tree, tree_shardings
+from minitext.training import nonfinite
+from minitext.training.loss import cross_entropy, fused_sums, masked_sum, sum_in_chunks
+from minitext.training.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+class Sums(NamedTuple):
+    """What is reported of some tokens, to be divided by how many targets they have.
+
+    Attributes:
+      nll: the summed negative log-likelihood of the targets, in nats.
+      routing: of a mixture of experts its layers' routing, the means in it times the number of targets.
+    """
+
+    nll: jax.Array
+    routing: moe.Routing | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes.
+
+    Attributes:
+      step: int32 scalar, steps taken.
+      params: `nnx.State` of float32 parameters.
+      opt_state: the optimizer's state.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
+    """Returns the state's shapes, types and shardings without allocating anything."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        shapes = jax.eval_shape(
+            lambda: _init(cfg, stored_groups(cfg.pipeline, mesh.shape["stage"]))
+        )
+    rules = RULES[cfg.sharding.rules]
+    shardings = tree_shardings(shapes, mesh, rules)
+    of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
+    if cfg.optim.offload:
+        of_optimizer = jax.tree.map(lambda s: s.with_memory_kind(HOST), of_optimizer)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        dataclasses.replace(shardings, opt_state=of_optimizer),
+    )
+
+
+def make_init(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[], TrainState]:
+    """Returns the jitted function that draws the state; every array is born on its shard."""
+    check_mesh(cfg, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
+    return jax.jit(lambda: _init(cfg, groups), out_shardings=shardings)
+
+
+def init_state(cfg: Config, mesh: Mesh) -> TrainState:
+    """Draws the parameters from `train.seed` onto a mesh, the same on every mesh."""
+    with jax.set_mesh(mesh):
+        return make_init(cfg, mesh)()
+
+
+def _init(cfg: Config, repeats: int = 1) -> TrainState:
+    """Draws the state; a circular pipeline's layers are stored [repeats, L / repeats, ...]."""
+    model = Transformer(cfg.model, rules=RULES[cfg.sharding.rules], rngs=nnx.Rngs(cfg.train.seed))
+    if repeats > 1:
+        graphdef, blocks = nnx.split(model.blocks)
+        model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
+    params = nnx.state(model, nnx.Param)
+    opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+
+
+def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes, types and shardings of one batch, [B, T] each."""
+    shape = (cfg.train.global_batch, cfg.data.seq_len)
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))  # as `make_batches` places it
+    kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
+        "loss_mask": jnp.float32
+    }
+    return {
+        name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()
+    }
+
+
+def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
+    """Returns, for each kind of optimizer, the bytes of `parameters`, `gradients` and `state` over all devices."""
+    params = jax.eval_shape(lambda: _init(cfg)).params
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return {
+        kind: {
+            "parameters": size,
+            "gradients": size,
+            "state": state_bytes(cfg.optim.model_copy(update={"kind": kind}), params),
+        }
+        for kind in DIRECTIONS
+    }
+
+
+def model_def(cfg: Config) -> Any:
+    """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
+    new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)
+    return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
+
+
+def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Sums]]:
+    """Returns a function of (params, batch) giving the summed loss, in nats, and what is reported."""
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+
+    def loss_fn(params, batch):
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
+        model = nnx.merge(graphdef, params)
+        x_BTD, _, routing = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        loss, nll = _summed_loss(cfg, model, x_BTD, batch)
+        if routing is None:
+            return loss, Sums(nll)
+        tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
+        loss = loss + tokens * jnp.sum(routing.loss)
+        return loss, Sums(nll, moe.scaled(routing, tokens))
+
+    return loss_fn
+
+
+def _summed_loss(
+    cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """The summed loss and negative log-likelihood of what the output layer reads."""
+    rules = RULES[cfg.sharding.rules]
+    if cfg.train.loss_impl != "xla":
+        w_DV = model.output_weight(x_BTD.dtype)
+        per_token = batch["targets"], batch["loss_mask"]
+        return fused_sums(
+            x_BTD, w_DV, *per_token, z_loss=cfg.train.z_loss, impl=cfg.train.loss_impl, rules=rules
+        )
+
+    def sums(x_BTD, targets_BT, mask_BT):
+        logits_BTV = model.logits(x_BTD)
+        nll = masked_sum(cross_entropy(logits_BTV, targets_BT), mask_BT)
+        if not cfg.train.z_loss:
+            return nll, nll
+        total = cross_entropy(logits_BTV, targets_BT, z_loss=cfg.train.z_loss)
+        return masked_sum(total, mask_BT), nll
+
+    tokens, chunks = (x_BTD, batch["targets"], batch["loss_mask"]), cfg.train.loss_chunks
+    if chunks == 1:
+        return sums(*tokens)
+    return sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
+
+
+def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
+    """Returns a function of (params, batch) giving (summed loss, what is reported) and the loss's gradients.
+
+    It is autodiff's, but for the pipeline schedule 1F1B, whose order of forward and backward work autodiff cannot give.
+    """
+    S = mesh.shape["stage"]
+    if S == 1 or cfg.pipeline.schedule != "1f1b":
+        return jax.value_and_grad(make_loss_fn(cfg), has_aux=True)
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+
+    def value_and_grad(params, batch):
+        model = nnx.merge(graphdef, params)
+        blocks, outer = nnx.split_state(params, nnx.PathContains("blocks"), ...)
+        blocks_def = nnx.graphdef(model.blocks)
+
+        def with_outer(outer):
+            return nnx.merge(graphdef, nnx.merge_state(outer, blocks))
+
+        def layers(blocks, x_XD, one):
+            seen = model.order_tokens((one["positions"], one["segment_ids"]))
+            return model.apply_layers(nnx.merge(blocks_def, blocks["blocks"]), x_XD, *seen)[0]
+
+        def loss(outer, x_XD, one):
+            model = with_outer(outer)
+            x_BTD = model.finish(x_XD, one["tokens"].shape[0])
+            return _summed_loss(cfg, model, x_BTD, one)
+
+        def embed(outer, one):
+            return with_outer(outer).embed_tokens(model.order_tokens(one["tokens"]))
+
+        M = count_microbatches(cfg.pipeline, S, batch["tokens"].shape[0] // rules.ways("batch"))
+        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
+        parts = {n: split_rows(x, M, "batch", "seq", rules=rules) for n, x in batch.items()}
+        pieces = Pieces(embed, layers, loss)
+        (total, nll), grads = one_forward_one_backward(pieces, outer, blocks, parts)
+        return (total, Sums(nll)), nnx.merge_state(*grads)
+
+    return value_and_grad
+
+
+def make_train_step(
+    cfg: Config, mesh: Mesh | AbstractMesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
+
+    Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
+    `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts those of `moe.metrics` too; and
+    with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
+    """
+    step = make_step_fn(cfg, mesh)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return step(state, batch)[:2]
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_step_fn(
+    cfg: Config, mesh: Mesh | AbstractMesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics, Any]]:
+    """Returns the function that `make_train_step` jits, `(state, batch) -> (state, metrics, gradients)`."""
+    check_mesh(cfg, mesh)
+    rules = RULES[cfg.sharding.rules]
+    optimizer = make_optimizer(cfg.optim, cfg.train.steps)
+    schedule = make_schedule(cfg.optim, cfg.train.steps)
+    gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Any]:
+        # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
+        # by how full their part of the batch is.
+        tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
+        sums, grads = gradients(state.params, batch)
+        share = 1.0 / jnp.maximum(tokens, 1.0)
+        # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
+        params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
+        grads = jax.tree.map(lambda g: g * share, grads)
+        opt_state = state.opt_state
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+        old = state.params, opt_state
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = reshard_tree(optax.apply_updates(params, updates), rules)
+        ffn = cfg.model.ffn
+        if isinstance(ffn, MoEConfig) and ffn.bias_rate and sums.routing is not None:
+            params = moe.update_bias(params, sums.routing.load_E, ffn.bias_rate)
+        metrics = {
+            "loss": sums.nll * share,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": tokens,
+        }
+        if sums.routing is not None:
+            metrics |= moe.metrics(moe.scaled(sums.routing, share))
+        if cfg.train.on_nan == "skip":
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            params, opt_state = nonfinite.skip(finite, (params, opt_state), old)
+            metrics["skipped"] = jnp.where(finite, 0.0, 1.0)
+        if cfg.optim.offload:
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
+        return TrainState(state.step + 1, params, opt_state), metrics, grads
+
+    return step
+
+
+def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], tuple[Sums, Any]]:
+    """Returns a function giving what is reported and the gradient, summed over microbatches, one after another."""
+    M, rules = cfg.train.microbatches, RULES[cfg.sharding.rules]
+
+    def whole(params, batch):
+        (_, sums), grads = value_and_grad(params, batch)
+        return sums, reshard_tree(grads, rules.of_optimizer) if rules.scatter else grads
+
+    def split(x_BT):
+        return split_rows(x_BT, M, "batch", None, rules=rules)
+
+    def in_parts(params, batch):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, whole(params, part)), None
+
+        parts = jax.tree.map(split, batch)
+        sums, _ = jax.eval_shape(whole, params, jax.tree.map(lambda x: x[0], parts))
+        zero = jax.tree.map(jnp.zeros_like, (sums, params))
+        if rules.scatter:
+            zero = reshard_tree(zero, rules.of_optimizer)
+        return jax.lax.scan(add, zero, parts)[0]
+
+    return whole if M == 1 else in_parts
+
+
+def make_eval_step(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """Returns a jitted function of (params, batch) giving the summed loss in nats and the number of targets."""
+    loss_fn = make_loss_fn(cfg)
+
+    def eval_step(params, batch):
+        return loss_fn(params, batch)[1].nll, jnp.sum(batch["loss_mask"].astype(jnp.float32))
+
+    return jax.jit(eval_step)
+
+
+def evaluate(eval_step: Callable, params: Any, batches: Any, limit: int | None = None) -> float:
+    """Returns the loss in nats per target token over at most `limit` batches."""
+    total = count = 0.0
+    for i, batch in enumerate(batches):
+        if limit is not None and i >= limit:
+            break
+        nll, tokens = eval_step(params, batch)
+        total, count = total + float(nll), count + float(tokens)
+    return total / max(count, 1.0)

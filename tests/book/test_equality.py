@@ -1,0 +1,66 @@
+"""The equality matrix: however the work is split, three train steps give one device's losses, gradients, parameters."""
+
+import functools
+
+import jax
+import pytest
+
+from minitext.book.equality import differences, run_steps
+from minitext.book.layouts import LAYOUTS
+from minitext.sharding.mesh import make_mesh
+from tests.conftest import audit_but
+
+SIZES = [
+    "model.layers=4", "model.embed=32", "model.heads=8", "model.kv_heads=4", "model.mlp=64", "model.vocab=256",
+    "model.scan_layers=true", "data.seq_len=32", "train.global_batch=16", "mesh.data=1",
+]  # fmt: skip
+
+
+# Heads make their keys from a latent, and widths of keys and values differ.
+MLA = (
+    "model.kv_heads=null model.attention.kind=mla model.attention.q_rank=24 model.attention.kv_rank=16 "
+    "model.attention.nope_dim=4 model.attention.rope_dim=4 model.attention.v_dim=6"
+)
+QUICK = ("fsdp x tp x cp", "fsdp x tp x pp")
+OF_MLA = ("pp, 1f1b", "fsdp x tp x cp")
+
+
+@functools.cache
+def one_device(tiny, tied, *model):
+    cfg = tiny(*SIZES, f"model.tie_embeddings={tied}", *model)
+    return run_steps(cfg, make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", audit_but(QUICK, LAYOUTS))
+def test_three_steps_are_those_of_one_device(tiny, layout):
+    steps_are_those_of_one_device(tiny, LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", audit_but(["fsdp x tp x cp"], OF_MLA))
+def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
+    steps_are_those_of_one_device(tiny, LAYOUTS[layout], *MLA.split())
+
+
+def steps_are_those_of_one_device(tiny, layout, *model):
+    cfg = tiny(*SIZES, *model, *layout.split())
+    found = differences(
+        run_steps(cfg, make_mesh(cfg.mesh)), one_device(tiny, cfg.model.tie_embeddings, *model)
+    )
+    # Rounding: sums of up to 512 tokens in another order; AdamW divides small gradients by their own size.
+    for name, difference in found.items():
+        limit = 1e-6 if name == "loss" else 1e-5 if name.startswith("gradient of") else 3e-5
+        assert difference < limit, name
+
+
+def test_a_difference_is_seen(tiny):
+    """Of a step on other numbers; and it is measured in the size of what it is in."""
+    want = one_device(tiny, False)
+    losses = want.losses * [1, 1, 1.5]
+    changed = differences(want._replace(losses=losses), want)
+    assert changed.pop("loss") > 0.3 and not any(changed.values())
+    (name, grad), *_ = want.grads.items()
+    grads = want.grads | {name: grad + 0.01 * abs(grad).max()}
+    changed = differences(want._replace(grads=grads), want)
+    assert changed[f"gradient of {name}"] == pytest.approx(0.01, rel=0.01)

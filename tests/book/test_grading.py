@@ -1,0 +1,643 @@
+"""The grading engine on exercises of its own: hostile answers, hints, reports, notebooks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from minitext.book.grading import answers, check, registry, runner, source
+from minitext.book.grading.command import grade
+from minitext.errors import UserError
+
+# Each section answers the same task: return twice the array.
+PREAMBLE = '''"""Hostile answers."""
+
+import os
+import sys
+
+import numpy as np
+
+'''
+ANSWERS = '''
+# EXERCISE 90.honest
+def honest(x):
+    return 2 * x
+
+# EXERCISE 90.square
+def square(x):
+    y = x
+    return np.multiply(y, y)
+
+# EXERCISE 90.unlike
+def unlike(x):
+    return 3 * x + 1
+
+# EXERCISE 90.odd
+def odd(x):
+    raise KeyError("double")
+
+# EXERCISE 90.triple
+def triple(x):
+    return 3 * x
+
+# EXERCISE 90.missing
+def missing(x):
+    return {}["twice"]
+
+# EXERCISE 90.sign
+def sign(x):
+    return -2 * x
+
+# EXERCISE 90.untouched
+def untouched(x):
+    """Twice the array."""
+    # my thoughts
+    raise NotImplementedError("90.untouched")
+
+# EXERCISE 90.halfway
+def halfway(x):
+    y = 2 * x
+    raise NotImplementedError("90.halfway")
+
+# EXERCISE 90.loops
+def loops(x):
+    while True:
+        try:
+            pass
+        except BaseException:
+            pass
+
+# EXERCISE 90.sleeps
+def sleeps(x):
+    import time
+    time.sleep(600)
+
+# EXERCISE 90.hog
+def hog(x):
+    keep = []
+    while True:
+        keep.append(np.ones(2_000_000))
+
+# EXERCISE 90.prints
+def prints(x):
+    print("spam" * 2_000_000)
+    return 2 * x
+
+# EXERCISE 90.exits
+def exits(x):
+    sys.exit(0)
+
+# EXERCISE 90.dies
+def dies(x):
+    os._exit(0)
+
+# EXERCISE 90.aborts
+def aborts(x):
+    os.abort()
+
+# EXERCISE 90.fills
+def fills(x):
+    with open("big", "wb") as file:
+        file.truncate(2**31)
+
+# EXERCISE 90.patches_trial
+def patches_trial(x):
+    import minitext.book.grading.trial as t
+    t.Trial.close = lambda *a, **k: None
+
+# EXERCISE 90.patches_code
+def patches_code(x):
+    import minitext.book.grading.trial as t
+    t.Trial.close.__code__ = (lambda *a, **k: None).__code__
+
+# EXERCISE 90.patches_numpy
+def patches_numpy(x):
+    np.abs = lambda x: np.zeros(())
+    return x
+
+# EXERCISE 90.patches_testing
+def patches_testing(x):
+    import numpy.testing
+    numpy.testing.assert_allclose = print
+    return 2 * x
+
+# EXERCISE 90.patches_modules
+def patches_modules(x):
+    sys.modules["numpy"] = None
+    return 2 * x
+
+# EXERCISE 90.patches_builtins
+def patches_builtins(x):
+    import builtins
+    builtins.max = min
+    return 2 * x
+
+# EXERCISE 90.network
+def network(x):
+    import socket
+    socket.create_connection(("127.0.0.1", 9), 1)
+
+# EXERCISE 90.process
+def process(x):
+    import subprocess
+    subprocess.run(["true"])
+
+# EXERCISE 90.kills
+def kills(x):
+    os.kill(os.getppid(), 9)
+
+# EXERCISE 90.reads
+def reads(x):
+    return open(os.environ["TREE"] + "/solutions/ch90_hostile.py").read()
+
+# EXERCISE 90.imports
+def imports(x):
+    sys.path.insert(0, os.environ["TREE"] + "/solutions")
+    import ch90_hostile
+    return ch90_hostile.imports(x)
+
+# EXERCISE 90.links
+def links(x):
+    os.link(os.environ["TREE"] + "/solutions/ch90_hostile.py", "copy")
+    return 2 * x
+
+# EXERCISE 90.forges
+def forges(x):
+    for fd in range(3, 60):
+        try:
+            os.write(fd, b'{"kind": "result", "status": "passed", "nonce": "0"}\\n')
+        except OSError:
+            pass
+    os._exit(0)
+
+# EXERCISE 90.peeks
+def peeks(x):
+    return sys._getframe(1).f_locals["want"]
+
+# EXERCISE 90.climbs
+def climbs(x):
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        return error.__traceback__.tb_frame.f_back.f_locals["want"]
+
+# EXERCISE 90.threads
+def threads(x):
+    import threading
+    threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()
+    return 2 * x
+
+# EXERCISE 90.forbidden
+def forbidden(x):
+    import math as m
+    return m.fabs(2) * x
+
+# EXERCISE 90.hidden
+def hidden(x):
+    return __import__("math").fabs(2) * x
+
+# EXERCISE 90.fetched
+def fetched(x):
+    return fabs(2) * x
+fabs = sys.modules["ma" + "th"].fabs
+
+# EXERCISE 90.broken
+def broken(x):
+    return 2 * (x
+
+# EXERCISE 90.stuck
+def stuck(x):
+    return 2 * x
+while True:
+    pass
+
+# EXERCISE 90.raising
+def raising(x):
+    return 2 * x
+raise RuntimeError("at import")
+
+# EXERCISE 90.renamed
+def named_otherwise(x):
+    return 2 * x
+
+# EXERCISE 90.helped
+def helped(x):
+    return helper(x)
+
+# EXERCISE 90.nothing
+def nothing(x):
+    return None
+
+# EXERCISE 90.scratch
+def helper(x):
+    return two() * x
+
+def two():
+    return 2
+'''
+NAMES = [name[3:] for name in source.sections(ANSWERS) if name != "90.scratch"]
+
+CHECKS = """
+import numpy as np
+
+from minitext.book.grading import Exercise
+
+NAMES = {names!r}
+
+
+def make(name):
+    exercise = Exercise(
+        "90." + name, title="Twice", function=name, minutes=10, points=4, statement="Double it.",
+        hints=("first", "second", "third"), memory_gib=0.5,
+        seconds=1.0 if name in ("loops", "stuck", "sleeps") else 60.0,
+        forbid=("math",) if name in ("forbidden", "hidden", "fetched") else (),
+    )
+
+    @exercise.check("zeros")
+    def _(fn, t):
+        t.close(fn(np.zeros(3)), np.zeros(3))
+
+    @exercise.check("random numbers")
+    def _(fn, t):
+        x = t.rng.normal(size=5)
+        want = 2 * x
+        t.close(fn(x), want, why="twice the array")
+
+    @exercise.check("an empty array")
+    def _(fn, t):
+        t.equal(fn(np.zeros(0)).shape, (0,))
+
+    @exercise.mutant("You square.")
+    def square(x):
+        return x**2
+
+    @exercise.mutant("Mind the sign.")
+    def negative(x):
+        return -2.0 * x
+
+    @exercise.mutant("It is no dictionary.")
+    def lookup(x):
+        raise KeyError("double")
+
+    return exercise
+
+
+globals().update({{name: make(name) for name in NAMES}})
+"""
+
+
+def solved(name: str) -> str:
+    """The section of the solutions file for one of the exercises."""
+    return (
+        f'# EXERCISE 90.{name}\ndef {name}(x):\n    """Twice the array."""\n'
+        "    # BEGIN SOLUTION\n    return 2 * x\n    # END SOLUTION\n\n\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """An exercises folder with one hostile answer per exercise."""
+    root = tmp_path_factory.mktemp("repository") / "exercises"
+    for folder in ("checks", "solutions"):
+        (root / folder).mkdir(parents=True)
+    (root / "checks" / "ch90_hostile.py").write_text(CHECKS.format(names=NAMES))
+    (root / "solutions" / "ch90_hostile.py").write_text(PREAMBLE + "".join(map(solved, NAMES)))
+    (root / "ch90_hostile.py").write_text(PREAMBLE + ANSWERS)
+    return root
+
+
+@pytest.fixture(scope="module")
+def verdicts(tree):
+    """Every hostile answer graded once, two processes at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREE", str(tree))
+        exercises = registry.load_exercises(tree)
+        found = answers.from_folder(tree, tree, exercises.values())
+        grading = runner.Grading(tree, seed=7, learner=1, jobs=2)
+        tasks = [(exercises[id], found[id]) for id in exercises]
+        results = runner.grade_many(grading, tasks, lambda done, total: None)
+    return {result.exercise.id[3:]: result for result in results}
+
+
+@pytest.mark.parametrize("name", ["honest", "prints", "threads", "helped"])
+def test_right_answers_pass_whatever_else_they_do(verdicts, name):
+    result = verdicts[name]
+    assert (result.status, result.points) == ("passed", 4), result.explanation()
+    assert len(result.output) <= 2000
+
+
+@pytest.mark.parametrize("name", ["untouched", "halfway"])
+def test_a_stub_is_not_attempted(verdicts, name):
+    assert verdicts[name].status == "not attempted"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("loops", "took longer than 1 s in the check 'zeros'"),
+        ("sleeps", "took longer than 1 s in the check 'zeros'"),
+        ("hog", "more than 0.5 GiB of memory"),
+        ("exits", "called sys.exit(0)"),
+        ("dies", "ended with exit code 0"),
+        ("aborts", "killed by SIGABRT"),
+        ("patches_trial", "changed the checker (minitext.book.grading.trial.Trial.close)"),
+        ("patches_code", "changing running code"),
+        ("patches_numpy", "changed the checker (numpy.abs)"),
+        ("patches_testing", "changed the checker (numpy.testing.assert_allclose)"),
+        ("patches_builtins", "changed the checker (builtins.max)"),
+        ("patches_modules", "changed the checker (numpy)"),
+        ("network", "refused while grading: the network"),
+        ("process", "refused while grading: starting or signalling a process"),
+        ("kills", "refused while grading: starting or signalling a process"),
+        ("reads", "refused while grading: opening the solutions"),
+        ("imports", "refused while grading: opening the solutions"),
+        ("links", "refused while grading: opening the solutions"),
+        ("fills", "OSError: [Errno 27]"),
+        ("forges", "ended with exit code 0"),
+        ("peeks", "refused while grading: looking into the checker"),
+        ("climbs", "refused while grading: looking into the checker"),
+        ("forbidden", "to be solved without math"),
+        ("hidden", "to be solved without math"),
+        ("fetched", "to be solved without math"),
+        ("broken", "not Python: '(' was never closed (line"),
+        ("stuck", "took longer than 1 s"),
+        ("raising", "RuntimeError: at import (line"),
+        ("renamed", "no function 'renamed'"),
+        ("nothing", "got None, want an array"),
+    ],
+)
+def test_hostile_answers_cost_only_themselves(verdicts, name, says):
+    result = verdicts[name]
+    assert result.status == "failed"
+    assert says in result.explanation()
+    assert result.points == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("square", "You square."),  # computed in another way than the mutant's
+        ("sign", "Mind the sign."),
+        ("odd", "It is no dictionary."),
+        (
+            "missing",
+            "It is no dictionary.",
+        ),  # the same exception in the same checks, of another key
+        ("unlike", "first"),
+        ("triple", "first"),  # fails the check that two mutants fail, with another value
+        ("reads", "first"),  # fails the checks that a mutant fails, but in another way
+        ("loops", "first"),
+    ],
+)
+def test_the_mutant_with_the_same_mistake_gives_the_hint(verdicts, name, hint):
+    assert verdicts[name].hint == hint
+
+
+def test_solutions_stubs_and_mutants_are_as_they_should(tree):
+    exercises = [registry.load_exercises(tree)[f"90.{name}"] for name in ("honest", "odd")]
+    grading = runner.Grading(tree, seed=3, learner=1)
+    rows = runner.try_out(
+        grading, exercises, ("solution", "stub", "mutant"), lambda done, total: None
+    )
+    assert len(rows) == 2 * 5
+    assert all(row[3] for row in rows), rows
+
+
+def test_try_out_finds_faults(tmp_path):
+    for folder in ("checks", "solutions"):
+        (tmp_path / folder).mkdir()
+    text = CHECKS.format(names=["twice"]).replace("return -2.0 * x", "return 2.0 * x")
+    text = text.replace('raise KeyError("double")', "return x * x")
+    (tmp_path / "checks" / "ch90_hostile.py").write_text(text)
+    wrong = PREAMBLE + solved("twice").replace("return 2 * x", "return 4 * x")
+    (tmp_path / "solutions" / "ch90_hostile.py").write_text(wrong)
+    exercises = registry.load_exercises(tmp_path).values()
+    grading = runner.Grading(tmp_path, seed=3, learner=1)
+    rows = runner.try_out(grading, exercises, ("solution", "mutant"), lambda done, total: None)
+    faults = {row[2]: row[4] for row in rows if not row[3]}
+    assert set(faults) == {"twice", "negative", "lookup"}
+    assert faults["negative"] == "passes every check"
+    assert "not its own but of square" in faults["lookup"]
+    assert "twice the array" in faults["twice"]
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def run(tree, monkeypatch, tmp_path):
+    """Runs `minitext grade ...` on the hostile tree from an empty folder."""
+    monkeypatch.setenv("MINITEXT_EXERCISES", str(tree))
+    monkeypatch.setenv("TREE", str(tree))
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command("grade")(grade)
+    app.command("other")(lambda: None)
+    return lambda *words: CliRunner().invoke(app, ["grade", *words])
+
+
+def test_exit_codes(run):
+    assert run("90.honest").exit_code == 0
+    assert run("90.untouched").exit_code == 1
+    assert run("90.honest", "90.sign").exit_code == 1
+    unknown = run("90.onest")
+    assert unknown.exit_code == 2
+    assert unknown.stderr.strip() == "no exercise called '90.onest'; did you mean '90.honest'?"
+    assert run("91").exit_code == 2
+    assert run("honest").stderr.strip().endswith("did you mean '90.honest'?")
+    assert run("90.honest", "--answers", "/nowhere").exit_code == 2
+    assert run("90.honest", "--json", "/nowhere/report.json").exit_code == 2
+
+
+def test_the_table_names_the_first_failing_check_and_one_hint(run):
+    said = run("90.honest", "90.sign").output
+    assert "4/8" in said
+    assert "first failing check: random numbers" in said and "  at [" in said
+    assert "twice the array" in said
+    assert said.count("hint:") == 1
+    assert "Mind the sign." in said
+
+
+def test_reports(run, tmp_path):
+    run("90.honest", "90.sign", "90.untouched", "--json", "a.json", "--gradescope", "g.json",
+        "--seed", "5", "--learner", "ada")  # fmt: skip
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert (report["points"], report["max_points"], report["passed"]) == (4, 12, False)
+    assert (report["seed"], report["learner"]) == (5, "ada")
+    assert [e["status"] for e in report["exercises"]] == ["passed", "failed", "not attempted"]
+    failed = next(e for e in report["exercises"] if e["status"] == "failed")
+    assert failed["first_failing"]["check"] == "random numbers"
+    assert failed["hint"] == "Mind the sign."
+    assert [c["passed"] for c in failed["checks"]] == [True, False, True]
+
+    scores = json.loads((tmp_path / "g.json").read_text())
+    assert scores["score"] == sum(test["score"] for test in scores["tests"]) == 4.0
+    assert isinstance(scores["execution_time"], int)
+    for test in scores["tests"]:
+        assert test["status"] in ("passed", "failed")
+        assert 0 <= test["score"] <= test["max_score"]
+        assert isinstance(test["name"], str) and isinstance(test["output"], str)
+        assert test["visibility"] in ("hidden", "after_due_date", "after_published", "visible")
+        assert test["output_format"] in ("text", "html", "simple_format", "md", "ansi")
+
+
+def test_json_on_standard_output_is_alone_there(run):
+    assert json.loads(run("90.honest", "--json", "-").stdout)["passed"] is True
+
+
+def test_the_same_seed_gives_the_same_numbers(run):
+    said = [run("90.sign", "--seed", seed).output for seed in ("4", "4", "5")]
+    values = [text.split("want ")[1].split(" ")[0] for text in said]
+    assert values[0] == values[1] != values[2]
+
+
+def test_start_copies_and_never_overwrites(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "PACKAGE", Path("/nowhere"))
+    assert run("--start", "mine").exit_code == 0
+    mine = tmp_path / "mine" / "ch90_hostile.py"
+    mine.write_text("mine = True\n")
+    again = run("--start", "mine")
+    assert "left as they are" in again.output
+    assert mine.read_text() == "mine = True\n"
+
+
+def test_without_answers_one_line_says_how_to_get_them(tree, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="minitext grade --start"):
+        answers.answers_folder(registry.PACKAGE / "_exercises", None)
+
+
+def test_an_answer_that_is_not_utf8_fails_in_one_line(tree, tmp_path):
+    (tmp_path / "ch90_hostile.py").write_bytes(b"\xff\xfe x = 1")
+    exercise = registry.load_exercises(tree)["90.honest"]
+    answer = answers.from_folder(tmp_path, tree, [exercise])["90.honest"]
+    result = runner.grade_one(runner.Grading(tree, 1, 1), exercise, answer, threading.Event())
+    assert result.status == "failed"
+    assert "cannot read" in result.message and "\n" not in result.message
+
+
+# ------------------------------------------------------------------------------ notebooks
+
+
+def notebook(path: Path, *cells: tuple[str, str]) -> Path:
+    """Writes a notebook of code cells (exercise id or "", source)."""
+    made = [
+        {"cell_type": "code", "metadata": {"exercise": id} if id else {}, "source": [code]}
+        for id, code in cells
+    ]
+    path.write_text(json.dumps({"cells": made, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+def test_a_notebook_is_graded_by_its_cells(run, tmp_path):
+    path = notebook(
+        tmp_path / "90_hostile.ipynb",
+        ("", "try:\n    import numpy\nexcept ModuleNotFoundError:\n    %pip install numpy\n"),
+        ("", "while True:  # training, which no answer needs\n    pass"),
+        ("", "def twice(x):\n    return 2 * x"),
+        ("", "%%time\nfor i in:"),
+        ("90.honest", "def honest(x):\n    return twice(x)"),
+        ("90.sign", source.stub(solved("sign"))),
+        ("", "def sign(x):\n    return -2 * x"),
+        ("90.untouched", PREAMBLE + source.stub(solved("untouched"))),
+        ("", 'check("90.untouched", untouched)'),
+    )
+    result = run("--notebook", str(path), "--json", "out.json")
+    assert result.exit_code == 1, result.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    statuses = {e["id"]: e["status"] for e in report["exercises"]}
+    assert statuses == {
+        "90.honest": "passed", "90.sign": "failed", "90.untouched": "not attempted"
+    }  # fmt: skip
+    assert run("90.honest", "--notebook", str(path)).exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": [1]}', '{"cells": [{}]}', "\xff"])
+def test_what_is_no_notebook_is_one_line(run, tmp_path, text):
+    (tmp_path / "bad.ipynb").write_text(text, encoding="latin-1")
+    result = run("--notebook", "bad.ipynb")
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().split("\n")) == 1
+
+
+def test_check_prints_one_verdict_and_never_raises(tree, monkeypatch, capsys):
+    monkeypatch.setenv("MINITEXT_EXERCISES", str(tree))
+
+    def said(id, *fn):
+        check(id, *fn)
+        return capsys.readouterr().out
+
+    def stub(x):
+        raise NotImplementedError("90.honest")
+
+    assert "passed. All 3 checks pass, 4 points" in said("90.honest", lambda x: 2 * x)
+    assert "not attempted yet" in said("90.honest", stub)
+    wrong = said("90.honest", lambda x: -2 * x)
+    assert "2 of 3 checks pass" in wrong and "Hint: Mind the sign." in wrong
+    assert "sys.exit" in said("90.honest", lambda x: sys.exit(1))
+    assert "did you mean '90.honest'" in said("90.hones", stub)
+    assert "not an exercise's id" in said(None, stub)
+    assert "pass your function" in said("90.honest")
+    assert "pass your function" in said("90.honest", 3)
+
+    def interrupted(x):
+        raise KeyboardInterrupt
+
+    assert "interrupted" in said("90.honest", interrupted)
+
+
+DEVICES = """
+import jax
+
+from minitext.book.grading import Exercise
+
+EIGHT = Exercise(
+    "91.eight", title="Eight", function="eight", minutes=10, points=1, statement="Count.",
+    hints=("a", "b", "c"), devices=12,
+)
+
+
+@EIGHT.check("twelve devices")
+def _(fn, t):
+    t.equal(fn(), 12)
+"""
+
+
+def test_check_starts_a_process_when_the_kernel_has_too_few_devices(tmp_path, monkeypatch, capsys):
+    for folder in ("checks", "solutions"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "checks" / "ch91_devices.py").write_text(DEVICES)
+    (tmp_path / "solutions" / "ch91_devices.py").write_text("# EXERCISE 91.eight\n")
+    (tmp_path / "cell.py").write_text("import jax\n\ndef eight():\n    return jax.device_count()\n")
+    monkeypatch.setenv("MINITEXT_EXERCISES", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import cell  # pyright: ignore[reportMissingImports]
+
+    check("91.eight", cell.eight)
+    assert "passed" in capsys.readouterr().out
+
+
+def test_an_interrupted_grading_leaves_no_process(tree, tmp_path):
+    code = "import typer; from minitext.book.grading.command import grade; typer.run(grade)"
+    env = os.environ | {"MINITEXT_EXERCISES": str(tree), "PYTHONPATH": str(registry.PACKAGE.parent)}
+    null = subprocess.DEVNULL
+    command = [sys.executable, "-c", code, "90.sleeps", "90.loops", "--jobs", "2"]
+    with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=null, stderr=null) as process:
+        family = psutil.Process(process.pid)
+        deadline = time.monotonic() + 30
+        while len(family.children()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        workers = family.children()
+        assert len(workers) == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
+    assert not any(worker.is_running() for worker in workers)

@@ -1,0 +1,160 @@
+"""Every implementation of an operation against a float64 oracle, and the dispatch between them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitext import kernels
+from minitext.errors import UserError
+from minitext.kernels.attention import cudnn
+
+IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
+
+
+def oracle(q, k, v, segments, offset=0):
+    """Attention by the book, one query and one head at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    segments = None if segments is None else np.asarray(segments)
+    B, T, N, H = q.shape
+    out = np.zeros_like(q)
+    for b in range(B):
+        for t in range(T):
+            seen = [
+                s
+                for s in range(t + offset + 1)
+                if segments is None or segments[b, s] == segments[b, t]
+            ]
+            for n in range(N):
+                head = n // (N // k.shape[2])
+                logits = k[b, seen, head] @ q[b, t, n] / np.sqrt(H)
+                weights = np.exp(logits - logits.max())
+                out[b, t, n] = weights / weights.sum() @ v[b, seen, head]
+    return out
+
+
+def inputs(seed, B, T, N, K, H, size=1.0):
+    rng = np.random.default_rng(seed)
+    q = size * rng.normal(size=(B, T, N, H))
+    k, v = rng.normal(size=(2, B, T, K, H))
+    segments = 1 + np.cumsum(rng.random((B, T)) < 0.1, axis=1)
+    return *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(segments, jnp.int32)
+
+
+def supported(impl, *args):
+    return kernels.IMPLEMENTATIONS["attention", impl].reason(*args) is None
+
+
+HERE = [impl for impl in IMPLS if supported(impl, *inputs(0, 2, 128, 4, 2, 8))]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    seed=st.integers(0, 99), T=st.sampled_from([1, 3, 132, 260]), heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    packed=st.booleans(), size=st.sampled_from([1.0, 60.0]),
+)  # fmt: skip
+@settings(max_examples=8)
+def test_attention_is_its_definition(impl, seed, T, heads, packed, size):
+    q, k, v, segments = inputs(seed, 1, T, *heads, 8, size)
+    segments = segments if packed else None
+    if not supported(impl, q, k, v, segments):
+        with pytest.raises(UserError, match=impl):
+            kernels.attention(q, k, v, segments, impl=impl)
+        return
+    got = jax.jit(functools.partial(kernels.attention, impl=impl))(q, k, v, segments)
+    np.testing.assert_allclose(got, oracle(q, k, v, segments), atol=2e-5 * max(1, size / 10))
+
+
+@pytest.mark.parametrize("impl", HERE)
+def test_gradients_agree_with_the_reference(impl):
+    q, k, v, segments = inputs(0, 2, 128, 4, 2, 8)
+    probe = jax.random.normal(jax.random.key(1), q.shape)
+
+    def gradients(impl):
+        f = lambda *qkv: jnp.sum(probe * kernels.attention(*qkv, segments, impl=impl))  # noqa: E731
+        return jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v)
+
+    for got, want in zip(gradients(impl), gradients("xla"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", HERE)
+def test_bfloat16_is_within_its_rounding_of_float32(impl):
+    *qkv, segments = inputs(0, 2, 128, 4, 2, 8)
+    probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
+
+    def with_gradients(impl, dtype):
+        f = lambda *x: jnp.sum(probe * kernels.attention(*x, segments, impl=impl))  # noqa: E731
+        return jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*(x.astype(dtype) for x in qkv))
+
+    (_, got), (_, want) = with_gradients(impl, "bfloat16"), with_gradients("xla", "float32")
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == "bfloat16"
+        np.testing.assert_allclose(np.float32(a), b, atol=0.03 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("impl", HERE)
+def test_a_document_does_not_feel_the_others_in_its_row(impl):
+    q, k, v, _ = inputs(0, 1, 128, 2, 2, 8)
+    segments = jnp.asarray(np.where(np.arange(128) < 50, 1, 2)[None])
+    run = jax.jit(functools.partial(kernels.attention, impl=impl))
+    before = run(q, k, v, segments)
+    after = run(q, k.at[:, :50].add(9.0), v.at[:, :50].set(7.0), segments)
+    np.testing.assert_array_equal(before[:, 50:], after[:, 50:])
+    assert not np.array_equal(before[:, :50], after[:, :50])
+
+
+@pytest.mark.parametrize("cached", [0, 5, 11])
+def test_cached_attention_sees_what_is_filled_and_itself(cached):
+    q, k, v, _ = inputs(0, 2, 12, 4, 2, 8)
+    k_BKSH, v_BKSH = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    # Beyond what is filled the cache holds what nothing may see.
+    places = [
+        jnp.full((2, 2, 16, 8), 1e9).at[:, :, :cached].set(x[:, :, :cached])
+        for x in (k_BKSH, v_BKSH)
+    ]
+    late = kernels.cached_attention(
+        q[:, cached:], k_BKSH[:, :, cached:], v_BKSH[:, :, cached:], *places, cached
+    )
+    np.testing.assert_allclose(late, oracle(q, k, v, None)[:, cached:], atol=2e-5)
+
+
+def test_cudnn_says_what_it_needs():
+    shapes = {"bfloat16": (2, 64, 4, 64), "float32": (2, 64, 4, 64)}
+    half, single = (jnp.zeros(shape, dtype) for dtype, shape in shapes.items())
+    segments = jnp.ones((2, 64), jnp.int32)
+    supports = cudnn.supports
+    assert supports(half, half, half, segments) is None
+    assert "model.dtype=bfloat16" in supports(single, single, single)
+    assert "even" in supports(half[:, :63], half, half, segments[:, :63])
+    assert "got 63" in supports(half[..., :63], half, half)
+
+
+@pytest.mark.parametrize("op, impl", kernels.IMPLEMENTATIONS, ids="-".join)
+def test_a_kernel_of_another_platform_is_refused(op, impl):
+    where = kernels.IMPLEMENTATIONS[op, impl].platform
+    assert where == {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(impl.split("_")[-1])
+    if where is not None:
+        with pytest.raises(UserError, match=f"{impl}.*for a {where}, and the program is for a cpu"):
+            kernels.choose(op, impl)
+
+
+def test_auto_takes_the_blocked_one_where_it_can(caplog):
+    kernels._say_once.cache_clear()
+    caplog.set_level("INFO", "minitext.kernels")
+    q, k, v, _ = inputs(0, 1, 128, 2, 1, 8)
+    for _ in range(2):
+        kernels.attention(q, k, v)
+    assert [r.message for r in caplog.records] == ["attention on cpu: xla_blocked"]
+
+
+def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
+    q, k, v, _ = inputs(0, 1, 6, 2, 1, 8)
+    with pytest.raises(UserError, match=r"'flash'.*xla"):
+        kernels.attention(q, k, v, impl="flash")
+    with pytest.raises(UserError, match=r"xla_blocked.*T=6"):
+        kernels.attention(q, k, v, impl="xla_blocked")

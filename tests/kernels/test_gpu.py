@@ -1,0 +1,429 @@
+"""The GPU kernels: run by Pallas's interpreter, lowered for CUDA, and, with JAX's CUDA plugin, compiled for an H100."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minitext.compiler.targets import topology_mesh
+from minitext.config.sections import MeshConfig
+from minitext.kernels import tiles_gpu
+from minitext.kernels.attention import gpu as flash
+from minitext.kernels.attention import gpu_blocks as walks
+from minitext.kernels.attention import xla as reference
+from minitext.kernels.attention.mask import ALL, NONE, Mask
+from minitext.kernels.grouped_matmul import gpu as grouped
+from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
+from minitext.kernels.paged_attention import gpu as paged
+from minitext.kernels.rms_norm import gpu as norm
+from minitext.sharding.mesh import make_mesh
+
+SMALL = flash.BlockShapes(
+    flash.Tile(16, 32, 4, 2), flash.Tile(32, 16, 4, 2), flash.Tile(16, 32, 4, 2)
+)
+SMALL_TILES = grouped.TileShapes(grouped.Tile(16, 32, 16, 4, 2), grouped.Tile(32, 16, 16, 4, 2))
+
+
+def interpreted():
+    """Runs the kernels on the CPU; memory that nobody wrote, and what lies past an array's end, is NaN there.
+
+    The context is named after TPUs; with True it takes the interpreter that knows no chip, and masked loads.
+    """
+    return pltpu.force_tpu_interpret_mode(True)
+
+
+def drawn(out):
+    """A random cotangent, of numbers that bfloat16 can hold."""
+    drawn = jax.random.normal(jax.random.key(9), out.shape).astype(jnp.bfloat16)
+    if not jax.sharding.get_abstract_mesh().empty:
+        drawn = jax.sharding.reshard(drawn, jax.typeof(out).sharding.spec)
+    return drawn.astype(out.dtype)
+
+
+def with_gradients(f, *args, cotangent=drawn):
+    """Returns f's value and its gradients by the floating-point arguments."""
+    places = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def run(args):
+        def of_some(*some):
+            given = dict(zip(places, some, strict=True))
+            return f(*(given.get(i, x) for i, x in enumerate(args)))
+
+        out, vjp = jax.vjp(of_some, *(args[i] for i in places))
+        return out, *vjp(cotangent(out))
+
+    return jax.jit(run)(args)
+
+
+# ---------------------------------------------------------------------------- flash attention
+
+
+def attention_inputs(seed, T, N, K, H=16, B=1, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, H)), dtype) for n in (N, K, K))
+    segments = jnp.asarray(1 + np.cumsum(rng.random((B, T)) < 0.1, axis=1), jnp.int32)
+    return q, k, v, segments, jnp.asarray(rng.normal(size=N), jnp.float32)
+
+
+@st.composite
+def masks(draw, T=64):
+    size = -(-T // 32)
+    blocks = st.lists(st.tuples(*[st.booleans()] * size), min_size=size, max_size=size).map(tuple)
+    return Mask(
+        draw(st.booleans()), draw(st.none() | st.integers(1, T)), draw(st.none() | blocks), 32
+    )
+
+
+@given(
+    seed=st.integers(0, 99), T=st.sampled_from([5, 64, 100]), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    mask=masks(100), packed=st.booleans(), softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=6)
+def test_flash_attention_is_the_reference(seed, T, heads, mask, packed, softcap, sinks):
+    q, k, v, segments, sinks_N = attention_inputs(seed, T, *heads)
+    args = q, k, v, *([sinks_N] if sinks else [])
+
+    def run(f, q, k, v, sinks_N=None):
+        segment_ids = segments if packed else None
+        return f(q, k, v, segment_ids, mask=mask, softcap=softcap, sinks_N=sinks_N)
+
+    with interpreted():
+        kernels = functools.partial(flash.flash_attention, blocks=SMALL)
+        got = with_gradients(functools.partial(run, kernels), *args)
+    want = with_gradients(functools.partial(run, reference.attention), *args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_flash_attention_in_bfloat16_is_about_as_exact_as_the_reference():
+    q, k, v, *_ = attention_inputs(0, 100, 4, 2)
+    half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    exact = with_gradients(reference.attention, *(x.astype(jnp.float32) for x in half))
+    with interpreted():
+        got = with_gradients(flash.flash_attention, *half)
+    want = with_gradients(reference.attention, *half)
+    for i, (a, b, c) in enumerate(zip(got, want, exact, strict=True)):
+        assert a.dtype == jnp.bfloat16
+        error, of_reference = (float(jnp.mean(jnp.abs(x.astype(jnp.float32) - c))) for x in (a, b))
+        # The matrix units take the logits' gradient in bfloat16; XLA on a CPU keeps it in float32.
+        assert error <= of_reference * (1.2 if i else 1)
+
+
+def test_what_a_block_sparse_mask_excludes_is_not_loaded():
+    q, k, v, *_ = attention_inputs(0, 96, 2, 1)
+    mask = Mask(False, None, ((True, False, True), (True, False, False), (True, False, True)), 32)
+    bad_k, bad_v = (x.at[:, 32:64].set(jnp.nan) for x in (k, v))
+    run = functools.partial(flash.flash_attention, mask=mask, blocks=SMALL)
+    with interpreted():
+        want, got = with_gradients(run, q, k, v), with_gradients(run, q, bad_k, bad_v)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def visited(walk_of, i, tile, T, mask):
+    """Steps through a walk in Python; returns {block: whether it is masked}."""
+    found = {}
+    for low, high, masked in walk_of(i, tile, T, mask).ranges:
+        for step in range(int(low), int(high)):
+            assert step not in found
+            found[step] = masked
+    return found
+
+
+@given(
+    T=st.integers(1, 200), causal=st.booleans(), window=st.none() | st.integers(1, 220),
+    q=st.sampled_from([16, 32, 64]), k=st.sampled_from([16, 32, 64]),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_only_blocks_that_are_seen_are_visited_and_only_whole_ones_unmasked(
+    T, causal, window, q, k
+):
+    tile, mask = walks.Tile(q, k, 4, 2), Mask(causal, window)
+    kinds = mask.kinds(T, q, k)
+    for walk_of, of_block in ((walks.keys_of, kinds), (walks.queries_of, kinds.T)):
+        for i, row in enumerate(of_block):
+            found = visited(walk_of, i, tile, T, mask)
+            assert set(found) == set(np.flatnonzero(row != NONE))
+            # Keys past the end, which no query sees, have rows of dk and dv that are not stored.
+            past = walk_of is walks.queries_of and (i + 1) * k > T and not causal
+            assert past or all(masked or row[j] == ALL for j, masked in found.items())
+
+
+def test_each_device_attends_to_its_own_rows_and_heads():
+    args = attention_inputs(0, 20, 4, 2, B=2)
+    heads = P("data", None, "tensor", None)
+    specs = heads, heads, heads, P("data", None), P("tensor")
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+
+    def run(q, k, v, segments, sinks_N):
+        return flash.flash_attention(q, k, v, segments, sinks_N=sinks_N)
+
+    with interpreted():
+        want = with_gradients(run, *args)
+        with jax.set_mesh(mesh):
+            split = [jax.device_put(x, s) for x, s in zip(args, specs, strict=True)]
+            got = with_gradients(run, *split)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"dtype": jnp.float64}, "got float64"),
+    ({"H": 24}, "got 24"),
+    ({"mask": Mask(blocks=((True,),), block=40)}, "mask.block=40"),
+])  # fmt: skip
+def test_flash_attention_says_what_it_does_not_take(change, reason):
+    shape = {"H": 16, "dtype": jnp.float32} | change
+    q = jax.ShapeDtypeStruct((1, 32, 2, shape["H"]), shape["dtype"])
+    assert reason in flash.supports(q, q, q, mask=change.get("mask", Mask()))
+    q = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
+    assert flash.supports(q, q, q) is None
+
+
+# ---------------------------------------------------------------------------- grouped matmul
+
+
+def grouped_by_definition(lhs_MK, rhs_GKN, group_sizes_G):
+    ends_G = jnp.cumsum(group_sizes_G)
+    row_M1 = jnp.arange(lhs_MK.shape[0])[:, None]
+    own_MG = ((row_M1 < ends_G) & (row_M1 >= ends_G - group_sizes_G)).astype(lhs_MK.dtype)
+    owned_MK = jnp.where(row_M1 < ends_G[-1], lhs_MK, 0)
+    return jnp.einsum("MG,MK,GKN->MN", own_MG, owned_MK, rhs_GKN, precision="highest")
+
+
+@given(
+    seed=st.integers(0, 99), shape=st.sampled_from([(100, 48, 40), (64, 32, 64), (7, 5, 3)]), rest=st.integers(0, 9),
+    cuts=st.lists(st.integers(0, 100), min_size=1, max_size=4),
+)  # fmt: skip
+@settings(max_examples=6)
+def test_grouped_matmul_is_its_definition(seed, shape, rest, cuts):
+    M, K, N = shape
+    rng, owned = np.random.default_rng(seed), max(0, M - rest)
+    sizes = np.diff(np.minimum(sorted(cuts), owned), prepend=0, append=owned)
+    lhs, rhs = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (len(sizes), K, N)))
+    lhs = lhs.at[owned:].set(jnp.nan)  # is not read
+    sizes = jnp.asarray(sizes, jnp.int32)
+    run = functools.partial(grouped.grouped_matmul, tiles=SMALL_TILES)
+    with interpreted():
+        got = with_gradients(run, lhs, rhs, sizes)
+    for a, b in zip(got, with_gradients(grouped_by_definition, lhs, rhs, sizes), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+@given(sizes=st.lists(st.integers(0, 70), min_size=5, max_size=5))
+@settings(max_examples=15)
+def test_every_row_has_one_tile_and_no_tile_has_two_groups(sizes):
+    M, rest = 350, 350 - sum(sizes)
+    group_X, first_X, end_X = map(np.asarray, grouped._row_tiles(jnp.asarray(sizes), M, 16))
+    owners = np.repeat(np.arange(len(sizes) + 1), [*sizes, rest])
+    found = np.full(M, -1)
+    for group, first, end in zip(group_X, first_X, end_X, strict=True):
+        rows = np.arange(first, min(first + 16, end))
+        assert (found[rows] == -1).all()
+        found[rows] = group
+    np.testing.assert_array_equal(found, owners)
+
+
+def test_programs_in_bands_cover_every_tile_once():
+    for tall, wide in ((1, 1), (7, 3), (8, 5), (21, 4)):
+        places = {
+            tuple(map(int, tiles_gpu.place(jnp.int32(i), tall, wide))) for i in range(tall * wide)
+        }
+        assert places == {(x, y) for x in range(tall) for y in range(wide)}
+
+
+# ---------------------------------------------------------------------------- the smaller ones
+
+
+def cross_entropy_by_definition(x_XD, w_DV, targets_X):
+    logits_XV = jnp.matmul(x_XD, w_DV, precision="highest")
+    normalizer_X = jax.nn.logsumexp(logits_XV, axis=-1)
+    hit_XV = jnp.arange(w_DV.shape[1]) == targets_X[:, None]
+    return jnp.stack(
+        [normalizer_X - jnp.sum(jnp.where(hit_XV, logits_XV, 0), axis=-1), normalizer_X]
+    )
+
+
+@pytest.mark.parametrize(("X", "D", "V"), [(40, 24, 200), (33, 50, 40)])
+def test_linear_cross_entropy_is_its_definition(X, D, V):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((X, D), (D, V)))
+    targets = jnp.asarray(rng.integers(-3, V + 5, X), jnp.int32)  # some of no column
+    blocks = cross_entropy.Blocks(grouped.Tile(16, 32, 16, 4, 2), part=64)
+
+    def run(*args):
+        return jnp.stack(cross_entropy.linear_cross_entropy(*args, blocks=blocks))
+
+    with interpreted():
+        got = with_gradients(run, x, w, targets)
+    want = with_gradients(cross_entropy_by_definition, x, w, targets)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (9, 7)])
+def test_rms_norm_is_its_definition(shape):
+    rng = np.random.default_rng(0)
+    x, scale = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, shape[-1:]))
+
+    def definition(x, scale):
+        return scale * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    with interpreted():
+        got = with_gradients(lambda *a: norm.rms_norm(*a, blocks=norm.Blocks(4, 4)), x, scale)
+    for a, b in zip(got, with_gradients(definition, x, scale), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_paged_attention_is_attention_over_the_pages_in_order():
+    B, N, K, H, S, X = 4, 6, 2, 16, 16, 5
+    rng = np.random.default_rng(0)
+    lengths, table = np.array([0, 1, 37, 80]), rng.permutation(B * X).reshape(B, X)
+    k, v = (rng.normal(size=(B, X * S, K, H)) for _ in "kv")
+    k[np.arange(X * S) >= lengths[:, None]] = v[np.arange(X * S) >= lengths[:, None]] = np.nan
+    pages = [np.empty((K, B * X, S, H)) for _ in "kv"]
+    for filled, x in zip(pages, (k, v), strict=True):
+        filled[:, table] = np.moveaxis(x.reshape(B, X, S, K, H), 3, 0)
+    q = rng.normal(size=(B, N, H))
+    args = [jnp.asarray(x, jnp.float32) for x in (q, *pages)]
+    with interpreted():
+        out = jax.jit(functools.partial(paged.paged_attention, blocks=paged.Blocks(parts=3)))(
+            *args, jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        )
+    for b, n in np.ndindex(B, N):
+        seen = slice(0, lengths[b]), n // (N // K)
+        weights = np.exp(k[b][seen] @ q[b, n] / np.sqrt(H))
+        want = weights @ v[b][seen] / max(weights.sum(), 1e-30)
+        np.testing.assert_allclose(out[b, n], want, atol=2e-6)
+
+
+# ---------------------------------------------------------------------------- the shapes of models
+
+
+def attention_case(T=4096, dtype="bfloat16", packed=False, sinks=False, blocks=None, **options):
+    """Attention's gradients at llama3-8b's heads, as a function and its arguments' shapes."""
+    q, k = ((4096 // T or 1, T, n, 128) for n in (32, 8))
+    shapes = [(q, dtype), (k, dtype), (k, dtype), ((q[0], T), "int32"), ((32,), "float32")]
+    mask = Mask(options.pop("causal", True), options.pop("window", None), blocks)
+
+    def run(q, k, v, segments, sinks_N):
+        segments, sinks_N = segments if packed else None, sinks_N if sinks else None
+        return flash.flash_attention(q, k, v, segments, mask=mask, sinks_N=sinks_N, **options)
+
+    return run, shapes
+
+
+def grouped_case(M=16384, D=4096, F=14336, E=8, dtype="bfloat16"):
+    return grouped.grouped_matmul, [((M, D), dtype), ((E, D, F), dtype), ((E,), "int32")]
+
+
+def both(f):
+    """Makes one array of a function's two."""
+    return lambda *args: jnp.stack(f(*args))
+
+
+def entropy_case(X=16384, D=4096, V=128256, dtype="bfloat16"):
+    run = both(cross_entropy.linear_cross_entropy)
+    return run, [((X, D), dtype), ((D, V), dtype), ((X,), "int32")]
+
+
+def paged_case(B=64, N=32, K=8, P=4096, S=64, X=128, dtype="bfloat16"):
+    pages = (K, P, S, 128)
+    shapes = [
+        ((B, N, 128), dtype),
+        (pages, dtype),
+        (pages, dtype),
+        ((B, X), "int32"),
+        ((B,), "int32"),
+    ]
+    return paged.paged_attention, shapes
+
+
+DIAGONAL = tuple(tuple(i - j in (0, 2) for j in range(32)) for i in range(32))
+CASES = {
+    "flash": attention_case(),
+    "flash-8192": attention_case(T=8192),
+    "flash-ragged": attention_case(T=1000, packed=True),
+    "flash-variants": attention_case(packed=True, sinks=True, window=1024, softcap=50.0),
+    "flash-bidirectional": attention_case(causal=False),
+    "flash-sparse": attention_case(blocks=DIAGONAL),
+    "flash-f32": attention_case(dtype="float32", packed=True),
+    "grouped": grouped_case(),
+    "grouped-ragged": grouped_case(M=1000, D=200, F=312),
+    "grouped-f32": grouped_case(dtype="float32"),
+    "cross-entropy": entropy_case(),
+    "cross-entropy-f32": entropy_case(X=1000, V=50257, D=768, dtype="float32"),
+    "rms-norm": (norm.rms_norm, [((16384, 4096), "bfloat16"), ((4096,), "float32")]),
+    "rms-norm-wide": (norm.rms_norm, [((1000, 14336), "float32"), ((14336,), "float32")]),
+    "paged": paged_case(),
+}
+# Kernels in a case's forward and backward pass.
+KERNELS = {"flash": 3, "grouped": 3, "cross": 3, "rms": 2, "paged": 1}
+
+
+def compilable(run):
+    """Returns the value and the gradients; a random cotangent of such sizes the compiler would compute itself."""
+    return functools.partial(with_gradients, run, cotangent=lambda out: out)
+
+
+def traced(case, **place):
+    """Traces the case's value, and its gradients if it has any, for arguments that lie at a place."""
+    run, shapes = CASES[case]
+    args = [jax.ShapeDtypeStruct(shape, dtype, **place) for shape, dtype in shapes]
+    f = run if case == "paged" else compilable(run)
+    return jax.jit(f).trace(*args)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_lower_for_cuda(case):
+    text = traced(case).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") >= KERNELS[case.split("-")[0]]
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_h100(case):
+    mesh = topology_mesh("h100:1x1x1", MeshConfig())
+    compiled = traced(case, sharding=NamedSharding(mesh, P())).lower().compile()
+    assert compiled.as_text().count("xla.gpu.triton") >= KERNELS[case.split("-")[0]]
+
+
+@pytest.mark.gpu_aot
+def test_kernels_compile_for_eight_h100s():
+    """Attention over rows and heads, in a program that the partitioner divides."""
+    mesh = topology_mesh("h100:1x1x8", MeshConfig(data=4, tensor=2))
+    specs = *[P("data", None, "tensor", None)] * 3, P("data", None), P("tensor")
+    run, shapes = attention_case(packed=True, sinks=True)
+    args = [
+        jax.ShapeDtypeStruct(
+            (4 * s[0], *s[1:]) if len(s) > 1 else s, d, sharding=NamedSharding(mesh, p)
+        )
+        for (s, d), p in zip(shapes, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        text = jax.jit(compilable(run)).lower(*args).compile().as_text()
+    assert "flash_attention_dkv" in text and "all-to-all" not in text and "all-gather" not in text
+
+
+@pytest.mark.gpu_aot
+def test_memory_of_flash_attention_is_linear_in_the_tokens():
+    """On an H100, from 1k to 64k tokens; the logits alone would grow 4,096-fold."""
+    mesh = topology_mesh("h100:1x1x1", MeshConfig())
+    place = NamedSharding(mesh, P())
+
+    def temporary(T):
+        shapes = [(1, T, n, 128) for n in (32, 8, 8)]
+        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in shapes]
+        compiled = jax.jit(compilable(flash.flash_attention)).lower(*args)
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    least, *others = (temporary(1024 * n) for n in (1, 4, 16, 64))
+    for n, size in zip((4, 16, 64), others, strict=True):
+        assert size <= 1.1 * n * least

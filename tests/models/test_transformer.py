@@ -1,0 +1,206 @@
+"""The whole model: causality, packing, layouts, remat, cache, and its formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+
+from minitext.config.config import load_config, presets
+from minitext.config.model import ModelConfig
+from minitext.errors import UserError
+from minitext.kernels.dispatch import IMPLEMENTATIONS
+from minitext.models.transformer import Transformer, count_flops, count_params, make_cache
+
+CFG = ModelConfig(vocab=40, layers=3, embed=24, heads=4, kv_heads=2, mlp=32, scan_layers=False)
+
+
+def make(**changes):
+    return Transformer(CFG.model_copy(update=changes), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+TOKENS = jax.random.randint(jax.random.key(0), (2, 12), 0, 40)
+
+
+@nnx.jit
+def whole(model):
+    """The logits of `TOKENS`."""
+    return model(TOKENS)
+
+
+def test_gradients_respect_causality(model):
+    graphdef, params = nnx.split(model)
+
+    def summed_logits(params, t):  # of row 0, in which every token occurs once
+        return nnx.merge(graphdef, params)(jnp.arange(12)[None])[0, t].sum()
+
+    grad = jax.jit(jax.grad(summed_logits))
+    for t in (0, 5, 11):
+        reach = np.abs(grad(params, t)["embed"]["table"].get_value()).max(-1) > 0
+        np.testing.assert_array_equal(reach[:12], np.arange(12) <= t)
+
+
+def test_packed_documents_are_bit_equal_to_whatever_stands_beside_them(model):
+    segments = jnp.asarray([[1] * 5 + [2] * 7] * 2)
+    positions = jnp.asarray([[*range(5), *range(7)]] * 2)
+    graphdef, params = nnx.split(model)
+    run = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens, positions, segments))
+    before, after = run(TOKENS), run(TOKENS.at[:, :5].set(7))
+    np.testing.assert_array_equal(before[:, 5:], after[:, 5:])
+    alone = model(TOKENS[:, 5:])
+    np.testing.assert_allclose(before[:, 5:], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "impl", sorted({impl for op, impl in IMPLEMENTATIONS if op == "attention"})
+)
+@pytest.mark.parametrize("scan", [True, False])
+def test_in_every_implementation_a_document_s_logits_are_bit_equal_beside_another(impl, scan):
+    attention = CFG.attention.model_copy(update={"impl": impl})
+    model = make(attention=attention, scan_layers=scan)
+    rng = np.random.default_rng(0)
+    T, cut = 132, 51
+    tokens = jnp.asarray(rng.integers(0, 40, (2, T)))
+    segments = jnp.asarray([[1] * cut + [2] * (T - cut)] * 2)
+    positions = jnp.asarray([[*range(cut), *range(T - cut)]] * 2)
+    graphdef, params = nnx.split(model)
+    run = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens, positions, segments))
+    try:
+        before = run(tokens)
+    except UserError as error:
+        pytest.skip(f"not on this machine: {error}")
+    first = run(tokens.at[:, :cut].set(jnp.asarray(rng.integers(0, 40, (2, cut)))))
+    second = run(tokens.at[:, cut:].set(jnp.asarray(rng.integers(0, 40, (2, T - cut)))))
+    np.testing.assert_array_equal(before[:, cut:], first[:, cut:])
+    np.testing.assert_array_equal(before[:, :cut], second[:, :cut])
+    assert (before[:, :cut] != first[:, :cut]).any() and (before[:, cut:] != second[:, cut:]).any()
+
+
+@pytest.mark.parametrize(
+    ("scan", "remat"), [(True, "none"), (True, "dots"), (True, "full"), (False, "full")]
+)
+def test_scan_and_remat_change_nothing(model, scan, remat):
+    other = make(scan_layers=scan, remat=remat)
+
+    def gradient(model):
+        graphdef, params = nnx.split(model)
+        loss = lambda p: jnp.sum(jnp.square(nnx.merge(graphdef, p)(TOKENS)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (loss, grads), (want_loss, want) = gradient(other), gradient(model)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("save", [("qkv", "gate_up"), ("attention", "attention_out", "hidden")])
+def test_what_remat_keeps_by_name_changes_no_bit(save):
+    def gradient(**changes):
+        graphdef, params = nnx.split(make(scan_layers=True, **changes))
+        loss = lambda p: jnp.sum(jnp.square(nnx.merge(graphdef, p)(TOKENS)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    kept, full = gradient(remat="names", remat_save=save), gradient(remat="full")
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(full), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"remat": "names", "remat_save": ["qkv", "gates"]}, "gates: choose among qkv, attention"),
+        ({"remat": "names"}, "it is empty"),
+        ({"remat": "full", "remat_save": ["qkv"]}, "has no use with model.remat=full"),
+    ],
+)
+def test_names_to_keep_are_checked(changes, says):
+    with pytest.raises(ValueError, match=says):
+        ModelConfig(**changes)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_cache_gives_the_logits_of_the_whole_row(scan):
+    model = make(scan_layers=scan)
+
+    @nnx.jit
+    def read(model, tokens, cache):
+        logits, new = model(tokens, cache=cache)
+        return logits, cache.append(new)
+
+    first, cache = read(model, TOKENS[:, :7], make_cache(model.cfg, 2, 16))
+    second, cache = read(model, TOKENS[:, 7:], cache)
+    assert int(cache.length) == 12
+    np.testing.assert_allclose(np.concatenate([first, second], 1), whole(model), atol=1e-5)
+
+
+def test_logits_are_float32_whatever_the_compute_type():
+    logits = whole(make(dtype="bfloat16"))
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, whole(make()), atol=0.1)
+
+
+def test_an_untrained_model_finds_all_tokens_equally_likely(model):
+    log_probs = jax.nn.log_softmax(whole(model))
+    np.testing.assert_allclose(-log_probs.mean(), np.log(40), rtol=0.02)
+
+
+@given(
+    st.integers(1, 4), st.sampled_from([(4, 1), (4, 2), (4, 4), (2, 1)]), st.integers(1, 9), st.integers(2, 50),
+    st.booleans(), st.sampled_from([None, 6]),
+)  # fmt: skip
+@settings(max_examples=15)
+def test_parameter_formula_is_exact(layers, heads, mlp, vocab, tied, head_dim):
+    cfg = ModelConfig(
+        vocab=vocab, layers=layers, embed=16, heads=heads[0], kv_heads=heads[1], mlp=mlp, tie_embeddings=tied,
+        head_dim=head_dim,
+    )  # fmt: skip
+    params = nnx.state(nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0))), nnx.Param)
+    assert count_params(cfg) == sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_parameter_counts_of_the_presets():
+    counts = {name: count_params(load_config(name).model) for name in presets()}
+    assert counts["llama2-70b"] == 68_976_648_192  # Touvron et al. 2023: 70B
+    assert counts["llama3-8b"] == 8_030_261_248  # Grattafiori et al. 2024: 8B
+    assert counts["mixtral-8x7b"] == 46_702_792_704  # Jiang et al. 2024: 47B, of which 13B active
+    norms = 48 * 2 * 128  # of queries and keys, which Qwen 3 has besides
+    assert counts["qwen3-30b-a3b"] == 30_532_122_624 - norms  # Qwen Team 2025: 30.5B, 3.3B active
+    active = {n: count_params(load_config(n).model, active=True) for n in counts}
+    assert 12.8e9 < active["mixtral-8x7b"] < 13e9 and 3.3e9 < active["qwen3-30b-a3b"] < 3.4e9
+    assert active["llama3-8b"] == counts["llama3-8b"]
+    assert 110e6 < counts["gpt2-124m"] < 130e6
+
+
+def dot_flops(jaxpr):
+    """Sums 2 x output x contraction over every dot_general, scan bodies times their length."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for sub in jaxprs_in_params(eqn.params):
+            total += times * dot_flops(sub)
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * eqn.outvars[0].aval.size * int(np.prod([shape[i] for i in contract]))
+    return total
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_flop_formula_is_exact_for_the_full_square(scan):
+    graphdef, params = nnx.split(make(scan_layers=scan))
+    jaxpr = jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(TOKENS))(params)
+    assert 3 * dot_flops(jaxpr.jaxpr) == count_flops(CFG, TOKENS.size, 12, causal=False)
+
+
+def test_causal_attention_counts_half():
+    full, half = (count_flops(CFG, 24, 12, causal=c) for c in (False, True))
+    weights = 3 * 24 * 2 * (count_params(CFG) - 40 * 24 - 24 - 3 * 2 * 24)
+    assert full - weights == 2 * (half - weights)

@@ -1,0 +1,188 @@
+"""What a step sends is what the formula says, for every layout, on simulated CPU devices and by the TPU compiler."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+
+import jax
+import pytest
+
+import minitext as mt
+from minitext.book.layouts import LAYOUTS
+from minitext.cli import main as cli
+from minitext.compiler.targets import topology_mesh
+from minitext.perf.comms import notes, predict
+from minitext.perf.comms_audit import audit, by_kind, print_audit
+from minitext.sharding.mesh import make_mesh
+from tests.conftest import TINY, audit_but
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+
+# Every size is one of its own, so that no two terms look alike by accident. A stage of 1F1B has two layers: of one
+# that is in no loop, compilers merge forward and backward pass.
+SIZES = [
+    "model.layers=8", "model.heads=8", "model.kv_heads=4", "train.global_batch=16", "model.vocab=320", "mesh.data=1",
+]  # fmt: skip
+# Shards of whole tiles: smaller ones the TPU compiler moves in ways of its own.
+TILES = [*SIZES, "model.embed=256", "model.mlp=512", "model.vocab=512", "data.seq_len=128"]
+QUICK = ("fsdp", "tp_seq", "pp, 1f1b", "fsdp x tp x cp")
+
+
+@functools.cache
+def audited(*settings, target=None):
+    """Each step is compiled once."""
+    cfg = mt.load_config("laptop", [*TINY, *settings])
+    return audit(cfg, topology_mesh(target, cfg.mesh) if target else make_mesh(cfg.mesh))
+
+
+def small(layout, *other):
+    return *SIZES, *LAYOUTS[layout].split(), *other
+
+
+def tiles(layout, *other):
+    return *TILES, *LAYOUTS[layout].split(), *other
+
+
+@pytest.mark.parametrize("layout", audit_but(QUICK, LAYOUTS))
+def test_simulated_devices_send_what_the_formula_says(layout):
+    found = audited(*small(layout))
+    assert found.differences() == {}
+    assert by_kind(found.terms) == by_kind(found.compiled)
+    assert found.notes == []
+
+
+@needs_libtpu
+@pytest.mark.parametrize("layout", audit_but(QUICK[:1], LAYOUTS))
+def test_tpus_send_what_the_formula_says(layout):
+    found = audited(*tiles(layout), target="v5e:2x4")
+    assert found.differences() == {} and found.backend == "tpu"
+    assert found.notes == []
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize("more", [(), ("model.ffn.kind=moe", "model.ffn.experts=4")], ids=str)
+def test_in_groups_of_64_a_tpu_sums_whole(more):
+    """Each device keeps a 64th of what it gets: twice what a reduce-scatter would send."""
+    sizes = ("model.embed=1024", "model.mlp=1024", "train.global_batch=64", "model.dtype=bfloat16")
+    found = audited(*tiles("fsdp", "mesh.fsdp=64", *sizes, *more), target="v5p:4x4x4")
+    assert found.differences() == {}
+    assert not any(term.kind == "reduce-scatter" for term in found.compiled)
+
+
+# The formula must not be made for one configuration: one after the other, everything else is changed.
+OTHERS = {
+    "sizes": "model.layers=4 model.embed=48 model.mlp=96 model.kv_heads=8 data.seq_len=64 model.vocab=512",
+    "tied": "model.tie_embeddings=true",
+    "remat": "model.remat=full train.global_batch=32",
+    "microbatches": "train.microbatches=2 train.global_batch=32",
+    "bfloat16": "model.dtype=bfloat16 model.remat=full",
+    "chunks": "train.loss_chunks=2",
+}
+
+
+VARIED_QUICKLY = [
+    ("fsdp x tp x pp", "sizes"),
+    ("fsdp x tp x cp", "remat"),
+    ("tp_seq", "microbatches"),
+    ("fsdp", "chunks"),
+]
+VARIED = [
+    *VARIED_QUICKLY,
+    *((layout, "tied") for layout in ("fsdp", "fsdp x tp x pp")),
+    ("pp, circular", "microbatches"),
+    *((layout, "bfloat16") for layout in ("cp x fsdp", "fsdp x tp x pp")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("varied", audit_but(VARIED_QUICKLY, VARIED))
+def test_the_formula_follows_the_configuration(varied):
+    layout, other = varied
+    assert audited(*small(layout, *OTHERS[other].split())).differences() == {}
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        ("fsdp", "model.dtype=bfloat16 model.remat=full model.tie_embeddings=true"),
+        ("fsdp", "model.dtype=bfloat16 train.microbatches=2 train.loss_chunks=2"),
+        ("fsdp x tp x cp", "model.dtype=bfloat16"),  # sums of parts of whole lanes
+        ("pp, 1f1b", "mesh.fsdp=1 mesh.data=2"),
+    ],
+)
+def test_the_formula_follows_the_configuration_on_tpus(layout, other):
+    found = audited(*tiles(layout, *other.split()), target="v5e:2x4")
+    assert found.differences() == {} and found.notes == []
+
+
+def test_one_device_sends_nothing(tiny):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    assert predict(tiny(), mesh, "cpu") == [] and audit(tiny(), mesh).compiled == []
+
+
+def moved(kind, *settings):
+    """What each device sends in a step by the formula."""
+    cfg = mt.load_config("laptop", [*TINY, *SIZES, *settings])
+    return sum(t.moved for t in predict(cfg, make_mesh(cfg.mesh), kind))
+
+
+def test_zero_costs_what_data_parallelism_costs_and_fsdp_half_as_much_again():
+    """Rajbhandari et al. 2020, section 7: but for a reduce-scatter instead of the all-reduce, which a TPU makes."""
+    weights = ("model.layers=48", "model.tie_embeddings=false")
+    data = ("sharding.rules=dp", "mesh.data=8")
+    dp = moved("tpu", *data, *weights)
+    fsdp = moved("tpu", "sharding.rules=fsdp", "mesh.fsdp=8", "model.dtype=bfloat16", *weights)
+    half = moved("tpu", *data, "model.dtype=bfloat16", *weights)
+    assert half == pytest.approx(dp / 2, rel=0.02)
+    assert fsdp == pytest.approx(1.5 * half, rel=0.05)
+
+
+def test_an_audit_shows_what_differs(capsys):
+    found = audited(*small("fsdp"))
+    print_audit(found)
+    text = capsys.readouterr().out
+    assert "gradient of the weights" in text and "sends what the formula says" in text
+    found = dataclasses.replace(found, compiled=found.compiled[:-1])
+    print_audit(found)
+    text = capsys.readouterr().out
+    assert "differs" in text and "sends what the formula says" not in text
+    assert found.to_json()["differences"]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("model.layers=1", "one layer in a loop"),
+        ("optim.kind=muon", "optim.kind=muon"),
+        ("model.embed=64", "fewer than 16 rows"),
+        ("model.kv_heads=null model.attention.kind=mla", "model.attention.kind=mla"),
+    ],
+)
+def test_what_is_not_predicted_is_said(other, told):
+    cfg = mt.load_config("laptop", [*TINY, *tiles("fsdp", *other.split())])
+    (note,) = notes(cfg, make_mesh(cfg.mesh), "tpu")
+    assert told in note
+
+
+@needs_libtpu
+def test_that_slices_are_not_predicted_is_printed(capsys):
+    cfg = mt.load_config("laptop", [*TINY, *tiles("dp")])
+    told = notes(cfg, topology_mesh("v5e:2x2 slices=2", cfg.mesh), "tpu")
+    print_audit(dataclasses.replace(audited(*small("fsdp")), notes=told))
+    assert "not predicted: 2 slices" in capsys.readouterr().out
+
+
+def test_the_command(monkeypatch, capsys):
+    words = ["minitext", "comms", "laptop", "--json", *TINY, *small("fsdp")]
+    monkeypatch.setattr("sys.argv", words)
+    try:
+        cli.main()
+    except SystemExit as stop:
+        assert not stop.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted"] == found["compiled"] and not found["differences"]
+    assert {t["name"] for t in found["terms"]} >= {"all-gather of the weights, forward"}

@@ -1,0 +1,204 @@
+"""Predicted memory against what the TPU compiler plans, and against what autodiff keeps."""
+
+import functools
+import importlib.util
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import minitext as mt
+from minitext.cli import main as cli
+from minitext.config.model import REMAT_NAMES
+from minitext.config.sections import MeshConfig
+from minitext.models.transformer import Transformer
+from minitext.perf import memory
+from minitext.perf.memory import predict, predict_and_compile, stored_bytes
+from minitext.perf.step_memory import Shares, heap, kept
+from minitext.sharding.mesh import make_mesh
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+
+# As different as they are few: each is compiled, and scanned layers make that as fast for many as for one.
+CONFIGS = {
+    # Float32, nothing recomputed: attention's probabilities of every layer are kept.
+    "laptop": ("v5e:2x4", "laptop", "train.global_batch=1024", "model.scan_layers=true"),
+    # A large vocabulary on many devices: its whole gradients at the update are the peak, and the heap has holes.
+    "pod": (
+        "v5p:4x4x4", "llama3-8b", "mesh.fsdp=64", "data.seq_len=2048", "train.global_batch=64",
+    ),
+    "ring": ("v5e:2x2", "gpt2-124m", "mesh.fsdp=2", "mesh.context=2", "train.global_batch=16"),
+    # A pipeline that keeps all microbatches, and one that keeps as many as there are stages.
+    "gpipe": (
+        "v5e:2x2", "gpt2-124m", "mesh.stage=2", "mesh.tensor=2", "train.global_batch=16",
+        "pipeline.schedule=gpipe", "model.remat=full",
+    ),
+    "1f1b": ("v5e:2x4", "gpt2-124m", "mesh.data=2", "mesh.stage=4", "train.global_batch=64"),
+}  # fmt: skip
+
+
+@functools.cache
+def found(name):
+    target, preset, *settings = CONFIGS[name]
+    return predict_and_compile(mt.load_config(preset, settings), target)
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_prediction_is_what_the_compiler_plans(name):
+    predicted, compiled = found(name)["predicted"], found(name)["compiled"]
+    for part in ("parameters", "optimizer", "batch"):
+        assert predicted[part] == compiled[part], part
+    assert predicted["total"] == pytest.approx(compiled["total"], rel=0.1)
+    # Not only because the state is most of it.
+    assert predicted["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.15)
+
+
+def test_a_large_array_finds_no_room_in_small_holes():
+    moments = {
+        "loss": {"activations kept": 10, "output layer's weight": 6, "logits": 4},
+        "layer": {"logits": 4, "gradients": 7},
+        "update": {"gradients": 7, "tables' gradients": 12},
+    }
+    # Logits lie at 16..20; gradients begin at 0; of the tables' 12 there is room for 9 below the logits.
+    assert heap(moments | {"layer": {"logits": 4, "gradients": 7}}) == {
+        "loss": 20, "layer": 20, "update": 19,
+    }  # fmt: skip
+    waiting = moments | {"update": {"logits": 4} | moments["update"]}
+    assert heap(waiting)["update"] == 32
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "size"),
+    [
+        ((), 4, 512),
+        ((768,), 4, 4096),
+        ((256,), 4, 1024),
+        ((4, 128), 4, 4 * 128 * 4),
+        ((12, 768), 4, 16 * 768 * 4),
+        ((128, 320), 4, 128 * 320 * 4),  # 320 rows of 128, not 128 of 384
+        ((1, 256), 4, 1024),
+        ((3, 100, 200), 2, 3 * 128 * 208 * 2),  # 200 rows of 100: tiles of 16 x 128
+    ],
+)
+def test_tiles_are_filled_up(shape, itemsize, size):
+    assert stored_bytes(shape, itemsize, "tpu") == size
+    assert stored_bytes(shape, itemsize, "cpu") == math.prod(shape) * itemsize
+
+
+NAMES = tuple(name for name in REMAT_NAMES if name != "latents")  # which only MLA has
+
+
+@pytest.mark.parametrize("save", [(), *((name,) for name in NAMES), NAMES])
+def test_what_is_kept_is_what_autodiff_keeps(tiny, save):
+    remat = ("model.remat=names", f"model.remat_save=[{','.join(save)}]")
+    cfg = tiny(
+        "model.dtype=bfloat16",
+        "model.scan_layers=true",
+        *(remat if save else ("model.remat=full",)),
+    )
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0))))
+    tokens = jnp.zeros((cfg.train.global_batch, cfg.data.seq_len), jnp.int32)
+
+    def loss(params):
+        return nnx.merge(graphdef, params).hidden(tokens, None, tokens)[0].sum()
+
+    residuals = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params)
+    # Stacks over the layers in the compute type; the parameters, which are kept too, are float32.
+    stacks = [
+        x
+        for x in jax.tree.leaves(residuals)
+        if x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[0] == cfg.model.layers
+    ]
+    sizes = sum(x.size * 2 for x in stacks)
+    one = make_mesh(devices=jax.devices()[:1])
+    assert sizes == cfg.model.layers * kept(cfg, Shares(cfg, dict(one.shape), "cpu"))
+
+
+def test_fsdp_leaves_an_eighth_and_what_is_replicated(tiny):
+    whole = predict(tiny(), make_mesh(devices=jax.devices()[:1]), "cpu")
+    cfg = tiny("sharding.rules=fsdp", "mesh.fsdp=8")
+    part = predict(cfg, make_mesh(cfg.mesh), "cpu")
+    state, of_whole = (m.parameters + m.optimizer for m in (part, whole))
+    assert 0 < part.replicated < 100  # the optimizer's counters
+    assert state - part.replicated == (of_whole - part.replicated) / 8
+
+
+def test_offloaded_state_is_the_hosts(tiny):
+    mesh = make_mesh(MeshConfig(data=1), devices=jax.devices()[:1])
+    here, away = (predict(tiny(f"optim.offload={x}"), mesh, "cpu") for x in (False, True))
+    assert away.optimizer == 0 and away.host == here.optimizer > 0
+
+
+@pytest.mark.audit
+def test_remat_saves_memory_in_a_scan_and_not_in_an_unrolled_stack():
+    """XLA's CPU backend merges what an unrolled program computes twice; a loop's turns it cannot."""
+
+    def temporaries(scan, remat):
+        settings = (f"model.scan_layers={scan}", f"model.remat={remat}", "model.layers=6")
+        cfg = mt.load_config("laptop", [*settings, "mesh.data=1"])
+        mesh = make_mesh(cfg.mesh, devices=jax.devices()[:1])
+        return compile_on(cfg, mesh)
+
+    assert temporaries(True, "full") < 0.6 * temporaries(True, "none")
+    assert temporaries(False, "full") > 0.9 * temporaries(False, "none")
+
+
+def compile_on(cfg, mesh):
+    from minitext.training.step import abstract_batch, abstract_state, make_train_step
+
+    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
+    with jax.set_mesh(mesh):
+        compiled = make_train_step(cfg, mesh).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["minitext", "memory", *words])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+TINY = [
+    "model.layers=1", "model.embed=32", "model.heads=2", "model.mlp=32", "data.seq_len=32", "data.source=grammar",
+]  # fmt: skip
+
+
+def test_command_without_a_target_compiles_for_what_is_there(monkeypatch, capsys):
+    assert run(monkeypatch, "laptop", *TINY, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    predicted, compiled = result["predicted"], result["compiled"]
+    arguments = sum(predicted[part] for part in ("parameters", "optimizer", "batch"))
+    assert result["devices"] == 8 and arguments == compiled["arguments"]
+    assert run(monkeypatch, "laptop", *TINY) == 0
+    shown = capsys.readouterr().out
+    assert "optimizer state" in shown and "peak: " in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["laptop", "target=v5e:2x4", "target=v5e:2x2"], "name one target"),
+        (["laptop", "target=v5e:2"], "takes 2 sizes"),
+        (["laptop", *TINY, "train.loss_chunks=5"], "data.seq_len=32 is not divisible"),
+    ],
+)
+def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
+    assert run(monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert says in error and len(error.strip().splitlines()) == 1
+
+
+def test_notes_say_where_the_formulas_end():
+    cfg = mt.load_config("laptop", ["model.remat=full", "optim.kind=muon"])
+    notes = "\n".join(memory._notes(cfg, "gpu"))
+    for word in ("gpu", "unrolled", "never holds all the scores", "muon"):
+        assert word in notes
+    assert not list(memory._notes(mt.load_config("gpt2-124m"), "tpu"))

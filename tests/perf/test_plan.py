@@ -1,0 +1,189 @@
+"""The search: what is tried, what its times are made of, what is compiled and said."""
+
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+from minitext.cli import main as cli
+from minitext.compiler import aot
+from minitext.compiler.targets import parse_target
+from minitext.config.config import load_config
+from minitext.errors import UserError
+from minitext.perf import plan, plan_times
+from minitext.perf.plan import Candidate, enumerate_settings, search
+from minitext.perf.plan_times import Times, Work, link_rate, predict, sent_across
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+TINY = [
+    "model.layers=2", "model.dtype=bfloat16", "model.embed=512", "model.heads=4", "model.kv_heads=2", "model.mlp=1024",
+    "data.seq_len=256",
+]  # fmt: skip
+
+
+def choices(target, *settings, preset="laptop"):
+    return list(enumerate_settings(load_config(preset, list(settings)), parse_target(target)))
+
+
+@pytest.mark.parametrize("target", ["v5e:4x4", "v5p:4x4x4", "v5e:4x4 slices=3", "tpu7x:2x2x1"])
+def test_every_mesh_takes_all_devices_and_slices_lie_along_data(target):
+    parsed = parse_target(target)
+    found = choices(target, *TINY)
+    assert len({json.dumps(c) for c in found}) == len(found) > 20
+    for c in found:
+        assert (
+            c["mesh.data"] * c["mesh.fsdp"] * c["mesh.tensor"] * c["mesh.expert"] == parsed.devices
+        )
+        assert c["mesh.data"] % parsed.slices == 0
+        assert c["mesh.expert"] == 1  # a dense model has no use for it
+        assert c["train.global_batch"] % (c["mesh.data"] * c["mesh.fsdp"]) == 0
+
+
+def test_what_is_set_is_kept():
+    found = choices("v5e:4x4", *TINY, "mesh.fsdp=4", "train.global_batch=64", "model.remat=full")
+    assert {c["mesh.fsdp"] for c in found} == {4}
+    assert {c["train.global_batch"] for c in found} == {64}
+    assert {c["model.remat"] for c in found} == {"full"}
+    assert {c["train.microbatches"] for c in found} == {1, 2, 4, 8, 16}
+    fixed = choices("v5e:4x4", *TINY, "train.global_batch=64", "train.microbatches=2")
+    assert {c["train.microbatches"] for c in fixed} == {2}
+    assert any(c["mesh.expert"] == 8 for c in choices("v5e:4x4", preset="mixtral-8x7b"))
+    assert not choices("v5e:4x4", "mesh.context=3")
+
+
+def test_seconds_are_of_what_each_device_does():
+    cfg = load_config("laptop", TINY)
+    target = parse_target("v5e:4x4")
+    work = Work(cfg, target)
+    base = {"mesh.data": 1, "mesh.fsdp": 16, "train.global_batch": 16}
+    one = predict(cfg.replace(base), target, work)
+    four = predict(cfg.replace(base | {"train.global_batch": 64}), target, work)
+    again = predict(cfg.replace(base | {"model.remat": "full"}), target, work)
+    # Four times the rows, four times the products; weights are gathered as often.
+    assert four.compute == pytest.approx(4 * one.compute) and four.ici == one.ici
+    # The layers' forward pass once more: four passes in place of three.
+    assert 1.1 * one.compute < again.compute < 4 / 3 * one.compute + 1e-9
+    alone = predict(cfg.replace(base | {"mesh.data": 16, "mesh.fsdp": 1}), target, work)
+    assert alone.ici < one.ici  # gradients once, weights never
+    assert alone.hbm > one.hbm  # all update all parameters
+
+
+def test_what_crosses_slices_is_the_gradient_part_of_a_device():
+    cfg = load_config("llama2-70b", ["mesh.data=2", "mesh.fsdp=16"])
+    two = parse_target("v5e:4x4 slices=2")
+    size = plan_times.count_params(cfg.model) * 2 / 16
+    assert sent_across(cfg, two) == pytest.approx(size)  # 2 (s - 1) / s of it
+    many = cfg.replace({"mesh.data": 199})
+    assert sent_across(many, parse_target("v5e:4x4 slices=199")) == pytest.approx(
+        2 * 198 / 199 * size
+    )
+    assert sent_across(cfg.replace({"mesh.data": 1}), parse_target("v5e:4x4")) == 0
+    # Each microbatch's gradients are summed on their own.
+    assert sent_across(cfg.replace({"train.microbatches": 2}), two) == pytest.approx(2 * size)
+
+
+def test_links_of_as_many_dimensions_as_a_group_needs():
+    rate = parse_target("v5e:2x2").chip.link_rate
+    assert link_rate(parse_target("v5e:4x4"), 4) == rate  # a line
+    assert link_rate(parse_target("v5e:4x4"), 16) == 2 * rate
+    assert link_rate(parse_target("v5e:16x16"), 16) == 2 * rate  # a ring
+    assert link_rate(parse_target("v5e:16x16"), 256) == 4 * rate
+    assert link_rate(parse_target("v5p:4x4x4"), 64) == 6 * parse_target("v5p:4x4x4").chip.link_rate
+
+
+def test_times_say_what_limits():
+    times = Times(3.0, 1.0, 2.0, 5.0)
+    assert (times.hidden, times.waited, times.limit) == (5.0, 11.0, "DCN")
+    unknown = Times(3.0, 1.0, 2.0, None)
+    assert (unknown.hidden, unknown.waited, unknown.limit) == (4.0, 6.0, "compute")
+    assert Candidate({}, 1, times, crowded=True).limit == "DCN, memory"
+
+
+def test_a_network_that_is_not_known_is_said_and_not_counted_free():
+    target = parse_target("v5e:4x4 slices=2")
+    unknown = dataclasses.replace(target, chip=dataclasses.replace(target.chip, dcn_bandwidth=0.0))
+    assert not list(plan._notes(target))
+    assert "bandwidth of v5e on the data-centre network is not known" in "".join(
+        plan._notes(unknown)
+    )
+    assert plan_times.dcn_seconds(1e9, unknown.chip) is None
+    assert plan_times.dcn_seconds(3.125e9, target.chip) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "words"),
+    [
+        ("h100:2x8", [], "memory and the network of TPUs only"),
+        ("v5e:4x4", ["mesh.fsdp=3"], "no mesh of 16 devices goes with"),
+        (
+            "v5e:4x4",
+            ["train.global_batch=7", "model.heads=7", "model.embed=98"],
+            "no mesh of 16 devices",
+        ),
+    ],
+)
+def test_refusals_are_one_line(target, settings, words):
+    with pytest.raises(UserError, match=words) as caught:
+        search(load_config("laptop", settings), target)
+    assert "\n" not in str(caught.value)
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["minitext", "plan", *words])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+def test_where_nothing_fits_it_says_so(monkeypatch, capsys):
+    assert (
+        run(monkeypatch, "llama2-70b", "target=v5e:2x2", "train.global_batch=4", "model.remat=full")
+        == 3
+    )
+    said = capsys.readouterr().out
+    assert "none fits" in said and "choose more chips a slice than 4" in said
+    assert run(monkeypatch, "llama2-70b") == 2
+    assert "name one target" in capsys.readouterr().err
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
+    settings = [
+        *TINY,
+        "train.global_batch=16",
+        "mesh.tensor=1",
+        "model.remat=none",
+        "train.microbatches=1",
+    ]
+    assert run(monkeypatch, "laptop", *settings, "target=v5e:2x2", "--compile", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["ranked"]
+    assert first["seconds"]["best"] <= second["seconds"]["best"]
+    for candidate in found["ranked"]:
+        report = candidate["report"]
+        assert report["fits"] and report["total_bytes"] <= report["available_bytes"]
+        # Of so small a step the prediction counts what the vector memory holds, too.
+        assert report["argument_bytes"] <= candidate["memory"] <= 3 * report["total_bytes"]
+        assert candidate["times"]["ici"] > 0 and candidate["times"]["dcn"] == 0
+        # The time is that of the compiled schedule.
+        assert candidate["seconds"]["best"] == candidate["step"]["seconds"] > 0
+        assert (
+            candidate["seconds"]["lower"]
+            <= candidate["seconds"]["best"]
+            <= candidate["seconds"]["upper"]
+        )
+        assert candidate["limit"] in ("compute", "HBM bandwidth", "ICI")
+    compile_, train = found["commands"]
+    assert (
+        compile_.startswith("minitext compile laptop model.layers=2")
+        and "target=v5e:2x2" in compile_
+    )
+    assert f"mesh.fsdp={first['settings']['mesh.fsdp']}" in train and "target" not in train
+    assert train.count("train.global_batch=") == 1
+    # The command does what it says.
+    cfg = load_config("laptop", train.split()[3:])
+    assert aot.compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]

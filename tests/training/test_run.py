@@ -1,0 +1,154 @@
+"""The loop: what a run directory holds, and that interrupting and resuming change nothing."""
+
+import os
+import signal
+import time
+
+import jax
+import pytest
+from rich.console import Console
+
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.config.config import load_config
+from minitext.observability import metrics
+from minitext.observability.metrics import read_metrics
+from minitext.training import compile as executable
+from minitext.training import loop, run
+from minitext.training.stopping import Interrupted
+
+QUICK = ["train.steps=7", "train.save_every=3", "train.eval_every=4", "train.eval_batches=1"]
+
+
+def quick(tiny, directory, *overrides):
+    return tiny(*QUICK, f"run.dir={directory}", "run.name=a", *overrides)
+
+
+def curve(directory):
+    names = ("step", "loss", "grad_norm", "learning_rate", "tokens", "val_loss")
+    return [{k: r[k] for k in names if k in r} for r in read_metrics(directory)]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """An uninterrupted run, and what it printed."""
+    directory = tmp_path_factory.mktemp("whole")
+    console = Console(record=True, width=120)
+    return run.train(
+        quick(tiny, directory, "train.sample_tokens=8"), console
+    ), console.export_text()
+
+
+def test_a_run_directory_holds_all_that_is_promised(whole):
+    directory, _ = whole
+    assert load_config(None, [f"config={directory}/config.yml"]).train.steps == 7
+    lines = read_metrics(directory)
+    assert [r["step"] for r in lines] == list(range(1, 8))
+    for record in lines:
+        assert record.keys() >= {
+            "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "seconds", "mfu",
+        }  # fmt: skip
+    assert [r["step"] for r in lines if "val_loss" in r] == [4, 7]
+    assert Checkpointer(directory / "checkpoints").steps() == [3, 6, 7]
+    assert (directory / "samples.txt").read_text().count("--- step") == 3
+    assert list((directory / "tensorboard").iterdir())
+    assert (directory / "tokenizer.json").is_file()
+
+
+def test_it_prints_samples_the_validation_loss_and_the_floor(whole):
+    _, text = whole
+    for words in (
+        "sample at step 1",
+        "sample at step 4",
+        "sample at step 7",
+        "validation loss",
+        "floor",
+        "tokens/s",
+    ):
+        assert words in text
+
+
+def test_two_runs_are_bit_equal(whole, tiny, tmp_path):
+    again = run.train(quick(tiny, tmp_path), Console(quiet=True))
+    assert curve(again) == curve(whole[0])
+
+
+def test_ctrl_c_saves_and_resuming_is_bit_equal(whole, tiny, tmp_path, monkeypatch):
+    cfg, write = quick(tiny, tmp_path), metrics.MetricsWriter.write
+
+    def interrupt_at_step_4(self, record):
+        write(self, record)
+        if record["step"] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(metrics.MetricsWriter, "write", interrupt_at_step_4)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match=r"minitext train config=.*config\.yml"):
+        run.train(cfg, Console(quiet=True))
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    stopped = Checkpointer(tmp_path / "a" / "checkpoints").latest()
+    assert stopped in (4, 5)
+    resumed = run.train(load_config(None, [f"config={tmp_path}/a/config.yml"]), Console(quiet=True))
+    assert curve(resumed) == curve(whole[0])
+
+
+def test_a_signal_while_the_step_is_compiled_saves_the_first_step(tiny, tmp_path, monkeypatch):
+    compile_step = executable.train_step
+
+    def told_meanwhile(cfg, mesh):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compile_step(cfg, mesh)
+
+    def too_early(*_):
+        raise AssertionError("SIGTERM came where nothing waits for it")
+
+    monkeypatch.setattr(executable, "train_step", told_meanwhile)
+    before = signal.signal(signal.SIGTERM, too_early)
+    try:
+        with pytest.raises(Interrupted) as stopped:
+            run.train(quick(tiny, tmp_path), Console(quiet=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.exit_code == 0
+    assert Checkpointer(tmp_path / "a" / "checkpoints").steps() == [1]
+
+
+@pytest.mark.parametrize("save_every", [1, 3])
+def test_no_line_is_written_that_a_kill_could_cost_beyond_the_interval(
+    tiny, tmp_path, monkeypatch, save_every
+):
+    commit, exposed = Checkpointer._commit, []
+
+    def slow_disk(self, *args):
+        time.sleep(0.3)  # many steps of this model
+        exposed.append(len(read_metrics(tmp_path / "a")) - (self.latest() or 0))
+        commit(self, *args)
+
+    monkeypatch.setattr(Checkpointer, "_commit", slow_disk)
+    run.train(quick(tiny, tmp_path, f"train.save_every={save_every}"), Console(quiet=True))
+    assert max(exposed) == save_every
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(whole, tiny):
+    directory, _ = whole
+    before, console = curve(directory), Console(record=True, width=120)
+    run.train(load_config(None, [f"config={directory}/config.yml"]), console)
+    assert "already trained to step 7" in console.export_text()
+    assert curve(directory) == before
+
+
+def test_simulated_devices_train_alike(whole, tiny, tmp_path):
+    """The run's mesh takes all eight devices; one device gives the same losses but for rounding."""
+    cfg = quick(tiny, tmp_path, "mesh.fsdp=4", "mesh.data=2", "train.steps=2")
+    got = curve(run.train(cfg, Console(quiet=True)))
+    want = curve(whole[0])
+    assert jax.device_count() == 8
+    assert abs(got[0]["loss"] - want[0]["loss"]) < 1e-5
+
+
+def test_peak_of_simulated_devices_is_that_of_the_machine(tiny):
+    from minitext.sharding.mesh import make_mesh
+
+    cfg = tiny()
+    one, eight = make_mesh(devices=jax.devices()[:1]), make_mesh()
+    assert loop.peak_flops(cfg, one) == loop.peak_flops(cfg, eight) > 1e9

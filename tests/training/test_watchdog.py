@@ -1,0 +1,67 @@
+"""Stack traces of all threads: when nothing goes on, on SIGUSR1, and when another process asks."""
+
+import os
+import signal
+import threading
+import time
+
+from minitext.training.watchdog import STACKS, Watchdog
+
+
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def a_thread_with_a_name_to_be_found(event):
+    event.wait()
+
+
+def test_a_hang_writes_the_stacks_of_all_threads_and_makes_the_other_process_do_so(tmp_path):
+    said, others, event = [], [], threading.Event()
+    thread = threading.Thread(target=a_thread_with_a_name_to_be_found, args=[event])
+    thread.start()
+    # Another process's watchdog, with the thread that answers and without the timer, of which there is one a process.
+    with (
+        Watchdog(tmp_path, 1, others.append, poll=0.02) as other,
+        Watchdog(tmp_path, 0, said.append, 0.1, poll=0.02) as mine,
+    ):
+        assert wait_for(lambda: said and others)
+    event.set()
+    thread.join()
+    text = mine.path.read_text()
+    assert "Timeout" in text and "a_thread_with_a_name_to_be_found" in text
+    assert "in test_a_hang_writes" in text  # where the main thread waits
+    assert "a_thread_with_a_name_to_be_found" in other.path.read_text()
+    assert str(mine.path) in said[0] and "another process asked" in others[0]
+    assert mine.path.name.startswith("0-") and other.path.name.startswith("1-")
+
+
+def test_while_steps_end_nothing_is_written_and_nothing_is_left(tmp_path):
+    said = []
+    with Watchdog(tmp_path, 0, said.append, 0.5, poll=0.02) as watchdog:
+        for _ in range(40):
+            time.sleep(0.02)
+            watchdog.step_ended()
+    assert not said and not (tmp_path / STACKS).exists()
+
+
+def test_sigusr1_writes_the_stacks_and_training_goes_on(tmp_path):
+    said = []
+    with Watchdog(tmp_path, 0, said.append, poll=0.02) as watchdog:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert wait_for(lambda: said)
+    assert "test_sigusr1_writes" in watchdog.path.read_text()
+    assert (tmp_path / STACKS / "request").read_text() == watchdog.path.name
+
+
+def test_an_empty_file_of_a_killed_process_is_removed_and_a_full_one_stays(tmp_path):
+    folder = tmp_path / STACKS
+    folder.mkdir()
+    for name, text in {"0-1.txt": "", "0-2.txt": "stack", "1-1.txt": ""}.items():
+        (folder / name).write_text(text)
+    with Watchdog(tmp_path, 0, print, poll=0.02):
+        pass
+    assert sorted(os.listdir(folder)) == ["0-2.txt", "1-1.txt"]
