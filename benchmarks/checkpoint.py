@@ -115,7 +115,7 @@ def main():
     args = cli.parse_args()
     from minitext.config.config import load_config
     from minitext.distributed import devices
-    from minitext.models.transformer import count_params
+    from minitext.models.flops import count_params
 
     devices.start(keep_memory=True)  # as `minitext train` does
     cfg = load_config("laptop", settings(SHAPE | {"layers": args.layers}))

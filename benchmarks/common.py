@@ -139,10 +139,10 @@ def machine() -> dict[str, Any]:
 
 def matmul_peak(dtype: str = "float32") -> float:
     """The matmul peak of JAX's device now, in FLOP/s; what minitext's cache keeps of it is left alone."""
-    from minitext import hardware as hw
+    from minitext import hardware
 
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, MINITEXT_CACHE=cache):
-        return hw.measure_matmul_peak(dtype)
+        return hardware.measure_matmul_peak(dtype)
 
 
 def read_bandwidth(size: int) -> float:

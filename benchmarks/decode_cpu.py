@@ -156,7 +156,7 @@ def start(name, case):
 
 def step_bytes(cfg, batch, prompt_length, new_tokens):
     """Returns the bytes that the average decode step must read: weights, and keys and values of the tokens so far."""
-    from minitext.models.transformer import count_params
+    from minitext.models.flops import count_params
 
     weights = count_params(cfg) - cfg.vocab * cfg.embed
     seen = prompt_length + new_tokens / 2

@@ -102,7 +102,7 @@ def measure(case):
     devices.start(keep_memory=True)
     import jax
 
-    from minitext.observability import profiler as profile
+    from minitext.observability import profiler
     from minitext.observability.goodput import Ledger
     from minitext.observability.metrics import MemoryReader
     from minitext.training import loop, run
@@ -112,7 +112,7 @@ def measure(case):
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         turns = Turns(Path(folder) / "traces", rounds)
         window = contextlib.nullcontext(turns)
-        stack.enter_context(mock.patch.object(profile, "Window", lambda *_: window))
+        stack.enter_context(mock.patch.object(profiler, "Window", lambda *_: window))
         for place, name, otherwise in (
             (Ledger, "lap", lambda: None),
             (MemoryReader, "in_use", dict),

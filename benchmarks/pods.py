@@ -28,13 +28,13 @@ CASES = [
 
 def compile_one(case):
     """In a fresh process: compiles one preset for one target; returns what the report and the clock say."""
-    from minitext.compiler import aot
     from minitext.config.config import load_config
     from minitext.distributed import devices
+    from minitext.training import compile
 
     devices.start()
     begin, cpu = time.perf_counter(), time.process_time()
-    report = aot.compile_preset(load_config(case["preset"], case["settings"]), case["target"])
+    report = compile.compile_preset(load_config(case["preset"], case["settings"]), case["target"])
     found = report.to_json()
     kept = (
         "target", "devices", "slices", "mesh", "changed", "fits", "total_bytes", "available_bytes", "argument_bytes",

@@ -113,7 +113,7 @@ def main():
         serve(lambda: start(args.serve, args.case))
         return
     from minitext.distributed import devices
-    from minitext.models.transformer import count_flops, count_params
+    from minitext.models.flops import count_flops, count_params
 
     devices.start()
     case = SHAPES["10.7M"] | {"batch": TOKENS // SEQ_LEN, "seq_len": SEQ_LEN}

@@ -158,7 +158,7 @@ def start_sides(systems, dtypes, case, environment):
 def measure(shape, seq_len, systems, dtypes, rounds, steps, environment):
     """Alternates the sides of one case; returns its record."""
     from minitext.distributed import devices
-    from minitext.models.transformer import count_flops, count_params
+    from minitext.models.flops import count_flops, count_params
 
     devices.start()
     case = {**SHAPES[shape], "batch": TOKENS // seq_len, "seq_len": seq_len}

@@ -87,8 +87,8 @@ def measure(case):
 
     if jax.default_backend() != "gpu":
         return {"no_gpu": True}
-    from minitext import hardware as hw
-    from minitext.models.transformer import count_flops, count_params
+    from minitext import hardware
+    from minitext.models.flops import count_flops, count_params
 
     cfg, device = config(case), jax.devices()[0]
     try:
@@ -97,7 +97,7 @@ def measure(case):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"out_of_memory": True}
-    step, chip = statistics.median(seconds), hw.find_chip(device)
+    step, chip = statistics.median(seconds), hardware.find_chip(device)
     rate = count_flops(cfg.model, TOKENS, case["seq_len"]) / step
     measured = matmul_peak("bfloat16")
     return {

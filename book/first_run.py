@@ -8,8 +8,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from minitext.book.notebook import figure_style
 from minitext.observability.metrics import read_metrics
+from minitext.perf.figures import figure_style
 
 LINES, WIDTH = 4, 46
 

@@ -285,7 +285,7 @@ def figure(records: list[Record], path: Path) -> None:
     """Draws training speed relative to minitext's, a group of bars for each case."""
     import matplotlib.pyplot as plt
 
-    from minitext.book.notebook import figure_style
+    from minitext.perf.figures import figure_style
 
     figure_style()
     plt.rcParams["svg.hashsalt"] = "minitext"  # the same records give the same file

@@ -9,7 +9,7 @@ Chapters: 3.
 
 import json
 import os
-import platform
+import platform as machine
 import re
 import tempfile
 import time
@@ -19,8 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from minitext.cache import cache_dir
+import jax
+
 from minitext.errors import UserError
+from minitext.files import cache_dir
 
 GIB = 2**30
 LINK_SECONDS = 1e-6  # that data needs for a hop over ICI ("How to Scale Your Model", part 3)
@@ -292,7 +294,7 @@ def _machine(device: Any) -> str:
         found = re.search(r"model name\s*:\s*(.+)", text)
     except OSError:
         found = None
-    name = found.group(1).strip() if found else platform.processor() or platform.machine()
+    name = found.group(1).strip() if found else machine.processor() or machine.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name} x {cores}"
 
@@ -314,3 +316,10 @@ def _write_cache(path: Path, entries: Mapping[str, tuple[float, float]]) -> None
         os.replace(file.name, path)
     except OSError:
         pass  # a read-only or full disk costs a second next time, nothing else
+
+
+def platform() -> str:
+    """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)

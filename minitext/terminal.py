@@ -8,7 +8,7 @@ Chapters: none.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -49,3 +49,36 @@ def of_slow_work(total: float, what: str) -> Iterator[Callable[[float], None]]:
         yield advance_to
     finally:
         shown.stop()
+
+
+def print_tables(*parts: Any) -> None:
+    """Prints texts and tables on stdout, an empty line between each two."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    # A file or a pipe has no width; rich would take 80 columns and break the lines of the tables.
+    console = console if console.is_terminal else Console(width=130, highlight=False)
+    for i, part in enumerate(parts):
+        console.print(*[""] * bool(i), part, sep="\n")
+
+
+def show_bytes(size: float) -> str:
+    """Writes a size in the largest unit that leaves a digit before the point."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:,.2f} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1024
+    raise AssertionError
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> Any:
+    """Returns a table that `rich` can print; `right` are the columns to align there."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, pad_edge=False)
+    for i, head in enumerate(heads):
+        made.add_column(head, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets are no markup
+    return made

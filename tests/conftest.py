@@ -11,9 +11,9 @@ import jax
 import pytest
 
 import minitext as mt
-from minitext import kernels
 from minitext.config.sections import MeshConfig
 from minitext.distributed import devices
+from minitext.kernels import dispatch
 from minitext.sharding.mesh import make_mesh
 
 # Tests compile small programs most of the time. This process does it quickly, and so do commands that are given
@@ -61,5 +61,5 @@ def tiny():
 def as_on_a_tpu():
     """Makes `kernels` take a TPU's implementations, which the tests that use it simulate."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "platform", lambda: "tpu")
+        patch.setattr(dispatch, "platform", lambda: "tpu")
         yield

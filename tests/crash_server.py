@@ -15,9 +15,9 @@ import jax
 import orbax.checkpoint  # noqa: F401
 import tensorboardX  # noqa: F401
 
-from minitext.cache import cache_dir
 from minitext.cli import main as cli
 from minitext.distributed import devices
+from minitext.files import cache_dir
 from minitext.training import run  # noqa: F401
 
 

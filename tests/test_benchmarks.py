@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from minitext.models.transformer import Transformer, count_params
+from minitext.models.flops import count_params
+from minitext.models.transformer import Transformer
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from minitext import hardware as hw
+from minitext import hardware
 from minitext.config import config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ def test_reference_has_every_module(generate):
 
 def test_hardware_page_has_every_chip(generate):
     page = generate.hardware()
-    for chip in hw.CHIPS.values():
+    for chip in hardware.CHIPS.values():
         assert f"`{chip.name}`" in page
         assert chip.source in page
 

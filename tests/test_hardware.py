@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minitext import hardware as hw
+from minitext import hardware
 from minitext.errors import UserError
 from minitext.hardware import CHIPS
 
@@ -91,7 +91,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_measures_this_machine(cache):
-    rate = hw.measure_matmul_peak()
+    rate = hardware.measure_matmul_peak()
     assert 1e9 < rate < 1e17
     ((kept, _),) = json.loads(cache.read_text()).values()
     assert kept == rate
@@ -106,43 +106,43 @@ def measurements(monkeypatch):
         made.append(str(dtype))
         return 1e9 * len(made)
 
-    monkeypatch.setattr(hw, "_best_matmul_rate", measure)
+    monkeypatch.setattr(hardware, "_best_matmul_rate", measure)
     return made
 
 
 def test_measures_once_per_type(cache, measurements):
-    assert [hw.measure_matmul_peak() for _ in range(3)] == [1e9] * 3
-    assert hw.measure_matmul_peak("bfloat16") == 2e9
-    assert hw.measure_matmul_peak(refresh=True) == 3e9
-    assert hw.measure_matmul_peak() == 3e9
+    assert [hardware.measure_matmul_peak() for _ in range(3)] == [1e9] * 3
+    assert hardware.measure_matmul_peak("bfloat16") == 2e9
+    assert hardware.measure_matmul_peak(refresh=True) == 3e9
+    assert hardware.measure_matmul_peak() == 3e9
     assert measurements == ["float32", "bfloat16", "float32"]
 
 
 def test_measures_again_after_a_day_and_the_better_counts(cache, measurements, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1e9)
-    assert hw.measure_matmul_peak() == 1e9
-    monkeypatch.setattr("time.time", lambda: 1e9 + hw.DAY + 1)
-    assert hw.measure_matmul_peak() == hw.measure_matmul_peak() == 2e9
-    monkeypatch.setattr(hw, "_best_matmul_rate", lambda dtype, *, big: 1.0)
-    assert hw.measure_matmul_peak(refresh=True) == 2e9
+    assert hardware.measure_matmul_peak() == 1e9
+    monkeypatch.setattr("time.time", lambda: 1e9 + hardware.DAY + 1)
+    assert hardware.measure_matmul_peak() == hardware.measure_matmul_peak() == 2e9
+    monkeypatch.setattr(hardware, "_best_matmul_rate", lambda dtype, *, big: 1.0)
+    assert hardware.measure_matmul_peak(refresh=True) == 2e9
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": "b"}', '{"a": 1.0}', "null", "\0"])
 def test_damaged_cache_is_measured_anew(cache, measurements, damage):
     cache.write_text(damage)
-    assert hw.measure_matmul_peak() == 1e9
-    assert hw.measure_matmul_peak() == 1e9
+    assert hardware.measure_matmul_peak() == 1e9
+    assert hardware.measure_matmul_peak() == 1e9
     assert len(measurements) == 1
 
 
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch, measurements):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path / "file" / "below"))
-    assert hw.measure_matmul_peak() == 1e9
-    assert hw.measure_matmul_peak() == 2e9
+    assert hardware.measure_matmul_peak() == 1e9
+    assert hardware.measure_matmul_peak() == 2e9
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float31", "", "nonsense"])
 def test_types_that_are_no_floats(cache, dtype):
     with pytest.raises(UserError, match="not a floating-point type"):
-        hw.measure_matmul_peak(dtype)
+        hardware.measure_matmul_peak(dtype)

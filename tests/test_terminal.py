@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from minitext import terminal as progress
+from minitext import terminal
 
 FAILS_IN_A_BAR = """
 import sys
-from minitext import progress
+from minitext import terminal
 try:
-    with progress.bar() as bar:
+    with terminal.bar() as bar:
         for _ in bar.track(range(2), description="working"):
             raise ValueError
 except ValueError:
@@ -48,8 +48,8 @@ def _read(fd):
 
 @pytest.mark.parametrize(("quiet", "said"), [(60.0, ""), (-1.0, "working ...\n")])
 def test_slow_work_says_what_it_is_and_quick_work_nothing(capsys, monkeypatch, quiet, said):
-    monkeypatch.setattr(progress, "QUIET_SECONDS", quiet)
-    with progress.of_slow_work(10, "working") as advance_to:
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", quiet)
+    with terminal.of_slow_work(10, "working") as advance_to:
         advance_to(5)
         advance_to(6)
     assert capsys.readouterr().err == said

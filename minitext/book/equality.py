@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from minitext.checkpoint import leaves, stacks
-from minitext.config.sections import Config
+from minitext.config.config import Config
 from minitext.distributed import devices
 from minitext.training.step import Batch, abstract_batch, make_init, make_step_fn
 

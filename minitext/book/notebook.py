@@ -21,32 +21,7 @@ from typing import Any
 
 from minitext.distributed.devices import start
 from minitext.errors import UserError
-from minitext.perf.figures import (
-    COLORS,
-    INK,
-    LINESTYLES,
-    draw_collectives,
-    draw_fusion,
-    draw_roofline,
-    draw_sharding,
-    figure_style,
-    shell,
-)
-
-__all__ = [
-    "COLORS",
-    "INK",
-    "LINESTYLES",
-    "check",
-    "draw_collectives",
-    "draw_fusion",
-    "draw_roofline",
-    "draw_sharding",
-    "figure_style",
-    "glue",
-    "setup",
-    "show",
-]
+from minitext.perf.figures import figure_style, shell
 
 
 def setup(devices: int = 1) -> None:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from minitext import files as disk
+from minitext import files
 from minitext.checkpoint import leaves, stacks
 from minitext.errors import UserError
 
@@ -187,7 +187,7 @@ class Checkpointer:
 
     def verify(self, step: int) -> str | None:
         """Reads every file of a step: None when all is as written, else the first fault found."""
-        return disk.verify(self._path(step))
+        return files.verify(self._path(step))
 
     def wait(self) -> None:
         """Blocks until the save under way is committed; raises what went wrong in it, once."""
@@ -226,7 +226,7 @@ class Checkpointer:
         """Makes the directory to write in; clears what killed saves left; sets damage aside."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._saves == 1:
-            disk.sync(self.directory.parent)
+            files.sync(self.directory.parent)
             for path in self.directory.glob(f"[0-9]*{TEMPORARY}/"):
                 shutil.rmtree(path)
         for damaged in sorted(self._damaged):
@@ -245,11 +245,11 @@ class Checkpointer:
             if not self.own and jax.process_index() != 0:
                 return
             (target / FACTS).write_text(facts, encoding="utf-8")
-            disk.seal(target)
+            files.seal(target)
             if self._path(step).exists():
                 self._delete(step)
             target.rename(self._path(step))
-            disk.sync(self.directory)
+            files.sync(self.directory)
         except BaseException as error:
             self._fail(error, step, target)
         try:
@@ -274,9 +274,9 @@ class Checkpointer:
         quiet, end = 0, time.monotonic() + 3
         while quiet < 3 and time.monotonic() < end:
             shutil.rmtree(target, ignore_errors=True)
-            quiet = 0 if target.exists() or disk.has_open_files(target) else quiet + 1
+            quiet = 0 if target.exists() or files.has_open_files(target) else quiet + 1
             time.sleep(0.05)
-        if (cause := disk.explain(error)) is None:
+        if (cause := files.explain(error)) is None:
             raise error
         good = self.latest()
         rest = "no step was saved before" if good is None else f"step {good} is intact"

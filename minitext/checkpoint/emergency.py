@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
-from minitext.distributed import job as distributed
+from minitext.distributed import job
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class LocalCopies:
         parts = _parts(leaves.named(abstract_state))
         mine = [step for step in self._checkpointer.steps() if step > after]
         mine = [step for step in mine if self._is_usable(step, parts)]
-        held = [json.loads(text) for text in distributed.share("copies", json.dumps(mine))]
+        held = [json.loads(text) for text in job.share("copies", json.dumps(mine))]
         for step in sorted(set().union(*held), reverse=True):
             holders = {process for process, steps in enumerate(held) if step in steps}
             if len(holders) == len(held) or _covers(abstract_state, holders):
@@ -99,7 +99,7 @@ class LocalCopies:
         if len(holders) < processes:
             missing = sorted(set(range(processes)) - holders)
             logger.warning("step %s: processes %s get their parts from others", step, missing)
-            places = distributed.share("place", place)
+            places = job.share("place", place)
             place = place or next(filter(None, places))
             state = from_peers(abstract_state, state, holders)
         return Restored(state, json.loads(place), step)
@@ -122,7 +122,7 @@ def restore_newest(
     """Reads the newest state: of the processes' own copies, if they have a newer one, or the shared checkpoint."""
     if copies is not None:
         latest = checkpointer.latest()
-        shared = distributed.agree("latest", -1 if latest is None else latest)[0]
+        shared = job.agree("latest", -1 if latest is None else latest)[0]
         if restored := copies.restore(abstract_state, shared):
             return restored
     return checkpointer.restore(abstract_state)

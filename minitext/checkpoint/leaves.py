@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitext import files as disk
+from minitext import files
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     if record.msg.startswith("Global object size logging"):
         return False  # own parts alone have no global size
     if record.name == "asyncio" and error is not None:
-        return disk.explain(error) is None
+        return files.explain(error) is None
     return record.levelno != logging.ERROR or "orbax" not in record.pathname
 
 

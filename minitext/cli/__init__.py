@@ -3,5 +3,9 @@
 JAX and the rooms are imported by the command that needs them, so that `minitext --help` is quick.
 May import every room.
 
-Chapters: none.
+Chapters: 6.
 """
+
+from minitext import exports
+
+__getattr__, __dir__ = exports(__name__, {})

@@ -10,15 +10,15 @@ import sys
 import jax
 import psutil
 
-from minitext import hardware as hw
-from minitext.cache import cache_dir
+from minitext import hardware
 from minitext.distributed.devices import has_gpu_plugin
+from minitext.files import cache_dir
 
 
 def examine() -> dict[str, str]:
     """Returns facts about the machine, the versions and the abilities, as lines to print."""
     devices = jax.devices()
-    chip = hw.find_chip(devices[0])
+    chip = hardware.find_chip(devices[0])
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
     versions = {name: _version(name) for name in packages}
     memory = psutil.virtual_memory()
@@ -27,7 +27,7 @@ def examine() -> dict[str, str]:
         "python": f"{sys.version.split()[0]} on {platform.platform()}",
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "chip": chip.name if chip else "not in minitext.hardware.CHIPS",
-        "matmul peak (f32)": f"{hw.measure_matmul_peak('float32') / 1e9:.0f} GFLOP/s, measured",
+        "matmul peak (f32)": f"{hardware.measure_matmul_peak('float32') / 1e9:.0f} GFLOP/s, measured",
         "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
         "cache": str(cache_dir()),
         "compile for TPU": "yes" if versions["libtpu"] else "no: pip install 'minitext[aot]'",

@@ -33,10 +33,10 @@ def local(
     others end too, and the exit code is that of the first to fail.
     """
     from minitext.distributed import launch
-    from minitext.distributed.launch import local as here
+    from minitext.distributed.launch import local
 
     words = launch.with_run_name(command, datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
-    sys.exit(here.launch(words, processes=processes, devices=devices, restarts=restarts))
+    sys.exit(local.launch(words, processes=processes, devices=devices, restarts=restarts))
 
 
 Name = Annotated[str, typer.Option(help="of the job, and of the run: a restart resumes it")]

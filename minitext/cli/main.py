@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from minitext.book.grading.command import grade
-from minitext.cli import launching, predicting, reports, running, setup, watching
+from minitext.cli import launching, reports, running, setup, watching
 from minitext.errors import UserError
 
 app = typer.Typer(
@@ -42,7 +42,7 @@ app.command("watch")(watching.watch)
 app.command("compile")(reports.compile_)
 app.command("plan")(reports.plan)
 app.command("roofline")(reports.roofline)
-app.command("predict")(predicting.predict)
+app.command("predict")(reports.predict)
 app.command("shard")(reports.shard)
 app.command("memory")(reports.memory_)
 app.command("comms")(reports.comms)
@@ -69,7 +69,7 @@ def main() -> None:
     """Runs the command line; a UserError becomes one line on stderr and its exit code, as do words it cannot read."""
     import logging
 
-    from minitext.distributed import job as distributed
+    from minitext.distributed import job
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("minitext").setLevel(logging.INFO)
@@ -85,10 +85,10 @@ def main() -> None:
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        distributed.finish(error)
+        job.finish(error)
         sys.exit(error.exit_code)
     except BaseException as error:  # also of a command that is done
-        distributed.finish(error)
+        job.finish(error)
         raise
 
 

@@ -14,7 +14,7 @@ from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 
 if TYPE_CHECKING:
-    from minitext.config.sections import Config
+    from minitext.config.config import Config
 
 
 def compile_(
@@ -38,14 +38,14 @@ def compile_(
     if target is None:
         return _save_here(cfg, str(save), as_json)
     start()
-    from minitext.compiler import aot
-    from minitext.training import compile as executable
+    from minitext.compiler.report import print_report
+    from minitext.training.compile import compile_preset, save_for
 
-    report = executable.save_for(cfg, target, save) if save else aot.compile_preset(cfg, target)
+    report = save_for(cfg, target, save) if save else compile_preset(cfg, target)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        aot.print_report(report)
+        print_report(report)
     if not report.fits:
         raise typer.Exit(3)
 
@@ -66,10 +66,10 @@ def plan(
     cfg = load(settings)
     start()
 
-    from minitext import terminal as progress
+    from minitext import terminal
     from minitext.perf import plan
 
-    with progress.bar() as bar:
+    with terminal.bar() as bar:
         task = bar.add_task(f"planning for {target}", total=None)
         found = plan.search(
             cfg, target, count,
@@ -94,9 +94,9 @@ def plan(
 def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
     start(simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
     from minitext.sharding.mesh import make_mesh
-    from minitext.training import compile as executable
+    from minitext.training.compile import save
 
-    made = executable.save(cfg, make_mesh(cfg.mesh), file)
+    made = save(cfg, make_mesh(cfg.mesh), file)
     if as_json:
         print(json.dumps(made))
     else:
@@ -191,13 +191,13 @@ def comms(settings: Settings = None, as_json: Json = False) -> None:
     target, settings = take_target(settings)
     cfg = load(settings)
     start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate or 8))
-    from minitext.perf import comms_audit as comms_report
+    from minitext.perf import comms_audit
 
-    found = comms_report.audit_preset(cfg, target)
+    found = comms_audit.audit_preset(cfg, target)
     if as_json:
         print(json.dumps(found.to_json()))
     else:
-        comms_report.print_audit(found)
+        comms_audit.print_audit(found)
 
 
 def llo(
@@ -221,14 +221,14 @@ def llo(
     blocks = _lengths([word for word in rest if "=" in word])
     start()
 
-    from minitext import terminal as progress
-    from minitext.compiler import llo_report
+    from minitext import terminal
+    from minitext.compiler import llo
     from minitext.compiler.llo import compile_case
     from minitext.kernels.cases import CASES
 
     where = (chips[-1] if chips else "v5e").split(",")
     pairs = [(name, chip) for name in names or CASES for chip in where]
-    with progress.bar() as bar:
+    with terminal.bar() as bar:
         found = [
             (name, kernel)
             for name, chip in bar.track(pairs, description="compiling")
@@ -238,7 +238,7 @@ def llo(
     if as_json:
         print(json.dumps([{"case": name, **kernel.to_json()} for name, kernel in found], indent=1))
     else:
-        llo_report.print_kernels(kernels, strips=len(pairs) == 1)
+        llo.print_kernels(kernels, strips=len(pairs) == 1)
     if plot is not None:
         from minitext.perf.figures import draw_bundles, save_figure
 
@@ -265,11 +265,11 @@ def tune(
         raise UserError("name one operation and one chip, such as: minitext tune matmul chip=v5e")
     start()
 
-    from minitext import terminal as progress
+    from minitext import terminal
     from minitext.kernels import block_shapes
     from minitext.perf import tune
 
-    with progress.bar() as bar:
+    with terminal.bar() as bar:
         task = bar.add_task(f"{names[0]} for {chips[0]}", total=None)
         found = tune.tune(
             names[0], chips[0], lambda done, total: bar.update(task, completed=done, total=total)
@@ -294,3 +294,23 @@ def _lengths(words: list[str]) -> dict[str, int]:
                 f"{name}={length}: a block's length is a whole number, such as {name}=512"
             )
     return {name: int(length) for name, length in pairs}
+
+
+def predict(settings: Settings = None, as_json: Json = False) -> None:
+    """Predict how long a preset's train step takes on TPUs that need not be there: target=v5e:2x4.
+
+    Compiles the step and walks through the compiler's schedule: an interval from everything overlapped to nothing, a
+    best estimate, and what the core does or waits for. Exits with 3 if the step does not fit.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5e:2x4 or target=v5p:4x4x4")
+    cfg = load(settings)
+    start()
+    from minitext.perf import step_time
+
+    found = step_time.predict_preset(cfg, target)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        step_time.print_step_time(found)

@@ -23,12 +23,12 @@ def train(settings: Settings = None) -> None:
     cfg = load(settings)
     dump = cfg.profile.dump_hlo or cfg.profile.dump_llo
     if dump:
-        from minitext.observability import profiler as profile
+        from minitext.observability import profiler
 
-        profile.dump_programs(cfg)
+        profiler.dump_programs(cfg)
     simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
     start(simulate, keep_memory=True, join=True, cache=not dump)
-    from minitext.distributed import job as distributed
+    from minitext.distributed import job
     from minitext.training import run
     from minitext.training.stopping import Interrupted
 
@@ -37,7 +37,7 @@ def train(settings: Settings = None) -> None:
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None
-    if not distributed.is_first():
+    if not job.is_first():
         return
     prompt = "def " if cfg.data.source == "stdlib" else "the "
     print(f"done; try: minitext generate {directory} --prompt '{prompt}'", file=sys.stderr)
@@ -57,15 +57,14 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model, using a key-value cache."""
     start()
-    from minitext.inference.generate import Sampling
-    from minitext.inference.generate import generate as stream
-    from minitext.training import run_dir as rundir
+    from minitext.inference.generate import Sampling, generate
+    from minitext.training import run_dir
 
     how = Sampling(temperature, top_k, top_p)
     how.check()
-    cfg, params, tokenizer, step = rundir.load_run(directory)
+    cfg, params, tokenizer, step = run_dir.load_run(directory)
     tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
-    for token in stream(
+    for token in generate(
         cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, how=how, seed=seed,
         stop_id=tokenizer.eod_id,
     ):  # fmt: skip
@@ -91,9 +90,9 @@ def export(
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""
     start()
-    from minitext.training import run_dir as rundir
+    from minitext.training import run_dir
 
-    step = rundir.export_run(directory, target)
+    step = run_dir.export_run(directory, target)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
 
 
@@ -107,9 +106,9 @@ def evaluate(
 ) -> None:
     """Measure a trained model's loss on all of its validation text."""
     start()
-    from minitext.training import run_dir as rundir
+    from minitext.training import run_dir
 
-    result = rundir.evaluate_run(directory, settings or [])
+    result = run_dir.evaluate_run(directory, settings or [])
     if as_json:
         print(json.dumps(result))
         return

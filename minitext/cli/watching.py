@@ -29,8 +29,7 @@ def goodput(
     else:
         goodput.print_goodput(found)
     if plot is not None:
-        from minitext.perf.figures import save_figure
-        from minitext.perf.timelines import plot_goodput
+        from minitext.perf.figures import plot_goodput, save_figure
 
         save_figure(plot, lambda: plot_goodput(found))
     if record is not None:

@@ -1,14 +1,12 @@
-"""Ahead-of-time compilation: the very train step, compiled for named chips that need not be there.
+"""Ahead-of-time compilation: any program, compiled for named chips on a machine that has none of them.
 
-`compile_preset(cfg, "v5p:4x4x4")` runs the real TPU compiler (libtpu) or GPU compiler (JAX's CUDA
-plugin) on this machine's CPU, and says whether the step fits, what it keeps in memory and which
-collectives it runs.
+The real TPU compiler (libtpu) or GPU compiler (JAX's CUDA plugin) runs on this machine's CPU. `compile_step` reports
+whether the program fits, what it keeps in memory and which collectives it runs.
 
 Chapters: 15, 16, 22.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import math
 import re
@@ -21,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext import terminal as progress
+from minitext import terminal
 from minitext.compiler import hlo
 from minitext.compiler.buffers import (
     Buffer,
@@ -32,54 +30,14 @@ from minitext.compiler.buffers import (
     parse_out_of_memory,
     read_buffers,
 )
-from minitext.compiler.report import LISTED, Report, print_report, render, sums_by_kind
-from minitext.compiler.targets import fit_slices, parse_target, topology_devices, topology_mesh
-from minitext.config.sections import Config
+from minitext.compiler.report import LISTED, Report, sums_by_kind
+from minitext.compiler.targets import parse_target, topology_devices
 from minitext.errors import UserError
 from minitext.hardware import CHIPS, find_chip
 from minitext.sharding.mesh import make_mesh
-from minitext.training.advice import advise
-
-__all__ = [
-    "Report",
-    "compile_preset",
-    "compile_step",
-    "compiles_for",
-    "print_report",
-    "render",
-    "topology_mesh",
-]
-
 
 # What may be done with a compiled program before the compiler's dump is removed.
 Keep = Callable[[jax.stages.Lowered, jax.stages.Compiled, str], None]
-
-
-def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
-    """Compiles the train step that `minitext train` would run with this configuration.
-
-    The state and the batch are abstract, so a model of any size compiles on any machine. The mesh
-    is that of `mesh.*` over the target's devices, fitted to its slices as `targets.fit_slices`
-    says; `mesh.simulate` has no part in it.
-
-    Args:
-      cfg: the configuration.
-      target: such as `v5e:2x2`; see `minitext.compiler.targets.parse_target`.
-      keep: see `compile_step`.
-
-    Raises:
-      UserError: for a bad target, or a mesh that fits neither the target nor the model.
-    """
-    from minitext.training.step import abstract_batch, abstract_state, make_train_step
-
-    parsed = parse_target(target)
-    cfg, changed = fit_slices(cfg, parsed)
-    mesh = topology_mesh(parsed, cfg.mesh)
-    step = make_train_step(cfg, mesh)
-    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-    report = compile_step(step, args, mesh, target=str(parsed), keep=keep)
-    report = dataclasses.replace(report, slices=parsed.slices, changed=changed)
-    return dataclasses.replace(report, advice=tuple(advise(report, cfg)))
 
 
 def compile_step(
@@ -298,6 +256,6 @@ def _spinner(text: str) -> Iterator[None]:
     """Shows a spinner and the time so far on stderr."""
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
-    with progress.bar(SpinnerColumn(), "{task.description}", TimeElapsedColumn()) as bar:
+    with terminal.bar(SpinnerColumn(), "{task.description}", TimeElapsedColumn()) as bar:
         bar.add_task(text, total=None)
         yield

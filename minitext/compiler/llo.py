@@ -27,6 +27,7 @@ import numpy as np
 from minitext.compiler.llo_compiler import lower, write_dump
 from minitext.errors import UserError
 from minitext.kernels import cases
+from minitext.terminal import print_tables, show_bytes, table
 
 # libtpu's columns of each unit; the first says what share of its capacity is used.
 UNITS: dict[str, tuple[str, ...]] = {
@@ -239,3 +240,38 @@ def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
         elif code:
             code[-1] += line
     return np.array(depth), tuple(" ".join(bundle.rpartition("}")[0].split()) for bundle in code)
+
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+PARTS = 96  # of a kernel in its strip
+
+
+def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
+    """Prints kernels in one table, and below it the strips of their units, on stdout."""
+    rows = [
+        (
+            kernel.name, kernel.chip, f"{kernel.bundles:,}", f"{kernel.cycles:,}",
+            *(f"{kernel.share(unit):.0%}" for unit in UNITS),
+            f"{kernel.occupancy('MXU'):.0%}", f"{kernel.spills:,}", f"{kernel.fills:,}", show_bytes(kernel.vmem_bytes),
+        )
+        for kernel in kernels
+    ]  # fmt: skip
+    heads = ("kernel", "chip", "bundles", "cycles", *UNITS, "MXU filled", "spills", "fills", "VMEM")
+    parts: list[Any] = [table(heads, rows, right=tuple(range(2, len(heads))))]
+    if strips:
+        parts += [_strip(kernel) for kernel in kernels]
+    print_tables(
+        *parts,
+        "units: the share of bundles in which one is busy; filled: the share of all matrix units' cycles\n"
+        "a bundle in a loop or a branch counts once",
+    )
+
+
+def _strip(kernel: Kernel) -> Any:
+    rows = []
+    for unit, shares in kernel.strip(PARTS).items():
+        # The lowest bar also means: a little. A blank is nothing at all.
+        bars = "".join(BARS[-int(-share * (len(BARS) - 1) // 1)] for share in shares)
+        rows.append((unit, bars))
+    return table((kernel.name, f"{kernel.bundles:,} bundles from first to last"), rows, right=())

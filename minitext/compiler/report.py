@@ -11,6 +11,7 @@ from typing import Any
 
 from minitext.compiler import hlo
 from minitext.compiler.buffers import Buffer
+from minitext.terminal import print_tables, show_bytes, table
 
 LISTED = 12  # largest buffers that a report keeps
 DCN = " (dcn)"  # behind the kind of a collective between slices
@@ -179,17 +180,6 @@ def print_report(report: Report) -> None:
     print_tables(render(report))
 
 
-def print_tables(*parts: Any) -> None:
-    """Prints texts and tables on stdout, an empty line between each two."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    # A file or a pipe has no width; rich would take 80 columns and break the lines of the tables.
-    console = console if console.is_terminal else Console(width=130, highlight=False)
-    for i, part in enumerate(parts):
-        console.print(*[""] * bool(i), part, sep="\n")
-
-
 def print_program(module: hlo.Module, rows: int = 12) -> None:
     """Prints a compiled module's loops, collectives, and the fusions that move most bytes, on stdout."""
     fusions = sorted(module.fusions(), key=lambda f: -f.runs * (f.read + f.written))
@@ -224,28 +214,6 @@ def print_program(module: hlo.Module, rows: int = 12) -> None:
             right=(3, 4, 5),
         ),
     )  # fmt: skip
-
-
-def show_bytes(size: float) -> str:
-    """Writes a size in the largest unit that leaves a digit before the point."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.2f} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1024
-    raise AssertionError
-
-
-def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> Any:
-    """Returns a table that `rich` can print; `right` are the columns to align there."""
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=None, pad_edge=False)
-    for i, head in enumerate(heads):
-        made.add_column(head, justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets are no markup
-    return made
 
 
 def _short(op: str) -> str:

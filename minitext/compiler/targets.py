@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext.config.sections import Config, MeshConfig
+from minitext.config.config import Config
+from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.hardware import CHIPS, Chip
 from minitext.sharding.mesh import BATCH_AXES, make_mesh, resolve_axes

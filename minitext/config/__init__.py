@@ -2,7 +2,7 @@
 
 Touches no device. May import only the ground: errors, files, terminal, hardware.
 
-Chapters: none.
+Chapters: 6.
 """
 
 from minitext import exports
@@ -13,7 +13,6 @@ __getattr__, __dir__ = exports(
         "Config": "config",
         "ConfigError": "config",
         "load_config": "config",
-        "presets": "config",
         "flatten": "config",
         "to_yaml": "config",
         "ModelConfig": "model",

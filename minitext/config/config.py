@@ -13,18 +13,83 @@ Chapters: 6.
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from minitext.config import variants
+from minitext.config.data import DataConfig
+from minitext.config.model import ModelConfig
 from minitext.config.section import Section
-from minitext.config.sections import Config
+from minitext.config.sections import (
+    CheckpointConfig,
+    MeshConfig,
+    OptimConfig,
+    PipelineConfig,
+    ProfileConfig,
+    RunConfig,
+    ShardingConfig,
+    TrainConfig,
+)
 from minitext.errors import UserError
+
+
+class Config(Section):
+    """A whole configuration, resolved and checked."""
+
+    run: RunConfig = Field(default=RunConfig(), description="run directory")
+    train: TrainConfig = Field(default=TrainConfig(), description="training loop")
+    data: DataConfig = Field(default=DataConfig(), description="data")
+    model: ModelConfig = Field(default=ModelConfig(), description="model")
+    mesh: MeshConfig = Field(default=MeshConfig(), description="devices")
+    sharding: ShardingConfig = Field(default=ShardingConfig(), description="sharding")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="pipeline")
+    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="checkpoints")
+    profile: ProfileConfig = Field(default=ProfileConfig(), description="profiling")
+    _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        # Two configurations are equal if their values are, wherever those came from.
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    def faults(self) -> Iterator[str]:
+        """Yields the faults of every section, and those between sections."""
+        for name in type(self).model_fields:
+            yield from getattr(self, name).faults()
+        if (self.profile.dump_hlo or self.profile.dump_llo) and self.run.name is None:
+            key = "dump_hlo" if self.profile.dump_hlo else "dump_llo"
+            yield (
+                f"profile.{key}=true with run.name=null: the compiler is told where to write before the run is named "
+                "after the time, so set run.name"
+            )
+        first, steps = self.profile.first_step, self.profile.steps
+        if first is None and steps != ProfileConfig().steps:
+            yield (
+                f"profile.steps={steps} with profile.first_step=null traces nothing: set profile.first_step to the "
+                "first of these steps, or leave profile.steps out"
+            )
+        if first is not None and first + steps - 1 > self.train.steps:
+            yield (
+                f"profile.first_step={first} with profile.steps={steps} ends at step {first + steps - 1}, after "
+                f"train.steps={self.train.steps}: set profile.first_step={max(1, self.train.steps - steps + 1)}"
+                f"{' profile.steps=1' if steps > self.train.steps else ''}"
+            )
+
+    def provenance(self, key: str) -> str:
+        """Returns the layer a dotted key's value came from, such as `preset laptop` or `command line`."""
+        return self._provenance.get(key, "default")
+
+    def replace(self, values: Mapping[str, Any]) -> "Config":
+        """Returns a copy with dotted keys (`{"train.steps": 3}`) replaced and everything checked again."""
+        from minitext.config.config import resolve
+
+        return resolve([("replaced", dict(values))], base=self)
+
 
 DEFAULT_PRESET = "laptop"
 

@@ -2,7 +2,7 @@
 
 `make_batches` is the one way in. May import sharding, distributed and config.
 
-Chapters: none.
+Chapters: 7.
 """
 
 from minitext import exports
@@ -12,7 +12,7 @@ __getattr__, __dir__ = exports(
     {
         "make_batches": "batches",
         "Batches": "batches",
-        "make_tokenizer": "tokenizer",
+        "make_tokenizer": "rows",
         "load_tokenizer": "tokenizer",
     },
 )

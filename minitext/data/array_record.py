@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minitext import files as disk
-from minitext import terminal as progress
+from minitext import files, terminal
 from minitext.config.data import DataConfig
 from minitext.data import packing
 from minitext.data.tokenizer import Tokenizer
@@ -79,8 +78,8 @@ def write_rows(
     total, done = sum(counts.values()), 0
     try:
         with (
-            disk.new_folder(target) as new,
-            progress.of_slow_work(total, f"packing into {target}") as advance_to,
+            files.new_folder(target) as new,
+            terminal.of_slow_work(total, f"packing into {target}") as advance_to,
         ):
             for split, rows in splits.items():
                 parts = shards if split == "train" else 1
@@ -94,9 +93,9 @@ def write_rows(
                         advance_to(done)
                     writer.close()
             tokenizer.save(new / TOKENIZER)
-            disk.write(new / ABOUT, json.dumps(about, indent=1))
+            files.write(new / ABOUT, json.dumps(about, indent=1))
     except OSError as error:
-        raise UserError(f"cannot write {target}: {disk.explain(error) or error}") from error
+        raise UserError(f"cannot write {target}: {files.explain(error) or error}") from error
     return counts
 
 

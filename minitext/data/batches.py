@@ -9,25 +9,25 @@ Chapters: 7.
 """
 
 import atexit
-import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+import grain
 import numpy as np
 
-from minitext import cache
+from minitext import files
 from minitext.config.data import DataConfig
 from minitext.data import packing
-from minitext.data.tokenizer import Tokenizer, make_tokenizer
+from minitext.data.placement import Batch, Placement, Split
+from minitext.data.rows import make_tokenizer, open_rows
+from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
 if TYPE_CHECKING:
     import jax
 
-Split = Literal["train", "validation"]
-Batch = dict[str, Any]
 
 READ_AHEAD = 4  # batches made before they are asked for
 
@@ -162,49 +162,6 @@ class Batches:
         self._iterator.close()
 
 
-class Placement:
-    """Which rows of a global batch this process reads, and how they become global arrays.
-
-    Attributes:
-        shape: (B, T).
-        rows: the places in the global batch of the rows this process reads, rising.
-    """
-
-    def __init__(self, mesh: "jax.sharding.Mesh | None", global_batch: int, seq_len: int) -> None:
-        """Asks the mesh's sharding which rows belong to this process's devices."""
-        self.shape = (global_batch, seq_len)
-        self.rows: Sequence[int] = range(global_batch)
-        self.sharding = None
-        if mesh is None:
-            return
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        from minitext.sharding.mesh import BATCH_AXES
-
-        self.sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))
-        ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        if global_batch % ways:
-            raise UserError(
-                f"train.global_batch={global_batch} is not divisible by mesh.data x mesh.fsdp x "
-                f"mesh.expert={ways}: choose a multiple of {ways}"
-            )
-        # Processes along a tensor or context axis hold the same rows, so each of them reads them.
-        held = self.sharding.addressable_devices_indices_map(self.shape).values()
-        slices = {index[0].indices(global_batch) for index in held if index is not None}
-        self.rows = sorted({row for bounds in slices for row in range(*bounds)})
-
-    def __call__(self, batch: Batch) -> Batch:
-        """Turns this process's rows [len(rows), T] into global arrays [B, T]."""
-        if self.sharding is None:
-            return batch
-        import jax
-
-        return {
-            name: jax.make_array_from_process_local_data(self.sharding, array, self.shape)
-            for name, array in batch.items()
-        }
-
-
 class LocalWindows:
     """Item k is this process's rows of global batch k: int32 [len(rows), T + 1].
 
@@ -232,11 +189,7 @@ class LocalWindows:
 
 def _counted(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:
     """Batches of a source whose row i can be had at once: all but streams."""
-    import grain
-
-    from minitext.data import rows
-
-    found = rows.open_rows(cfg, tokenizer, split)
+    found = open_rows(cfg, tokenizer, split)
     local = LocalWindows(found.windows, placement)
     iterator = iter(
         grain.MapDataset.source(local)
@@ -253,7 +206,7 @@ def _streamed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split
     from minitext.data import streaming
 
     iterator = streaming.read_ahead(cfg, tokenizer, placement, split, READ_AHEAD)
-    digest = cache.fingerprint(
+    digest = files.fingerprint(
         cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key, tokenizer.to_json(),
         cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction, split,
     )  # fmt: skip

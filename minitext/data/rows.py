@@ -19,12 +19,12 @@ from typing import Any
 import grain
 import numpy as np
 
-from minitext import cache
 from minitext.config.data import DataConfig
-from minitext.data import array_record, files, grammar, packing, token_file
-from minitext.data.batches import Split
-from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from minitext.data import array_record, files, grammar, packing, sources, token_file
+from minitext.data.placement import Split
+from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
+from minitext.files import cache_entry, fingerprint, new_cache_entry
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def open_rows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> Rows:
         windows = grain.MapDataset.mix(
             [grain.MapDataset.source(part.windows) for part in parts], weights
         )
-        return Rows(windows, cache.fingerprint([part.digest for part in parts], weights))
+        return Rows(windows, fingerprint([part.digest for part in parts], weights))
     floor = None
     if cfg.source == "grammar":
         if not isinstance(tokenizer, ByteTokenizer):
@@ -77,7 +77,7 @@ def open_rows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> Rows:
             windows = grain.MapDataset.source(windows)
             windows = (windows.shuffle(cfg.seed) if cfg.shuffle else windows).repeat(cfg.epochs)
     settings = (cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction, split)
-    return Rows(windows, cache.fingerprint(digest, *settings), floor)
+    return Rows(windows, fingerprint(digest, *settings), floor)
 
 
 def _check_apart(cfg: DataConfig) -> None:
@@ -123,7 +123,7 @@ def pack_source(
     tokenizer = make_tokenizer(cfg, vocab)
     rows, digest = _text_windows(cfg, tokenizer, "train")
     held_out, _ = _text_windows(cfg, tokenizer, "validation")
-    about = cache.fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
+    about = fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
     splits = {"train": rows, "validation": held_out}
     return array_record.write_rows(Path(target), cfg, tokenizer, splits, about, shards)
 
@@ -142,7 +142,7 @@ def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[
                 "or begin a new run with it alone"
             )
         return array_record.open_rows(cfg, split)
-    text = token_file.open_token_file(cfg, tokenizer, cache.fingerprint(tokenizer.to_json()))
+    text = token_file.open_token_file(cfg, tokenizer, fingerprint(tokenizer.to_json()))
     total = len(text.tokens)
     if total <= 2 * cfg.seq_len:
         raise UserError(
@@ -160,3 +160,34 @@ def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[
     mixed = np.random.default_rng(cfg.seed + 1).permutation(held_out)
     windows = packing.Windows(stream, cfg.seq_len, rows - held_out, rows, mixed)
     return windows, text.digest
+
+
+def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
+    """Makes the tokenizer that a data config asks for.
+
+    A BPE tokenizer is trained on (a bounded sample of) the config's own source the first time, and
+    kept in the cache directory (`$MINITEXT_CACHE`, or `~/.cache/minitext`).
+
+    Args:
+        cfg: the data section of a config.
+        vocab: the model's vocabulary; the tokenizer uses at most so many ids.
+
+    Raises:
+        UserError: `vocab` is too small, or the source cannot be read.
+    """
+    packed = [p for p in (cfg, *map(cfg.of_part, cfg.mixture)) if p.source == "arrayrecord"]
+    if packed:  # its text is encoded already
+        return load_tokenizer(array_record.packed_folder(packed[0]) / array_record.TOKENIZER)
+    if cfg.tokenizer == "byte":
+        if vocab < ByteTokenizer.vocab_size:
+            raise UserError(
+                f"model.vocab={vocab} is too small for data.tokenizer=byte: set model.vocab to "
+                f"{ByteTokenizer.vocab_size} or more"
+            )
+        return ByteTokenizer()
+    key = fingerprint(sources.identity(cfg), vocab)
+    path = cache_entry(f"bpe-{key}") / "tokenizer.json"
+    if not path.exists():
+        with new_cache_entry(path.parent) as directory:
+            train_bpe(sources.sample(cfg), vocab).save(directory / path.name)
+    return load_tokenizer(path)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minitext import terminal as progress
+from minitext import terminal
 from minitext.config.data import DataConfig
 from minitext.data import files
 from minitext.errors import UserError
@@ -99,7 +99,7 @@ def sample(cfg: DataConfig, size: float = SAMPLE_BYTES) -> Iterator[str]:
             for path, length in sizes.items()
         )
     done = 0
-    with progress.of_slow_work(size, "reading text for a BPE tokenizer") as advance_to:
+    with terminal.of_slow_work(size, "reading text for a BPE tokenizer") as advance_to:
         for texts, length in parts:
             for text in _take(texts, length):
                 yield text

@@ -21,7 +21,7 @@ from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
 if TYPE_CHECKING:
-    from minitext.data.batches import Placement
+    from minitext.data.placement import Placement
 
 RECORDS_AT_ONCE = 16  # tokenised together, on all cores; more would make saved places larger
 

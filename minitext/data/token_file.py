@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from minitext import cache
-from minitext import terminal as progress
+from minitext import terminal
 from minitext.config.data import DataConfig
 from minitext.data import files, sources
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
+from minitext.files import cache_entry, fingerprint, new_cache_entry
 
 BATCH_CHARACTERS = 4 << 20
 
@@ -56,12 +56,12 @@ def open_token_file(cfg: DataConfig, tokenizer: Tokenizer, tokenizer_id: str) ->
     Raises:
         UserError: the text cannot be read or is empty, or the cache cannot be written.
     """
-    key = cache.fingerprint("tokens", sources.identity(cfg), tokenizer_id)
-    path = cache.entry(f"tokens-{key}")
+    key = fingerprint("tokens", sources.identity(cfg), tokenizer_id)
+    path = cache_entry(f"tokens-{key}")
     found = _read(path)
     if found is None:
         shutil.rmtree(path, ignore_errors=True)  # an entry that a crash of the machine cut short
-        with cache.new_entry(path) as directory:
+        with new_cache_entry(path) as directory:
             _write(directory, cfg, tokenizer)
         found = _read(path)
     if found is None:
@@ -110,7 +110,7 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
 def _batches(cfg: DataConfig) -> Iterator[list[files.Piece]]:
     """Yields the source's pieces in lists of a few mebibytes: enough work for all cores."""
     total, what, found = sources.read(cfg)
-    with progress.of_slow_work(total, f"tokenising {what}") as advance_to:
+    with terminal.of_slow_work(total, f"tokenising {what}") as advance_to:
         pieces, characters = [], 0
         for piece, done in found:
             pieces.append(piece)

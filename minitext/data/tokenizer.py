@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minitext.config.data import DataConfig
 from minitext.errors import UserError
 
 BYTES = 256
@@ -191,43 +190,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # `tokenizers` raises a bare Exception for JSON it does not know
         raise UserError(f"{path} is not a tokenizer saved by minitext: {error}") from error
-
-
-def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
-    """Makes the tokenizer that a data config asks for.
-
-    A BPE tokenizer is trained on (a bounded sample of) the config's own source the first time, and
-    kept in the cache directory (`$MINITEXT_CACHE`, or `~/.cache/minitext`).
-
-    Args:
-        cfg: the data section of a config.
-        vocab: the model's vocabulary; the tokenizer uses at most so many ids.
-
-    Raises:
-        UserError: `vocab` is too small, or the source cannot be read.
-    """
-    packed = [p for p in (cfg, *map(cfg.of_part, cfg.mixture)) if p.source == "arrayrecord"]
-    if packed:  # its text is encoded already
-        from minitext.data import array_record
-
-        return load_tokenizer(array_record.packed_folder(packed[0]) / array_record.TOKENIZER)
-    if cfg.tokenizer == "byte":
-        if vocab < ByteTokenizer.vocab_size:
-            raise UserError(
-                f"model.vocab={vocab} is too small for data.tokenizer=byte: set model.vocab to "
-                f"{ByteTokenizer.vocab_size} or more"
-            )
-        return ByteTokenizer()
-    # Imported here because minitext.data imports this module.
-    from minitext import cache
-    from minitext.data import sources
-
-    key = cache.fingerprint(sources.identity(cfg), vocab)
-    path = cache.entry(f"bpe-{key}") / "tokenizer.json"
-    if not path.exists():
-        with cache.new_entry(path.parent) as directory:
-            train_bpe(sources.sample(cfg), vocab).save(directory / path.name)
-    return load_tokenizer(path)
 
 
 def _utf8(text: str) -> bytes:

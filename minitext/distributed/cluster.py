@@ -31,8 +31,105 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minitext.distributed import environment
 from minitext.errors import UserError
+
+PORT = 8476  # of the coordinator, where nothing says another
+
+
+def number(env: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
+    """Reads a whole number.
+
+    Args:
+      env: environment variables.
+      name: of the variable.
+      least: the smallest number it may be.
+      default: what it is where the variable is not set; None: it must be set.
+
+    Raises:
+      UserError: if it is not set, no whole number, or too small.
+    """
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise UserError(f"{name} is not set: set it to a whole number, {least} or more")
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < least:
+        raise UserError(f"{name}={text!r} is not a whole number, {least} or more: mend or unset it")
+    return int(text)
+
+
+def numbers(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:
+    """Reads whole numbers with commas between them, None where the variable is not set.
+
+    Raises:
+      UserError: if it is anything else.
+    """
+    text = env.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+        raise UserError(f"{name}={text!r}: expected numbers such as 0,1")
+    return tuple(int(part) for part in text.split(","))
+
+
+def check_index(index: int, count: int, index_name: str, count_name: str) -> None:
+    """Checks that there is an `index` among `count`.
+
+    Raises:
+      UserError: with both names and values, if there is not.
+    """
+    if not 0 <= index < count:
+        raise UserError(
+            f"{index_name}={index} and {count_name}={count} contradict each other: they are numbered from 0 to "
+            f"{count - 1}"
+        )
+
+
+def address(text: str, name: str) -> str:
+    """Checks `host`, `host:port` or `[address]:port`, and adds the port if it is missing.
+
+    Raises:
+      UserError: if it is none of these.
+    """
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?", text.strip())
+    if not found or not 0 < int(found[2] or PORT) < 65_536:
+        raise UserError(f"{name}={text!r} is no address: expected HOST:PORT, such as node01:{PORT}")
+    return f"{found[1]}:{found[2] or PORT}"
+
+
+def nodes(text: str) -> list[str]:
+    """Expands SLURM's short form of node names: `a[01-03,7],b` is a01, a02, a03, a7, b.
+
+    Raises:
+      UserError: if it is no list of nodes.
+    """
+    names = []
+    for part in _split_outside_brackets(text):
+        pieces = re.findall(r"\[([^\[\]]*)\]|([^\[\]]+)", part)
+        if "".join(f"[{a}]" if a else b for a, b in pieces) != part or not part:
+            raise UserError(f"{text!r} is no list of nodes: expected one like node[01-04,7],login2")
+        found = [""]
+        for ranges, plain in pieces:
+            ends = _expand_ranges(ranges, text) if ranges else [plain]
+            found = [name + end for name in found for end in ends]
+        names += found
+    return names
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    return re.split(r",(?![^\[]*\])", text.strip())
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    ends = []
+    for part in ranges.split(","):
+        bounds = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        low, high = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
+        if int(high) < int(low) or int(high) - int(low) > 1_000_000:
+            raise UserError(f"{text!r} is no list of nodes: {part!r} in it is no range of numbers")
+        ends += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return ends
+
 
 FILE_SECONDS = 300  # how long an orchestrator may take to write its file
 FILE_FORM = (
@@ -112,18 +209,16 @@ def _explicit(env: Mapping[str, str]) -> Cluster:
     """What MINITEXT_* say, with the numbers of a launcher where they name a coordinator alone."""
     missing = [name for name in EXPLICIT if name not in env]
     if missing == list(EXPLICIT[1:]) and (launched := _launched(env)) is not None:
-        coordinator = environment.address(env[EXPLICIT[0]], EXPLICIT[0])
+        coordinator = address(env[EXPLICIT[0]], EXPLICIT[0])
         return replace(launched, kind="explicit", coordinator=coordinator)
     if missing:
         raise UserError(
             f"of {', '.join(EXPLICIT)} there is no {' and no '.join(missing)}: set all, or none"
         )
     coordinator, processes, index = EXPLICIT
-    count, number = environment.number(env, processes, 1), environment.number(env, index, 0)
-    environment.check_index(number, count, index, processes)
-    return _cluster(
-        env, "explicit", environment.address(env[coordinator], coordinator), count, number
-    )
+    count, here = number(env, processes, 1), number(env, index, 0)
+    check_index(here, count, index, processes)
+    return _cluster(env, "explicit", address(env[coordinator], coordinator), count, here)
 
 
 def _from_file(
@@ -135,7 +230,7 @@ def _from_file(
 ) -> Cluster:
     """What a file says that an orchestrator writes, once it is there."""
     path = env["MINITEXT_CLUSTER_FILE"]
-    limit = environment.number(env, "MINITEXT_CLUSTER_SECONDS", 0, FILE_SECONDS)
+    limit = number(env, "MINITEXT_CLUSTER_SECONDS", 0, FILE_SECONDS)
     end = clock() + limit
     while (text := read(path)) is None:
         if clock() >= end:
@@ -147,7 +242,7 @@ def _from_file(
     told = _parse_file(path, text)
     hosts, processes, index = told.get("hosts"), told["processes"], told.get("process_id")
     if "MINITEXT_PROCESS_ID" in env:
-        index = environment.number(env, "MINITEXT_PROCESS_ID", 0)
+        index = number(env, "MINITEXT_PROCESS_ID", 0)
     elif index is None and hosts is not None:
         times = hosts.count(hostname())
         if times != 1:
@@ -158,7 +253,7 @@ def _from_file(
         index = hosts.index(hostname())
     if index is None:
         raise UserError(f"MINITEXT_CLUSTER_FILE={path} has no process_id and no hosts: {FILE_FORM}")
-    environment.check_index(index, processes, "process_id", f"processes in {path}")
+    check_index(index, processes, "process_id", f"processes in {path}")
     return _cluster(env, "file", told["coordinator"], processes, index)
 
 
@@ -184,14 +279,12 @@ def _parse_file(path: str, text: str) -> dict[str, Any]:
         raise fault(f"has {len(hosts)} hosts and processes={told['processes']}")
     if type(told.get("process_id", 0)) is not int:
         raise fault(f"has process_id={told['process_id']!r}")
-    return told | {
-        "coordinator": environment.address(told["coordinator"], f"coordinator in {path}")
-    }
+    return told | {"coordinator": address(told["coordinator"], f"coordinator in {path}")}
 
 
 def _several_tpu_hosts(env: Mapping[str, str]) -> bool:
     hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES", ""))
-    slices = environment.number(env, "MEGASCALE_NUM_SLICES", 1, 1)
+    slices = number(env, "MEGASCALE_NUM_SLICES", 1, 1)
     return slices > 1 or len([host for host in hosts.split(",") if host.strip()]) > 1
 
 
@@ -211,42 +304,42 @@ def _is_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this as one of several; sbatch's script and a shell in an allocation are neither."""
     if "SLURM_STEP_NODELIST" not in env or "SLURM_PTY_PORT" in env:
         return False
-    return environment.number(env, "SLURM_NTASKS", 1, 1) > 1
+    return number(env, "SLURM_NTASKS", 1, 1) > 1
 
 
 def _slurm(env: Mapping[str, str]) -> Cluster:
-    tasks = environment.number(env, "SLURM_NTASKS", 1)
-    index = environment.number(env, "SLURM_PROCID", 0)
-    environment.check_index(index, tasks, "SLURM_PROCID", "SLURM_NTASKS")
-    if environment.number(env, "PMI_SIZE", 1, tasks) != tasks:
+    tasks = number(env, "SLURM_NTASKS", 1)
+    index = number(env, "SLURM_PROCID", 0)
+    check_index(index, tasks, "SLURM_PROCID", "SLURM_NTASKS")
+    if number(env, "PMI_SIZE", 1, tasks) != tasks:
         raise UserError(
             f"PMI_SIZE={env['PMI_SIZE']} and SLURM_NTASKS={tasks} contradict each other: start the processes with "
             f"srun alone, or set {', '.join(EXPLICIT)}"
         )
-    nodes = environment.nodes(env["SLURM_STEP_NODELIST"])
-    ids = _own_device(env, "SLURM_LOCALID") if tasks > len(nodes) else None
+    hosts = nodes(env["SLURM_STEP_NODELIST"])
+    ids = _own_device(env, "SLURM_LOCALID") if tasks > len(hosts) else None
     first, count = _JOB_PORTS
-    port = first + environment.number(env, "SLURM_JOB_ID", 0) % count
-    return _cluster(env, "slurm", f"{nodes[0]}:{port}", tasks, index, ids)
+    port = first + number(env, "SLURM_JOB_ID", 0) % count
+    return _cluster(env, "slurm", f"{hosts[0]}:{port}", tasks, index, ids)
 
 
 def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Cluster:
-    processes, index = environment.number(env, size, 1), environment.number(env, rank, 0)
-    environment.check_index(index, processes, rank, size)
-    here = environment.number(env, local_size, 1, 1)
+    processes, index = number(env, size, 1), number(env, rank, 0)
+    check_index(index, processes, rank, size)
+    here = number(env, local_size, 1, 1)
     # Where mpirun runs, as Open MPI writes it: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
     uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://\[?([^,\]:]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     if COORDINATOR in env:
         coordinator = env[COORDINATOR]
     elif here == processes:
-        coordinator = f"127.0.0.1:{environment.PORT}"
+        coordinator = f"127.0.0.1:{PORT}"
     elif uri:
         first, count = _JOB_PORTS
         coordinator = f"{uri[2]}:{first + (int(uri[1]) >> 12) % count}"
     else:
         raise UserError(
             f"{size}={processes} and MPI does not say where process 0 is: set {COORDINATOR}=HOST:"
-            f"{environment.PORT}"
+            f"{PORT}"
         )
     ids = _own_device(env, local_rank) if here > 1 else None
     return _cluster(env, "mpi", coordinator, processes, index, ids)
@@ -256,15 +349,15 @@ def _jobset(env: Mapping[str, str]) -> Cluster:
     if "REPLICATED_JOB_NAME" not in env:
         raise UserError("JOBSET_NAME is set and REPLICATED_JOB_NAME is not: set both, or neither")
     pods, pod = (
-        environment.number(env, "PROCESSES_IN_JOB", 1),
-        environment.number(env, "JOB_COMPLETION_INDEX", 0),
+        number(env, "PROCESSES_IN_JOB", 1),
+        number(env, "JOB_COMPLETION_INDEX", 0),
     )
-    jobs, job = environment.number(env, "JOBS", 1, 1), environment.number(env, "JOB_INDEX", 0, 0)
-    environment.check_index(pod, pods, "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB")
-    environment.check_index(job, jobs, "JOB_INDEX", "JOBS")
+    jobs, job = number(env, "JOBS", 1, 1), number(env, "JOB_INDEX", 0, 0)
+    check_index(pod, pods, "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB")
+    check_index(job, jobs, "JOB_INDEX", "JOBS")
     # Of pod 0 of job 0; JobSet makes the domain, which has the set's own name.
     pod_0 = f"{env['JOBSET_NAME']}-{env['REPLICATED_JOB_NAME']}-0-0.{env['JOBSET_NAME']}"
-    address = f"{pod_0}:{environment.PORT}"
+    address = f"{pod_0}:{PORT}"
     return _cluster(env, "jobset", address, pods * jobs, job * pods + pod)
 
 
@@ -273,10 +366,10 @@ def _own_device(env: Mapping[str, str], local_rank: str) -> tuple[int, ...] | No
     visible = env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES"))
     if local_rank not in env or (visible is not None and visible.count(",") == 0):
         return None
-    number = environment.number(env, local_rank, 0)
-    count = number + 1 if visible is None else visible.count(",") + 1
-    environment.check_index(number, count, local_rank, "the number of visible GPUs")
-    return (number,)
+    here = number(env, local_rank, 0)
+    count = here + 1 if visible is None else visible.count(",") + 1
+    check_index(here, count, local_rank, "the number of visible GPUs")
+    return (here,)
 
 
 def _cluster(
@@ -288,7 +381,7 @@ def _cluster(
     ids: tuple[int, ...] | None = None,
 ) -> Cluster:
     """Adds which devices are this process's: as MINITEXT_* say, or else `ids`."""
-    told = environment.numbers(env, "MINITEXT_LOCAL_DEVICE_IDS")
+    told = numbers(env, "MINITEXT_LOCAL_DEVICE_IDS")
     return Cluster(kind, coordinator, processes, index, ids if told is None else told)
 
 

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minitext.distributed import environment
-from minitext.distributed import job as distributed
-from minitext.distributed.cluster import find_cluster
+from minitext.distributed import job
+from minitext.distributed.cluster import find_cluster, number
 from minitext.errors import UserError
 
 _GPU_PLUGINS = ("xla_cuda", "xla_rocm")
@@ -61,7 +60,7 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
     if platforms:
         jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
     cluster = find_cluster() if join else None
-    here, told = simulate, environment.number(os.environ, "MINITEXT_LOCAL_DEVICES", 1, 0)
+    here, told = simulate, number(os.environ, "MINITEXT_LOCAL_DEVICES", 1, 0)
     if join and told:
         here, simulate = told, None  # the launcher's word: the mesh takes what there is
     elif cluster is not None and cluster.processes is not None and simulate is not None:
@@ -75,7 +74,7 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
         with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
             jax.config.update("jax_num_cpu_devices", here)
     if cluster is not None:
-        distributed.start(cluster)
+        job.start(cluster)
     if simulate is not None and len(jax.devices()) != simulate:
         raise UserError(
             f"{simulate} simulated devices were asked for and JAX runs with {len(jax.devices())} "
@@ -148,7 +147,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs in the cache directory, so that a second start skips compilation."""
     import jax
 
-    from minitext.cache import cache_dir
+    from minitext.files import cache_dir
 
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

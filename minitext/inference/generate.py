@@ -4,7 +4,7 @@ Two programs are compiled, whatever is generated: one reads the prompts (prefill
 The cache is donated to each step, so that a step writes one place of it. A decode step reads every parameter for a
 handful of tokens: memory bounds its speed, so as little as possible on its way is copied.
 
-Chapters: 6, 25.
+Chapters: 6, 24.
 """
 
 import os
@@ -17,16 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from minitext import kernels
+from minitext import hardware
 from minitext.config.model import ModelConfig
 from minitext.errors import UserError
-from minitext.models.transformer import (
-    Cache,
-    Transformer,
-    make_cache,
-    split_projections,
-    unstack_layers,
-)
+from minitext.inference.cpu_decode import split_projections, unstack_layers
+from minitext.models.transformer import Cache, Transformer, make_cache
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled prefill.
 PROMPT_BUCKET = 64
@@ -142,7 +137,7 @@ def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
     # A step that reads the cache and then writes to it needs no copy of it. XLA's CPU backend sees that only if it
     # looks at the order of the two; otherwise a token after 2,000 others takes five times as long.
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
-    options = in_place if kernels.platform() == "cpu" else None
+    options = in_place if hardware.platform() == "cpu" else None
 
     # Few arguments of plain types: a step takes a millisecond or two, and so would handing over a module.
     @partial(jax.jit, donate_argnames="cache", compiler_options=options)
@@ -207,7 +202,7 @@ class Generator:
     def _prepare(self, batch: int) -> Programs:
         """Returns the programs for so many texts; lays the parameters out as they want them, if they aren't yet."""
         groups = 1
-        if batch == 1 and kernels.platform() == "cpu":
+        if batch == 1 and hardware.platform() == "cpu":
             groups = 4 if (os.cpu_count() or 1) >= 4 else 2
         programs = make_programs(self.cfg, self.how, groups)  # pyright: ignore[reportArgumentType]
         if self.programs is not programs:

@@ -11,7 +11,7 @@ import minitext.kernels.attention
 import minitext.kernels.grouped_matmul
 import minitext.kernels.linear_cross_entropy
 import minitext.kernels.paged_attention
-import minitext.kernels.rms_norm
+import minitext.kernels.rms_norm  # noqa: F401
 from minitext.kernels.attention.mask import Mask as Mask
 from minitext.kernels.attention.xla import cached_attention as cached_attention
 from minitext.kernels.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
@@ -20,5 +20,4 @@ from minitext.kernels.dispatch import choose as choose
 from minitext.kernels.dispatch import grouped_matmul as grouped_matmul
 from minitext.kernels.dispatch import linear_cross_entropy as linear_cross_entropy
 from minitext.kernels.dispatch import paged_attention as paged_attention
-from minitext.kernels.dispatch import platform as platform
 from minitext.kernels.dispatch import rms_norm as rms_norm

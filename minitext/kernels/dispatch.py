@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from minitext.errors import UserError
+from minitext.hardware import platform
 from minitext.kernels.attention import cudnn
 from minitext.kernels.attention import gpu as flash_attention_gpu
 from minitext.kernels.attention import tpu as flash_attention_tpu
@@ -288,13 +289,6 @@ def choose(op: str, impl: str, *args, **options) -> Callable[..., Any]:
     if reason := IMPLEMENTATIONS[op, impl].reason(*args, **options):
         raise UserError(f"{op} cannot run as {impl!r}: {reason}")
     return IMPLEMENTATIONS[op, impl].run
-
-
-def platform() -> str:
-    """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
 @functools.cache

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from minitext import kernels
 from minitext.config.model import ModelConfig
-from minitext.models.layers import Linear, flatten_tokens, rope, unflatten_tokens
+from minitext.models.layers import Linear, rope
 from minitext.sharding.context_parallel import context_attention
-from minitext.sharding.rules import ShardingRules
+from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
 
 class KVCache(NamedTuple):

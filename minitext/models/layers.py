@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from minitext import kernels
+from minitext import hardware, kernels
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 
@@ -186,7 +186,7 @@ def _project_backward(places, residuals, grad):
         grad_w = _product("BTD,BTF->DF", x_whole, grad, _sharding(w_DF))
     else:
         x_DX = x_whole.T
-        if kernels.platform() == "cpu":
+        if hardware.platform() == "cpu":
             # Autodiff leaves the transposition of x to the product, and so would XLA without the barrier; its CPU
             # backend then takes a slower product: in float32 310 GFLOP/s against 415, in bfloat16 320 against 800.
             x_DX = jax.lax.optimization_barrier(x_DX[None])[0]
@@ -202,38 +202,13 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array, out_sharding) -> jax.A
     """`einsum` of two arrays of one type, to the same type."""
     # XLA's CPU backend uses the processor's bfloat16 products only for a float32 result; accelerators add up in float32
     # as well, but devices that sum parts of a result should send bfloat16.
-    wide = jnp.float32 if kernels.platform() == "cpu" else None
+    wide = jnp.float32 if hardware.platform() == "cpu" else None
     y = jnp.einsum(subscripts, a, b, preferred_element_type=wide, out_sharding=out_sharding)
     return y.astype(a.dtype)
 
 
 def _sharding(x: jax.Array):
     return None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
-
-
-class SplitLinear(nnx.Module):
-    """A `Linear` on one device whose columns are in G groups, multiplied as a batch of G products.
-
-    XLA's CPU backend multiplies a single row with a matrix on one core, and a batch of such products on several. One
-    core reads memory at half the rate of two, and reading the weight is most of such a product. Where the weight is
-    also used by head, the groups are the heads.
-    """
-
-    def __init__(self, linear: Linear, groups: int):
-        w_DF = linear.w.get_value()
-        groups = linear.heads or math.gcd(groups, w_DF.shape[1])
-        self.w = nnx.Param(jnp.stack(jnp.split(w_DF, groups, axis=1)))
-
-    def by_head(self) -> jax.Array:
-        """Returns the weight as [N, D, H], which is how it is stored."""
-        return self.w.get_value()
-
-    def __call__(self, x_XD: jax.Array, _out: str = "act") -> jax.Array:
-        """Projects x [X, D] to [X, F] in x's type."""
-        w_GDF = self.w.get_value().astype(x_XD.dtype)
-        x_GXD = jnp.broadcast_to(x_XD, (w_GDF.shape[0], *x_XD.shape))
-        y_GXF = jnp.einsum("GXD,GDF->GXF", x_GXD, w_GDF)
-        return jnp.reshape(jnp.swapaxes(y_GXF, 0, 1), (x_XD.shape[0], -1))
 
 
 class Embedding(nnx.Module):
@@ -262,26 +237,3 @@ class Embedding(nnx.Module):
         x = rules.shard(x, *names, "act")
         logits = jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))
         return logits / math.sqrt(x.shape[-1])
-
-
-def flatten_tokens(x: jax.Array, rules: ShardingRules, *names: str | None) -> jax.Array:
-    """Reshapes [B, T, ...] to [B*T, ...] where no row is split over devices; elsewhere leaves it.
-
-    The dimensions behind T have these names; without names they are whole.
-    There the tokens of a device would be strides of B*T, which no sharding describes.
-    """
-    if rules.splits("seq", "residual"):
-        return x
-    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
-    rest = names or (None,) * (x.ndim - 2)
-    return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
-
-
-def unflatten_tokens(
-    x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules
-) -> jax.Array:
-    """Reshapes [B*T, ...] or [B, T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
-    length = x.shape[1] if rules.splits("seq", "residual") else x.shape[0] // batch
-    return jax.lax.reshape(
-        x, (batch, length, *sizes), out_sharding=rules.out("batch", "seq", *names)
-    )

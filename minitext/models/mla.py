@@ -27,8 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext.config.model import MLAConfig, ModelConfig
 from minitext.kernels.attention.xla import MASKED
 from minitext.models.attention import Counts, append_tokens, attend, project_out
-from minitext.models.layers import Linear, RMSNorm, flatten_tokens, rope, unflatten_tokens
-from minitext.sharding.rules import ShardingRules
+from minitext.models.layers import Linear, RMSNorm, rope
+from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
 
 class LatentCache(NamedTuple):

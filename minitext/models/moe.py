@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from minitext import kernels
+from minitext import hardware, kernels
 from minitext.config.model import ModelConfig, MoEConfig
 from minitext.models.ffn import SwiGLU, gated
 from minitext.models.layers import make_param
@@ -211,7 +211,7 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
       [M, D].
     """
     E, M, D = len(params["gate"]), *rows_MD.shape
-    if sizes_E is None and kernels.platform() == "cpu":
+    if sizes_E is None and hardware.platform() == "cpu":
         # As without capacity: XLA's batched product has another order of summation.
         sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
     if sizes_E is None:

@@ -18,21 +18,14 @@ from flax import nnx
 from minitext.config.model import GQAConfig, MLAConfig, ModelConfig, MoEConfig, SwiGLUConfig
 from minitext.config.section import Section
 from minitext.config.sections import PipelineConfig
-from minitext.models.attention import GQA, Counts, KVCache
+from minitext.models.attention import GQA, KVCache
 from minitext.models.ffn import SwiGLU
-from minitext.models.layers import (
-    Embedding,
-    Linear,
-    RMSNorm,
-    SplitLinear,
-    flatten_tokens,
-    unflatten_tokens,
-)
+from minitext.models.layers import Embedding, Linear, RMSNorm
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
 from minitext.sharding.context_parallel import zigzag
 from minitext.sharding.pipeline import pipelined
-from minitext.sharding.rules import RULES, ShardingRules
+from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflatten_tokens
 
 # A new variant is one config, one class and one row here.
 VARIANTS: dict[type[Section], Any] = {
@@ -247,28 +240,6 @@ def make_cache(
     return VARIANTS[type(cfg.attention)].make_cache(cfg, batch, length, rules)
 
 
-def unstack_layers(model: Transformer) -> Transformer:
-    """Returns the model with a list of layers in place of the stack, for use with a cache of tuples of layers."""
-    graphdef, params = nnx.split(model.blocks)
-    layers = [
-        nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], params))
-        for i in range(model.cfg.layers)
-    ]
-    rest, others = nnx.split(model)
-    apart = nnx.merge(rest, others)
-    apart.blocks = nnx.List(layers)
-    return apart
-
-
-def split_projections(model: Transformer, groups: int) -> Transformer:
-    """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU."""
-    for _, module in list(nnx.iter_modules(model)):
-        for name, child in list(vars(module).items()):
-            if isinstance(child, Linear):
-                setattr(module, name, SplitLinear(child, groups))
-    return model
-
-
 def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
     """Runs `layer(carry, one layer's inputs) -> (carry, output)` over the leading dimension L, like `jax.lax.scan`."""
     if scan:
@@ -280,45 +251,3 @@ def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
         carry, output = layer(carry, jax.tree.unflatten(treedef, slices))
         outputs.append(output)
     return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs)
-
-
-def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
-    """Returns the number of parameters by formula.
-
-    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F or what `MoE.count` says,
-    two norms 2*D; outside the layers: the embedding V*D, the output layer V*D unless tied, the last norm D.
-
-    Args:
-      cfg: the model.
-      active: count of a mixture of experts only the parameters that a token meets.
-    """
-    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
-    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=active)
-    layer = attention.weights + attention.scales + ffn + 2 * D
-    return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
-
-
-def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
-    """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
-
-    A matrix product of a token with P weights takes 2*P operations, and of experts those count that a token meets;
-    attention's two products take 4*N*H*S per token for S keys of GQA, and a causal token sees half of them on average.
-    Norms, rotations and softmax are not counted, nor is what rematerialisation computes again (so that a utilisation
-    made of this is MFU, Chowdhery et al. 2022).
-
-    Args:
-      cfg: the model.
-      tokens: tokens in the step.
-      seq_len: length of a row.
-      causal: count only the half of the attention square that is used.
-    """
-    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
-    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=True)
-    weights = cfg.layers * (attention.weights + ffn) + V * D
-    keys = seq_len / (2 if causal else 1)
-    return int(3 * tokens * (2 * weights + cfg.layers * attention.per_key * keys))
-
-
-def count_attention(cfg: ModelConfig) -> Counts:
-    """Returns what one layer's attention holds and computes, by the formula of its kind."""
-    return VARIANTS[type(cfg.attention)].count(cfg)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from minitext import files as disk
+from minitext import files
 
 
 class MetricsWriter:
@@ -32,7 +32,7 @@ class MetricsWriter:
 
         self.path = Path(directory) / FILE
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
-        disk.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        files.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
         # SummaryWriter writes in a thread, which dies of a full disk; the next records would wait for it for ever.
         events = Path(directory) / "tensorboard"
@@ -94,7 +94,7 @@ def mfu(flops: float, seconds: float, peak: float) -> float:
     MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices).
 
     Args:
-      flops: of one step by `minitext.models.transformer.count_flops`: forward and backward, half of the attention square, without
+      flops: of one step by `minitext.models.flops.count_flops`: forward and backward, half of the attention square, without
         what rematerialisation computes again.
       seconds: from the end of one step to the end of the next, waiting for data included.
       peak: dense matmul FLOP/s of all devices together, in the type that the model computes in.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from minitext.config.sections import Config
+from minitext.config.config import Config
 from minitext.distributed import devices
 from minitext.errors import UserError
 

@@ -5,3 +5,15 @@ shapes (`tune`), and the figures that show predictions. May import every room bu
 
 Chapters: none.
 """
+
+from minitext import exports
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "predict_step": "roofline",
+        "count": "cost",
+        "draw_roofline": "figures",
+        "draw_sharding": "figures",
+    },
+)

@@ -16,13 +16,12 @@ from jax.sharding import Mesh
 
 from minitext.compiler import hlo
 from minitext.compiler.aot import dump_to, no_cache, read_dump
-from minitext.compiler.report import print_tables, show_bytes, table
 from minitext.compiler.targets import topology_mesh
-from minitext.config.sections import Config
+from minitext.config.config import Config
 from minitext.distributed.devices import quick_compile
-from minitext.perf.comms import notes, predict
-from minitext.perf.comms_sizes import Term
+from minitext.perf.comms import Term, notes, predict
 from minitext.sharding.mesh import make_mesh
+from minitext.terminal import print_tables, show_bytes, table
 
 
 class Row(NamedTuple):

@@ -21,11 +21,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from minitext.cache import cache_dir
 from minitext.compiler import llo
 from minitext.compiler.llo_compiler import write_dump
 from minitext.compiler.schedule import KERNEL, Operation
 from minitext.errors import UserError
+from minitext.files import cache_dir
 from minitext.hardware import CHIPS
 
 _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")

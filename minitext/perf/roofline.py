@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from minitext import hardware as hw
-from minitext.compiler.report import print_tables, table
-from minitext.config.sections import Config
+from minitext import hardware
+from minitext.config.config import Config
 from minitext.errors import UserError
 from minitext.perf.cost import PARTS, Operation, count
 from minitext.sharding.mesh import AXES
+from minitext.terminal import print_tables, table
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def this_machine(dtype: str = "float32") -> Machine:
     Args:
       dtype: the type to measure the matmul peak of beside float32.
     """
-    peaks = {name: hw.measure_matmul_peak(name) for name in ("float32", dtype)}
-    return Machine("this machine", peaks, hw.measure_bandwidth())
+    peaks = {name: hardware.measure_matmul_peak(name) for name in ("float32", dtype)}
+    return Machine("this machine", peaks, hardware.measure_bandwidth())
 
 
-def chip_machine(chip: hw.Chip) -> Machine:
+def chip_machine(chip: hardware.Chip) -> Machine:
     """One JAX device of a chip of the table, by its data sheet."""
     peaks = {dtype: chip.peak(dtype) / chip.devices for dtype in ("float32", "bfloat16")}
     return Machine(chip.name, peaks, chip.hbm_bandwidth / chip.devices)
@@ -84,7 +84,7 @@ def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
 
     device = None
     if chip is not None:
-        row = hw.CHIPS[chip]
+        row = hardware.CHIPS[chip]
         if row.platform == "gpu" and cfg.model.attention.impl == "auto":
             cfg = cfg.replace({"model.attention.impl": "xla"})
         device = AbstractDevice(
@@ -158,10 +158,10 @@ def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
     if chip is None:
         # Simulated devices share one machine.
         return predict(count_step(cfg), this_machine(cfg.model.dtype))
-    if chip not in hw.CHIPS:
-        raise UserError(f"no chip {chip!r} in the table: choose chip={', '.join(hw.CHIPS)}")
+    if chip not in hardware.CHIPS:
+        raise UserError(f"no chip {chip!r} in the table: choose chip={', '.join(hardware.CHIPS)}")
     devices = math.prod(size for size in cfg.mesh.sizes().values() if size > 0)
-    return predict(count_step(cfg, chip), chip_machine(hw.CHIPS[chip]), devices)
+    return predict(count_step(cfg, chip), chip_machine(hardware.CHIPS[chip]), devices)
 
 
 def print_prediction(prediction: Prediction, dtype: str, shown: int = 20) -> None:

@@ -13,10 +13,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from minitext.checkpoint import leaves
-from minitext.compiler.report import print_tables, show_bytes, table
-from minitext.config.sections import Config
+from minitext.config.config import Config
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import AXES, resolve_axes
+from minitext.terminal import print_tables, show_bytes, table
 from minitext.training.step import abstract_state
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from minitext.compiler.report import print_tables, table
 from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
 from minitext.compiler.targets import Target, parse_target, topology_mesh
-from minitext.config.sections import Config
+from minitext.config.config import Config
 from minitext.errors import DoesNotFit, UserError
 from minitext.perf.kernel_time import kernel_seconds
 from minitext.perf.step_schedule import Event, Machine, Walk
+from minitext.terminal import print_tables, table
 
 NAMES = {
     "compute": "compute", "kernels": "Pallas kernels", "ici": "collectives, exposed",
@@ -42,7 +42,7 @@ class StepTime:
       parts: seconds of the best estimate by what the core does or waits for; they add up to it.
       busy: seconds that the core, and each queue behind it, works.
       tokens: of one step, all chips together.
-      flops: of one step, all chips together, as `minitext.models.transformer.count_flops` counts them.
+      flops: of one step, all chips together, as `minitext.models.flops.count_flops` counts them.
       peak: of one chip, FLOP/s.
       events: what each queue does when, for `minitext.perf.figures.plot_schedule`.
     """
@@ -95,7 +95,7 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
       DoesNotFit: if the step needs more memory than the target has.
       UserError: for a bad target or one of GPUs, or a mesh that fits neither the target nor the model.
     """
-    from minitext.compiler import aot
+    from minitext.training import compile
 
     parsed = parse_target(target)
     _check(parsed)
@@ -108,7 +108,7 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
             program.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, program)
 
-    report = aot.compile_preset(cfg, target, keep)
+    report = compile.compile_preset(cfg, target, keep)
     if not report.fits:
         raise DoesNotFit(
             f"target={parsed}: the step does not fit, so it takes no time: minitext compile says what to change"
@@ -128,7 +128,7 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
       UserError: if the target is of GPUs, the text is no program, or a kernel's time can't be told.
     """
     from minitext.compiler.targets import fit_slices
-    from minitext.models.transformer import count_flops
+    from minitext.models.flops import count_flops
 
     _check(target)
     mesh = topology_mesh(target, fit_slices(cfg, target)[0].mesh)

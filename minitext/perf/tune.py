@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 from minitext.compiler import llo
-from minitext.compiler.report import print_tables, show_bytes, table
 from minitext.errors import UserError
 from minitext.hardware import CHIPS, Chip, find_chip
 from minitext.kernels import cases
 from minitext.kernels.block_shapes import BLOCKS
+from minitext.terminal import print_tables, show_bytes, table
 
 # Cycles per second of a TensorCore.
 CLOCKS = {name: chip.clock for name, chip in CHIPS.items() if chip.platform == "tpu"}

@@ -7,9 +7,9 @@ import math
 
 from jax.sharding import AbstractMesh, Mesh
 
+from minitext.config.config import Config
 from minitext.config.model import MoEConfig
 from minitext.config.section import divisors
-from minitext.config.sections import Config
 from minitext.errors import UserError
 from minitext.sharding.mesh import BATCH_AXES
 from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from minitext.config.sections import PipelineConfig
-from minitext.models.layers import flatten_tokens, unflatten_tokens
 from minitext.sharding.pipeline_schedule import (
     backward_work,
     count_microbatches,
@@ -29,7 +28,7 @@ from minitext.sharding.pipeline_stages import (
     to_all,
     varying,
 )
-from minitext.sharding.rules import ShardingRules
+from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
 
 def split_rows(x: jax.Array, parts: int, *names: str | None, rules: ShardingRules) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from minitext import kernels
+from minitext import hardware
 
 AXIS = "stage"
 
@@ -110,4 +110,4 @@ def varying(x: jax.Array) -> jax.Array:
 
 def _sum_type(x: jax.Array) -> Any:
     # Of a bfloat16 sum over one manual axis XLA's CPU backend dies ("Invalid binary instruction opcode copy").
-    return jnp.float32 if kernels.platform() == "cpu" else x.dtype
+    return jnp.float32 if hardware.platform() == "cpu" else x.dtype

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.sharding.mesh import BATCH_AXES
@@ -181,7 +182,6 @@ def param_spec(
 
 def reshard_tree(tree: Any, rules: ShardingRules) -> Any:
     """Moves the `nnx.Variable`s of a pytree to where rules put them; without a mesh, does nothing."""
-    from flax import nnx
 
     def leaf(x):
         if not isinstance(x, nnx.Variable):
@@ -204,7 +204,6 @@ def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -
     Returns:
       A tree of the same structure with a NamedSharding in place of every array.
     """
-    from flax import nnx
 
     def leaf(x):
         if isinstance(x, nnx.Variable):
@@ -212,3 +211,26 @@ def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def flatten_tokens(x: jax.Array, rules: ShardingRules, *names: str | None) -> jax.Array:
+    """Reshapes [B, T, ...] to [B*T, ...] where no row is split over devices; elsewhere leaves it.
+
+    The dimensions behind T have these names; without names they are whole.
+    There the tokens of a device would be strides of B*T, which no sharding describes.
+    """
+    if rules.splits("seq", "residual"):
+        return x
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    rest = names or (None,) * (x.ndim - 2)
+    return jax.lax.reshape(x, shape, out_sharding=rules.out("batch", *rest))
+
+
+def unflatten_tokens(
+    x: jax.Array, batch: int, *names: str | None, sizes: tuple[int, ...], rules: ShardingRules
+) -> jax.Array:
+    """Reshapes [B*T, ...] or [B, T, ...] to [B, T, *sizes], whose trailing dimensions have these names."""
+    length = x.shape[1] if rules.splits("seq", "residual") else x.shape[0] // batch
+    return jax.lax.reshape(
+        x, (batch, length, *sizes), out_sharding=rules.out("batch", "seq", *names)
+    )

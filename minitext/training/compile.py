@@ -12,8 +12,10 @@ Chapters: 22.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 import zipfile
@@ -25,14 +27,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext import files as disk
+from minitext import files
 from minitext.compiler import aot
+from minitext.compiler.aot import Keep, compile_step
 from minitext.compiler.report import Report
 from minitext.compiler.targets import fit_slices, parse_target, topology_mesh
-from minitext.config.config import flatten
-from minitext.config.sections import Config
-from minitext.distributed import job as distributed
+from minitext.config.config import Config, flatten
+from minitext.distributed import job
 from minitext.errors import UserError
+from minitext.sharding.rules import RULES
+from minitext.terminal import show_bytes
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
 FORMAT = 1
@@ -124,7 +128,7 @@ def save_for(cfg: Config, target: str, path: str | Path) -> Report:
         mesh = topology_mesh(parsed, fitted.mesh)
         _write(path, describe(fitted, mesh) | {"target": str(parsed)}, compiled)
 
-    return aot.compile_preset(cfg, target, keep)
+    return compile.compile_preset(cfg, target, keep)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
@@ -153,7 +157,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
     return manifest, program
 
 
-def check(cfg: Config, mesh: Mesh) -> bytes:
+def check_executable(cfg: Config, mesh: Mesh) -> bytes:
     """Refuses a `train.executable` that is not of this step for these devices.
 
     Returns:
@@ -183,7 +187,7 @@ def check(cfg: Config, mesh: Mesh) -> bytes:
     return program
 
 
-def train_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
+def make_or_load_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
     """Returns the train step: that of `train.executable` if one is named, else one that is compiled when first called.
 
     Several processes compile it here and wait for each other: the first collective of a CPU job fails if a process
@@ -193,15 +197,15 @@ def train_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
       UserError: if the file is not of this step for these devices.
     """
     step = make_train_step(cfg, mesh)
-    if cfg.train.executable is None and not distributed.joined():
+    if cfg.train.executable is None and not job.joined():
         return step
     with jax.set_mesh(mesh):
         lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
         if cfg.train.executable is None:
             compiled = lowered.compile()
-            distributed.barrier("compiled the train step")
+            job.barrier("compiled the train step")
             return compiled
-        program = check(cfg, mesh)
+        program = check_executable(cfg, mesh)
         with _in_place_of_compiling(program):
             try:
                 return lowered.compile()
@@ -251,7 +255,7 @@ def _write(
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
             archive.writestr(PROGRAM, program)
-        disk.sync(draft)
+        files.sync(draft)
         os.replace(draft, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -286,3 +290,77 @@ def _short(name: str, value: Any) -> str:
     if name == "mesh" and isinstance(value, dict):
         return " x ".join(f"{axis}={size}" for axis, size in value.items() if size != 1) or "of one"
     return str(value)[:12] if name == "sources" else str(value)
+
+
+def advise(report: Report, cfg: Config) -> Iterator[str]:
+    """Yields what to change for a step that does not fit: setting or target, and why."""
+    if report.fits:
+        return
+    available = report.available_bytes
+    state = sum(size for part, size in report.arguments.items() if part.startswith("state"))
+    share = f"{show_bytes(state)} of {show_bytes(available)}"
+    ways = math.prod(report.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+    if 2 * state > available:
+        if (
+            not RULES[cfg.sharding.rules].table["embed"]
+            or report.mesh.get("data", 1) > report.slices
+        ):
+            yield (
+                f"every replica's parameters and optimizer state take {share}: shard them further "
+                f"with mesh.data={report.slices} mesh.fsdp=-1 sharding.rules=fsdp"
+            )
+        elif report.slices > 1:
+            least = math.ceil(2 * state * report.devices / report.slices / available)
+            yield (
+                f"parameters and optimizer state alone take {share} although a whole slice shares "
+                f"them: choose slices of {least} devices or more"
+            )
+        else:
+            # Half of the memory for the state leaves the other half to a step's temporaries.
+            least = math.ceil(2 * state * report.devices / available)
+            yield (
+                f"parameters and optimizer state alone take {share} although they are fully "
+                f"sharded: choose a target of {least} devices or more"
+            )
+    if 2 * report.temp_bytes > available:
+        rows = cfg.train.global_batch // cfg.train.microbatches // ways
+        if cfg.model.remat != "full":
+            yield (
+                f"model.remat={cfg.model.remat}: model.remat=full keeps one activation a layer and "
+                "recomputes the others"
+            )
+        if rows > 1:
+            yield (
+                f"a device computes {rows} rows of {cfg.data.seq_len} tokens at once: raise "
+                f"train.microbatches={cfg.train.microbatches}, or lower train.global_batch="
+                f"{cfg.train.global_batch}"
+            )
+        else:
+            yield f"a device computes one row at once: lower data.seq_len={cfg.data.seq_len}"
+
+
+def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
+    """Compiles the train step that `minitext train` would run with this configuration.
+
+    The state and the batch are abstract, so a model of any size compiles on any machine. The mesh
+    is that of `mesh.*` over the target's devices, fitted to its slices as `targets.fit_slices`
+    says; `mesh.simulate` has no part in it.
+
+    Args:
+      cfg: the configuration.
+      target: such as `v5e:2x2`; see `minitext.compiler.targets.parse_target`.
+      keep: see `compile_step`.
+
+    Raises:
+      UserError: for a bad target, or a mesh that fits neither the target nor the model.
+    """
+    from minitext.training.step import abstract_batch, abstract_state, make_train_step
+
+    parsed = parse_target(target)
+    cfg, changed = fit_slices(cfg, parsed)
+    mesh = topology_mesh(parsed, cfg.mesh)
+    step = make_train_step(cfg, mesh)
+    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    report = compile_step(step, args, mesh, target=str(parsed), keep=keep)
+    report = dataclasses.replace(report, slices=parsed.slices, changed=changed)
+    return dataclasses.replace(report, advice=tuple(advise(report, cfg)))

@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from minitext import hardware as hw
+from minitext import hardware
 from minitext.checkpoint import leaves, stacks
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.emergency import LocalCopies
-from minitext.config.sections import Config
+from minitext.config.config import Config
 from minitext.data.batches import Batches
 from minitext.data.tokenizer import Tokenizer
-from minitext.distributed import job as distributed
+from minitext.distributed import job
 from minitext.inference.generate import Sampling, generate
-from minitext.models.transformer import count_flops
+from minitext.models.flops import count_flops
 from minitext.observability.goodput import Ledger
 from minitext.observability.metrics import (
     MemoryReader,
@@ -40,7 +40,7 @@ from minitext.observability.metrics import (
 )
 from minitext.observability.profiler import Window
 from minitext.sharding.mesh import make_mesh
-from minitext.training import compile as executable
+from minitext.training.compile import make_or_load_step
 from minitext.training.nonfinite import Guard
 from minitext.training.step import Batch, Metrics, TrainState, evaluate, make_eval_step
 from minitext.training.stopping import Interrupted, Stopper
@@ -87,7 +87,7 @@ class Loop:
         self.ledger.lap("init", start)
         eval_step, meter = make_eval_step(self.cfg), self._meter()
         say = functools.partial(console.print, highlight=False)
-        stopper = Stopper(say, distributed.board("stop"))
+        stopper = Stopper(say, job.board("stop"))
         watchdog = Watchdog(self.directory, jax.process_index(), logger.warning, cfg.hang_seconds)
         guard = Guard(self.directory, cfg.on_nan, self.tokenizer, say)
         with progress_bar(console) as bar, stopper, watchdog:
@@ -102,7 +102,7 @@ class Loop:
                 guard.check(line, batch)
 
             # Here, since a signal that comes while the step is compiled has to wait for it.
-            train_step = executable.train_step(self.cfg, self.mesh)
+            train_step = make_or_load_step(self.cfg, self.mesh)
             self.ledger.lap("compile", start + 1)
             self.window.switch(start)
             step, pending = start, None  # the step that was dispatched and not yet written down
@@ -203,7 +203,7 @@ class Loop:
         prompt = rows[0, :PROMPT_TOKENS].tolist()
         # One row cannot be spread over a batch axis: the parameters come to one device.
         params = stacks.as_one_stack(leaves.gather(state.params))
-        if not distributed.is_first():
+        if not job.is_first():
             return
         params = jax.device_put(params, jax.local_devices()[0])
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
@@ -235,9 +235,9 @@ def peak_flops(cfg: Config, mesh: Mesh) -> float:
     """
     device: Any = mesh.devices.flat[0]
     if device.platform == "cpu":
-        return hw.measure_matmul_peak(cfg.model.dtype)
-    chip = hw.find_chip(device)
+        return hardware.measure_matmul_peak(cfg.model.dtype)
+    chip = hardware.find_chip(device)
     kind = "bf16" if cfg.model.dtype == "bfloat16" else "f32"
     if chip is None or kind not in chip.flops:
-        return hw.measure_matmul_peak(cfg.model.dtype) * mesh.size
+        return hardware.measure_matmul_peak(cfg.model.dtype) * mesh.size
     return chip.peak(kind) * mesh.size / chip.devices

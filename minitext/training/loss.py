@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from minitext import kernels
-from minitext.models.layers import flatten_tokens
-from minitext.sharding.rules import ShardingRules
+from minitext.sharding.rules import ShardingRules, flatten_tokens
 
 
 @jax.named_scope("loss")

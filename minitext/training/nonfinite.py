@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minitext import files as disk
+from minitext import files
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
@@ -141,7 +141,9 @@ class Guard:
         np.savez(path, row=numbers, **arrays, **about)
         texts = [self._tokenizer.decode(row.tolist()) for row in arrays["tokens"]]
         pairs = zip(numbers.tolist(), texts, strict=True)
-        disk.write(path.with_suffix(".txt"), "".join(f"--- row {n}\n{text}\n" for n, text in pairs))
+        files.write(
+            path.with_suffix(".txt"), "".join(f"--- row {n}\n{text}\n" for n, text in pairs)
+        )
         return path
 
 

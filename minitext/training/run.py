@@ -17,22 +17,22 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import files as disk
+from minitext import files
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.emergency import LocalCopies, restore_newest
-from minitext.config.config import flatten, to_yaml
-from minitext.config.sections import Config
+from minitext.config.config import Config, flatten, to_yaml
 from minitext.data.batches import Batches, make_batches
-from minitext.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
-from minitext.distributed import job as distributed
+from minitext.data.rows import make_tokenizer
+from minitext.data.tokenizer import Tokenizer, load_tokenizer
+from minitext.distributed import job
 from minitext.errors import UserError
-from minitext.models.transformer import count_params
-from minitext.observability import profiler as profile
+from minitext.models.flops import count_params
+from minitext.observability import profiler
 from minitext.observability.goodput import Ledger
 from minitext.observability.metrics import MetricsWriter
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import make_mesh
-from minitext.training import compile as executable
+from minitext.training.compile import check_executable
 from minitext.training.loop import Loop
 from minitext.training.run_dir import (
     CHECKPOINTS,
@@ -62,16 +62,16 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
       Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
     """
-    console = console or Console(stderr=True, quiet=not distributed.is_first())
+    console = console or Console(stderr=True, quiet=not job.is_first())
     began = began or time.time()
     cfg, directory = _join(cfg)
     mesh = make_mesh(cfg.mesh)
     # Everything that can be refused is refused before the directory exists.
     check_mesh(cfg, mesh)
     check_same_run(cfg, directory)
-    profile.check(cfg, directory, mesh.devices.flat[0].platform)
+    profiler.check(cfg, directory, mesh.devices.flat[0].platform)
     if cfg.train.executable is not None:
-        executable.check(cfg, mesh)
+        check_executable(cfg, mesh)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
     known = directory / TOKENIZER
@@ -90,7 +90,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     with disk_errors(directory), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
-        first = distributed.is_first()  # of several processes: it writes what is written once
+        first = job.is_first()  # of several processes: it writes what is written once
         with (
             Ledger(directory, began, writes=first) as ledger,
             Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer,
@@ -106,13 +106,13 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
             _check_enough(cfg, batches, start)
             # Written last: what was refused must not be what the command to resume reads.
             if first:
-                disk.write(directory / CONFIG, to_yaml(cfg))
+                files.write(directory / CONFIG, to_yaml(cfg))
                 if not known.exists():
                     tokenizer.save(known)
             _introduce(cfg, mesh, directory, start, batches.floor, console)
             if start < cfg.train.steps:
                 writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
-                with writes as writer, profile.Window(cfg, directory) as window:
+                with writes as writer, profiler.Window(cfg, directory) as window:
                     Loop(
                         cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer,
                         ledger, window, copies,
@@ -123,11 +123,11 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
 def _join(cfg: Config) -> tuple[Config, Path]:
     """Gives the run its name, by default the time of day, and sees that all processes want the same."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = cfg.run.name or distributed.share("run name", now)[0]
+    name = cfg.run.name or job.share("run name", now)[0]
     cfg = cfg.replace({"run.name": name})
     _check_agreement(cfg)
     directory = Path(cfg.run.dir) / name
-    distributed.advise(f"resume with: {resume_command(directory)}")
+    job.advise(f"resume with: {resume_command(directory)}")
     return cfg, directory
 
 
@@ -147,13 +147,13 @@ def _local_copies(
 
 def _check_agreement(cfg: Config) -> None:
     """Refuses to train where processes were started with different settings."""
-    texts = distributed.share("settings", json.dumps(flatten(cfg.model_dump(mode="json"))))
+    texts = job.share("settings", json.dumps(flatten(cfg.model_dump(mode="json"))))
     ours, theirs = json.loads(texts[0]), [json.loads(text) for text in texts]
     for index, settings in enumerate(theirs):
         for key in sorted(ours.keys() | settings.keys()):
             if ours.get(key) != settings.get(key):
                 raise UserError(
-                    f"{distributed.name_of(index)} was started with {key}={settings.get(key)}, process 0 with "
+                    f"{job.name_of(index)} was started with {key}={settings.get(key)}, process 0 with "
                     f"{key}={ours.get(key)}: start all processes with the same command"
                 )
 

@@ -23,11 +23,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from minitext import files as disk
-from minitext import terminal as progress
+from minitext import files, terminal
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
-from minitext.config.config import flatten, load_config, to_yaml
-from minitext.config.sections import Config
+from minitext.config.config import Config, flatten, load_config, to_yaml
 from minitext.data.batches import Batches, make_batches
 from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.errors import UserError
@@ -150,14 +148,14 @@ def export_run(directory: Path | str, target: Path | str) -> int:
         raise UserError(f"{target} exists: name a directory that does not")
     cfg, params, tokenizer, step = load_run(directory)
     try:
-        with disk.new_folder(target) as new:
-            disk.write(new / CONFIG, to_yaml(cfg))
+        with files.new_folder(target) as new:
+            files.write(new / CONFIG, to_yaml(cfg))
             tokenizer.save(new / TOKENIZER)
             with Checkpointer(new / CHECKPOINTS) as checkpointer:
                 state, config = {"params": params}, cfg.model_dump(mode="json")
                 checkpointer.save(step, state, {}, config, wait=True)
     except OSError as error:
-        raise UserError(f"cannot write {target}: {disk.explain(error) or error}") from error
+        raise UserError(f"cannot write {target}: {files.explain(error) or error}") from error
     return step
 
 
@@ -197,7 +195,7 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
     )
     nll, tokens, size = 0.0, 0.0, 0
     eval_step = make_eval_step(cfg)
-    with jax.set_mesh(mesh), progress.bar() as bar:
+    with jax.set_mesh(mesh), terminal.bar() as bar:
         for batch in bar.track(rows, description="evaluating"):
             part, count = eval_step(params, batch)
             nll, tokens = nll + float(part), tokens + float(count)
@@ -227,6 +225,6 @@ def disk_errors(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write to {directory}: {disk.explain(error)}; checkpoints already saved are "
+            f"cannot write to {directory}: {files.explain(error)}; checkpoints already saved are "
             f"intact, resume with: {resume_command(directory)}"
         ) from error

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.checkpoint import stacks
+from minitext.config.config import Config
 from minitext.config.model import MoEConfig
-from minitext.config.sections import Config
 from minitext.models import moe
 from minitext.models.transformer import Transformer
 from minitext.sharding.check import HOST, check_mesh

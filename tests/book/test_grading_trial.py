@@ -230,9 +230,9 @@ def test_stub_and_sections():
     ("code", "used"),
     [
         ("import minitext.models.layers", True),
-        ("from minitext import layers as l", True),
+        ("from minitext.models import layers as l", True),
         ("from minitext.models.layers import rope", True),
-        ("import minitext as mt\nmt.layers.rope", True),
+        ("import minitext as mt\nmt.models.layers.rope", True),
         ("import importlib\nimportlib.import_module('minitext.models.layers')", True),
         ("import minitext\nminitext.layers_too", False),
         ("import minitext\nminitext.mesh", False),

@@ -16,6 +16,7 @@ import pytest
 from minitext.book import notebook
 from minitext.compiler import hlo
 from minitext.errors import UserError
+from minitext.perf import figures
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -99,7 +100,7 @@ def contrast(a: str, b: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("color", [*notebook.COLORS, notebook.INK])
+@pytest.mark.parametrize("color", [*figures.COLORS, figures.INK])
 @pytest.mark.parametrize("ground", ["#ffffff", "#15181d"])
 def test_figure_colors_read_on_white_and_on_black(color, ground):
     assert contrast(color, ground) >= 3
@@ -107,8 +108,8 @@ def test_figure_colors_read_on_white_and_on_black(color, ground):
 
 def test_figures_read_in_grey():
     """Lines that follow each other differ in lightness, and every line has a style of its own."""
-    assert len(set(notebook.LINESTYLES)) == len(notebook.COLORS) == len(set(notebook.COLORS))
-    lightness = [luminance(color) ** (1 / 3) for color in notebook.COLORS]
+    assert len(set(figures.LINESTYLES)) == len(figures.COLORS) == len(set(figures.COLORS))
+    lightness = [luminance(color) ** (1 / 3) for color in figures.COLORS]
     steps = [abs(a - b) for a, b in itertools.pairwise(lightness)]
     assert min(steps) > 0.03
 
@@ -117,9 +118,9 @@ def test_figure_style_is_transparent():
     import matplotlib
 
     with matplotlib.rc_context():
-        notebook.figure_style()
+        figures.figure_style()
         assert matplotlib.rcParams["savefig.facecolor"] == "none"
-        assert [c["color"] for c in matplotlib.rcParams["axes.prop_cycle"]] == list(notebook.COLORS)
+        assert [c["color"] for c in matplotlib.rcParams["axes.prop_cycle"]] == list(figures.COLORS)
 
 
 @jax.custom_vjp
@@ -196,12 +197,12 @@ def test_in_a_kernel():
     text = listing[0]["data"]["text/markdown"]
     url = re.escape(notebook.repository_url())
     assert re.match(
-        rf"\[minitext/notebook\.py, lines (\d+) to (\d+)\]"
-        rf"\({url}/blob/main/minitext/notebook\.py#L\1-L\2\)\n\n```python\ndef setup",
+        rf"\[minitext/book/notebook\.py, lines (\d+) to (\d+)\]"
+        rf"\({url}/blob/main/minitext/book/notebook\.py#L\1-L\2\)\n\n```python\ndef setup",
         text,
     )
     svg = figure[0]["data"]["image/svg+xml"]
-    assert notebook.COLORS[0] in svg
+    assert figures.COLORS[0] in svg
     assert 'id="patch_1"' in svg and "fill: none" in svg
     values = {o["metadata"]["scrapbook"]["name"]: json.dumps(o["data"]) for o in glued}
     assert '"3.0"' in values["three"]
@@ -226,7 +227,7 @@ def test_a_fusion_and_a_step_s_collectives_are_drawn():
         jax.jit(lambda x: jnp.tanh(x) * 2 + jnp.sin(x)).lower(jnp.ones((8, 64))).compile().as_text()
     )
     (fusion,) = hlo.Module(text).fusions()
-    drawn = {text.get_text().split("\n")[0] for text in notebook.draw_fusion(fusion).axes[0].texts}
+    drawn = {text.get_text().split("\n")[0] for text in figures.draw_fusion(fusion).axes[0].texts}
     assert {"parameter", "tanh", "sine", "multiply", "add"} <= drawn
     gathered = """\
 ENTRY %main (w: f32[4]) -> f32[8] {
@@ -237,7 +238,7 @@ ENTRY %main (w: f32[4]) -> f32[8] {
   ROOT %sum = f32[8]{0} all-reduce(%done), replica_groups={{0,1}}
 }
 """
-    bars = notebook.draw_collectives(hlo.Module(gathered)).axes[0].patches
+    bars = figures.draw_collectives(hlo.Module(gathered)).axes[0].patches
     assert sorted(bar.get_width() * 2**20 for bar in bars) == [16, 32]
     assert [bool(bar.get_hatch()) for bar in bars] == [True, False]
     plt.close("all")

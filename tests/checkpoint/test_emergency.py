@@ -110,7 +110,7 @@ TWO_PROCESSES = """
     from pathlib import Path
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from minitext import distributed
+    from minitext.distributed import job as distributed
     from minitext.checkpoint.checkpointer import Checkpointer
     from minitext.distributed.cluster import Cluster
     from minitext.checkpoint.emergency import LocalCopies, restore_newest

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from minitext.cli import main as cli
+from minitext.cli import main
 from tests.conftest import QUICK_FLAGS
 
 
@@ -19,7 +19,7 @@ def minitext(monkeypatch, capsys):
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["minitext", *map(str, words)])
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as stop:
             code = stop.code or 0

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from minitext.cli import main as cli
+from minitext.cli import main
 from minitext.compiler import aot
+from minitext.compiler.report import Report
 from minitext.compiler.targets import parse_target, topology_mesh
 from minitext.config.config import load_config
 from minitext.config.sections import MeshConfig
 from minitext.distributed import devices
 from minitext.errors import UserError
 from minitext.hardware import CHIPS
-from minitext.models.transformer import count_params
-from minitext.training import advice
+from minitext.models.flops import count_params
+from minitext.training.compile import advise, compile_preset
 from tests.conftest import audit_but
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -40,7 +41,7 @@ def abstract(mesh, shape, *spec, dtype=jnp.float32):
 
 @pytest.fixture(scope="module", params=audit_but(["v5p:4x4x4"], ["v5e:2x2", "v5p:4x4x4"]))
 def report(tiny, request):
-    return aot.compile_preset(tiny(*SHARDED), request.param)
+    return compile_preset(tiny(*SHARDED), request.param)
 
 
 @needs_libtpu
@@ -175,7 +176,7 @@ def test_the_compilation_cache_stays_out_of_it(line_of_chips, tmp_path):
 def run(monkeypatch, *words):
     monkeypatch.setattr("sys.argv", ["minitext", "compile", *words])
     try:
-        cli.main()
+        main.main()
     except SystemExit as stop:
         return stop.code or 0
     return 0
@@ -246,11 +247,11 @@ def test_a_large_model_for_many_slices(monkeypatch, capsys):
 
 def too_large(cfg, slices=1, **sizes):
     """A report of a step that does not fit, as far as advice reads it."""
-    values = dict.fromkeys((f.name for f in dataclasses.fields(aot.Report)), 0) | {
+    values = dict.fromkeys((f.name for f in dataclasses.fields(Report)), 0) | {
         "target": "v5e:4x4", "mesh": cfg.mesh.sizes(), "fits": False, "devices": 16 * slices, "available_bytes": 100,
         "slices": slices, "collectives": {}, "sent": {}, "largest": (), "advice": (), "changed": {},
     }  # fmt: skip
-    return aot.Report(**values | sizes)
+    return Report(**values | sizes)
 
 
 @pytest.mark.parametrize(
@@ -265,14 +266,14 @@ def too_large(cfg, slices=1, **sizes):
 )  # fmt: skip
 def test_advice(tiny, slices, settings, sizes, words):
     cfg = tiny(*settings)
-    said = "\n".join(advice.advise(too_large(cfg, slices, **sizes), cfg))
+    said = "\n".join(advise(too_large(cfg, slices, **sizes), cfg))
     assert all(word in said for word in words), said
 
 
 @pytest.mark.gpu_aot
 def test_a_train_step_compiles_for_two_hosts_of_h100s(tiny):
     cfg = tiny("mesh.data=2", "mesh.fsdp=8", "train.global_batch=16")
-    report = aot.compile_preset(cfg, "h100:2x8")
+    report = compile_preset(cfg, "h100:2x8")
     assert report.fits and report.devices == 16 and report.mesh == {"data": 2, "fsdp": 8}
     assert report.available_bytes == CHIPS["h100"].usable_bytes
     assert report.argument_bytes > 0 and report.collectives

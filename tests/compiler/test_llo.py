@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from minitext.cli import main as cli
-from minitext.compiler import llo, llo_report
+from minitext.cli import main
+from minitext.compiler import llo
 from minitext.compiler.llo import UNITS, Kernel, compile_kernels, read_dump
 from minitext.errors import DoesNotFit, UserError
 from minitext.hardware import CHIPS
@@ -103,7 +103,7 @@ def test_the_parts_of_a_strip_make_the_whole(parts):
 
 def test_a_strip_shows_what_is_there(capsys):
     (kernel,) = read_dump(HERE / "tiny-v5e", "v5e")
-    llo_report.print_kernels([kernel], strips=True)
+    llo.print_kernels([kernel], strips=True)
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert not set(lines["XLU"]) & set("▁▂▃▄▅▆▇█") and "█" in lines["MXU"]
     # One bundle with an exponential is a low bar, not nothing.
@@ -152,7 +152,7 @@ def test_the_command_compiles_a_kernel(monkeypatch, capsys):
     def minitext(*words):
         monkeypatch.setattr(sys, "argv", ["minitext", *words])
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
         return stop.value.code, *capsys.readouterr()
 
     code, out, _ = minitext("llo", "matmul", "chip=v5e", "m=128", "n=128", "k=256", "--json")

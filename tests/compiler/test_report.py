@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minitext.compiler import aot, hlo
-from minitext.compiler.report import _short, print_program, show_bytes
+from minitext.compiler.report import _short, print_program, print_report
 from minitext.compiler.targets import topology_mesh
 from minitext.config.sections import MeshConfig
+from minitext.terminal import show_bytes
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
@@ -49,7 +50,7 @@ def test_json(report):
 
 @needs_libtpu
 def test_tables(report, capsys):
-    aot.print_report(report)
+    print_report(report)
     shown = capsys.readouterr().out
     assert shown.startswith(f"v5e:2x2: {'fits' if report.fits else 'does not fit'}  (4 devices")
     for word in ("mesh.fsdp=4", "temporaries", "all-reduce", "of 15.75 GiB available", "f32[1,"):
@@ -69,7 +70,7 @@ def test_networks_are_told_apart(capsys):
     (_, within, _), (count, across, sent) = report.networks["ici"], report.networks["dcn"]
     assert within >= 4 * 2**20 > across >= 2**20 and count >= 1
     assert sent == across  # an all-reduce of two: each slice sends half, twice
-    aot.print_report(report)
+    print_report(report)
     shown = capsys.readouterr().out
     assert "within a slice (ICI)" in shown and "across 2 slices (DCN)" in shown
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minitext.config.config import ConfigError, keys, load_config, presets, to_yaml
+from minitext.config.config import Config, ConfigError, keys, load_config, presets, to_yaml
 from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
-from minitext.config.sections import Config
 from minitext.errors import UserError
 
 

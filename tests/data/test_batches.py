@@ -21,8 +21,8 @@ from minitext.config.sections import MeshConfig
 from minitext.data import files as text_files
 from minitext.data import grammar, packing, token_file
 from minitext.data.batches import LocalWindows, make_batches
-from minitext.data.rows import pack_source
-from minitext.data.tokenizer import ByteTokenizer, make_tokenizer, train_bpe
+from minitext.data.rows import make_tokenizer, pack_source
+from minitext.data.tokenizer import ByteTokenizer, train_bpe
 from minitext.errors import UserError
 from tests.conftest import QUICK_FLAGS
 
@@ -369,7 +369,7 @@ def test_a_file_read_in_pieces_has_the_ids_of_the_whole(text, size, tmp_path_fac
 
 
 def test_bpe_batches_are_text_again(tmp_path, cache_path):
-    from minitext.data.tokenizer import make_tokenizer
+    from minitext.data.rows import make_tokenizer
 
     cfg = files(texts(tmp_path / "texts"), tokenizer="bpe", shuffle=False)
     tokenizer = make_tokenizer(cfg, 300)

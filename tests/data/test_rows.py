@@ -15,8 +15,8 @@ from minitext.config.config import ConfigError, load_config
 from minitext.config.data import DataConfig
 from minitext.data import sources
 from minitext.data.batches import LocalWindows, make_batches
-from minitext.data.rows import open_rows, pack_source
-from minitext.data.tokenizer import ByteTokenizer, make_tokenizer
+from minitext.data.rows import make_tokenizer, open_rows, pack_source
+from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
 from minitext.training.run import train
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitext.config.data import DataConfig
-from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, make_tokenizer, train_bpe
+from minitext.data.rows import make_tokenizer
+from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
 
 CORPUS = [

@@ -11,8 +11,7 @@ from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.config.config import load_config
 from minitext.data.batches import make_batches
-from minitext.distributed import devices
-from minitext.distributed import job as distributed
+from minitext.distributed import devices, job
 from minitext.sharding.mesh import make_mesh
 from minitext.training import run
 from minitext.training.step import abstract_state
@@ -30,7 +29,7 @@ def order(cfg, directory):
     )
     read = [leaves.gather(next(batches)) for _ in range(3)]
     batches.close()
-    if distributed.is_first():
+    if job.is_first():
         arrays = {f"{i}.{name}": x for i, batch in enumerate(read) for name, x in batch.items()}
         np.savez(directory / "batches.npz", **arrays)
 
@@ -42,21 +41,21 @@ def restore(cfg, directory):
             abstract_state(cfg, mesh)
         )
     state = leaves.named(leaves.gather(found.state))
-    if distributed.is_first():
+    if job.is_first():
         np.savez(directory / "state.npz", **state)
 
 
 def talk(cfg, directory):
     """What processes tell each other, each process's view in a file of its own."""
     index = jax.process_index()
-    values = [distributed.agree("square", (index + turn) ** 2) for turn in range(3)]
+    values = [job.agree("square", (index + turn) ** 2) for turn in range(3)]
     missing = ""
     if index == 0:
         try:
-            distributed.barrier("late", 0.5)
-        except distributed.JobFailed as error:
+            job.barrier("late", 0.5)
+        except job.JobFailed as error:
             missing = str(error)
-    (directory / f"{index}.txt").write_text(f"{values}\n{missing}\n{distributed.name_of(1)}")
+    (directory / f"{index}.txt").write_text(f"{values}\n{missing}\n{job.name_of(1)}")
 
 
 if __name__ == "__main__":
@@ -65,4 +64,4 @@ if __name__ == "__main__":
     {"train": train, "order": order, "restore": restore, "talk": talk}[what](
         load_config("laptop", settings), Path(directory)
     )
-    distributed.finish()
+    job.finish()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitext.distributed import environment
+from minitext.distributed import cluster
 from minitext.distributed.cluster import EXPLICIT, Cluster, find_cluster
 from minitext.errors import UserError
 
@@ -151,7 +151,7 @@ def test_every_contradiction_is_one_line(fault):
     ],
 )
 def test_lists_of_nodes(text, expected):
-    assert environment.nodes(text) == expected
+    assert cluster.nodes(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_lists_of_nodes(text, expected):
 )
 def test_what_is_no_list_of_nodes(text):
     with pytest.raises(UserError, match="no list of nodes"):
-        environment.nodes(text)
+        cluster.nodes(text)
 
 
 GOOD = {"coordinator": "h0:7", "processes": 2, "process_id": 1}

@@ -9,7 +9,7 @@ import pytest
 
 
 def start(call, **environment):
-    code = f"from minitext import devices; devices.start({call})\n"
+    code = f"from minitext.distributed import devices; devices.start({call})\n"
     code += "import jax; print(jax.device_count(), jax.default_backend())"
     clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     done = subprocess.run(
@@ -29,7 +29,7 @@ def test_without_an_accelerator_it_is_the_cpu_and_quiet():
 def test_freed_memory_is_kept():
     code = """if True:
         import resource, sys
-        from minitext import devices
+        from minitext.distributed import devices
         devices.start(keep_memory=sys.argv[1] == "True")
         import jax, jax.numpy as jnp
         f = jax.jit(lambda x: jnp.sum((x @ x) @ jnp.tanh(x @ x.T)))

@@ -226,7 +226,7 @@ def test_processes_with_other_settings_and_processes_that_never_come_are_told(tm
         assert process.returncode == 2
         assert "was started with train.seed=1, process 0 with train.seed=0" in told.splitlines()[-1]
     code = (
-        "from minitext import cluster, distributed\n"
+        "from minitext.distributed import cluster, job as distributed\n"
         f"distributed.start(cluster.Cluster('explicit', '127.0.0.1:{free_port()}', 2, INDEX), seconds=3)"
     )
     for index in range(2):

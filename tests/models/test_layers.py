@@ -8,17 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from minitext.models.layers import (
-    Linear,
-    Places,
-    _project,
-    flatten_tokens,
-    make_param,
-    rms_norm,
-    rope,
-    unflatten_tokens,
-)
-from minitext.sharding.rules import RULES
+from minitext.models.layers import Linear, Places, _project, make_param, rms_norm, rope
+from minitext.sharding.rules import RULES, flatten_tokens, unflatten_tokens
 
 RULE = RULES["fsdp"]
 

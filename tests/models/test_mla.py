@@ -15,8 +15,9 @@ from minitext.config.model import MLAConfig, ModelConfig
 from minitext.errors import UserError
 from minitext.inference.generate import Generator, Sampling, make_programs
 from minitext.kernels.attention import cudnn
+from minitext.models.flops import count_flops, count_params
 from minitext.models.mla import MLA
-from minitext.models.transformer import Transformer, count_flops, count_params, make_cache
+from minitext.models.transformer import Transformer, make_cache
 from minitext.perf import cost
 from minitext.perf.shard_report import abstract_mesh
 from minitext.sharding.check import check_mesh

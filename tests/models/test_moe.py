@@ -17,7 +17,8 @@ from minitext.config.model import ModelConfig, MoEConfig
 from minitext.errors import UserError
 from minitext.kernels.grouped_matmul.cpu import grouped_matmul
 from minitext.models import moe
-from minitext.models.transformer import Transformer, count_flops, count_params
+from minitext.models.flops import count_flops, count_params
+from minitext.models.transformer import Transformer
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.rules import RULES

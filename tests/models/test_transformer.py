@@ -13,7 +13,8 @@ from minitext.config.config import load_config, presets
 from minitext.config.model import ModelConfig
 from minitext.errors import UserError
 from minitext.kernels.dispatch import IMPLEMENTATIONS
-from minitext.models.transformer import Transformer, count_flops, count_params, make_cache
+from minitext.models.flops import count_flops, count_params
+from minitext.models.transformer import Transformer, make_cache
 
 CFG = ModelConfig(vocab=40, layers=3, embed=24, heads=4, kv_heads=2, mlp=32, scan_layers=False)
 

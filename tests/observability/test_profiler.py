@@ -17,8 +17,7 @@ from jax.profiler import ProfileData
 from minitext.compiler.buffers import op_names
 from minitext.distributed import devices
 from minitext.errors import UserError
-from minitext.observability import profiler as profile
-from minitext.observability import xplane
+from minitext.observability import profiler, xplane
 from minitext.observability.device_time import (
     Ops,
     account,
@@ -335,14 +334,14 @@ def test_a_port_that_is_taken_or_is_none_is_refused(tiny, tmp_path, monkeypatch)
             with pytest.raises(
                 UserError, match=f"profile.port={port}: port .* cannot be listened on"
             ) as told:
-                profile.check(tiny(f"profile.port={port}"), tmp_path, "cpu")
+                profiler.check(tiny(f"profile.port={port}"), tmp_path, "cpu")
             assert "\n" not in str(told.value)
 
 
 SERVER = """
 import socket, sys
 from pathlib import Path
-from minitext import profile
+from minitext.observability import profiler as profile
 from minitext.config.config import load_config
 cfg = load_config("laptop", [f"profile.port={sys.argv[1]}"])
 profile.check(cfg, Path("a"), "cpu")
@@ -361,9 +360,9 @@ def test_a_run_listens_on_the_port_that_was_asked_for():
 
 def test_dumps_asked_for_too_late_or_of_no_tpu_are_refused(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="only TPUs have LLO"):
-        profile.check(tiny("profile.dump_llo=true", "run.name=a"), tmp_path, "cpu")
+        profiler.check(tiny("profile.dump_llo=true", "run.name=a"), tmp_path, "cpu")
     with pytest.raises(UserError, match="with the command minitext train"):
-        profile.check(tiny("profile.dump_hlo=true", "run.name=a"), tmp_path, "cpu")
+        profiler.check(tiny("profile.dump_hlo=true", "run.name=a"), tmp_path, "cpu")
     with pytest.raises(UserError, match="so set run.name"):
         tiny("profile.dump_hlo=true")
     cfg = tiny(
@@ -371,11 +370,11 @@ def test_dumps_asked_for_too_late_or_of_no_tpu_are_refused(tiny, tmp_path, monke
     )
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.setenv(name, "--given=1")
-    profile.dump_programs(cfg)
+    profiler.dump_programs(cfg)
     assert all(
         os.environ[name].startswith("--given=1 ") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     )
-    profile.check(cfg, tmp_path / "a", "tpu")
+    profiler.check(cfg, tmp_path / "a", "tpu")
 
 
 def test_a_process_that_compiled_for_tpus_is_refused(tiny, tmp_path, monkeypatch):
@@ -383,9 +382,9 @@ def test_a_process_that_compiled_for_tpus_is_refused(tiny, tmp_path, monkeypatch
         raise UserError("start a new one")
 
     monkeypatch.setattr(devices, "check_profiler", refuse)
-    profile.check(tiny(), tmp_path, "cpu")
+    profiler.check(tiny(), tmp_path, "cpu")
     with pytest.raises(UserError, match="start a new one"):
-        profile.check(tiny(*WINDOW), tmp_path, "cpu")
+        profiler.check(tiny(*WINDOW), tmp_path, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +396,7 @@ def test_the_window_opens_and_closes_once(tiny, tmp_path, monkeypatch, start, st
     on, found = [], []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: on.append(True))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: on.pop())
-    with profile.Window(tiny(*WINDOW), tmp_path) as window:
+    with profiler.Window(tiny(*WINDOW), tmp_path) as window:
         window.switch(start)
         for step in range(start + 1, stop + 1):
             found += [step] if on else []

@@ -10,7 +10,7 @@ import pytest
 
 import minitext as mt
 from minitext.book.layouts import LAYOUTS
-from minitext.cli import main as cli
+from minitext.cli import main
 from minitext.compiler.targets import topology_mesh
 from minitext.perf.comms import notes, predict
 from minitext.perf.comms_audit import audit, by_kind, print_audit
@@ -180,7 +180,7 @@ def test_the_command(monkeypatch, capsys):
     words = ["minitext", "comms", "laptop", "--json", *TINY, *small("fsdp")]
     monkeypatch.setattr("sys.argv", words)
     try:
-        cli.main()
+        main.main()
     except SystemExit as stop:
         assert not stop.code
     found = json.loads(capsys.readouterr().out)

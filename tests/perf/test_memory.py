@@ -11,13 +11,12 @@ import pytest
 from flax import nnx
 
 import minitext as mt
-from minitext.cli import main as cli
+from minitext.cli import main
 from minitext.config.model import REMAT_NAMES
 from minitext.config.sections import MeshConfig
 from minitext.models.transformer import Transformer
 from minitext.perf import memory
-from minitext.perf.memory import predict, predict_and_compile, stored_bytes
-from minitext.perf.step_memory import Shares, heap, kept
+from minitext.perf.memory import Shares, heap, kept, predict, predict_and_compile, stored_bytes
 from minitext.sharding.mesh import make_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -160,7 +159,7 @@ def compile_on(cfg, mesh):
 def run(monkeypatch, *words):
     monkeypatch.setattr("sys.argv", ["minitext", "memory", *words])
     try:
-        cli.main()
+        main.main()
     except SystemExit as stop:
         return stop.code or 0
     return 0

@@ -6,14 +6,22 @@ import json
 
 import pytest
 
-from minitext.cli import main as cli
-from minitext.compiler import aot
+from minitext.cli import main
 from minitext.compiler.targets import parse_target
 from minitext.config.config import load_config
 from minitext.errors import UserError
-from minitext.perf import plan, plan_times
-from minitext.perf.plan import Candidate, enumerate_settings, search
-from minitext.perf.plan_times import Times, Work, link_rate, predict, sent_across
+from minitext.perf import plan
+from minitext.perf.plan import (
+    Candidate,
+    Times,
+    Work,
+    enumerate_settings,
+    link_rate,
+    predict,
+    search,
+    sent_across,
+)
+from minitext.training import compile
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 TINY = [
@@ -72,7 +80,7 @@ def test_seconds_are_of_what_each_device_does():
 def test_what_crosses_slices_is_the_gradient_part_of_a_device():
     cfg = load_config("llama2-70b", ["mesh.data=2", "mesh.fsdp=16"])
     two = parse_target("v5e:4x4 slices=2")
-    size = plan_times.count_params(cfg.model) * 2 / 16
+    size = plan.count_params(cfg.model) * 2 / 16
     assert sent_across(cfg, two) == pytest.approx(size)  # 2 (s - 1) / s of it
     many = cfg.replace({"mesh.data": 199})
     assert sent_across(many, parse_target("v5e:4x4 slices=199")) == pytest.approx(
@@ -107,8 +115,8 @@ def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     assert "bandwidth of v5e on the data-centre network is not known" in "".join(
         plan._notes(unknown)
     )
-    assert plan_times.dcn_seconds(1e9, unknown.chip) is None
-    assert plan_times.dcn_seconds(3.125e9, target.chip) == 1.0
+    assert plan.dcn_seconds(1e9, unknown.chip) is None
+    assert plan.dcn_seconds(3.125e9, target.chip) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,7 @@ def test_refusals_are_one_line(target, settings, words):
 def run(monkeypatch, *words):
     monkeypatch.setattr("sys.argv", ["minitext", "plan", *words])
     try:
-        cli.main()
+        main.main()
     except SystemExit as stop:
         return stop.code or 0
     return 0
@@ -186,4 +194,4 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     assert train.count("train.global_batch=") == 1
     # The command does what it says.
     cfg = load_config("laptop", train.split()[3:])
-    assert aot.compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]
+    assert compile.compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from minitext import hardware as hw
-from minitext.book import notebook
+from minitext import hardware
 from minitext.cli.main import app
 from minitext.config.config import load_config
 from minitext.errors import UserError
-from minitext.perf import roofline
+from minitext.perf import figures, roofline
 from minitext.perf.cost import PARTS, Operation
 from tests.conftest import audit_but
 
@@ -50,7 +49,7 @@ def test_devices_share_the_work(flops, size, runs, devices):
 FEW = ("v4", "tpu7x", "a100-80", "b200")
 
 
-@pytest.mark.parametrize("chips", audit_but([FEW], [FEW, tuple(hw.CHIPS)]))
+@pytest.mark.parametrize("chips", audit_but([FEW], [FEW, tuple(hardware.CHIPS)]))
 def test_every_chip_predicts_a_step_and_a_faster_one_is_faster(chips):
     cfg = load_config("laptop", ["model.dtype=bfloat16"])
     seconds = {name: roofline.predict_step(cfg, name).seconds for name in chips}
@@ -63,7 +62,7 @@ def test_every_chip_predicts_a_step_and_a_faster_one_is_faster(chips):
 def test_a_model_of_any_size_is_predicted_without_memory_or_compiler():
     prediction = roofline.predict_step(load_config("llama2-70b", ["mesh.fsdp=64"]), "v5p")
     assert prediction.devices == 64 and tuple(prediction.parts) == PARTS
-    peak_seconds = prediction.product_flops / 64 / hw.CHIPS["v5p"].peak("bf16")
+    peak_seconds = prediction.product_flops / 64 / hardware.CHIPS["v5p"].peak("bf16")
     assert peak_seconds < prediction.seconds < 3 * peak_seconds
 
 
@@ -96,7 +95,7 @@ def test_the_command_prints_a_table_or_json():
 def test_operations_are_drawn_under_the_roof(dtype, tmp_path):
     plt = pytest.importorskip("matplotlib.pyplot")
     prediction = roofline.predict_step(load_config("laptop", [f"model.dtype={dtype}"]), "v5p")
-    axes = notebook.draw_roofline(prediction, dtype).axes[0]
+    axes = figures.draw_roofline(prediction, dtype).axes[0]
     roof = axes.lines[0]
     assert max(roof.get_ydata()) == prediction.machine.peak(dtype) / 1e9
     discs = [c for c in axes.collections if len(c.get_offsets())]
@@ -120,13 +119,13 @@ def test_the_command_draws(tmp_path):
 
 def test_this_machine_is_measured_once(monkeypatch, tmp_path):
     monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path))
-    monkeypatch.setattr(hw, "_best_matmul_rate", lambda *_, **__: 3e11)
+    monkeypatch.setattr(hardware, "_best_matmul_rate", lambda *_, **__: 3e11)
     machine = roofline.this_machine("bfloat16")
-    monkeypatch.setattr(hw, "_best_copy_rate", None)
+    monkeypatch.setattr(hardware, "_best_copy_rate", None)
     assert roofline.this_machine("bfloat16") == machine
     assert set(machine.peaks) == {"float32", "bfloat16"} and machine.bandwidth > 1e8
 
 
 def test_the_bandwidth_is_one_that_moving_bytes_reaches():
     assert jax.devices()[0].platform == "cpu"
-    assert 1e8 < hw.measure_bandwidth() < 5e12
+    assert 1e8 < hardware.measure_bandwidth() < 5e12

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from minitext.book import notebook
 from minitext.checkpoint import leaves
 from minitext.cli.main import app
 from minitext.config.config import load_config
 from minitext.errors import UserError
-from minitext.perf import shard_report
+from minitext.perf import figures, shard_report
 from minitext.sharding.mesh import make_mesh
 from minitext.training.step import init_state
 
@@ -72,7 +71,7 @@ def test_the_picture_names_the_devices_that_hold_a_part(tiny, layout):
     cfg = tiny(*layout)
     mesh = make_mesh(cfg.mesh)
     found = [p for p in shard_report.parameters(cfg) if p.name == "params.blocks.ffn.down.w"]
-    (axes,) = notebook.draw_sharding(found, mesh).axes[:1]
+    (axes,) = figures.draw_sharding(found, mesh).axes[:1]
     drawn = axes.collections[0].get_array()
     (parameter,) = found
     whole = jax.ShapeDtypeStruct(parameter.shape, np.float32)

@@ -29,7 +29,7 @@ def test_rates_are_of_one_chip():
 
 
 def test_the_schedule_is_drawn():
-    from minitext.perf.timelines import plot_schedule
+    from minitext.perf.figures import plot_schedule
 
     (axes,) = plot_schedule(STEP.events).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["compute"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from minitext.cli import main as cli
+from minitext.cli import main
 from minitext.errors import UserError
 from minitext.kernels import block_shapes, cases
 from minitext.kernels.matmul.tpu import matmul
@@ -95,7 +95,7 @@ def test_what_cannot_be_tuned_is_said(monkeypatch, capsys):
     def minitext(*words):
         monkeypatch.setattr(sys, "argv", ["minitext", *words])
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
         return stop.value.code, capsys.readouterr().err
 
     for words, reason in (

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from minitext.book.equality import differences, run_steps
 from minitext.book.layouts import EXPERT_LAYOUTS
 from minitext.perf.comms import notes, predict
-from minitext.sharding.expert_parallel import ragged_slices
+from minitext.sharding.expert_parallel import Placement, ragged_slices
 from minitext.sharding.mesh import make_mesh
-from minitext.sharding.slots import Placement
 from tests.conftest import audit_but
 from tests.perf.test_comms import SIZES, TILES, audited
 

@@ -159,7 +159,8 @@ def test_stages_compute_what_one_device_computes(tiny, layout):
 
 
 TRACE = """
-    from minitext import devices, load_config
+    from minitext import load_config
+    from minitext.distributed import devices
     devices.start(4)
     import jax, json, sys
     from minitext.book.equality import packed_batch

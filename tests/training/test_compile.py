@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from minitext.cli import main as cli
+from minitext.cli import main
 from minitext.data.batches import make_batches
 from minitext.errors import UserError
 from minitext.sharding.mesh import make_mesh
@@ -23,7 +23,7 @@ def run(*words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["minitext", *words])
         try:
-            cli.main()
+            main.main()
         except SystemExit as stop:
             return stop.code or 0
     return 0
@@ -53,7 +53,7 @@ def losses(cfg, mesh):
     )
     state, found = init_state(cfg, mesh), []
     with jax.set_mesh(mesh):
-        step = executable.train_step(cfg, mesh)
+        step = executable.make_or_load_step(cfg, mesh)
         for _ in range(cfg.train.steps):
             state, metrics = step(state, next(batches))
             found.append({name: np.asarray(x) for name, x in metrics.items()})
@@ -103,13 +103,13 @@ def test_the_file_holds_no_pickle(saved):
 def test_another_step_is_refused(saved, changes, words):
     cfg = saved[0].replace(changes)
     with pytest.raises(UserError, match=words) as caught:
-        executable.train_step(cfg, make_mesh(cfg.mesh))
+        executable.make_or_load_step(cfg, make_mesh(cfg.mesh))
     assert "\n" not in str(caught.value)
 
 
 def test_what_does_not_change_the_step_may_change(saved):
     cfg = saved[0].replace({"train.eval_every": 7, "train.seed": 5, "checkpoint.keep": 1})
-    assert executable.check(cfg, saved[1])
+    assert executable.check_executable(cfg, saved[1])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_another_manifest_is_refused(saved, tmp_path, entry, value, words):
         archive.writestr("manifest.json", json.dumps(manifest | {entry: value}))
         archive.writestr("program", program)
     with pytest.raises(UserError, match=words) as caught:
-        executable.check(cfg.replace({"train.executable": str(other)}), mesh)
+        executable.check_executable(cfg.replace({"train.executable": str(other)}), mesh)
     assert "\n" not in str(caught.value)
 
 

@@ -17,7 +17,8 @@ from minitext.cli.main import app
 from minitext.config.model import ModelConfig
 from minitext.config.sections import MeshConfig, OptimConfig
 from minitext.data.batches import make_batches
-from minitext.models.transformer import Transformer, count_params
+from minitext.models.flops import count_params
+from minitext.models.transformer import Transformer
 from minitext.sharding.mesh import make_mesh
 from minitext.training.optim import (
     DIRECTIONS,

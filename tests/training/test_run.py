@@ -93,7 +93,7 @@ def test_ctrl_c_saves_and_resuming_is_bit_equal(whole, tiny, tmp_path, monkeypat
 
 
 def test_a_signal_while_the_step_is_compiled_saves_the_first_step(tiny, tmp_path, monkeypatch):
-    compile_step = executable.train_step
+    compile_step = executable.make_or_load_step
 
     def told_meanwhile(cfg, mesh):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_signal_while_the_step_is_compiled_saves_the_first_step(tiny, tmp_path
     def too_early(*_):
         raise AssertionError("SIGTERM came where nothing waits for it")
 
-    monkeypatch.setattr(executable, "train_step", told_meanwhile)
+    monkeypatch.setattr(executable, "make_or_load_step", told_meanwhile)
     before = signal.signal(signal.SIGTERM, too_early)
     try:
         with pytest.raises(Interrupted) as stopped:

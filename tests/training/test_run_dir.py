@@ -12,8 +12,7 @@ from rich.console import Console
 from minitext.config.config import load_config
 from minitext.errors import UserError
 from minitext.observability.metrics import read_metrics
-from minitext.training import run
-from minitext.training import run_dir as rundir
+from minitext.training import run, run_dir
 from minitext.training.step import init_state
 
 
@@ -27,7 +26,7 @@ def trained(tiny, tmp_path_factory):
 
 def test_a_run_trained_on_eight_devices_is_read_on_one(trained):
     directory, cfg = trained
-    again, params, tokenizer, step = rundir.load_run(directory)
+    again, params, tokenizer, step = run_dir.load_run(directory)
     assert again.model == cfg.model and step == 2
     assert tokenizer.decode(tokenizer.encode("def f():")) == "def f():"
     for x in jax.tree.leaves(params):
@@ -35,7 +34,7 @@ def test_a_run_trained_on_eight_devices_is_read_on_one(trained):
 
 
 def test_evaluation_reports_one_loss_in_several_units(trained):
-    result = rundir.evaluate_run(trained[0])
+    result = run_dir.evaluate_run(trained[0])
     assert result["step"] == 2 and result["tokens"] > 1000
     np.testing.assert_allclose(result["perplexity"], math.exp(result["loss"]))
     # The grammar is ASCII and its tokens are bytes, but for the ends of documents, which are no text.
@@ -49,7 +48,7 @@ def test_evaluation_reports_one_loss_in_several_units(trained):
 
 def test_other_data_may_be_evaluated(trained, tmp_path):
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 50)
-    result = rundir.evaluate_run(trained[0], ["data.source=files", f"data.path={tmp_path}/a.txt"])
+    result = run_dir.evaluate_run(trained[0], ["data.source=files", f"data.path={tmp_path}/a.txt"])
     assert result["floor"] is None and result["loss"] > 1
 
 
@@ -70,23 +69,23 @@ def test_a_directory_of_another_model_or_other_data_is_refused(trained, tiny, ov
 
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a run directory"):
-        rundir.load_run(tmp_path)
+        run_dir.load_run(tmp_path)
 
 
 def test_a_run_without_checkpoint_says_how_to_train_it(trained, tmp_path):
     (tmp_path / "config.yml").write_text((trained[0] / "config.yml").read_text())
     with pytest.raises(UserError, match="no checkpoint yet.*minitext train config="):
-        rundir.load_run(tmp_path)
+        run_dir.load_run(tmp_path)
 
 
 def test_disk_errors_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="No space left"), rundir.disk_errors(tmp_path):
+    with pytest.raises(UserError, match="No space left"), run_dir.disk_errors(tmp_path):
         raise OSError(28, "No space left on device")
 
 
 def test_resumed_parameters_are_those_that_were_saved(trained):
     directory, cfg = trained
-    _, params, _, _ = rundir.load_run(directory)
+    _, params, _, _ = run_dir.load_run(directory)
     from minitext.sharding.mesh import make_mesh
 
     fresh = init_state(cfg, make_mesh(devices=jax.devices()[:1])).params
@@ -100,29 +99,29 @@ def test_resumed_parameters_are_those_that_were_saved(trained):
 def test_an_export_has_the_parameters_and_nothing_else(trained, tmp_path):
     directory, cfg = trained
     exported = tmp_path / "export"
-    assert rundir.export_run(directory, exported) == cfg.train.steps
-    (_, params, _, step), (_, ours, tokenizer, same) = map(rundir.load_run, (directory, exported))
+    assert run_dir.export_run(directory, exported) == cfg.train.steps
+    (_, params, _, step), (_, ours, tokenizer, same) = map(run_dir.load_run, (directory, exported))
     assert step == same and tokenizer.decode(tokenizer.encode("the queen")) == "the queen"
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(ours), strict=True):
         np.testing.assert_array_equal(a, b)
     size = lambda d: sum(p.stat().st_size for p in Path(d, "checkpoints", str(step)).rglob("*"))  # noqa: E731
     assert size(exported) < 0.6 * size(directory)
-    assert rundir.evaluate_run(exported) == rundir.evaluate_run(directory)
+    assert run_dir.evaluate_run(exported) == run_dir.evaluate_run(directory)
     with pytest.raises(UserError, match="export exists"):
-        rundir.export_run(directory, exported)
+        run_dir.export_run(directory, exported)
 
 
 def test_an_export_is_whole_or_not_at_all(trained, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write .*file/export"):
-        rundir.export_run(trained[0], tmp_path / "file" / "export")
+        run_dir.export_run(trained[0], tmp_path / "file" / "export")
 
     def full(*_, **__):
         raise UserError("step 2 was not saved: No space left on device")
 
-    monkeypatch.setattr(rundir.Checkpointer, "save", full)
+    monkeypatch.setattr(run_dir.Checkpointer, "save", full)
     with pytest.raises(UserError, match="No space left"):
-        rundir.export_run(trained[0], tmp_path / "export")
+        run_dir.export_run(trained[0], tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -133,7 +132,7 @@ def losses(directory):
 def test_a_new_run_begins_with_another_s_parameters(trained, tmp_path):
     directory, cfg = trained
     exported = tmp_path / "export"
-    rundir.export_run(directory, exported)
+    run_dir.export_run(directory, exported)
     fresh = {"run.dir": str(tmp_path), "train.steps": 2}
     plain = run.train(cfg.replace(fresh | {"run.name": "plain"}), Console(quiet=True))
     for name, source in (("run", directory), ("export", exported)):

@@ -17,6 +17,6 @@ def check(id: str, fn: Any = None) -> None:
         id: the exercise, such as "05.adamw".
         fn: the learner's function.
     """
-    from minitext.book.grading.inline import check as run
+    from minitext.book.grading.inline import check
 
-    run(id, fn)
+    check(id, fn)

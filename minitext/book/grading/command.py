@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from minitext import terminal as progress
+from minitext import terminal
 from minitext.errors import UserError
 
 
@@ -160,6 +160,6 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
     columns = ("grading", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with progress.bar(*columns) as bar:
+    with terminal.bar(*columns) as bar:
         task = bar.add_task("grading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,8 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from minitext.book.grading import evaluate as ev
-from minitext.book.grading import registry, runner, source
+from minitext.book.grading import evaluate, registry, runner, source
 from minitext.book.grading.answers import Answer
 from minitext.book.grading.registry import Exercise
 from minitext.book.grading.report import FAILED, NOT_ATTEMPTED, PASSED, Result
@@ -79,11 +78,11 @@ def _grade(exercise: Exercise, fn: Any) -> Result:
         grading = runner.Grading(registry.exercises_root(), seed, learner)
         return runner.grade_one(grading, exercise, answer, threading.Event())
     file = getattr(_code(fn), "co_filename", "")
-    attempt = ev.Attempt(exercise, fn, seed, learner, file).run()
+    attempt = evaluate.Attempt(exercise, fn, seed, learner, file).run()
     if attempt.untouched:
         return Result(exercise, NOT_ATTEMPTED)
     status = PASSED if attempt.passed else FAILED
-    hint = "" if attempt.passed else ev.choose_hint(attempt)
+    hint = "" if attempt.passed else evaluate.choose_hint(attempt)
     checks = [(check.name, check.passed, check.message) for check in attempt.checks]
     return Result(exercise, status, checks=checks, hint=hint, seconds=attempt.seconds)
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minitext.book.grading import evaluate as ev
-from minitext.book.grading import guard, peers, registry, source
+from minitext.book.grading import evaluate, guard, peers, registry, source
 from minitext.book.grading.registry import Exercise
 
 FILE_BYTES = 2**30  # the largest file that an answer may write
@@ -54,7 +53,7 @@ def load(pieces: list[source.Piece], exercise: Exercise, filename: str, guarded:
         line = getattr(error, "lineno", None)
         where = f" (line {line} of {filename})" if line else ""
         raise Refused(f"not Python: {getattr(error, 'msg', error)}{where}") from None
-    module = types.ModuleType(ev.ANSWER_MODULE)
+    module = types.ModuleType(evaluate.ANSWER_MODULE)
     if guarded:  # dataclasses and pickle look their module up
         sys.modules[module.__name__] = module
     try:
@@ -62,7 +61,7 @@ def load(pieces: list[source.Piece], exercise: Exercise, filename: str, guarded:
     except BaseException as error:
         if isinstance(error, NotImplementedError) and error.args == (exercise.id,):
             return _stub(exercise.id)
-        result = ev.raised("", error, None, filename)
+        result = evaluate.raised("", error, None, filename)
         raise Refused(f"the file stops while it is read: {result.message}") from None
     _look_for_forbidden(module, exercise)
     fn = vars(module).get(exercise.function)
@@ -109,7 +108,7 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
     try:
         fn = load(pieces, exercise, filename, guarded=True)
         verify()
-        attempt = ev.Attempt(
+        attempt = evaluate.Attempt(
             exercise,
             fn,
             seed,
@@ -126,7 +125,7 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
     status = "not attempted" if attempt.untouched else "passed" if attempt.passed else "failed"
     send("result", status=status, message="", checks=rows, seconds=attempt.seconds)
     if status == "failed":
-        send("hint", hint=ev.choose_hint(attempt))
+        send("hint", hint=evaluate.choose_hint(attempt))
 
 
 def try_out(job: dict, send: Callable[..., None]) -> None:
@@ -152,7 +151,7 @@ def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list
     name = exercise.function
     try:
         fn = load(pieces, exercise, f"{job['stem']}.py", guarded=False)
-        attempt = ev.Attempt(exercise, fn, job["seed"], job["learner"]).run()
+        attempt = evaluate.Attempt(exercise, fn, job["seed"], job["learner"]).run()
     except Refused as error:
         return ["stub", name, False, str(error), 0.0]
     good = attempt.untouched and not attempt.checks
@@ -160,10 +159,10 @@ def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list
 
 
 def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
-    attempts = ev.attempt_mutants(exercise, job["seed"], job["learner"])
+    attempts = evaluate.attempt_mutants(exercise, job["seed"], job["learner"])
     rows = []
     for index, (mutant, attempt) in enumerate(zip(exercise.mutants, attempts, strict=True)):
-        chosen = ev.match(attempt, attempts)
+        chosen = evaluate.match(attempt, attempts)
         text = ""
         if not attempt.failing:
             text = "passes every check"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from minitext.distributed.environment import PORT
+from minitext.distributed.cluster import PORT
 from minitext.distributed.launch import PROGRAM
 
 GRACE_SECONDS = 120  # between SIGTERM and SIGKILL: for the last checkpoint
