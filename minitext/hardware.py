@@ -19,8 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from minitext.errors import UserError
 from minitext.files import cache_dir
 
@@ -320,6 +318,8 @@ def _write_cache(path: Path, entries: Mapping[str, tuple[float, float]]) -> None
 
 def platform() -> str:
     """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
+    import jax
+
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
