@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic import model_validator as _model_validator
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True):
     """A frozen group of settings; `faults()` yields what is wrong between its values."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     def faults(self) -> Iterator[str]:
         """Yields one line for every rule between values that does not hold."""
