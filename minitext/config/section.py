@@ -4,15 +4,20 @@ Chapters: 6.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic import model_validator as _model_validator
 
 
-class Section(BaseModel, frozen=True):
+class Section(BaseModel):
     """A frozen group of settings; `faults()` yields what is wrong between its values."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    if TYPE_CHECKING:  # pydantic hashes what is frozen
+
+        def __hash__(self) -> int: ...
 
     def faults(self) -> Iterator[str]:
         """Yields one line for every rule between values that does not hold."""
