@@ -3,8 +3,9 @@
 Chapters: 6.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic import model_validator as _model_validator
@@ -14,10 +15,6 @@ class Section(BaseModel):
     """A frozen group of settings; `faults()` yields what is wrong between its values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    if TYPE_CHECKING:  # pydantic hashes what is frozen
-
-        def __hash__(self) -> int: ...
 
     def faults(self) -> Iterator[str]:
         """Yields one line for every rule between values that does not hold."""
@@ -29,6 +26,15 @@ class Section(BaseModel):
         if not (info.context and info.context.get("whole")) and (faults := list(self.faults())):
             raise ValueError("; ".join(faults))
         return self
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cached(fn: Callable[P, R]) -> Callable[P, R]:
+    """Remembers a function's results by its arguments. Sections are frozen and so hash, which type checkers don't see."""
+    return lru_cache(maxsize=64)(fn)  # pyright: ignore
 
 
 def divisors(n: int) -> str:

@@ -9,7 +9,7 @@ Chapters: 6, 24.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from flax import nnx
 
 from minitext import hardware
 from minitext.config.model import ModelConfig
+from minitext.config.section import cached
 from minitext.errors import UserError
 from minitext.inference.cpu_decode import split_projections, unstack_layers
 from minitext.models.transformer import Cache, Transformer, make_cache
@@ -94,7 +95,7 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[jax.Array, Cache]]
 
 
-@lru_cache(maxsize=8)
+@cached
 def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
     """Returns the jitted programs, the same ones for the same arguments; `groups` is that of `split_projections`."""
 

@@ -3,14 +3,13 @@
 Chapters: 9.
 """
 
-import functools
 import math
 
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
 from minitext.config.model import MoEConfig
-from minitext.config.section import divisors
+from minitext.config.section import cached, divisors
 from minitext.errors import UserError
 from minitext.sharding.mesh import BATCH_AXES
 from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups
@@ -19,7 +18,7 @@ from minitext.sharding.rules import RULES, ShardingRules
 HOST = "pinned_host"  # JAX's name of the host's memory from which a device can copy
 
 
-@functools.lru_cache(maxsize=64)
+@cached
 def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Refuses a mesh that the configuration cannot use; the line names the key to change.
 

@@ -43,7 +43,7 @@ class Samples:
     is_timed = False
 
     def is_due(self, step: int, stop: bool) -> bool:
-        """After the first step (the first line should not wait for sampling to compile), the middle one and the last."""
+        """After the first step (its line should not wait for sampling to compile), the middle one and the last."""
         train = self.cfg.train
         return train.sample_tokens > 0 and step in (1, (train.steps + 1) // 2, train.steps)
 

@@ -1,7 +1,7 @@
 """The training state and the step: pure functions, jitted at the edge.
 
-`make_train_step` is what the trainer runs, what the benchmarks time and what `minitext.compiler.aot` compiles for chips that
-are not there. Nothing here looks at `jax.devices()`; the mesh says where arrays live.
+`make_train_step` is what `minitext train` runs, what the benchmarks time, and what `minitext compile` compiles for chips
+that aren't there. Nothing here looks at `jax.devices()`: the mesh says where arrays are.
 
 Chapters: 6.
 """
@@ -9,7 +9,7 @@ Chapters: 6.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from minitext.checkpoint import stacks
 from minitext.config.config import Config
 from minitext.config.model import MoEConfig
+from minitext.config.section import cached
 from minitext.models import moe
 from minitext.models.transformer import Transformer
 from minitext.sharding.check import HOST, check_mesh
@@ -64,7 +65,7 @@ class TrainState:
     opt_state: Any
 
 
-@lru_cache(maxsize=64)
+@cached
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -133,7 +134,7 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
     }
 
 
-@lru_cache(maxsize=64)
+@cached
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
     new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)
