@@ -60,12 +60,12 @@ def generate(
     from minitext.inference.generate import Sampling, generate
     from minitext.training import run_dir
 
-    how = Sampling(temperature, top_k, top_p)
-    how.check()
+    sampling = Sampling(temperature, top_k, top_p)
+    sampling.check()
     cfg, params, tokenizer, step = run_dir.load_run(directory)
     tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
     for token in generate(
-        cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, how=how, seed=seed,
+        cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, sampling=sampling, seed=seed,
         stop_id=tokenizer.eod_id,
     ):  # fmt: skip
         tokens.append(token)

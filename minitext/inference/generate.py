@@ -1,8 +1,8 @@
 """Sampling text from a model with a key-value cache.
 
-Two programs are compiled, whatever is generated: one reads the prompts (prefill), one adds a token to each (decode).
-The cache is donated to each step, so that a step writes one place of it. A decode step reads every parameter for a
-handful of tokens: memory bounds its speed, so as little as possible on its way is copied.
+Two programs are compiled: one reads the prompts (prefill), one adds a token to each (decode). The cache is donated to
+each decode step, which writes one slot of it. A decode step reads every parameter for a handful of tokens, so memory
+bounds its speed, and little else is copied.
 
 Chapters: 6, 24.
 """
@@ -24,7 +24,7 @@ from minitext.errors import UserError
 from minitext.inference.cpu_decode import split_projections, unstack_layers
 from minitext.models.transformer import Cache, Transformer, make_cache
 
-# Prompts are padded to a multiple of this, so that prompts of similar length share a compiled prefill.
+# Prompts are padded to a multiple of this: prompts of similar length then share a compiled prefill.
 PROMPT_BUCKET = 64
 
 
@@ -54,35 +54,35 @@ class Sampling(NamedTuple):
 DEFAULT_SAMPLING = Sampling()
 
 
-def sample(logits_BV: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
+def sample(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """Draws one token per row.
 
     Args:
       logits_BV: [B, V] float32.
       key: PRNG key.
-      how: static; see `Sampling`.
+      sampling: static; see `Sampling`.
 
     Returns:
       [B] int32.
     """
-    if how.temperature == 0:
+    if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / how.temperature
-    if 0 < how.top_k < logits_BV.shape[-1]:
-        kth_B1 = jax.lax.top_k(logits_BV, how.top_k)[0][:, -1:]
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        kth_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
-    if how.top_p < 1:
+    if sampling.top_p < 1:
         sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
         # A token stays while the ones before it sum to less than top_p, so the most likely always stays.
-        kept_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV < how.top_p
+        kept_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV < sampling.top_p
         least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
 
 
 class Programs(NamedTuple):
-    """What generation compiles, for one model and one way to draw.
+    """The compiled programs of one model and one way to sample.
 
     Attributes:
       lay_out: parameters -> arrays as the other two take them.
@@ -96,7 +96,7 @@ class Programs(NamedTuple):
 
 
 @cached
-def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
+def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Programs:
     """Returns the jitted programs, the same ones for the same arguments; `groups` is that of `split_projections`."""
 
     def arrange(model: Transformer) -> Transformer:
@@ -132,39 +132,39 @@ def make_programs(cfg: ModelConfig, how: Sampling, groups: int = 1) -> Programs:
         logits_BTV, new = run(arrays, prompt_BT, empty_cache(prompt_BT.shape[0], 0))
         last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, 1, keepdims=False)
         cache = empty_cache(prompt_BT.shape[0], length).append(new)
-        # Places beyond the prompt hold padding; the tokens to come overwrite them before anything sees them.
-        return sample(last_BV, key, how), cache._replace(length=prompt_length)
+        # Slots after the prompt hold padding, which new tokens overwrite before anything reads it.
+        return sample(last_BV, key, sampling), cache._replace(length=prompt_length)
 
-    # A step that reads the cache and then writes to it needs no copy of it. XLA's CPU backend sees that only if it
-    # looks at the order of the two; otherwise a token after 2,000 others takes five times as long.
+    # A step that reads the cache and then writes to it needs no copy of it. XLA's CPU backend sees that only when it
+    # compares their order; otherwise a token after 2,000 others takes five times as long.
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
     options = in_place if hardware.platform() == "cpu" else None
 
     # Few arguments of plain types: a step takes a millisecond or two, and so would handing over a module.
     @partial(jax.jit, donate_argnames="cache", compiler_options=options)
     def decode(arrays, token_B, cache, key):
-        key = jax.random.fold_in(key, cache.length)  # one for each place
+        key = jax.random.fold_in(key, cache.length)  # one for each position
         logits_B1V, new = run(arrays, token_B[:, None], cache)
-        return sample(logits_B1V[:, 0], key, how), cache.append(new)
+        return sample(logits_B1V[:, 0], key, sampling), cache.append(new)
 
     return Programs(lay_out, prefill, decode)
 
 
 class Generator:
-    """A model that is ready to generate: its parameters are laid out for it, anew only where one text follows several.
+    """A model that is ready to generate. Its parameters are laid out once, and again when one text follows several.
 
     Args:
       cfg: the model's configuration. With `scan_layers` the programs compile faster and, on a CPU, run slower.
       params: `nnx.State` of its parameters, on one device.
-      how: temperature, top-k and top-p.
+      sampling: temperature, top-k and top-p.
 
     Raises:
       UserError: for a setting outside its range.
     """
 
-    def __init__(self, cfg: ModelConfig, params: Any, how: Sampling = DEFAULT_SAMPLING):
-        how.check()
-        self.cfg, self.params, self.how = cfg, params, how
+    def __init__(self, cfg: ModelConfig, params: Any, sampling: Sampling = DEFAULT_SAMPLING):
+        sampling.check()
+        self.cfg, self.params, self.sampling = cfg, params, sampling
         self.programs: Programs | None = None
 
     def tokens(
@@ -205,7 +205,7 @@ class Generator:
         groups = 1
         if batch == 1 and hardware.platform() == "cpu":
             groups = 4 if (os.cpu_count() or 1) >= 4 else 2
-        programs = make_programs(self.cfg, self.how, groups)
+        programs = make_programs(self.cfg, self.sampling, groups)
         if self.programs is not programs:
             self.programs, self.arrays = programs, programs.lay_out(self.params)
         return programs
@@ -217,7 +217,7 @@ def generate(
     prompt: Sequence[int],
     *,
     max_tokens: int,
-    how: Sampling = DEFAULT_SAMPLING,
+    sampling: Sampling = DEFAULT_SAMPLING,
     seed: int = 0,
     stop_id: int | None = None,
 ) -> Iterator[int]:
@@ -225,7 +225,7 @@ def generate(
 
     The arguments are those of `Generator` and its `tokens`, and so are the errors.
     """
-    generator = Generator(cfg, params, how)
+    generator = Generator(cfg, params, sampling)
     for token_B in generator.tokens(np.asarray([prompt]), max_tokens=max_tokens, seed=seed):
         if token_B[0] == stop_id:
             return

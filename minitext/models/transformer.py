@@ -154,11 +154,11 @@ class Transformer(nnx.Module):
 
             seen: Any = positions_BT, segment_ids_BT
             x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
-            return self.finish(x_XD, B), None, None
+            return self.final_norm(x_XD, B), None, None
         x_XD, new, routing = self.apply_layers(
             self.blocks, x_XD, positions_BT, segment_ids_BT, cache
         )
-        return self.finish(x_XD, B), new, routing
+        return self.final_norm(x_XD, B), new, routing
 
     @property
     def _ring(self) -> bool:
@@ -173,7 +173,7 @@ class Transformer(nnx.Module):
         """Returns the residual stream before the first layer, [B*T, D], of tokens in the layers' order."""
         return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
 
-    def finish(self, x_XD: jax.Array, batch: int) -> jax.Array:
+    def final_norm(self, x_XD: jax.Array, batch: int) -> jax.Array:
         """Returns what the output layer reads, [B, T, D], of the residual stream after the last layer."""
         if self._ring:
             x_XD = zigzag(x_XD, "batch", "residual", "act", rules=self.rules, back=True)

@@ -86,7 +86,7 @@ def _halves(rows: int) -> list[tuple[int, int, int]]:
     return [half for half in ((1, 0, rows - high), (-1, rows - high, high)) if half[2]]
 
 
-def _pass_on(x: jax.Array, axis: str, direction: int) -> jax.Array:
+def _shift(x: jax.Array, axis: str, direction: int) -> jax.Array:
     n = jax.lax.axis_size(axis)
     return jax.lax.ppermute(x, axis, [(d, (d + direction) % n) for d in range(n)])
 
@@ -107,12 +107,12 @@ def _around(x_RD: jax.Array, axis: str, visit: Callable, state: Any) -> Any:
     R = x_RD.shape[0]
     halves = _halves(R)
     here = [x_RD[low : low + rows] for _, low, rows in halves]
-    for turn in range(n):
+    for iteration in range(n):
         following = here
-        if turn < n - 1:
-            following = [_pass_on(x, axis, d) for x, (d, *_) in zip(here, halves, strict=True)]
+        if iteration < n - 1:
+            following = [_shift(x, axis, d) for x, (d, *_) in zip(here, halves, strict=True)]
         for x, (direction, low, _) in zip(here, halves, strict=True):
-            state = visit(state, (me - direction * turn) % n * R + low, x)
+            state = visit(state, (me - direction * iteration) % n * R + low, x)
         # Else the compiler may send everything on before it begins to multiply.
         state, here = jax.lax.optimization_barrier((state, following))
     return state
@@ -122,12 +122,12 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32)
 
 
-def _rows(x: jax.Array, place: jax.Array, rows: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, place, rows)
+def _rows(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, rows)
 
 
-def _put(x: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), place, 0)
+def _put(x: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), start, 0)
 
 
 def _room(x_RD: jax.Array, columns: int, axis: str) -> jax.Array:
@@ -139,15 +139,15 @@ def _go_round(x_XD: jax.Array, w_DF: jax.Array, axis: str, half: tuple[int, int,
     """This device's sum of the products of a half: it starts at a neighbour, goes all the way round and ends here."""
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     direction, low, rows = half
-    parts = [(me - direction * (turn + 1)) % n for turn in range(n)]
+    parts = [(me - direction * (iteration + 1)) % n for iteration in range(n)]
     first, *others = [part * (x_XD.shape[0] // n) + low for part in parts]
     moving = _product(_rows(x_XD, first, rows), w_DF).astype(x_XD.dtype)
-    for place in others:
+    for start in others:
         # The product begins as the sum before it departs: made earlier, it would not hide the trip. Fused with the
         # addition behind it, it waits for what arrives; but then the other half's hides the trip.
-        place, moving = jax.lax.optimization_barrier((place, moving))
-        made = _product(_rows(x_XD, place, rows), w_DF)
-        moving = (made + _pass_on(moving, axis, direction)).astype(x_XD.dtype)
+        start, moving = jax.lax.optimization_barrier((start, moving))
+        made = _product(_rows(x_XD, start, rows), w_DF)
+        moving = (made + _shift(moving, axis, direction)).astype(x_XD.dtype)
     return moving
 
 
@@ -156,8 +156,8 @@ def _go_round(x_XD: jax.Array, w_DF: jax.Array, axis: str, half: tuple[int, int,
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather_matmul(x_RD, w_DF, axis):
-    def visit(out_XF, place, x):
-        return _put(out_XF, _product(x, w_DF), place)
+    def visit(out_XF, start, x):
+        return _put(out_XF, _product(x, w_DF), start)
 
     return _around(x_RD, axis, visit, _room(x_RD, w_DF.shape[1], axis))
 
@@ -171,8 +171,8 @@ def _matmul_scatter(x_XD, w_DF, axis):
 def _gather_backward(axis, factors, grad_XF):
     x_RD, w_DF = factors
 
-    def visit(grad_w_DF, place, x):
-        return grad_w_DF + _product(x.T, _rows(grad_XF, place, x.shape[0]))
+    def visit(grad_w_DF, start, x):
+        return grad_w_DF + _product(x.T, _rows(grad_XF, start, x.shape[0]))
 
     grad_w_DF = _around(x_RD, axis, visit, jnp.zeros(w_DF.shape, jnp.float32))
     return _matmul_scatter(grad_XF, w_DF.T, axis), grad_w_DF.astype(w_DF.dtype)
@@ -181,10 +181,10 @@ def _gather_backward(axis, factors, grad_XF):
 def _scatter_backward(axis, factors, grad_RF):
     x_XD, w_DF = factors
 
-    def visit(grads, place, grad):
+    def visit(grads, start, grad):
         grad_x_XD, grad_w_DF = grads
-        more = _product(_rows(x_XD, place, grad.shape[0]).T, grad)
-        return _put(grad_x_XD, _product(grad, w_DF.T), place), grad_w_DF + more
+        more = _product(_rows(x_XD, start, grad.shape[0]).T, grad)
+        return _put(grad_x_XD, _product(grad, w_DF.T), start), grad_w_DF + more
 
     zero = _room(grad_RF, w_DF.shape[0], axis), jnp.zeros(w_DF.shape, jnp.float32)
     grad_x_XD, grad_w_DF = _around(grad_RF, axis, visit, zero)

@@ -22,10 +22,10 @@ from minitext.sharding.pipeline_schedule import (
 )
 from minitext.sharding.pipeline_stages import (
     AXIS,
+    broadcast,
     differentiable,
     on_each_stage,
-    pass_on,
-    to_all,
+    shift,
     varying,
 )
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
@@ -92,13 +92,13 @@ def run_stages(
                 lambda: layers(_pick(params, work.group), x_XD, _pick(seen, work.microbatch)),
                 lambda: x_XD,
             )
-            return pass_on(y_XD, 1), y_XD
+            return shift(y_XD, 1), y_XD
 
         nothing = jnp.zeros_like(flatten_tokens(x_MBTD[0], rules))
         _, y_tXD = jax.lax.scan(tick, nothing, jnp.arange(ticks))
         done = [forward_work(t, S - 1, S, M, R) for t in range(ticks)]
         leaves = [t for t, w in enumerate(done) if w.active and w.group == R - 1]
-        y_MXD = to_all(y_tXD[jnp.array(leaves)], S - 1)
+        y_MXD = broadcast(y_tXD[jnp.array(leaves)], S - 1)
         shape = x_MBTD.shape
         return jax.lax.reshape(y_MXD, shape, out_sharding=rules.out(None, "batch", "seq", "act"))
 
@@ -249,7 +249,7 @@ def _forward(run, layers, x_XD, arrived, kept, batch, t):
             return run(layers, x_XD, _pick(batch, work.microbatch)), slots
 
         y_XD, slots = jax.lax.cond(work.active, active, lambda: (x_XD, kept[0]))
-        return to_all(y_XD, S - 1), pass_on(y_XD, 1)[None], slots[None]
+        return broadcast(y_XD, S - 1), shift(y_XD, 1)[None], slots[None]
 
     return on_stage(layers, x_XD, arrived, kept, batch, t)
 
@@ -288,7 +288,7 @@ def _backward(run, layers, grad_y_XD, came_back, kept, grad_layers, batch, t):
             return grad_x_XD, jax.tree.map(jnp.add, grad_layers, more)
 
         grad_x_XD, total = jax.lax.cond(work.active, active, lambda: (grad_y_XD, grad_layers))
-        return to_all(grad_x_XD, 0), pass_on(grad_x_XD, -1)[None], total
+        return broadcast(grad_x_XD, 0), shift(grad_x_XD, -1)[None], total
 
     return on_stage(layers, grad_y_XD, came_back, kept, grad_layers, batch, t)
 

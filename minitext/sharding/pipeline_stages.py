@@ -91,13 +91,13 @@ def _join(x: jax.Array, rest: P) -> P:
     return P(*(a or b for a, b in itertools.zip_longest(_spec(x), rest)))
 
 
-def pass_on(x: jax.Array, step: int) -> jax.Array:
+def shift(x: jax.Array, step: int) -> jax.Array:
     """Every stage's x goes `step` stages on, round the ring."""
     S = jax.lax.axis_size(AXIS)
     return jax.lax.ppermute(x, AXIS, [(s, (s + step) % S) for s in range(S)])
 
 
-def to_all(x: jax.Array, stage: int) -> jax.Array:
+def broadcast(x: jax.Array, stage: int) -> jax.Array:
     """One stage's x, on all of them."""
     mine = jnp.where(jax.lax.axis_index(AXIS) == stage, x, 0)
     return jax.lax.psum(mine.astype(_sum_type(x)), AXIS).astype(x.dtype)

@@ -31,11 +31,11 @@ def cross_entropy(
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
     normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    # A masked sum, not a gather: it stays local when the vocabulary is sharded, and fuses with the logsumexp.
-    # The numbers to compare with are made where the logits are: `arange` would count the whole vocabulary everywhere.
-    place = jax.typeof(logits_BTV).sharding
+    # A masked sum instead of a gather: it stays local when the vocabulary is sharded, and fuses with the logsumexp.
+    # The iota is sharded like the logits; `arange` would be the whole vocabulary on every device.
+    sharding = jax.typeof(logits_BTV).sharding
     id_BTV = jax.lax.broadcasted_iota(
-        jnp.int32, logits_BTV.shape, 2, out_sharding=None if place.mesh.empty else place
+        jnp.int32, logits_BTV.shape, 2, out_sharding=None if sharding.mesh.empty else sharding
     )
     hit_BTV = id_BTV == targets_BT[:, :, None]
     target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, 0.0), axis=-1)
@@ -58,16 +58,16 @@ def fused_sums(
     impl: str,
     rules: ShardingRules,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the masked sums of the loss, with z-loss and without, from a kernel that need not store logits.
+    """Returns the masked sums of the loss, with and without z-loss, from a kernel that needn't store logits.
 
     Args:
       x_BTD: [B, T, D] hidden states, rows whole on their devices.
       w_DV: [D, V] output layer, of the same type.
       targets_BT: [B, T] integers below V.
-      mask_BT: [B, T], 0 where a target does not count.
+      mask_BT: [B, T], 0 where a target doesn't count.
       z_loss: weight of the squared log-normalizer.
       impl: of `minitext.kernels.linear_cross_entropy`.
-      rules: where tokens lie.
+      rules: how tokens are sharded.
     """
     x_XD, targets_X, mask_X = (flatten_tokens(x, rules) for x in (x_BTD, targets_BT, mask_BT))
     nll_X, normalizer_X = kernels.linear_cross_entropy(x_XD, w_DV, targets_X, impl=impl)
@@ -82,22 +82,21 @@ def sum_in_chunks(
     chunks: int,
     rules: ShardingRules,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds up `sums(x_BtD, *per_token_Bt)` over chunks of the sequence, each computed again in the backward pass.
+    """Adds up `sums(x_BtD, *per_token_Bt)` over chunks of the sequence, each recomputed in the backward pass.
 
-    What a chunk makes of its tokens (their logits, t*V numbers for each row) exists for one chunk at a time. A chunk's
-    share of an unsplit parameter's gradient is added up in float32, and weights that fsdp splits are gathered once more
-    for each chunk.
+    Logits, t*V numbers for each row, exist for one chunk at a time. The chunks' gradients of an unsharded parameter are
+    added up in float32, and weights sharded by fsdp are gathered again for each chunk.
 
     Args:
       sums: returns two float32 scalars.
       x_BTD: [B, T, D] hidden states.
       per_token_BT: [B, T] arrays.
       chunks: how many; it divides the tokens of a row that a device holds.
-      rules: where tokens lie.
+      rules: how tokens are sharded.
     """
 
     def split(x, *names):
-        # Token t goes to chunk t % M, so that every device keeps its own tokens and nothing moves.
+        # Token t goes to chunk t % M: every device keeps its own tokens, and nothing moves.
         (B, T, *rest), M = x.shape, chunks
         out = rules.out(*names[:2], None, *names[2:])
         return jnp.moveaxis(jax.lax.reshape(x, (B, T // M, M, *rest), out_sharding=out), 2, 0)

@@ -1,20 +1,21 @@
-"""A loss or gradient that is no number: training stops, or goes on without that step.
+"""A loss or gradient that isn't finite: training stops, or continues without that step.
 
-One overflow makes every parameter NaN, and every step after it. `train.on_nan` says what becomes of it:
+One overflow makes every parameter NaN, and with it every later step. `train.on_nan` decides what happens:
 
-    stop   one line with the step, the values and where the batch lies; nothing is saved any more, so the newest
+    stop   one line gives the step, the values and the batch's file. Nothing is saved any more, so the newest
            checkpoint is the last good one.
-    skip   the step changes neither parameters nor moments. That is decided inside the step, where the values are
-           equal on every process. The step counts: the learning rate follows the number of the step.
+    skip   the step changes neither the parameters nor the optimizer's state. The step itself decides, from values that
+           are equal on every process. It still counts: the learning rate follows the step's number.
 
-The trainer reads a step's metrics after it has dispatched the next, so it keeps the last batches at hand. In both cases
-the batch is saved: each process writes the rows it holds, as arrays and as text.
+The loop reads a step's metrics after dispatching the next one, so it keeps the last batches. In both cases the batch is
+saved: each process writes the rows it holds, as arrays and as text.
 
 Chapters: 21.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,8 @@ from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
 FOLDER = "nonfinite"
-IN_A_ROW = (
-    10  # skipped steps after which training stops: the parameters, not the batches, are at fault
-)
-MOST = 100  # batches that are saved
+IN_A_ROW = 10  # skipped steps after which training stops: then the parameters are at fault, not the batches
+MOST = 100  # saved batches
 
 
 class NonFinite(UserError):
@@ -44,12 +43,12 @@ def skip(finite: jax.Array, new: Any, old: Any) -> Any:
     """Chooses the state after a step, inside the step.
 
     Args:
-      finite: bool scalar, whether loss and gradient are.
-      new: parameters and optimizer's state after the step.
-      old: the same before it.
+      finite: bool scalar, whether the loss and the gradient are.
+      new: parameters and optimizer state after the step.
+      old: the same before the step.
 
     Returns:
-      `new` where `finite`, else `old`; but counts, which are integers, always move on.
+      `new` if `finite`, else `old`; integers, which are counts, always come from `new`.
     """
 
     def choose(new, old):
@@ -60,29 +59,29 @@ def skip(finite: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(choose, new, old)
 
 
+@dataclass
 class Guard:
-    """Looks at what each step gave, and saves the batch of one that is not finite.
+    """Checks the results of each step, and saves the batch of a step that isn't finite.
 
-    Args:
+    Attributes:
       directory: the run directory.
       policy: `train.on_nan`.
-      tokenizer: makes the batch's text.
+      tokenizer: decodes the batch.
       say: prints a line.
     """
 
-    def __init__(
-        self, directory: Path, policy: str, tokenizer: Tokenizer, say: Callable[[str], None]
-    ):
-        self._directory, self._policy, self._tokenizer = directory, policy, tokenizer
-        self._say = say
-        self._in_a_row = 0
+    directory: Path
+    policy: str
+    tokenizer: Tokenizer
+    say: Callable[[str], None]
+    _in_a_row: int = 0
 
     def check(self, line: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> None:
-        """Looks at a step's line of metrics.
+        """Checks a step's line of metrics.
 
         Args:
           line: with `step`, `loss` and `grad_norm`.
-          batch: what the step was given, [B, T] arrays.
+          batch: the step's batch, [B, T] arrays.
 
         Raises:
           NonFinite: under `stop`, or after `IN_A_ROW` skipped steps.
@@ -93,21 +92,19 @@ class Guard:
             return
         step = line["step"]
         self._in_a_row += 1
-        told = f"step {step}: {' and '.join(f'{k} is {v}' for k, v in found.items())}"
-        place = self._save(step, line, batch)
-        told += f"; its batch is {f'in {place}' if place else 'not saved: there are many already'}"
-        if self._policy == "skip" and self._in_a_row < IN_A_ROW:
-            self._say(f"{told}; the step is skipped")
+        text = f"step {step}: {' and '.join(f'{k} is {v}' for k, v in found.items())}"
+        path, skips = self._save(step, line, batch), self.policy == "skip"
+        text += f"; its batch is {f'in {path}' if path else 'not saved: there are many already'}"
+        if skips and self._in_a_row < IN_A_ROW:
+            self.say(f"{text}; the step is skipped")
             return
-        if self._policy == "skip":
-            told += f"; that makes {IN_A_ROW} skipped steps in a row"
-        mend = "lower optim.learning_rate" + (
-            "" if self._policy == "skip" else " or set train.on_nan=skip"
-        )
-        raise NonFinite(f"{told}; the checkpoints before it are intact: {mend}")
+        if skips:
+            text += f"; that makes {IN_A_ROW} skipped steps in a row"
+        fix = "lower optim.learning_rate" + ("" if skips else " or set train.on_nan=skip")
+        raise NonFinite(f"{text}; the checkpoints before it are intact: {fix}")
 
     def check_parameters(self, step: int, params: Any) -> None:
-        """Looks at the parameters that are about to be saved: an update can overflow though the loss did not.
+        """Checks the parameters before they are saved: an update can overflow even if the loss did not.
 
         Raises:
           NonFinite: if one of them is not finite.
@@ -121,7 +118,7 @@ class Guard:
     @cached_property
     def _all_finite(self) -> Callable[[Any], jax.Array]:
         def all_finite(params: Any) -> jax.Array:
-            # A sum of squares would overflow where no parameter does.
+            # A sum of squares could overflow although no parameter does.
             return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
 
         return jax.jit(all_finite)
@@ -130,7 +127,7 @@ class Guard:
         self, step: int, line: Mapping[str, Any], batch: Mapping[str, jax.Array]
     ) -> Path | None:
         """Writes the rows of the batch that this process holds; returns where, or None."""
-        folder = self._directory / FOLDER
+        folder = self.directory / FOLDER
         part = f".{jax.process_index()}" if jax.process_count() > 1 else ""
         path = folder / f"{step}{part}.npz"
         if len(list(folder.glob(f"*{part}.npz"))) >= MOST:
@@ -139,7 +136,7 @@ class Guard:
         numbers, arrays = rows(batch)
         about = {"step": step, "loss": line["loss"], "grad_norm": line["grad_norm"]}
         np.savez(path, row=numbers, **arrays, **about)
-        texts = [self._tokenizer.decode(row.tolist()) for row in arrays["tokens"]]
+        texts = [self.tokenizer.decode(row.tolist()) for row in arrays["tokens"]]
         pairs = zip(numbers.tolist(), texts, strict=True)
         files.write(
             path.with_suffix(".txt"), "".join(f"--- row {n}\n{text}\n" for n, text in pairs)
@@ -148,7 +145,7 @@ class Guard:
 
 
 def rows(batch: Mapping[str, jax.Array]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the rows of a batch that lie on this process's devices.
+    """Returns the rows of a batch that are on this process's devices.
 
     Args:
       batch: [B, T] arrays, sharded over rows only and alike.

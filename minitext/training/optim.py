@@ -14,20 +14,20 @@ from jax.sharding import PartitionSpec
 
 from minitext.config.sections import OptimConfig
 
-# Of the polynomial a*s + b*s^3 + c*s^5 that drives singular values towards 1 in five rounds (Jordan 2024).
+# Coefficients of a*s + b*s^3 + c*s^5, which drives singular values towards 1 in five iterations (Jordan 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-MUON_RMS = 0.2  # of an update's entries: about AdamW's, so that its rates and decay carry over (Liu et al. 2025)
+MUON_RMS = 0.2  # root mean square of an update: about AdamW's, so AdamW's rates and decay carry over (Liu et al. 2025)
 
 
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step: linear warm-up, then one of four courses.
+    """Returns the learning rate as a function of the step: linear warm-up, then one of four schedules.
 
-    `cosine` and `linear` fall from the end of warm-up on; `wsd` (warm-up, stable, decay; Hu et al. 2024) stays at the
-    peak until the last `decay_share` of the run and falls linearly; `constant` stays.
+    `cosine` and `linear` decay from the end of the warm-up; `wsd` (warm-up, stable, decay; Hu et al. 2024) stays at the
+    peak and decays linearly over the last `decay_share` of the run; `constant` stays at the peak.
 
     Args:
-      cfg: peak, warm-up and shape.
-      steps: steps in the whole run; a decay ends there at `min_ratio` of the peak.
+      cfg: peak, warm-up and schedule.
+      steps: steps in the whole run, where a decay reaches `min_ratio` of the peak.
     """
     peak, floor = cfg.learning_rate, cfg.learning_rate * cfg.min_ratio
     rest = max(1, steps - cfg.warmup_steps)
@@ -38,7 +38,7 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
         "wsd": optax.linear_schedule(peak, floor, decay, transition_begin=rest - decay),
         "constant": optax.constant_schedule(peak),
     }[cfg.schedule]
-    # Step 0 already moves: a first step at rate zero would be a step wasted.
+    # The first step already has a rate: at zero it would be wasted.
     warmup = optax.linear_schedule(peak / (cfg.warmup_steps + 1), peak, cfg.warmup_steps)
     return optax.join_schedules([warmup, course], [cfg.warmup_steps])
 
@@ -46,7 +46,7 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 def make_optimizer(cfg: OptimConfig, steps: int) -> optax.GradientTransformation:
     """Returns clipping by global norm followed by the optimizer, with decoupled decay (Loshchilov and Hutter 2019).
 
-    State is float32 and shaped and sharded as the parameters are. Matrices decay, norm scales don't.
+    The state is float32, with the parameters' shapes and shardings. Matrices decay, norm scales don't.
     """
     update = optax.chain(
         DIRECTIONS[cfg.kind](cfg),
@@ -70,7 +70,7 @@ def _muon(cfg: OptimConfig) -> optax.GradientTransformation:
     return optax.partition({"muon": matrices, "adam": _adam(cfg)}, muon_labels)
 
 
-# What becomes of a clipped gradient before decay and rate.
+# What each optimizer makes of a clipped gradient, before decay and learning rate.
 DIRECTIONS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
     "adamw": _adam,
     "sgd": lambda cfg: optax.trace(cfg.b1),
@@ -80,14 +80,14 @@ DIRECTIONS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
 
 
 def orthogonalize(update: jax.Array) -> jax.Array:
-    """Moves the singular values of matrices close to 1, by five rounds of a Newton-Schulz iteration.
+    """Moves the singular values of matrices close to 1, by five Newton-Schulz iterations.
 
     Args:
-      update: [..., D, F] matrices; leading dimensions are those of a stack.
+      update: [..., D, F] matrices, stacked along the leading dimensions.
 
     Returns:
-      The same shape and sharding, scaled to a root mean square of about `MUON_RMS`. Every device holds and iterates
-      whole matrices meanwhile.
+      The same shape and sharding, scaled to a root mean square of about `MUON_RMS`. During the iterations every device
+      holds whole matrices.
     """
     sharding = jax.typeof(update).sharding
     gathered = not sharding.mesh.empty
@@ -108,7 +108,7 @@ def orthogonalize(update: jax.Array) -> jax.Array:
 def decay_mask(params: Any) -> Any:
     """Returns True for every parameter with at least two named dimensions.
 
-    A scale of a stacked layer is an [L, D] array of one named dimension, so names count, not ranks.
+    A stacked layer's scale is an [L, D] array with one named dimension, so this counts names, not ranks.
     """
     return _label(params, lambda names: len(names) >= 2)
 
@@ -119,7 +119,7 @@ def muon_labels(params: Any) -> Any:
 
 
 def _label(params: Any, label: Callable[[tuple[str, ...]], Any]) -> Any:
-    """Labels each parameter by its dimensions' names; plain arrays, which have none, by as many nameless ones."""
+    """Labels each parameter by the names of its dimensions; a plain array's dimensions have empty names."""
     named = lambda x: hasattr(x, "axes")  # noqa: E731
     return jax.tree.map(
         lambda x: label(x.axes) if named(x) else label(("",) * x.ndim),

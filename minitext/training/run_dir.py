@@ -1,14 +1,14 @@
-"""A run directory: what stands in it, whether it may be resumed, and reading it back.
+"""A run directory: what is in it, whether it can be resumed, and how to read it.
 
     runs/NAME/
       config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
-      tokenizer.json   so that text can be generated where the training text is not
+      tokenizer.json   to generate text where the training text isn't
       metrics.jsonl    one object a step
-      events.jsonl     what the time went into (`minitext.observability.goodput`)
-      profile/         a trace of some steps, where one is asked for (`minitext.observability.profiler`)
+      events.jsonl     where the time went (`minitext.observability.goodput`)
+      profile/         a trace of some steps, if asked for (`minitext.observability.profiler`)
       tensorboard/     the same as TensorBoard events
-      samples.txt      text sampled at start, middle and end
-      checkpoints/     state, data position and configuration, by step
+      samples.txt      text sampled at the start, middle and end
+      checkpoints/     state, position in the data and configuration, by step
 
 Chapters: 6, 8.
 """
@@ -34,7 +34,7 @@ from minitext.training.step import TrainState, abstract_state, init_state, make_
 
 CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
 
-# What may change when a run is resumed: how long and how it trains, not what it is or what it reads.
+# What may change when a run resumes: how long and how it trains, not the model or the data.
 RESUMABLE = (
     "train.steps",
     "data.epochs",
@@ -103,15 +103,15 @@ def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
     """
     cfg = read_config(directory)
     restored = _read_parameters(directory, cfg, make_mesh(devices=jax.devices()[:1]))
-    # By way of the host: device_put alone would keep the mesh in their types, and they are used without one.
+    # Through the host: device_put alone would keep the mesh in their types, and they are used without one.
     params = jax.device_put(jax.device_get(restored.state["params"]), jax.devices()[0])
     return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
 
 
 def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, int]:
-    """Returns what a new run begins with, and its step: another run's state or parameters, or freshly drawn ones.
+    """Returns a new run's first state and its step: another run's state or parameters, or freshly drawn ones.
 
-    Going on from another run's full state on the same data also moves `batches` to where that run stood.
+    Continuing from another run's full state on the same data also moves `batches` to that run's position.
 
     Raises:
       UserError: if the directory named by `checkpoint.load_*` holds no usable checkpoint, or another model's.
@@ -133,9 +133,9 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
 
 
 def export_run(directory: Path | str, target: Path | str) -> int:
-    """Writes a run's newest parameters, its configuration and tokenizer, whole or not at all.
+    """Writes a run's newest parameters, configuration and tokenizer, whole or not at all.
 
-    What it writes is read by `minitext generate` and `eval`, and by `checkpoint.load_parameters`.
+    `minitext generate`, `minitext eval` and `checkpoint.load_parameters` read the result.
 
     Returns:
       The step that was exported.
@@ -176,7 +176,7 @@ def _nothing_saved(directory: Path | str) -> UserError:
 
 
 def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Measures a run's loss on all of its validation rows, or on other data that overrides name.
+    """Measures a run's loss on all its validation rows, or on other data named by overrides.
 
     Returns:
       `step`, `loss` in nats per token, `perplexity`, `bits_per_byte`, `tokens` (targets), and
@@ -201,7 +201,7 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
             nll, tokens = nll + float(part), tokens + float(count)
             targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
             text = tokenizer.decode(targets)
-            # Where a row cuts a character its bytes decode to U+FFFD, three bytes for one.
+            # A character cut by the end of a row decodes to U+FFFD: three bytes for one.
             size += len(text.encode()) - 2 * text.count("\ufffd")
     loss = nll / max(tokens, 1.0)
     return {
@@ -216,7 +216,7 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
 
 @contextlib.contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Turns a disk that is full or can't be written into one line.
+    """Turns the error of a full or read-only disk into one line.
 
     Raises:
       UserError: naming the directory, the cause, and the command that resumes.

@@ -57,7 +57,7 @@ class Samples:
         if not job.is_first():
             return
         params = jax.device_put(params, jax.local_devices()[0])
-        # Scanned, whatever training does: for so few tokens compiling is what takes time.
+        # Scanned, whatever training does: for so few tokens, compiling takes most of the time.
         model = cfg.model.model_copy(update={"scan_layers": True})
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
             tokens = list(
@@ -67,7 +67,7 @@ class Samples:
                     prompt,
                     max_tokens=cfg.train.sample_tokens,
                     stop_id=tokenizer.eod_id,
-                    how=Sampling(temperature=0.8, top_k=40),
+                    sampling=Sampling(temperature=0.8, top_k=40),
                     seed=cfg.train.seed,
                 )
             )

@@ -38,11 +38,11 @@ Metrics = dict[str, jax.Array]
 
 
 class Sums(NamedTuple):
-    """What is reported of some tokens, to be divided by how many targets they have.
+    """What is reported about some tokens, before dividing by the number of their targets.
 
     Attributes:
       nll: the summed negative log-likelihood of the targets, in nats.
-      routing: of a mixture of experts its layers' routing, the means in it times the number of targets.
+      routing: in a mixture of experts, the layers' routing, with its means multiplied by the number of targets.
     """
 
     nll: jax.Array
@@ -92,7 +92,7 @@ def make_init(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[], TrainState
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """Draws the parameters from `train.seed` onto a mesh, the same on every mesh."""
+    """Draws the parameters from `train.seed`, the same on every mesh."""
     with jax.set_mesh(mesh):
         return make_init(cfg, mesh)()
 
@@ -121,7 +121,7 @@ def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.Shap
 
 
 def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
-    """Returns, for each kind of optimizer, the bytes of `parameters`, `gradients` and `state` over all devices."""
+    """Returns the bytes of `parameters`, `gradients` and `state` over all devices, for each kind of optimizer."""
     params = jax.eval_shape(lambda: _init(cfg)).params
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     return {
@@ -142,7 +142,7 @@ def model_def(cfg: Config) -> Any:
 
 
 def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Sums]]:
-    """Returns a function of (params, batch) giving the summed loss, in nats, and what is reported."""
+    """Returns a function of (params, batch) giving the summed loss, in nats, and `Sums`."""
     graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
 
     def loss_fn(params, batch):
@@ -162,7 +162,7 @@ def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Sums]]:
 def _summed_loss(
     cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """The summed loss and negative log-likelihood of what the output layer reads."""
+    """Returns the summed loss and negative log-likelihood of hidden states."""
     rules = RULES[cfg.sharding.rules]
     if cfg.train.loss_impl != "xla":
         w_DV = model.output_weight(x_BTD.dtype)
@@ -186,9 +186,9 @@ def _summed_loss(
 
 
 def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
-    """Returns a function of (params, batch) giving (summed loss, what is reported) and the loss's gradients.
+    """Returns a function of (params, batch) giving ((summed loss, `Sums`), the loss's gradients).
 
-    It is autodiff's, but for the pipeline schedule 1F1B, whose order of forward and backward work autodiff cannot give.
+    It's autodiff's, except for the pipeline schedule 1F1B: autodiff can't interleave forward and backward work.
     """
     S = mesh.shape["stage"]
     if S == 1 or cfg.pipeline.schedule != "1f1b":
@@ -209,7 +209,7 @@ def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any
 
         def loss(outer, x_XD, one):
             model = with_outer(outer)
-            x_BTD = model.finish(x_XD, one["tokens"].shape[0])
+            x_BTD = model.final_norm(x_XD, one["tokens"].shape[0])
             return _summed_loss(cfg, model, x_BTD, one)
 
         def embed(outer, one):
@@ -253,12 +253,12 @@ def make_step_fn(
     gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Any]:
-        # Sums over all target tokens are divided once: a mean over microbatches or devices would weight tokens
-        # by how full their part of the batch is.
+        # Sums over all target tokens are divided once: a mean of the microbatches' or devices' means would weight
+        # tokens by how full their part of the batch is.
         tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
         sums, grads = gradients(state.params, batch)
         share = 1.0 / jnp.maximum(tokens, 1.0)
-        # With ZeRO each device updates the part of the parameters whose optimizer state it holds, then all gather them.
+        # With ZeRO each device updates the parameters whose optimizer state it holds, and then all gather them.
         params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
         grads = jax.tree.map(lambda g: g * share, grads)
         opt_state = state.opt_state
@@ -290,7 +290,7 @@ def make_step_fn(
 
 
 def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], tuple[Sums, Any]]:
-    """Returns a function giving what is reported and the gradient, summed over microbatches, one after another."""
+    """Returns a function giving `Sums` and the gradient, summed over microbatches one after another."""
     M, rules = cfg.train.microbatches, RULES[cfg.sharding.rules]
 
     def whole(params, batch):

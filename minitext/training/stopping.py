@@ -1,16 +1,16 @@
-"""Stopping between two steps: every process after the same one, its state saved.
+"""Stopping between two steps: every process stops after the same step, with its state saved.
 
-SIGTERM is how a cluster takes a machine back, after some seconds of grace; Ctrl-C is how a person does. Both ask for
-the same: end the step, save, say how to resume. The exit code tells them apart: 0 for SIGTERM, since all went as the
-cluster wished, and 130 for Ctrl-C. A second Ctrl-C stops at once. While a program is being compiled the signal waits,
-as all of Python's do; nothing that could be saved is lost then.
+A cluster sends SIGTERM some seconds before it takes a machine back; a person presses Ctrl-C. Both ask for the same:
+finish the step, save, and print how to resume. The exit codes differ: 0 after SIGTERM, because everything went as the
+cluster wanted, and 130 after Ctrl-C. A second Ctrl-C stops at once. While a program compiles, the signal has to wait,
+as all of Python's signals do; there is nothing to lose then.
 
-With several processes a signal may reach one of them, or each at another step, and a step that some do not take never
-ends for the others. So the first one asked writes the step to stop after where all look once a step, the coordination
-service's key-value store. Which step can all still reach? A process looks when it has dispatched step m and has read
-the metrics of step m - 1, which no process can have before all have dispatched m - 1. Asked at step n, a process writes
-before it dispatches n + 1. Whoever looks at step n + 2 has read the metrics of n + 1, so it sees what was written: all
-stop after step n + 2.
+With several processes, a signal may reach only one of them, or each at a different step, and a step that some
+processes don't take never ends for the others. So the first process that is asked writes the last step into the
+coordination service's key-value store, which all read once a step. Which step can all still reach? A process reads
+the store when it has dispatched step m and has read the metrics of step m - 1, which no process can have before all
+have dispatched m - 1. A process asked at step n writes before it dispatches n + 1. Any process at step n + 2 has read
+the metrics of n + 1, so it sees that word: all stop after step n + 2.
 
 Chapters: 21.
 """
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from minitext.training.run_dir import resume_command
 
-SLACK = 2  # steps between the one in which a process was asked and the last, with several processes
+SLACK = 2  # with several processes, steps from the one in which a process was asked to the last
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -40,10 +40,10 @@ class Interrupted(Exception):
 
 
 class Board(Protocol):
-    """Where processes leave word for each other; `distributed.Board` is the coordination service's."""
+    """Where processes leave a word for each other; `job.Board` is the coordination service's."""
 
     def put(self, word: str) -> None:
-        """Leaves a word, unless there is one; it can be read everywhere when this returns."""
+        """Leaves a word unless there is one already. When this returns, every process can read it."""
         ...
 
     def get(self) -> str | None:
@@ -52,11 +52,11 @@ class Board(Protocol):
 
 
 class Stopper:
-    """Takes SIGTERM and Ctrl-C while it is used as a context manager, and agrees on the last step.
+    """A context manager that handles SIGTERM and Ctrl-C, and agrees with other processes on the last step.
 
     Args:
       say: prints a line.
-      board: what the processes of a job share; None for a single process.
+      board: shared by the processes of a job; None for a single process.
 
     Attributes:
       number: the signal that ended the training, once `last` has returned True.
@@ -69,8 +69,8 @@ class Stopper:
         self.number: int = signal.SIGINT
 
     def last(self, step: int) -> bool:
-        """Returns whether training ends with this step. Called once a step, when the one before has been read."""
-        asked = self._asked  # read once: a signal from here on is for the next step
+        """Returns whether training ends with this step. Call it once a step, after reading the step before."""
+        asked = self._asked  # read once: a later signal counts for the next step
         if self._board is None:
             self.number = asked or self.number
             return asked is not None

@@ -1,12 +1,13 @@
 """What every thread was doing when training hung.
 
-When no step ends for `train.hang_seconds`, and on SIGUSR1, the stack traces of all threads go to
-RUN/stacks/PROCESS-TIME.txt. A hang is seldom where it shows: one process waits for its disk, and all others for that
-process. So the dump of one makes all dump, by a file in the run directory that each looks at once a second.
+If no step ends for `train.hang_seconds`, and on SIGUSR1, the stack traces of all threads are written to
+RUN/stacks/PROCESS-TIME.txt. A hang rarely starts where it shows: one process waits for its disk, and all the others
+wait for that process. So when one process dumps its stacks, all do: each looks once a second at a file in the run
+directory.
 
-The traces are written by `faulthandler`, in C, so that they come also when the main thread is deep in a compiler or a
-collective and no Python of it runs. The timer is C too: a thread here sets it anew as long as steps end, and where that
-thread itself is held up, the timer is not set anew.
+`faulthandler` writes the traces in C, so they also appear when the main thread is deep in a compiler or a collective
+and runs no Python. The timer is in C too. A thread here resets it as long as steps end; if that thread is stuck as
+well, nothing resets the timer.
 
 Chapters: 21.
 """
@@ -21,22 +22,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 STACKS = "stacks"
-REQUEST = "request"  # touched by a process that has dumped, for the others
+REQUEST = "request"  # a process that has dumped touches it, so the others dump too
 POLL = 1.0  # seconds
-QUIET = 10.0  # seconds after a dump in which requests are not answered: all may have hung, and asked, together
+QUIET = 10.0  # seconds after a dump in which requests are ignored: all may have hung, and asked, at once
 
 
 class Watchdog:
-    """Watches that steps end, while it is used as a context manager. Only one is in use at a time.
+    """A context manager that watches whether steps end. Use one at a time.
 
     Args:
       directory: the run directory, which all processes see.
       process: this process's index.
       say: prints a line.
-      seconds: without the end of a step, after which stacks are dumped; None only dumps when asked.
+      seconds: dump the stacks when no step has ended for so long; None dumps only on request.
 
     Attributes:
-      path: the file that this process's stacks go to; removed at the end if nothing was dumped.
+      path: this process's file of stacks, removed at the end if nothing was dumped.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(f"{self._mine}*.txt"):  # empty, of a process that was killed
+        for left in self._folder.glob(
+            f"{self._mine}*.txt"
+        ):  # empty, from a process that was killed
             if not left.stat().st_size:
                 left.unlink()
         self._file = self.path.open("a", encoding="utf-8")

@@ -30,7 +30,7 @@ def test_greedy_tokens_are_those_of_decoding_without_a_cache(params):
     )
     logits = jax.jit(lambda tokens: nnx.merge(nnx.split(model)[0], params)(tokens))
     for prompt in ([3], list(range(30)), [5] * 64, [7] * 65):
-        got = list(generate(CFG, params, prompt, max_tokens=6, how=GREEDY))
+        got = list(generate(CFG, params, prompt, max_tokens=6, sampling=GREEDY))
         row = np.zeros((1, 80), np.int32)
         row[0, : len(prompt)] = prompt
         for i in range(6):
@@ -41,17 +41,17 @@ def test_greedy_tokens_are_those_of_decoding_without_a_cache(params):
 
 def test_a_seed_gives_one_text_and_another_seed_another(params):
     texts = [
-        list(generate(CFG, params, [1, 2], max_tokens=20, seed=s, how=Sampling(2.0)))
+        list(generate(CFG, params, [1, 2], max_tokens=20, seed=s, sampling=Sampling(2.0)))
         for s in (0, 0, 1)
     ]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_it_stops_at_the_stop_token(params):
-    tokens = list(generate(CFG, params, [1, 2], max_tokens=12, how=GREEDY))
+    tokens = list(generate(CFG, params, [1, 2], max_tokens=12, sampling=GREEDY))
     stop = tokens[4]
     assert (
-        list(generate(CFG, params, [1, 2], max_tokens=12, how=GREEDY, stop_id=stop))
+        list(generate(CFG, params, [1, 2], max_tokens=12, sampling=GREEDY, stop_id=stop))
         == tokens[: tokens.index(stop)]
     )
 
@@ -89,7 +89,7 @@ def test_a_step_with_a_long_cache_copies_none_of_it():
 
 def test_rows_of_a_batch_and_layers_apart_change_nothing(params):
     prompts = np.random.default_rng(0).integers(0, CFG.vocab, (5, 9))
-    alone = [list(generate(CFG, params, row, max_tokens=12, how=GREEDY)) for row in prompts]
+    alone = [list(generate(CFG, params, row, max_tokens=12, sampling=GREEDY)) for row in prompts]
     for scan in (True, False):
         cfg = CFG.model_copy(update={"scan_layers": scan})
         together = list(Generator(cfg, params, GREEDY).tokens(prompts, max_tokens=12))
@@ -127,11 +127,11 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "how", "named"),
+    ("prompt", "sampling", "named"),
     [([], GREEDY, "empty"), ([40], GREEDY, "token 40"), ([1], Sampling(-1.0), "temperature=-1"),
      ([1], Sampling(float("nan")), "temperature=nan"), ([1], Sampling(top_k=-2), "top_k=-2"),
      ([1], Sampling(top_p=0.0), "top_p=0"), ([1], Sampling(top_p=1.5), "top_p=1.5")],
 )  # fmt: skip
-def test_bad_settings_are_one_line(params, prompt, how, named):
+def test_bad_settings_are_one_line(params, prompt, sampling, named):
     with pytest.raises(UserError, match=named):
-        next(generate(CFG, params, prompt, max_tokens=3, how=how))
+        next(generate(CFG, params, prompt, max_tokens=3, sampling=sampling))
