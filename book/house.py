@@ -92,7 +92,7 @@ def direct(found: dict[str, Room]) -> list[tuple[str, str]]:
 
 # ---------------------------------------------------------------------------- the picture
 
-BOX, HEIGHT, FLOOR, GAP, MARGIN = 104, 54, 92, 16, 8
+BOX, HEIGHT, FLOOR, GAP, MARGIN = 112, 54, 92, 16, 8
 Node = tuple[str, int]  # a room, or a point where an arrow passes a floor: (its two rooms, floor)
 
 
@@ -191,7 +191,7 @@ STYLE = """
 .mt-house .arrow { fill: none; stroke: var(--soft); stroke-width: 1; }
 .mt-house .head { fill: var(--soft); }
 .mt-house text { text-anchor: middle; fill: var(--soft); font-size: 11px; }
-.mt-house .name { fill: var(--ink); font-size: 14px; font-weight: 600; }
+.mt-house .name { fill: var(--ink); font-size: 13.5px; font-weight: 600; }
 """
 
 
@@ -314,9 +314,9 @@ def readme_text() -> str:
         module = _PUBLIC[name]
         kind = "class" if name[0].isupper() else "func"
         path = f"minitext/{module.replace('.', '/')}.py"
-        rows.append([f"`mt.{name}`", f"{{py:{kind}}}`minitext.{module}.{name}`", f"`{path}`"])
+        rows.append([f"{{py:{kind}}}`mt.{name} <minitext.{module}.{name}>`", f"`{path}`"])
     code = "\n".join(lines)
-    return f"```python\n{code}\n```\n\n{table(['Name', 'What it is', 'File'], rows)}\n"
+    return f"```python\n{code}\n```\n\n{table(['In these lines', 'Defined in'], rows)}\n"
 
 
 STAGES = {"first_step": "Up to the first step", "first_save": "Up to the first save"}
