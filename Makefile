@@ -22,8 +22,8 @@ audit: .venv/test  ## long proofs: programs for TPUs against predictions, and al
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m audit $(ARGS)
 
 test-gpu-aot: .venv-gpu/made  ## compile every GPU kernel for an H100 without one (installs 4 GB into .venv-gpu)
-	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/test_kernels_gpu.py tests/test_aot.py $(ARGS)
-	$(ON_CPU) .venv-gpu/bin/python -m pytest -k gpu tests/test_hlo.py
+	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/kernels/test_gpu.py tests/compiler/test_aot.py $(ARGS)
+	$(ON_CPU) .venv-gpu/bin/python -m pytest -k gpu tests/compiler/test_hlo.py
 
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
 	rm -rf _build/html

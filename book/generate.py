@@ -270,12 +270,15 @@ def first_result() -> str:
 
 def main() -> None:
     """Writes every page; pages from an earlier run that are no longer made are removed."""
+    import house  # beside this script
+
     pages = {
         "hardware.md": hardware(),
         "configuration.md": configuration(),
         "letters_table.md": letters(),
         "first_result.md": first_result(),
         **reference(),
+        **house.parts(),
     }
     shutil.rmtree(OUT, ignore_errors=True)
     for name, text in pages.items():

@@ -195,3 +195,36 @@ def test_the_other_side_gets_the_same_weights():
     ours = jax.jit(lambda t: nnx.merge(graphdef, params)(t))(tokens[None])[0]
     theirs = llama({name: w.astype(np.float64) for name, w in weights.items()}, tokens, cfg.heads)
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+PATH_FILES = {
+    "a": "import b\n\nclass C:\n    x = [i for i in range(3)]\n\ndef first():\n"
+    "    list(b.numbers())\n    return sorted([1, 2], key=b.key), first_again()\n\n"
+    "def first_again():\n    b.key(1)\n    return b.unused\n",
+    "b": "key = lambda x: -x\n\ndef numbers():\n    yield from (i for i in range(3))\n\n"
+    "def unused():\n    pass\n",
+}
+
+
+def test_a_path_counts_functions_files_and_changes(tmp_path, monkeypatch):
+    import path
+
+    for name, text in PATH_FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    tracing = path.Trace(tmp_path)
+    before = sys.getprofile()
+    sys.setprofile(tracing)
+    try:
+        __import__("a").first()
+    finally:
+        sys.setprofile(before)
+        for name in PATH_FILES:
+            sys.modules.pop(name, None)
+    tracing.reach("first_step")
+    counts = tracing.stages["first_step"]
+    assert counts["functions_by_file"] == {"a.py": 2, "b.py": 2}
+    assert (counts["functions"], counts["files"]) == (4, 2)
+    # first -> numbers, first -> key (called by sorted), first_again -> key
+    assert counts["file_changes"] == 3
+    assert counts["comprehensions"] in (1, 2)  # Python 3.12 inlines the list's

@@ -1,11 +1,13 @@
 """What the book is made from: its configuration, its generated pages and its glossary."""
 
 import importlib.util
+import itertools
 import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -114,6 +116,118 @@ def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkey
         assert f"`benchmarks/{name}.py`, {found[name][-1]['date'][:4]}" in text
     measured.figure(found["train_cpu"], tmp_path / "a.svg")
     assert "</svg>" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.fixture
+def house(monkeypatch) -> ModuleType:
+    """book/house.py, which finds generate.py beside it."""
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    return importlib.import_module("house")
+
+
+def test_the_house_has_every_room_and_every_file(house):
+    text = house.rooms_text(house.rooms())
+    assert set(house.order()) == {
+        path.stem for path in (ROOT / "minitext").iterdir() if path.stem.strip("_") in house.order()
+    }
+    for path in (ROOT / "minitext").rglob("*.py"):
+        room, *within = path.relative_to(ROOT / "minitext").parts
+        if not within:
+            assert path.stem.startswith("__") or f"### {path.stem}\n" in text, path
+        elif within != ["__init__.py"]:
+            section = text.split(f"### {room}\n")[1].split("\n### ")[0]
+            assert f"| `{'/'.join(within)}` |" in section, path
+    for name in house.order():
+        module = importlib.import_module(f"minitext.{name}")
+        assert f"(room-{name})=\n### {name}\n" in text
+        assert module.__doc__.split("\n\n")[0] in text
+        assert name == "cli" or f"(_generated/api/{name}.md)" in text
+
+
+def test_the_picture_of_the_house_is_xml_with_a_title_and_every_room(house):
+    rooms = house.rooms()
+    svg = ElementTree.fromstring(house.picture(rooms))
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    named = {element.get("id"): element.text for element in svg.iter() if element.get("id")}
+    assert svg.get("role") == "img"
+    assert all(named[name] for name in svg.get("aria-labelledby").split())
+    shown = [text.text for text in svg.iterfind(".//svg:text[@class='name']", space)]
+    assert sorted(shown) == sorted(rooms)
+    assert all(name in named["house-text"] for name in rooms)
+    assert len(svg.findall("svg:path[@class='arrow']", space)) == len(house.direct(rooms))
+    links = {link.get("href") for link in svg.iterfind("svg:a", space)}
+    assert links == {f"#room-{name}" for name in rooms}
+
+
+def test_arrows_of_the_house_are_imports_that_follow_from_no_others(house):
+    rooms = {name: house.Room(name) for name in "abcd"}
+    for name, below in {"a": "bcd", "b": "d", "c": "d", "d": ""}.items():
+        rooms[name].imports = set(below)
+    arrows = house.direct(rooms)
+    assert set(arrows) == {("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")}
+    floors, _ = house.layers(rooms, arrows)
+    assert [{node[0] for node in floor} for floor in floors] == [{"a"}, {"b", "c"}, {"d"}]
+
+
+def test_no_two_boxes_of_the_house_overlap(house):
+    rooms = house.rooms()
+    floors, pieces = house.layers(rooms, house.direct(rooms))
+    house.untangle(floors, pieces)
+    middle = house.place(floors, pieces)
+    for floor in floors:
+        for left, right in itertools.pairwise(floor):
+            apart = middle[right] - middle[left]
+            assert apart >= (house.width(left) + house.width(right)) / 2, (left, right)
+
+
+def test_the_house_shows_the_lines_of_the_readme(house):
+    lines, text = house.readme_lines(), house.readme_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "import jax, minitext as mt" in lines and "\n".join(lines) in text
+    assert all(line in readme for line in lines)
+    for path in re.findall(r"`(minitext/\S+\.py)`", text):
+        assert (ROOT / path).is_file(), path
+
+
+def test_the_house_says_how_far_a_run_goes_before_and_now(house):
+    text = house.path_text()
+    assert text.count("| flat |") == text.count("| in rooms |") == 2
+    with pytest.raises(KeyError):
+        house.path_text(ROOT / "tests")
+
+
+def test_what_the_house_refers_to_exists(house):
+    page = (ROOT / "book" / "house.md").read_text(encoding="utf-8") + house.readme_text()
+    found = re.findall(r"\{py:\w+\}`(?:[^`<]*<|~)?([\w.]+)>?`", page)
+    assert len(found) >= 15
+    for name in found:
+        module, names = name, []
+        while importlib.util.find_spec(module) is None:
+            module, _, last = module.rpartition(".")
+            names.insert(0, last)
+        thing = importlib.import_module(module)
+        for part in names:
+            thing = getattr(thing, part)
+        assert thing.__doc__, name
+    for name in house.parts():
+        assert f"_generated/{name}" in page, name
+
+
+@pytest.mark.parametrize("page", ["book/house.md", "README.md", "CONTRIBUTING.md", "AGENTS.md"])
+def test_pages_for_contributors_name_files_that_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    folders = "minitext|tests|book|notebooks|exercises|benchmarks"
+    for path in re.findall(rf"(?<![\w/])((?:{folders})/[\w./]*\w|(?:{folders})/)(?![\w<*])", text):
+        made = path.startswith("book/_generated") or "NN" in path or "github.com" in path
+        assert made or (ROOT / path).exists(), path
+
+
+def test_contributors_are_sent_to_the_house():
+    for page in ("README.md", "CONTRIBUTING.md", "AGENTS.md"):
+        assert "book/house.md" in (ROOT / page).read_text(encoding="utf-8"), page
+    assert "(house.md)" in (ROOT / "book" / "index.md").read_text(encoding="utf-8")
+    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text(encoding="utf-8"))
+    assert toc["parts"][-1]["chapters"][0] == {"file": "book/house"}
 
 
 def test_the_bibliography_can_be_read_and_has_what_is_cited():
