@@ -14,6 +14,6 @@ def dot(a, b, over: tuple[int, int] = (1, 0)) -> jax.Array:
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def positions(shape: tuple[int, ...], axis: int, block=0):
+def positions(shape: tuple[int, ...], axis: int, block):
     """Returns the positions of a tile's elements along an axis of the array that the tile is number `block` of."""
     return block * shape[axis] + jax.lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from minitext import kernels
-from minitext.kernels import dispatch
 from minitext.compiler.targets import topology_mesh
 from minitext.errors import UserError
+from minitext.kernels import dispatch
 from minitext.kernels.grouped_matmul import tpu
 from minitext.kernels.grouped_matmul.xla import grouped_matmul as reference
 

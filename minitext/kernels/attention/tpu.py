@@ -114,7 +114,7 @@ def _logits(task: Task, q, k):
 def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, masked: bool):
     """Returns which keys of a tile its queries see, [tile_kv, tile_q] booleans, or None if all."""
     rows, cols = tile
-    seen = None
+    seen: Any = None
     if masked:
         t = q_block * task.shape.q + cols.start
         s = kv_block * task.shape.kv + rows.start
@@ -197,13 +197,13 @@ def _forward_kernel(
 def _backward_compute(task: Task, plans, refs, use, *, size: Tile):
     """Calls `use(tile, weights, gradients of the logits times sqrt(H))` for each tile of a step's block."""
     plan_q, plan_kv, plan_kind = plans
-    q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, *segments = refs
+    q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, q_segments, kv_segments = refs
     step = pl.program_id(2)
     _, factor = _units(task, q_ref.shape[1])
 
     def make(tile, masked):
         rows, cols = tile
-        seen = _seen(task, plan_q[step], plan_kv[step], tile, *segments, masked)
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, q_segments, kv_segments, masked)
         logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
         return seen, logits, dot(v_ref[rows, :], grad_ref[cols, :], NT)
 
@@ -222,9 +222,9 @@ def _backward_compute(task: Task, plans, refs, use, *, size: Tile):
     _compute(task, plan_kind[step], size, make, finish)
 
 
-def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs):
-    *inputs, dq_ref, acc_ref = refs
-    q_ref, k_ref, *_ = inputs
+def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
+    inputs, (dq_ref, acc_ref) = refs[:-2], refs[-2:]
+    q_ref, k_ref = inputs[:2]
     kind = plan_kind[pl.program_id(2)]
 
     @pl.when((kind & FIRST) != 0)
@@ -242,9 +242,9 @@ def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs):
         dq_ref[...] = (acc_ref[...] / math.sqrt(q_ref.shape[1])).T.astype(dq_ref.dtype)
 
 
-def _dkv_kernel(task, plan_q, plan_kv, plan_kind, *refs):
-    *inputs, dk_ref, dv_ref, dk_acc_ref, dv_acc_ref = refs
-    q_ref, _, _, grad_ref, *_ = inputs
+def _dkv_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
+    inputs, (dk_ref, dv_ref, dk_acc_ref, dv_acc_ref) = refs[:-4], refs[-4:]
+    q_ref, grad_ref = inputs[0], inputs[3]
     kind, member = plan_kind[pl.program_id(2)], pl.program_id(3)
 
     @pl.when(((kind & FIRST) != 0) & (member == 0))

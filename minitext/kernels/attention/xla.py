@@ -40,10 +40,7 @@ def attention(
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     q_BTKGH = _split_heads(q_BTNH, K)
-    logits_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
-    )
-    logits_BKGTS = logits_BKGTS / math.sqrt(H)
+    logits_BKGTS = _wide("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) / math.sqrt(H)
     if softcap is not None:
         logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
     probs_BKGTS = _softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_N)
@@ -183,11 +180,8 @@ def cached_attention(
     # All X = G*T queries of a key head are rows of one product.
     q_BKXH = jnp.reshape(_heads_first(q_BTNH, K), (B, K, -1, H))
 
-    def logits(keys):
-        wide = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys, preferred_element_type=jnp.float32)
-        return wide / math.sqrt(H)
-
-    both = jnp.concatenate([logits(cached_k_BKSH), logits(k_BKTH)], axis=-1)
+    logits = (_wide("BKXH,BKSH->BKXS", q_BKXH, keys) for keys in (cached_k_BKSH, k_BKTH))
+    both = jnp.concatenate([x / math.sqrt(H) for x in logits], axis=-1)
     filled_TS = jnp.broadcast_to(jnp.arange(S) < length, (T, S))
     mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
     probs = _softmax(both, jnp.tile(mask_TS, (N // K, 1))).astype(v_BKTH.dtype)

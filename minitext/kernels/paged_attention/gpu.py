@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from minitext.kernels.attention.xla import MASKED, NO_SINK
-from minitext.kernels.per_device import on_each_device, split
+from minitext.kernels.paged_attention import operands
+from minitext.kernels.per_device import on_each_device
 from minitext.kernels.tiles_gpu import MIN_TILE, Side, dot, load, params, store
 
 LOG2_E = math.log2(math.e)
@@ -56,18 +57,10 @@ def paged_attention(
 def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
     """Returns why the kernel can't compute this, or None."""
     S, H = k_pages_KPSH.shape[2:]
-    if len({x.dtype for x in (q_BNH, k_pages_KPSH, v_pages_KPSH)}) > 1:
-        return f"queries and pages must be of one type: got {q_BNH.dtype} and {k_pages_KPSH.dtype}"
-    if q_BNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"it computes in float32, bfloat16 or float16: got {q_BNH.dtype}"
     if any(size < MIN_TILE or size & (size - 1) for size in (S, H)):
         return f"pages and heads must be powers of two, {MIN_TILE} or more: got {S} and {H}"
-    q, k, table, lengths = map(split, (q_BNH, k_pages_KPSH, page_table_BX, lengths_B))
-    if q[1] != k[0] or any(k[1:]) or q[2] or table[1]:
-        return f"only heads of queries and pages may be split, both alike: got {q} and {k}"
-    if not q[0] == table[0] == lengths[0]:
-        return "tables and lengths must be split like their sequences' queries"
-    return None
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    return operands.reason(*args, types=("float32", "bfloat16", "float16"))
 
 
 def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B):

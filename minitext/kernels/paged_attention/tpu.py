@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from minitext.kernels.per_device import on_each_device, split
+from minitext.kernels.paged_attention import operands
+from minitext.kernels.per_device import on_each_device
 
 # Scalar memory for the page table, out of the 1 MiB that a chip has.
 TABLE_BYTES = 2**19
@@ -52,23 +53,14 @@ def paged_attention(
 
 def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
     """Returns why the kernel can't compute this, or None."""
-    arrays = q_BNH, k_pages_KPSH, v_pages_KPSH
-    dtypes = [x.dtype.name for x in arrays]
-    if len(set(dtypes)) > 1 or dtypes[0] not in ("float32", "bfloat16"):
-        return (
-            f"queries, keys and values must all be float32 or all bfloat16: got {', '.join(dtypes)}"
-        )
-    tile = 32 // q_BNH.dtype.itemsize
-    if k_pages_KPSH.shape[2] % tile:
-        return f"pages of {dtypes[0]} need a multiple of {tile} tokens: got {k_pages_KPSH.shape[2]}"
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    if reason := operands.reason(*args, types=("float32", "bfloat16")):
+        return reason
+    tile, S = 32 // q_BNH.dtype.itemsize, k_pages_KPSH.shape[2]
+    if S % tile:
+        return f"pages of {q_BNH.dtype} need a multiple of {tile} tokens: got {S}"
     if 4 * page_table_BX.size > TABLE_BYTES:
         return f"the page table must fit in {TABLE_BYTES} bytes of scalar memory: got {page_table_BX.shape} numbers"
-    q, k, v, table, lengths = map(split, (*arrays, page_table_BX, lengths_B))
-    if q[2] or any(k[1:]) or k != v or q[1] != k[0] or table != (q[0], None) or lengths != (q[0],):
-        return (
-            "only sequences and heads may be split over devices, each alike in every argument: "
-            f"got queries {q}, keys {k}, values {v}, page table {table} and lengths {lengths}"
-        )
     return None
 
 

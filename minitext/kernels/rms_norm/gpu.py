@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from minitext.kernels.rms_norm import rows as shared
+from minitext.kernels.rms_norm import operands
 from minitext.kernels.tiles_gpu import Side, load, store
 
 WIDEST = 2**15  # features that fit in one program's registers
@@ -39,14 +39,14 @@ def rms_norm(
     x: jax.Array, scale_D: jax.Array, eps: float = 1e-6, *, blocks: Blocks = DEFAULT
 ) -> jax.Array:
     """Computes `minitext.kernels.rms_norm`. On a mesh each device takes its own rows."""
-    return shared.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
+    return operands.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
 
 
 def supports(x, scale_D, _eps=1e-6) -> str | None:
     """Returns why the kernel can't compute this, or None."""
     if (D := x.shape[-1]) > WIDEST:
         return f"a row must fit in registers, as up to {WIDEST} features do: got D={D}"
-    return shared.reason(x, scale_D)
+    return operands.reason(x, scale_D)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -62,10 +62,6 @@ def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps),
         name="rms_norm",
     )(x_XD, scale_D)
-
-
-def _forward(eps: float, blocks: Blocks, x_XD, scale_D):
-    return _rms_norm(eps, blocks, x_XD, scale_D), (x_XD, scale_D)
 
 
 def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
@@ -88,7 +84,7 @@ def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
     return dx_XD, jnp.sum(shares_PD, axis=0).astype(scale_D.dtype)
 
 
-_rms_norm.defvjp(_forward, _backward)
+_rms_norm.defvjp(lambda *args: (_rms_norm(*args), args[2:]), _backward)
 
 
 def _forward_kernel(x_ref, scale_ref, out_ref, *, eps: float):

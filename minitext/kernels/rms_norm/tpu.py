@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from minitext.kernels.rms_norm import rows as shared
+from minitext.kernels.rms_norm import operands
 
 # Rows that a kernel computes at a time. Their sums stay in registers, where those of a whole block would spill to
 # memory. Values needed twice are read twice, because holding a wide strip in between would take all registers.
@@ -39,14 +39,14 @@ def rms_norm(
     x: jax.Array, scale_D: jax.Array, eps: float = 1e-6, blocks: Blocks = DEFAULT
 ) -> jax.Array:
     """Computes `minitext.kernels.rms_norm`. On a mesh each device takes its own rows."""
-    return shared.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
+    return operands.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
 
 
 def supports(x, scale_D, _eps=1e-6) -> str | None:
     """Returns why the kernel can't compute this, or None."""
     if _widest(x) < (D := x.shape[-1]):
         return f"{STRIP} rows of {x.dtype} must fit on the chip, as they do up to D={_widest(x)}: got D={D}"
-    return shared.reason(x, scale_D)
+    return operands.reason(x, scale_D)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -63,10 +63,6 @@ def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         name="rms_norm",
     )(x_XD, scale_D[None])
-
-
-def _forward(eps: float, blocks: Blocks, x_XD, scale_D):
-    return _rms_norm(eps, blocks, x_XD, scale_D), (x_XD, scale_D)
 
 
 def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
@@ -90,7 +86,7 @@ def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
     return grad_x_XD, jnp.sum(grad_scale_8D, axis=0).astype(scale_D.dtype)
 
 
-_rms_norm.defvjp(_forward, _backward)
+_rms_norm.defvjp(lambda *args: (_rms_norm(*args), args[2:]), _backward)
 
 
 def _rows(x_XD, blocks: Blocks) -> int:

@@ -1,4 +1,4 @@
-"""What the RMSNorm kernels share: they take rows, and each device takes its own.
+"""What the RMSNorm kernels ask of their operands, and how devices divide them: each takes its own rows.
 
 Chapters: 16.
 """
