@@ -12,12 +12,7 @@ import jax.numpy as jnp
 HEAD_DIM_STEP, HEAD_DIM_LIMIT = 8, 128
 
 
-def attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-) -> jax.Array:
+def attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> jax.Array:
     """Computes `minitext.kernels.attention` with a causal mask. The batch may be split over a mesh."""
 
     def local(q, k, v, segment_ids=None):

@@ -127,47 +127,44 @@ def plan(task: Task, *, by_kv: bool = False) -> Plan:
     return Plan(column, row, kind) if by_kv else Plan(row, column, kind)
 
 
-class Specs:
-    """Which block of each kind of array a step reads or writes.
+def _specs(task: Task, H: int, group: int, by_kv: bool) -> dict[str, pl.BlockSpec]:
+    """Returns which block of each kind of array a step reads or writes.
 
     The grid is (B, N, steps), or (B, K, steps, N/K) for gradients of keys: a key head's blocks stay in VMEM while its
     query heads go by.
     """
+    bq, bkv = task.shape[:2]
 
-    def __init__(self, task: Task, H: int, group: int, by_kv: bool):
-        bq, bkv = task.shape[:2]
+    def at(b, head, step, *rest):
+        *member, q, kv, _ = rest
+        if by_kv:
+            return b, head * group + member[0], head, q[step], kv[step]
+        return b, head, jax.lax.div(head, group), q[step], kv[step]
 
-        def at(b, head, step, *rest):
-            if by_kv:
-                member, q, kv, _ = rest
-                return b, head * group + member, head, q[step], kv[step]
-            q, kv, _ = rest
-            return b, head, jax.lax.div(head, group), q[step], kv[step]
+    def spec(shape, index):
+        return pl.BlockSpec(shape, lambda *ids: index(*at(*ids)))
 
-        def spec(shape, place):
-            return pl.BlockSpec(shape, lambda *ids: place(*at(*ids)))
-
-        self.q = spec((None, None, bq, H), lambda b, n, k, i, j: (b, n, i, 0))
-        self.kv = spec((None, None, bkv, H), lambda b, n, k, i, j: (b, k, j, 0))
-        self.row = spec((None, None, 1, bq), lambda b, n, k, i, j: (b, n, 0, i))
-        self.q_segments = spec((None, 1, bq), lambda b, n, k, i, j: (b, 0, i))
-        self.kv_segments = spec((None, bkv, 1), lambda b, n, k, i, j: (b, j, 0))
+    return {
+        "q": spec((None, None, bq, H), lambda b, n, k, i, j: (b, n, i, 0)),
+        "kv": spec((None, None, bkv, H), lambda b, n, k, i, j: (b, k, j, 0)),
+        "row": spec((None, None, 1, bq), lambda b, n, k, i, j: (b, n, 0, i)),
+        "q_segments": spec((None, 1, bq), lambda b, n, k, i, j: (b, 0, i)),
+        "kv_segments": spec((None, bkv, 1), lambda b, n, k, i, j: (b, j, 0)),
+    }
 
 
 def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scratch, first=()):
-    """Calls a kernel for each step of its plan. `ins` and `outs` name attributes of `Specs`; None is no output."""
+    """Calls a kernel for each step of its plan. `ins` and `outs` are keys of `_specs`; None is no output."""
     q, k = arrays[:2]
     (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
-    specs = Specs(task, H, N // K, by_kv)
+    specs = _specs(task, H, N // K, by_kv)
     q_segments = kv_segments = None
     if segments_BT is not None:
         padded = jnp.pad(segments_BT, ((0, 0), (0, max(T, S) - task.tokens)), constant_values=-1)
         q_segments = padded[:, None, :T]
         kv_segments = padded[:, :S, None]
     steps = plan(task, by_kv=by_kv)
-    segment_specs = [
-        None if segments_BT is None else s for s in (specs.q_segments, specs.kv_segments)
-    ]
+    segments = [None, None] if segments_BT is None else ["q_segments", "kv_segments"]
     inner = ("parallel", "parallel", "arbitrary", "arbitrary")
     grid = (B, K, len(steps.q), N // K) if by_kv else (B, N, len(steps.q))
     return pl.pallas_call(
@@ -177,10 +174,9 @@ def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scr
             grid=grid,
             in_specs=[
                 *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in first),
-                *(getattr(specs, name) for name in ins),
-                *segment_specs,
+                *(name and specs[name] for name in (*ins, *segments)),
             ],
-            out_specs=[None if name is None else getattr(specs, name) for name in outs],
+            out_specs=[name and specs[name] for name in outs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=out_shapes,

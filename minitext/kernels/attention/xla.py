@@ -48,12 +48,7 @@ def attention(
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
 
-def blocked_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-) -> jax.Array:
+def blocked_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None) -> jax.Array:
     """Computes causal attention in blocks of queries, each against only the keys it can see.
 
     With n blocks the matrix products do (1 + 1/n)/2 of the full square's work, and the logits of one block stay in

@@ -31,13 +31,7 @@ TILES = TileShapes(Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3))
 TILES_F32 = TileShapes(Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
 
 
-def grouped_matmul(
-    lhs_MK: jax.Array,
-    rhs_GKN: jax.Array,
-    group_sizes_G: jax.Array,
-    *,
-    tiles: TileShapes | None = None,
-) -> jax.Array:
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, tiles: TileShapes | None = None) -> jax.Array:
     """Computes `minitext.kernels.grouped_matmul` in float32, bfloat16 or float16, in tiles that suit the type.
 
     On a mesh, call it inside `jax.shard_map`; its operands may vary along different axes there.

@@ -63,12 +63,7 @@ class Visits(NamedTuple):
     tiles_V: jax.Array
 
 
-def grouped_matmul(
-    lhs_MK: jax.Array,
-    rhs_GKN: jax.Array,
-    group_sizes_G: jax.Array,
-    tiles: Tiles | None = None,
-) -> jax.Array:
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles | None = None) -> jax.Array:
     """Computes `minitext.kernels.grouped_matmul` in tiles of the given sizes, or of `default_tiles`.
 
     On a mesh, call it inside `jax.shard_map`; its operands may vary along different axes there.
@@ -123,17 +118,10 @@ _grouped_matmul.defvjp(lambda *args: (gmm(*args), args[:3]), _backward)
 
 
 def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = False):
-    """Multiplies each group's rows by the group's matrix, or by its transpose.
+    """Multiplies each group's rows by the group's matrix: returns [M, N], with zeros after the last group.
 
-    Args:
-      lhs_MK: [M, K] rows sorted by group; [M, N] with `transpose_rhs`.
-      rhs_GKN: [G, K, N] matrices, transposed tile by tile on their way into the matrix unit.
-      group_sizes_G: [G] int32 rows in each group.
-      tiles: tile sizes.
-      transpose_rhs: whether to multiply by the transposes.
-
-    Returns:
-      [M, N] in the type of `lhs_MK`, [M, K] with `transpose_rhs`; rows after the last group are zeros.
+    With `transpose_rhs` it takes [M, N] and returns [M, K]: matrices are transposed tile by tile on their way into the
+    matrix unit.
     """
     # From here on, K and k are the contraction, and N and n the columns.
     (M, K), N = lhs_MK.shape, rhs_GKN.shape[1 if transpose_rhs else 2]
@@ -169,17 +157,7 @@ def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = F
 
 
 def tgmm(lhs_MK, grad_MN, group_sizes_G, tiles: Tiles):
-    """Multiplies the transpose of each group's rows by the group's rows of another matrix.
-
-    Args:
-      lhs_MK: [M, K] rows sorted by group.
-      grad_MN: [M, N] rows in the same order.
-      group_sizes_G: [G] int32 rows in each group.
-      tiles: tile sizes.
-
-    Returns:
-      [G, K, N] in the type of `lhs_MK`; zeros for groups without rows.
-    """
+    """Returns each group's lhs^T grad, [G, K, N], in the type of `lhs_MK`; zeros for groups without rows."""
     (M, K), N, G = lhs_MK.shape, grad_MN.shape[1], len(group_sizes_G)
     m, k, n = min(tiles.m, M), min(tiles.k, K), min(tiles.n, N)
     table, count = visits(group_sizes_G, M, m, empty=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-def grouped_matmul(lhs_MK: jax.Array, rhs_GKN: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G) -> jax.Array:
     """Computes `minitext.kernels.grouped_matmul` with `jax.lax.ragged_dot`.
 
     TPUs and GPUs have a program for it. On a CPU, JAX multiplies all rows by all matrices, with zeros for the rows of

@@ -39,7 +39,7 @@ BLOCKS_F32 = Blocks(Tile(64, 64, 32, 4, 2))
 
 
 def linear_cross_entropy(
-    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array, *, blocks: Blocks | None = None
+    x_XD, w_DV, targets_X, *, blocks: Blocks | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `minitext.kernels.linear_cross_entropy`. Tokens may be split over a mesh."""
     blocks = blocks or (BLOCKS_F32 if x_XD.dtype == jnp.float32 else BLOCKS)

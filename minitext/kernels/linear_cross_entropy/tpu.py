@@ -52,7 +52,7 @@ DEFAULT = Blocks()
 
 
 def linear_cross_entropy(
-    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array, blocks: Blocks = DEFAULT
+    x_XD, w_DV, targets_X, blocks: Blocks = DEFAULT
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `minitext.kernels.linear_cross_entropy`. Tokens and vocabulary may be split over different mesh axes."""
     fused: Any = partial(_cross_entropy, blocks=blocks)

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-def linear_cross_entropy(
-    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def linear_cross_entropy(x_XD, w_DV, targets_X) -> tuple[jax.Array, jax.Array]:
     """Computes `minitext.kernels.linear_cross_entropy`."""
     logits_XV = jnp.einsum("XD,DV->XV", x_XD, w_DV, preferred_element_type=jnp.float32)
     normalizer_X = jax.nn.logsumexp(logits_XV, axis=-1)

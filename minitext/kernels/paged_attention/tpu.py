@@ -39,12 +39,7 @@ DEFAULT = Blocks()
 
 
 def paged_attention(
-    q_BNH: jax.Array,
-    k_pages_KPSH: jax.Array,
-    v_pages_KPSH: jax.Array,
-    page_table_BX: jax.Array,
-    lengths_B: jax.Array,
-    blocks: Blocks = DEFAULT,
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, blocks: Blocks = DEFAULT
 ) -> jax.Array:
     """Computes `minitext.kernels.paged_attention`. Sequences and heads may be split over a mesh."""
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
-def paged_attention(
-    q_BNH: jax.Array,
-    k_pages_KPSH: jax.Array,
-    v_pages_KPSH: jax.Array,
-    page_table_BX: jax.Array,
-    lengths_B: jax.Array,
-) -> jax.Array:
+def paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> jax.Array:
     """Computes `minitext.kernels.paged_attention`."""
     (B, N, H), (K, _, S, _) = q_BNH.shape, k_pages_KPSH.shape
     X = page_table_BX.shape[1]

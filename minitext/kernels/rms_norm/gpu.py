@@ -35,9 +35,7 @@ class Blocks(NamedTuple):
 DEFAULT = Blocks()
 
 
-def rms_norm(
-    x: jax.Array, scale_D: jax.Array, eps: float = 1e-6, *, blocks: Blocks = DEFAULT
-) -> jax.Array:
+def rms_norm(x, scale_D, eps: float = 1e-6, *, blocks: Blocks = DEFAULT) -> jax.Array:
     """Computes `minitext.kernels.rms_norm`. On a mesh each device takes its own rows."""
     return operands.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
 
