@@ -25,8 +25,8 @@ def on_each_device(run: Callable, *args, outs: tuple[tuple[int, int], ...] | Non
     out_specs: Any = specs[0]
     if outs is not None:
         out_specs = tuple(PartitionSpec(*(specs[i] or ())[:rank]) for i, rank in outs)
-    # Unchecked, because a Pallas call has no types for what varies between devices. The gradient of an argument that
-    # all devices have whole is then the sum over all of them.
+    # Without types for what varies between devices, the gradient of an argument that all devices have whole is the sum
+    # over all of them.
     return jax.shard_map(run, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
 
 

@@ -30,11 +30,8 @@ from minitext.kernels.tiles_tpu import dot
 
 LOG2E = math.log2(math.e)
 HEAD_DIM_STEP = 64
-NT, NN, TN = (
-    (1, 1),
-    (1, 0),
-    (0, 0),
-)  # dimensions that a product sums over: N a matrix as it is, T transposed
+# Dimensions that a product sums over. N is a matrix as it is, T its transpose.
+NT, NN, TN = (1, 1), (1, 0), (0, 0)
 
 
 def flash_attention(

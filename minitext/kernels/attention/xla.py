@@ -20,14 +20,7 @@ NO_SINK = MASKED / 2
 
 
 def attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    *,
-    mask: Mask = CAUSAL,
-    softcap: float | None = None,
-    sinks_N: jax.Array | None = None,
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, mask: Mask = CAUSAL, softcap=None, sinks_N=None
 ) -> jax.Array:
     """Computes `minitext.kernels.attention` as it is written: softmax(q k^T / sqrt(H)) v, with softmax in float32."""
     H, S, K = q_BTNH.shape[3], *k_BSKH.shape[1:3]

@@ -108,9 +108,8 @@ def _kernel(
         first_ref[0] = 0
         start(0, 0, 0)
 
-    first = first_ref[
-        0
-    ]  # which half of the buffers the previous sequence's steps filled for this one
+    # The half with this sequence's first pages, which the previous sequence had copied.
+    first = first_ref[0]
     first_ref[0] = (first + steps) % 2
 
     @pl.when((steps == 0) & (b + 1 < B))

@@ -124,7 +124,7 @@ def _backward_kernel(x_ref, scale_ref, grad_ref, grad_x_ref, grad_scale_ref, *, 
             first = pl.program_id(0) * len(x_ref) + i * STRIP
             row_xD = first + jax.lax.broadcasted_iota(jnp.int32, share_xD.shape, 0)
             share_xD = jnp.where(row_xD < X, share_xD, 0.0)
-        # A register holds eight rows, which are added up at the very end.
+        # The eight rows of a register stay apart and are added up at the very end.
         grad_scale_ref[...] += share_xD[:8] + share_xD[8:]
 
 
