@@ -1,8 +1,8 @@
 """Kernels: one public function per operation, several implementations of each, and a table to choose from.
 
-Each operation has a folder with one file per implementation, and a function of the same name here. The room may
-import only errors and hardware; a kernel's own file imports JAX and this room. Importing the room loads no kernel:
-`dispatch` imports an implementation when it is first chosen.
+Each operation has a folder with one file per implementation, and a function of the same name here. Importing this room
+loads no kernel: `dispatch` imports an implementation when it is first chosen. May import only errors and hardware; a
+kernel's own file imports JAX and this room.
 
 Chapters: none.
 """
