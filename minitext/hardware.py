@@ -13,13 +13,11 @@ import platform as machine
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import jax
 
 from minitext.errors import UserError
 from minitext.files import cache_dir
@@ -318,8 +316,29 @@ def _write_cache(path: Path, entries: Mapping[str, tuple[float, float]]) -> None
         pass  # a read-only or full disk costs a second next time, nothing else
 
 
+def peak_flops(devices: Iterable[Any], dtype: str) -> float:
+    """Returns the matmul peak of a mesh's devices together, in FLOP/s.
+
+    Simulated CPU devices share one machine, whose measured peak counts once. Chips in the table count by their data
+    sheet; others are measured.
+
+    Args:
+      devices: of one kind.
+      dtype: what the model computes in, `float32` or `bfloat16`.
+    """
+    devices = list(devices)
+    if devices[0].platform == "cpu":
+        return measure_matmul_peak(dtype)
+    chip, kind = find_chip(devices[0]), "bf16" if dtype == "bfloat16" else "f32"
+    if chip is None or kind not in chip.flops:
+        return measure_matmul_peak(dtype) * len(devices)
+    return chip.peak(kind) * len(devices) / chip.devices
+
+
 def platform() -> str:
     """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
+    import jax
+
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
