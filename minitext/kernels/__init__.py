@@ -1,12 +1,14 @@
-"""Kernels: one public function per operation, several implementations of it, and a table that chooses.
+"""Kernels: one public function per operation, several implementations of each, and a table to choose from.
 
-An operation has a folder, with a file for each way to compute it, and a function of the same name here.
-May import only errors and hardware; a kernel's own file imports JAX and its folder.
+Each operation has a folder with one file per implementation, and a function of the same name here. Importing this room
+loads no kernel: `dispatch` imports an implementation when it is first chosen. May import only errors and hardware; a
+kernel's own file imports JAX and this room.
 
 Chapters: none.
 """
 
-# The folders first: importing one sets the name that the function is to have.
+# Folders first. Importing one binds its name here, and the function of the same name must replace it; a folder that
+# has been imported before doesn't bind its name again.
 import minitext.kernels.attention
 import minitext.kernels.grouped_matmul
 import minitext.kernels.linear_cross_entropy
@@ -15,6 +17,7 @@ import minitext.kernels.rms_norm  # noqa: F401
 from minitext.kernels.attention.mask import Mask as Mask
 from minitext.kernels.attention.xla import cached_attention as cached_attention
 from minitext.kernels.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
+from minitext.kernels.dispatch import ORDER as ORDER
 from minitext.kernels.dispatch import attention as attention
 from minitext.kernels.dispatch import choose as choose
 from minitext.kernels.dispatch import grouped_matmul as grouped_matmul

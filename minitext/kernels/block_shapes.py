@@ -1,6 +1,6 @@
-"""Block shapes: what each kernel takes on each chip if its caller names none.
+"""The default block shapes of each kernel on each chip.
 
-The rows stand in `block_shapes.json`, written by `minitext tune OP chip=CHIP --write`.
+They are stored in `block_shapes.json`, written by `minitext tune OP chip=CHIP --write`.
 
 Chapters: 16.
 """
@@ -25,12 +25,9 @@ BLOCKS: dict[tuple[str, str], dict[str, int]] = _read()
 
 
 def find(op: str) -> dict[str, int]:
-    """Returns an operation's block shape for the chip of the mesh in use, or else of this machine.
+    """Returns an operation's block shape for the chip of the current mesh, or of this machine if there's no mesh.
 
-    A chip without a row, such as the simulator on a CPU, takes the first row of its operation.
-
-    Raises:
-      KeyError: if the table has no such operation.
+    A chip without a row, such as the simulator on a CPU, uses the first row of the operation.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     chip = find_chip(device)
@@ -39,10 +36,10 @@ def find(op: str) -> dict[str, int]:
 
 
 def write(op: str, chip: str, blocks: dict[str, int]) -> None:
-    """Writes a row into the table, here and in its file.
+    """Writes a row into the table in memory and in its file.
 
     Raises:
-      OSError: if the file cannot be written, for instance in an installed package.
+      OSError: if the file can't be written, for instance in an installed package.
     """
     BLOCKS[op, chip] = dict(blocks)
     order = list(CHIPS)

@@ -1,8 +1,8 @@
-"""The strict simulator: Pallas TPU kernels on the CPU, with every liberty that the hardware has.
+"""A strict simulator: it runs Pallas TPU kernels on the CPU and takes every liberty that the hardware has.
 
-JAX's TPU interpret mode keeps a simulated HBM, VMEM and SMEM. This module switches on all that it can
-check (races, reads and writes out of bounds, memory that nobody wrote, any order of parallel steps),
-makes one line of what it finds, and counts what a kernel loads and stores.
+JAX's TPU interpret mode simulates HBM, VMEM and SMEM. This module turns on all of its checks (races, accesses out of
+bounds, uninitialized memory, parallel steps in any order), reports what they find in one line, and counts what a
+kernel loads and stores.
 
 Chapters: 15.
 """
@@ -21,15 +21,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 class Fault(Exception):
-    """What the simulator refuses, in one line."""
+    """An error in a kernel, described in one line."""
 
 
 class Run(NamedTuple):
-    """One kernel's run.
+    """One run of a kernel.
 
     Attributes:
-      visits: (core, grid point) of every step, in the order in which they began.
-      accesses: JAX's record of what was read and written.
+      visits: (core, grid point) of every step, in the order in which the steps began.
+      accesses: JAX's record of all reads and writes.
     """
 
     visits: list[tuple[int, tuple[int, ...]]]
@@ -37,19 +37,18 @@ class Run(NamedTuple):
 
     @property
     def loads(self) -> list[int]:
-        """How many times a block, or a copy that the kernel started, left each array in HBM.
+        """How many times each array in HBM was read, by loading a block or by a copy that the kernel started.
 
-        Inputs come first, then outputs, in the order of the call. An array that is not divided into
-        blocks counts once.
+        Inputs come first, then outputs, in the order of the call. An array that isn't divided into blocks counts once.
         """
-        # An output is read once more, in full, when the kernel is over.
+        # Don't count that JAX reads each output in full when the kernel is done.
         return [
             len(self.accesses.reads[key]) - bool(self.accesses.writes[key]) for key in self._hbm()
         ]
 
     @property
     def stores(self) -> list[int]:
-        """How many times a block, or a copy that the kernel started, reached each array in HBM."""
+        """How many times each array in HBM was written, by storing a block or by a copy that the kernel started."""
         return [len(self.accesses.writes[key]) for key in self._hbm()]
 
     def _hbm(self) -> list[tuple]:
@@ -58,26 +57,25 @@ class Run(NamedTuple):
 
 @contextlib.contextmanager
 def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
-    """Runs every Pallas call that is traced within it in the strict simulator.
+    """Runs every Pallas call traced inside this context in the strict simulator.
 
-    - VMEM, SMEM, outputs and what pads a last block begin as NaN, integers as their largest value.
-    - A block or an index out of bounds is a fault, and so is a block of an output that a core comes back
-      to after it went on to another.
-    - Grid dimensions with `parallel` semantics are divided among the cores and visited in an order drawn
-      from the seed; two accesses that nothing orders, one of them a write, are a race.
-    - A copy that a kernel starts takes place when the kernel waits for it, and not earlier.
+    - VMEM, SMEM, outputs and the padding of a last block start as NaN; integers start as their largest value.
+    - Blocks and indices must be in bounds, and a core must not return to a block of an output it has left.
+    - Grid dimensions with `parallel` semantics are divided among the cores, in an order drawn from the seed. Two
+      accesses that nothing orders are a race if one of them is a write.
+    - A copy that a kernel starts happens when the kernel waits for it, and no earlier.
 
-    It is slow: a second or so to trace a kernel, then a millisecond for each read and write.
+    It's slow: about a second to trace a kernel, then a millisecond for each read and write.
 
     Args:
-      cores: TensorCores of a chip: 2 as v4 and v5p have, 1 as v5e and v6e have.
-      seed: of the order of parallel steps.
+      cores: TensorCores per chip: 2 as in v4 and v5p, 1 as in v5e and v6e.
+      seed: determines the order of parallel steps.
 
     Yields:
-      A list that gets one `Run` for each Pallas call, as they begin.
+      A list to which each Pallas call adds a `Run` when it begins.
 
     Raises:
-      Fault: at the end, for the first race; where it happens, for anything else.
+      Fault: for the first race, at the end; for any other error, where it happens.
     """
     runs: list[Run] = []
 
@@ -94,7 +92,7 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
         uninitialized_memory="nan",
         num_cores_or_threads=cores,
         random_seed=seed,
-        # A new function each time, so that no program of an earlier run is taken from JAX's caches.
+        # A new function each time, or JAX would reuse a program from its caches.
         grid_point_recorder=record,
     )
     printed, log = io.StringIO(), logging.getLogger("jax._src.callback")
@@ -118,16 +116,16 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
 
 _ACCESS = r"(read|write) of \('(\w+)', \d+, \d+, \d+\)\[(.*)\] from (\d+),\s*(\d+),?\s+(.*)\n"
 _RACE = re.compile(rf"RACE DETECTED\n  {_ACCESS}  clock: .*\n  {_ACCESS}  clock: .*\n\n?")
-_FIRST_COPY = 100  # copies take the place of devices in JAX's reports, and are numbered from here
+_FIRST_COPY = 100  # JAX's reports give copies device numbers, from here on
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """A failing callback is logged with its traceback, which the Fault makes a line of."""
+    """Drops the log of a failing callback: its traceback becomes the Fault's one line."""
     return "io_callback" not in record.getMessage()
 
 
 def _explain(message: str) -> str:
-    """The last line of the simulator's traceback, or "" if the error is not its."""
+    """Returns the last line of the simulator's traceback, or "" if it didn't raise the error."""
     found = re.findall(r"^(?:IndexError|ValueError|RuntimeError): (.*)$", message, re.M)
     if not found or "interpret_pallas_call" not in message:
         return ""
@@ -135,7 +133,7 @@ def _explain(message: str) -> str:
 
 
 def _describe(race: re.Match) -> str:
-    # Which of the two came last, and so is reported first, differs from run to run.
+    # Sorted, because which access came last, and is reported first, differs from run to run.
     both = sorted(
         f"a {kind} of [{_ranges(where).strip('(),') or ':'}] by {_who(int(device), core, frame)}"
         for kind, _, where, device, core, frame in (race.groups()[:6], race.groups()[6:])

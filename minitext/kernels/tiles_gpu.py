@@ -1,6 +1,7 @@
 """Tiles of a matrix product in a Pallas kernel for GPUs: their sizes, order, loads and stores.
 
-A reference is the whole array, and a program takes its own tiles. Only one that may reach past an end is masked.
+A kernel's reference is to the whole array, and each program takes its own tiles from it. Only tiles that may reach
+past an array's end are masked.
 
 Chapters: 19.
 """
@@ -12,14 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-MIN_TILE = 16  # a matrix product of Triton's has no smaller side
-# Programs next to each other in the grid run at the same time. In bands so high they read each other's tiles from
-# the cache.
+MIN_TILE = 16  # the smallest side of a matrix product in Triton
+# Neighbours in the grid run at the same time. In bands this many tiles high, they find each other's tiles in the cache.
 BAND = 8
 
 
 class Tile(NamedTuple):
-    """A kernel's tile: rows and columns of its result, the contraction's step, warps, and loads under way."""
+    """A tile of a kernel's result: its rows and columns, the contraction's step, warps, and loads in flight."""
 
     rows: int
     columns: int
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 
 def fitted(tile: Tile, rows: int, columns: int, step: int) -> Tile:
-    """Makes a tile no larger than what it is a tile of."""
+    """Shrinks a tile to the array it is part of."""
 
     def fit(size: int, whole: int) -> int:
         return min(size, max(MIN_TILE, pl.next_power_of_2(whole)))
@@ -40,7 +40,7 @@ def fitted(tile: Tile, rows: int, columns: int, step: int) -> Tile:
 
 
 def place(program, tall: int, wide: int):
-    """The tile of a program, (row, column): down a band of rows, then to the next column."""
+    """Returns a program's tile as (row, column): programs go down a band of rows, then to the next column."""
     band = program // (BAND * wide)
     high = jnp.minimum(tall - band * BAND, BAND)
     within = program - band * BAND * wide
@@ -48,41 +48,64 @@ def place(program, tall: int, wide: int):
 
 
 class Side(NamedTuple):
-    """One side of a tile: `size` places from `start`; those from `end` on are outside. None: all are inside."""
+    """One side of a tile: `size` positions from `start`. Those from `end` on are outside; with None, all are inside."""
 
     start: Any
     size: int
     end: Any
 
 
-def side(block, size: int, whole: int) -> Side:
-    """The side of tile number `block` of those that `whole` places are cut into."""
-    return Side(block * size, size, whole if whole % size else None)
+def side(block, size: int, length: int) -> Side:
+    """Returns the side of tile number `block`, when `length` positions are cut into tiles of `size`."""
+    return Side(block * size, size, length if length % size else None)
 
 
 def _part(index: tuple, sides: tuple[Side, ...]):
-    """Returns the index of a tile of the last two dimensions, and what of it is inside, or None for all."""
+    """Returns the index of a tile of the last dimensions, and which of its elements are inside; None for all."""
     shape, inside = tuple(side.size for side in sides), None
     for axis, side in enumerate(sides):
         if side.end is not None:
-            places = side.start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-            inside = places < side.end if inside is None else inside & (places < side.end)
+            position = side.start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            inside = position < side.end if inside is None else inside & (position < side.end)
     return (*index, *(pl.ds(side.start, side.size) for side in sides)), inside
 
 
 def load(ref, index: tuple, *sides: Side):
-    """Loads a tile of a matrix; what is outside is 0."""
+    """Loads a tile; elements outside the array are 0."""
     part, inside = _part(index, sides)
     return plgpu.load(ref.at[part], mask=inside, other=None if inside is None else 0)
 
 
 def store(ref, index: tuple, value, *sides: Side):
-    """Stores what of a tile is inside."""
+    """Stores the part of a tile that is inside the array."""
     part, inside = _part(index, sides)
     plgpu.store(ref.at[part], value.astype(ref.dtype), mask=inside)
 
 
 def dot(a, b):
-    """Multiplies two tiles, summing in float32; float32 is not rounded to what the matrix units take."""
+    """Multiplies two tiles, summing in float32; float32 tiles aren't rounded to what the matrix units take."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def whole(x) -> pl.BlockSpec:
+    """Gives every program the whole array."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+
+def params(tile) -> plgpu.CompilerParams:
+    """Returns the compiler's settings for a tile with `warps` and `stages`."""
+    return plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
+
+
+def call(kernel, args, out, grid: tuple[int, ...], tile: Tile, name: str):
+    """Calls a kernel whose programs find their own parts of the arrays."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[whole(x) for x in args],
+        out_specs=jax.tree.map(whole, out),
+        out_shape=out,
+        compiler_params=params(tile),
+        name=name,
+    )(*args)

@@ -1,6 +1,8 @@
 """Every implementation of an operation against a float64 oracle, and the dispatch between them."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from minitext import kernels
 from minitext.errors import UserError
 from minitext.kernels import dispatch
 from minitext.kernels.attention import cudnn
+from tests.conftest import TINY
 
 IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
 
@@ -145,7 +148,7 @@ def test_a_kernel_of_another_platform_is_refused(op, impl):
 
 
 def test_auto_takes_the_blocked_one_where_it_can(caplog):
-    dispatch._say_once.cache_clear()
+    dispatch._log_once.cache_clear()
     caplog.set_level("INFO", "minitext.kernels")
     q, k, v, _ = inputs(0, 1, 128, 2, 1, 8)
     for _ in range(2):
@@ -159,3 +162,36 @@ def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
         kernels.attention(q, k, v, impl="flash")
     with pytest.raises(UserError, match=r"xla_blocked.*T=6"):
         kernels.attention(q, k, v, impl="xla_blocked")
+
+
+def test_training_on_a_cpu_imports_no_kernel_of_another_platform(tmp_path):
+    """The whole command, in a process of its own. Nor does it import `cases`, which imports all TPU kernels."""
+    args = ["minitext", "train", "laptop", *TINY, "train.steps=1", f"run.dir={tmp_path}"]
+    code = f"""if True:
+        import sys
+        from minitext.cli.main import main
+        sys.argv = {args}
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code
+        print(*(name for name in sys.modules if name.startswith("minitext.kernels.")))
+    """
+    command = [sys.executable, "-c", code]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    loaded = lines.splitlines()[-1].split()
+    assert "minitext.kernels.attention.xla" in loaded
+    foreign = {"tpu", "gpu", "cudnn", "tpu_grid", "gpu_blocks", "tiles_tpu", "tiles_gpu", "cases"}
+    assert not [name for name in loaded if foreign & set(name.split("."))]
+
+
+def test_another_platform_is_refused_without_importing_its_kernel():
+    code = """if True:
+        import sys
+        from minitext import kernels
+        for (op, impl), row in kernels.IMPLEMENTATIONS.items():
+            assert row.platform is None or "the program is for a cpu" in row.reason()
+        print(*(name for name in sys.modules if name.startswith("minitext.kernels.")))
+    """
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert not {name.rpartition(".")[2] for name in loaded} & {"tpu", "gpu", "cudnn"}

@@ -241,7 +241,7 @@ def test_mixtral_compiles_without_a_transposed_copy(target, dtype):
 
 
 def test_auto_takes_xla_here_and_kernels_say_what_they_need(caplog):
-    dispatch._say_once.cache_clear()
+    dispatch._log_once.cache_clear()
     caplog.set_level("INFO", "minitext.kernels")
     lhs, rhs, _ = inputs(4, 3, 5, 2, "float32", 4)
     sizes = jnp.asarray([1, 3], jnp.int32)

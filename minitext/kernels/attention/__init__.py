@@ -1,4 +1,4 @@
-"""Attention: XLA as the reference, cuDNN, and flash kernels for TPU and GPU.
+"""Attention: XLA as the reference, cuDNN, and our flash kernels for TPU and GPU.
 
 Chapters: 17.
 """

@@ -1,7 +1,7 @@
-"""NVIDIA's fused attention, from the library cuDNN through JAX.
+"""NVIDIA's fused attention from the cuDNN library, called through JAX.
 
-It never writes the T x T weights to memory. With packed rows JAX hands it a mask of T x T booleans a row, which is
-read; documents of their own rows need none.
+It never writes the T x T weights to memory. For packed rows JAX passes it a mask of T x T booleans per row, which it
+has to read; a row with a single document needs no mask.
 
 Chapters: 17.
 """
@@ -12,13 +12,8 @@ import jax.numpy as jnp
 HEAD_DIM_STEP, HEAD_DIM_LIMIT = 8, 128
 
 
-def attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-) -> jax.Array:
-    """Causal attention as `minitext.kernels.attention` defines it; the batch may be spread over a mesh."""
+def attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> jax.Array:
+    """Computes `minitext.kernels.attention` with a causal mask. The batch may be split over a mesh."""
 
     def local(q, k, v, segment_ids=None):
         mask = None
@@ -31,13 +26,15 @@ def attention(
     args = [x for x in (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) if x is not None]
     if jax.sharding.get_abstract_mesh().empty:
         return local(*args)
-    # The compiler can't look into the library's call, so each device makes its own, on its rows.
+    # The compiler can't divide a library call, so each device makes its own on its rows.
     specs = tuple(jax.typeof(x).sharding.spec for x in args)
     return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(*args)
 
 
-def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None) -> str | None:
-    """Returns the reason why cuDNN can't compute this, or None."""
+def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None, **options) -> str | None:
+    """Returns why cuDNN can't compute this, or None."""
+    if options:
+        return f"it computes causal attention without {', '.join(options)}"
     T, H = q_BTNH.shape[1::2]
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return (

@@ -1,10 +1,10 @@
 """Flash attention for NVIDIA GPUs: Pallas kernels that JAX lowers to Triton.
 
-The logits of a block of queries against a block of keys live in registers and are never written to memory; softmax is
-taken on the way, with a running maximum and sum (Dao et al. 2022, https://arxiv.org/abs/2205.14135). One program of
-the grid owns one block of the result, so that nothing is added from two places and two runs are bit-equal: the
-backward pass is one kernel over blocks of queries for dq, and one over blocks of keys for dk and dv, which walks
-through the query heads that share its key head. Both recompute the weights from the logits' log-sum-exp.
+The logits of a block of queries against a block of keys stay in registers and are never written to memory. Softmax
+uses a running maximum and sum (Dao et al. 2022, https://arxiv.org/abs/2205.14135). Each program of the grid owns one
+block of the result, so no two programs add to the same numbers and two runs are bit-equal. The backward pass has one
+kernel over blocks of queries for dq, and one over blocks of keys for dk and dv, which loops over the query heads that
+share its key head. Both recompute the weights from the logits' log-sum-exp.
 
 Chapters: 17.
 """
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from minitext.kernels.attention.gpu_blocks import (
     Tile,
@@ -28,11 +27,11 @@ from minitext.kernels.attention.gpu_blocks import (
     visible,
 )
 from minitext.kernels.attention.mask import CAUSAL, Mask
-from minitext.kernels.tiles_gpu import MIN_TILE, dot
+from minitext.kernels.attention.xla import MASKED, NO_SINK
+from minitext.kernels.per_device import attention_reason, on_each_device
+from minitext.kernels.tiles_gpu import MIN_TILE, dot, params, whole
 
-# As in `minitext.kernels.attention.xla`: a query that sees no key gives its whole weight to a sink, and zero as its output.
-MASKED, NO_SINK = -1e30, -5e29
-LOG2_E = math.log2(math.e)  # the GPU computes powers of 2, so logits are kept in that base
+LOG2_E = math.log2(math.e)  # the GPU computes powers of 2, so logits are kept in base 2
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -45,12 +44,12 @@ class BlockShapes(NamedTuple):
 
 
 BLOCKS = BlockShapes(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))
-# Float32 takes twice the registers, and its products are not done by the matrix units.
+# Float32 takes twice the registers, and the matrix units don't multiply it.
 BLOCKS_F32 = BlockShapes(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
 
 
 class Plan(NamedTuple):
-    """What is known when a kernel is traced, besides its arguments' shapes.
+    """What a kernel needs at tracing time, beside the shapes of its arguments.
 
     Attributes:
       mask: which keys a query sees.
@@ -74,36 +73,19 @@ def flash_attention(
     sinks_N: jax.Array | None = None,
     blocks: BlockShapes | None = None,
 ) -> jax.Array:
-    """Attention as `minitext.kernels.attention` defines it; batch and heads may be spread over a mesh.
+    """Computes `minitext.kernels.attention` in float32, bfloat16 or float16, by default in blocks that suit the type.
 
-    Args:
-      q_BTNH: [B, T, N, H] queries in float32, bfloat16 or float16.
-      k_BSKH: [B, S, K, H] keys, S = T, of which each serves N/K query heads.
-      v_BSKH: [B, S, K, H] values.
-      segment_ids_BT: [B, T] integers, or None.
-      mask: which keys a query sees.
-      softcap: bounds the logits, or None.
-      sinks_N: [N] logits that take part in softmax and have no value, or None.
-      blocks: the kernels' blocks; by default what suits the type.
-
-    Returns:
-      [B, T, N, H] in the queries' type; zero where a query sees no key.
+    On a mesh each device computes its own rows and heads.
     """
     shapes = blocks or (BLOCKS_F32 if q_BTNH.dtype == jnp.float32 else BLOCKS)
     plan = Plan(mask, softcap, _fitted(shapes, q_BTNH.shape[1], mask))
-    run = partial(_flash, plan)
-    args = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
-    if jax.sharding.get_abstract_mesh().empty:
-        return run(*args)
-    # The compiler can't look into a kernel, so each device runs it on its own rows and heads.
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, args)
-    return jax.shard_map(run, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+    return on_each_device(partial(_flash, plan), q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
 
 
 def supports(
     q_BTNH, k_BSKH, v_BSKH, _segment_ids=None, *, mask: Mask = CAUSAL, **_options
 ) -> str | None:
-    """Returns the reason why the kernels can't compute this, or None."""
+    """Returns why the kernels can't compute this, or None."""
     if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"it computes in float32, bfloat16 or float16: got {q_BTNH.dtype}"
     if q_BTNH.shape[3] not in HEAD_DIMS or v_BSKH.shape[3] != q_BTNH.shape[3]:
@@ -112,17 +94,11 @@ def supports(
         return f"it needs as many keys as queries: got {k_BSKH.shape[1]} and {q_BTNH.shape[1]}"
     if mask.blocks is not None and mask.block % MIN_TILE:
         return f"it needs blocks of a multiple of {MIN_TILE} tokens: got mask.block={mask.block}"
-    if not jax.sharding.get_abstract_mesh().empty:
-        q_spec, k_spec = (jax.typeof(x).sharding.spec for x in (q_BTNH, k_BSKH))
-        if q_spec[1] or k_spec[1]:
-            return f"it needs a device's rows whole, and tokens are split over {q_spec[1]}"
-        if q_spec[2] != k_spec[2]:
-            return f"heads are split over {q_spec[2]} and kv heads over {k_spec[2]}: split both or none"
-    return None
+    return attention_reason(q_BTNH, k_BSKH)
 
 
 def _fitted(shapes: BlockShapes, T: int, mask: Mask) -> BlockShapes:
-    """Makes blocks no longer than the row, and so that each lies in one block of a block-sparse mask."""
+    """Shrinks blocks to the length of the row, and to divisors of a block-sparse mask's blocks."""
 
     def fit(size: int) -> int:
         size = min(size, max(MIN_TILE, pl.next_power_of_2(T)))
@@ -151,11 +127,11 @@ def _weights(x, y, products, lse, delta, seen, plan: Plan):
     Args:
       x: queries, or keys.
       y: keys, or queries.
-      products: of the output's gradients and the values, in the same order.
-      lse: log-sum-exps of the queries; broadcast along keys.
-      delta: products of the queries' outputs and their gradients; likewise.
-      seen: see `visible`.
-      plan: what is known.
+      products: of the output's gradients and the values, in the same order as x and y.
+      lse: log-sum-exps of the queries, broadcast along keys.
+      delta: products of the queries' outputs and their gradients, likewise.
+      seen: what `visible` returns.
+      plan: the kernel's plan.
     """
     logits, slope = _logits(x, y, seen, plan)
     weights = jnp.exp2(logits - lse)
@@ -176,9 +152,9 @@ def _along(x, axis: int) -> Any:
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref, lse_ref, *, plan):
-    """A block of queries: its rows of the output, and the log-sum-exp of their logits in base 2."""
+    """Computes a block of queries: its output, and the log-sum-exp of its logits in base 2."""
     tile, (T, H) = plan.shapes.forward, k_ref.shape
-    i = pl.num_programs(0) - 1 - pl.program_id(0)  # with a causal mask, those that see most first
+    i = pl.num_programs(0) - 1 - pl.program_id(0)  # with a causal mask, the longest work first
     q, t_segments = (load_rows(ref, i, tile.q, T) for ref in (q_ref, segments_ref))
     t, t_segments = _places(i, tile.q, 0), _along(t_segments, 0)
 
@@ -196,7 +172,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref
         out = out * _along(shrink, 0) + dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
-    # A sink is a key that was seen first, and whose value is 0.
+    # A sink is like a key that was seen first and has the value 0.
     sink = NO_SINK if sinks_ref is None else sinks_ref[0].astype(jnp.float32) * LOG2_E
     most, total = jnp.full(tile.q, sink), jnp.ones(tile.q, jnp.float32)
     walk = keys_of(i, tile, T, plan.mask, table)
@@ -208,7 +184,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments_ref, sinks_ref, table, out_ref
 def _dq_kernel(
     q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, table, dq_ref, *, plan
 ):
-    """A block of queries: their gradient."""
+    """Computes the gradient of a block of queries."""
     tile, (T, H) = plan.shapes.dq, k_ref.shape
     i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, grad = (load_rows(ref, i, tile.q, T) for ref in (q_ref, grad_ref))
@@ -234,12 +210,12 @@ def _dq_kernel(
 def _dkv_kernel(
     q_ref, k_ref, v_ref, segments_ref, grad_ref, lse_ref, delta_ref, table, dk_ref, dv_ref, *, plan
 ):
-    """A block of keys and values: their gradients, summed over the query heads that they serve.
+    """Computes the gradients of a block of keys and values, summed over the query heads that share them.
 
-    Logits are transposed, [keys, queries]: they are the left side of the products that follow, and stay in registers.
+    Logits are transposed, [keys, queries]: as the left factor of the products that follow, they stay in registers.
     """
     tile, (T, G, H) = plan.shapes.dkv, q_ref.shape
-    j = pl.program_id(0)  # with a causal mask, those that are seen most come first
+    j = pl.program_id(0)  # with a causal mask, the longest work first
     k, v, s_segments = (load_rows(ref, j, tile.k, T) for ref in (k_ref, v_ref, segments_ref))
     s, s_segments = _places(j, tile.k, 0), _along(s_segments, 0)
     walk = queries_of(j, tile, T, plan.mask, table)
@@ -275,10 +251,9 @@ def _flash(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
 
 
 def _flash_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
-    (B, T, N, H), G = q_BTNH.shape, q_BTNH.shape[2] // k_BSKH.shape[2]
+    B, T, N, _ = q_BTNH.shape
     tile = plan.shapes.forward
-    queries = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n, 0))
-    keys = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n // G, 0))
+    queries, keys, rows = _specs(q_BTNH, k_BSKH)
     table = sparse_table(tile, T, plan.mask)
     out_BTNH, lse_BNT = pl.pallas_call(
         partial(_forward_kernel, plan=plan),
@@ -287,11 +262,11 @@ def _flash_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
             queries, keys, keys,
             _segments_spec(segment_ids_BT),
             None if sinks_N is None else pl.BlockSpec((1,), lambda _, n, b: (n,)),
-            jax.tree.map(_whole, table),
+            jax.tree.map(whole, table),
         ],
-        out_specs=[queries, pl.BlockSpec((None, None, T), lambda _, n, b: (b, n, 0))],
+        out_specs=[queries, rows],
         out_shape=[q_BTNH, jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
-        compiler_params=_params(tile),
+        compiler_params=params(tile),
         name="flash_attention_forward",
     )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N, table)  # fmt: skip
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N, out_BTNH, lse_BNT)
@@ -307,60 +282,58 @@ def _flash_backward(plan: Plan, residuals, grad_BTNH):
     if sinks_N is not None:
         weights_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[:, None] * LOG2_E - lse_BNT)
         dsinks_N = -jnp.sum(weights_BNT * delta_BNT, axis=(0, 2)).astype(sinks_N.dtype)
-    return _dq(plan, *args), *_dkv(plan, *args), None, dsinks_N
+    dq_BTNH = _gradient(_dq_kernel, plan, plan.shapes.dq, args, by_key=False)
+    return (
+        dq_BTNH,
+        *_gradient(_dkv_kernel, plan, plan.shapes.dkv, args, by_key=True),
+        None,
+        dsinks_N,
+    )
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def _dq(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT):
-    (B, T, N, H), G = q_BTNH.shape, q_BTNH.shape[2] // k_BSKH.shape[2]
-    tile = plan.shapes.dq
-    queries = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n, 0))
-    keys = pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n // G, 0))
-    rows = pl.BlockSpec((None, None, T), lambda _, n, b: (b, n, 0))
-    table = sparse_table(tile, T, plan.mask)
+def _gradient(kernel, plan: Plan, tile: Tile, args, *, by_key: bool):
+    """Calls a backward kernel, for blocks of queries or, with `by_key`, of keys."""
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *_ = args
+    B, T, N, _ = q_BTNH.shape
+    queries, keys, rows = _specs(q_BTNH, k_BSKH, by_key)
     segments = _segments_spec(segment_ids_BT)
+    table = sparse_table(tile, T, plan.mask, of_keys=by_key)
+    blocks, heads = (tile.k, k_BSKH.shape[2]) if by_key else (tile.q, N)
     return pl.pallas_call(
-        partial(_dq_kernel, plan=plan),
-        grid=(pl.cdiv(T, tile.q), N, B),
-        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(_whole, table)],
-        out_specs=queries,
-        out_shape=q_BTNH,
-        compiler_params=_params(tile),
-        name="flash_attention_dq",
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT, table)
+        partial(kernel, plan=plan),
+        grid=(pl.cdiv(T, blocks), heads, B),
+        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(whole, table)],
+        out_specs=[keys, keys] if by_key else queries,
+        out_shape=[k_BSKH, v_BSKH] if by_key else q_BTNH,
+        compiler_params=params(tile),
+        name="flash_attention" + kernel.__name__.removesuffix("_kernel"),
+    )(*args, table)
 
 
-def _dkv(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT):
-    (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
-    tile, G = plan.shapes.dkv, N // K
-    queries = pl.BlockSpec((None, T, G, H), lambda _, k, b: (b, 0, k, 0))
-    keys = pl.BlockSpec((None, T, None, H), lambda _, k, b: (b, 0, k, 0))
-    rows = pl.BlockSpec((None, G, T), lambda _, k, b: (b, k, 0))
-    table = sparse_table(tile, T, plan.mask, of_keys=True)
-    segments = _segments_spec(segment_ids_BT)
-    return pl.pallas_call(
-        partial(_dkv_kernel, plan=plan),
-        grid=(pl.cdiv(T, tile.k), K, B),
-        in_specs=[queries, keys, keys, segments, queries, rows, rows, jax.tree.map(_whole, table)],
-        out_specs=[keys, keys],
-        out_shape=[k_BSKH, v_BSKH],
-        compiler_params=_params(tile),
-        name="flash_attention_dkv",
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, grad_BTNH, lse_BNT, delta_BNT, table)
+def _specs(q_BTNH, k_BSKH, by_key: bool = False):
+    """Returns a program's part of queries, of keys, and of numbers per query [B, N, T].
+
+    That is one query head and its key head or, with `by_key`, one key head and all of its query heads.
+    """
+    (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
+    G = N // K
+    if by_key:
+        return (
+            pl.BlockSpec((None, T, G, H), lambda _, k, b: (b, 0, k, 0)),
+            pl.BlockSpec((None, T, None, H), lambda _, k, b: (b, 0, k, 0)),
+            pl.BlockSpec((None, G, T), lambda _, k, b: (b, k, 0)),
+        )
+    return (
+        pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n, 0)),
+        pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n // G, 0)),
+        pl.BlockSpec((None, None, T), lambda _, n, b: (b, n, 0)),
+    )
 
 
 def _segments_spec(segment_ids_BT):
     if segment_ids_BT is None:
         return None
     return pl.BlockSpec((None, segment_ids_BT.shape[1]), lambda _, n, b: (b, 0))
-
-
-def _whole(array):
-    """Every program may read all of it."""
-    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
-
-
-def _params(tile: Tile):
-    return plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)

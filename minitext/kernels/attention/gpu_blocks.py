@@ -1,8 +1,8 @@
 """Which blocks a flash attention kernel on a GPU visits, and how it loads and stores them.
 
-What a mask excludes is not visited. Causality and windows leave an interval of blocks, whose bounds a program computes:
-positions are compared at the interval's ends and not in its middle, which is seen whole. A block-sparse mask leaves a
-list of blocks, which a program reads.
+Blocks that a mask excludes aren't visited. Causality and windows leave an interval of blocks, whose bounds a program
+computes. It compares positions only at the ends of the interval, as the blocks between are seen whole. A block-sparse
+mask leaves a list of blocks, which a program reads.
 
 Chapters: 17.
 """
@@ -22,7 +22,7 @@ from minitext.kernels.attention.mask import ALL, NONE, SOME, Mask
 
 
 class Tile(NamedTuple):
-    """A kernel's block: its queries and keys, the warps that share it, and how many loads its loop has under way."""
+    """A kernel's block: its queries and keys, the warps that share it, and how many loads its loop keeps in flight."""
 
     q: int
     k: int
@@ -34,8 +34,8 @@ class Walk(NamedTuple):
     """The blocks that a program visits, as ranges of steps.
 
     Attributes:
-      ranges: (low, high, masked): steps from low up to high, and whether positions must be compared in them.
-      at: the block of a step.
+      ranges: (low, high, masked): steps from low up to high, and whether they must compare positions.
+      at: returns the block of a step.
     """
 
     ranges: list[tuple[Any, Any, bool]]
@@ -51,7 +51,7 @@ class Walk(NamedTuple):
 
 
 def keys_of(i, tile: Tile, T: int, mask: Mask, table=None) -> Walk:
-    """The blocks of keys that the queries [i * q, (i + 1) * q) see."""
+    """Returns the blocks of keys that queries [i * q, (i + 1) * q) see."""
     if table is not None:
         return _listed(i, table)
     first, last = i * tile.q, (i + 1) * tile.q - 1
@@ -66,7 +66,7 @@ def keys_of(i, tile: Tile, T: int, mask: Mask, table=None) -> Walk:
 
 
 def queries_of(j, tile: Tile, T: int, mask: Mask, table=None) -> Walk:
-    """The blocks of queries that see the keys [j * k, (j + 1) * k)."""
+    """Returns the blocks of queries that see keys [j * k, (j + 1) * k)."""
     if table is not None:
         return _listed(j, table)
     first, last = j * tile.k, (j + 1) * tile.k - 1
@@ -100,11 +100,11 @@ def _listed(i, table) -> Walk:
 
 
 def sparse_table(tile: Tile, T: int, mask: Mask, of_keys: bool = False):
-    """Returns what the programs of a block-sparse mask read, or None for other masks.
+    """Returns the table that programs read for a block-sparse mask, or None for other masks.
 
     Returns:
-      The blocks of keys that each block of queries visits [n, most], first those that it sees whole; how many these
-      are [n]; how many all are [n]. With `of_keys`, the blocks of queries of each block of keys.
+      The blocks of keys that each block of queries visits [n, most], with those it sees whole first; the number of
+      whole ones [n]; the number of all [n]. With `of_keys`, the blocks of queries for each block of keys.
     """
     if mask.blocks is None:
         return None
@@ -112,14 +112,14 @@ def sparse_table(tile: Tile, T: int, mask: Mask, of_keys: bool = False):
     if of_keys:
         kinds = kinds.T
         if T % tile.q:
-            kinds[:, -1] = np.minimum(kinds[:, -1], SOME)  # so that it is loaded with care
+            kinds[:, -1] = np.minimum(kinds[:, -1], SOME)  # because its load must be masked
     whole, count = np.sum(kinds == ALL, axis=1), np.sum(kinds != NONE, axis=1)
     order = np.argsort(-kinds, axis=1, kind="stable")[:, : max(1, count.max())]
     return tuple(jnp.asarray(x, jnp.int32) for x in (order, whole, count))
 
 
 def visible(t, s, T: int, mask: Mask, masked: bool, t_segments, s_segments):
-    """Returns which keys at positions s queries at positions t see, as booleans that broadcast, or None if all."""
+    """Returns which keys at positions s the queries at positions t see, as booleans that broadcast; None if all."""
     conditions = []
     if masked and (mask.causal or mask.window is not None):
         conditions.append(mask.sees(t, s))
@@ -131,15 +131,15 @@ def visible(t, s, T: int, mask: Mask, masked: bool, t_segments, s_segments):
 
 
 def load_rows(ref, block, size: int, T: int, masked: bool = True, head=None) -> Any:
-    """Loads a block of a reference's T rows; those past the end are 0.
+    """Loads a block of T rows; those past the end are 0.
 
     Args:
-      ref: [T, H], [T], or with `head` [T, heads, H], [heads, T]; None gives None.
+      ref: [T, H] or [T], with `head` [T, heads, H] or [heads, T]; None gives None.
       block: the number of the block.
-      size: its rows.
-      T: rows that there are.
+      size: rows per block.
+      T: the number of rows in all.
       masked: whether the block may reach past the end.
-      head: which of the heads.
+      head: which head to load.
     """
     if ref is None:
         return None
@@ -154,7 +154,7 @@ def load_rows(ref, block, size: int, T: int, masked: bool = True, head=None) -> 
 
 
 def store_rows(ref, block, value, T: int):
-    """Stores a block of a reference's T rows, without those past the end."""
+    """Stores a block of T rows, except those past the end."""
     size, value = value.shape[0], value.astype(ref.dtype)
     mask = _inside(block, value.shape, T) if T % size else None
     plgpu.store(ref.at[pl.ds(block * size, size)], value, mask=mask)

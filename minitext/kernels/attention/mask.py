@@ -1,7 +1,7 @@
-"""Which keys a query may see, as a small description that kernels can plan with before anything runs.
+"""Which keys a query may see, described so that a kernel can plan its work before anything runs.
 
-A mask of T x T booleans has to be read; a description says for a whole block of it whether all, some or none of it is
-seen. What is known only at run time, the segments of packed rows, is not part of it.
+A mask of T x T booleans has to be read. This description says of a whole block whether all, some or none of it is
+seen. Segments of packed rows are known only at run time and aren't part of it.
 
 Chapters: 4, 17.
 """
@@ -16,14 +16,15 @@ NONE, SOME, ALL = 0, 1, 2
 
 @dataclass(frozen=True)
 class Mask:
-    """The conditions under which query t sees key s; all must hold.
+    """The conditions for query t to see key s. All of them must hold.
 
     Attributes:
-      causal: s <= t.
-      window: s > t - window: a token sees itself and window-1 before it (Beltagy et al. 2020). None: no limit.
+      causal: whether s <= t is required.
+      window: requires s > t - window: a token sees itself and the window-1 before it (Beltagy et al. 2020). None means
+        no limit.
       blocks: [T/block][T/block] booleans: which squares of `block` x `block` tokens are seen at all (Child et al.
-        2019). None: all.
-      block: tokens along a side of such a square.
+        2019). None means all.
+      block: tokens along the side of such a square.
     """
 
     causal: bool = True
@@ -32,7 +33,7 @@ class Mask:
     block: int = 128
 
     def fault(self, T: int) -> str | None:
-        """Returns why this can't be the mask of T tokens, or None."""
+        """Returns why this can't be a mask for T tokens, or None."""
         if self.window is not None and self.window < 1:
             return f"window={self.window}: a token sees at least itself; choose 1 or more"
         if self.blocks is None:
@@ -47,33 +48,33 @@ class Mask:
         return None
 
     def sees(self, t: Any, s: Any) -> Any:
-        """Returns booleans, broadcast from positions of queries and keys (arrays of NumPy or JAX), without `blocks`."""
+        """Returns which positions t of queries see which s of keys (arrays that broadcast), regardless of `blocks`."""
         seen = (s <= t) if self.causal else (s == s) & (t == t)
         return seen if self.window is None else seen & (s > t - self.window)
 
     def of_blocks(self, T: int) -> np.ndarray:
-        """Returns [T, T] booleans of `blocks` alone."""
+        """Returns [T, T] booleans for `blocks` alone."""
         if self.blocks is None:
             return np.ones((T, T), bool)
         return np.kron(np.array(self.blocks, bool), np.ones((self.block,) * 2, bool))[:T, :T]
 
     def kinds(self, T: int, block_q: int, block_kv: int) -> np.ndarray:
-        """Says of each block of the T x T square how much of it is seen, without making the square.
+        """Classifies the blocks of the T x T square by how much of each is seen, without building the square.
 
         Args:
-          T: queries, and keys.
-          block_q: queries of a block; the last may reach beyond T.
-          block_kv: keys of a block, likewise. With `blocks`, both must divide `block`.
+          T: number of queries and of keys.
+          block_q: queries per block; the last block may reach beyond T.
+          block_kv: keys per block, likewise. With `blocks`, both must divide `block`.
 
         Returns:
           [ceil(T/block_q), ceil(T/block_kv)] of NONE, SOME or ALL. Keys beyond T are never seen, so a block that
-          reaches there is not ALL; queries beyond T don't count.
+          reaches past T isn't ALL; queries beyond T don't count.
         """
         first_q = np.arange(0, T, block_q)[:, None]
         first_kv = np.arange(0, T, block_kv)[None]
         last_q = np.minimum(first_q + block_q, T) - 1
         last_kv = np.minimum(first_kv + block_kv, T) - 1
-        # Within a block t - s takes every value between these two, and the mask is an interval of it.
+        # Within a block t - s takes every value between these two, and the mask allows an interval of them.
         least, most = first_q - last_kv, last_q - first_kv
         low = 0 if self.causal else -T
         high = T if self.window is None else self.window - 1

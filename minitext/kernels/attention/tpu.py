@@ -1,13 +1,13 @@
-"""Flash attention for TPUs, in Pallas: softmax(q k^T) v by blocks that stay in VMEM, and its gradients.
+"""Flash attention for TPUs in Pallas: softmax(q k^T) v and its gradients, in blocks that stay in VMEM.
 
-Softmax is computed online (Milakov & Gimelshein 2018): a block of logits is used as it is made, against the maximum so
-far, and what came before is scaled down when the maximum rises. The gradients make the blocks again from the kept
-logsumexp (Dao et al. 2022; Dao 2023). The grid has no square of blocks but the list of those that the mask leaves,
-known when the program is traced and read by the index maps through scalar prefetch, as in JAX's splash attention
-(jax.experimental.pallas.ops.tpu.splash_attention): what the mask excludes is neither loaded nor computed.
+Softmax is computed online (Milakov & Gimelshein 2018): each block of logits is used at once, relative to the maximum
+so far, and earlier sums are scaled down when the maximum rises. The backward pass recomputes the blocks from the saved
+logsumexp (Dao et al. 2022; Dao 2023). As in JAX's splash attention
+(jax.experimental.pallas.ops.tpu.splash_attention), the grid lists only the blocks that the mask leaves. So what the
+mask excludes is neither loaded nor computed.
 
-Logits lie transposed, keys x queries. A query's maximum, sum and logsumexp are then one row of lanes, and reductions
-over keys add whole registers instead of lanes within one.
+Logits are stored transposed, keys x queries. A query's maximum, sum and logsumexp are then one lane of a row, and
+reductions over keys add whole registers instead of lanes within one.
 
 Chapters: 17.
 """
@@ -25,10 +25,13 @@ from minitext.kernels import block_shapes
 from minitext.kernels.attention.mask import ALL, CAUSAL, SOME, Mask
 from minitext.kernels.attention.tpu_grid import FIRST, LANES, LAST, BlockShape, Task, Tile, call
 from minitext.kernels.attention.xla import MASKED, NO_SINK
+from minitext.kernels.per_device import attention_reason, on_each_device
+from minitext.kernels.tiles_tpu import dot
 
 LOG2E = math.log2(math.e)
 HEAD_DIM_STEP = 64
-NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
+# Dimensions that a product sums over. N is a matrix as it is, T its transpose.
+NT, NN, TN = (1, 1), (1, 0), (0, 0)
 
 
 def flash_attention(
@@ -42,23 +45,11 @@ def flash_attention(
     sinks_N: jax.Array | None = None,
     blocks: BlockShape | None = None,
 ) -> jax.Array:
-    """Attention as `minitext.kernels.attention` defines it, of any T, in memory linear in T.
+    """Computes `minitext.kernels.attention` for any T, in memory linear in T.
 
-    Matrix products take their inputs as they are and add up in float32; float32 inputs are multiplied at full
-    precision. On a mesh each device computes its own rows and heads.
-
-    Args:
-      q_BTNH: [B, T, N, H] queries.
-      k_BSKH: [B, S, K, H] keys, S = T, N divisible by K; they are not repeated.
-      v_BSKH: [B, S, K, H] values.
-      segment_ids_BT: [B, T] integers, or None.
-      mask: which keys a query sees.
-      softcap: c for logits of c tanh(logits / c), or None.
-      sinks_N: [N] a logit per head that has no value, or None.
-      blocks: how the work is divided, by default as `block_shapes` says; made smaller where T or the mask's blocks are.
-
-    Returns:
-      [B, T, N, H] in the queries' type; zero where a query sees no key.
+    Matrix products take their inputs as they are and sum in float32; float32 inputs are multiplied at full precision.
+    On a mesh each device computes its own rows and heads. `blocks` says how the work is divided, by default as in
+    `block_shapes`; it's shrunk to fit T and the mask's blocks.
     """
     T = q_BTNH.shape[1]
     if blocks is None:
@@ -82,7 +73,7 @@ def flash_attention(
 def supports(
     q_BTNH, k_BSKH, v_BSKH, _segments=None, *, mask: Mask = CAUSAL, **_options
 ) -> str | None:
-    """Returns the reason why the kernels can't compute this, or None."""
+    """Returns why the kernels can't compute this, or None."""
     H = q_BTNH.shape[3]
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it computes in bfloat16 or float32 and the queries are {q_BTNH.dtype}"
@@ -94,51 +85,40 @@ def supports(
         return f"it needs a mask of blocks of a multiple of {LANES} tokens: got {mask.block}"
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and not mesh.are_all_axes_manual:
-        # Such as a stage of a pipeline: JAX 0.10 finds that the gradient of a `custom_vjp` has another type there.
+        # A pipeline stage, for example. JAX 0.10 expects another type of the gradient of a `custom_vjp` there.
         return f"it has no gradient where some axes of the mesh are manual, {mesh.manual_axes}, and others not"
-    if not mesh.empty:
-        q_spec, k_spec = (jax.typeof(x).sharding.spec for x in (q_BTNH, k_BSKH))
-        if q_spec[1] or k_spec[1]:
-            return f"it needs a device's rows whole, and tokens are split over {q_spec[1]}"
-        if q_spec[2] != k_spec[2]:
-            return f"heads are split over {q_spec[2]} and kv heads over {k_spec[2]}: split both or none"
-    return None
+    return attention_reason(q_BTNH, k_BSKH)
 
 
 # --- the parts of a block --------------------------------------------------------------------------
 
 
-def _dot(a, b, dims) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _units(task: Task, H: int) -> tuple[float, float]:
-    """Returns two factors: from q k^T to what `_logits` gives, and from there to base-2 logits."""
+    """Returns two factors: from q k^T to the result of `_logits`, and from there to base-2 logits."""
     if task.softcap is None:
         return 1.0, LOG2E / math.sqrt(H)
     return 1 / (math.sqrt(H) * task.softcap), LOG2E * task.softcap
 
 
 def _logits(task: Task, q, k):
-    """Logits [tile_kv, tile_q] but for a factor, which the exponential takes up for nothing."""
-    logits = _dot(k, q, NT)
+    """Returns logits [tile_kv, tile_q] up to a factor, which costs nothing extra in the exponential."""
+    logits = dot(k, q, NT)
     if task.softcap is not None:
         logits = jnp.tanh(logits * _units(task, q.shape[1])[0])
     return logits
 
 
 def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, masked: bool):
-    """Booleans [tile_kv, tile_q] of a block's tile, or None if all is seen."""
+    """Returns which keys of a tile its queries see, [tile_kv, tile_q] booleans, or None if all."""
     rows, cols = tile
-    seen = None
+    seen: Any = None
     if masked:
         t = q_block * task.shape.q + cols.start
         s = kv_block * task.shape.kv + rows.start
         t += jax.lax.broadcasted_iota(jnp.int32, (1, cols.size), 1)
         s += jax.lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
         seen = task.mask.sees(t, s)
-        if not task.mask.causal:  # else padding comes after all that looks back
+        if not task.mask.causal:  # a causal mask already excludes the padding, which comes last
             seen &= s < task.tokens
     if q_segments_ref is not None:
         same = kv_segments_ref[rows, :] == q_segments_ref[:, cols]
@@ -147,10 +127,10 @@ def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, 
 
 
 def _compute(task: Task, kind, size: Tile, make, use) -> None:
-    """Calls `use(tile, make(tile, masked))` for the tiles of a step's block, if anything of it is seen.
+    """Calls `use(tile, make(tile, masked))` for the tiles of a step's block, if any of it is seen.
 
-    They are masked only where the mask cuts through the block. Products are made `size.ahead` tiles before they are
-    used: the matrix units work on them while the vector units are at the exponentials.
+    Tiles are masked only where the mask cuts through the block. `make` runs `size.ahead` tiles before `use`: the
+    matrix units compute those products while the vector units work on exponentials.
     """
     tiles = task.tiles(size)
 
@@ -177,7 +157,7 @@ def _forward_kernel(
 
     @pl.when((kind & FIRST) != 0)
     def _():
-        # The sink is the first logit; that of a head without one vanishes at the first key.
+        # The sink is the first logit. For a head without one, it vanishes at the first key.
         top_ref[...] = jnp.full(top_ref.shape, sinks_ref[0, pl.program_id(1)])
         sum_ref[...] = jnp.ones(sum_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
@@ -196,7 +176,7 @@ def _forward_kernel(
         fade = jnp.exp2((old - top) * factor)
         top_ref[:, cols] = top
         sum_ref[:, cols] = sum_ref[:, cols] * fade + jnp.sum(exps, axis=0, keepdims=True)
-        part = _dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
+        part = dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
         acc_ref[:, cols] = acc_ref[:, cols] * fade + part
 
     _compute(task, kind, task.shape.forward, make, use)
@@ -207,34 +187,22 @@ def _forward_kernel(
         out_ref[...] = out.astype(out_ref.dtype)
         lse_ref[...] = top_ref[...] * factor + jnp.log2(sum_ref[...])
         if lost_ref is not None:
-            # Read back, because XLA may take a value that was rounded and widened again for the value itself.
+            # Read back, because XLA may replace a value that was rounded and widened by the original.
             lost_ref[...] = (out - out_ref[...].astype(jnp.float32)).astype(lost_ref.dtype)
 
 
-def _backward_compute(
-    task: Task,
-    plans,
-    q_ref,
-    k_ref,
-    v_ref,
-    grad_ref,
-    lse_ref,
-    delta_ref,
-    segments,
-    use,
-    *,
-    size: Tile,
-):
-    """Calls `use(tile, weights, gradients of the logits)`, the latter but for 1/sqrt(H), for a step's tiles."""
+def _backward_compute(task: Task, plans, refs, use, *, size: Tile):
+    """Calls `use(tile, weights, gradients of the logits times sqrt(H))` for each tile of a step's block."""
     plan_q, plan_kv, plan_kind = plans
+    q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, q_segments, kv_segments = refs
     step = pl.program_id(2)
     _, factor = _units(task, q_ref.shape[1])
 
     def make(tile, masked):
         rows, cols = tile
-        seen = _seen(task, plan_q[step], plan_kv[step], tile, segments[0], segments[1], masked)
+        seen = _seen(task, plan_q[step], plan_kv[step], tile, q_segments, kv_segments, masked)
         logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
-        return seen, logits, _dot(v_ref[rows, :], grad_ref[cols, :], NT)
+        return seen, logits, dot(v_ref[rows, :], grad_ref[cols, :], NT)
 
     def finish(tile, made):
         cols = tile[1]
@@ -244,17 +212,16 @@ def _backward_compute(
         grads = probs * (grad_probs - delta_ref[:, cols])
         if task.softcap is not None:
             grads = grads * (1 - logits * logits)
-        # Gradients stay wide, as they do before XLA's products: matrix units of a TPU round them on the way in, at no
-        # more bundles than a cast, and the CPU of the simulator does not.
+        # Gradients stay in float32, as they do before XLA's products. A TPU's matrix units round them on the way in,
+        # in no more bundles than a cast takes; the simulator's CPU doesn't round them.
         use(tile, probs.astype(grad_ref.dtype), grads)
 
     _compute(task, plan_kind[step], size, make, finish)
 
 
-def _dq_kernel(
-    task, plan_q, plan_kv, plan_kind, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
-    q_segments, kv_segments, dq_ref, acc_ref,
-):  # fmt: skip
+def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
+    inputs, (dq_ref, acc_ref) = refs[:-2], refs[-2:]
+    q_ref, k_ref = inputs[:2]
     kind = plan_kind[pl.program_id(2)]
 
     @pl.when((kind & FIRST) != 0)
@@ -263,22 +230,18 @@ def _dq_kernel(
 
     def add(tile, _probs, grads):
         rows, cols = tile
-        acc_ref[:, cols] += _dot(k_ref[rows, :], grads, TN)
+        acc_ref[:, cols] += dot(k_ref[rows, :], grads, TN)
 
-    _backward_compute(
-        task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
-        (q_segments, kv_segments), add, size=task.shape.dq,
-    )  # fmt: skip
+    _backward_compute(task, (plan_q, plan_kv, plan_kind), inputs, add, size=task.shape.dq)
 
     @pl.when((kind & LAST) != 0)
     def _():
         dq_ref[...] = (acc_ref[...] / math.sqrt(q_ref.shape[1])).T.astype(dq_ref.dtype)
 
 
-def _dkv_kernel(
-    task, plan_q, plan_kv, plan_kind, q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
-    q_segments, kv_segments, dk_ref, dv_ref, dk_acc_ref, dv_acc_ref,
-):  # fmt: skip
+def _dkv_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
+    inputs, (dk_ref, dv_ref, dk_acc_ref, dv_acc_ref) = refs[:-4], refs[-4:]
+    q_ref, grad_ref = inputs[0], inputs[3]
     kind, member = plan_kind[pl.program_id(2)], pl.program_id(3)
 
     @pl.when(((kind & FIRST) != 0) & (member == 0))
@@ -288,13 +251,10 @@ def _dkv_kernel(
 
     def add(tile, probs, grads):
         rows, cols = tile
-        dv_acc_ref[rows, :] += _dot(probs, grad_ref[cols, :], NN)
-        dk_acc_ref[rows, :] += _dot(grads, q_ref[cols, :], NN)
+        dv_acc_ref[rows, :] += dot(probs, grad_ref[cols, :], NN)
+        dk_acc_ref[rows, :] += dot(grads, q_ref[cols, :], NN)
 
-    _backward_compute(
-        task, (plan_q, plan_kv, plan_kind), q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref,
-        (q_segments, kv_segments), add, size=task.shape.dkv,
-    )  # fmt: skip
+    _backward_compute(task, (plan_q, plan_kv, plan_kind), inputs, add, size=task.shape.dkv)
 
     @pl.when(((kind & LAST) != 0) & (member == pl.num_programs(3) - 1))
     def _():
@@ -306,9 +266,9 @@ def _dkv_kernel(
 
 
 def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, *, differentiated=False):
-    """Returns the output [B, N, T, H], the base-2 logsumexp [B, N, 1, T], and what rounding took from the output.
+    """Returns the output [B, N, T, H], the base-2 logsumexp [B, N, 1, T], and the output's rounding error.
 
-    The latter is None in float32, and unless there will be gradients.
+    The rounding error is None in float32, and when there's no backward pass to use it.
     """
     (B, N, T, H), bq = q_BNTH.shape, task.shape.q
     tops_1N = jnp.full((1, N), NO_SINK)
@@ -329,8 +289,9 @@ def _backward_call(
 ):
     """Returns the gradients of q, k and v, and the row sums of output times gradient [B, N, T].
 
-    A row sum is off all gradients of a query's logits. With the rounded output, as other flash attentions take it, it
-    would make an error of its own there, which after rounding them is as large again where few keys have the weight.
+    The row sum is subtracted from all gradients of a query's logits. Taken from the rounded output, as other flash
+    attentions do, it would add an error there as large as that of rounding the gradients, where few keys have most of
+    the weight.
     """
     (bq, bkv), H = task.shape[:2], q_BNTH.shape[3]
     exact_BNTH = out_BNTH.astype(jnp.float32)
@@ -351,42 +312,28 @@ def _backward_call(
     return dq_BNTH, dk_BKSH, dv_BKSH, delta_BNT
 
 
-def _on_each_device(function, outs, *arrays):
-    """Runs a function on each device's rows and heads: the compiler can't divide a kernel.
-
-    `outs` names for each result the argument whose spec it has, and how many of its entries count.
-    """
-    if jax.sharding.get_abstract_mesh().empty:
-        return function(*arrays)
-    specs: list[Any] = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
-    out_specs = tuple(P(*specs[i][:rank]) for i, rank in outs)
-    return jax.shard_map(function, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(
-        *arrays
-    )
-
-
-_FORWARD_OUTS = ((0, 4), (0, 2), (0, 4))
+# Which argument each result is split like, and its number of dimensions.
+_FORWARD_OUTS, _BACKWARD_OUTS = ((0, 4), (0, 2), (0, 4)), ((0, 4), (1, 4), (2, 4), (0, 3))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _flash(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
     args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
-    return _on_each_device(partial(_forward_call, task), _FORWARD_OUTS, *args)[0]
+    return on_each_device(partial(_forward_call, task), *args, outs=_FORWARD_OUTS)[0]
 
 
 def _flash_forward(q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, task):
     args = (q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N)
     forward = partial(_forward_call, task, differentiated=True)
-    out_BNTH, lse_BN1T, lost_BNTH = _on_each_device(forward, _FORWARD_OUTS, *args)
+    out_BNTH, lse_BN1T, lost_BNTH = on_each_device(forward, *args, outs=_FORWARD_OUTS)
     return out_BNTH, (*args, out_BNTH, lse_BN1T, lost_BNTH)
 
 
 def _flash_backward(task, residuals, grad_BNTH):
     *args, sinks_N, out_BNTH, lse_BN1T, lost_BNTH = residuals
-    *grads, delta_BNT = _on_each_device(
-        partial(_backward_call, task), ((0, 4), (1, 4), (2, 4), (0, 3)),
-        *args, out_BNTH, lse_BN1T, lost_BNTH, grad_BNTH,
-    )  # fmt: skip
+    args += out_BNTH, lse_BN1T, lost_BNTH, grad_BNTH
+    backward = partial(_backward_call, task)
+    *grads, delta_BNT = on_each_device(backward, *args, outs=_BACKWARD_OUTS)
     if sinks_N is None:
         return *grads, None, None
     weights_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[:, None] * LOG2E - lse_BN1T[:, :, 0])

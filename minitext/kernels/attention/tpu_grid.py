@@ -1,8 +1,8 @@
-"""The grid of the TPU's flash attention: which blocks its steps work on, and what they load and write.
+"""The grid of TPU flash attention: which blocks each step works on, and what it loads and stores.
 
-A grid over all pairs of blocks would visit those that the mask excludes. Here it is a list of the others, made with
-NumPy when the program is traced. The list lies in scalar memory before the kernel starts ("scalar prefetch"), where the
-index maps that choose each step's blocks read it; the next step's blocks are then loaded while this one computes.
+A grid over all pairs of blocks would also visit those the mask excludes. This one is a list of the others, built with
+NumPy while the program is traced. It is copied to scalar memory before the kernel starts ("scalar prefetch"). The
+index maps that choose each step's blocks read it there, so the next step's blocks load while this one computes.
 
 Chapters: 17.
 """
@@ -20,17 +20,17 @@ from jax.experimental.pallas import tpu as pltpu
 from minitext.kernels.attention.mask import Mask
 
 LANES = 128
-# Bits of a step's kind beside those of `Mask.kinds`: whether it is the first or last of what it adds up.
+# More bits of a step's kind, beside those of `Mask.kinds`: the first and the last step of one sum.
 FIRST, LAST = 4, 8
 
 
 class Tile(NamedTuple):
-    """A part of a block whose logits are made at once, so that they stay in registers.
+    """A part of a block, small enough that its logits stay in registers.
 
     Attributes:
-      q: its queries.
-      kv: its keys.
-      ahead: for how many tiles after it the products are made before it is used.
+      q: queries in the tile.
+      kv: keys in the tile.
+      ahead: how many tiles' products are computed ahead of the tile in use.
     """
 
     q: int
@@ -41,16 +41,16 @@ class Tile(NamedTuple):
 class BlockShape(NamedTuple):
     """How the kernels divide their work.
 
-    One choice of tiles serves all chips. With blocks of 512 it gives v5e and v6e at least the share of busy matrix
-    units of JAX's splash attention, at no more spills; tests/test_llo.py compares them. A v6e would run the forward
-    kernel in a tenth fewer cycles with tiles of (256, 128, 1), and spill twice as much.
+    One choice of tiles serves all chips. With blocks of 512, v5e and v6e keep their matrix units at least as busy as
+    JAX's splash attention does, with no more spills; tests/compiler/test_llo.py compares them. With forward tiles of
+    (256, 128, 1) a v6e would need a tenth fewer cycles, and spill twice as much.
 
     Attributes:
-      q: queries of a block, a multiple of 128.
-      kv: keys of a block, a multiple of 128.
-      forward: the tiles of the forward kernel.
-      dq: those of the kernel for the queries' gradient.
-      dkv: those of the kernel for the gradients of keys and values.
+      q: queries per block, a multiple of 128.
+      kv: keys per block, a multiple of 128.
+      forward: tiles of the forward kernel.
+      dq: tiles of the kernel for the gradient of queries.
+      dkv: tiles of the kernel for the gradients of keys and values.
     """
 
     q: int = 512
@@ -60,25 +60,23 @@ class BlockShape(NamedTuple):
     dkv: Tile = Tile(128, 256, ahead=2)
 
     def fit(self, T: int, mask: Mask) -> "BlockShape":
-        """Shrinks blocks to whole lanes of T and to divisors of the mask's blocks, and tiles to divisors of blocks."""
+        """Shrinks blocks to T in whole lanes and to divisors of the mask's blocks, and tiles to divisors of blocks."""
         whole = -(-T // LANES) * LANES
         q, kv = min(self.q, whole), min(self.kv, whole)
         if mask.blocks is not None:
             q, kv = math.gcd(q, mask.block), math.gcd(kv, mask.block)
-        tiles = (self.forward, self.dq, self.dkv)
-        return BlockShape(
-            q, kv, *(Tile(math.gcd(q, t.q), math.gcd(kv, t.kv), t.ahead) for t in tiles)
-        )
+        tiles = (Tile(math.gcd(q, t.q), math.gcd(kv, t.kv), t.ahead) for t in self[2:])
+        return BlockShape(q, kv, *tiles)
 
 
 class Task(NamedTuple):
-    """What a kernel must know when it is traced, beside its arrays' shapes.
+    """What a kernel needs at tracing time, beside the shapes of its arrays.
 
     Attributes:
       mask: which keys a query sees.
-      softcap: bound of the logits, or None.
-      tokens: T without the padding.
-      shape: the blocks.
+      softcap: the bound on logits, or None.
+      tokens: T without padding.
+      shape: block and tile sizes.
     """
 
     mask: Mask
@@ -87,7 +85,7 @@ class Task(NamedTuple):
     shape: BlockShape
 
     def tiles(self, tile: Tile) -> list[tuple[Any, Any]]:
-        """Returns the tiles of a block as slices of its keys and of its queries."""
+        """Returns a block's tiles, each as a slice of its keys and a slice of its queries."""
         return [
             (pl.ds(s, tile.kv), pl.ds(t, tile.q))
             for t in range(0, self.shape.q, tile.q)
@@ -96,12 +94,12 @@ class Task(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The steps of a grid: int32 arrays of one length.
+    """The steps of a grid, as int32 arrays of equal length.
 
     Attributes:
       q: each step's block of queries.
-      kv: its block of keys.
-      kind: SOME or ALL of it is seen (0: nothing), and FIRST and LAST.
+      kv: each step's block of keys.
+      kind: bits SOME or ALL for what is seen (neither: nothing), plus FIRST and LAST.
     """
 
     q: Any
@@ -110,18 +108,17 @@ class Plan(NamedTuple):
 
 
 def plan(task: Task, *, by_kv: bool = False) -> Plan:
-    """Returns the steps that the mask leaves: block by block of queries, or of keys.
+    """Returns the steps that the mask leaves, ordered by block of queries or, with `by_kv`, of keys.
 
-    An accumulator whose blocks are all excluded has one step nonetheless, which computes nothing and writes its zeros.
+    An accumulator whose blocks are all excluded still gets one step, which computes nothing and stores its zeros.
     """
     kinds = task.mask.kinds(task.tokens, task.shape.q, task.shape.kv)
     rows = kinds.T if by_kv else kinds
     steps, other = [], 0
     for row, seen in enumerate(rows):
-        places = np.flatnonzero(seen)
-        # A step without work names the block that is there already, so that nothing is loaded for it.
-        others = [int(x) for x in places] or [other]
-        row_kinds = [int(seen[x]) for x in others] if len(places) else [0]
+        # A step without work names the block that's already there, so nothing is loaded for it.
+        others = [int(x) for x in np.flatnonzero(seen)] or [other]
+        row_kinds = [int(seen[x]) for x in others] if seen.any() else [0]
         row_kinds[0] |= FIRST
         row_kinds[-1] |= LAST
         steps += [(row, x, kind) for x, kind in zip(others, row_kinds, strict=True)]
@@ -130,47 +127,44 @@ def plan(task: Task, *, by_kv: bool = False) -> Plan:
     return Plan(column, row, kind) if by_kv else Plan(row, column, kind)
 
 
-class Specs:
-    """Which block of each kind of array a step reads or writes.
+def _specs(task: Task, H: int, group: int, by_kv: bool) -> dict[str, pl.BlockSpec]:
+    """Returns which block of each kind of array a step reads or writes.
 
-    The grid is (B, N, steps), or for gradients of keys (B, K, steps, N/K): a key head's blocks stay while its query
-    heads pass.
+    The grid is (B, N, steps), or (B, K, steps, N/K) for gradients of keys: a key head's blocks stay in VMEM while its
+    query heads go by.
     """
+    bq, bkv = task.shape[:2]
 
-    def __init__(self, task: Task, H: int, group: int, by_kv: bool):
-        bq, bkv = task.shape[:2]
+    def at(b, head, step, *rest):
+        *member, q, kv, _ = rest
+        if by_kv:
+            return b, head * group + member[0], head, q[step], kv[step]
+        return b, head, jax.lax.div(head, group), q[step], kv[step]
 
-        def at(b, head, step, *rest):
-            if by_kv:
-                member, q, kv, _ = rest
-                return b, head * group + member, head, q[step], kv[step]
-            q, kv, _ = rest
-            return b, head, jax.lax.div(head, group), q[step], kv[step]
+    def spec(shape, index):
+        return pl.BlockSpec(shape, lambda *ids: index(*at(*ids)))
 
-        def spec(shape, place):
-            return pl.BlockSpec(shape, lambda *ids: place(*at(*ids)))
-
-        self.q = spec((None, None, bq, H), lambda b, n, k, i, j: (b, n, i, 0))
-        self.kv = spec((None, None, bkv, H), lambda b, n, k, i, j: (b, k, j, 0))
-        self.row = spec((None, None, 1, bq), lambda b, n, k, i, j: (b, n, 0, i))
-        self.q_segments = spec((None, 1, bq), lambda b, n, k, i, j: (b, 0, i))
-        self.kv_segments = spec((None, bkv, 1), lambda b, n, k, i, j: (b, j, 0))
+    return {
+        "q": spec((None, None, bq, H), lambda b, n, k, i, j: (b, n, i, 0)),
+        "kv": spec((None, None, bkv, H), lambda b, n, k, i, j: (b, k, j, 0)),
+        "row": spec((None, None, 1, bq), lambda b, n, k, i, j: (b, n, 0, i)),
+        "q_segments": spec((None, 1, bq), lambda b, n, k, i, j: (b, 0, i)),
+        "kv_segments": spec((None, bkv, 1), lambda b, n, k, i, j: (b, j, 0)),
+    }
 
 
 def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scratch, first=()):
-    """Calls a kernel over the steps of its plan; `ins` and `outs` name attributes of `Specs`, None no output."""
+    """Calls a kernel for each step of its plan. `ins` and `outs` are keys of `_specs`; None is no output."""
     q, k = arrays[:2]
     (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
-    specs = Specs(task, H, N // K, by_kv)
+    specs = _specs(task, H, N // K, by_kv)
     q_segments = kv_segments = None
     if segments_BT is not None:
         padded = jnp.pad(segments_BT, ((0, 0), (0, max(T, S) - task.tokens)), constant_values=-1)
         q_segments = padded[:, None, :T]
         kv_segments = padded[:, :S, None]
     steps = plan(task, by_kv=by_kv)
-    segment_specs = [
-        None if segments_BT is None else s for s in (specs.q_segments, specs.kv_segments)
-    ]
+    segments = [None, None] if segments_BT is None else ["q_segments", "kv_segments"]
     inner = ("parallel", "parallel", "arbitrary", "arbitrary")
     grid = (B, K, len(steps.q), N // K) if by_kv else (B, N, len(steps.q))
     return pl.pallas_call(
@@ -180,10 +174,9 @@ def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scr
             grid=grid,
             in_specs=[
                 *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in first),
-                *(getattr(specs, name) for name in ins),
-                *segment_specs,
+                *(name and specs[name] for name in (*ins, *segments)),
             ],
-            out_specs=[None if name is None else getattr(specs, name) for name in outs],
+            out_specs=[name and specs[name] for name in outs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=out_shapes,

@@ -1,4 +1,4 @@
-"""The XLA implementations: what every kernel must agree with, and what runs where no kernel does.
+"""Attention in XLA: the reference that every kernel must agree with, and what runs where no kernel does.
 
 Chapters: 4, 17.
 """
@@ -12,51 +12,28 @@ import jax.numpy as jnp
 
 from minitext.kernels.attention.mask import CAUSAL, Mask
 
-# Finite, so that a row whose keys are all masked does not compute inf - inf.
+# Finite, because a row whose keys are all masked would otherwise compute inf - inf.
 MASKED = -1e30
-# The logit of a sink where there is none: below all that is seen and above all that is masked, so that a query that
-# sees no key gives its whole weight to the sink, and zero as its output.
+# Stands in for the sink of a head without one. It's below any visible logit and above any masked one: a query that
+# sees no key gives its whole weight to this sink, and its output is zero.
 NO_SINK = MASKED / 2
 
 
 def attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    *,
-    mask: Mask = CAUSAL,
-    softcap: float | None = None,
-    sinks_N: jax.Array | None = None,
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, mask: Mask = CAUSAL, softcap=None, sinks_N=None
 ) -> jax.Array:
-    """Masked attention: softmax(q k^T / sqrt(H)) v, with softmax in float32.
-
-    Args:
-      q_BTNH: [B, T, N, H] queries.
-      k_BSKH: [B, S, K, H] keys, S = T; each serves N/K query heads.
-      v_BSKH: [B, S, K, H] values.
-      segment_ids_BT: [B, T] with T = S: tokens attend within their own segment. Segment 0 is padding.
-      mask: which keys a query sees; by default itself and all before it.
-      softcap: c, for logits of c tanh(logits / c) (Gemma 2, 2024), or None.
-      sinks_N: [N] a logit per head that takes part in softmax and has no value (GPT-OSS, 2025), or None.
-
-    Returns:
-      [B, T, N, H] in the queries' type; zero where a query sees no key.
-    """
+    """Computes `minitext.kernels.attention` as it is written: softmax(q k^T / sqrt(H)) v, with softmax in float32."""
     H, S, K = q_BTNH.shape[3], *k_BSKH.shape[1:3]
     places = jnp.arange(S)
     mask_BTS = mask.sees(places[:, None], places)[None]
     if mask.blocks is not None:
         mask_BTS = mask_BTS & mask.of_blocks(S)
-        if sinks_N is None:  # a query may see no key
+        if sinks_N is None:  # some queries may see no key
             sinks_N = jnp.full(q_BTNH.shape[2], NO_SINK)
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     q_BTKGH = _split_heads(q_BTNH, K)
-    logits_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
-    )
-    logits_BKGTS = logits_BKGTS / math.sqrt(H)
+    logits_BKGTS = _wide("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) / math.sqrt(H)
     if softcap is not None:
         logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
     probs_BKGTS = _softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_N)
@@ -64,30 +41,26 @@ def attention(
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
 
-def blocked_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-) -> jax.Array:
-    """The same attention in blocks of queries, each against only the keys that it can see.
+def blocked_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None) -> jax.Array:
+    """Computes causal attention in blocks of queries, each against only the keys it can see.
 
     With n blocks the matrix products do (1 + 1/n)/2 of the full square's work, and the logits of one block stay in
-    cache; but each block is a program of its own to compile, load and set up. On short rows two are as fast as four.
-    Its gradient is written out, as that of a flash kernel is (Dao et al. 2022), because its passes over the logits
-    take longer than its products: weights are normalised after the values are summed, and the sum that softmax's
-    gradient needs is taken over H products, not S. Arguments and result are those of `attention` with T = S divisible
-    by 4.
+    cache. But each block is code of its own to compile, load and set up, and on short rows two are as fast as four.
+    The gradient is written by hand, as in a flash kernel (Dao et al. 2022), because passes over the logits take longer
+    than the products: weights are normalised after the values are summed, and the sum that softmax's gradient needs
+    is taken over H products instead of S.
     """
     blocks = 2 if q_BTNH.shape[1] < 512 else 4
     return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)
 
 
-def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None) -> str | None:
-    """Returns the reason why `blocked_attention` can't compute this, or None."""
+def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None, **options) -> str | None:
+    """Returns why `blocked_attention` can't compute this, or None."""
+    if options:
+        return f"it computes causal attention without {', '.join(options)}"
     T = q_BTNH.shape[1]
     if T % 4 or T < 128:
-        return f"it needs at least 128 tokens, and a number divisible by 4: got T={T}"
+        return f"it needs at least 128 tokens, in a number divisible by 4: got T={T}"
     return None
 
 
@@ -128,7 +101,7 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
     grad_q: list[jax.Array] = []
     grad_k: Any = None
     grad_v: Any = None
-    # The last block sees all keys; the others add to the first of them.
+    # The last block sees all keys. Each earlier one adds to the gradients of the first of them.
     for (low, high), (exps, total) in reversed(list(zip(_bounds(T, blocks), kept, strict=True))):
         q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
         grad = (grad_BKGTH[:, :, :, low:high] / total).astype(v.dtype)
@@ -137,7 +110,7 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
         grad_logits = grad_logits.astype(q.dtype)
         grad_q.append(_wide("BKGTS,BKSH->BKGTH", grad_logits, k))
         q_BKHGT, grad_BKHGT = (
-            # Transposed before the product and not by it: see `minitext.models.layers._project_backward`.
+            # Transposed before the product, not by it: see `minitext.models.layers._project_backward`.
             jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))[None])[0]
             for x in (q, grad)
         )
@@ -175,33 +148,28 @@ def cached_attention(
     cached_v_BKSH: jax.Array,
     length: jax.Array | int,
 ) -> jax.Array:
-    """The same attention for T tokens that follow the first `length` of a cache's S places.
+    """Computes causal attention for T new tokens that follow the first `length` tokens of a cache.
 
-    The cache is read where it lies and not joined to the new keys and values; only the logits are.
+    The cache is read in place. Only logits are concatenated, never keys or values.
 
     Args:
       q_BTNH: [B, T, N, H] queries.
       k_BKTH: [B, K, T, H] keys of the new tokens.
-      v_BKTH: [B, K, T, H] values, likewise.
-      cached_k_BKSH: [B, K, S, H] keys of the tokens before; places from `length` on are not seen.
-      cached_v_BKSH: [B, K, S, H] values, likewise.
-      length: how many places are filled.
+      v_BKTH: [B, K, T, H] values of the new tokens.
+      cached_k_BKSH: [B, K, S, H] keys of the earlier tokens; slots from `length` on are ignored.
+      cached_v_BKSH: [B, K, S, H] values of the earlier tokens, likewise.
+      length: the number of filled slots.
 
     Returns:
       [B, T, N, H] in the queries' type.
     """
     B, T, N, H = q_BTNH.shape
     K, S = cached_k_BKSH.shape[1:3]
-    q_BKGTH = _heads_first(q_BTNH, K)
-    q_BKXH = jnp.reshape(
-        q_BKGTH, (B, K, -1, H)
-    )  # a key head's X = G*T queries, all rows of one product
+    # All X = G*T queries of a key head are rows of one product.
+    q_BKXH = jnp.reshape(_heads_first(q_BTNH, K), (B, K, -1, H))
 
-    def logits(keys):
-        wide = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys, preferred_element_type=jnp.float32)
-        return wide / math.sqrt(H)
-
-    both = jnp.concatenate([logits(cached_k_BKSH), logits(k_BKTH)], axis=-1)
+    logits = (_wide("BKXH,BKSH->BKXS", q_BKXH, keys) for keys in (cached_k_BKSH, k_BKTH))
+    both = jnp.concatenate([x / math.sqrt(H) for x in logits], axis=-1)
     filled_TS = jnp.broadcast_to(jnp.arange(S) < length, (T, S))
     mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
     probs = _softmax(both, jnp.tile(mask_TS, (N // K, 1))).astype(v_BKTH.dtype)

@@ -1,4 +1,4 @@
-"""A matrix product for each group of rows, as the experts of a mixture need it.
+"""A matrix product for each group of rows, as a mixture of experts needs it: for XLA, CPU, TPU and GPU.
 
 Chapters: 19.
 """

@@ -1,7 +1,7 @@
-"""Grouped matmul for XLA's CPU backend: rows in blocks, each multiplied with the matrix of its group.
+"""Grouped matmul for XLA's CPU backend: rows in blocks, each multiplied by its group's matrix.
 
-`jax.lax.ragged_dot` has the same result. TPUs have an instruction stream for it, but XLA's CPU backend multiplies all
-rows with all groups' matrices and masks: G times the work, and G times the memory.
+`jax.lax.ragged_dot` has the same result, but XLA's CPU backend multiplies all rows by all groups' matrices and masks:
+G times the work, and G times the memory.
 
 Chapters: 18, 19.
 """
@@ -16,13 +16,13 @@ FEW = 16
 
 
 class _Blocks(NamedTuple):
-    """Blocks of rows that belong to one group each; there may be fewer than the arrays have places for.
+    """Blocks of rows that belong to one group each. The arrays may have room for more blocks than there are.
 
     Attributes:
-      count: how many there are.
-      first: first row of each.
-      group: its group.
-      rows: how many of its rows are of that group.
+      count: the number of blocks.
+      first: each block's first row.
+      group: each block's group.
+      rows: how many of each block's rows belong to the group.
     """
 
     count: jax.Array
@@ -33,16 +33,7 @@ class _Blocks(NamedTuple):
 
 @jax.custom_vjp
 def grouped_matmul(lhs_MK: jax.Array, rhs_GKN: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
-    """Multiplies consecutive groups of rows with one matrix each.
-
-    Args:
-      lhs_MK: [M, K]; the first `group_sizes_G[0]` rows are of group 0, and so on.
-      rhs_GKN: [G, K, N] in the same type.
-      group_sizes_G: [G] integers whose sum is M at most.
-
-    Returns:
-      [M, N] in the same type, added up in float32; rows past the last group are zero.
-    """
+    """Computes `minitext.kernels.grouped_matmul`, a block of rows at a time."""
     return _forward(lhs_MK, rhs_GKN, group_sizes_G, "bk,kn->bn")
 
 
@@ -54,17 +45,17 @@ def _forward(lhs, rhs, sizes_G, product: str) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], size)
         w = jax.lax.dynamic_index_in_dim(rhs, blocks.group[i], keepdims=False)
         y = jnp.einsum(product, x, w, preferred_element_type=jnp.float32).astype(out.dtype)
-        # What a group's last block writes past its end, the next group's blocks write anew.
+        # What a group's last block writes past the group's end, the next group's blocks overwrite.
         return jax.lax.dynamic_update_slice_in_dim(out, y, blocks.first[i], 0)
 
-    # Zeros like the rows: on a mesh of manual axes they vary where the rows do.
+    # Zeros like the rows: with manual mesh axes, they vary along the same axes as the rows.
     start = jnp.zeros_like(padded, shape=(padded.shape[0], N))
     out_MN = jax.lax.fori_loop(0, blocks.count, body, start)[:M]
     return jnp.where((jnp.arange(M) < jnp.sum(sizes_G))[:, None], out_MN, 0)
 
 
 def _transposed(lhs_MK, grad_MN, sizes_G) -> jax.Array:
-    """Each group's rows transposed times their gradients, [G, K, N] in float32."""
+    """Returns each group's rows, transposed, times their gradients: [G, K, N] in float32."""
     (M, K), N = lhs_MK.shape, grad_MN.shape[1]
     size, blocks = _blocks(sizes_G, M)
     lhs, grad = _padded(lhs_MK), _padded(grad_MN)
@@ -72,9 +63,9 @@ def _transposed(lhs_MK, grad_MN, sizes_G) -> jax.Array:
     def body(i, out):
         own = (jnp.arange(size) < blocks.rows[i])[:, None]
         x = jnp.where(own, jax.lax.dynamic_slice_in_dim(lhs, blocks.first[i], size), 0)
-        # Without the barrier XLA leaves the transposition to the product, which is then a slower one.
+        # Without the barrier XLA leaves the transposition to the product, which makes it slower.
         x_kb = jax.lax.optimization_barrier(x.T[None])[0]
-        # Both: what lies past the last group may be NaN.
+        # Mask both factors: rows past the last group may be NaN.
         y = jnp.where(own, jax.lax.dynamic_slice_in_dim(grad, blocks.first[i], size), 0)
         y = jnp.einsum("kb,bn->kn", x_kb, y, preferred_element_type=jnp.float32)
         sum_KN = y + jax.lax.dynamic_index_in_dim(out, blocks.group[i], keepdims=False)
@@ -94,13 +85,13 @@ grouped_matmul.defvjp(lambda *args: (grouped_matmul(*args), args), _backward)
 
 
 def _block_size(M: int) -> int:
-    # A row's bits must not depend on how many others there are, and XLA's products have other orders of summation for
-    # other shapes: all blocks have one. Few rows are those of one generated token.
+    # A row's bits must not depend on the number of other rows, but XLA's order of summation depends on the shape. So
+    # all blocks have the same shape. Few rows are those of a generated token.
     return BLOCK if M > FEW else FEW
 
 
 def _blocks(sizes_G: jax.Array, M: int) -> tuple[int, _Blocks]:
-    """Returns the rows of a block, and the blocks, each group's beginning at its first row."""
+    """Returns the rows per block, and the blocks. Each group's blocks begin at its first row."""
     size, G = _block_size(M), len(sizes_G)
     count_G = (sizes_G + size - 1) // size
     ends_G, starts_G = jnp.cumsum(count_G), jnp.cumsum(sizes_G) - sizes_G
@@ -112,5 +103,5 @@ def _blocks(sizes_G: jax.Array, M: int) -> tuple[int, _Blocks]:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """Rows behind the last, so that every block has as many as it should."""
+    """Appends rows of zeros, so every block is full."""
     return jnp.pad(x, ((0, _block_size(len(x))), (0, 0)))

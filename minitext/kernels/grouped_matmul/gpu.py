@@ -1,9 +1,9 @@
 """Grouped matrix products for NVIDIA GPUs: Pallas kernels that JAX lowers to Triton.
 
-Rows are sorted by group, and groups have any sizes (Gale et al. 2022, https://arxiv.org/abs/2211.15841). On a GPU a
-tile may begin at any row, so each group is cut into tiles of its own and no tile has two groups. How many tiles there
-are is known only at run time; the grid has room for the most that any sizes need, and the programs that are left over
-store nothing. The rows that no group owns are a group more, whose product is not computed and whose result is 0.
+Rows are sorted by group, and groups have any size (Gale et al. 2022, https://arxiv.org/abs/2211.15841). On a GPU a
+tile may begin at any row, so each group is cut into its own tiles and no tile has rows of two groups. The number of
+tiles is known only at run time. The grid has room for the most that any group sizes need, and leftover programs store
+nothing. Rows that no group owns count as one more group, whose product isn't computed and whose result is 0.
 
 Chapters: 19.
 """
@@ -14,71 +14,40 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from minitext.kernels.tiles_gpu import Side, Tile, dot, fitted, load, place, side, store
+from minitext.kernels.grouped_matmul import operands
+from minitext.kernels.tiles_gpu import Side, Tile, call, dot, fitted, load, place, side, store
 
 
 class TileShapes(NamedTuple):
-    """The tiles of the products with a group's matrix or its transpose, and of the matrices' gradient."""
+    """Tiles for products with a group's matrix or its transpose, and for the gradient of the matrices."""
 
     product: Tile
     gradient: Tile
 
 
 TILES = TileShapes(Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3))
-# Float32 takes twice the memory, and its products are not done by the matrix units.
+# Float32 takes twice the memory, and the matrix units don't multiply it.
 TILES_F32 = TileShapes(Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
 
 
-def grouped_matmul(
-    lhs_MK: jax.Array,
-    rhs_GKN: jax.Array,
-    group_sizes_G: jax.Array,
-    *,
-    tiles: TileShapes | None = None,
-) -> jax.Array:
-    """The product that `minitext.kernels.grouped_matmul` defines.
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, *, tiles: TileShapes | None = None) -> jax.Array:
+    """Computes `minitext.kernels.grouped_matmul` in float32, bfloat16 or float16, in tiles that suit the type.
 
-    On a mesh it belongs inside `jax.shard_map`; there it takes operands that vary along different axes.
-
-    Args:
-      lhs_MK: [M, K] rows sorted by group, in float32, bfloat16 or float16.
-      rhs_GKN: [G, K, N] a matrix for each group.
-      group_sizes_G: [G] int32 rows of each group, in all at most M.
-      tiles: the kernels' tiles; by default what suits the type.
-
-    Returns:
-      [M, N] in the type of `lhs_MK`; rows that no group owns are 0.
+    On a mesh, call it inside `jax.shard_map`; its operands may vary along different axes there.
     """
     tiles = tiles or (TILES_F32 if lhs_MK.dtype == jnp.float32 else TILES)
-    args = lhs_MK, rhs_GKN, group_sizes_G
-    axes = frozenset().union(*(_varying(x) for x in args))
-    # The kernels want operands that vary alike. A cast's gradient is the sum over the axes that it adds.
-    args = (jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") for x in args)
-    return _grouped_matmul(tiles, *args)
+    return _grouped_matmul(tiles, *operands.vary_alike(lhs_MK, rhs_GKN, group_sizes_G))
 
 
 def supports(lhs_MK, rhs_GKN, _group_sizes_G) -> str | None:
-    """Returns the reason why the kernels can't compute this, or None."""
-    types = (jnp.float32, jnp.bfloat16, jnp.float16)
-    if lhs_MK.dtype != rhs_GKN.dtype or lhs_MK.dtype not in types:
-        return f"it multiplies float32, bfloat16 or float16: got {lhs_MK.dtype} and {rhs_GKN.dtype}"
-    if 0 in (*lhs_MK.shape, *rhs_GKN.shape):
-        return f"it needs something to multiply: got shapes {lhs_MK.shape} and {rhs_GKN.shape}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and not mesh.are_all_axes_manual:
-        return "on a mesh it multiplies what one device has: call it inside jax.shard_map"
-    return None
+    """Returns why the kernels can't compute this, or None."""
+    return operands.reason(lhs_MK, rhs_GKN, "float32", "bfloat16", "float16")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(tiles: TileShapes, lhs_MK, rhs_GKN, group_sizes_G):
     return _product(tiles.product, lhs_MK, rhs_GKN, group_sizes_G)
-
-
-def _forward(tiles: TileShapes, lhs_MK, rhs_GKN, group_sizes_G):
-    return _grouped_matmul(tiles, lhs_MK, rhs_GKN, group_sizes_G), (lhs_MK, rhs_GKN, group_sizes_G)
 
 
 def _backward(tiles: TileShapes, residuals, grad_MN):
@@ -87,22 +56,22 @@ def _backward(tiles: TileShapes, residuals, grad_MN):
     return dlhs_MK, _gradient(tiles.gradient, lhs_MK, grad_MN, group_sizes_G), None
 
 
-_grouped_matmul.defvjp(_forward, _backward)
+_grouped_matmul.defvjp(lambda *args: (_grouped_matmul(*args), args[1:]), _backward)
 
 
 # ---------------------------------------------------------------------------- the calls
 
 
 def _product(tile: Tile, lhs_MK, rhs_GKN, group_sizes_G, transpose: bool = False):
-    """Returns [M, N]; with `transpose` it takes [M, N] and returns [M, K]."""
+    """Returns [M, N]; with `transpose`, takes [M, N] and returns [M, K]."""
     M, G = lhs_MK.shape[0], rhs_GKN.shape[0]
     columns = rhs_GKN.shape[1 if transpose else 2]
     tile = fitted(tile, M, columns, lhs_MK.shape[1])
     table = _row_tiles(group_sizes_G, M, tile.rows)
-    return _call(
+    return call(
         partial(_product_kernel, tile=tile, groups=G, transpose=transpose),
         (lhs_MK, rhs_GKN, *table),
-        out=_like(lhs_MK, (M, columns)),
+        out=operands.like(lhs_MK, (M, columns)),
         grid=(len(table[0]) * pl.cdiv(columns, tile.columns),),
         tile=tile,
         name="grouped_matmul",
@@ -110,41 +79,24 @@ def _product(tile: Tile, lhs_MK, rhs_GKN, group_sizes_G, transpose: bool = False
 
 
 def _gradient(tile: Tile, lhs_MK, grad_MN, group_sizes_G):
-    """Returns [G, K, N], each group's lhs^T grad."""
+    """Returns lhs^T grad of each group, [G, K, N]."""
     (M, K), N, G = lhs_MK.shape, grad_MN.shape[1], len(group_sizes_G)
     tile = fitted(tile, K, N, M)
     ends_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
-    return _call(
+    return call(
         partial(_gradient_kernel, tile=tile),
         (lhs_MK, grad_MN, ends_G - group_sizes_G, ends_G),
-        out=_like(lhs_MK, (G, K, N)),
+        out=operands.like(lhs_MK, (G, K, N)),
         grid=(pl.cdiv(K, tile.rows) * pl.cdiv(N, tile.columns), G),
         tile=tile,
         name="grouped_matmul_gradient",
     )
 
 
-def _call(kernel, args, *, out, grid, tile: Tile, name: str):
-    """A call whose programs find their own parts of the arrays."""
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=[_all_of(x) for x in args],
-        out_specs=_all_of(out),
-        out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        name=name,
-    )(*args)
-
-
-def _all_of(x) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-
-
 def _row_tiles(group_sizes_G, M: int, rows: int):
-    """Returns the group of each tile of rows [X], its first row [X], and the row after its group's last [X].
+    """Returns each row tile's group [X], its first row [X], and the row after the group's last [X].
 
-    The rows of no group are group G. Tiles that are left over begin at or after row M.
+    Rows that no group owns are group G. Leftover tiles begin at or after row M.
     """
     G = len(group_sizes_G)
     ends = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
@@ -164,7 +116,7 @@ def _row_tiles(group_sizes_G, M: int, rows: int):
 def _product_kernel(
     lhs_ref, rhs_ref, group_ref, first_ref, end_ref, out_ref, *, tile: Tile, groups: int, transpose
 ):
-    """A tile of the result: rows of one group by columns."""
+    """Computes a tile of the result: rows of one group, by columns."""
     (M, depth), columns = lhs_ref.shape, out_ref.shape[1]
     x, y = place(pl.program_id(0), group_ref.shape[0], pl.cdiv(columns, tile.columns))
     group, first = group_ref[x], first_ref[x]
@@ -172,7 +124,7 @@ def _product_kernel(
 
     def step(i, total):
         contraction = side(i, tile.step, depth)
-        # Rows of the next group may come with these; their results are not stored.
+        # These may include rows of the next group; their results aren't stored.
         lhs = load(lhs_ref, (), Side(first, tile.rows, M), contraction)
         if transpose:
             return total + dot(lhs, load(rhs_ref, (group,), column, contraction).T)
@@ -185,7 +137,7 @@ def _product_kernel(
 
 
 def _gradient_kernel(lhs_ref, grad_ref, start_ref, end_ref, out_ref, *, tile: Tile):
-    """A tile of one group's gradient: the contraction is over the group's rows."""
+    """Computes a tile of one group's gradient, a contraction over the group's rows."""
     K, N = out_ref.shape[1:]
     x, y = place(pl.program_id(0), pl.cdiv(K, tile.rows), pl.cdiv(N, tile.columns))
     row, column = side(x, tile.rows, K), side(y, tile.columns, N)
@@ -202,12 +154,3 @@ def _gradient_kernel(lhs_ref, grad_ref, start_ref, end_ref, out_ref, *, tile: Ti
     total = jax.lax.fori_loop(0, whole, partial(step, masked=False), total)
     total = jax.lax.fori_loop(whole, steps, partial(step, masked=True), total)
     store(out_ref, (group,), total, row, column)
-
-
-def _varying(x) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _like(x, shape):
-    vary = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=vary)

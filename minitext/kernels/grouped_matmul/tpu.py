@@ -1,9 +1,9 @@
 """Grouped matrix products for TPU in Pallas, forward and backward, without padding the groups.
 
-Gale et al. 2022 (MegaBlocks, arxiv.org/abs/2211.15841): rows sorted by group are cut into tiles as if there were no
-groups, and a tile that two groups share is visited once for each. What a grid step works on is data, not shape: a
-table of visits is computed in JAX from the group sizes and handed over ahead of the tiles (scalar prefetch), so that
-the index maps can read it, and the grid is as long as the table.
+As in MegaBlocks (Gale et al. 2022, arxiv.org/abs/2211.15841), rows sorted by group are cut into tiles as if there were
+no groups, and a tile that two groups share is visited once for each. The work of a grid step is data, not shape: JAX
+computes a table of visits from the group sizes. Pallas loads it before the tiles (scalar prefetch) for the index maps
+to read, and the grid is as long as the table.
 
 Chapters: 19.
 """
@@ -17,15 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from minitext.kernels import block_shapes
+from minitext.kernels.grouped_matmul import operands
+from minitext.kernels.tiles_tpu import dot
 
-# Columns of `lhs` that `tgmm` transposes at a time: so many that the transpose stays in registers.
+# Columns of `lhs` that `tgmm` transposes at a time: few enough for the transpose to stay in registers.
 STRIP = 128
 
 
 class Tiles(NamedTuple):
-    """Sizes of the tiles of each dimension, in all three products; a smaller dimension is one tile.
+    """Tile sizes along each dimension, for all three products; a smaller dimension is a single tile.
 
-    A dimension need not be a multiple of its tile. The compiler wants multiples of 128.
+    A dimension needn't be a multiple of its tile. The compiler wants tiles to be multiples of 128.
 
     Attributes:
       m: rows.
@@ -38,11 +40,11 @@ class Tiles(NamedTuple):
     n: int
 
 
-# For inputs of each type; with these a kernel takes less than the 16 MiB of VMEM that the compiler grants it.
-
-
 def default_tiles(dtype: jnp.dtype) -> Tiles:
-    """Returns the tiles of the chip in `block_shapes`; of float32 columns so many that they take as many bytes."""
+    """Returns the chip's tiles in `block_shapes`; for float32 with half the columns, which take as many bytes.
+
+    With these a kernel takes less than the 16 MiB of VMEM that the compiler grants it.
+    """
     tiles = Tiles(**block_shapes.find("grouped_matmul"))
     return tiles if dtype.itemsize == 2 else tiles._replace(n=max(128, tiles.n // 2))
 
@@ -51,9 +53,9 @@ class Visits(NamedTuple):
     """Which tile of rows each grid step works on, and for which group.
 
     Attributes:
-      bounds_G1: [G + 1] rows at which the groups begin; the last is the number of rows in all groups.
-      groups_V: [V] the group of each visit, V the most visits that any group sizes need.
-      tiles_V: [V] the tile of rows of each visit; neither it nor the group ever decreases.
+      bounds_G1: [G + 1] the first row of each group; the last entry is the number of rows in all groups.
+      groups_V: [V] each visit's group, where V is the most visits that any group sizes need. It never decreases.
+      tiles_V: [V] each visit's tile of rows. It never decreases.
     """
 
     bounds_G1: jax.Array
@@ -61,43 +63,28 @@ class Visits(NamedTuple):
     tiles_V: jax.Array
 
 
-def grouped_matmul(
-    lhs_MK: jax.Array,
-    rhs_GKN: jax.Array,
-    group_sizes_G: jax.Array,
-    tiles: Tiles | None = None,
-) -> jax.Array:
-    """The product that `minitext.kernels.grouped_matmul` defines, by tiles of the given sizes, or `default_tiles`.
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles | None = None) -> jax.Array:
+    """Computes `minitext.kernels.grouped_matmul` in tiles of the given sizes, or of `default_tiles`.
 
-    On a mesh it belongs inside `jax.shard_map`; there it takes operands that vary along different axes.
+    On a mesh, call it inside `jax.shard_map`; its operands may vary along different axes there.
     """
-    args = lhs_MK, rhs_GKN, group_sizes_G
-    axes = frozenset().union(*(_varying(x) for x in args))
-    # The kernels want operands that vary alike. A cast's gradient is the sum over the axes that it adds.
-    args = (jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") for x in args)
-    return _grouped_matmul(*args, tiles or default_tiles(lhs_MK.dtype))
+    lhs_MK, rhs_GKN, group_sizes_G = operands.vary_alike(lhs_MK, rhs_GKN, group_sizes_G)
+    return _grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, tiles or default_tiles(lhs_MK.dtype))
 
 
 def supports(lhs_MK, rhs_GKN, _group_sizes_G) -> str | None:
-    """Returns the reason why these kernels can't compute this, or None."""
-    if lhs_MK.dtype != rhs_GKN.dtype or lhs_MK.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it multiplies bfloat16 or float32: got {lhs_MK.dtype} and {rhs_GKN.dtype}"
-    if 0 in (*lhs_MK.shape, *rhs_GKN.shape):
-        return f"it needs something to multiply: got shapes {lhs_MK.shape} and {rhs_GKN.shape}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and not mesh.are_all_axes_manual:
-        return "on a mesh it multiplies what one device has: call it inside jax.shard_map"
-    return None
+    """Returns why these kernels can't compute this, or None."""
+    return operands.reason(lhs_MK, rhs_GKN, "bfloat16", "float32")
 
 
 def visits(group_sizes_G: jax.Array, rows: int, tile: int, *, empty: bool) -> tuple:
-    """Returns the table of visits, and how many of its entries there are to make.
+    """Returns the table of visits, and how many of its entries to visit.
 
     Args:
-      group_sizes_G: [G] int32 rows of each group, in all at most `rows`.
-      rows: rows of the matrix.
-      tile: rows of a tile.
-      empty: whether a group without rows is visited too, once.
+      group_sizes_G: [G] int32 rows in each group, with a sum of at most `rows`.
+      rows: rows in the matrix.
+      tile: rows in a tile.
+      empty: whether to visit a group without rows, too, once.
     """
     G, tiles = len(group_sizes_G), pl.cdiv(rows, tile)
     ends_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
@@ -105,12 +92,12 @@ def visits(group_sizes_G: jax.Array, rows: int, tile: int, *, empty: bool) -> tu
     first_G = starts_G // tile
     count_G = jnp.where(group_sizes_G > 0, pl.cdiv(ends_G, tile) - first_G, int(empty))
     visit_ends_G = jnp.cumsum(count_G)
-    # Each tile once, and once more for each group that begins inside of one.
+    # Each tile once, and once more for each group that begins inside it.
     visit_V = jnp.arange(tiles + G - 1, dtype=jnp.int32)
     groups_V = jnp.sum(visit_V[:, None] >= visit_ends_G, axis=1, dtype=jnp.int32)
     groups_V = jnp.minimum(groups_V, G - 1)
     tiles_V = first_G[groups_V] + visit_V - (visit_ends_G - count_G)[groups_V]
-    # An empty group at the very end, and entries that nobody visits, would lie past the last tile.
+    # An empty group at the very end, and entries that aren't visited, would point past the last tile.
     tiles_V = jnp.minimum(tiles_V, tiles - 1)
     bounds_G1 = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_G])
     return Visits(bounds_G1, groups_V, tiles_V), visit_ends_G[-1]
@@ -121,33 +108,22 @@ def _grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G, tiles):
     return gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles)
 
 
-def _forward(lhs_MK, rhs_GKN, group_sizes_G, tiles):
-    return gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles), (lhs_MK, rhs_GKN, group_sizes_G)
-
-
 def _backward(tiles, residuals, grad_MN):
     lhs_MK, rhs_GKN, group_sizes_G = residuals
     grad_lhs_MK = gmm(grad_MN, rhs_GKN, group_sizes_G, tiles, transpose_rhs=True)
     return grad_lhs_MK, tgmm(lhs_MK, grad_MN, group_sizes_G, tiles), None
 
 
-_grouped_matmul.defvjp(_forward, _backward)
+_grouped_matmul.defvjp(lambda *args: (gmm(*args), args[:3]), _backward)
 
 
 def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = False):
-    """Multiplies each group's rows by the group's matrix, or by its transpose.
+    """Multiplies each group's rows by the group's matrix: returns [M, N], with zeros after the last group.
 
-    Args:
-      lhs_MK: [M, K] rows sorted by group; [M, N] with `transpose_rhs`.
-      rhs_GKN: [G, K, N] matrices; they are transposed tile by tile on their way into the matrix unit.
-      group_sizes_G: [G] int32 rows of each group.
-      tiles: sizes of the tiles.
-      transpose_rhs: multiply by the transposes.
-
-    Returns:
-      [M, N] in the type of `lhs_MK`, [M, K] with `transpose_rhs`; rows after the last group are zeros.
+    With `transpose_rhs` it takes [M, N] and returns [M, K]: matrices are transposed tile by tile on their way into the
+    matrix unit.
     """
-    # From here on k is the dimension that is contracted and n that of the columns.
+    # From here on, K and k are the contraction, and N and n the columns.
     (M, K), N = lhs_MK.shape, rhs_GKN.shape[1 if transpose_rhs else 2]
     _, k, n = (tiles.m, tiles.n, tiles.k) if transpose_rhs else tiles
     m, k, n = min(tiles.m, M), min(k, K), min(n, N)
@@ -158,10 +134,10 @@ def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = F
         rhs_spec = pl.BlockSpec((None, k, n), lambda j, v, i, table: (table.groups_V[v], i, j))
     out_MN = pl.pallas_call(
         functools.partial(_gmm_kernel, K=K, transpose_rhs=transpose_rhs),
-        out_shape=_like(lhs_MK, (M, N)),
+        out_shape=operands.like(lhs_MK, (M, N)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            # Visits to a tile follow each other: its result stays in VMEM until the last group has stored.
+            # Visits to one tile are consecutive: its result stays in VMEM until the last group has stored.
             grid=(pl.cdiv(N, n), count, pl.cdiv(K, k)),
             in_specs=[
                 pl.BlockSpec((m, k), lambda j, v, i, table: (table.tiles_V[v], i)),
@@ -176,28 +152,18 @@ def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = F
         cost_estimate=_cost(M, K, N, lhs_MK, rhs_GKN),
         name="gmm_transposed" if transpose_rhs else "gmm",
     )(table, lhs_MK, rhs_GKN)
-    # What no group owns was never written.
+    # Rows that no group owns were never written.
     return jnp.where(jnp.arange(M)[:, None] < table.bounds_G1[-1], out_MN, 0)
 
 
 def tgmm(lhs_MK, grad_MN, group_sizes_G, tiles: Tiles):
-    """Multiplies the transpose of each group's rows by the group's rows of another matrix.
-
-    Args:
-      lhs_MK: [M, K] rows sorted by group.
-      grad_MN: [M, N] rows in the same order.
-      group_sizes_G: [G] int32 rows of each group.
-      tiles: sizes of the tiles.
-
-    Returns:
-      [G, K, N] in the type of `lhs_MK`; zeros for groups without rows.
-    """
+    """Returns each group's lhs^T grad, [G, K, N], in the type of `lhs_MK`; zeros for groups without rows."""
     (M, K), N, G = lhs_MK.shape, grad_MN.shape[1], len(group_sizes_G)
     m, k, n = min(tiles.m, M), min(tiles.k, K), min(tiles.n, N)
     table, count = visits(group_sizes_G, M, m, empty=True)
     return pl.pallas_call(
         _tgmm_kernel,
-        out_shape=_like(lhs_MK, (G, K, N)),
+        out_shape=operands.like(lhs_MK, (G, K, N)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(N, n), pl.cdiv(K, k), count),
@@ -223,15 +189,15 @@ def _gmm_kernel(table, lhs_ref, rhs_ref, out_ref, acc_ref, *, K, transpose_rhs):
 
     def accumulate(left):
         lhs_mk, rhs = lhs_ref[...], rhs_ref[...]
-        if left < k:  # what lies past the end of K may be anything, and 0 * NaN is NaN
+        if left < k:  # memory past the end of K can hold anything, and 0 * NaN is NaN
             lhs_mk, rhs = _keep(lhs_mk, 1, 0, left), _keep(rhs, dim, 0, left)
-        acc_ref[...] = jnp.where(i == 0, 0, acc_ref[...]) + _dot(lhs_mk, rhs, 1, dim)
+        acc_ref[...] = jnp.where(i == 0, 0, acc_ref[...]) + dot(lhs_mk, rhs, (1, dim))
 
     @pl.when(i < last)
     def _():
         accumulate(k)
 
-    # The product is written out a second time, so that the compiler can run it and the store together.
+    # A second copy of the product lets the compiler overlap it with the store.
     @pl.when(i == last)
     def _():
         accumulate(K - last * k)
@@ -253,9 +219,9 @@ def _tgmm_kernel(table, lhs_ref, grad_ref, out_ref, acc_ref):
     def _():
         for start in range(0, lhs_ref.shape[1], STRIP):
             strip = slice(start, start + STRIP)
-            # Masked anew for every strip, because registers don't hold all of `grad`.
+            # Masked again for every strip, because `grad` doesn't fit in registers.
             lhs_mk, grad_mn = (_keep(x, 0, low, high) for x in (lhs_ref[:, strip], grad_ref[...]))
-            acc_ref[strip] = jnp.where(first, 0, acc_ref[strip]) + _dot(lhs_mk, grad_mn, 0, 0)
+            acc_ref[strip] = jnp.where(first, 0, acc_ref[strip]) + dot(lhs_mk, grad_mn, (0, 0))
 
     @pl.when(last)
     def _():
@@ -263,38 +229,18 @@ def _tgmm_kernel(table, lhs_ref, grad_ref, out_ref, acc_ref):
 
 
 def _rows(table, v, m):
-    """Returns where a visit's group begins and ends, as rows of the visit's tile; both may lie outside of it."""
+    """Returns where a visit's group begins and ends, in rows of the visit's tile; both may be outside it."""
     group, start = table.groups_V[v], table.tiles_V[v] * m
     return table.bounds_G1[group] - start, table.bounds_G1[group + 1] - start
 
 
 def _keep(x, dim, low, high):
-    """Returns `x` with zeros before index `low` of a dimension and from `high` on."""
+    """Returns `x` with zeros before index `low` and from `high` on, along one dimension."""
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
-    # A mask fits 32-bit values as it is; for 16-bit ones the compiler would pack it first.
+    # A mask fits 32-bit values as it is. For 16-bit values the compiler would pack it first.
     return jnp.where((index >= low) & (index < high), x.astype(jnp.float32), 0).astype(x.dtype)
-
-
-def _dot(a, b, a_dim, b_dim):
-    exact = a.dtype == jnp.float32
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((a_dim,), (b_dim,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _cost(M, K, N, *inputs):
     size = sum(x.size * x.dtype.itemsize for x in inputs)
     return pl.CostEstimate(flops=2 * M * K * N, bytes_accessed=size, transcendentals=0)
-
-
-def _varying(x) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _like(x, shape):
-    vary = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=vary)

@@ -1,4 +1,4 @@
-"""The grouped matrix product by XLA: what the kernels must agree with, and what runs where none does.
+"""The grouped matrix product in XLA: the reference for the kernels, and what runs where no kernel does.
 
 Chapters: 18, 19.
 """
@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 
 
-def grouped_matmul(lhs_MK: jax.Array, rhs_GKN: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
-    """The product that `minitext.kernels.grouped_matmul` defines, by `jax.lax.ragged_dot`.
+def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G) -> jax.Array:
+    """Computes `minitext.kernels.grouped_matmul` with `jax.lax.ragged_dot`.
 
-    TPUs and GPUs have a program for that; on a CPU JAX multiplies all rows by all matrices, with zeros for the rows of
-    other groups, and so computes G times what it needs to.
+    TPUs and GPUs have a program for it. On a CPU, JAX multiplies all rows by all matrices, with zeros for the rows of
+    other groups, which is G times the necessary work.
     """
     owned_M1 = jnp.arange(lhs_MK.shape[0])[:, None] < jnp.sum(group_sizes_G)
     out_MN = jax.lax.ragged_dot(
-        # Zeros for what nobody owns: nothing promises that it is not multiplied, here or in the gradients.
+        # Zeros for rows that no group owns: JAX doesn't promise to leave them out of the products and gradients.
         jnp.where(owned_M1, lhs_MK, 0),
         rhs_GKN,
         group_sizes_G,

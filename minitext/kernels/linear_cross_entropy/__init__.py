@@ -1,4 +1,4 @@
-"""The output layer and the cross-entropy of its logits, in one kernel that stores no logits.
+"""The output layer and the cross-entropy of its logits: XLA as the reference, and kernels that store no logits.
 
 Chapters: 16.
 """

@@ -1,9 +1,9 @@
-"""Output layer and cross-entropy for NVIDIA GPUs: Pallas kernels that JAX lowers to Triton, and XLA's products.
+"""Output layer and cross-entropy for NVIDIA GPUs: Pallas kernels that JAX lowers to Triton, and products by XLA.
 
-A tile of the logits is a matrix product that a program reduces before it ends: in the forward pass to the log-sum-exp
-and the target's logit of each of its rows. The backward pass takes the vocabulary in parts: a kernel computes a part of
-the logits again and stores its gradient, and two ordinary products take that to x and to w. So memory holds a part's
-gradients and never the logits, and no product is done twice but the first.
+A program computes a tile of the logits and reduces it at once: in the forward pass, to each row's log-sum-exp and
+target logit. The backward pass takes the vocabulary in parts. For each part a kernel recomputes the logits and stores
+their gradient, and two ordinary products turn that into gradients of x and w. So memory holds one part's gradients and
+never the logits, and only the first product is computed twice.
 
 Chapters: 16.
 """
@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
 
-from minitext.kernels.tiles_gpu import Tile, dot, fitted, load, place, side, store
-
-MASKED = -1e30
+from minitext.kernels.attention.xla import MASKED
+from minitext.kernels.linear_cross_entropy import operands
+from minitext.kernels.per_device import on_each_device, split
+from minitext.kernels.tiles_gpu import Tile, call, dot, fitted, load, place, side, store
 
 
 class Blocks(NamedTuple):
-    """Sizes.
+    """How the work is divided.
 
     Attributes:
-      tile: of the logits, [tokens, columns], and the features of a step.
+      tile: a tile of the logits, [tokens, columns], and the features per step.
       part: columns of the vocabulary whose gradients are stored at a time.
     """
 
@@ -35,40 +34,27 @@ class Blocks(NamedTuple):
 
 
 BLOCKS = Blocks(Tile(128, 256, 64, 8, 3))
-# Float32 takes twice the memory, and its products are not done by the matrix units.
+# Float32 takes twice the memory, and the matrix units don't multiply it.
 BLOCKS_F32 = Blocks(Tile(64, 64, 32, 4, 2))
 
 
 def linear_cross_entropy(
-    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array, *, blocks: Blocks | None = None
+    x_XD, w_DV, targets_X, *, blocks: Blocks | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy as `minitext.kernels.linear_cross_entropy` defines it; on a mesh tokens may be split."""
+    """Computes `minitext.kernels.linear_cross_entropy`. Tokens may be split over a mesh."""
     blocks = blocks or (BLOCKS_F32 if x_XD.dtype == jnp.float32 else BLOCKS)
     run = partial(_cross_entropy, blocks)
-    if jax.sharding.get_abstract_mesh().empty:
-        return run(x_XD, w_DV, targets_X)
-    by_token = PartitionSpec(jax.typeof(x_XD).sharding.spec[0])
-    specs = PartitionSpec(*by_token, None), PartitionSpec(None, None), by_token
-    return jax.shard_map(run, in_specs=specs, out_specs=(by_token, by_token), check_vma=False)(
-        x_XD, w_DV, targets_X
-    )
+    return on_each_device(run, x_XD, w_DV, targets_X, outs=((2, 1), (2, 1)))
 
 
 def supports(x_XD, w_DV, targets_X) -> str | None:
-    """Returns the reason why the kernels can't compute this, or None."""
+    """Returns why the kernels can't compute this, or None."""
     if x_XD.dtype != w_DV.dtype or x_XD.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return (
-            f"x and w must be of one type, float32 or of 16 bits: got {x_XD.dtype} and {w_DV.dtype}"
-        )
-    if not x_XD.size * w_DV.size:
-        return f"it needs a token, a feature and a word: got x {x_XD.shape} and w {w_DV.shape}"
-    if not jax.sharding.get_abstract_mesh().empty:
-        x_spec, w_spec, spec = (jax.typeof(x).sharding.spec for x in (x_XD, w_DV, targets_X))
-        if x_spec[1] is not None or w_spec != PartitionSpec(None, None):
-            return f"features and vocabulary must not be split over devices: x is {x_spec} and w is {w_spec}"
-        if x_spec[0] != spec[0]:
-            return f"targets must lie where their tokens do: they are {spec} and x is {x_spec}"
-    return None
+        types = f"{x_XD.dtype} and {w_DV.dtype}"
+        return f"x and w must have the same type, float32, bfloat16 or float16: got {types}"
+    if axes := split(w_DV)[1]:
+        return f"the vocabulary must not be split over devices: w is split over {axes}"
+    return operands.reason(x_XD, w_DV, targets_X)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,9 +67,7 @@ def _forward(blocks: Blocks, x_XD, w_DV, targets_X):
     tile = fitted(blocks.tile, X, V, D)
     parts = jax.ShapeDtypeStruct((pl.cdiv(V, tile.columns), X), jnp.float32)
     args = x_XD, w_DV, targets_X.astype(jnp.int32)
-    normalizers_YX, targets_YX = _call(
-        partial(_forward_kernel, tile=tile), args, [parts, parts], X, V, tile
-    )
+    normalizers_YX, targets_YX = _call(_forward_kernel, args, [parts, parts], X, V, tile)
     normalizer_X = jax.nn.logsumexp(normalizers_YX, axis=0)
     out = normalizer_X - jnp.sum(targets_YX, axis=0), normalizer_X
     return out, (x_XD, w_DV, targets_X, normalizer_X)
@@ -100,7 +84,7 @@ def _backward(blocks: Blocks, residuals, grads):
         tile = fitted(blocks.tile, X, size, D)
         args = x_XD, w_Dv, targets_X.astype(jnp.int32) - first, *rows
         out = jax.ShapeDtypeStruct((X, size), x_XD.dtype)
-        grad_Xv = _call(partial(_backward_kernel, tile=tile), args, out, X, size, tile)
+        grad_Xv = _call(_backward_kernel, args, out, X, size, tile)
         dx_XD += _product("Xv,Dv->XD", grad_Xv, w_Dv)
         dw_Dv = _product("XD,Xv->Dv", x_XD, grad_Xv).astype(w_DV.dtype)
         return dx_XD, jax.lax.dynamic_update_slice_in_dim(dw_DV, dw_Dv, first, axis=1)
@@ -121,22 +105,13 @@ def _product(subscripts: str, a, b):
 
 
 def _call(kernel, args, out, X: int, V: int, tile: Tile):
-    def whole(x):
-        return pl.BlockSpec(x.shape, lambda _: (0,) * len(x.shape))
-
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(X, tile.rows) * pl.cdiv(V, tile.columns),),
-        in_specs=[whole(x) for x in args],
-        out_specs=jax.tree.map(whole, out),
-        out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        name="linear_cross_entropy" + kernel.func.__name__.removesuffix("_kernel"),
-    )(*args)
+    grid = (pl.cdiv(X, tile.rows) * pl.cdiv(V, tile.columns),)
+    name = "linear_cross_entropy" + kernel.__name__.removesuffix("_kernel")
+    return call(partial(kernel, tile=tile), args, out, grid, tile, name)
 
 
 def _forward_kernel(x_ref, w_ref, targets_ref, normalizers_ref, found_ref, *, tile: Tile):
-    """A tile of the logits: its rows' log-sum-exps, and the targets' logits where they are in it."""
+    """Computes a tile of logits, and stores its rows' log-sum-exps and the target logits that are in it."""
     y, row, column, logits = _logits(x_ref, w_ref, tile)
     ids = column.start + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     hit = ids == jnp.expand_dims(load(targets_ref, (), row), 1)
@@ -151,7 +126,7 @@ def _forward_kernel(x_ref, w_ref, targets_ref, normalizers_ref, found_ref, *, ti
 def _backward_kernel(
     x_ref, w_ref, targets_ref, normalizer_ref, both_ref, loss_ref, grad_ref, *, tile: Tile
 ):
-    """A tile of the logits' gradient."""
+    """Computes a tile of the gradient of the logits."""
     _, row, column, logits = _logits(x_ref, w_ref, tile)
     targets, normalizer, both, loss = (
         jnp.expand_dims(load(ref, (), row), 1)
@@ -163,7 +138,7 @@ def _backward_kernel(
 
 
 def _logits(x_ref, w_ref, tile: Tile):
-    """Returns which tile of the columns is the program's, its sides, and its logits in float32."""
+    """Returns the program's number among the columns' tiles, its tile's sides, and its logits in float32."""
     (X, D), V = x_ref.shape, w_ref.shape[1]
     x, y = place(pl.program_id(0), pl.cdiv(X, tile.rows), pl.cdiv(V, tile.columns))
     row, column = side(x, tile.rows, X), side(y, tile.columns, V)

@@ -1,10 +1,9 @@
 """Output layer and cross-entropy as Pallas kernels for TPUs: logits exist a block at a time, on the chip.
 
-The forward pass keeps, for every token, the running maximum and sum of its logits' exponentials over blocks of the
-vocabulary (Milakov and Gimelshein 2018), as flash attention does over keys. The backward pass computes each block of
-logits again, twice: once on the way to the gradient of x, which sums over the vocabulary, and once on the way to that
-of w, which sums over tokens. That is 5 products where a program that stores the logits does 3, and memory that grows
-with X and V and not with X times V.
+The forward pass keeps each token's running maximum and sum of exponentials over blocks of the vocabulary (Milakov and
+Gimelshein 2018), as flash attention does over keys. The backward pass recomputes each block of logits twice: once for
+the gradient of x, which sums over the vocabulary, and once for that of w, which sums over tokens. That takes 5 products
+where a program that stores the logits takes 3, but memory grows with X and V instead of X times V.
 
 Chapters: 16.
 """
@@ -16,26 +15,29 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
-# Rows of a register of bfloat16, and columns of any.
+from minitext.kernels.linear_cross_entropy import operands
+from minitext.kernels.per_device import on_each_device, split
+from minitext.kernels.tiles_tpu import dot, positions
+
+# Rows of a bfloat16 register, and columns of any register.
 ROWS, LANES = 16, 128
-# The most features that the backward pass has blocks for. A float32 product holds both factors in three parts of
-# bfloat16 each, besides what they are.
+# The most features for which the backward pass has room. A float32 product keeps, beside both factors, three parts of
+# each in bfloat16.
 WIDEST = {"bfloat16": 6144, "float32": 4096}
 
 
 class Blocks(NamedTuple):
-    """Block sizes, each an upper bound. These keep to 16 MiB of a chip's vector memory, which every chip has.
+    """Block sizes, each an upper bound. The defaults fit in the 16 MiB of vector memory that every chip has.
 
     Attributes:
-      tokens: tokens of a block of logits in the forward pass.
-      vocab: its columns.
-      embed: features that one step of the forward pass multiplies.
-      kept: tokens whose gradient of x, or columns whose gradient of w, one block of the backward pass sums. It holds
-        all of their features: more than 4096 of bfloat16 or 512 of float32 make these fewer.
-      passing: columns, or tokens, that a step of that sum takes, likewise.
-      vmem_bytes: vector memory of a kernel; None leaves it to the compiler.
+      tokens: tokens in a block of logits in the forward pass.
+      vocab: columns in a block of logits in the forward pass.
+      embed: features multiplied per step of the forward pass.
+      kept: tokens whose gradient of x, or columns whose gradient of w, a block of the backward pass sums. The block
+        has all their features, so there are fewer of them beyond 4096 features in bfloat16 or 512 in float32.
+      passing: columns, or tokens, that each step adds to that sum; fewer for wide features, too.
+      vmem_bytes: vector memory for a kernel; None leaves it to the compiler.
     """
 
     tokens: int = 512
@@ -50,21 +52,16 @@ DEFAULT = Blocks()
 
 
 def linear_cross_entropy(
-    x_XD: jax.Array, w_DV: jax.Array, targets_X: jax.Array, blocks: Blocks = DEFAULT
+    x_XD, w_DV, targets_X, blocks: Blocks = DEFAULT
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy as `minitext.kernels.linear_cross_entropy` defines it.
-
-    On a mesh tokens and vocabulary may be split, each over axes of its own; features may not.
-    """
+    """Computes `minitext.kernels.linear_cross_entropy`. Tokens and vocabulary may be split over different mesh axes."""
     fused: Any = partial(_cross_entropy, blocks=blocks)
-    if jax.sharding.get_abstract_mesh().empty:
-        return fused(x_XD, w_DV, targets_X)
-    tokens, vocab = jax.typeof(x_XD).sharding.spec[0], jax.typeof(w_DV).sharding.spec[1]
+    vocab = split(w_DV)[1]
 
     def local(x_XD, w_DV, targets_X):
         if vocab is None:
             return fused(x_XD, w_DV, targets_X)
-        # A target of another device's part is no column here and adds nothing.
+        # A target in another device's part matches no column here and adds nothing.
         first = jax.lax.axis_index(vocab) * w_DV.shape[1]
         loss_X, normalizer_X = fused(x_XD, w_DV, targets_X - first)
         target_X = jax.lax.psum(normalizer_X - loss_X, vocab)
@@ -73,30 +70,16 @@ def linear_cross_entropy(
         normalizer_X = largest_X + jnp.log(sum_X)
         return normalizer_X - target_X, normalizer_X
 
-    by_token = PartitionSpec(tokens)
-    return jax.shard_map(
-        local,
-        in_specs=(PartitionSpec(tokens, None), PartitionSpec(None, vocab), by_token),
-        out_specs=(by_token, by_token),
-        check_vma=False,
-    )(x_XD, w_DV, targets_X)
+    return on_each_device(local, x_XD, w_DV, targets_X, outs=((2, 1), (2, 1)))
 
 
 def supports(x_XD, w_DV, targets_X) -> str | None:
-    """Returns the reason why the kernels can't compute this, or None."""
+    """Returns why the kernels can't compute this, or None."""
     if x_XD.dtype != w_DV.dtype or x_XD.dtype not in (jnp.float32, jnp.bfloat16):
         return f"x and w must both be float32 or both bfloat16: got {x_XD.dtype} and {w_DV.dtype}"
-    if not x_XD.size * w_DV.size:
-        return f"it needs a token, a feature and a word: got x {x_XD.shape} and w {w_DV.shape}"
     if x_XD.shape[1] > (widest := WIDEST[x_XD.dtype.name]):
         return f"all of a token's {x_XD.dtype} features must fit on the chip, as {widest} do: got D={x_XD.shape[1]}"
-    specs = [jax.typeof(array).sharding.spec for array in (x_XD, w_DV, targets_X)]
-    (tokens, *embed), (rows, *_), targets = ((*spec, None) for spec in specs)
-    if embed[0] is not None or rows is not None:
-        return f"features must not be split over devices: x is {specs[0]} and w is {specs[1]}"
-    if tokens != targets[0]:
-        return f"targets must lie where their tokens do: they are {specs[2]} and x is {specs[0]}"
-    return None
+    return operands.reason(x_XD, w_DV, targets_X)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -106,12 +89,9 @@ def _cross_entropy(x_XD, w_DV, targets_X, blocks):
 
 def _forward(x_XD, w_DV, targets_X, blocks):
     (X, D), V = x_XD.shape, w_DV.shape[1]
-    x, v = (
-        min(X, _round_down(blocks.tokens, ROWS)),
-        min(V, _round_down(blocks.vocab, LANES)),
-    )
+    x, v = min(X, _round_down(blocks.tokens, ROWS)), min(V, _round_down(blocks.vocab, LANES))
     d = _divisor(D, blocks.embed)
-    # What lies beyond the vocabulary is in no column, not even of a block that overhangs.
+    # A target beyond the vocabulary must match no column, not even of a block that overhangs.
     targets_X1 = jnp.where(targets_X < V, targets_X, -1).astype(jnp.int32)[:, None]
     column, f32 = pl.BlockSpec((x, 1), lambda i, j, k: (i, 0)), jnp.float32
     hit_X1, max_X1, sum_X1 = pl.pallas_call(
@@ -133,7 +113,7 @@ def _forward(x_XD, w_DV, targets_X, blocks):
     )(x_XD, w_DV, targets_X1)
     normalizer_X1 = max_X1 + jnp.log(sum_X1)
     out = (normalizer_X1 - hit_X1)[:, 0], normalizer_X1[:, 0]
-    # Probabilities from the normalizer would have its rounding, which at 90 is that of a float32 near 90.
+    # Keep maximum and sum: probabilities from the normalizer would carry the rounding of so large a number.
     return out, (x_XD, w_DV, targets_X1, max_X1, sum_X1)
 
 
@@ -150,13 +130,13 @@ def _forward_kernel(x_ref, w_ref, target_ref, hit_ref, max_ref, sum_ref, logits_
         sum_ref[...] = jnp.zeros_like(sum_ref)
         hit_ref[...] = jnp.zeros_like(hit_ref)
 
-    logits_ref[...] += _dot(x_ref[...], w_ref[...], (1, 0))
+    logits_ref[...] += dot(x_ref[...], w_ref[...])
 
     @pl.when(k == pl.num_programs(2) - 1)
     def _():
         logits_xv = logits_ref[...]
-        id_xv = _ids(logits_xv.shape, 1, j)
-        if V % logits_xv.shape[1]:  # beyond the last column memory holds anything
+        id_xv = positions(logits_xv.shape, 1, j)
+        if V % logits_xv.shape[1]:  # memory beyond the last column can hold anything
             logits_xv = jnp.where(id_xv < V, logits_xv, -jnp.inf)
         max_x1 = jnp.maximum(max_ref[...], jnp.max(logits_xv, axis=1, keepdims=True))
         sum_x1 = jnp.sum(jnp.exp(logits_xv - max_x1), axis=1, keepdims=True)
@@ -169,7 +149,7 @@ def _forward_kernel(x_ref, w_ref, target_ref, hit_ref, max_ref, sum_ref, logits_
 def _backward(blocks, residuals, grads):
     x_XD, w_DV, targets_X1, max_X1, sum_X1 = residuals
     grad_loss_X, grad_normalizer_X = grads
-    # A logit moves the normalizer, and with it the loss, by its probability; the target's moves the loss by -1 as well.
+    # A logit changes the normalizer, and so the loss, by its probability. The target's also changes the loss by -1.
     by_prob_X = (grad_loss_X + grad_normalizer_X) / sum_X1[:, 0]
     grads_X2 = jnp.stack([by_prob_X, grad_loss_X], axis=1)
     args = x_XD, w_DV, targets_X1, max_X1, grads_X2
@@ -181,25 +161,25 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _backward_product(args, blocks: Blocks, *, for_x: bool):
-    """The gradient of x if `for_x`, else that of w: what is kept goes over the grid's first dimension."""
+    """Returns the gradient of x or of w. The blocks of it run along the grid's first dimension."""
     x_XD, w_DV = args[:2]
     (X, D), V = x_XD.shape, w_DV.shape[1]
     narrow = pl.cdiv(D * (8 if x_XD.dtype == jnp.float32 else 1), 4096)
     kept, passing = blocks.kept // narrow, blocks.passing // narrow
     x, v = (kept, passing) if for_x else (passing, kept)
     x, v = min(X, _round_down(x, ROWS)), min(V, _round_down(v, LANES))
-    place = (lambda i, j: (i, j)) if for_x else (lambda i, j: (j, i))
-    by_token = lambda i, j: (place(i, j)[0], 0)  # noqa: E731
+    order = (lambda i, j: (i, j)) if for_x else (lambda i, j: (j, i))
+    by_token = lambda i, j: (order(i, j)[0], 0)  # noqa: E731
     x_spec = pl.BlockSpec((x, D), by_token)
-    w_spec = pl.BlockSpec((D, v), lambda i, j: (0, place(i, j)[1]))
+    w_spec = pl.BlockSpec((D, v), lambda i, j: (0, order(i, j)[1]))
     like, spec, shape = (x_XD, x_spec, (x, D)) if for_x else (w_DV, w_spec, (D, v))
     return pl.pallas_call(
-        partial(_backward_kernel, place=place, X=X, V=V, for_x=for_x),
-        grid=place(pl.cdiv(X, x), pl.cdiv(V, v)),
+        partial(_backward_kernel, order=order, X=X, V=V, for_x=for_x),
+        grid=order(pl.cdiv(X, x), pl.cdiv(V, v)),
         in_specs=[x_spec, w_spec, *(pl.BlockSpec((x, n), by_token) for n in (1, 1, 2))],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype),
-        # A sum in float32 needs no place of its own.
+        # A float32 result is its own accumulator.
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32)] * (like.dtype != jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=blocks.vmem_bytes
@@ -209,9 +189,9 @@ def _backward_product(args, blocks: Blocks, *, for_x: bool):
 
 
 def _backward_kernel(
-    x_ref, w_ref, target_ref, max_ref, grads_ref, out_ref, *sum_refs, place, X, V, for_x
+    x_ref, w_ref, target_ref, max_ref, grads_ref, out_ref, *sum_refs, order, X, V, for_x
 ):
-    i, j = place(pl.program_id(0), pl.program_id(1))
+    i, j = order(pl.program_id(0), pl.program_id(1))
     (sum_ref,) = sum_refs or (out_ref,)
 
     @pl.when(pl.program_id(1) == 0)
@@ -219,21 +199,21 @@ def _backward_kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     x_xD, w_Dv = x_ref[...], w_ref[...]
-    logits_xv = _dot(x_xD, w_Dv, (1, 0))
-    id_xv = _ids(logits_xv.shape, 1, j)
+    logits_xv = dot(x_xD, w_Dv)
+    id_xv = positions(logits_xv.shape, 1, j)
     grad_xv = jnp.exp(logits_xv - max_ref[...]) * grads_ref[:, :1]
     grad_xv -= jnp.where(id_xv == target_ref[...], grads_ref[:, 1:], 0.0)
-    # Memory beyond the last token or column holds anything, and the sum would run over it.
+    # Memory beyond the last token or column can hold anything, and must not reach the sum.
     if for_x:
         if V % w_Dv.shape[1]:
             grad_xv = jnp.where(id_xv < V, grad_xv, 0.0)
-            w_Dv = jnp.where(_ids(w_Dv.shape, 1, j) < V, w_Dv, 0)
-        sum_ref[...] += _dot(grad_xv.astype(w_Dv.dtype), w_Dv, (1, 1))
+            w_Dv = jnp.where(positions(w_Dv.shape, 1, j) < V, w_Dv, 0)
+        sum_ref[...] += dot(grad_xv.astype(w_Dv.dtype), w_Dv, (1, 1))
     else:
         if X % x_xD.shape[0]:
-            grad_xv = jnp.where(_ids(grad_xv.shape, 0, i) < X, grad_xv, 0.0)
-            x_xD = jnp.where(_ids(x_xD.shape, 0, i) < X, x_xD, 0)
-        sum_ref[...] += _dot(x_xD, grad_xv.astype(x_xD.dtype), (0, 0))
+            grad_xv = jnp.where(positions(grad_xv.shape, 0, i) < X, grad_xv, 0.0)
+            x_xD = jnp.where(positions(x_xD.shape, 0, i) < X, x_xD, 0)
+        sum_ref[...] += dot(x_xD, grad_xv.astype(x_xD.dtype), (0, 0))
 
     if sum_refs:
 
@@ -242,20 +222,8 @@ def _backward_kernel(
             out_ref[...] = sum_ref[...].astype(out_ref.dtype)
 
 
-def _dot(a, b, over: tuple[int, int]):
-    """The product of two matrices over one dimension of each, in float32."""
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
-
-
-def _ids(shape: tuple[int, ...], axis: int, block):
-    """Where the elements of a block stand along an axis of the whole array."""
-    return block * shape[axis] + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
 def _divisor(D: int, limit: int) -> int:
-    """The largest part of D, in whole lanes, that divides it: a product over D must not overhang."""
+    """Returns the largest part of D, in whole lanes, that divides it: a product over D must not overhang."""
     parts = [part for part in range(LANES, min(D, limit) + 1, LANES) if D % part == 0]
     return max(parts, default=D)
 

@@ -1,12 +1,11 @@
 """A tiled matrix product for TPUs, with bias and activation applied before the result leaves the chip.
 
 The grid runs over tiles of rows, tiles of columns and, innermost, tiles of the contraction. A tile of the result is
-summed in float32 in VMEM and written to HBM once; while one pair of input tiles is multiplied, Pallas copies the next
-pair. Each element that is loaded takes part in as many products as the other factor's tile is long, so larger tiles
-ask less of HBM, until they no longer fit VMEM (Austin et al. 2025, part 1; JAX's Pallas guide, "Matrix
-multiplication").
+summed in float32 in VMEM and written to HBM once. While one pair of input tiles is multiplied, Pallas copies the next.
+Each loaded element takes part in as many products as the other factor's tile is long, so larger tiles need less HBM
+bandwidth, until they no longer fit in VMEM (Austin et al. 2025, part 1; JAX's Pallas guide, "Matrix multiplication").
 
-Shapes: M rows, K contraction, N columns; m, k, n one tile's.
+Shapes: M rows, K contraction, N columns; m, k, n are one tile's.
 
 Chapters: 16.
 """
@@ -40,14 +39,14 @@ def matmul(
 ) -> jax.Array:
     """Computes `activation(x @ w + bias)` on one TPU device.
 
-    Sums, bias and activation are float32, and rounded once. float32 factors are multiplied at the highest precision.
+    Sums, bias and activation are float32 and rounded once. Float32 factors are multiplied at full precision.
 
     Args:
       x_MK: [M, K].
       w_KN: [K, N], in x's type.
       bias_N: [N] in any floating type, or None.
       activation: a key of `ACTIVATIONS`.
-      tiles: (m, k, n); by default the table's for the chip. A tile longer than its dimension is cut to it.
+      tiles: (m, k, n); by default the chip's in `block_shapes`. A tile longer than its dimension is cut to it.
 
     Returns:
       [M, N] in x's type.
@@ -64,9 +63,9 @@ def matmul(
 
 
 def supports(x_MK, w_KN, bias_N=None, *, activation=None, tiles=(16, 128, 128)) -> str | None:
-    """Returns the reason why the kernel can't compute this, or None.
+    """Returns why the kernel can't compute this, or None.
 
-    On a TPU, the last two dimensions of a block are multiples of 8 and 128, or the array's own.
+    On a TPU, the last two dimensions of a block must be multiples of 8 and 128, or the array's own.
     """
     if x_MK.ndim != 2 or w_KN.ndim != 2 or x_MK.shape[1] != w_KN.shape[0]:
         return f"a product of {x_MK.shape} and {w_KN.shape}: expected [M, K] and [K, N]"
@@ -89,19 +88,15 @@ def _matmul(x_MK, w_KN, bias_N, activation, tiles):
     return _call(x_MK, w_KN, bias_N, activation, tiles)
 
 
-def _forward(x_MK, w_KN, bias_N, activation, tiles):
-    return _call(x_MK, w_KN, bias_N, activation, tiles), (x_MK, w_KN, bias_N)
-
-
 def _backward(activation, tiles, saved, grad_MN):
     x_MK, w_KN, bias_N = saved
     m, k, n = tiles
     if activation is not None:
-        # What went into the activation was never written; computing it again costs a product.
+        # The activation's input was never written. Recomputing it costs a product.
         z_MN = _call(x_MK, w_KN, bias_N, None, tiles, jnp.float32)
         _, pull = jax.vjp(ACTIVATIONS[activation], z_MN)
         grad_MN = pull(grad_MN.astype(jnp.float32))[0].astype(x_MK.dtype)
-    # The roles of the dimensions change, and each keeps a tile that its new place allows.
+    # Dimensions change roles, and each keeps a tile size that its new role allows.
     grad_x_MK = _call(grad_MN, w_KN.T, None, None, (m, n, k))
     grad_w_KN = _call(x_MK.T, grad_MN, None, None, (k, 128 * pl.cdiv(m, 128), n))
     grad_bias_N = None
@@ -110,7 +105,7 @@ def _backward(activation, tiles, saved, grad_MN):
     return grad_x_MK, grad_w_KN, grad_bias_N
 
 
-_matmul.defvjp(_forward, _backward)
+_matmul.defvjp(lambda *args: (_call(*args), args[:3]), _backward)
 
 
 def _call(x_MK, w_KN, bias_N, activation, tiles, out_dtype=None) -> jax.Array:
@@ -134,7 +129,7 @@ def _call(x_MK, w_KN, bias_N, activation, tiles, out_dtype=None) -> jax.Array:
         out_shape=jax.ShapeDtypeStruct((M, N), out_dtype),
         scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            # Tiles of the result may be computed in any order, also by two cores; those of a sum may not.
+            # Tiles of the result may be computed in any order, even by two cores; steps of a sum may not.
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         name="matmul",
@@ -142,7 +137,7 @@ def _call(x_MK, w_KN, bias_N, activation, tiles, out_dtype=None) -> jax.Array:
 
 
 def _kernel(x_ref, w_ref, *refs, activation, K, has_bias):
-    """One step: adds a product of two tiles to the sum; the last step of a sum finishes it."""
+    """Adds the product of two tiles to the sum, and finishes the sum in its last step."""
     bias_ref, (out_ref, sum_ref) = refs[0] if has_bias else None, refs[has_bias:]
     step, steps = pl.program_id(2), pl.num_programs(2)
 
@@ -152,7 +147,7 @@ def _kernel(x_ref, w_ref, *refs, activation, K, has_bias):
 
     x_mk, w_kn = x_ref[...], w_ref[...]
     if K % x_mk.shape[1]:
-        # The last tiles reach past the arrays' end, where anything may lie: NaN times zero is NaN.
+        # The last tiles reach past the arrays' end. Memory there can hold NaN, and NaN times zero is NaN.
         left = K - step * x_mk.shape[1]
         x_mk = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x_mk.shape, 1) < left, x_mk, 0)
         w_kn = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w_kn.shape, 0) < left, w_kn, 0)

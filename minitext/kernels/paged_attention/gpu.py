@@ -1,8 +1,8 @@
 """Attention of one new token over a paged cache for NVIDIA GPUs: a Pallas kernel that JAX lowers to Triton.
 
-A sequence alone would keep one of the chip's hundred processors busy, so its pages are divided among programs, and what
-they find is joined by their log-sum-exps afterwards, as in flash decoding (Dao et al. 2023). The query heads that share
-a key head are the rows of one product, filled up to the least that the matrix units take.
+One program per sequence would leave most of the chip's hundred multiprocessors idle. So several programs share a
+sequence's pages, and their results are combined by their log-sum-exps, as in flash decoding (Dao et al. 2023). The
+query heads that share a key head are rows of one product, padded to the fewest rows that the matrix units take.
 
 Chapters: 17.
 """
@@ -14,22 +14,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from minitext.kernels.tiles_gpu import MIN_TILE, Side, dot, load, store
+from minitext.kernels.attention.xla import MASKED, NO_SINK
+from minitext.kernels.paged_attention import operands
+from minitext.kernels.per_device import on_each_device
+from minitext.kernels.tiles_gpu import MIN_TILE, Side, dot, load, params, store
 
-# As in `minitext.kernels.attention.xla`: what has seen no token gives its whole weight to a sink, and zero as its output.
-MASKED, NO_SINK = -1e30, -5e29
 LOG2_E = math.log2(math.e)
 
 
 class Blocks(NamedTuple):
-    """Sizes.
+    """How the work is divided.
 
     Attributes:
-      parts: programs that a sequence's pages are divided among.
-      warps: of a program.
-      stages: loads that its loop has under way.
+      parts: programs that share a sequence's pages.
+      warps: warps of a program.
+      stages: loads that a program's loop keeps in flight.
     """
 
     parts: int = 8
@@ -41,42 +41,20 @@ DEFAULT = Blocks()
 
 
 def paged_attention(
-    q_BNH: jax.Array,
-    k_pages_KPSH: jax.Array,
-    v_pages_KPSH: jax.Array,
-    page_table_BX: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    blocks: Blocks = DEFAULT,
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, *, blocks: Blocks = DEFAULT
 ) -> jax.Array:
-    """Attention as `minitext.kernels.paged_attention` defines it; on a mesh sequences and heads may be split."""
-    run = partial(_paged_attention, blocks)
+    """Computes `minitext.kernels.paged_attention`. Sequences and heads may be split over a mesh."""
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    if jax.sharding.get_abstract_mesh().empty:
-        return run(*args)
-    specs = tuple(jax.typeof(x).sharding.spec for x in args)
-    return jax.shard_map(run, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+    return on_each_device(partial(_paged_attention, blocks), *args)
 
 
 def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
-    """Returns the reason why the kernel can't compute this, or None."""
+    """Returns why the kernel can't compute this, or None."""
     S, H = k_pages_KPSH.shape[2:]
-    if len({x.dtype for x in (q_BNH, k_pages_KPSH, v_pages_KPSH)}) > 1:
-        return f"queries and pages must be of one type: got {q_BNH.dtype} and {k_pages_KPSH.dtype}"
-    if q_BNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"it computes in float32, bfloat16 or float16: got {q_BNH.dtype}"
     if any(size < MIN_TILE or size & (size - 1) for size in (S, H)):
-        return f"it needs pages and heads of a power of two from {MIN_TILE} on: got {S} and {H}"
-    if not jax.sharding.get_abstract_mesh().empty:
-        q, k, _, table, lengths = (
-            (*jax.typeof(x).sharding.spec, None)
-            for x in (q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B)
-        )
-        if q[1] != k[0] or any(k[1:]) or q[2] or table[1]:
-            return f"only heads of queries and pages may be split, alike: got {q[:-1]} and {k[:-1]}"
-        if not q[0] == table[0] == lengths[0]:
-            return "tables and lengths must lie where their sequences' queries do"
-    return None
+        return f"pages and heads must be powers of two, {MIN_TILE} or more: got {S} and {H}"
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    return operands.reason(*args, types=("float32", "bfloat16", "float16"))
 
 
 def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B):
@@ -101,7 +79,7 @@ def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_tab
             jax.ShapeDtypeStruct((parts, B, K, G, H), jnp.float32),
             jax.ShapeDtypeStruct((parts, B, K, G), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        compiler_params=params(blocks),
         name="paged_attention",
     )(jnp.reshape(q_BNH, (B, K, G, H)), k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B)
     weights_ZBKG = jax.nn.softmax(lse_ZBKG, axis=0)
@@ -110,7 +88,7 @@ def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_tab
 
 
 def _kernel(q_ref, k_ref, v_ref, table_ref, length_ref, out_ref, lse_ref, *, pages: int):
-    """Some pages of a sequence and one key head: the output of its query heads, and its log-sum-exp."""
+    """Attends to some pages of one sequence and key head: the output of its query heads, and their log-sum-exp."""
     (G, H), S = q_ref.shape, k_ref.shape[1]
     rows = max(MIN_TILE, pl.next_power_of_2(G))
     heads, features = Side(0, rows, None if rows == G else G), Side(0, H, None)
@@ -118,7 +96,7 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, length_ref, out_ref, lse_ref, *, pag
 
     def visit(i, carry):
         out, most, total = carry
-        tokens = Side(0, S, length - i * S)  # what a page holds after them may be anything
+        tokens = Side(0, S, length - i * S)  # a page may hold anything after them
         k, v = (load(ref, (table_ref[i],), tokens, features) for ref in (k_ref, v_ref))
         logits = dot(q, k.T) * (LOG2_E / math.sqrt(H))
         token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -1,8 +1,8 @@
-"""Paged decode attention as a Pallas kernel for TPUs: of the cache it loads the pages in use, and no others.
+"""Paged decode attention as a Pallas kernel for TPUs, which loads only the pages in use.
 
-The cache stays in HBM. The kernel copies a sequence's pages into vector memory itself, some at a time, and computes
-on those while it copies the next, as a pipeline of blocks does; but which pages, and how many, are numbers that it
-reads while it runs. Past a sequence's last page it copies the next sequence's first.
+The cache stays in HBM. The kernel itself copies a few of a sequence's pages at a time into vector memory, and computes
+on them while it copies the next. Pallas's own pipeline would do the same with blocks, but here the kernel reads which
+pages to copy, and how many, while it runs. After a sequence's last page it copies the first of the next sequence.
 
 Chapters: 17.
 """
@@ -16,16 +16,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Bytes of scalar memory for the page table, of the 1 MiB that a chip has.
+from minitext.kernels.paged_attention import operands
+from minitext.kernels.per_device import on_each_device
+
+# Scalar memory for the page table, out of the 1 MiB that a chip has.
 TABLE_BYTES = 2**19
 
 
 class Blocks(NamedTuple):
-    """Block sizes, upper bounds each.
+    """Block sizes, each an upper bound.
 
     Attributes:
-      tokens: tokens whose keys and values are copied, in whole pages, and computed on together.
-      heads: key heads of a block; a chip whose two cores are one device needs two blocks to use both.
+      tokens: tokens whose keys and values are copied, in whole pages, and computed on at a time.
+      heads: key heads per block. A chip whose two cores are one device needs two blocks to use both cores.
     """
 
     tokens: int = 512
@@ -36,44 +39,23 @@ DEFAULT = Blocks()
 
 
 def paged_attention(
-    q_BNH: jax.Array,
-    k_pages_KPSH: jax.Array,
-    v_pages_KPSH: jax.Array,
-    page_table_BX: jax.Array,
-    lengths_B: jax.Array,
-    blocks: Blocks = DEFAULT,
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, blocks: Blocks = DEFAULT
 ) -> jax.Array:
-    """Paged attention as `minitext.kernels.paged_attention` defines it; on a mesh each device takes its own part."""
+    """Computes `minitext.kernels.paged_attention`. Sequences and heads may be split over a mesh."""
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    local = partial(_paged_attention, blocks=blocks)
-    if jax.sharding.get_abstract_mesh().empty:
-        return local(*args)
-    specs = tuple(jax.typeof(x).sharding.spec for x in args)
-    return jax.shard_map(local, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+    return on_each_device(partial(_paged_attention, blocks=blocks), *args)
 
 
 def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
-    """Returns the reason why the kernel can't compute this, or None."""
-    arrays = q_BNH, k_pages_KPSH, v_pages_KPSH
-    dtypes = [x.dtype.name for x in arrays]
-    if len(set(dtypes)) > 1 or dtypes[0] not in ("float32", "bfloat16"):
-        return (
-            f"queries, keys and values must all be float32 or all bfloat16: got {', '.join(dtypes)}"
-        )
-    tile = 32 // q_BNH.dtype.itemsize
-    if k_pages_KPSH.shape[2] % tile:
-        return f"pages of {dtypes[0]} need a multiple of {tile} tokens: got {k_pages_KPSH.shape[2]}"
+    """Returns why the kernel can't compute this, or None."""
+    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
+    if reason := operands.reason(*args, types=("float32", "bfloat16")):
+        return reason
+    tile, S = 32 // q_BNH.dtype.itemsize, k_pages_KPSH.shape[2]
+    if S % tile:
+        return f"pages of {q_BNH.dtype} need a multiple of {tile} tokens: got {S}"
     if 4 * page_table_BX.size > TABLE_BYTES:
         return f"the page table must fit in {TABLE_BYTES} bytes of scalar memory: got {page_table_BX.shape} numbers"
-    q, k, v, table, lengths = (
-        (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim]
-        for x in (*arrays, page_table_BX, lengths_B)
-    )
-    if q[2] or any(k[1:]) or k != v or q[1] != k[0] or table != (q[0], None) or lengths != (q[0],):
-        return (
-            "only sequences and heads may be split over devices, each alike in every argument: "
-            f"got queries {q}, keys {k}, values {v}, page table {table} and lengths {lengths}"
-        )
     return None
 
 
@@ -126,9 +108,8 @@ def _kernel(
         first_ref[0] = 0
         start(0, 0, 0)
 
-    first = first_ref[
-        0
-    ]  # the half with this sequence's first pages, which the sequence before had copied
+    # The half with this sequence's first pages, which the previous sequence had copied.
+    first = first_ref[0]
     first_ref[0] = (first + steps) % 2
 
     @pl.when((steps == 0) & (b + 1 < B))
@@ -154,9 +135,9 @@ def _kernel(
 
 
 def _copies(table_ref, lengths_ref, both, done, heads, pages: int):
-    """Returns functions of (sequence, step, half) that start, and await, copies of the pages of a sequence's step.
+    """Returns two functions of (sequence, step, half) that start, and wait for, the copies of a step's pages.
 
-    They go to one half of the buffers, one after another. Pages beyond the sequence's last are not touched.
+    The pages go into one half of the buffers, in order. Pages beyond the sequence's last aren't touched.
     """
     S = both[0][0].shape[2]
 
@@ -175,7 +156,7 @@ def _copies(table_ref, lengths_ref, both, done, heads, pages: int):
 
 
 def _attend(q_kGH, k_kSH, v_kSH, length, state):
-    """Adds S tokens, of which the first `length` are seen, to the running (maximum, sum, output) of a softmax."""
+    """Adds S tokens, the first `length` of them visible, to the running (maximum, sum, output) of a softmax."""
     max_kG1, sum_kG1, out_kGH = state
     exact = jax.lax.Precision.HIGHEST if q_kGH.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
@@ -184,7 +165,7 @@ def _attend(q_kGH, k_kSH, v_kSH, length, state):
     logits_kGS = jnp.where(seen_kGS, logits_kGS, -jnp.inf)
     new_kG1 = jnp.maximum(max_kG1, jnp.max(logits_kGS, axis=-1, keepdims=True))
     weights_kGS, kept_kG1 = jnp.exp(logits_kGS - new_kG1), jnp.exp(max_kG1 - new_kG1)
-    # What is not seen may be NaN, which no weight of 0 makes 0.
+    # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
     seen_kSH = jax.lax.broadcasted_iota(jnp.int32, v_kSH.shape, 1) < length
     v_kSH = jnp.where(seen_kSH, v_kSH, 0)
     part_kGH = dot("kGS,kSH->kGH", weights_kGS.astype(v_kSH.dtype), v_kSH)

@@ -1,4 +1,4 @@
-"""Paged decode attention for XLA: it gathers every sequence's pages, in use or not, and masks.
+"""Paged decode attention in XLA, which gathers all of a sequence's pages, in use or not, and masks.
 
 Chapters: 17.
 """
@@ -10,35 +10,29 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
-def paged_attention(
-    q_BNH: jax.Array,
-    k_pages_KPSH: jax.Array,
-    v_pages_KPSH: jax.Array,
-    page_table_BX: jax.Array,
-    lengths_B: jax.Array,
-) -> jax.Array:
-    """Paged attention as `minitext.kernels.paged_attention` defines it."""
+def paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> jax.Array:
+    """Computes `minitext.kernels.paged_attention`."""
     (B, N, H), (K, _, S, _) = q_BNH.shape, k_pages_KPSH.shape
     X = page_table_BX.shape[1]
     page_BX = jnp.where(jnp.arange(X) * S < lengths_B[:, None], page_table_BX, 0)
     seen_BL = jnp.arange(X * S) < lengths_B[:, None]
 
-    place = None
+    sharding = None
     if not jax.sharding.get_abstract_mesh().empty:
         heads, sequences = (jax.typeof(x).sharding.spec[0] for x in (k_pages_KPSH, page_table_BX))
-        place = PartitionSpec(heads, sequences, None, None, None)
+        sharding = PartitionSpec(heads, sequences, None, None, None)
 
     def tokens(pages_KPSH):
-        x_KBXSH = pages_KPSH.at[:, page_BX].get(out_sharding=place)
+        x_KBXSH = pages_KPSH.at[:, page_BX].get(out_sharding=sharding)
         x_KBLH = jnp.reshape(x_KBXSH, (K, B, X * S, H))
-        # What nobody sees may be NaN, which no weight of 0 makes 0.
+        # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
         return jnp.where(seen_BL[:, :, None], x_KBLH, 0)
 
     q_BKGH = jnp.reshape(q_BNH, (B, K, N // K, H))
     logits_BKGL = jnp.einsum(
         "BKGH,KBLH->BKGL", q_BKGH, tokens(k_pages_KPSH), preferred_element_type=jnp.float32
     )
-    # Finite, so that a sequence of no token gives 0 and not 0/0.
+    # Finite, because a sequence without tokens would otherwise give 0/0.
     lowest = jnp.finfo(jnp.float32).min
     masked_BKGL = jnp.where(seen_BL[:, None, None], logits_BKGL / math.sqrt(H), lowest)
     probs_BKGL = jnp.where(seen_BL[:, None, None], jax.nn.softmax(masked_BKGL, axis=-1), 0)

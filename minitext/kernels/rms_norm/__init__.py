@@ -1,4 +1,4 @@
-"""RMSNorm in one kernel.
+"""RMSNorm: XLA as the reference, and one fused kernel each for TPU and GPU.
 
 Chapters: 16.
 """

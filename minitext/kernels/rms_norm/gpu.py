@@ -1,7 +1,7 @@
-"""RMSNorm as a Pallas kernel for NVIDIA GPUs, lowered by Triton: every row is read once, forward and backward.
+"""RMSNorm as a Pallas kernel for NVIDIA GPUs (through Triton), which reads every row once, forward and backward.
 
-A program has a row in registers, whole. In the backward pass it goes through several rows and keeps its share of the
-scale's gradient; the shares are added up after it, so that two runs are bit-equal.
+A program keeps a whole row in registers. In the backward pass it goes through several rows and sums its share of the
+scale's gradient. The shares are added up afterwards in a fixed order, so two runs are bit-equal.
 
 Chapters: 16.
 """
@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
 
+from minitext.kernels.rms_norm import operands
 from minitext.kernels.tiles_gpu import Side, load, store
 
-WIDEST = 2**15  # features that the registers of a program hold
+WIDEST = 2**15  # features that fit in one program's registers
 
 
 class Blocks(NamedTuple):
-    """Sizes.
+    """How the work is divided.
 
     Attributes:
-      programs: of the backward pass, among which the rows are divided: some for each of a GPU's processors.
-      warps: of a program.
+      programs: programs of the backward pass, which share the rows: a few for each of a GPU's multiprocessors.
+      warps: warps of a program.
     """
 
     programs: int = 528
@@ -35,34 +35,16 @@ class Blocks(NamedTuple):
 DEFAULT = Blocks()
 
 
-def rms_norm(
-    x: jax.Array, scale_D: jax.Array, eps: float = 1e-6, *, blocks: Blocks = DEFAULT
-) -> jax.Array:
-    """RMSNorm as `minitext.kernels.rms_norm` defines it; on a mesh each device takes its own rows."""
-
-    def local(x, scale_D):
-        x_XD = jnp.reshape(x, (-1, x.shape[-1]))
-        return jnp.reshape(_rms_norm(eps, blocks, x_XD, scale_D), x.shape)
-
-    if jax.sharding.get_abstract_mesh().empty:
-        return local(x, scale_D)
-    # Without types of what varies over devices, the scale's gradient is summed over all of them.
-    spec, whole = jax.typeof(x).sharding.spec, PartitionSpec(None)
-    return jax.shard_map(local, in_specs=(spec, whole), out_specs=spec, check_vma=False)(x, scale_D)
+def rms_norm(x, scale_D, eps: float = 1e-6, *, blocks: Blocks = DEFAULT) -> jax.Array:
+    """Computes `minitext.kernels.rms_norm`. On a mesh each device takes its own rows."""
+    return operands.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
 
 
 def supports(x, scale_D, _eps=1e-6) -> str | None:
-    """Returns the reason why the kernel can't compute this, or None."""
-    D = x.shape[-1]
-    if x.size == 0:
-        return f"it needs at least one row and one feature: got x of shape {x.shape}"
-    if D > WIDEST:
-        return f"a row must fit in registers, which {WIDEST} features do: got D={D}"
-    for name, array in (("x", x), ("scale", scale_D)):
-        spec = jax.typeof(array).sharding.spec
-        if len(spec) == array.ndim and spec[-1] is not None:
-            return f"the features of each row must be on one device: those of {name} are split over {spec[-1]}"
-    return None
+    """Returns why the kernel can't compute this, or None."""
+    if (D := x.shape[-1]) > WIDEST:
+        return f"a row must fit in registers, as up to {WIDEST} features do: got D={D}"
+    return operands.reason(x, scale_D)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -78,10 +60,6 @@ def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps),
         name="rms_norm",
     )(x_XD, scale_D)
-
-
-def _forward(eps: float, blocks: Blocks, x_XD, scale_D):
-    return _rms_norm(eps, blocks, x_XD, scale_D), (x_XD, scale_D)
 
 
 def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
@@ -104,7 +82,7 @@ def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
     return dx_XD, jnp.sum(shares_PD, axis=0).astype(scale_D.dtype)
 
 
-_rms_norm.defvjp(_forward, _backward)
+_rms_norm.defvjp(lambda *args: (_rms_norm(*args), args[2:]), _backward)
 
 
 def _forward_kernel(x_ref, scale_ref, out_ref, *, eps: float):
@@ -123,7 +101,7 @@ def _backward_kernel(x_ref, scale_ref, grad_ref, dx_ref, share_ref, *, eps: floa
         x_D, grad_D = _row(x_ref, (i,), D), _row(grad_ref, (i,), D)
         inverse = jax.lax.rsqrt(jnp.sum(x_D * x_D) / D + eps)
         unit_D, scaled_D = x_D * inverse, grad_D * scale_D
-        # What is lost is the gradient's part along the row: a longer row gives the same unit.
+        # The gradient loses its part along the row, because a longer row has the same direction.
         along = jnp.sum(scaled_D * unit_D) / D
         store(dx_ref, (i,), inverse * (scaled_D - unit_D * along), _features(D))
         return share_D + grad_D * unit_D
@@ -134,7 +112,7 @@ def _backward_kernel(x_ref, scale_ref, grad_ref, dx_ref, share_ref, *, eps: floa
 
 
 def _features(D: int) -> Side:
-    """All features; Triton's arrays are as long as a power of two."""
+    """All features. The length of a Triton array is a power of two."""
     size = pl.next_power_of_2(D)
     return Side(0, size, None if size == D else D)
 

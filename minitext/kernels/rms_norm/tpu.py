@@ -1,4 +1,4 @@
-"""RMSNorm as a Pallas kernel for TPUs: every row is read once, forward and backward.
+"""RMSNorm as a Pallas kernel for TPUs, which reads every row once, forward and backward.
 
 Chapters: 16.
 """
@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
-# Rows that a kernel computes at a time, so that their sums stay in registers; those of a whole block would be spilled
-# to memory. What it needs twice it reads twice, because holding a wide strip meanwhile would take all registers.
-# Registers hold 8 rows of float32 or 16 of bfloat16.
+from minitext.kernels.rms_norm import operands
+
+# Rows that a kernel computes at a time. Their sums stay in registers, where those of a whole block would spill to
+# memory. Values needed twice are read twice, because holding a wide strip in between would take all registers.
+# A register holds 8 rows of float32 or 16 of bfloat16.
 STRIP = 16
-# Bytes of a block at most. The backward pass holds three blocks, each twice: one is computed while the next is loaded
-# or stored. That is 6 MiB of the 16 that every chip gives a program; wide rows are spilled to the rest.
+# Upper bound of a block's bytes. The backward pass keeps three blocks, each twice: it computes on one while the other
+# is loaded or stored. That is 6 MiB of the 16 that every chip gives a program; wide rows spill into the rest.
 BLOCK_BYTES = 2**20
 
 
@@ -25,7 +26,7 @@ class Blocks(NamedTuple):
     """Block sizes.
 
     Attributes:
-      rows: rows of a block, at most; wide rows make it fewer.
+      rows: the most rows in a block; wide rows leave room for fewer.
     """
 
     rows: int = 128
@@ -34,38 +35,20 @@ class Blocks(NamedTuple):
 DEFAULT = Blocks()
 
 
-def rms_norm(
-    x: jax.Array, scale_D: jax.Array, eps: float = 1e-6, blocks: Blocks = DEFAULT
-) -> jax.Array:
-    """RMSNorm as `minitext.kernels.rms_norm` defines it; on a mesh each device takes its own rows."""
-
-    def local(x, scale_D):
-        x_XD = jnp.reshape(x, (-1, x.shape[-1]))
-        return jnp.reshape(_rms_norm(x_XD, scale_D, eps, blocks), x.shape)
-
-    if jax.sharding.get_abstract_mesh().empty:
-        return local(x, scale_D)
-    # Without types of what varies over devices, the scale's gradient is summed over all of them.
-    spec, whole = jax.typeof(x).sharding.spec, PartitionSpec(None)
-    return jax.shard_map(local, in_specs=(spec, whole), out_specs=spec, check_vma=False)(x, scale_D)
+def rms_norm(x, scale_D, eps: float = 1e-6, blocks: Blocks = DEFAULT) -> jax.Array:
+    """Computes `minitext.kernels.rms_norm`. On a mesh each device takes its own rows."""
+    return operands.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
 
 
 def supports(x, scale_D, _eps=1e-6) -> str | None:
-    """Returns the reason why the kernel can't compute this, or None."""
-    D = x.shape[-1]
-    if x.size == 0:
-        return f"it needs at least one row and one feature: got x of shape {x.shape}"
-    if _widest(x) < D:
+    """Returns why the kernel can't compute this, or None."""
+    if _widest(x) < (D := x.shape[-1]):
         return f"{STRIP} rows of {x.dtype} must fit on the chip, as they do up to D={_widest(x)}: got D={D}"
-    for name, array in (("x", x), ("scale", scale_D)):
-        spec = jax.typeof(array).sharding.spec
-        if len(spec) == array.ndim and spec[-1] is not None:
-            return f"the features of each row must be on one device: those of {name} are split over {spec[-1]}"
-    return None
+    return operands.reason(x, scale_D)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x_XD, scale_D, eps: float, blocks: Blocks):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
     X, D = x_XD.shape
     rows = _rows(x_XD, blocks)
     block, scale = pl.BlockSpec((rows, D), lambda i: (i, 0)), pl.BlockSpec((1, D), lambda i: (0, 0))
@@ -80,11 +63,7 @@ def _rms_norm(x_XD, scale_D, eps: float, blocks: Blocks):
     )(x_XD, scale_D[None])
 
 
-def _forward(x_XD, scale_D, eps, blocks):
-    return _rms_norm(x_XD, scale_D, eps, blocks), (x_XD, scale_D)
-
-
-def _backward(eps, blocks, residuals, grad_XD):
+def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
     x_XD, scale_D = residuals
     X, D = x_XD.shape
     rows = _rows(x_XD, blocks)
@@ -98,14 +77,14 @@ def _backward(eps, blocks, residuals, grad_XD):
             jax.ShapeDtypeStruct((X, D), x_XD.dtype),
             jax.ShapeDtypeStruct((8, D), jnp.float32),
         ],
-        # In order: all blocks of rows add to one gradient of the scale.
+        # In order, because all blocks of rows add to one gradient of the scale.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name="rms_norm_backward",
     )(x_XD, scale_D[None], grad_XD)
     return grad_x_XD, jnp.sum(grad_scale_8D, axis=0).astype(scale_D.dtype)
 
 
-_rms_norm.defvjp(_forward, _backward)
+_rms_norm.defvjp(lambda *args: (_rms_norm(*args), args[2:]), _backward)
 
 
 def _rows(x_XD, blocks: Blocks) -> int:
@@ -135,17 +114,17 @@ def _backward_kernel(x_ref, scale_ref, grad_ref, grad_x_ref, grad_scale_ref, *, 
     def _(i):
         rows, x, grad = _strip(i), partial(_read, x_ref), partial(_read, grad_ref)
         inverse_x1 = jax.lax.rsqrt(_mean(jnp.square(x(rows))) + eps)
-        # What is lost is the gradient's part along the row: a longer row gives the same unit.
+        # The gradient loses its part along the row, because a longer row has the same direction.
         along_x1 = inverse_x1 * _mean(grad(rows) * _read(scale_ref) * x(rows))
         unit_xD = x(rows) * inverse_x1
         grad_x_xD = inverse_x1 * (grad(rows) * _read(scale_ref) - unit_xD * along_x1)
         grad_x_ref[rows] = grad_x_xD.astype(grad_x_ref.dtype)
         share_xD = grad(rows) * unit_xD
-        if X % len(x_ref):  # beyond the last row memory holds anything
+        if X % len(x_ref):  # memory beyond the last row can hold anything
             first = pl.program_id(0) * len(x_ref) + i * STRIP
             row_xD = first + jax.lax.broadcasted_iota(jnp.int32, share_xD.shape, 0)
             share_xD = jnp.where(row_xD < X, share_xD, 0.0)
-        # Eight rows apart, as a register holds them: adding those up is left to the end.
+        # The eight rows of a register stay apart and are added up at the very end.
         grad_scale_ref[...] += share_xD[:8] + share_xD[8:]
 
 
