@@ -8,7 +8,6 @@ Shapes are those of one device of llama3-8b and mixtral-8x7b (D=4096, F=14336, N
 Chapters: 16, 17, 19.
 """
 
-import difflib
 import functools
 import inspect
 import math
@@ -22,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from minitext.errors import UserError
+from minitext.errors import UserError, did_you_mean
 from minitext.kernels.attention import tpu as flash_attention_tpu
 from minitext.kernels.attention.tpu_grid import BlockShape
 from minitext.kernels.grouped_matmul import tpu as grouped_matmul_tpu
@@ -61,8 +60,7 @@ def make(name: str, **blocks: int) -> Case:
       UserError: for a name that is not in the table, or a block that the case does not have.
     """
     if name not in CASES:
-        close = difflib.get_close_matches(name, CASES, 1, 0.4)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(name, CASES)
         raise UserError(f"unknown kernel {name!r}{hint}: choose among {', '.join(CASES)}")
     known = list(inspect.signature(CASES[name]).parameters)
     for block, length in blocks.items():
