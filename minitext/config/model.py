@@ -185,7 +185,7 @@ class ModelConfig(Section):
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The named tensors that a rematerialized layer keeps for its backward pass."""
+        """The named tensors that a rematerialised layer keeps for its backward pass."""
         return PRODUCTS if self.remat == "dots" else self.remat_save
 
     @property

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from minitext.config.data import DataConfig
 from minitext.config.sections import MeshConfig
-from minitext.data import files as text_files
-from minitext.data import grammar, packing, token_file
+from minitext.data import grammar, packing, text_files, token_file
 from minitext.data.batches import LocalWindows, make_batches
 from minitext.data.rows import make_tokenizer, pack_source
 from minitext.data.tokenizer import ByteTokenizer, train_bpe
@@ -337,7 +336,7 @@ def test_each_kind_of_file_gives_its_documents(tmp_path, cache_path):
     (tmp_path / "sub" / "g.py").write_text("code")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "nowhere.txt").symlink_to(tmp_path / "gone.txt")
-    opened = token_file.open_token_file(files(tmp_path), ByteTokenizer(), "byte")
+    opened = token_file.open_token_file(files(tmp_path), ByteTokenizer())
     starts = [0, *opened.ends[:-1]]
     found = [
         bytes(opened.tokens[a : b - 1].tolist()).decode()
@@ -467,7 +466,7 @@ def test_many_at_once_make_one_entry(tmp_path, cache_path):
 
     def work():
         start.wait()
-        digests.append(token_file.open_token_file(cfg, ByteTokenizer(), "byte").digest)
+        digests.append(token_file.open_token_file(cfg, ByteTokenizer()).digest)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     [thread.start() for thread in threads]
@@ -699,7 +698,7 @@ def harm(folder, how):
     ("how", "told"),
     [
         ("seq_len", "was packed with data.seq_len=24, not 25"),
-        ("no folder", "is no packed folder"),
+        ("no folder", "is not a packed folder"),
         ("a file gone", "train-00001-of-00003.array_record is missing"),
         ("a file of nothing", "pack the text again"),
         ("another's file", "train rows and should have"),

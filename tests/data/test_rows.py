@@ -189,7 +189,7 @@ def test_a_mixture_resumes_bit_equal(folder):
     np.testing.assert_array_equal(next(ours)["tokens"], next(theirs)["tokens"])
     assert ours.left() is None
     other = batches(mixture([part(folder, "abc", 1), part(folder, "def", 1)]))
-    with pytest.raises(UserError, match="the saved place is in other data"):
+    with pytest.raises(UserError, match="the saved position is in other data"):
         other.set_state(ours.get_state())
 
 
