@@ -20,36 +20,26 @@ from typing import Any
 import yaml
 from pydantic import PrivateAttr, ValidationError
 
-from minitext.config import variants
+from minitext.config import sections, variants
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
 from minitext.config.section import Section, setting
-from minitext.config.sections import (
-    CheckpointConfig,
-    MeshConfig,
-    OptimConfig,
-    PipelineConfig,
-    ProfileConfig,
-    RunConfig,
-    ShardingConfig,
-    TrainConfig,
-)
 from minitext.errors import UserError, did_you_mean
 
 
 class Config(Section):
     """A whole configuration, resolved and checked."""
 
-    run: RunConfig = setting(RunConfig(), "run directory")
-    train: TrainConfig = setting(TrainConfig(), "training loop")
+    run: sections.RunConfig = setting(sections.RunConfig(), "run directory")
+    train: sections.TrainConfig = setting(sections.TrainConfig(), "training loop")
     data: DataConfig = setting(DataConfig(), "data")
     model: ModelConfig = setting(ModelConfig(), "model")
-    mesh: MeshConfig = setting(MeshConfig(), "devices")
-    sharding: ShardingConfig = setting(ShardingConfig(), "sharding")
-    pipeline: PipelineConfig = setting(PipelineConfig(), "pipeline")
-    optim: OptimConfig = setting(OptimConfig(), "optimizer")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "checkpoints")
-    profile: ProfileConfig = setting(ProfileConfig(), "profiling")
+    mesh: sections.MeshConfig = setting(sections.MeshConfig(), "devices")
+    sharding: sections.ShardingConfig = setting(sections.ShardingConfig(), "sharding")
+    pipeline: sections.PipelineConfig = setting(sections.PipelineConfig(), "pipeline")
+    optim: sections.OptimConfig = setting(sections.OptimConfig(), "optimizer")
+    checkpoint: sections.CheckpointConfig = setting(sections.CheckpointConfig(), "checkpoints")
+    profile: sections.ProfileConfig = setting(sections.ProfileConfig(), "profiling")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
@@ -67,7 +57,7 @@ class Config(Section):
                 "a name from its start time: set run.name"
             )
         first, steps = self.profile.first_step, self.profile.steps
-        if first is None and steps != ProfileConfig().steps:
+        if first is None and steps != sections.ProfileConfig().steps:
             yield (
                 f"profile.steps={steps} with profile.first_step=null traces nothing: set profile.first_step, or "
                 "leave profile.steps out"
@@ -104,13 +94,13 @@ def keys(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
     """Returns every dotted key with its pydantic field, in order; of a section with variants, the keys of all."""
     found: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        sections = variants.sections_of(field)
-        if not sections:
+        kinds = variants.sections_of(field)
+        if not kinds:
             found[prefix + name] = field
-        for kind in sections:
+        for kind in kinds:
             found |= keys(kind, f"{prefix}{name}.")
-        if len(sections) > 1:
-            found[f"{prefix}{name}.kind"] = variants.choice_of(sections)
+        if len(kinds) > 1:
+            found[f"{prefix}{name}.kind"] = variants.choice_of(kinds)
     return found
 
 

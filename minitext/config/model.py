@@ -127,10 +127,7 @@ class MoEConfig(Section):
         """Checks that the numbers of experts and groups are compatible."""
         E, k, G, g = self.experts, self.experts_per_token, self.groups, self.groups_per_token
         if k > E:
-            yield (
-                f"model.ffn.experts_per_token={k} is more than model.ffn.experts={E}: choose "
-                f"{E} at most"
-            )
+            yield f"model.ffn.experts_per_token={k} is more than model.ffn.experts={E}: choose {E} at most"
         if E % G:
             yield (
                 f"model.ffn.experts={E} is not divisible by model.ffn.groups={G}: choose "

@@ -28,23 +28,6 @@ ABOUT, TOKENIZER = "about.json", "tokenizer.json"
 DTYPE = np.dtype("<u4")
 
 
-class PackedRows:
-    """The rows of one split: item i is int32 [T + 1], PAD past the text's end."""
-
-    def __init__(self, source: Any, seq_len: int) -> None:
-        """Reads `source`, a Grain `ArrayRecordDataSource`."""
-        self._source, self._seq_len = source, seq_len
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        row = np.full(self._seq_len + 1, packing.PAD, np.int32)
-        ids = np.frombuffer(self._source[int(index)], DTYPE)
-        row[: len(ids)] = ids
-        return row
-
-
 def write_rows(
     target: Path,
     seq_len: int,
@@ -99,8 +82,8 @@ def write_rows(
     return counts
 
 
-def open_rows(cfg: DataConfig, split: str) -> tuple[PackedRows, str]:
-    """Opens the rows of one split, and returns them with their text's digest.
+def open_rows(cfg: DataConfig, split: str) -> tuple[Any, str]:
+    """Opens the rows of one split: a sequence of int32 [T + 1], PAD past the text's end; and the text's digest.
 
     Raises:
         UserError: `data.path` isn't a packed folder, lacks a file, or was packed for another seq_len.
@@ -129,7 +112,12 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[PackedRows, str]:
             f"{folder} has {found:,} {split} rows and should have {about['rows'][split]:,}: a file is "
             "damaged or from another folder: pack the text again"
         )
-    return PackedRows(source, cfg.seq_len), about["digest"]
+
+    def unpack(record: bytes) -> np.ndarray:
+        ids = np.frombuffer(record, DTYPE).astype(np.int32)
+        return np.pad(ids, (0, cfg.seq_len + 1 - len(ids)), constant_values=packing.PAD)
+
+    return grain.MapDataset.source(source).map(unpack), about["digest"]
 
 
 def load_packed_tokenizer(cfg: DataConfig) -> Tokenizer:

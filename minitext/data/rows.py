@@ -145,7 +145,7 @@ def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[
             + (f"set it to {(total - 1) // 2} or less" if total > 4 else "give more text")
         )
     order = np.random.default_rng(cfg.seed).permutation(len(text.ends)) if cfg.shuffle else None
-    stream = packing.TokenStream(text.tokens, text.ends, tokenizer.eod_id, order)
+    stream = packing.TokenStream(text.tokens, text.ends, order)
     rows = packing.row_count(total, cfg.seq_len)
     held_out = min(rows - 1, max(1, round(rows * cfg.validation_fraction)))
     if split == "train":

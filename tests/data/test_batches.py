@@ -75,7 +75,7 @@ def lay_out(docs, seed=None):
     tokens = np.array([t for doc in docs for t in [*doc, EOD]], np.uint16)
     ends = np.cumsum([len(doc) + 1 for doc in docs])
     order = None if seed is None else np.random.default_rng(seed).permutation(len(docs))
-    return packing.TokenStream(tokens, ends, EOD, order), order
+    return packing.TokenStream(tokens, ends, order), order
 
 
 @given(docs=documents, seq_len=st.integers(1, 24), seed=st.none() | st.integers(0, 9))
@@ -270,7 +270,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
 import numpy as np
-from minitext.config.config import DataConfig, MeshConfig
+from minitext.config import DataConfig, MeshConfig
 from minitext.data import make_batches
 from minitext.sharding.mesh import make_mesh
 from jax.experimental.multihost_utils import process_allgather
@@ -806,6 +806,6 @@ def test_bpe_learns_from_the_first_streamed_records(tmp_path, cache_path):
 
 def test_windows_come_in_the_order_they_are_given():
     tokens = np.arange(21, dtype=np.uint16)
-    stream = packing.TokenStream(tokens, np.array([21]), eod_id=20)
+    stream = packing.TokenStream(tokens, np.array([21]))
     windows = packing.Windows(stream, 4, 1, 4, np.array([2, 0, 1]))
     assert [int(windows[i][0]) for i in range(3)] == [12, 4, 8]
