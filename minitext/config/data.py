@@ -37,33 +37,26 @@ class DataConfig(Section):
 
     source: Literal["stdlib", "grammar", "files", "arrayrecord", "tfds", "hf", "mixture"] = setting(
         "stdlib",
-        "Python's own library, a synthetic grammar, local files, packed files, TensorFlow Datasets, Hugging Face, or "
-        "several of the first five",
+        "Python's library, synthetic grammar, local files, packed files, TensorFlow Datasets, Hugging Face, a mixture",
     )
     mixture: tuple[MixturePart, ...] = setting(
         (),
-        "mixture: its parts, such as [{weight: 3, source: files, path: a}, {weight: 1, source: stdlib}]",
+        "mixture: parts such as [{weight: 3, source: files, path: a}, {weight: 1, source: stdlib}]",
     )
     path: str | None = setting(
         None, "files: a file, folder or glob of text; arrayrecord: the folder; tfds: the data_dir"
     )
     seq_len: int = setting(256, "tokens per row (T)", ge=2, le=2**24)
-    tokenizer: Literal["byte", "bpe"] = setting(
-        "byte", "bytes, or byte-pair encoding trained on the source"
-    )
+    tokenizer: Literal["byte", "bpe"] = setting("byte", "bytes, or BPE trained on the source")
     text_key: str = setting("text", "text field of jsonl, parquet, tfds and Hugging Face records")
-    tfds_name: str | None = setting(
-        None, "tfds: dataset name, such as wiki40b/en or ag_news_subset:1.0.0"
-    )
+    tfds_name: str | None = setting(None, "tfds: dataset, such as ag_news_subset:1.0.0")
     tfds_split: str = setting("train", "tfds: split, such as train or train[:10%]")
     hf_name: str | None = setting(None, "hf: dataset name, or parquet or json with data.path")
     hf_subset: str | None = setting(None, "hf: configuration of the dataset")
     hf_split: str = setting("train", "hf: split of the dataset")
     validation_fraction: float = setting(0.05, "share of rows held out for validation", gt=0, lt=1)
     shuffle: bool = setting(True, "shuffle the training rows, in a new order every epoch")
-    epochs: int | None = setting(
-        None, "passes over the training rows; null: as many as the steps take", ge=1
-    )
+    epochs: int | None = setting(None, "passes over the training rows; null: no limit", ge=1)
     seed: int = setting(0, "seed of the order of rows", ge=0, lt=2**31)
 
     def problems(self) -> Iterator[str]:

@@ -117,7 +117,7 @@ class MoEConfig(Section):
     groups: int = setting(1, "groups of experts, such as those on one machine", ge=1)
     groups_per_token: int = setting(1, "groups from which a token's experts come", ge=1)
     capacity_factor: float | None = setting(
-        None, "an expert's slots relative to even shares of a row; null: dropless", gt=0
+        None, "an expert's slots in even shares of a row; the rest is dropped; null: dropless", gt=0
     )
     balance_loss: float = setting(0.01, "weight of the load-balance loss per layer", ge=0)
     z_loss: float = setting(0.0, "weight of the router's squared log-normalizer per layer", ge=0)
@@ -157,23 +157,16 @@ class ModelConfig(Section):
     rope_theta: float = setting(10_000.0, "base of the rotary frequencies", gt=0)
     norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", gt=0)
     tie_embeddings: bool = setting(False, "use the transposed embedding table as the output layer")
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "compute type; parameters stay float32"
-    )
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "compute type; parameters: float32")
     scan_layers: bool = setting(True, "run layers by lax.scan (compiles once) instead of unrolling")
     remat: Literal["none", "dots", "names", "full"] = setting(
-        "none",
-        "recomputed in the backward pass: nothing, all but matmuls, all but remat_save, everything",
+        "none", "recomputed in backward: nothing, all but matmuls, all but remat_save, everything"
     )
     remat_save: tuple[str, ...] = setting(
         (), f"remat=names: a layer's tensors to keep, among {', '.join(REMAT_NAMES)}"
     )
-    attention: GQAConfig | MLAConfig = setting(
-        GQAConfig(), "attention variant", discriminator="kind"
-    )
-    ffn: SwiGLUConfig | MoEConfig = setting(
-        SwiGLUConfig(), "feed-forward variant", discriminator="kind"
-    )
+    attention: GQAConfig | MLAConfig = setting(GQAConfig(), "attention", discriminator="kind")
+    ffn: SwiGLUConfig | MoEConfig = setting(SwiGLUConfig(), "feed-forward", discriminator="kind")
 
     @field_validator("attention", mode="before")
     @classmethod

@@ -13,9 +13,7 @@ class RunConfig(Section):
     """Where a run keeps its files."""
 
     dir: str = setting("runs", "folder that holds run directories")
-    name: str | None = setting(
-        None, "run directory below run.dir; null: named after its start time"
-    )
+    name: str | None = setting(None, "run directory in run.dir; null: named after its start time")
 
 
 class TrainConfig(Section):
@@ -35,12 +33,10 @@ class TrainConfig(Section):
         "xla: logits, then loss; a kernel: both at once, with less memory and more work; auto: the platform's default",
     )
     seed: int = setting(0, "seed of the parameters", ge=0, lt=2**31)
-    on_nan: Literal["stop", "skip"] = setting(
-        "stop", "what to do with a step whose loss or gradient isn't finite"
-    )
+    on_nan: Literal["stop", "skip"] = setting("stop", "when a loss or gradient isn't finite")
     hang_seconds: float | None = setting(
         None,
-        "seconds without a finished step before every process writes its stack traces; null: never",
+        "seconds without a finished step until processes write stack traces; null: never",
         gt=0,
     )
     executable: str | None = setting(
@@ -65,16 +61,12 @@ class MeshConfig(Section):
     """The device mesh. One axis may be -1: it takes all the devices that the others leave."""
 
     data: int = setting(-1, "replicas, each with its part of the batch")
-    fsdp: int = setting(
-        1, "parts of every parameter and of the batch (fully sharded data parallel)"
-    )
+    fsdp: int = setting(1, "parts of parameters and of the batch (fully sharded data parallel)")
     tensor: int = setting(1, "parts of heads and feed-forward width")
     context: int = setting(1, "parts of the sequence")
     expert: int = setting(1, "parts of the experts")
     stage: int = setting(1, "parts of the layers (pipeline)")
-    simulate: int | None = setting(
-        None, "CPU devices to simulate; null: use real ones", ge=1, le=1024
-    )
+    simulate: int | None = setting(None, "CPU devices to simulate; null: none", ge=1, le=1024)
 
     def sizes(self) -> dict[str, int]:
         """Returns the axes in mesh order with their configured sizes, -1 left as it is."""
@@ -109,9 +101,7 @@ class PipelineConfig(Section):
         "1f1b",
         "gpipe: all forward, then all backward; 1f1b: as fast, less memory; circular: smaller bubble, more messages",
     )
-    microbatches: int | None = setting(
-        None, "microbatches in the pipeline at once; null: up to four per stage", ge=1
-    )
+    microbatches: int | None = setting(None, "microbatches in flight; null: up to 4 a stage", ge=1)
     repeats: int = setting(2, "circular: groups of layers on each stage", ge=1)
 
 

@@ -141,11 +141,10 @@ def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:
             names = file.schema_arrow.names
             if text_key not in names:
                 raise UserError(_no_key(str(path), text_key, names))
-            row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    yield text_of({text_key: text or ""}, text_key, f"{path}: row {row}")
-                    row += 1
+            batches = file.iter_batches(batch_size=256, columns=[text_key])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            for row, text in enumerate(texts):
+                yield text_of({text_key: text or ""}, text_key, f"{path}: row {row}")
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"cannot read {path} as parquet: {error}") from error
 
