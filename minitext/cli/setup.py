@@ -30,7 +30,8 @@ def config_explain(
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
-    from minitext.config.config import ConfigError, keys, suggest
+    from minitext.config.config import ConfigError, keys
+    from minitext.errors import did_you_mean
 
     cfg = load(settings)
     found = {
@@ -39,7 +40,7 @@ def config_explain(
         if name == key or name.startswith(key.rstrip(".") + ".")
     }
     if not found:
-        raise ConfigError([f"unknown key {key!r}{suggest(key, list(keys()))}"])
+        raise ConfigError([f"unknown key {key!r}{did_you_mean(key, keys())}"])
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):

@@ -4,7 +4,6 @@ Chapters: 16, 22.
 """
 
 import contextlib
-import difflib
 import glob
 import importlib.util
 import math
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 
 from minitext.config.config import Config
 from minitext.config.sections import MeshConfig
-from minitext.errors import UserError
+from minitext.errors import UserError, did_you_mean
 from minitext.hardware import CHIPS, Chip
 from minitext.sharding.mesh import BATCH_AXES, make_mesh, resolve_axes
 
@@ -106,8 +105,7 @@ def parse_target(text: str) -> Target:
         )
     slices = int(count)
     if name not in KNOWN:
-        close = difflib.get_close_matches(name, KNOWN, 1, 0.4)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(name, KNOWN)
         raise UserError(f"unknown chip {name!r}{hint}: choose among {', '.join(KNOWN)}")
     chip = CHIPS[name]
     # A chip has two links along each dimension. libtpu crashes on a size of 0.

@@ -1,77 +1,66 @@
-"""Configuration: frozen pydantic models, presets, overrides, and where every value came from.
+"""The whole configuration: its layers, its check, and where every value came from.
 
-A configuration is built in layers, each overriding the one before it:
+Each layer overrides the one before it:
 
     defaults  <  preset (presets/NAME.yml)  <  config=FILE  <  key=value on the command line
 
-`load_config("laptop", ["train.steps=300"])` resolves the layers, checks every value and every relation between
-values, and returns a frozen `Config` that remembers the layer of each value. Nothing here touches a device, and the
-preset's name is never read again after loading.
+`load_config("laptop", ["train.steps=300"])` resolves the layers, checks every value and every rule between values, and
+returns a frozen `Config` that remembers each value's layer. Nothing here touches a device, and the preset's name is
+never read again after loading.
 
 Chapters: 6.
 """
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError
 
-from minitext.config import variants
+from minitext.config import sections, variants
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
-from minitext.config.section import Section
-from minitext.config.sections import (
-    CheckpointConfig,
-    MeshConfig,
-    OptimConfig,
-    PipelineConfig,
-    ProfileConfig,
-    RunConfig,
-    ShardingConfig,
-    TrainConfig,
-)
-from minitext.errors import UserError
+from minitext.config.section import Section, setting
+from minitext.errors import UserError, did_you_mean
 
 
 class Config(Section):
     """A whole configuration, resolved and checked."""
 
-    run: RunConfig = Field(default=RunConfig(), description="run directory")
-    train: TrainConfig = Field(default=TrainConfig(), description="training loop")
-    data: DataConfig = Field(default=DataConfig(), description="data")
-    model: ModelConfig = Field(default=ModelConfig(), description="model")
-    mesh: MeshConfig = Field(default=MeshConfig(), description="devices")
-    sharding: ShardingConfig = Field(default=ShardingConfig(), description="sharding")
-    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="pipeline")
-    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="checkpoints")
-    profile: ProfileConfig = Field(default=ProfileConfig(), description="profiling")
+    run: sections.RunConfig = setting(sections.RunConfig(), "run directory")
+    train: sections.TrainConfig = setting(sections.TrainConfig(), "training loop")
+    data: DataConfig = setting(DataConfig(), "data")
+    model: ModelConfig = setting(ModelConfig(), "model")
+    mesh: sections.MeshConfig = setting(sections.MeshConfig(), "devices")
+    sharding: sections.ShardingConfig = setting(sections.ShardingConfig(), "sharding")
+    pipeline: sections.PipelineConfig = setting(sections.PipelineConfig(), "pipeline")
+    optim: sections.OptimConfig = setting(sections.OptimConfig(), "optimizer")
+    checkpoint: sections.CheckpointConfig = setting(sections.CheckpointConfig(), "checkpoints")
+    profile: sections.ProfileConfig = setting(sections.ProfileConfig(), "profiling")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        # Two configurations are equal if their values are, wherever those came from.
+        # By value, whichever layers the values came from.
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
-    def faults(self) -> Iterator[str]:
-        """Yields the faults of every section, and those between sections."""
+    def problems(self) -> Iterator[str]:
+        """Checks every section, then the rules between sections."""
         for name in type(self).model_fields:
-            yield from getattr(self, name).faults()
+            yield from getattr(self, name).problems()
         if (self.profile.dump_hlo or self.profile.dump_llo) and self.run.name is None:
             key = "dump_hlo" if self.profile.dump_hlo else "dump_llo"
             yield (
-                f"profile.{key}=true with run.name=null: the compiler is told where to write before the run is named "
-                "after the time, so set run.name"
+                f"profile.{key}=true with run.name=null: the compiler needs its output folder before the run gets "
+                "a name from its start time: set run.name"
             )
         first, steps = self.profile.first_step, self.profile.steps
-        if first is None and steps != ProfileConfig().steps:
+        if first is None and steps != sections.ProfileConfig().steps:
             yield (
-                f"profile.steps={steps} with profile.first_step=null traces nothing: set profile.first_step to the "
-                "first of these steps, or leave profile.steps out"
+                f"profile.steps={steps} with profile.first_step=null traces nothing: set profile.first_step, or "
+                "leave profile.steps out"
             )
         if first is not None and first + steps - 1 > self.train.steps:
             yield (
@@ -86,46 +75,39 @@ class Config(Section):
 
     def replace(self, values: Mapping[str, Any]) -> "Config":
         """Returns a copy with dotted keys (`{"train.steps": 3}`) replaced and everything checked again."""
-        from minitext.config.config import resolve
-
         return resolve([("replaced", dict(values))], base=self)
 
 
 DEFAULT_PRESET = "laptop"
+PRESETS = resources.files("minitext.config.presets")
 
 
 class ConfigError(UserError):
-    """One or more faults in a configuration, one line each."""
+    """One or more problems in a configuration, one line each."""
 
-    def __init__(self, faults: Sequence[str]):
-        self.faults = tuple(faults)
-        super().__init__("\n".join(self.faults))
+    def __init__(self, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
 
 
 def keys(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
-    """Returns every dotted key of the configuration with its pydantic field, in order.
-
-    Of a section with variants these are the keys of all of them; `kind`, which chooses one, is a choice.
-    """
+    """Returns every dotted key with its pydantic field, in order; of a section with variants, the keys of all."""
     found: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        sections = variants.sections_of(field)
-        if not sections:
+        kinds = variants.sections_of(field)
+        if not kinds:
             found[prefix + name] = field
-        for kind in sections:
+        for kind in kinds:
             found |= keys(kind, f"{prefix}{name}.")
-        if len(sections) > 1:
-            found[f"{prefix}{name}.kind"] = variants.choice_of(sections)
+        if len(kinds) > 1:
+            found[f"{prefix}{name}.kind"] = variants.choice_of(kinds)
     return found
 
 
 def presets() -> list[str]:
-    """Returns the names of the presets that come with the package."""
-    return sorted(
-        p.name[:-4]
-        for p in resources.files("minitext.config.presets").iterdir()
-        if p.name.endswith(".yml")
-    )
+    """Returns the names of the package's presets."""
+    names = (path.name for path in PRESETS.iterdir())
+    return sorted(name[:-4] for name in names if name.endswith(".yml"))
 
 
 def load_config(preset: str | None = DEFAULT_PRESET, overrides: Sequence[str] = ()) -> Config:
@@ -133,33 +115,24 @@ def load_config(preset: str | None = DEFAULT_PRESET, overrides: Sequence[str] = 
 
     Args:
       preset: name of a preset, or None for the defaults alone.
-      overrides: `key=value` strings with dotted keys; values are YAML. `config=FILE` adds a layer from a file
-        before the others, and then the preset counts only if it is named.
+      overrides: `key=value` strings with dotted keys and YAML values. `config=FILE` adds a file as a layer
+        below the other overrides.
 
     Returns:
       The frozen configuration.
 
     Raises:
-      ConfigError: for an unknown preset, key or value, or values that do not go together; one line each.
+      ConfigError: for an unknown preset or key, a bad value, or a broken rule between values; one line each.
     """
     pairs = [_split(text) for text in overrides]
-    files = [value for key, value in pairs if key == "config"]
     layers = []
     if preset is not None:
         if preset not in presets():
-            raise ConfigError(
-                [
-                    f"unknown preset {preset!r}{suggest(preset, presets())}; presets: {', '.join(presets())}"
-                ]
-            )
-        text = (
-            resources.files("minitext.config.presets")
-            .joinpath(f"{preset}.yml")
-            .read_text(encoding="utf-8")
-        )
+            hint, known = did_you_mean(preset, presets()), ", ".join(presets())
+            raise ConfigError([f"unknown preset {preset!r}{hint}: choose among {known}"])
+        text = PRESETS.joinpath(f"{preset}.yml").read_text(encoding="utf-8")
         layers.append((f"preset {preset}", flatten(_parse(text, f"preset {preset}"))))
-    for file in files:
-        layers.append((f"file {file}", flatten(_read(file))))
+    layers += [(f"file {file}", flatten(_read(file))) for key, file in pairs if key == "config"]
     line: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
@@ -187,20 +160,20 @@ def to_yaml(cfg: Config, *, provenance: bool = False) -> str:
 
 
 def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = None) -> Config:
-    """Lays named layers of dotted keys over each other and checks the result.
+    """Merges named layers of dotted keys, each overriding the ones before it, and checks the result.
 
     Raises:
-      ConfigError: with every unknown key, else every bad value, else every pair of values that do not go together.
+      ConfigError: with every unknown key, else every bad value, else every broken rule between values.
     """
     known = keys()
     tree = base.model_dump() if base else {}
     origin = dict(base._provenance) if base else {}
-    faults = []
+    problems = []
     for layer, values in layers:
         variants.change_kinds(Config, tree, origin, values)
         for key, value in values.items():
             if key not in known:
-                faults.append(f"unknown key {key!r} ({layer}){suggest(key, list(known))}")
+                problems.append(f"{_short(key)} ({layer}): unknown key{did_you_mean(key, known)}")
                 continue
             node = tree
             *path, leaf = key.split(".")
@@ -208,31 +181,33 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
                 node = node.setdefault(part, {})
             node[leaf] = value
             origin[key] = layer
-    if faults := faults or list(variants.check_kinds(Config, tree, origin, _short)):
-        raise ConfigError(faults)
+    if problems := problems or list(variants.check_kinds(Config, tree, origin, _short)):
+        raise ConfigError(problems)
     try:
         cfg = Config.model_validate(tree, context={"whole": True})
     except ValidationError as error:
-        raise ConfigError([_say(e, known, origin) for e in error.errors()]) from None
-    if faults := list(cfg.faults()):
-        raise ConfigError(faults)
+        raise ConfigError(_explain(e, known, origin) for e in error.errors()) from None
+    if problems := list(cfg.problems()):
+        raise ConfigError(problems)
     cfg._provenance.update(origin)
     return cfg
 
 
-def _say(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
-    """Turns one of pydantic's errors into one line: key, value, origin, rule."""
+def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+    """Turns one of pydantic's errors into one line: key, value, layer, rule."""
     key, rest, kinds = "", [], variants.find(Config)
     for part in map(str, error["loc"]):
-        if part not in kinds.get(key, ()):  # pydantic names the kind of a variant, no key does
+        if part not in kinds.get(
+            key, ()
+        ):  # pydantic puts a variant's kind into the path, keys don't
             key = f"{key}.{part}" if key else part
     while key not in known and "." in key:
         key, _, last = key.rpartition(".")
         rest.insert(0, last)
-    # Of a list, such as data.mixture, the item and its field are told; elsewhere the rest is a kind's name.
+    # In a list, such as data.mixture, name the item and its field; elsewhere the rest is a kind.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
     rule = error["msg"][:1].lower() + error["msg"][1:]
-    if error["type"] == "extra_forbidden":  # and known: of another variant
+    if error["type"] == "extra_forbidden":  # yet a known key: another variant's
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
     return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
 
@@ -251,7 +226,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _parse(text: str, where: str) -> Any:
     if re.fullmatch(r"[-+]?\d+(:\d+)+", text.strip()):
-        return text  # YAML 1.1 counts to the base 60: 6:8 would be 368
+        return text  # YAML 1.1 would read 6:8 as 368, to the base 60
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
@@ -265,9 +240,8 @@ def _read(file: str) -> Any:
         return _parse(path.read_text(encoding="utf-8"), f"file {file}")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            [f"config={_short(file)} cannot be read ({reason}): name a YAML file"]
-        ) from None
+        problem = f"config={_short(file)} cannot be read ({reason}): name a YAML file"
+        raise ConfigError([problem]) from None
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -279,19 +253,6 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        flat |= (
-            flatten(value, dotted + ".")
-            if isinstance(value, Mapping) and value
-            else {dotted: value}
-        )
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, dotted + ".") if nested else {dotted: value}
     return flat
-
-
-def suggest(word: str, known: Sequence[str]) -> str:
-    """Returns `: did you mean X?` for the nearest known word, or nothing."""
-    tails = {k.rpartition(".")[2]: k for k in known}
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or [
-        tails[t]
-        for t in difflib.get_close_matches(word.rpartition(".")[2], list(tails), n=1, cutoff=0.7)
-    ]
-    return f": did you mean {close[0]}?" if close else ""

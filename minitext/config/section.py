@@ -1,43 +1,49 @@
-"""What every section of the configuration is: frozen, with nothing unknown in it, and checked as a whole.
+"""The base of every section: frozen, closed to unknown keys, and checked as a whole.
+
+Pydantic checks each value's type and limits. `problems` adds the rules between values, each as one line with the
+values, the rule and a way out.
 
 Chapters: 6.
 """
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo
-from pydantic import model_validator as _model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def setting(default: T, description: str, **limits: Any) -> T:
+    """Declares a key: its default, a one-line description, and limits for pydantic such as `ge=1`."""
+    return Field(default=default, description=description, **limits)
 
 
 class Section(BaseModel):
-    """A frozen group of settings; `faults()` yields what is wrong between its values."""
+    """A frozen group of settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def faults(self) -> Iterator[str]:
-        """Yields one line for every rule between values that does not hold."""
+    def problems(self) -> Iterator[str]:
+        """Yields one line for each broken rule between values."""
         yield from ()
 
-    @_model_validator(mode="after")
+    @model_validator(mode="after")
     def _check(self, info: ValidationInfo):
-        # Inside a whole Config the faults of all sections are gathered and reported together (Config.faults).
-        if not (info.context and info.context.get("whole")) and (faults := list(self.faults())):
-            raise ValueError("; ".join(faults))
+        # In a whole Config all sections' problems are collected and reported together (Config.problems).
+        if not (info.context and info.context.get("whole")) and (found := list(self.problems())):
+            raise ValueError("; ".join(found))
         return self
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def cached(fn: Callable[P, R]) -> Callable[P, R]:
-    """Remembers a function's results by its arguments. Sections are frozen and so hash, which type checkers don't see."""
+def cached(fn: Callable[P, T]) -> Callable[P, T]:
+    """Remembers a function's results by its arguments: sections hash, though type checkers don't see it."""
     return lru_cache(maxsize=64)(fn)  # pyright: ignore
 
 
 def divisors(n: int) -> str:
-    """Returns the divisors of n as a list to choose from, the first dozen of them."""
+    """Returns the first dozen divisors of n as a list to choose from."""
     found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
     return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")

@@ -1,4 +1,4 @@
-"""Sections of which there are variants, such as `model.attention`: one of several, which its key `kind` chooses.
+"""Sections with variants, such as `model.attention`: the key `kind` chooses one of several classes.
 
 Chapters: 6.
 """
@@ -12,10 +12,11 @@ from pydantic.fields import FieldInfo
 from minitext.config.section import Section
 
 Kinds = dict[str, type[Section]]
+Tree = dict[str, Any]
 
 
 def sections_of(field: FieldInfo) -> list[type[Section]]:
-    """Returns the section, or the choice of sections, that a field is; of a list of sections, the list is the key."""
+    """Returns the section classes a field may hold; none for a plain value or a list of sections."""
     choice = get_origin(field.annotation) in (Union, UnionType)
     kinds = get_args(field.annotation) if choice else [field.annotation]
     return [
@@ -24,7 +25,7 @@ def sections_of(field: FieldInfo) -> list[type[Section]]:
 
 
 def find(section: type[Section], prefix: str = "") -> dict[str, Kinds]:
-    """Returns the choices below a section: dotted key -> kind -> section, the default one first."""
+    """Returns the sections with variants below `section`: dotted key -> kind -> class, the default kind first."""
     found = {}
     for name, field in section.model_fields.items():
         sections = sections_of(field)
@@ -36,17 +37,17 @@ def find(section: type[Section], prefix: str = "") -> dict[str, Kinds]:
 
 
 def choice_of(sections: Sequence[type[Section]]) -> FieldInfo:
-    """Returns the field that chooses among sections: each has a `kind` of one value, and this one has all of them."""
+    """Returns one `kind` field with the kinds of all `sections`, each of which has only its own."""
     kinds = _by_kind(sections)
-    told = [f"{kind}: {s.model_fields['kind'].description}" for kind, s in kinds.items()]
+    described = [f"{kind}: {s.model_fields['kind'].description}" for kind, s in kinds.items()]
     choice: Any = Literal[tuple(kinds)]
-    return FieldInfo(annotation=choice, default=next(iter(kinds)), description="; ".join(told))
+    return FieldInfo(annotation=choice, default=next(iter(kinds)), description="; ".join(described))
 
 
 def change_kinds(
-    root: type[Section], tree: dict[str, Any], origin: dict[str, str], values: Mapping[str, Any]
+    root: type[Section], tree: Tree, origin: dict[str, str], values: Mapping[str, Any]
 ) -> None:
-    """Takes what lower layers set for a variant out of a tree of settings, where `values` replace it by another."""
+    """Where `values` choose another kind, drops from `tree` and `origin` the settings that kind doesn't have."""
     for key, kinds in find(root).items():
         section, kind = _at(tree, key), values.get(f"{key}.kind")
         if isinstance(kind, str) and kind in kinds and kind != section.get("kind"):
@@ -56,33 +57,28 @@ def change_kinds(
 
 
 def check_kinds(
-    root: type[Section],
-    tree: dict[str, Any],
-    origin: Mapping[str, str],
-    show: Callable[[Any], str],
+    root: type[Section], tree: Tree, origin: Mapping[str, str], show: Callable[[Any], str]
 ) -> Iterator[str]:
-    """Fills in the kinds that nobody set, and yields a fault for each unknown one and each key of another variant."""
+    """Fills in default kinds, and yields a problem for each unknown kind and each key of another variant."""
     for key, kinds in find(root).items():
         section = _at(tree, key)
         kind = section.setdefault("kind", next(iter(kinds)))
-
-        def told(name: str, key: str = key, section: dict[str, Any] = section) -> str:
-            where = origin.get(f"{key}.{name}", "default")
-            return f"{key}.{name}={show(section[name])} ({where})"
-
-        if not isinstance(kind, str) or kind not in kinds:
-            yield f"{told('kind')}: choose {' or '.join(kinds)}"
-            continue
-        for name in sorted(set(section) - set(kinds[kind].model_fields)):
-            others = [other for other, s in kinds.items() if name in s.model_fields]
-            yield f"{told(name)} has no use with {key}.kind={kind}: set {key}.kind={' or '.join(others)}"
+        known = isinstance(kind, str) and kind in kinds
+        for name in sorted(set(section) - set(kinds[kind].model_fields)) if known else ["kind"]:
+            where = f"{key}.{name}={show(section[name])} ({origin.get(f'{key}.{name}', 'default')})"
+            if known:
+                others = [other for other, s in kinds.items() if name in s.model_fields]
+                use = f"{key}.kind={' or '.join(others)}"
+                yield f"{where} has no effect with {key}.kind={kind}: set {use}"
+            else:
+                yield f"{where}: choose {' or '.join(kinds)}"
 
 
 def _by_kind(sections: Sequence[type[Section]]) -> Kinds:
     return {section.model_fields["kind"].default: section for section in sections}
 
 
-def _at(tree: dict[str, Any], key: str) -> dict[str, Any]:
+def _at(tree: Tree, key: str) -> Tree:
     for part in key.split("."):
         tree = tree.setdefault(part, {})
     return tree

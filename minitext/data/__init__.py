@@ -1,6 +1,6 @@
 """Text to batches: sources, tokenizers, packing, order, and the position to resume from.
 
-`make_batches` is the one way in. May import sharding, distributed and config.
+`make_batches` is the entry point. May import sharding, distributed and config.
 
 Chapters: 7.
 """

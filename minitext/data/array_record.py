@@ -2,12 +2,12 @@
 
 `minitext data pack` makes a folder:
 
-    about.json                                seq_len, rows of each split, what stands for the text
+    about.json                                seq_len, rows of each split, digest of the text
     tokenizer.json
     train-00000-of-00004.array_record, ...    records are rows: T + 1 ids, fewer at the text's end
     validation-00000-of-00001.array_record
 
-Row i of a split can be had at once, so order, sharding and resuming are those of text in the cache.
+Rows have an index, so order, sharding and resuming work as for text in the cache.
 
 Chapters: 7.
 """
@@ -21,33 +21,16 @@ import numpy as np
 from minitext import files, terminal
 from minitext.config.data import DataConfig
 from minitext.data import packing
-from minitext.data.tokenizer import Tokenizer
+from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.errors import UserError
 
 ABOUT, TOKENIZER = "about.json", "tokenizer.json"
 DTYPE = np.dtype("<u4")
 
 
-class Rows:
-    """The rows of one split: item i is int32 [T + 1], PAD past the text's end."""
-
-    def __init__(self, source: Any, seq_len: int) -> None:
-        """Reads `source`, a Grain `ArrayRecordDataSource`."""
-        self._source, self._seq_len = source, seq_len
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        row = np.full(self._seq_len + 1, packing.PAD, np.int32)
-        ids = np.frombuffer(self._source[int(index)], DTYPE)
-        row[: len(ids)] = ids
-        return row
-
-
 def write_rows(
     target: Path,
-    cfg: DataConfig,
+    seq_len: int,
     tokenizer: Tokenizer,
     splits: dict[str, Any],
     digest: str,
@@ -57,24 +40,24 @@ def write_rows(
 
     Args:
         target: the folder to make.
-        cfg: what the rows were made with.
+        seq_len: T.
         tokenizer: what the text was encoded with.
-        splits: sequences of rows [T + 1] by the name of their split.
-        digest: stands for the text.
+        splits: split -> sequence of rows [T + 1].
+        digest: identifies the text.
         shards: files of the training split; the others are one file each.
 
     Returns:
-        The rows of each split.
+        The number of rows in each split.
 
     Raises:
-        UserError: the target exists or cannot be written.
+        UserError: the target exists or can't be written.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
     if target.exists():
         raise UserError(f"{target} exists: name a folder that does not")
     counts = {split: len(rows) for split, rows in splits.items()}
-    about = {"seq_len": cfg.seq_len, "rows": counts, "shards": shards, "digest": digest}
+    about = {"seq_len": seq_len, "rows": counts, "shards": shards, "digest": digest}
     total, done = sum(counts.values()), 0
     try:
         with (
@@ -82,10 +65,10 @@ def write_rows(
             terminal.of_slow_work(total, f"packing into {target}") as advance_to,
         ):
             for split, rows in splits.items():
-                parts = shards if split == "train" else 1
-                bounds = np.linspace(0, len(rows), parts + 1).astype(int)
-                for part in range(parts):
-                    writer = ArrayRecordWriter(str(new / _name(split, part, parts)), "group_size:1")
+                paths = _paths(new, split, shards)
+                bounds = np.linspace(0, len(rows), len(paths) + 1).astype(int)
+                for part, path in enumerate(paths):
+                    writer = ArrayRecordWriter(str(path), "group_size:1")
                     for i in range(bounds[part], bounds[part + 1]):
                         row = rows[i]
                         writer.write(row[row != packing.PAD].astype(DTYPE).tobytes())
@@ -99,23 +82,22 @@ def write_rows(
     return counts
 
 
-def open_rows(cfg: DataConfig, split: str) -> tuple[Rows, str]:
-    """Opens the rows of one split, and returns what stands for their text.
+def open_rows(cfg: DataConfig, split: str) -> tuple[Any, str]:
+    """Opens the rows of one split: a sequence of int32 [T + 1], PAD past the text's end; and the text's digest.
 
     Raises:
-        UserError: `data.path` is no packed folder, lacks a file, or was packed for another seq_len.
+        UserError: `data.path` isn't a packed folder, lacks a file, or was packed for another seq_len.
     """
     import grain
 
-    folder = packed_folder(cfg)
+    folder = _packed_folder(cfg)
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     if about["seq_len"] != cfg.seq_len:
         raise UserError(
             f"{folder} was packed with data.seq_len={about['seq_len']}, not {cfg.seq_len}: set "
             f"data.seq_len={about['seq_len']}, or pack the text again"
         )
-    parts = about["shards"] if split == "train" else 1
-    paths = [folder / _name(split, part, parts) for part in range(parts)]
+    paths = _paths(folder, split, about["shards"])
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is missing: copy it from where the folder was packed")
@@ -128,26 +110,36 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Rows, str]:
     if found != about["rows"][split]:
         raise UserError(
             f"{folder} has {found:,} {split} rows and should have {about['rows'][split]:,}: a file is "
-            "damaged or of another folder: pack the text again"
+            "damaged or from another folder: pack the text again"
         )
-    return Rows(source, cfg.seq_len), about["digest"]
+
+    def unpack(record: bytes) -> np.ndarray:
+        ids = np.frombuffer(record, DTYPE).astype(np.int32)
+        return np.pad(ids, (0, cfg.seq_len + 1 - len(ids)), constant_values=packing.PAD)
+
+    return grain.MapDataset.source(source).map(unpack), about["digest"]
 
 
-def packed_folder(cfg: DataConfig) -> Path:
-    """Returns `data.path` where it is a folder that `minitext data pack` made.
+def load_packed_tokenizer(cfg: DataConfig) -> Tokenizer:
+    """Reads the tokenizer of the packed folder `data.path`.
 
     Raises:
-        UserError: it is not.
+        UserError: it isn't a packed folder, or its tokenizer can't be read.
     """
-    assert cfg.path, "the config has seen to it"
+    return load_tokenizer(_packed_folder(cfg) / TOKENIZER)
+
+
+def _packed_folder(cfg: DataConfig) -> Path:
+    assert cfg.path, "checked by the config"
     folder = Path(cfg.path).expanduser()
     if not (folder / ABOUT).is_file():
         raise UserError(
-            f"data.path={cfg.path} is no packed folder (it has no {ABOUT}): make one with "
+            f"data.path={cfg.path} is not a packed folder (it has no {ABOUT}): make one with "
             "minitext data pack FOLDER data.source=files data.path=TEXT"
         )
     return folder
 
 
-def _name(split: str, part: int, parts: int) -> str:
-    return f"{split}-{part:05}-of-{parts:05}.array_record"
+def _paths(folder: Path, split: str, shards: int) -> list[Path]:
+    parts = shards if split == "train" else 1
+    return [folder / f"{split}-{part:05}-of-{parts:05}.array_record" for part in range(parts)]

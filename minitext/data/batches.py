@@ -1,14 +1,15 @@
-"""Batches of tokens from any source, in an order that a seed fixes and that resumes exactly.
+"""Batches of tokens from any source, in an order fixed by a seed, that resume exactly.
 
-`make_batches` is the only door. Behind it, `sources` and `files` read text, `token_file` keeps it
-tokenised in a cache, `array_record` in files of its own, `packing` cuts rows and numbers documents,
-`grammar` writes a language of known entropy, `rows` orders and mixes them, `streaming` reads
-Hugging Face. Grain gives the order of rows and reads ahead in a background thread.
+`make_batches` is the entry point. Behind it, `sources` and `text_files` read text, `token_file` and
+`array_record` store it tokenised, `packing` cuts rows and numbers documents, `grammar` generates a
+language of known entropy, `rows` orders and mixes rows, and `streaming` reads Hugging Face. Grain
+shuffles rows by index and reads ahead in a background thread.
 
 Chapters: 7.
 """
 
 import atexit
+import json
 import sys
 import weakref
 from collections.abc import Iterator
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from minitext import files
 from minitext.config.data import DataConfig
 from minitext.data import packing
 from minitext.data.placement import Batch, Placement, Split
 from minitext.data.rows import make_tokenizer, open_rows
+from minitext.data.streaming import StreamedWindows
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import jax
 
 
-READ_AHEAD = 4  # batches made before they are asked for
+READ_AHEAD = 4  # batches
 
 
 def make_batches(
@@ -45,21 +46,16 @@ def make_batches(
 
     Args:
         cfg: the data section of a config.
-        mesh: where batches are placed. Each process reads only the rows its devices hold. Without
-            a mesh batches are numpy arrays.
+        mesh: where batches are placed; each process reads only the rows its devices hold. Without a
+            mesh, batches are numpy arrays.
         vocab: the model's vocabulary, at least the tokenizer's.
         global_batch: B, rows in a batch over all processes.
-        split: "train" goes on for ever, or for `data.epochs` passes, in a new order in each;
-            "validation" is one pass over the rows held out, in a fixed order. No target is in both.
-        tokenizer: the one of an earlier run, so that its model reads the same ids; by default the
-            one that `cfg` asks for.
-
-    Returns:
-        An iterator of batches, see `Batches`.
+        split: "train" never ends, or ends after `data.epochs` passes, each in a new order;
+            "validation" is one pass over the held-out rows in a fixed order. No target is in both.
+        tokenizer: an earlier run's, so that its model reads the same ids; by default, the one in `cfg`.
 
     Raises:
-        UserError: the source cannot be read, is too small for seq_len, or does not go with
-            `vocab` or `mesh`.
+        UserError: the source can't be read, is too small for seq_len, or doesn't fit `vocab` or `mesh`.
     """
     if split not in ("train", "validation"):
         raise UserError(f"split={split!r}: choose train or validation")
@@ -69,38 +65,51 @@ def make_batches(
             f"model.vocab={vocab} is too small for a tokenizer of {tokenizer.vocab_size} ids: set "
             f"model.vocab to {tokenizer.vocab_size} or more"
         )
-    placement = Placement(mesh, global_batch, cfg.seq_len)
-    make = _streamed if cfg.source == "hf" else _counted
-    return make(cfg, tokenizer, placement, split)
+    placement, eod_id = Placement(mesh, global_batch, cfg.seq_len), tokenizer.eod_id
+
+    def finish(windows: np.ndarray) -> Batch:
+        return placement(packing.pack(windows, eod_id))
+
+    if cfg.source == "hf":
+        stream = StreamedWindows(cfg, tokenizer, placement, split)
+        ahead = grain.experimental.ThreadPrefetchIterDataset(
+            stream.map(finish), prefetch_buffer_size=READ_AHEAD
+        )
+        return Batches(iter(ahead), placement, split, stream.digest)
+    rows = open_rows(cfg, tokenizer, split)
+    local = LocalWindows(rows.windows, placement)
+    # One thread: rows are in memory or in the page cache, so more would only share the GIL.
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    iterator = iter(grain.MapDataset.source(local).map(finish).to_iter_dataset(options))
+    count = len(local) if len(rows.windows) < sys.maxsize else None
+    return Batches(iterator, placement, split, rows.digest, rows.floor, count)
 
 
 class Batches:
-    """An iterator of batches whose place can be saved.
+    """An iterator of batches whose position can be saved.
 
     A batch is a dict of [B, T] arrays: tokens, targets, positions, segment_ids (int32) and
-    loss_mask (float32); `packing.pack` says what they hold. With a mesh they are global
-    `jax.Array`s, sharded over the batch.
+    loss_mask (float32); `packing.pack` defines them. With a mesh they are global `jax.Array`s,
+    sharded over the batch.
 
-    `iter()` of validation batches begins the pass anew; training batches just go on.
+    `iter()` restarts a validation pass; training batches just go on.
 
     Attributes:
         tokens_per_batch: B x T.
-        floor: nats per target token that no model can beat on average, where it is known
-            (`grammar`); else None.
-        count: batches from the first to the last, the last one filled up with padding; None where
-            they never end.
+        floor: nats per target token that no model can beat on average, where known (`grammar`).
+        count: batches from first to last, the last one padded; None if they never end.
     """
 
     def __init__(
         self,
         iterator: Any,
-        placement: "Placement",
+        placement: Placement,
         split: Split,
         digest: str,
         floor: float | None = None,
         count: int | None = None,
     ) -> None:
-        """Wraps a Grain iterator of batches over the data that `digest` stands for."""
+        """Wraps a Grain iterator of batches; `digest` identifies their data."""
         self.tokens_per_batch = placement.shape[0] * placement.shape[1]
         self.floor = floor
         self.count = count
@@ -108,9 +117,9 @@ class Batches:
         self._start = iterator.get_state()
         self._split = split
         self._about = {"data": digest, "global_batch": placement.shape[0]}
-        # A reader still at work when Python ends prints a traceback.
-        still_there = weakref.ref(iterator)
-        atexit.register(lambda: (it := still_there()) and it.close())
+        # A reader still at work when Python exits prints a traceback.
+        alive = weakref.ref(iterator)
+        atexit.register(lambda: (it := alive()) and it.close())
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "validation":
@@ -121,38 +130,39 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place of the next batch, as JSON-able values."""
-        return {**self._about, "iterator": _jsonable(self._iterator.get_state())}
+        """Returns the position of the next batch, as JSON-able values."""
+        state = json.dumps(self._iterator.get_state(), default=lambda array: array.tolist())
+        return {**self._about, "iterator": json.loads(state)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `get_state` returned: the batches from there on are bit-equal.
+        """Moves to a position from `get_state`: the batches from there on are bit-equal.
 
-        Where rows can be counted (all sources but hf) the number of processes may differ, and so
-        may global_batch: the next row is the same.
+        Unless rows are streamed (hf), the number of processes may differ, and so may global_batch:
+        the next row is the same.
 
         Raises:
-            UserError: the place is in other data, or global_batch cannot take it up.
+            UserError: the position is in other data, or global_batch can't continue from it.
         """
         if state.get("data") != self._about["data"]:
             raise UserError(
-                "the saved place is in other data: the text, data.seq_len, data.seed, data.shuffle "
-                "or data.validation_fraction has changed since: restore it, or begin a new run"
+                "the saved position is in other data: the text, data.seq_len, data.seed, data.shuffle "
+                "or data.validation_fraction has changed: undo the change, or start a new run"
             )
-        place = dict(state["iterator"])
+        position = dict(state["iterator"])
         saved, batch = state["global_batch"], self._about["global_batch"]
         if saved != batch:
-            rows = place["next_index"] * saved if "next_index" in place else None
+            rows = position["next_index"] * saved if "next_index" in position else None
             if rows is None or rows % batch:
                 where = "in a stream" if rows is None else f"at row {rows:,}"
                 raise UserError(
-                    f"train.global_batch={batch} cannot take up a run {where} of batches of {saved}: "
+                    f"train.global_batch={batch} cannot continue a run {where} of batches of {saved}: "
                     f"set train.global_batch={saved}"
                 )
-            place["next_index"] = rows // batch
-        self._iterator.set_state(place)
+            position["next_index"] = rows // batch
+        self._iterator.set_state(position)
 
     def left(self) -> int | None:
-        """Returns the number of batches from here to the end; None where they never end."""
+        """Returns the number of batches from here to the end; None if they never end."""
         if self.count is None:
             return None
         return self.count - self._iterator.get_state()["next_index"]
@@ -165,12 +175,12 @@ class Batches:
 class LocalWindows:
     """Item k is this process's rows of global batch k: int32 [len(rows), T + 1].
 
-    Batch k is rows k B ... (k + 1) B - 1 of the data's order whatever the number of processes. The
-    last batch is completed with rows of PAD.
+    Batch k is rows k B ... (k + 1) B - 1 of the data's order, however many processes there are.
+    Rows of PAD fill up the last batch.
     """
 
     def __init__(self, windows: Any, placement: Placement) -> None:
-        """Groups `windows`, any random-access sequence of rows, in batches."""
+        """Groups `windows`, any random-access sequence of rows, into batches."""
         self._windows = windows
         self._placement = placement
 
@@ -185,37 +195,3 @@ class LocalWindows:
             if (number := int(index) * batch + row) < len(self._windows):
                 windows[local] = self._windows[number]
         return windows
-
-
-def _counted(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:
-    """Batches of a source whose row i can be had at once: all but streams."""
-    found = open_rows(cfg, tokenizer, split)
-    local = LocalWindows(found.windows, placement)
-    iterator = iter(
-        grain.MapDataset.source(local)
-        .map(lambda windows: placement(packing.pack(windows, tokenizer.eod_id)))
-        # One thread: rows are in memory or in the page cache, so more would only share the GIL.
-        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
-    )
-    count = len(local) if len(found.windows) < sys.maxsize else None
-    return Batches(iterator, placement, split, found.digest, found.floor, count)
-
-
-def _streamed(cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split) -> Batches:
-    """Batches of Hugging Face records, tokenised as they arrive."""
-    from minitext.data import streaming
-
-    iterator = streaming.read_ahead(cfg, tokenizer, placement, split, READ_AHEAD)
-    digest = files.fingerprint(
-        cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key, tokenizer.to_json(),
-        cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction, split,
-    )  # fmt: skip
-    return Batches(iterator, placement, split, digest)
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

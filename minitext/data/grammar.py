@@ -1,14 +1,14 @@
-"""A synthetic language whose entropy rate is computed, so that a loss has a known floor.
+"""A synthetic language with a computed entropy rate, so the loss has a known floor.
 
-The language is a stochastic finite automaton over bytes that tells small stories:
+A stochastic finite automaton over bytes tells small stories:
 
     Once a queen lived by the sea. The gulls that the sailor sees follow the boat. She sings.
 
-It is unifilar: the text since the start of the document determines the state. So the entropy of the
-next token given all of that text is the entropy of the state's own choice, and its average is a sum
-over states. There is more to learn than which letters are neighbours: the opening sentence settles
-the pronoun and the nouns of the whole story, a verb agrees with a subject that a relative clause
-stands between, and a sentence that begins "Long ago" is in the past tense.
+It is unifilar: the text since the start of the document determines the state. So the next token's
+entropy given that text is the entropy of the state's own choice, and its average is a sum over
+states. There is more to learn than which letters are neighbours: the opening sentence fixes the
+pronoun and the nouns of the whole story, a verb agrees with its subject across a relative clause,
+and a sentence that begins "Long ago" is in the past tense.
 
 Sources: Shannon 1948, section 7 (https://doi.org/10.1002/j.1538-7305.1948.tb01338.x); Crutchfield
 and Feldman 2003 for unifilar automata and what a reader who must find the state loses
@@ -27,11 +27,11 @@ from typing import Literal
 import numpy as np
 
 EOD = 256
-DIGEST = "grammar-1"  # stands for this language: change it with anything below
+DIGEST = "grammar-1"  # identifies this language: change it with anything below
 VALIDATION_ROWS = 1024
 
 Slot = Hashable
-Choice = tuple[str, int, Slot]  # what is written, its weight, the slot that follows
+Choice = tuple[str, int, Slot]  # text, weight, next slot
 
 END = chr(EOD)
 START: Slot = "start"
@@ -41,7 +41,7 @@ PLACES = {
 }
 HEROES = {"queen": "She ", "king": "He "}
 ADJECTIVES = ("grey", "small", "white")
-# Each verb agrees with a singular subject, with a plural one, or stands in the past.
+# Each verb has a form for singular subjects, one for plural ones, and the past.
 AGREEMENTS = ("singular", "plural", "past")
 TRANSITIVE = ("sees see saw", "follows follow followed", "finds find found", "hears hear heard")
 INTRANSITIVE = ("sleeps sleep slept", "waits wait waited", "sings sing sang")
@@ -49,23 +49,21 @@ ADVERBS = ("at night.", "at dawn.", "again.", "all day.")
 
 
 def slots() -> Iterator[tuple[Slot, list[Choice]]]:
-    """Yields the grammar: each slot and what may be written there.
+    """Yields the grammar: each slot and the choices there.
 
-    No choice of a slot begins another of the same slot, so that the text says which was taken.
+    No choice is a prefix of another in its slot, so the text shows which was made.
     """
-    # Every document begins alike, so that its first byte, which is no target, carries nothing.
+    # Every document begins alike, so its first byte, which isn't a target, carries no information.
     yield START, [(f"Once a {hero} lived ", 1, hero) for hero in HEROES]
     for hero in HEROES:
         yield hero, [(f"{place}.", 1, (hero, place, "close")) for place in PLACES]
         for place, nouns in PLACES.items():
             for slot, choices in _story(HEROES[hero], [pair.split() for pair in nouns.split(",")]):
-                yield (
-                    (hero, place, slot),
-                    [
-                        (text, weight, START if after == START else (hero, place, after))
-                        for text, weight, after in choices
-                    ],
-                )
+                moves: list[Choice] = [
+                    (text, weight, START if after == START else (hero, place, after))
+                    for text, weight, after in choices
+                ]
+                yield (hero, place, slot), moves
 
 
 def _story(pronoun: str, nouns: list[list[str]]) -> Iterator[tuple[Slot, list[Choice]]]:
@@ -77,16 +75,14 @@ def _story(pronoun: str, nouns: list[list[str]]) -> Iterator[tuple[Slot, list[Ch
         for noun, number in zip(pair, AGREEMENTS, strict=False)
     ]
     yield "close", [(" ", 6, "sentence"), (END, 1, START)]
-    yield (
-        "sentence",
-        [
-            ("The ", 8, ("subject", "either")),
-            ("A ", 3, ("subject", "singular")),
-            ("Some ", 3, ("subject", "plural")),
-            ("Long ago the ", 2, ("subject", "past")),
-            (pronoun, 4, ("verb", "singular")),
-        ],
-    )
+    starts: list[Choice] = [
+        ("The ", 8, ("subject", "either")),
+        ("A ", 3, ("subject", "singular")),
+        ("Some ", 3, ("subject", "plural")),
+        ("Long ago the ", 2, ("subject", "past")),
+        (pronoun, 4, ("verb", "singular")),
+    ]
+    yield "sentence", starts
     for wanted in ("either", *AGREEMENTS):
         subjects: list[Choice] = [(f"{word} ", 3, ("subject", wanted)) for word in ADJECTIVES]
         for noun, weight, number in named:
@@ -100,18 +96,15 @@ def _story(pronoun: str, nouns: list[list[str]]) -> Iterator[tuple[Slot, list[Ch
             verbs += [(f"{verb.split()[i]}.", 1, "close"), (f"{verb.split()[i]} ", 1, "adverb")]
         yield ("verb", number), verbs
         yield ("predicate", number), [*verbs, ("that the ", 6, ("clause", number))]
-        # The clause has a subject and verb of its own; then the outer subject's verb is due.
-        yield (
-            ("clause", number),
-            [
-                (f"{noun} ", weight, ("clause verb", number, "past" if number == "past" else inner))
-                for noun, weight, inner in named
-            ],
-        )
+        # The clause has its own subject and verb; then the outer subject's verb is due.
+        clause: list[Choice] = []
+        for noun, weight, inner in named:
+            verb = ("clause verb", number, "past" if number == "past" else inner)
+            clause.append((f"{noun} ", weight, verb))
+        yield ("clause", number), clause
         for j, inner in enumerate(AGREEMENTS):
             if (number == "past") == (inner == "past"):
-                due = ("verb", number)
-                seen: list[Choice] = [(f"{v.split()[j]} ", 1, due) for v in TRANSITIVE]
+                seen: list[Choice] = [(f"{v.split()[j]} ", 1, ("verb", number)) for v in TRANSITIVE]
                 yield ("clause verb", number, inner), seen
     yield "object", [(noun + "." * (after == "close") + " " * (after == "adverb"), weight, after)
                      for noun, weight, _ in named for after in ("close", "adverb")]  # fmt: skip
@@ -123,10 +116,10 @@ class Automaton:
     """The grammar, letter by letter. State 0 is the start of a document.
 
     Attributes:
-        edges: for each state, what may come next: token -> (chances out of 256, next state).
-        visits: float64 [states], how often a document visits each state on average.
+        edges: per state, token -> (chances out of 256, next state).
+        visits: float64 [states], a document's expected visits to each state.
         entropy: float64 [states], nats of the choice made there.
-        steps: for each state, the 256 equally likely outcomes, as next state x 512 + token.
+        steps: per state, the 256 equally likely outcomes, as next state x 512 + token.
     """
 
     edges: list[dict[int, tuple[int, int]]]
@@ -137,12 +130,12 @@ class Automaton:
 
 @cache
 def automaton() -> Automaton:
-    """Spells out the slots as one automaton; takes some hundredths of a second, once."""
+    """Spells out the slots as one automaton, in some hundredths of a second."""
     grammar = dict(slots())
     names = list(grammar)
     root: dict[Slot, int] = {}
     edges: list[dict[int, tuple[int, int]]] = []
-    reach: list[tuple[int, float]] = []  # for each state, its slot and its probability from there
+    reach: list[tuple[int, float]] = []  # per state, its slot and its probability from there
     arrive = np.zeros((len(names), len(names)))  # probability of going from slot to slot
     leaves: list[tuple[int, int, int, Slot]] = []
 
@@ -169,12 +162,12 @@ def automaton() -> Automaton:
         edges[state][token] = share, root[after]
     assert root[START] == 0 and len(edges[0]) == 1
 
-    # A document begins once in START and visits what follows what it visits: v = e_0 + v P.
+    # A document starts in START once, and each visit leads to the next: v = e_0 + v P.
     again = arrive.copy()
     again[:, 0] = 0  # going to START is the next document
     visits = np.linalg.solve(np.eye(len(names)) - again.T, np.eye(len(names))[0])
     entropy = [-sum(n / 256 * np.log(n / 256) for n, _ in edge.values()) for edge in edges]
-    # `* n` repeats one object, which keeps the table small enough for the processor's cache.
+    # `* n` repeats one object, so the table fits in the processor's cache.
     steps = [
         list(chain(*([after * 512 + token] * n for token, (n, after) in edge.items())))
         for edge in edges
@@ -187,29 +180,28 @@ def automaton() -> Automaton:
 def grammar_entropy_rate() -> float:
     """Returns the entropy rate of the language in nats per target token, exactly.
 
-    It is the information in a document divided by the number of its targets, both on average: with
-    v(s) the expected visits of a document to state s (from a linear solve) and H(s) the entropy of
-    the choice made there,
+    It is a document's expected information over its expected number of targets: with v(s) the
+    expected visits to state s (from a linear solve) and H(s) the entropy of the choice made there,
 
         sum over s of v(s) H(s)   /   (sum over s of v(s)  -  1).
 
-    A document's tokens are its bytes and its end of document. The first byte is taken off below
-    because `packing` never makes it a target, and it adds nothing above because it is always "O".
+    A document's tokens are its bytes and its end of document. The denominator leaves out the first
+    byte because `packing` never makes it a target; it adds nothing to the numerator because it is
+    always "O".
 
-    In what sense it is a floor: `Windows` cuts rows from the stationary stream at random places. A
-    model that has not seen a row's random numbers knows at most the state at each place of it, so
-    its expected loss (all nats over all targets) is at least this rate, whatever its size. It comes
-    near but not quite there: after the cut, a reader must first find out the state, and this costs
-    some nats per row, so less per token in longer rows. The loss on a few rows may lie below by
-    chance. Only training again and again on the same rows could go below on average, and no row
-    comes twice.
+    Why it is a floor: `Windows` cuts rows from the stationary stream at random points. A model that
+    hasn't seen a row's random numbers knows at most the state at each token, so its expected loss
+    (all nats over all targets) is at least this rate, whatever its size. It stays slightly above:
+    after the cut it must first infer the state, which costs some nats per row, so less per token in
+    longer rows. On a few rows the loss may fall below by chance. On average only repeated training
+    on the same rows could go below, and no row comes twice.
     """
     it = automaton()
     return float(it.visits @ it.entropy / (it.visits.sum() - 1))
 
 
 def grammar_nll(tokens: np.ndarray) -> np.ndarray:
-    """Returns the nats of each token under the automaton itself, the best predictor there is.
+    """Returns the nats of each token under the automaton itself, the best possible predictor.
 
     Args:
         tokens: int [n], from the start of a document on; more documents may follow.
@@ -228,7 +220,7 @@ def grammar_nll(tokens: np.ndarray) -> np.ndarray:
 
 
 def generate(rng: np.random.Generator, length: int, state: int = 0) -> np.ndarray:
-    """Draws so many tokens of the language, int32 [length], from a state on (0: a new document)."""
+    """Draws tokens of the language, int32 [length], from a state on (0: a new document)."""
     steps, taken = automaton().steps, []
     for byte in rng.bytes(length):
         step = steps[state][byte]
@@ -241,8 +233,8 @@ def generate(rng: np.random.Generator, length: int, state: int = 0) -> np.ndarra
 class Windows:
     """Item i is row i of the language: int32 [T + 1], a function of (seed, split, i) alone.
 
-    A row begins where a random cut of an endless stream would: in a state drawn in proportion to
-    how often it is visited. Training rows never end; validation has `VALIDATION_ROWS`.
+    A row starts like a random cut of an endless stream, in a state drawn in proportion to its
+    visits. Training rows never end; validation has `VALIDATION_ROWS`.
     """
 
     seq_len: int
@@ -260,10 +252,7 @@ class Windows:
 
 
 def _out_of_256(weights: list[int]) -> list[int]:
-    """Rounds weights to chances out of 256, none of them 0, that add up to 256.
-
-    So one random byte makes a choice, and the probabilities are exact numbers.
-    """
+    """Rounds weights to nonzero chances out of 256, so one random byte makes an exact choice."""
     exact = [weight * 256 / sum(weights) for weight in weights]
     shares = [max(1, int(share)) for share in exact]
     for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i]):

@@ -1,11 +1,11 @@
 """One long stream of tokens, its rows, and the five arrays that a model is trained on.
 
-All documents stand one after another, each followed by the end-of-document id. With T = seq_len,
-row i has the stream's tokens [i T, (i + 1) T) as inputs and the tokens one place further on as
-targets. So rows share no input, no token is lost, and every token of the stream is a target exactly
-once, except the first of each document: nothing before it belongs to the same document, so the
-place that would predict it (the end of the document before) has loss_mask 0. An end of document is
-a target like any other.
+The stream is all documents in a row, each followed by the end-of-document id. With T = seq_len, row
+i has the stream's tokens [i T, (i + 1) T) as inputs and the tokens one position later as targets. So
+rows share no input, no token is lost, and every token of the stream is a target exactly once, except
+the first of each document: nothing before it belongs to the same document, so the position that
+would predict it (the previous document's end) has loss_mask 0. An end of document is a target like
+any other.
 
 Chapters: 7.
 """
@@ -14,34 +14,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PAD = -1  # in a window, a place where the stream is at its end
+PAD = -1  # in a window, past the end of the stream
 
 
 class TokenStream:
-    """The documents of a token file in one order, as one sequence that can be read anywhere.
-
-    Attributes:
-        eod_id: the id that ends each document.
-    """
+    """The documents of a token file in some order, as one sequence that can be read from any point."""
 
     def __init__(
-        self, tokens: np.ndarray, ends: np.ndarray, eod_id: int, order: np.ndarray | None = None
+        self, tokens: np.ndarray, ends: np.ndarray, order: np.ndarray | None = None
     ) -> None:
         """Lays the documents end to end.
 
         Args:
-            tokens: integer [N], usually memory-mapped; every document ends in `eod_id`.
+            tokens: integer [N], usually memory-mapped; every document ends in the end-of-document id.
             ends: int64 [documents], one past the last token of each document.
-            eod_id: the id that ends each document.
-            order: int64 [documents], which document comes first, second, ...; None: as they stand.
+            order: int64 [documents], which document comes first, second, ...; None: the given order.
         """
-        self.eod_id = eod_id
+        order = np.arange(len(ends)) if order is None else order
         self._tokens = tokens
-        self._order = order
-        if order is not None:
-            starts = np.concatenate([[0], ends[:-1]])
-            self._starts = starts[order]
-            self._ends = np.cumsum((ends - starts)[order])  # where documents end in the new order
+        self._ends_in_file = ends[order]
+        self._ends = np.cumsum(np.diff(ends, prepend=0)[order])
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -49,15 +41,11 @@ class TokenStream:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns tokens [start, stop) of the stream, int32; the cost doesn't depend on `start`."""
         stop = min(stop, len(self))
-        if self._order is None:
-            return self._tokens[start:stop].astype(np.int32)
         document = int(np.searchsorted(self._ends, start, side="right"))
         pieces = [np.empty(0, np.int32)]
         while start < stop:
             end = int(self._ends[document])
-            # A document keeps its length, so both orders have its end equally far ahead.
-            length = end - (int(self._ends[document - 1]) if document else 0)
-            at = int(self._starts[document]) + length - (end - start)
+            at = int(self._ends_in_file[document]) - (end - start)
             take = min(stop, end) - start
             pieces.append(self._tokens[at : at + take].astype(np.int32))
             start += take
@@ -67,10 +55,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows [first, last) of a stream: item i is row `first + i`, or `first + order[i]`, as T + 1 tokens, int32.
-
-    Past the end of the stream there is PAD.
-    """
+    """Rows [first, last) of a stream, permuted by `order`: int32 [T + 1], PAD past the end of the stream."""
 
     stream: TokenStream
     seq_len: int
@@ -91,7 +76,7 @@ class Windows:
 
 
 def row_count(tokens: int, seq_len: int) -> int:
-    """Returns the number of rows that hold every target of a stream of so many tokens."""
+    """Returns the number of rows that hold every target of a stream of `tokens` tokens."""
     return -(-(tokens - 1) // seq_len)
 
 
@@ -103,27 +88,27 @@ def pack(windows: np.ndarray, eod_id: int) -> dict[str, np.ndarray]:
         eod_id: the id that ends each document.
 
     Returns:
-        Arrays [..., T], int32 but for the mask:
-            tokens: the inputs; 0 where there is padding.
-            targets: the token that follows each input in the stream; 0 where there is padding.
+        Arrays [..., T], int32 except the mask:
+            tokens: the inputs; 0 at padding.
+            targets: the token that follows each input in the stream; 0 at padding.
             positions: 0, 1, ... from the start of each document's piece in the row.
             segment_ids: 1, 2, ... for each document's piece in the row; 0 is padding. The end of
                 document belongs to the document it ends.
-            loss_mask: float32, 1 where the target belongs to the input's document, else 0: at ends
-                of document and at padding.
+            loss_mask: float32, 1 where the target belongs to the input's document; 0 at ends of
+                document and at padding.
     """
     tokens, targets = windows[..., :-1], windows[..., 1:]
     real = targets != PAD
     ended = tokens == eod_id
-    # The piece that a token belongs to changes one place after an end of document.
+    # A new piece starts one position after an end of document.
     starts = np.concatenate([np.ones_like(ended[..., :1]), ended[..., :-1]], axis=-1)
-    place = np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
-    started = np.maximum.accumulate(np.where(starts, place, 0), axis=-1)
+    index = np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
+    started = np.maximum.accumulate(np.where(starts, index, 0), axis=-1)
     segments = np.cumsum(starts, axis=-1, dtype=np.int32)
     return {
         "tokens": np.where(real, tokens, 0),
         "targets": np.where(real, targets, 0),
-        "positions": np.where(real, place - started, 0).astype(np.int32),
+        "positions": np.where(real, index - started, 0).astype(np.int32),
         "segment_ids": np.where(real, segments, 0),
         "loss_mask": (real & ~ended).astype(np.float32),
     }

@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process reads, and how the parts of all processes become global arrays.
+"""Which rows of a global batch a process reads, and how all processes' rows become global arrays.
 
 Chapters: 7.
 """
@@ -19,15 +19,15 @@ Batch = dict[str, Any]
 
 
 class Placement:
-    """Which rows of a global batch this process reads, and how they become global arrays.
+    """This process's rows of a global batch; calling it makes global arrays of them.
 
     Attributes:
         shape: (B, T).
-        rows: the places in the global batch of the rows this process reads, rising.
+        rows: indices in the global batch of the rows this process reads, ascending.
     """
 
     def __init__(self, mesh: Mesh | None, global_batch: int, seq_len: int) -> None:
-        """Asks the mesh's sharding which rows belong to this process's devices."""
+        """Finds the rows of this process's devices in the mesh's sharding."""
         self.shape = (global_batch, seq_len)
         self.rows: Sequence[int] = range(global_batch)
         self.sharding = None
@@ -46,7 +46,7 @@ class Placement:
         self.rows = sorted({row for bounds in slices for row in range(*bounds)})
 
     def __call__(self, batch: Batch) -> Batch:
-        """Turns this process's rows [len(rows), T] into global arrays [B, T]."""
+        """Returns global arrays [B, T] made of this process's rows [len(rows), T]."""
         if self.sharding is None:
             return batch
         return {

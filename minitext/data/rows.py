@@ -1,11 +1,11 @@
-"""The rows of a source that can be counted, in the order in which they are trained on or validated.
+"""The rows of any source but a stream, in the order of training or validation.
 
 Row i is a function of the settings and of i, so resuming and dealing rows to processes are
 arithmetic. An epoch is one pass over the training rows in an order of its own. A mixture deals its
-rows to its n parts so that after any number of rows each has had its share, to less than n - 1 rows
-(weights count to a hundredth of the smallest); a part that comes to its end begins its next epoch
-whatever the others do. Held-out rows are mixed by the same weights until a part has no more, so that
-the validation loss is that of the mixture.
+rows to its n parts so that after any number of rows each part's share is exact to less than n - 1
+rows (weights are rounded to a hundredth of the smallest); a part that ends starts its next epoch
+whatever the others do. Held-out rows are mixed by the same weights until one part runs out, so the
+validation loss is that of the mixture.
 
 Chapters: 7.
 """
@@ -20,7 +20,7 @@ import grain
 import numpy as np
 
 from minitext.config.data import DataConfig
-from minitext.data import array_record, files, grammar, packing, sources, token_file
+from minitext.data import array_record, grammar, packing, sources, text_files, token_file
 from minitext.data.placement import Split
 from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
@@ -32,9 +32,9 @@ class Rows:
     """The rows of one split.
 
     Attributes:
-        windows: a sequence of int32 [T + 1]; its length is `sys.maxsize` where rows never end.
-        digest: stands for the rows and their order; the same on every machine.
-        floor: the source's entropy rate in nats per token, where it is known.
+        windows: a sequence of int32 [T + 1]; its length is `sys.maxsize` if rows never end.
+        digest: identifies the rows and their order; the same on every machine.
+        floor: the source's entropy rate in nats per token, where known.
     """
 
     windows: Any
@@ -45,17 +45,12 @@ class Rows:
 def open_rows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> Rows:
     """Opens one split of any source but hf.
 
-    Args:
-        cfg: the data section of a config.
-        tokenizer: what text is encoded with.
-        split: "train" or "validation".
-
     Raises:
-        UserError: the source cannot be read or does not go with the tokenizer, or two parts of a
-            mixture share text.
+        UserError: the source can't be read or doesn't fit the tokenizer, or two parts of a mixture
+            share text.
     """
     if cfg.source == "mixture":
-        _check_apart(cfg)
+        _check_disjoint(cfg)
         parts = [open_rows(cfg.of_part(part), tokenizer, split) for part in cfg.mixture]
         weights = [part.weight for part in cfg.mixture]
         windows = grain.MapDataset.mix(
@@ -66,8 +61,8 @@ def open_rows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> Rows:
     if cfg.source == "grammar":
         if not isinstance(tokenizer, ByteTokenizer):
             raise UserError(
-                "data.source=grammar is a language of bytes and the tokenizer is another: leave the "
-                "grammar out, or the packed folder that brings the tokenizer"
+                "data.source=grammar is a language of bytes and the tokenizer is another: leave out "
+                "the grammar, or the packed folder that brings the tokenizer"
             )
         windows, digest = grammar.Windows(cfg.seq_len, cfg.seed, split), grammar.DIGEST
         floor = grammar.grammar_entropy_rate()
@@ -80,8 +75,8 @@ def open_rows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> Rows:
     return Rows(windows, fingerprint(digest, *settings), floor)
 
 
-def _check_apart(cfg: DataConfig) -> None:
-    """Raises if two parts read the same text: what one holds out, the other would train on."""
+def _check_disjoint(cfg: DataConfig) -> None:
+    """Raises if two parts read the same text: one would train on what the other holds out."""
     owner: dict[Any, int] = {}
     for number, part in enumerate(cfg.mixture):
         for name in _texts(cfg.of_part(part)):
@@ -93,9 +88,9 @@ def _check_apart(cfg: DataConfig) -> None:
 
 
 def _texts(cfg: DataConfig) -> list[str]:
-    """Names of the texts that a source reads; of a TensorFlow dataset each split is one, a part of it too."""
+    """Names of the texts a source reads: files, or whole splits of a TensorFlow dataset."""
     if cfg.source in ("stdlib", "files"):
-        return [str(path.resolve()) for path in files.find_files(cfg)]
+        return [str(path.resolve()) for path in text_files.find_files(cfg)]
     if cfg.source == "tfds":
         return [f"{cfg.tfds_name} {split}" for split in re.findall(r"[A-Za-z_]\w*", cfg.tfds_split)]
     return [cfg.path or cfg.source]
@@ -113,36 +108,35 @@ def pack_source(
         shards: files of training rows.
 
     Returns:
-        The rows of each split.
+        The number of rows in each split.
 
     Raises:
-        UserError: the text cannot be read, or the folder exists or cannot be written.
+        UserError: the text can't be read, or the folder exists or can't be written.
     """
     if cfg.source not in ("stdlib", "files", "tfds"):
         raise UserError(f"data.source={cfg.source} cannot be packed: choose stdlib, files or tfds")
     tokenizer = make_tokenizer(cfg, vocab)
     rows, digest = _text_windows(cfg, tokenizer, "train")
     held_out, _ = _text_windows(cfg, tokenizer, "validation")
-    about = fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
+    digest = fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
     splits = {"train": rows, "validation": held_out}
-    return array_record.write_rows(Path(target), cfg, tokenizer, splits, about, shards)
+    return array_record.write_rows(Path(target), cfg.seq_len, tokenizer, splits, digest, shards)
 
 
 def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[Any, str]:
-    """The rows of one split of local text, and what stands for that text.
+    """Returns the rows of one split of local text, and the text's digest.
 
-    Documents come in an order drawn from data.seed before rows are cut, so that the last rows,
-    which are held out, are a fair sample of the documents.
+    Documents are shuffled by data.seed before rows are cut, so the last rows, which are held out,
+    are a fair sample of the documents.
     """
     if cfg.source == "arrayrecord":
-        own = load_tokenizer(array_record.packed_folder(cfg) / array_record.TOKENIZER)
-        if own.to_json() != tokenizer.to_json():
+        if array_record.load_packed_tokenizer(cfg).to_json() != tokenizer.to_json():
             raise UserError(
                 f"{cfg.path} was packed with another tokenizer than this run's: pack its text again, "
                 "or begin a new run with it alone"
             )
         return array_record.open_rows(cfg, split)
-    text = token_file.open_token_file(cfg, tokenizer, fingerprint(tokenizer.to_json()))
+    text = token_file.open_token_file(cfg, tokenizer)
     total = len(text.tokens)
     if total <= 2 * cfg.seq_len:
         raise UserError(
@@ -151,12 +145,12 @@ def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[
             + (f"set it to {(total - 1) // 2} or less" if total > 4 else "give more text")
         )
     order = np.random.default_rng(cfg.seed).permutation(len(text.ends)) if cfg.shuffle else None
-    stream = packing.TokenStream(text.tokens, text.ends, tokenizer.eod_id, order)
+    stream = packing.TokenStream(text.tokens, text.ends, order)
     rows = packing.row_count(total, cfg.seq_len)
     held_out = min(rows - 1, max(1, round(rows * cfg.validation_fraction)))
     if split == "train":
         return packing.Windows(stream, cfg.seq_len, 0, rows - held_out), text.digest
-    # Neighbouring rows are of one document: in this order the first few batches are a fair sample of all.
+    # Neighbouring rows share documents; shuffled, the first few batches are a fair sample of all.
     mixed = np.random.default_rng(cfg.seed + 1).permutation(held_out)
     windows = packing.Windows(stream, cfg.seq_len, rows - held_out, rows, mixed)
     return windows, text.digest
@@ -165,19 +159,19 @@ def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[
 def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
     """Makes the tokenizer that a data config asks for.
 
-    A BPE tokenizer is trained on (a bounded sample of) the config's own source the first time, and
-    kept in the cache directory (`$MINITEXT_CACHE`, or `~/.cache/minitext`).
+    A BPE tokenizer is trained once, on a bounded sample of the config's own source, and kept in the
+    cache directory (`$MINITEXT_CACHE`, or `~/.cache/minitext`).
 
     Args:
         cfg: the data section of a config.
-        vocab: the model's vocabulary; the tokenizer uses at most so many ids.
+        vocab: the model's vocabulary; the tokenizer uses at most that many ids.
 
     Raises:
-        UserError: `vocab` is too small, or the source cannot be read.
+        UserError: `vocab` is too small, or the source can't be read.
     """
     packed = [p for p in (cfg, *map(cfg.of_part, cfg.mixture)) if p.source == "arrayrecord"]
-    if packed:  # its text is encoded already
-        return load_tokenizer(array_record.packed_folder(packed[0]) / array_record.TOKENIZER)
+    if packed:  # its text is already encoded
+        return array_record.load_packed_tokenizer(packed[0])
     if cfg.tokenizer == "byte":
         if vocab < ByteTokenizer.vocab_size:
             raise UserError(

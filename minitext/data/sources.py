@@ -11,16 +11,16 @@ from typing import Any
 
 from minitext import terminal
 from minitext.config.data import DataConfig
-from minitext.data import files
+from minitext.data import text_files
 from minitext.errors import UserError
 
 SAMPLE_BYTES = 16 << 20  # what a BPE tokenizer is trained on
 
 
 def identity(cfg: DataConfig) -> list[Any]:
-    """Returns what tells this source's text from another's, as JSON-able values.
+    """Returns JSON-able values that identify this source's text.
 
-    For local text that is each file's path, size and time of change; the files are not read.
+    For local text: each file's path, size and modification time; the files are not read.
     """
     if cfg.source == "mixture":
         return [[part.weight, identity(cfg.of_part(part))] for part in cfg.mixture]
@@ -30,40 +30,46 @@ def identity(cfg: DataConfig) -> list[Any]:
         return [cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key]
     if cfg.source == "tfds":
         records = open_tfds(cfg)
-        # Names the version that was found; another data_dir may hold other records by the same name.
+        # Has the version that was found; another data_dir may hold other records under the same name.
         name = records.dataset_info.full_name
         return [name, cfg.tfds_split, cfg.path, len(records), cfg.text_key]
-    stats = [(str(path.resolve()), path.stat()) for path in files.find_files(cfg)]
+    stats = [(str(path.resolve()), path.stat()) for path in text_files.find_files(cfg)]
     return [cfg.text_key, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
 
 
-def read(cfg: DataConfig) -> tuple[float, str, Iterator[tuple[files.Piece, float]]]:
-    """Opens the whole text of a source that is no stream.
+def read(cfg: DataConfig) -> tuple[float, str, Iterator[tuple[text_files.Piece, float]]]:
+    """Opens the whole text of a local source.
 
     Returns:
-        How much there is, what it is called, and the pieces, each with how much was read before its end.
+        Its size in bytes or records, a name for it, and its pieces, each with the size read so far.
 
     Raises:
-        UserError: at once or while reading, where the text cannot be read.
+        UserError: at once or while reading, if the text can't be read.
     """
     if cfg.source == "tfds":
         records = open_tfds(cfg)
         return len(records), f"{len(records):,} records", _tfds_pieces(cfg, records)
-    sizes = {path: path.stat().st_size for path in files.find_files(cfg)}
+    sizes = _sizes(cfg)
     return sum(sizes.values()), f"{len(sizes):,} files", _file_pieces(cfg, sizes)
 
 
-def _file_pieces(cfg: DataConfig, sizes: dict[Path, int]) -> Iterator[tuple[files.Piece, float]]:
+def _sizes(cfg: DataConfig) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in text_files.find_files(cfg)}
+
+
+def _file_pieces(
+    cfg: DataConfig, sizes: dict[Path, int]
+) -> Iterator[tuple[text_files.Piece, float]]:
     before = 0
     for path, size in sizes.items():
         read = 0
-        for piece in files.read_file(path, cfg.text_key):
+        for piece in text_files.read_file(path, cfg.text_key):
             read += len(piece[0])
             yield piece, before + min(read, size)
         before += size
 
 
-def _tfds_pieces(cfg: DataConfig, records: Any) -> Iterator[tuple[files.Piece, float]]:
+def _tfds_pieces(cfg: DataConfig, records: Any) -> Iterator[tuple[text_files.Piece, float]]:
     for number in range(len(records)):
         record = dict(records[number])
         where = f"data.tfds_name={cfg.tfds_name} record {number}"
@@ -72,15 +78,15 @@ def _tfds_pieces(cfg: DataConfig, records: Any) -> Iterator[tuple[files.Piece, f
                 record[cfg.text_key] = text.decode()
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is not UTF-8: {error.reason}") from error
-        if text := files.text_of(record, cfg.text_key, where):
+        if text := text_files.text_of(record, cfg.text_key, where):
             yield (text, True), number + 1
 
 
 def sample(cfg: DataConfig, size: float = SAMPLE_BYTES) -> Iterator[str]:
     """Yields about 16 MiB of the source's text for a tokenizer to learn from.
 
-    Local files each give the same share from their beginning; records are taken from the first on. The parts
-    of a mixture give as their weights say.
+    The sample takes the same share of every local file from its start, or the first records. A mixture is sampled by
+    its weights.
     """
     if cfg.source == "mixture":
         whole = sum(part.weight for part in cfg.mixture)
@@ -92,10 +98,10 @@ def sample(cfg: DataConfig, size: float = SAMPLE_BYTES) -> Iterator[str]:
     elif cfg.source == "tfds":
         parts = [((text for (text, _), _ in _tfds_pieces(cfg, open_tfds(cfg))), size)]
     else:
-        sizes = {path: path.stat().st_size for path in files.find_files(cfg)}
+        sizes = _sizes(cfg)
         share = min(1.0, size / max(1, sum(sizes.values())))
         parts = (
-            ((text for text, _ in files.read_file(path, cfg.text_key)), share * length)
+            ((text for text, _ in text_files.read_file(path, cfg.text_key)), share * length)
             for path, length in sizes.items()
         )
     done = 0
@@ -108,13 +114,10 @@ def sample(cfg: DataConfig, size: float = SAMPLE_BYTES) -> Iterator[str]:
 
 
 def open_tfds(cfg: DataConfig) -> Any:
-    """Opens a TensorFlow dataset for random access, preparing it first where it is not on disk.
-
-    Returns:
-        A sequence of records, each a dict.
+    """Opens a TensorFlow dataset as a sequence of dicts, preparing it first if it isn't on disk.
 
     Raises:
-        UserError: the library is not installed, or the dataset cannot be had.
+        UserError: the library isn't installed, or the dataset can't be opened.
     """
     try:
         import tensorflow_datasets as tfds
@@ -122,50 +125,44 @@ def open_tfds(cfg: DataConfig) -> Any:
         raise UserError(
             f"data.source=tfds needs {error.name}: pip install 'minitext[tfds]'"
         ) from error
-    assert cfg.tfds_name, "the config has seen to it"
+    assert cfg.tfds_name, "checked by the config"
     folder = os.path.expanduser(cfg.path) if cfg.path else None
     try:
         return tfds.data_source(cfg.tfds_name, split=cfg.tfds_split, data_dir=folder)
-    except Exception as error:  # the library raises many kinds, all about what was asked for
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(
-            f"cannot open data.tfds_name={cfg.tfds_name} data.tfds_split={cfg.tfds_split} "
-            f"data.path={cfg.path}: {reason}"
-        ) from error
+    except Exception as error:  # the library raises many kinds, all about the request
+        raise _cannot_open(cfg, error, "tfds_name", "tfds_split", "path") from error
 
 
 def open_hf(cfg: DataConfig) -> Any:
-    """Opens a Hugging Face dataset as a stream.
-
-    Returns:
-        A `datasets.IterableDataset` of records; nothing is read yet but its description.
+    """Opens a Hugging Face dataset as a stream, a `datasets.IterableDataset`, without reading records.
 
     Raises:
-        UserError: there is no such dataset, or it cannot be reached.
+        UserError: there is no such dataset, or it can't be reached.
     """
     import datasets
 
     given: dict[str, Any] = {}
     if cfg.path:
-        path = os.path.expanduser(cfg.path)
-        given["data_files"] = sorted(glob.glob(path, recursive=True))
+        given["data_files"] = sorted(glob.glob(os.path.expanduser(cfg.path), recursive=True))
         if not given["data_files"]:
             raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
-    assert cfg.hf_name, "the config has seen to it"
+    assert cfg.hf_name, "checked by the config"
     try:
         return datasets.load_dataset(
             cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **given
         )
-    except Exception as error:  # the library raises many kinds, all about what was asked for
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(
-            f"cannot open data.hf_name={cfg.hf_name} data.hf_subset={cfg.hf_subset} "
-            f"data.hf_split={cfg.hf_split}: {reason}"
-        ) from error
+    except Exception as error:  # the library raises many kinds, all about the request
+        raise _cannot_open(cfg, error, "hf_name", "hf_subset", "hf_split") from error
+
+
+def _cannot_open(cfg: DataConfig, error: Exception, *keys: str) -> UserError:
+    asked = " ".join(f"data.{key}={getattr(cfg, key)}" for key in keys)
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return UserError(f"cannot open {asked}: {reason}")
 
 
 def _take(texts: Iterable[str], size: float) -> Iterator[str]:
-    """Yields from `texts` until about `size` characters have passed, cutting the last one."""
+    """Yields from `texts` up to about `size` characters, cutting the last one."""
     for text in texts:
         if size < 1:
             return

@@ -1,8 +1,7 @@
 """Hugging Face datasets: records streamed, tokenised and cut into rows as they arrive.
 
-Nothing is downloaded beforehand and nothing is kept on disk, so there is no row i to ask for. The
-place in the stream is instead the record reached, as `datasets` counts it, and the tokens that were
-made from earlier records but not yet used.
+Nothing is downloaded in advance or kept on disk, so rows have no index. The position is instead the
+record reached, as `datasets` counts it, and the tokens of earlier records that aren't used yet.
 
 Chapters: 7.
 """
@@ -10,52 +9,47 @@ Chapters: 7.
 import hashlib
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grain
 import numpy as np
 
 from minitext.config.data import DataConfig
-from minitext.data import files, packing, sources
+from minitext.data import packing, sources, text_files
+from minitext.data.placement import Placement, Split
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
+from minitext.files import fingerprint
 
-if TYPE_CHECKING:
-    from minitext.data.placement import Placement
-
-RECORDS_AT_ONCE = 16  # tokenised together, on all cores; more would make saved places larger
-
-
-def read_ahead(
-    cfg: DataConfig, tokenizer: Tokenizer, placement: "Placement", split: str, batches: int
-) -> grain.DatasetIterator:
-    """Returns an iterator of batches that a background thread keeps so many batches ahead."""
-    dataset = StreamedWindows(cfg, tokenizer, placement, split).map(
-        lambda rows: placement(packing.pack(rows, tokenizer.eod_id))
-    )
-    ahead = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=batches)
-    return iter(ahead)
+RECORDS_AT_ONCE = 16  # tokenised together, on all cores; more would make saved positions larger
 
 
 class StreamedWindows(grain.IterDataset):
     """This process's rows of each global batch: int32 [rows, T + 1].
 
-    The dataset's shards are dealt out to the processes, or its records where there are fewer shards
-    than processes; processes that hold the same rows of a batch read the same records. With
-    data.shuffle the order of shards is drawn anew in each epoch, and the records of a shard keep
-    theirs: the contents of a shuffle buffer could not be saved with the place.
+    The dataset's shards are dealt to the processes, or its records if there are fewer shards than
+    processes; processes that hold the same rows of a batch read the same records. With data.shuffle
+    each epoch draws a new order of shards, while the records in a shard keep theirs: the contents
+    of a shuffle buffer could not be saved with the position.
 
     A record is held out for validation if the hash of its text says so. That doesn't depend on the
     order or on the number of processes, and keeps copies of a text on the same side.
+
+    Attributes:
+        digest: identifies the records and their order.
     """
 
     def __init__(
-        self, cfg: DataConfig, tokenizer: Tokenizer, placement: "Placement", split: str
+        self, cfg: DataConfig, tokenizer: Tokenizer, placement: Placement, split: Split
     ) -> None:
         """Opens the dataset, without reading records."""
         super().__init__()
         self.cfg, self.tokenizer, self.placement, self.split = cfg, tokenizer, placement, split
         self.records = sources.open_hf(cfg)
+        self.digest = fingerprint(
+            *sources.identity(cfg), tokenizer.to_json(),
+            cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction, split,
+        )  # fmt: skip
 
     def __iter__(self) -> "StreamIterator":
         return StreamIterator(self)
@@ -65,35 +59,35 @@ class StreamIterator(grain.DatasetIterator):
     """Iterates over `StreamedWindows`; its state holds the leftover tokens as an array."""
 
     def __init__(self, dataset: StreamedWindows) -> None:
-        """Stands at the first record."""
+        """Starts at the first record."""
         super().__init__()
         self._of = dataset
         rows, count = dataset.placement.rows, dataset.placement.shape[0]
         if count % len(rows) or rows[0] % len(rows) or rows[-1] - rows[0] != len(rows) - 1:
             raise UserError(
-                "data.source=hf needs processes that hold equal, unbroken parts of the batch: "
+                "data.source=hf needs processes that hold equal, contiguous parts of the batch: "
                 "put mesh.data and mesh.fsdp outermost"
             )
         self._part, self._parts = rows[0] // len(rows), count // len(rows)
         self.set_state({"epoch": 0, "shard": 0, "records": None, "record": 0, "left": []})
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place of the next batch."""
+        """Returns the position of the next batch."""
         return {
             "epoch": self._epoch,
             "shard": self._shard,
-            # Until a record is read, which leftover tokens may put off, the place is as it was set.
-            "records": self._stream.state_dict() if self._stream else self._place,
+            # Leftover tokens may delay the first read; until then the position is the one that was set.
+            "records": self._stream.state_dict() if self._stream else self._position,
             "record": self._record,
             "left": self._left,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `get_state` returned."""
+        """Moves to a position from `get_state`."""
         self._epoch, self._shard, self._record = state["epoch"], state["shard"], state["record"]
         self._left = np.array(state["left"], np.int32)
-        self._place, self._stream, self._ended = state["records"], None, False
-        self._texts = self._read(self._place)
+        self._position, self._stream, self._ended = state["records"], None, False
+        self._texts = self._read(self._position)
 
     def __next__(self) -> np.ndarray:
         self._assert_not_closed()
@@ -118,11 +112,11 @@ class StreamIterator(grain.DatasetIterator):
         super().close()
         self._texts = iter(())
 
-    def _read(self, place: dict[str, Any] | None) -> Iterator[str]:
-        """Yields the texts of this part and split from a place on; those of training for ever."""
+    def _read(self, position: dict[str, Any] | None) -> Iterator[str]:
+        """Yields the texts of this part and split from a position on; training texts never end."""
         cfg, dataset = self._of.cfg, self._of.records
         training = self._of.split == "train"
-        found = place is not None
+        found = position is not None
         while True:
             shards = np.arange(dataset.num_shards)
             by_shard = len(shards) >= self._parts
@@ -132,13 +126,13 @@ class StreamIterator(grain.DatasetIterator):
                 shards = np.random.default_rng([cfg.seed, self._epoch]).permutation(shards)
             while self._shard < len(shards):
                 self._stream = dataset.shard(dataset.num_shards, int(shards[self._shard]))
-                if place is not None:
-                    self._stream.load_state_dict(place)
-                    place = None
+                if position is not None:
+                    self._stream.load_state_dict(position)
+                    position = None
                 for record in self._stream:
                     self._record += 1
                     where = f"{cfg.hf_name}, epoch {self._epoch}, record {self._record}"
-                    text = files.text_of(record, cfg.text_key, where)
+                    text = text_files.text_of(record, cfg.text_key, where)
                     mine = by_shard or self._record % self._parts == self._part
                     if text and mine and _held_out(text, cfg.validation_fraction) != training:
                         found = True

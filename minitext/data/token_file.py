@@ -19,7 +19,7 @@ import numpy as np
 
 from minitext import terminal
 from minitext.config.data import DataConfig
-from minitext.data import files, sources
+from minitext.data import sources, text_files
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.files import cache_entry, fingerprint, new_cache_entry
@@ -34,7 +34,7 @@ class TokenFile:
     Attributes:
         tokens: uint16 or uint32 [N], memory-mapped.
         ends: int64 [documents], one past the last token of each document.
-        digest: stands for the content of `tokens`; the same on every machine.
+        digest: hash of `tokens`, the same on every machine.
     """
 
     tokens: np.ndarray
@@ -42,25 +42,20 @@ class TokenFile:
     digest: str
 
 
-def open_token_file(cfg: DataConfig, tokenizer: Tokenizer, tokenizer_id: str) -> TokenFile:
-    """Opens the token file of a local source, making it if the cache has none.
+def open_token_file(cfg: DataConfig, tokenizer: Tokenizer) -> TokenFile:
+    """Opens the token file of a local source (stdlib, files or tfds), making it if the cache has none.
 
-    It is found by the files' paths, sizes and times of change and by the tokenizer. Making it reads
-    the text in pieces, so its size is bounded by the disk, not by memory.
-
-    Args:
-        cfg: the data section of a config, with source stdlib, files or tfds.
-        tokenizer: what to encode with.
-        tokenizer_id: what tells this tokenizer from another.
+    The key is made of the files' paths, sizes and modification times and of the tokenizer. Text is
+    tokenised in pieces, so its size is bounded by the disk, not by memory.
 
     Raises:
-        UserError: the text cannot be read or is empty, or the cache cannot be written.
+        UserError: the text can't be read or is empty, or the cache can't be written.
     """
-    key = fingerprint("tokens", sources.identity(cfg), tokenizer_id)
+    key = fingerprint("tokens", sources.identity(cfg), fingerprint(tokenizer.to_json()))
     path = cache_entry(f"tokens-{key}")
     found = _read(path)
     if found is None:
-        shutil.rmtree(path, ignore_errors=True)  # an entry that a crash of the machine cut short
+        shutil.rmtree(path, ignore_errors=True)  # an entry cut short by a crash of the machine
         with new_cache_entry(path) as directory:
             _write(directory, cfg, tokenizer)
         found = _read(path)
@@ -70,7 +65,7 @@ def open_token_file(cfg: DataConfig, tokenizer: Tokenizer, tokenizer_id: str) ->
 
 
 def _read(path: Path) -> TokenFile | None:
-    """Returns the entry at `path`, or None if it isn't there or isn't whole."""
+    """Returns the entry at `path`, or None if it's missing or incomplete."""
     try:
         about = json.loads((path / "about.json").read_text())
         tokens = np.memmap(path / "tokens.bin", about["dtype"], mode="r")
@@ -107,7 +102,7 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer) -> None:
     (directory / "about.json").write_text(json.dumps(about))
 
 
-def _batches(cfg: DataConfig) -> Iterator[list[files.Piece]]:
+def _batches(cfg: DataConfig) -> Iterator[list[text_files.Piece]]:
     """Yields the source's pieces in lists of a few mebibytes: enough work for all cores."""
     total, what, found = sources.read(cfg)
     with terminal.of_slow_work(total, f"tokenising {what}") as advance_to:

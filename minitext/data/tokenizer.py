@@ -1,17 +1,17 @@
 """Text to token ids and back: UTF-8 bytes, or byte-level byte-pair encoding.
 
-Both kinds lose nothing (`decode(encode(text)) == text` for any Unicode text) and both have one id
-that no text encodes to, the end-of-document id `eod_id`, the last of the vocabulary. A tokenizer
-saves itself as one small JSON file, so that a trained model can be used where its training text is
-not.
+Both are lossless (`decode(encode(text)) == text` for any Unicode text), and both have one id that no
+text encodes to: the end-of-document id `eod_id`, the last of the vocabulary. A tokenizer saves itself
+as one small JSON file, so a trained model works without its training text.
 
 Chapters: 7.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,52 +20,54 @@ from minitext.errors import UserError
 BYTES = 256
 
 
-class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+class Tokenizer(ABC):
+    """What the rest of the package asks of a tokenizer.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids in use: every id is below it."""
-        ...
+    Attributes:
+        vocab_size: number of ids in use; every id is below it.
+        eod_id: the id that ends a document; no text encodes to it.
+    """
 
-    @property
-    def eod_id(self) -> int:
-        """The id that ends a document; no text encodes to it."""
-        ...
+    vocab_size: int
+    eod_id: int
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, without an end-of-document id."""
-        ...
+        """Returns the ids of `text`, without an end-of-document id.
 
+        Raises:
+            UserError: `text` holds a lone surrogate, which is half a character.
+        """
+
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns one integer array of ids for each text: the fast way to encode a corpus."""
-        ...
+        """Returns one integer array of ids per text: the fast way to encode a corpus."""
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; never raises, whatever a model has sampled."""
-        ...
+        """Returns the text of `ids`; never raises, whatever a model has sampled.
 
+        End-of-document ids are left out. Bytes that aren't UTF-8, and ids beyond the vocabulary (a
+        model may have a larger one), become U+FFFD.
+        """
+
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Returns all there is to this tokenizer, as JSON-able values."""
-        ...
+        """Returns the whole tokenizer as JSON-able values."""
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON file for `load_tokenizer`."""
-        ...
+        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the text's UTF-8, and 256 ends a document."""
 
     vocab_size = BYTES + 1
     eod_id = BYTES
 
     def encode(self, text: str) -> list[int]:
-        """Returns the UTF-8 bytes of `text`.
-
-        Raises:
-            UserError: `text` holds a lone surrogate, which is half a character.
-        """
+        """Returns the UTF-8 bytes of `text`."""
         return list(_utf8(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -73,29 +75,21 @@ class ByteTokenizer:
         return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`.
-
-        End-of-document ids are left out. What is not UTF-8, and any id beyond the vocabulary (a
-        model may have a larger one), becomes U+FFFD.
-        """
-        # Byte 255 never occurs in UTF-8, so it stands for every id that means nothing.
+        """Returns the text of `ids`."""
+        # Byte 255 never occurs in UTF-8, so it can replace every id that means nothing.
         known = (i if 0 <= i < BYTES else 255 for i in map(int, ids) if i != self.eod_id)
         return bytes(known).decode("utf-8", errors="replace")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns `{"kind": "byte"}`: there is nothing else to it."""
+        """Returns `{"kind": "byte"}`."""
         return {"kind": "byte"}
 
-    def save(self, path: str | Path) -> None:
-        """Writes a JSON file for `load_tokenizer`."""
-        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
 
-
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding by the `tokenizers` library, with GPT-2's word splitting.
 
-    The 256 bytes come first, then the merges in the order they were learnt, then `eod_id`. The end
-    of document is no entry of the library's tokenizer: it would be found in text that spells it.
+    The 256 bytes come first, then the merges in the order they were learned, then `eod_id`. The
+    library doesn't know the end of document, or it would find it in text that spells it.
 
     Source: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909; Radford et al. 2019 (GPT-2).
     """
@@ -103,16 +97,12 @@ class BPETokenizer:
     def __init__(self, model: Any) -> None:
         """Wraps `model`, a `tokenizers.Tokenizer` trained by `train_bpe`."""
         self._model = model
-        self.eod_id: int = model.get_vocab_size()
-        self.vocab_size: int = self.eod_id + 1
+        self.eod_id = model.get_vocab_size()
+        self.vocab_size = self.eod_id + 1
         self._unknown: int = model.token_to_id("\u00ff")  # the entry of byte 255, see ByteTokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`.
-
-        Raises:
-            UserError: `text` holds a lone surrogate, which is half a character.
-        """
+        """Returns the ids of `text`."""
         _utf8(text)
         return self._model.encode(text).ids
 
@@ -124,19 +114,15 @@ class BPETokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`, by the same rules as `ByteTokenizer.decode`."""
+        """Returns the text of `ids`."""
         known = [
             i if 0 <= i < self.eod_id else self._unknown for i in map(int, ids) if i != self.eod_id
         ]
         return self._model.decode(known, skip_special_tokens=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the vocabulary and the merges, as the library writes them."""
+        """Returns the vocabulary and the merges in the library's format."""
         return {"kind": "bpe", "bpe": json.loads(self._model.to_str())}
-
-    def save(self, path: str | Path) -> None:
-        """Writes a JSON file for `load_tokenizer`."""
-        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> BPETokenizer:
@@ -144,11 +130,10 @@ def train_bpe(texts: Iterable[str], vocab: int) -> BPETokenizer:
 
     Args:
         texts: the text to count pairs in, in pieces of any length.
-        vocab: the largest number of ids wanted, `eod_id` among them. A text with too few different
-            pairs gives fewer.
+        vocab: the largest number of ids, including `eod_id`; texts with too few pairs give fewer.
 
     Returns:
-        The tokenizer. The same texts always give the same one.
+        The tokenizer; the same texts always give the same one.
 
     Raises:
         UserError: `vocab` leaves no room for a merge.
@@ -176,7 +161,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a tokenizer that `save` wrote.
 
     Raises:
-        UserError: the file is missing or is not such a file.
+        UserError: the file is missing or isn't a saved tokenizer.
     """
     path = Path(path)
     try:
@@ -188,7 +173,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return BPETokenizer(Tokenizer.from_str(json.dumps(saved["bpe"])))
     except OSError as error:
         raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-    except Exception as error:  # `tokenizers` raises a bare Exception for JSON it does not know
+    except Exception as error:  # `tokenizers` raises a bare Exception for unknown JSON
         raise UserError(f"{path} is not a tokenizer saved by minitext: {error}") from error
 
 

@@ -8,7 +8,6 @@ comparison.
 Chapters: 16, 17, 19.
 """
 
-import difflib
 import functools
 import inspect
 import math
@@ -22,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from minitext.errors import UserError
+from minitext.errors import UserError, did_you_mean
 from minitext.kernels.attention import tpu as attention
 from minitext.kernels.attention.tpu_grid import BlockShape
 from minitext.kernels.grouped_matmul import tpu as grouped_matmul
@@ -58,8 +57,7 @@ def make(name: str, **blocks: int) -> Case:
       UserError: if the table has no such case, or the case no such block.
     """
     if name not in CASES:
-        close = difflib.get_close_matches(name, CASES, 1, 0.4)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(name, CASES)
         raise UserError(f"unknown kernel {name!r}{hint}: choose among {', '.join(CASES)}")
     known = list(inspect.signature(CASES[name]).parameters)
     for block, length in blocks.items():

@@ -1,4 +1,4 @@
-"""Configuration: layers, provenance, and one clear line for every fault."""
+"""Configuration: layers, provenance, and one clear line for every problem."""
 
 from typing import get_args
 
@@ -13,13 +13,13 @@ from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
 from minitext.errors import UserError
 
 
-def faults(*overrides, preset="laptop"):
+def problems(*overrides, preset="laptop"):
     with pytest.raises(ConfigError) as caught:
         load_config(preset, overrides)
     assert caught.value.exit_code == 2
-    for line in caught.value.faults:
+    for line in caught.value.problems:
         assert "\n" not in line and "Traceback" not in line and len(line) < 400
-    return caught.value.faults
+    return caught.value.problems
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -54,13 +54,15 @@ def test_every_key_is_described_and_there_are_not_too_many():
 
 
 def test_unknown_names_get_a_suggestion():
-    assert "did you mean laptop" in faults(preset="laptp")[0]
-    assert "did you mean model.heads" in faults("model.headz=3")[0]
-    assert "did you mean optim.learning_rate" in faults("learning_rate=3")[0]
+    assert "did you mean laptop" in problems(preset="laptp")[0]
+    assert "did you mean model.heads" in problems("model.headz=3")[0]
+    assert "did you mean optim.learning_rate" in problems("learning_rate=3")[0]
 
 
-def test_all_faults_are_reported_together():
-    found = faults("model.embed=100", "model.heads=3", "train.microbatches=5", "data.source=files")
+def test_all_problems_are_reported_together():
+    found = problems(
+        "model.embed=100", "model.heads=3", "train.microbatches=5", "data.source=files"
+    )
     assert len(found) == 3
     assert any("model.embed=100" in f and "model.heads=3" in f and "1, 2, 4, 5" in f for f in found)
     assert any("train.microbatches=5" in f for f in found)
@@ -75,7 +77,7 @@ def test_all_faults_are_reported_together():
 )  # fmt: skip
 def test_bad_override_is_one_line_that_names_its_key(override):
     key = override.partition("=")[0]
-    assert any(key in fault for fault in faults(override))
+    assert any(key in problem for problem in problems(override))
 
 
 @given(st.lists(st.text(max_size=40), max_size=3))
@@ -106,8 +108,8 @@ def test_any_value_for_a_real_key_resolves_or_says_why(values):
 
 
 def test_a_window_is_no_number_to_the_base_60():
-    (fault,) = faults("profile.steps=6:8")
-    assert "profile.steps=6:8" in fault and "integer" in fault
+    (problem,) = problems("profile.steps=6:8")
+    assert "profile.steps=6:8" in problem and "integer" in problem
 
 
 def test_hostile_yaml_does_not_get_through():
@@ -119,7 +121,7 @@ def test_hostile_yaml_does_not_get_through():
         "\x00",
         "\ud800",
     ):
-        faults(f"train.steps={value}")
+        problems(f"train.steps={value}")
 
 
 MLA = ("model.attention.kind=mla", "model.attention.kv_rank=24")
@@ -145,20 +147,20 @@ def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["model.attention.kv_rank=3"], "has no use with model.attention.kind=gqa: set model.attention.kind=mla"),
+        (["model.attention.kv_rank=3"], "has no effect with model.attention.kind=gqa: set model.attention.kind=mla"),
         (["model.attention.kind=mlp"], "model.attention.kind=mlp (command line): choose gqa or mla"),
         (["model.attention.kind=[1]"], "choose gqa or mla"),
         ([*MLA, "model.attention.rope_dim=5"], "model.attention.rope_dim=5 is odd"),
         ([*MLA, "model.attention.rope_dim=wide"], "model.attention.rope_dim=wide (command line): input should be"),
         ([*MLA, "model.attention.v_dim=0"], "model.attention.v_dim=0 (command line): input should be greater"),
-        ([*MLA, "model.kv_heads=2"], "model.kv_heads=2 has no use"),
-        ([*MLA, "model.head_dim=8"], "model.head_dim=8 has no use"),
+        ([*MLA, "model.kv_heads=2"], "model.kv_heads=2 has no effect"),
+        ([*MLA, "model.head_dim=8"], "model.head_dim=8 has no effect"),
         (["model.remat=names", "model.remat_save=[latents]"], "leave them out with model.attention.kind=gqa"),
     ],
 )  # fmt: skip
 def test_a_variant_refuses_what_is_not_its_own(settings, says):
-    (fault,) = faults(*settings)
-    assert says in fault
+    (problem,) = problems(*settings)
+    assert says in problem
 
 
 def test_sections_check_themselves_when_made_alone():

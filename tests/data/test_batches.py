@@ -1,4 +1,4 @@
-"""Data: nothing lost, nothing twice, nothing across documents, and the same again after a stop."""
+"""Data: nothing lost, nothing twice, nothing across documents, and the same after a restart."""
 
 import hashlib
 import itertools
@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from minitext.config.data import DataConfig
 from minitext.config.sections import MeshConfig
-from minitext.data import files as text_files
-from minitext.data import grammar, packing, token_file
+from minitext.data import grammar, packing, text_files, token_file
 from minitext.data.batches import LocalWindows, make_batches
 from minitext.data.rows import make_tokenizer, pack_source
 from minitext.data.tokenizer import ByteTokenizer, train_bpe
@@ -76,7 +75,7 @@ def lay_out(docs, seed=None):
     tokens = np.array([t for doc in docs for t in [*doc, EOD]], np.uint16)
     ends = np.cumsum([len(doc) + 1 for doc in docs])
     order = None if seed is None else np.random.default_rng(seed).permutation(len(docs))
-    return packing.TokenStream(tokens, ends, EOD, order), order
+    return packing.TokenStream(tokens, ends, order), order
 
 
 @given(docs=documents, seq_len=st.integers(1, 24), seed=st.none() | st.integers(0, 9))
@@ -92,7 +91,7 @@ def test_every_token_is_an_input_once_and_a_target_once(docs, seq_len, seed):
     out = packing.pack(np.stack([windows[i] for i in range(total)]), EOD)
     real = out["segment_ids"] > 0
 
-    # Padding stands only at the end of the last row.
+    # Padding is only at the end of the last row.
     assert real[:-1].all() and real[-1, 0] and (np.diff(real[-1].astype(int)) <= 0).all()
     np.testing.assert_array_equal(out["tokens"][real], flat[:-1])
     np.testing.assert_array_equal(out["targets"][real], flat[1:])
@@ -102,7 +101,7 @@ def test_every_token_is_an_input_once_and_a_target_once(docs, seq_len, seed):
     scored = np.flatnonzero(out["loss_mask"][real]) + 1
     np.testing.assert_array_equal(scored, np.setdiff1d(np.arange(len(flat)), first))
 
-    # Segments and positions, said once more with loops.
+    # Segments and positions again, with loops.
     document = np.searchsorted(first, np.arange(len(flat)), side="right")
     for row in range(total):
         at = np.arange(row * seq_len, min((row + 1) * seq_len, len(flat) - 1))
@@ -179,7 +178,7 @@ def every_source(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_saved_place_is_taken_up_bit_equal(tmp_path, cache_path, split):
+def test_a_saved_position_resumes_bit_equal(tmp_path, cache_path, split):
     for cfg in every_source(tmp_path):
         cfg = cfg.model_copy(update={"validation_fraction": 0.5})
         running = batches(cfg, split=split)
@@ -198,7 +197,7 @@ def test_a_saved_place_is_taken_up_bit_equal(tmp_path, cache_path, split):
             running.set_state(state)
 
 
-def test_a_place_in_other_data_is_refused(tmp_path, cache_path):
+def test_a_position_in_other_data_is_refused(tmp_path, cache_path):
     folder = texts(tmp_path / "texts")
     state = batches(files(folder)).get_state()
     with pytest.raises(UserError, match="other data"):
@@ -208,7 +207,7 @@ def test_a_place_in_other_data_is_refused(tmp_path, cache_path):
         batches(files(folder)).set_state(state)
 
 
-def test_touching_or_moving_the_text_does_not_lose_the_place(tmp_path, cache_path):
+def test_touching_or_moving_the_text_does_not_lose_the_position(tmp_path, cache_path):
     folder = texts(tmp_path / "texts")
     running = batches(files(folder))
     next(running)
@@ -236,8 +235,10 @@ def test_another_batch_size_goes_on_at_the_same_row(tmp_path, cache_path):
 @given(parts=st.sampled_from([1, 2, 3, 4, 6, 12]), rows=st.integers(1, 40), data=st.data())
 def test_a_global_batch_does_not_depend_on_the_number_of_processes(parts, rows, data):
     windows = np.arange(rows * 2).reshape(rows, 2)
-    places = [SimpleNamespace(shape=(12, 1), rows=part) for part in np.split(np.arange(12), parts)]
-    readers = [LocalWindows(windows, place) for place in places]
+    placements = [
+        SimpleNamespace(shape=(12, 1), rows=part) for part in np.split(np.arange(12), parts)
+    ]
+    readers = [LocalWindows(windows, placement) for placement in placements]
     assert {len(reader) for reader in readers} == {-(-rows // 12)}
     batch = data.draw(st.integers(0, len(readers[0]) - 1))
     got = np.concatenate([reader[batch] for reader in readers])
@@ -271,7 +272,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
 import numpy as np
-from minitext.config.config import DataConfig, MeshConfig
+from minitext.config import DataConfig, MeshConfig
 from minitext.data import make_batches
 from minitext.sharding.mesh import make_mesh
 from jax.experimental.multihost_utils import process_allgather
@@ -337,7 +338,7 @@ def test_each_kind_of_file_gives_its_documents(tmp_path, cache_path):
     (tmp_path / "sub" / "g.py").write_text("code")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "nowhere.txt").symlink_to(tmp_path / "gone.txt")
-    opened = token_file.open_token_file(files(tmp_path), ByteTokenizer(), "byte")
+    opened = token_file.open_token_file(files(tmp_path), ByteTokenizer())
     starts = [0, *opened.ends[:-1]]
     found = [
         bytes(opened.tokens[a : b - 1].tolist()).decode()
@@ -431,7 +432,7 @@ def test_a_folder_without_text_and_a_column_that_is_missing(tmp_path, cache_path
         batches(files(tmp_path / "b.parquet"))
 
 
-def test_the_byte_of_a_fault_is_right_across_pieces(tmp_path, monkeypatch):
+def test_the_byte_of_an_error_is_right_across_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE_BYTES", 7)
     for at in range(1, 40):
         text = ("é" * 40).encode()[: 2 * at] + b"\xff" + b"a" * 9
@@ -443,7 +444,7 @@ def test_the_byte_of_a_fault_is_right_across_pieces(tmp_path, monkeypatch):
 # --- the cache ---------------------------------------------------------------------------------
 
 
-def test_the_cache_is_used_again_and_mended_when_damaged(tmp_path, cache_path, monkeypatch):
+def test_the_cache_is_used_again_and_remade_when_damaged(tmp_path, cache_path, monkeypatch):
     cfg = files(texts(tmp_path / "texts"))
     want = next(batches(cfg))
     (entry,) = cache_path.glob("tokens-*")
@@ -467,7 +468,7 @@ def test_many_at_once_make_one_entry(tmp_path, cache_path):
 
     def work():
         start.wait()
-        digests.append(token_file.open_token_file(cfg, ByteTokenizer(), "byte").digest)
+        digests.append(token_file.open_token_file(cfg, ByteTokenizer()).digest)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     [thread.start() for thread in threads]
@@ -604,7 +605,7 @@ def test_rows_are_cut_from_the_stationary_stream():
     assert made.floor == grammar.grammar_entropy_rate() > 0
     batch = [next(made) for _ in range(150)]
     tokens = np.concatenate([b["tokens"] for b in batch])
-    # No place in a row is special: each holds the end of a document equally often.
+    # No position in a row is special: each holds the end of a document equally often.
     share = (tokens == EOD).mean(axis=0)
     expected = 1 / grammar.automaton().visits.sum()
     error = np.sqrt(expected / len(tokens))
@@ -664,9 +665,9 @@ def test_packed_rows_resume_where_they_were(packed):
     first = batches(packed[1], 16)
     for _ in range(7):
         next(first)
-    place, expected = json.loads(json.dumps(first.get_state())), next(first)
+    position, expected = json.loads(json.dumps(first.get_state())), next(first)
     other = batches(packed[1], 16)
-    other.set_state(place)
+    other.set_state(position)
     np.testing.assert_array_equal(next(other)["tokens"], expected["tokens"])
 
 
@@ -680,7 +681,7 @@ def test_packed_text_brings_its_tokenizer(packed, tmp_path, cache_path):
     assert next(batches(read, 4))["tokens"].max() > 256
 
 
-def harm(folder, how):
+def damage(folder, how):
     if how == "seq_len":
         return {"seq_len": 25}
     if how == "no folder":
@@ -699,7 +700,7 @@ def harm(folder, how):
     ("how", "told"),
     [
         ("seq_len", "was packed with data.seq_len=24, not 25"),
-        ("no folder", "is no packed folder"),
+        ("no folder", "is not a packed folder"),
         ("a file gone", "train-00001-of-00003.array_record is missing"),
         ("a file of nothing", "pack the text again"),
         ("another's file", "train rows and should have"),
@@ -708,7 +709,7 @@ def harm(folder, how):
 def test_what_is_wrong_with_a_packed_folder_is_one_line(packed, tmp_path, how, told):
     shutil.copytree(packed[1].path, tmp_path / "copy")
     cfg = packed[1].model_copy(update={"path": str(tmp_path / "copy")})
-    cfg = cfg.model_copy(update=harm(tmp_path / "copy", how))
+    cfg = cfg.model_copy(update=damage(tmp_path / "copy", how))
     with pytest.raises(UserError, match=told) as error:
         batches(cfg, 16)
     assert "\n" not in str(error.value)
@@ -807,6 +808,6 @@ def test_bpe_learns_from_the_first_streamed_records(tmp_path, cache_path):
 
 def test_windows_come_in_the_order_they_are_given():
     tokens = np.arange(21, dtype=np.uint16)
-    stream = packing.TokenStream(tokens, np.array([21]), eod_id=20)
+    stream = packing.TokenStream(tokens, np.array([21]))
     windows = packing.Windows(stream, 4, 1, 4, np.array([2, 0, 1]))
     assert [int(windows[i][0]) for i in range(3)] == [12, 4, 8]

@@ -1,4 +1,4 @@
-"""Rows in order: epochs that end where they say, mixtures that keep their weights, TensorFlow Datasets."""
+"""Rows in order: epochs that end when they should, mixtures that keep their weights, TensorFlow Datasets."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ BYTES = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with three folders of texts, whose bytes tell which of them they are from."""
+    """A folder with three folders of texts, whose bytes say which folder they are from."""
     folder = tmp_path_factory.mktemp("mixed")
     rng = np.random.default_rng(0)
     for name, count in (("abc", 30), ("def", 8), ("ghi", 50)):
@@ -89,19 +89,19 @@ def test_the_order_is_new_in_each_epoch(folder):
     assert sorted(first) == sorted(second)
 
 
-def test_a_place_in_an_epoch_is_taken_up(folder):
+def test_a_position_within_an_epoch_resumes(folder):
     cfg = one(folder, epochs=3)
     ours = batches(cfg)
     for _ in range(ours.count // 2):
         next(ours)
-    place = json.loads(json.dumps(ours.get_state()))
+    position = json.loads(json.dumps(ours.get_state()))
     theirs = batches(cfg)
-    theirs.set_state(place)
+    theirs.set_state(position)
     assert theirs.left() == ours.count - ours.count // 2
     for a, b in itertools.zip_longest(ours, theirs):
         np.testing.assert_array_equal(a["tokens"], b["tokens"])
     more = batches(one(folder, epochs=4))  # more passes of the same rows go on from there
-    more.set_state(place)
+    more.set_state(position)
     assert more.left() > ours.count - ours.count // 2
 
 
@@ -189,7 +189,7 @@ def test_a_mixture_resumes_bit_equal(folder):
     np.testing.assert_array_equal(next(ours)["tokens"], next(theirs)["tokens"])
     assert ours.left() is None
     other = batches(mixture([part(folder, "abc", 1), part(folder, "def", 1)]))
-    with pytest.raises(UserError, match="the saved place is in other data"):
+    with pytest.raises(UserError, match="the saved position is in other data"):
         other.set_state(ours.get_state())
 
 

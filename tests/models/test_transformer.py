@@ -119,7 +119,7 @@ def test_what_remat_keeps_by_name_changes_no_bit(save):
     [
         ({"remat": "names", "remat_save": ["qkv", "gates"]}, "gates: choose among qkv, attention"),
         ({"remat": "names"}, "it is empty"),
-        ({"remat": "full", "remat_save": ["qkv"]}, "has no use with model.remat=full"),
+        ({"remat": "full", "remat_save": ["qkv"]}, "has no effect with model.remat=full"),
     ],
 )
 def test_names_to_keep_are_checked(changes, says):

@@ -7,7 +7,6 @@ Chapters: none.
 """
 
 import dataclasses
-import difflib
 import getpass
 import hashlib
 import importlib.util
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from minitext.errors import UserError
+from minitext.errors import UserError, did_you_mean
 
 ID_PATTERN = re.compile(r"\d\d\.[a-z][a-z0-9_]*")
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -199,11 +198,8 @@ def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
     chapters = sorted({name[:2] for name in ids})
     for name in names:
         if name not in ids and name not in chapters:
-            near = difflib.get_close_matches(name, ids + chapters, n=1, cutoff=0.4)
-            same = [i for i in ids if i[3:] == name or i[:2] == name[:2]]
-            meant = (near or same)[:1]
-            mend = f"did you mean {meant[0]!r}?" if meant else f"chapters: {', '.join(chapters)}"
-            raise UserError(f"no exercise called {name!r}; {mend}")
+            fix = did_you_mean(name, ids + chapters) or f"; chapters: {', '.join(chapters)}"
+            raise UserError(f"no exercise called {name!r}{fix}")
     loaded = load_exercises(root, {name[:2] for name in names} if names else None)
     if not names:
         return loaded
