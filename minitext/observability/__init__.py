@@ -1,4 +1,4 @@
-"""What a run reports of itself: metrics, where its time went, profiler traces, and a live view of all three.
+"""What a run reports about itself: metrics, where its time went, profiler traces, and a live view of all three.
 
 May import models, data, compiler, checkpoint, distributed and config.
 

@@ -78,7 +78,7 @@ def test_every_part_of_the_model_is_in_the_trace(traced):
 
 
 def test_programs_are_those_that_the_compiler_dumped(traced):
-    """The wire reader against the text of the same program."""
+    """What the trace stores against the text of the same program."""
     (text,) = (traced / "hlo").glob("*jit_train_step*cpu_after_optimizations.txt")
     dumped = op_names(text.read_text())
     (program,) = (p for p in xplane.programs(xplane.find(traced)) if p.name == "jit_train_step")
@@ -227,21 +227,6 @@ def test_a_union_covers_each_moment_once(some, start, end):
     covered = {t for a, b in some for t in range(max(a, start), min(b, end))}
     assert length(found) == len(covered)
     assert {t for a, b in found for t in range(int(a), int(b))} == covered
-
-
-@given(st.lists(st.tuples(st.integers(1, 2**28), st.integers(0, 2**63 - 1) | st.binary())))
-def test_the_wire_format_is_read_back(fields):
-    def varint(n):
-        low, high = n & 0x7F, n >> 7
-        return bytes([low | 0x80]) + varint(high) if high else bytes([low])
-
-    message = b""
-    for number, value in fields:
-        if isinstance(value, int):
-            message += varint(number << 3) + varint(value)
-        else:
-            message += varint(number << 3 | 2) + varint(len(value)) + value
-    assert list(xplane._fields(message)) == fields
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def load(pieces: list[source.Piece], exercise: Exercise, filename: str, guarded:
         tree = source.compose(pieces, exercise.id, filename)
         used = source.forbidden(tree, exercise.forbid)
         if used:
-            raise Refused(f"this exercise is to be solved without {used}")
+            raise Refused(f"this exercise must be solved without {used}")
         code = compile(tree, filename, "exec", dont_inherit=True)
     except (SyntaxError, RecursionError) as error:
         line = getattr(error, "lineno", None)
@@ -83,7 +83,7 @@ def _look_for_forbidden(module: types.ModuleType, exercise: Exercise) -> None:
         home = value.__name__ if isinstance(value, types.ModuleType) else None
         home = home or f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
         if any(f"{home}.".startswith(f"{forbidden}.") for forbidden in exercise.forbid):
-            raise Refused(f"this exercise is to be solved without {home} (your {name!r})")
+            raise Refused(f"this exercise must be solved without {home} (your {name!r})")
 
 
 def grade_answer(job: dict, send: Callable[..., None]) -> None:
