@@ -8,10 +8,5 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Ledger": "goodput",
-        "Meter": "metrics",
-        "read_metrics": "metrics",
-    },
+    __name__, {"Ledger": "goodput", "Meter": "metrics", "read_metrics": "metrics"}
 )

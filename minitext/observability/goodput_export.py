@@ -52,11 +52,7 @@ def make_recorder(job: str) -> Any:
 
 
 def replay(directory: Path | str, recorder: Any) -> int:
-    """Records every event of a run's ledger, and returns how many there are.
-
-    Args:
-      directory: the run directory.
-      recorder: a `GoodputRecorder`, or an object with its methods.
+    """Records every event of a run's ledger with a `GoodputRecorder`, and returns how many there are.
 
     Raises:
       UserError: if the directory has no ledger.

@@ -17,12 +17,7 @@ from minitext.errors import UserError
 
 
 def check(id: str, fn: Any = None) -> None:
-    """Checks one answer and prints the verdict; never raises.
-
-    Args:
-        id: the exercise, such as "05.adamw".
-        fn: the learner's function.
-    """
+    """Checks the learner's function for an exercise such as "05.adamw" and prints the verdict; never raises."""
     try:
         print(verdict(str(id), fn))
     except UserError as error:

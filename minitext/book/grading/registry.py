@@ -1,7 +1,7 @@
-"""Exercises: what one is, where they live, and how to find one by its id.
+"""Exercises: what an exercise is, where they are stored, and how to find one by its id.
 
-A checks file (`exercises/checks/chNN_name.py`) makes `Exercise` objects and attaches checks and
-mutants to them with decorators. Nothing here imports JAX, so listing exercises stays cheap.
+A checks file (`exercises/checks/chNN_name.py`) creates `Exercise` objects and attaches checks and mutants to them with
+decorators. Nothing here imports JAX, so listing exercises stays cheap.
 
 Chapters: none.
 """
@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One named check of an exercise; `run(fn, trial)` raises when the answer is wrong."""
+    """One named check of an exercise; `run(fn, trial)` raises if the answer is wrong."""
 
     name: str
     run: Callable[[Any, Any], None]
@@ -34,7 +34,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A plausible wrong answer and the hint that its author needs."""
+    """A plausible wrong answer and the hint for it."""
 
     name: str
     hint: str
@@ -46,24 +46,24 @@ class Exercise:
     """One graded exercise.
 
     Attributes:
-        id: `NN.name`, NN being the chapter.
-        title: what the notebook's heading and the grader's table call it.
-        function: name of the learner's function (or class) that the checks receive.
+        id: `NN.name`, where NN is the chapter.
+        title: its name in the notebook's heading and the grader's table.
+        function: name of the learner's function (or class), which the checks receive.
         minutes: stated time for the learner, 10 to 40.
-        points: given when every check passes, otherwise none.
+        points: awarded if every check passes, otherwise none.
         statement: MyST Markdown, printed in the notebook above the stub.
-        hints: three, of growing strength.
-        devices: how many (simulated) devices the answer sees.
-        processes: how many processes its checks start at a time (`peers`); 1 if none.
-        seconds: time limit for all the checks of one answer, imports not counted. It is CPU time;
-            an answer that only waits has three times as long.
+        hints: three, each stronger than the last.
+        devices: number of (simulated) devices the answer sees.
+        processes: number of processes its checks run at a time (`peers`); 1 if none.
+        seconds: time limit for all the checks of one answer, without imports. It is CPU time; an answer that only
+            waits has three times as long.
         memory_gib: limit on the resident memory of the answer's process.
         forbid: dotted names of modules or functions that the answer may not use.
-        compare: how close an observed value must be to a mutant's, relative to its largest
-            entry, for the two to count as the same mistake.
+        compare: how close an observed value must be to a mutant's, relative to its largest entry, for the two to count
+            as the same mistake.
 
     Raises:
-        ValueError: if a field breaks the rules above; for authors of exercises.
+        ValueError: if a field breaks these rules; for authors of exercises.
     """
 
     id: str
@@ -101,7 +101,7 @@ class Exercise:
         return self.id[:2]
 
     def check(self, name: str) -> Callable[[Callable], Callable]:
-        """Decorator: adds `def _(fn, t)` as the next check under a name a learner can read."""
+        """Decorator: adds `def _(fn, t)` as the next check, with a name for the learner."""
 
         def add(run: Callable) -> Callable:
             if any(check.name == name for check in self.checks):
@@ -112,7 +112,7 @@ class Exercise:
         return add
 
     def mutant(self, hint: str) -> Callable[[Any], Any]:
-        """Decorator: adds a wrong answer (a function or class) and the hint its author needs."""
+        """Decorator: adds a wrong answer (a function or class) and the hint for it."""
 
         def add(fn: Any) -> Any:
             name = getattr(fn, "__name__", f"mutant{len(self.mutants) + 1}")
@@ -125,7 +125,7 @@ class Exercise:
 
 
 def exercises_root() -> Path:
-    """The folder with `solutions/` and `checks/`: MINITEXT_EXERCISES, the checkout's, the wheel's.
+    """The folder with `solutions/` and `checks/`: MINITEXT_EXERCISES, or else the checkout's or the wheel's.
 
     Raises:
         UserError: if none of them has a `checks` folder.
@@ -139,12 +139,12 @@ def exercises_root() -> Path:
 
 
 def chapter_files(root: Path, kind: str) -> list[Path]:
-    """The `chNN_*.py` files of `root/kind` (kind is 'checks', 'solutions' or '' for the stubs)."""
+    """The `chNN_*.py` files of `root/kind`; kind is "checks", "solutions", or "" for the stubs."""
     return sorted((root / kind).glob("ch[0-9][0-9]_*.py"))
 
 
 def load_module(path: Path) -> types.ModuleType:
-    """Runs a checks file as a module of its own that is not left importable."""
+    """Runs a checks file as a module that can't be imported afterwards."""
     spec = importlib.util.spec_from_file_location(f"minitext_checks_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -153,7 +153,7 @@ def load_module(path: Path) -> types.ModuleType:
 
 
 def exercises_of(module: types.ModuleType, stem: str) -> list[Exercise]:
-    """The module's `Exercise` objects in the order of their definition."""
+    """The module's `Exercise` objects in order of definition."""
     found = list({id(x): x for x in vars(module).values() if isinstance(x, Exercise)}.values())
     for exercise in found:
         exercise.stem = stem
@@ -165,7 +165,7 @@ def exercises_of(module: types.ModuleType, stem: str) -> list[Exercise]:
 
 
 def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[str, Exercise]:
-    """All exercises by id, of all chapters or of the named ones ('05'), in the book's order."""
+    """The exercises of all chapters, or of the named ones ("05"), by id and in the book's order."""
     wanted = None if chapters is None else set(chapters)
     found: dict[str, Exercise] = {}
     for path in chapter_files(root, "checks"):
@@ -179,7 +179,7 @@ def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[st
 
 
 def known_ids(root: Path) -> list[str]:
-    """Every exercise id, read from the solutions' marker lines without running anything."""
+    """Every exercise id, read from the solutions' marker lines without running them."""
     marker = re.compile(rf"^# EXERCISE ({ID_PATTERN.pattern})\s*$", re.MULTILINE)
     return [
         name
@@ -189,7 +189,7 @@ def known_ids(root: Path) -> list[str]:
 
 
 def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
-    """The exercises that '05' (a chapter) or '05.adamw' name; all of them when no name is given.
+    """The exercises named by "05" (a chapter) or "05.adamw"; all of them if no name is given.
 
     Raises:
         UserError: for an unknown name, with the nearest known ones.
@@ -202,8 +202,8 @@ def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
             near = difflib.get_close_matches(name, ids + chapters, n=1, cutoff=0.4)
             same = [i for i in ids if i[3:] == name or i[:2] == name[:2]]
             meant = (near or same)[:1]
-            mend = f"did you mean {meant[0]!r}?" if meant else f"chapters: {', '.join(chapters)}"
-            raise UserError(f"no exercise called {name!r}; {mend}")
+            fix = f"did you mean {meant[0]!r}?" if meant else f"chapters: {', '.join(chapters)}"
+            raise UserError(f"no exercise called {name!r}; {fix}")
     loaded = load_exercises(root, {name[:2] for name in names} if names else None)
     if not names:
         return loaded
@@ -214,7 +214,7 @@ def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
 
 
 def learner_name() -> str:
-    """MINITEXT_LEARNER, else the user's name, else 'learner' (containers may have no user)."""
+    """MINITEXT_LEARNER, or else the user's name, or "learner" if there is none, as in some containers."""
     named = os.environ.get("MINITEXT_LEARNER")
     if named:
         return named
@@ -225,9 +225,6 @@ def learner_name() -> str:
 
 
 def learner_number(name: str | None = None) -> int:
-    """A number between 0 and 2**31 - 1, always the same for one learner.
-
-    Exercises whose answer is a number use it as the learner's own constant (`t.learner`).
-    """
+    """A number from 0 to 2**31 - 1 that is always the same for a learner: `t.learner` in checks."""
     digest = hashlib.sha256((name or learner_name()).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

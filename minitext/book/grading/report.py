@@ -165,12 +165,7 @@ def print_table(console: Any, results: list[Result], seed: int) -> None:
 
 
 def print_rows(console: Any, rows: list[tuple]) -> bool:
-    """Prints the maintainers' table; returns True if every row passed.
-
-    Args:
-        console: a rich console.
-        rows: (exercise, kind, name, passed, message, seconds).
-    """
+    """Prints the rows of `runner.try_out` on a Rich console; returns True if every row passed."""
     from rich.markup import escape
 
     verdicts = {True: "as it should", False: "wrong"}

@@ -78,9 +78,7 @@ def grade_one(
 
 
 def grade_many(
-    grading: Grading,
-    tasks: Iterable[tuple[Exercise, Answer]],
-    progress: Progress,
+    grading: Grading, tasks: Iterable[tuple[Exercise, Answer]], progress: Progress
 ) -> list[Result]:
     """Grades many answers; the results are in the order of the tasks."""
     calls = [functools.partial(grade_one, grading, *task) for task in tasks]
@@ -88,21 +86,12 @@ def grade_many(
 
 
 def try_out(
-    grading: Grading,
-    exercises: Iterable[Exercise],
-    kinds: Collection[str],
-    progress: Progress,
+    grading: Grading, exercises: Iterable[Exercise], kinds: Collection[str], progress: Progress
 ) -> list[tuple]:
     """The maintainers' test: solutions score, stubs are not attempted, mutants show their hints.
 
     Solutions are graded like a learner's answers, each in a guarded process. Stubs and mutants of up to three
-    exercises share a process.
-
-    Args:
-        grading: what all of them share.
-        exercises: which ones to try.
-        kinds: some of "solution", "stub" and "mutant".
-        progress: called with (done, total) processes.
+    exercises share a process. `kinds` are some of "solution", "stub" and "mutant".
 
     Returns:
         Rows (exercise, kind, name, passed, message, seconds).
