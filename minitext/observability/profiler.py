@@ -144,5 +144,5 @@ def _check_port(first: int) -> None:
         socket.create_server(("", _port(first))).close()
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"profile.port={first}: port {_port(first)} cannot be listened on ({error}): choose another, or null"
+            f"profile.port={first}: cannot listen on port {_port(first)} ({error}): choose another, or null"
         ) from error

@@ -215,11 +215,8 @@ def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
 
 def learner_name() -> str:
     """MINITEXT_LEARNER, or else the user's name, or "learner" if there is none, as in some containers."""
-    named = os.environ.get("MINITEXT_LEARNER")
-    if named:
-        return named
     try:
-        return getpass.getuser()
+        return os.environ.get("MINITEXT_LEARNER") or getpass.getuser()
     except (OSError, KeyError, ImportError):
         return "learner"
 
