@@ -67,12 +67,8 @@ def notebook(
 ) -> str:
     """The text that a chapter's `.md` should have; what this can't fix is appended to `faults`, one line each.
 
-    Args:
-        path: the `.md`.
-        exercises: known exercises by id.
-        parts: (section of the solutions file, its preamble) by id.
-        url: the repository's URL for the install line, None to leave that alone.
-        faults: messages so far.
+    `parts` has each exercise's section of the solutions file, and that file's preamble. `url` is the repository's, for
+    the install line; None leaves that line alone.
     """
     text = path.read_text(encoding="utf-8")
     place = f"notebooks/{path.name}"
