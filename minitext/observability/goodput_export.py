@@ -19,7 +19,7 @@ from typing import Any
 from minitext.errors import UserError
 from minitext.observability.goodput import read_ledger
 
-# The recorder's names for our kinds of time. Besides steps, it knows only preparation and data loading.
+# The recorder's names for our kinds of time. Apart from steps, it knows only preparation and data loading.
 SPANS = {
     "job_start": "tpu_init",
     "init": "training_preparation",

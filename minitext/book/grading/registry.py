@@ -102,26 +102,23 @@ class Exercise:
 
     def check(self, name: str) -> Callable[[Callable], Callable]:
         """Decorator: adds `def _(fn, t)` as the next check, with a name for the learner."""
-
-        def add(run: Callable) -> Callable:
-            if any(check.name == name for check in self.checks):
-                raise ValueError(f"{self.id}: two checks are called {name!r}")
-            self.checks.append(Check(name, run))
-            return run
-
-        return add
+        return lambda run: self._add(self.checks, Check(name, run), run)
 
     def mutant(self, hint: str) -> Callable[[Any], Any]:
         """Decorator: adds a wrong answer (a function or class) and the hint for it."""
 
         def add(fn: Any) -> Any:
             name = getattr(fn, "__name__", f"mutant{len(self.mutants) + 1}")
-            if any(mutant.name == name for mutant in self.mutants):
-                raise ValueError(f"{self.id}: two mutants are called {name!r}")
-            self.mutants.append(Mutant(name, hint, fn))
-            return fn
+            return self._add(self.mutants, Mutant(name, hint, fn), fn)
 
         return add
+
+    def _add(self, known: list, new: Check | Mutant, fn: Any) -> Any:
+        if any(one.name == new.name for one in known):
+            kind = type(new).__name__.lower()
+            raise ValueError(f"{self.id}: two {kind}s are called {new.name!r}")
+        known.append(new)
+        return fn
 
 
 def exercises_root() -> Path:
