@@ -1,7 +1,7 @@
-"""Whether a mesh computes what one device computes, over a few train steps on packed rows.
+"""Checks that a mesh computes the same as one device, over a few train steps on packed rows.
 
-The same numbers cannot be asked for: devices add up parts in another order, and float32 sums round. So differences are
-measured in the largest magnitude of the array that they are in.
+The results can't be bit-equal: devices add partial sums in a different order, and float32 sums round. Each difference
+is therefore measured relative to the largest magnitude in its array.
 
 Chapters: 13.
 """
@@ -19,12 +19,12 @@ from minitext.training.step import Batch, abstract_batch, make_init, make_step_f
 
 
 class Steps(NamedTuple):
-    """What a few train steps gave.
+    """The results of a few train steps.
 
     Attributes:
-      losses: one for each step.
-      grads: name of a parameter -> its gradient in each step, [steps, ...].
-      params: name -> parameter after the last step.
+      losses: one per step.
+      grads: parameter's name -> its gradient in each step, [steps, ...].
+      params: parameter's name -> its value after the last step.
     """
 
     losses: np.ndarray
@@ -33,16 +33,16 @@ class Steps(NamedTuple):
 
 
 def packed_batch(cfg: Config, mesh: Mesh, seed: int) -> Batch:
-    """Returns rows of random tokens, each of two documents, with different numbers of targets."""
+    """Returns rows of random tokens, each with two documents and a different number of targets."""
     rng = np.random.default_rng(seed)
     B, T, V = cfg.train.global_batch, cfg.data.seq_len, cfg.model.vocab
     cut = rng.integers(1, T, size=(B, 1))
-    place = np.arange(T)[None].repeat(B, 0)
+    position = np.arange(T)[None].repeat(B, 0)
     arrays = {
         "tokens": rng.integers(0, V, (B, T)),
         "targets": rng.integers(0, V, (B, T)),
-        "segment_ids": 1 + (place >= cut),
-        "positions": np.where(place >= cut, place - cut, place),
+        "segment_ids": 1 + (position >= cut),
+        "positions": np.where(position >= cut, position - cut, position),
         "loss_mask": rng.random((B, T)) < rng.random((B, 1)),
     }
     wanted = abstract_batch(cfg, mesh)
@@ -52,7 +52,7 @@ def packed_batch(cfg: Config, mesh: Mesh, seed: int) -> Batch:
 
 
 def run_steps(cfg: Config, mesh: Mesh, steps: int = 3) -> Steps:
-    """Trains from the configuration's seed on `packed_batch`es, and keeps every gradient."""
+    """Trains on `packed_batch`es, starting from the configuration's seed, and keeps every gradient."""
     batches = [packed_batch(cfg, mesh, seed) for seed in range(steps)]
     losses, grads = [], []
     with jax.set_mesh(mesh):
@@ -68,14 +68,14 @@ def run_steps(cfg: Config, mesh: Mesh, steps: int = 3) -> Steps:
 
 
 def differences(got: Steps, want: Steps) -> dict[str, float]:
-    """Returns the largest difference of the losses, and of each parameter's gradients and of the parameters.
+    """Returns the largest difference in `loss`, in each `gradient of NAME`, and in each parameter `NAME`.
 
-    Each is divided by the largest magnitude in `want`. Names are `loss`, `gradient of NAME` and `NAME`.
+    Each is divided by the largest magnitude in `want`.
     """
     pairs = {"loss": (got.losses, want.losses)}
     pairs |= {f"gradient of {name}": (got.grads[name], g) for name, g in want.grads.items()}
     pairs |= {name: (got.params[name], p) for name, p in want.params.items()}
-    # Biases of a router have a gradient of zero.
+    # The gradient of a router's biases is zero, hence the 1.0.
     return {n: float(np.abs(a - b).max() / (np.abs(b).max() or 1.0)) for n, (a, b) in pairs.items()}
 
 

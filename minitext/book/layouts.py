@@ -1,9 +1,9 @@
-"""Settings that lay a model over eight devices, by name.
+"""Named settings that lay out a model on eight devices.
 
 Chapters: 12, 13, 18.
 """
 
-# One of every kind of parallelism, and combinations: what the tests prove equal to one device, and what the book draws.
+# Every kind of parallelism, and combinations. The tests prove each equal to one device, and the book draws them.
 LAYOUTS = {
     "dp": "sharding.rules=dp mesh.data=8",
     "fsdp": "sharding.rules=fsdp mesh.fsdp=8",
@@ -24,7 +24,7 @@ LAYOUTS = {
     "dp x tp x cp, bare": "mesh.data=2 mesh.tensor=2 mesh.context=2 model.tie_embeddings=true model.scan_layers=false",
 }
 
-# The same for a mixture of experts, in a table of its own because it is another model.
+# The same for a mixture of experts, in a separate table because it's another model.
 EXPERT_LAYOUTS = {
     "ep": "sharding.rules=ep mesh.expert=8",
     "ep x fsdp": "sharding.rules=ep mesh.expert=4 mesh.fsdp=2",

@@ -1,11 +1,10 @@
-"""What every chapter's first cell calls: devices, figures, source listings, checks.
+"""What every chapter calls: simulated devices and figure style, source listings, measured numbers in prose.
 
-`setup` makes a notebook behave the same on a laptop, on Colab and in the book's build. `show`
-prints the package's own code, so that a chapter never holds a pasted copy of it. `glue` puts a
-measured number into prose.
+`setup` makes a notebook behave the same on a laptop, on Colab and when the book is built. `show` prints the package's
+own code, so a chapter never contains a pasted copy of it. `glue` puts a measured number into prose.
 
-This and `figures` are the only modules of the package that import IPython or matplotlib, and they do
-so inside functions: training on a server needs neither.
+This and `figures` are the only modules of the package that import IPython or matplotlib, and they do so inside
+functions: training on a server needs neither.
 
 Chapters: none.
 """
@@ -14,7 +13,6 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,15 @@ from minitext.perf.figures import figure_style, shell
 def setup(devices: int = 1) -> None:
     """Prepare a notebook: platform, simulated devices, figure style.
 
-    Call it before any JAX operation. A platform named in the environment variable
-    ``JAX_PLATFORMS`` is kept. Otherwise JAX runs on the accelerator if one is there, and on the CPU
-    if there is none or if several devices are asked for: those are simulated, so that a chapter
-    about meshes gives everyone the same devices. Calling it again changes nothing.
+    Call it before any JAX operation. The environment variable ``JAX_PLATFORMS`` takes precedence if it is set.
+    Otherwise one device means the accelerator, or the CPU if there is none. Several devices are always simulated on
+    the CPU, so a chapter about meshes gives everyone the same ones. Calling it again changes nothing.
 
     Args:
-        devices: how many devices to simulate; 1 takes what is there.
+        devices: how many devices to simulate; 1 uses whatever there is.
 
     Raises:
-        UserError: JAX had already started with another number of devices, or the platform you
+        UserError: JAX has already started with another number of devices, or the platform you
             named has another.
     """
     if devices < 1:
@@ -48,11 +45,11 @@ def setup(devices: int = 1) -> None:
 def show(obj: Any) -> None:
     """Print the source of a function, class, method or module, with file, lines and a link.
 
-    Wrappers such as `jax.jit`, `jax.custom_vjp`, `functools.partial` and `property` are taken off
-    first. In a notebook the listing is Markdown, which every front end colours in its own theme.
+    Wrappers such as `jax.jit`, `jax.custom_vjp`, `functools.partial` and `property` are removed first. In a notebook
+    the listing is Markdown, so every front end highlights it in its own theme.
 
     Raises:
-        UserError: the object has no source of its own, as a number or a tuple has none.
+        UserError: the object has no source of its own; numbers and tuples, for example, don't.
     """
     obj = _unwrap(obj)
     if not (inspect.isclass(obj) or inspect.isroutine(obj) or inspect.ismodule(obj)):
@@ -76,10 +73,14 @@ def show(obj: Any) -> None:
         return
     from IPython.display import Markdown, display
 
-    # A docstring may hold a fence of its own: ours is longer than any in it.
-    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`{3,}", source))])
     title = f"[{where}]({link})" if link else where
-    display(Markdown(f"{title}\n\n{fence}python\n{source}\n{fence}"))
+    display(Markdown(f"{title}\n\n{fenced(source)}"))
+
+
+def fenced(code: str) -> str:
+    """Returns code as a Markdown block whose fence is longer than any in the code, such as one in a docstring."""
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
+    return f"{fence}python\n{code}\n{fence}"
 
 
 def _unwrap(obj: Any) -> Any:
@@ -98,7 +99,7 @@ def _unwrap(obj: Any) -> Any:
 
 
 def _place(file: Path, first: int, last: int) -> tuple[str, str | None]:
-    """What to call these lines, and their address in the repository if they are the package's."""
+    """A caption for these lines, and their URL in the repository if they belong to the package."""
     lines = f"line {first}" if first == last else f"lines {first} to {last}"
     root = Path(__file__).resolve().parents[1]
     if root not in file.resolve().parents:
@@ -110,7 +111,7 @@ def _place(file: Path, first: int, last: int) -> tuple[str, str | None]:
 
 
 def repository_url() -> str | None:
-    """The project's address in pyproject.toml, or None where the package is not installed."""
+    """The repository's URL in pyproject.toml, or None if the package isn't installed."""
     try:
         urls = metadata.metadata("minitext").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:  # imported from a source tree
@@ -123,21 +124,14 @@ def glue(name: str, value: Any, display: bool = False) -> None:
 
     Args:
         name: unique in its chapter.
-        value: a number, text or figure. Arrays of one element become Python numbers, so that
-            formats such as ``.2f`` work.
-        display: also show it as the cell's output.
+        value: a number, text or figure. An array of one element becomes a Python number, to which formats such as
+            ``.2f`` apply.
+        display: whether to show it as the cell's output too.
     """
     try:
         from myst_nb import glue as myst_glue
-    except ModuleNotFoundError:  # Colab: the prose is not rendered there
+    except ModuleNotFoundError:  # Colab doesn't render the prose
         return
     if getattr(value, "size", None) == 1 and hasattr(value, "item"):
         value = value.item()
     myst_glue(name, value, display=display)
-
-
-def check(exercise: str, answer: Callable | Sequence[Callable], **options: Any) -> Any:
-    """Grade one answer and print the verdict: see `minitext.book.grading.check`, which does the work."""
-    from minitext.book import grading
-
-    return grading.check(exercise, answer, **options)

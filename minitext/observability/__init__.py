@@ -1,4 +1,4 @@
-"""What a run reports of itself: metrics, where its time went, profiler traces, and a live view of all three.
+"""What a run reports about itself: metrics, where its time went, profiler traces, and a live view of all three.
 
 May import models, data, compiler, checkpoint, distributed and config.
 
@@ -8,10 +8,5 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Ledger": "goodput",
-        "Meter": "metrics",
-        "read_metrics": "metrics",
-    },
+    __name__, {"Ledger": "goodput", "Meter": "metrics", "read_metrics": "metrics"}
 )

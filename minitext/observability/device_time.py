@@ -1,15 +1,15 @@
-"""What each device did in the steps of a trace: operations' own time, idle time, collectives exposed and hidden.
+"""What each device did during a trace's steps: operations' self time, idle time, hidden and exposed collectives.
 
-It reads traces of CPUs, TPUs and GPUs alike:
+It reads traces of CPUs, TPUs and GPUs:
 
     CPU    operations on the threads of `/host:CPU`, marked with `hlo_op` and the device
-    TPU    `/device:TPU:N`: the line `XLA Ops`, and `Async XLA Ops` for what runs beside it
+    TPU    `/device:TPU:N`: the line `XLA Ops`, and `Async XLA Ops` for what runs alongside
     GPU    `/device:GPU:N`: a line for each stream
 
-The names of planes and lines of TPUs and GPUs are those that XProf documents. No trace of either was at hand: their
-readers are tested with traces made up after the documentation.
+The names of TPU and GPU planes and lines are the ones XProf documents. Neither kind of trace was available: their
+readers are tested with traces built from that documentation.
 
-Times are in nanoseconds from the start of the trace, but for those of `Device`.
+Times are in nanoseconds from the start of the trace, except those of `Device`, which are in seconds.
 
 Chapters: 20.
 """
@@ -21,27 +21,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minitext.compiler.hlo import COLLECTIVES
-from minitext.observability.xplane import Event, Plane
+from minitext.observability.xplane import Event, Plane, host_lines
 
 _COLLECTIVE = re.compile(rf"^({'|'.join(COLLECTIVES)}|async-collective|nccl)", re.IGNORECASE)
-_CONTROL = re.compile(r"^(while|conditional|call)(\.|$)")  # what they hold does the work
+_CONTROL = re.compile(r"^(while|conditional|call)(\.|$)")  # the operations inside them do the work
 NS = 1e-9
-HOST = "/host:CPU"
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device over the traced time; all in seconds.
+    """How one device spent the traced time, in seconds.
 
     Attributes:
       name: such as `TPU:0`.
-      busy: any operation ran.
-      idle: none did.
-      compute: operations ran that are not collectives.
-      hidden: collectives were under way while others computed.
-      exposed: collectives were under way and nothing computed: what they cost.
+      busy: some operation was running.
+      idle: none was.
+      compute: an operation that isn't a collective was running.
+      hidden: a collective was in flight while another operation computed.
+      exposed: a collective was in flight and nothing computed: its cost.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Device:
 
     @property
     def idle_share(self) -> float:
-        """The part of the traced time in which nothing ran, 0 to 1."""
+        """The fraction of the traced time in which nothing ran, 0 to 1."""
         total = self.busy + self.idle
         return self.idle / total if total else 0.0
 
@@ -63,9 +62,9 @@ class Ops(NamedTuple):
 
     Attributes:
       name: such as `TPU:0`.
-      lines: operations, on each line one after another or one within another.
-      aside: operations that run beside those.
-      programs: runs of whole programs, or nothing where the trace has no such line.
+      lines: operations; those of one line follow or enclose each other.
+      aside: asynchronous operations, which run alongside those.
+      programs: runs of whole programs; empty if the trace has no such line.
     """
 
     name: str
@@ -75,12 +74,12 @@ class Ops(NamedTuple):
 
 
 def is_collective(op: str) -> bool:
-    """Whether an operation sends something to other devices, or waits for it."""
+    """Whether an operation exchanges data with other devices, or waits for such an exchange."""
     return bool(_COLLECTIVE.match(op))
 
 
 def find_devices(planes: list[Plane]) -> list[Ops]:
-    """Returns the devices of a trace and what ran on them; the host's CPU devices where there is no other."""
+    """Returns what ran on each device of a trace; the host's CPU devices if there are no others."""
     found = []
     for plane in planes:
         if not re.match(r"/device:(TPU|GPU):\d+", plane.name):
@@ -98,7 +97,7 @@ def find_devices(planes: list[Plane]) -> list[Ops]:
 
 def _cpu_devices(planes: list[Plane]) -> list[Ops]:
     by_device: dict[int, list[list[Event]]] = defaultdict(list)
-    for line in (line for plane in planes if plane.name == HOST for line in plane.lines):
+    for line in host_lines(planes):
         parts: dict[int, list[Event]] = defaultdict(list)
         for event in line.events:
             if "hlo_op" in event.stats:
@@ -111,8 +110,8 @@ def _cpu_devices(planes: list[Plane]) -> list[Ops]:
 def find_steps(planes: list[Plane], devices: list[Ops]) -> tuple[str, list[Interval]]:
     """Returns the name of the program that took the most time, and when it ran on the first device.
 
-    Where the trace does not tell its runs apart, as on GPUs, their time is divided by the number of steps that the
-    training loop began meanwhile.
+    If the trace doesn't separate its runs, as on GPUs, their time is divided evenly among the steps that the training
+    loop started in it.
     """
     first, runs = devices[0], defaultdict(list)
     for event in first.programs or [e for line in first.lines for e in line]:
@@ -130,10 +129,8 @@ def find_steps(planes: list[Plane], devices: list[Ops]) -> tuple[str, list[Inter
         for (program, _), events in runs.items()
         if program == main
     )
-    host = [
-        e for plane in planes if plane.name == HOST for line in plane.lines for e in line.events
-    ]
-    steps = sum(1 for e in host if e.name == "train" and "step_num" in e.stats)
+    host = [e for line in host_lines(planes) for e in line.events]
+    steps = sum(e.name == "train" and "step_num" in e.stats for e in host)
     if (main, None) not in runs or steps < 2:
         return main, found
     start, length = found[0][0], (found[-1][1] - found[0][0]) / steps
@@ -145,7 +142,7 @@ def _inside(events: Iterable[Event], window: Interval) -> list[Event]:
 
 
 def _segments(events: list[Event]) -> Iterable[tuple[Event, float, float]]:
-    """Cuts the time of one line among its events: a moment belongs to the innermost one that it lies in."""
+    """Divides one line's time among its events: each moment belongs to the innermost event around it."""
     stack: list[Event] = []
     cursor = 0.0
     for event in [*events, None]:
@@ -164,7 +161,7 @@ def _segments(events: list[Event]) -> Iterable[tuple[Event, float, float]]:
 
 
 def self_times(devices: list[Ops], window: Interval) -> tuple[dict[str, float], Counter[str]]:
-    """Returns the nanoseconds that each operation took without those it holds, and how often it ran, on all devices."""
+    """Returns each operation's self time in nanoseconds and how often it ran, summed over all devices."""
     times: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for line in (line for device in devices for line in device.lines):
@@ -180,9 +177,9 @@ def account(device: Ops, window: Interval, opcodes: Mapping[str, str] | None = N
 
     Args:
       device: what ran.
-      window: from when to when.
-      opcodes: of operations whose names may not say what they are: a `psum` in a `shard_map` is an all-reduce called
-        `psum_invariant.7`.
+      window: its start and end.
+      opcodes: operation -> opcode, since a name may hide a collective: a `psum` in a `shard_map` is an all-reduce
+        called `psum_invariant.7`.
     """
     opcodes = opcodes or {}
     compute, sending, running = [], [], []
@@ -205,20 +202,20 @@ def account(device: Ops, window: Interval, opcodes: Mapping[str, str] | None = N
 
 
 def _kind(event: Event, opcodes: Mapping[str, str]) -> str:
-    """An operation's opcode if it is a collective's, otherwise its name."""
+    """An operation's opcode if that names a collective, otherwise the operation's name."""
     opcode = opcodes.get(event.op, "")
     return opcode if is_collective(opcode) else event.op
 
 
 def _transfers(events: list[Event], opcodes: Mapping[str, str]) -> list[Interval]:
-    """When collectives are under way: an asynchronous one from its `-start` to the end of its `-done`."""
+    """When collectives are in flight: an asynchronous one from its `-start` to the end of its `-done`."""
     found: list[Interval] = []
     waiting: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         if not is_collective(_kind(event, opcodes)):
             continue
-        kind, _, number = event.op.partition("-start")
-        if event.op.startswith(f"{kind}-start"):
+        kind, start, number = event.op.partition("-start")
+        if start:
             waiting[kind + number].append(event)
         kind, done, number = event.op.partition("-done")
         if done and waiting[kind + number]:
@@ -229,7 +226,7 @@ def _transfers(events: list[Event], opcodes: Mapping[str, str]) -> list[Interval
 
 
 def union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """Returns the intervals' union inside the window, disjoint and in order."""
+    """Returns the union of the intervals inside the window, as sorted disjoint intervals."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         start, end = max(start, window[0]), min(end, window[1])
@@ -243,5 +240,5 @@ def union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """Returns the summed length of disjoint intervals."""
+    """Returns the total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)

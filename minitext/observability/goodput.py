@@ -1,19 +1,18 @@
-"""Where a run's time goes: a ledger of events that the loop appends to, and the share of each kind in the wall time.
+"""Where a run's wall time goes: a ledger of events that the training loop appends to, and each kind's share.
 
-Goodput is the time of steps that still count, divided by the wall time from the start of the first job to the last
-event. A job is one start of `minitext train`; a run that is killed and started again has several. Steps that a kill
-undid are done again by the next job: their first time is lost, not useful.
+Goodput is the time of the steps that count, divided by the wall time from the start of the first job to the last
+event. A job is one start of `minitext train`; a run that is killed and restarted has several. The steps that a kill
+undid are repeated by the next job: the time of their first execution is lost.
 
     RUN/events.jsonl    {"event": "step", "start": 1760000000.25, "seconds": 0.125, "step": 7}
 
-`start` is in seconds since 1970. Within a job the events lie end to end: what the loop's thread does between two of
-them belongs to the later one. Only process 0 writes: once a second, and before each save, so that a kill takes no step
-from the ledger that a checkpoint has.
+`start` is in seconds since 1970. A job's events are contiguous: whatever the loop's thread does between two of them
+belongs to the later one. Only process 0 writes: once a second, and before each save, so a kill can't lose the events of
+a step that is in a checkpoint.
 
 Chapters: 20.
 """
 
-import json
 import math
 import os
 import time
@@ -21,14 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from minitext.errors import UserError
 from minitext.observability import metrics
+from minitext.terminal import print_tables, table
 
 EVENTS = "events.jsonl"
-# Every kind of time, in the order of the tables. The last three are never written: they are found by `measure`.
+# Every kind of time, in the tables' order. `lost`, `other` and `idle` are never written: `account` derives them.
 KINDS = {
     "step": "steps that count",
     "lost": "steps that a kill undid",
@@ -46,7 +43,7 @@ KINDS = {
     "other": "no event covers it",
     "idle": "no job ran",
 }
-# Shorter events, but for steps, are not written: they count to what follows them.
+# Shorter events, except steps, aren't written: their time counts toward the next event.
 SHORTEST = 1e-3
 FLUSH_SECONDS = 1.0
 
@@ -54,9 +51,9 @@ FLUSH_SECONDS = 1.0
 class Ledger:
     """Appends a run's events to its `events.jsonl`.
 
-    An event is a clock reading and an entry in a list. Lines are handed to the operating system about once a second,
-    whole and in one call, and never flushed to the disk: a killed process loses a second of events, a machine that
-    loses its power a few more, and what is lost counts as idle time.
+    An event costs a clock reading and a list entry. About once a second the lines go to the operating system, in one
+    call, but they are never flushed to the disk: a killed process loses up to a second of events, and a power failure
+    a few more. The time of lost events counts as idle.
 
     Args:
       directory: the run directory.
@@ -65,7 +62,7 @@ class Ledger:
     """
 
     def __init__(self, directory: Path | str, began: float | None = None, writes: bool = True):
-        # Differences are taken of a clock that is never set; only the job's start is the time of day.
+        # Durations come from a monotonic clock; only the job's start is the time of day.
         self._offset = time.time() - time.perf_counter()
         self._last = time.perf_counter() if began is None else began - self._offset
         self._lines: list[str] = []
@@ -75,19 +72,19 @@ class Ledger:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
-                self._lines.append("")  # ends the line that a kill cut off
+                self._lines.append("")  # ends a line that a kill cut off
         self._flushed = self._last
         self._write("job_start", time.perf_counter(), None)
         self.flush()
 
     def lap(self, event: str, step: int | None = None, running: Any = None) -> None:
-        """Writes that the time since the last event went into this one.
+        """Records that the time since the last event went into this one.
 
         Args:
           event: one of `KINDS`.
           step: the step it belongs to.
-          running: an array that the device was computing meanwhile. If it still is, the device did not wait, and the
-            time counts to the step that comes to its end next.
+          running: an array that the device was computing meanwhile. If it isn't ready yet, the device didn't have to
+            wait, so nothing is recorded and the time counts toward the step that ends next.
         """
         if running is not None and not running.is_ready():
             return
@@ -99,14 +96,14 @@ class Ledger:
             self.flush()
 
     def flush(self) -> None:
-        """Hands what is kept back to the operating system."""
+        """Hands the collected lines to the operating system."""
         self._flushed = time.perf_counter()
         lines, self._lines = self._lines, []
         if self._file is not None and lines:
             os.write(self._file, ("\n".join(lines) + "\n").encode())
 
     def close(self) -> None:
-        """Writes that the job ended, and closes the file."""
+        """Records the end of the job and closes the file."""
         if self._file is None:
             return
         self._write("job_end", time.perf_counter(), None)
@@ -128,7 +125,7 @@ class Ledger:
 
 
 class Event(NamedTuple):
-    """One line of a ledger: times in seconds, `start` since 1970; `step` is None outside of the loop."""
+    """One line of a ledger: times in seconds, `start` since 1970; `step` is None outside the loop."""
 
     event: str
     start: float
@@ -137,20 +134,17 @@ class Event(NamedTuple):
 
 
 def read_events(directory: Path | str) -> list[Event]:
-    """Reads a run's ledger; lines that a kill cut off, and events of unknown kinds, are left out."""
-    path = Path(directory) / EVENTS
-    if not path.is_file():
-        return []
+    """Reads a run's ledger, skipping lines that aren't an event of a known kind."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for record in metrics.read_json_lines(Path(directory) / EVENTS):
         try:
-            record = json.loads(line)
             step = record.get("step")
             times = float(record["start"]), float(record["seconds"])
             event = Event(record["event"], *times, step if isinstance(step, int) else None)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            known = event.event in KINDS
+        except (ValueError, KeyError, TypeError):
             continue
-        if event.event in KINDS and math.isfinite(event.start) and 0 <= event.seconds < math.inf:
+        if known and math.isfinite(event.start) and 0 <= event.seconds < math.inf:
             found.append(event)
     return found
 
@@ -161,13 +155,13 @@ class Goodput:
 
     Attributes:
       seconds: by kind (`KINDS`); they sum to `wall`.
-      wall: seconds from the start of the first job to the last event, less what a clock that was set back would make
-        negative.
+      wall: seconds from the start of the first job to the last event; no interval is negative, even if the clock was
+        set back.
       jobs: how often the run was started.
-      steps: steps that count.
-      lost_steps: steps that were done and done again.
+      steps: number of steps that count.
+      lost_steps: number of steps that had to be repeated.
       mfu: model FLOPs utilisation (`minitext.observability.metrics.mfu`) during the steps that count, or None.
-      spans: what was done when, in order of time; neighbours of one kind are one.
+      spans: what happened when, sorted by time; neighbours of one kind are merged.
     """
 
     seconds: dict[str, float]
@@ -179,54 +173,58 @@ class Goodput:
     spans: tuple[Event, ...] = field(default=(), repr=False)
 
     def share(self, kind: str) -> float:
-        """Returns the part of the wall time that went into a kind, 0 to 1."""
+        """Returns a kind's share of the wall time, 0 to 1."""
         return self.seconds[kind] / self.wall if self.wall else 0.0
 
     @property
     def goodput(self) -> float:
-        """The time of steps that count, divided by the wall time."""
+        """The share of the steps that count."""
         return self.share("step")
 
     @property
     def mfu_of_wall(self) -> float | None:
-        """The utilisation if all of the wall time counted: MFU times goodput."""
+        """The utilisation over the whole wall time: MFU times goodput."""
         return None if self.mfu is None else self.mfu * self.goodput
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything but the spans, and the share of each kind, for json.dumps."""
+        """Returns everything except the spans, plus each kind's share, for json.dumps."""
         found = asdict(self)
         del found["spans"]
         shares = {kind: self.share(kind) for kind in self.seconds}
-        return found | {
-            "goodput": self.goodput, "mfu_of_wall": self.mfu_of_wall, "shares": shares,
-        }  # fmt: skip
+        more = {"goodput": self.goodput, "mfu_of_wall": self.mfu_of_wall, "shares": shares}
+        return found | more
 
 
-def measure(directory: Path | str) -> Goodput:
-    """Measures a run's goodput, also while it trains.
+def read_ledger(directory: Path | str) -> list[Event]:
+    """Like `read_events`, for a directory that must have a ledger.
 
     Raises:
-      UserError: if the directory holds no ledger.
+      UserError: if it has none.
     """
     events = read_events(directory)
     if not events:
-        fault = "no event that can be read in" if (Path(directory) / EVENTS).exists() else "no"
+        found = "no event that can be read in" if (Path(directory) / EVENTS).exists() else "no"
         raise UserError(
-            f"{directory} has {fault} {EVENTS}: name a run directory, such as runs/NAME"
+            f"{directory} has {found} {EVENTS}: name a run directory, such as runs/NAME"
         )
-    return account(events, metrics.read_metrics(directory))
+    return events
+
+
+def measure(directory: Path | str) -> Goodput:
+    """Measures a run's goodput, also while it trains; raises what `read_ledger` raises."""
+    return account(read_ledger(directory), metrics.read_metrics(directory))
 
 
 def account(events: list[Event], lines: list[dict[str, Any]] | None = None) -> Goodput:
     """Divides the wall time among the kinds of event.
 
-    A job's time is swept from its first event to its last one's end: where two events claim a moment the earlier has
-    it, and what none claims is `other`. Jobs do not overlap: a job that seems to begin before the last one ended, as
-    after a clock was set back, follows on it.
+    A job's time is swept from the start of its first event to the end of its last. A moment that two events claim
+    belongs to the earlier one; a moment that none claims is `other`. Jobs don't overlap: a job that seems to begin
+    before the previous one ended, because the clock was set back, counts as its immediate successor.
 
     Args:
       events: in the order in which they were written.
-      lines: the lines of `metrics.jsonl`, for the MFU.
+      lines: the records of `metrics.jsonl`, for the MFU.
     """
     jobs = _split(events)
     seconds = dict.fromkeys(KINDS, 0.0)
@@ -265,7 +263,7 @@ def _split(events: list[Event]) -> list[list[Event]]:
 
 
 def _undone(jobs: list[list[Event]]) -> list[float]:
-    """For each job the last of its steps that no later job did again."""
+    """For each job, the last of its steps that no later job repeated."""
     found, first = [], math.inf
     for job in reversed(jobs):
         found.append(first - 1)
@@ -279,17 +277,16 @@ def _add(
 ) -> None:
     seconds[kind] += end - start
     if spans and spans[-1].event == kind:
-        last = spans.pop()
-        spans.append(last._replace(seconds=last.seconds + end - start))
+        spans[-1] = spans[-1]._replace(seconds=spans[-1].seconds + end - start)
     elif end > start:
         spans.append(Event(kind, start, end - start))
 
 
 def _mfu(steps: int, seconds: float, lines: list[dict[str, Any]]) -> float | None:
-    """The utilisation in steps that took so many seconds.
+    """The utilisation of this many steps, which took this many seconds.
 
-    A line's time may hold a compilation, so only what is the same in every line is taken of it: the product of its
-    time and its utilisation, which is what a step takes at the peak.
+    A line's time may include a compilation. Its product with the line's utilisation doesn't: that is the time of one
+    step at peak speed, so this function uses only the product.
     """
     at_peak = [
         r["mfu"] * r["seconds"]
@@ -301,22 +298,15 @@ def _mfu(steps: int, seconds: float, lines: list[dict[str, Any]]) -> float | Non
 
 def print_goodput(found: Goodput, width: int = 40) -> None:
     """Prints the share of each kind of time as a table with bars."""
-    console = Console()
-    restarts = f"{found.jobs} job{'s' if found.jobs > 1 else ''}"
-    console.print(
-        f"[bold]goodput {found.goodput:.1%}[/]: {found.steps:,} steps that count took "
-        f"{found.seconds['step']:,.1f} of {found.wall:,.1f} s, in {restarts}; {found.lost_steps:,} steps were lost",
-        highlight=False,
+    text = (
+        f"[bold]goodput {found.goodput:.1%}[/]: {found.steps:,} steps that count took {found.seconds['step']:,.1f} of "
+        f"{found.wall:,.1f} s, in {found.jobs} job{'s' * (found.jobs > 1)}; {found.lost_steps:,} steps were lost"
     )
-    if found.mfu is not None and found.mfu_of_wall is not None:
-        console.print(
-            f"MFU {found.mfu:.1%} in these steps, {found.mfu_of_wall:.1%} of the wall time\n{metrics.MFU}",
-            highlight=False,
-        )
-    table = Table("time", "seconds", "share", "", "what it is")
-    for kind, seconds in found.seconds.items():
-        if seconds >= SHORTEST:
-            share = found.share(kind)
-            bar = "█" * round(width * share)
-            table.add_row(kind, f"{seconds:,.2f}", f"{share:.1%}", bar, KINDS[kind])
-    console.print(table)
+    if found.mfu is not None:
+        text += f"\nMFU {found.mfu:.1%} in these steps, {found.mfu_of_wall:.1%} of the wall time\n{metrics.MFU}"
+    shares = {kind: (s, found.share(kind)) for kind, s in found.seconds.items() if s >= SHORTEST}
+    rows = [
+        (kind, f"{seconds:,.2f}", f"{share:.1%}", "█" * round(width * share), KINDS[kind])
+        for kind, (seconds, share) in shares.items()
+    ]
+    print_tables(text, table(("time", "seconds", "share", "", "what it is"), rows, (1, 2)))

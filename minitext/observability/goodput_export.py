@@ -1,13 +1,13 @@
-"""Hands a run's ledger to ml-goodput-measurement, Google's library for goodput, where it is installed.
+"""Replays a run's ledger into ml-goodput-measurement, Google's goodput library, if it is installed.
 
     pip install 'minitext[goodput]'
     minitext goodput RUN --record JOB
 
-Its recorder writes to Google Cloud Logging, where its calculator and MaxText's dashboards read. Steps are known to it
-by their starts alone, and all time between two starts is a step's unless a custom event claims it.
+The library's recorder writes to Google Cloud Logging, which its calculator and MaxText's dashboards read. It knows
+only the start of each step, and takes all time between two starts for a step's unless a custom event claims it.
 
-Version 0.2.3 took every call, and its calculator read them back, with a stand-in for the cloud's log; no project in
-Google Cloud was at hand.
+Version 0.2.3 accepted every call, and its calculator read them back, with a stand-in for the cloud's log; no Google
+Cloud project was available.
 
 Chapters: 20.
 """
@@ -17,18 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from minitext.errors import UserError
-from minitext.observability.goodput import Event, read_events
+from minitext.observability.goodput import read_ledger
 
-# What its recorder has no name for. It knows preparation from the job's start to the first step, and data.
-CUSTOM = ("evaluation", "sample", "save", "profile", "log")
-PREPARATION = ("init", "restore")
+# The recorder's names for our kinds of time. Apart from steps, it knows only preparation and data loading.
+SPANS = {
+    "job_start": "tpu_init",
+    "init": "training_preparation",
+    "restore": "training_preparation",
+    "data_wait": "data_loading",
+} | dict.fromkeys(("evaluation", "sample", "save", "profile", "log"), "custom_badput_event")
 
 
 def make_recorder(job: str) -> Any:
-    """Returns a recorder of the library for a job's name; it needs credentials for Google Cloud.
+    """Returns the library's recorder for a job of this name; it needs credentials for Google Cloud.
 
     Raises:
-      UserError: without the library, or without credentials.
+      UserError: if the library or the credentials are missing.
     """
     try:
         from google.auth.exceptions import (  # pyright: ignore[reportMissingImports]
@@ -48,46 +52,27 @@ def make_recorder(job: str) -> Any:
 
 
 def replay(directory: Path | str, recorder: Any) -> int:
-    """Records every event of a run's ledger, and returns how many there are.
-
-    Args:
-      directory: the run directory.
-      recorder: a `GoodputRecorder`, or what has its methods.
+    """Records every event of a run's ledger with a `GoodputRecorder`, and returns how many there are.
 
     Raises:
-      UserError: if the directory holds no ledger.
+      UserError: if the directory has no ledger.
     """
-    events = read_events(directory)
-    if not events:
-        raise UserError(f"{directory} has no ledger: name a run directory, such as runs/NAME")
+    events = read_ledger(directory)
     started = None  # the step whose start was recorded last
-    for event in events:
-        begin, end = (_time(event.start + seconds) for seconds in (0, event.seconds))
-        if event.event == "job_start":
+    for kind, start, seconds, step in events:
+        begin, end = (
+            datetime.datetime.fromtimestamp(t, datetime.UTC) for t in (start, start + seconds)
+        )
+        if kind == "job_start":
             recorder.record_job_start_time(begin)
-            recorder.record_tpu_init_start_time(begin)
-            recorder.record_tpu_init_end_time(end)
             started = None
-        elif event.event in PREPARATION:
-            recorder.record_training_preparation_start_time(begin)
-            recorder.record_training_preparation_end_time(end)
-        elif event.event == "data_wait":
-            recorder.record_data_loading_start_time(begin)
-            recorder.record_data_loading_end_time(end)
-        elif event.event in CUSTOM:
-            recorder.record_custom_badput_event_start_time(begin, event.event)
-            recorder.record_custom_badput_event_end_time(end, event.event)
-        elif event.event == "job_end":
+        if span := SPANS.get(kind):
+            name = [kind] if span == "custom_badput_event" else []
+            getattr(recorder, f"record_{span}_start_time")(begin, *name)
+            getattr(recorder, f"record_{span}_end_time")(end, *name)
+        elif kind == "job_end":
             recorder.record_job_end_time(end)
-        elif _begins(event, started):
-            recorder.record_step_start_time(event.step, begin)
-            started = event.step
+        elif kind in ("step", "compile") and step not in (None, started):
+            recorder.record_step_start_time(step, begin)
+            started = step
     return len(events)
-
-
-def _begins(event: Event, started: int | None) -> bool:
-    return event.event in ("step", "compile") and event.step not in (None, started)
-
-
-def _time(seconds: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)

@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl`, TensorBoard events, and the text on the terminal.
+"""What a run records: `metrics.jsonl`, TensorBoard events, and the text of the progress bar.
 
 Chapters: 6, 20.
 """
@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ class MetricsWriter:
 
     Args:
       directory: the run directory.
-      after_step: the step a resumed run starts from; later lines, which a killed run may have written and this run
-        will write again, are removed, and so is a half-written last line.
+      after_step: the step that a resumed run starts from. Lines of later steps are removed, because this run will write
+        those steps again, and so is a half-written last line.
     """
 
     def __init__(self, directory: Path, after_step: int = 0):
@@ -34,17 +34,17 @@ class MetricsWriter:
         kept = [r for r in read_metrics(directory) if r["step"] <= after_step]
         files.write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self._file = self.path.open("a", encoding="utf-8")
-        # SummaryWriter writes in a thread, which dies of a full disk; the next records would wait for it for ever.
+        # Not SummaryWriter: its thread dies when the disk is full, and the next record would wait for it forever.
         events = Path(directory) / "tensorboard"
         events.mkdir(exist_ok=True)
         self._events = EventsWriter(str(events / "events"))
-        self._proto: Any = event_pb2  # makes its classes when it is imported
-        # TensorBoard forgets what an earlier, killed process wrote of these steps.
+        self._proto: Any = event_pb2  # its classes are created at import
+        # Makes TensorBoard discard what an earlier, killed process wrote for these steps.
         started = self._proto.SessionLog(status=self._proto.SessionLog.START)
         self._events.write_event(self._proto.Event(step=after_step + 1, session_log=started))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one step's record, which holds at least `step`; NaN and infinity become strings."""
+        """Writes one step's record, which has at least `step`; NaN and infinity become strings."""
         safe = {
             k: v if not isinstance(v, float) or math.isfinite(v) else str(v)
             for k, v in record.items()
@@ -70,18 +70,21 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
-    """Reads a run's `metrics.jsonl`; what is no line of numbers of a step, as a kill may leave one, is left out."""
-    path = Path(directory) / FILE
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects in a file of JSON lines, skipping any other line, such as one that a kill cut off."""
     if not path.is_file():
-        return []
-    records = []
+        return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-    return records
+            if isinstance(record, dict):
+                yield record
+
+
+def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
+    """Reads the records of a run's `metrics.jsonl`, skipping lines without a step."""
+    records = read_json_lines(Path(directory) / FILE)
+    return [record for record in records if isinstance(record.get("step"), int)]
 
 
 FILE = "metrics.jsonl"
@@ -89,21 +92,21 @@ MFU = "MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all d
 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:
-    """Returns the model FLOPs utilisation, the one formula of the package (Chowdhery et al. 2022, appendix B).
+    """Returns the model FLOPs utilisation (Chowdhery et al. 2022, appendix B); the whole package uses this formula.
 
     MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of all devices).
 
     Args:
-      flops: of one step by `minitext.models.flops.count_flops`: forward and backward, half of the attention square, without
-        what rematerialisation computes again.
-      seconds: from the end of one step to the end of the next, waiting for data included.
-      peak: dense matmul FLOP/s of all devices together, in the type that the model computes in.
+      flops: of one step, from `minitext.models.flops.count_flops`: forward and backward, half of the attention square,
+        without the recomputation of rematerialisation.
+      seconds: from the end of one step to the end of the next, including the wait for data.
+      peak: dense matmul FLOP/s of all devices together, in the model's compute dtype.
     """
     return flops / seconds / peak
 
 
 class Meter:
-    """Turns the time between steps into rates.
+    """Converts the time between steps to rates.
 
     Args:
       tokens: tokens in a step.
@@ -116,7 +119,7 @@ class Meter:
         self._last = time.perf_counter()
 
     def lap(self, steps: int = 1) -> dict[str, float]:
-        """Returns the rates of the `steps` steps since the last lap, their mean if there are several.
+        """Returns the mean rates of the `steps` steps since the last lap.
 
         Returns:
           `seconds` of a step, `tokens_per_second` and, with a known peak, `mfu`.
@@ -127,18 +130,18 @@ class Meter:
         return rates | ({"mfu": mfu(self.flops, seconds, self.peak)} if self.peak else {})
 
     def skip(self) -> None:
-        """Leaves out the time since the last lap: a sample is no step."""
+        """Leaves out the time since the last lap, for work that isn't a step, such as sampling text."""
         self._last = time.perf_counter()
 
 
 class MemoryReader:
-    """Reads how much memory is held, at most once a second: while all cores compute, a reading takes 0.3 ms."""
+    """Reads memory use, at most once a second: a reading takes 0.3 ms while all cores compute."""
 
     def __init__(self) -> None:
         self._read, self._found = -math.inf, {}
 
     def in_use(self) -> dict[str, int]:
-        """Returns `host_bytes`, what this process holds, and `device_bytes`, the first device's peak, if it is told."""
+        """Returns this process's `host_bytes` and, if it is known, the first device's peak as `device_bytes`."""
         now = time.monotonic()
         if now - self._read > 1.0:
             import jax
@@ -167,7 +170,8 @@ def progress_bar(console: Console) -> Progress:
 def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
     """Returns the progress bar's text, e.g. `loss 1.42  18,304 tokens/s  MFU 41%`.
 
-    Of a mixture of experts it says how much of an even share the least and the most loaded expert of any layer got.
+    For a mixture of experts, `load` is what the least and the most loaded expert of any layer got, as a fraction of an
+    even share.
     """
     parts = [f"loss {record['loss']:.3f}"]
     if floor is not None:

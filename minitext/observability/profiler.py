@@ -1,11 +1,11 @@
-"""What JAX can record of a run, by the keys of the section `profile`: a trace of some steps, and the compiler's dumps.
+"""What JAX can record about a run, set by the `profile` section: a trace of some steps, and the compiler's dumps.
 
-    RUN/profile/     one trace in XProf's format (an `.xplane.pb`); of several processes each in `process-N`
+    RUN/profile/     a trace in XProf's format (an `.xplane.pb`); with several processes, each one's in `process-N`
     RUN/hlo/         `profile.dump_hlo`: the train step's programs as XLA's passes leave them, as text
-    RUN/llo/         `profile.dump_llo`: on TPUs the machine code of each of their operations
+    RUN/llo/         `profile.dump_llo`: on TPUs, the machine code of each of their operations
 
-`minitext profile RUN` summarises the trace (`minitext.observability.profile_report`). With `profile.port` other tools, such as XProf,
-ask a running process for a trace of the next seconds.
+`minitext profile RUN` summarises the trace (`minitext.observability.profile_report`). With `profile.port`, other tools
+such as XProf can ask a running process to trace its next seconds.
 
 Chapters: 20.
 """
@@ -24,25 +24,27 @@ TRACES, HLO, LLO = "profile", "hlo", "llo"
 
 
 def dump_programs(cfg: Config) -> None:
-    """Sets the flags that `profile.dump_hlo` and `profile.dump_llo` ask for; JAX's backend must not have started.
+    """Sets the flags for `profile.dump_hlo` and `profile.dump_llo`; JAX's backend must not have started.
 
-    The machine code of a large model's step takes gigabytes. What is taken from the compilation cache is not compiled,
-    and leaves no dump: do without the cache.
+    The machine code of a large model's step takes gigabytes. A program loaded from the compilation cache isn't
+    compiled, so it leaves no dump: turn the cache off.
     """
-    directory = Path(cfg.run.dir) / str(cfg.run.name)
-    # Of the train step alone: every little program of set-up would have its dozen of files.
-    flags = [f"--xla_dump_to={(directory / HLO).absolute()}", "--xla_dump_hlo_as_text"]
-    flags.append("--xla_dump_hlo_module_re=train_step")
+    directory = (Path(cfg.run.dir) / str(cfg.run.name)).absolute()
     if cfg.profile.dump_hlo:
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-    flags = [f"--xla_jf_dump_to={(directory / LLO).absolute()}", "--xla_jf_dump_llo_text=true"]
+        # Only the train step: every small setup program would leave a dozen files too.
+        step_only = "--xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
+        _add_flags("XLA_FLAGS", f"--xla_dump_to={directory / HLO} {step_only}")
     if cfg.profile.dump_llo:
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *flags]).strip()
+        text = "--xla_jf_dump_llo_text=true"
+        _add_flags("LIBTPU_INIT_ARGS", f"--xla_jf_dump_to={directory / LLO} {text}")
+
+
+def _add_flags(variable: str, flags: str) -> None:
+    os.environ[variable] = f"{os.environ.get(variable, '')} {flags}".strip()
 
 
 def check(cfg: Config, directory: Path, platform: str) -> None:
-    """Refuses what can't be recorded here.
+    """Checks that what the configuration asks for can be recorded here.
 
     Args:
       cfg: the configuration.
@@ -50,8 +52,8 @@ def check(cfg: Config, directory: Path, platform: str) -> None:
       platform: of the mesh's devices, such as `tpu`.
 
     Raises:
-      UserError: for a trace in a process that compiled for TPUs, a port that is taken, dumps that were asked for too
-        late, or machine code of anything but a TPU.
+      UserError: for a trace in a process that compiled for TPUs, a port that is in use, dumps requested after JAX read
+        its flags, or machine code on anything but a TPU.
     """
     if cfg.profile.first_step is not None or cfg.profile.port is not None:
         devices.check_profiler()
@@ -62,18 +64,19 @@ def check(cfg: Config, directory: Path, platform: str) -> None:
             f"profile.dump_llo=true on {platform}: only TPUs have LLO; set profile.dump_hlo=true, or compile single "
             "kernels for TPUs with: minitext llo"
         )
-    flags = os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")
-    wanted = (cfg.profile.dump_hlo, HLO), (cfg.profile.dump_llo, LLO)
-    for (asked, folder), given in zip(wanted, flags, strict=True):
-        if asked and f"dump_to={(directory / folder).absolute()}" not in given:
+    hlo = cfg.profile.dump_hlo, HLO, "XLA_FLAGS"
+    llo = cfg.profile.dump_llo, LLO, "LIBTPU_INIT_ARGS"
+    for asked, folder, flags in (hlo, llo):
+        path = (directory / folder).absolute()
+        if asked and f"dump_to={path}" not in os.environ.get(flags, ""):
             raise UserError(
-                f"profile.dump_{folder}=true came when JAX had read its flags: start the run with the command minitext "
-                "train, which sets them first"
+                f"profile.dump_{folder}=true came after JAX had read its flags: start the run with the command "
+                "minitext train, which sets them first"
             )
 
 
 class Window:
-    """The steps of a run that are traced: `profile.steps` of them from `profile.first_step` on.
+    """The trace window: `profile.steps` steps of a run, starting with `profile.first_step`.
 
     An action of the training loop: after an edge of the window the loop has waited for the device, so the trace holds
     whole steps and no part of another. `switch` is also called before the first step.
@@ -90,7 +93,7 @@ class Window:
         self._before = self._last = -1
         if first is not None:
             self._before, self._last = first - 1, first + cfg.profile.steps - 1
-            # Else the cache may hold the same program under the names that it had when it was compiled.
+            # Otherwise the cache could return this program with the operation names of an older compilation.
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.folder = directory / TRACES
         if jax.process_count() > 1:
@@ -109,11 +112,11 @@ class Window:
     def switch(self, step: int) -> None:
         """Starts or ends the trace if the step is an edge.
 
-        A run that was resumed inside the window traces the rest of it.
+        A run resumed inside the window traces the rest of it.
         """
         if not self._running and self._before <= step < self._last:
             options = jax.profiler.ProfileOptions()
-            # Python's calls would be most of the trace, and slow down what is measured.
+            # Python's calls would fill most of the trace and slow down the run being measured.
             options.python_tracer_level = 0
             jax.profiler.start_trace(self.folder, profiler_options=options)
             self._running = True
@@ -121,7 +124,7 @@ class Window:
             self.close()
 
     def close(self) -> None:
-        """Writes the trace if one is under way, as when training is stopped inside the window."""
+        """Writes the trace if one is in progress, for example when training stops inside the window."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
@@ -134,15 +137,15 @@ class Window:
 
 
 def _port(first: int) -> int:
-    """Processes of one machine can't share a port."""
+    """This process's port: processes on one machine can't share one."""
     return first + jax.process_index()
 
 
 def _check_port(first: int) -> None:
-    """JAX would only log that a port is taken, and train without a server."""
+    """Checked here because JAX would only log that the port is in use, and run without a server."""
     try:
         socket.create_server(("", _port(first))).close()
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"profile.port={first}: port {_port(first)} cannot be listened on ({error}): choose another, or null"
+            f"profile.port={first}: cannot listen on port {_port(first)} ({error}): choose another, or null"
         ) from error

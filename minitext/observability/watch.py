@@ -1,10 +1,14 @@
-"""A live view of a run in the terminal, from what the run writes: it may train on another machine, on a shared disk.
+"""A live view of a run in the terminal, made from the files that the run writes.
 
-Nothing is asked of the training process. `read_status` reads the run directory, `draw_status` lays out what it found.
+It never contacts the training process, which may run on another machine that shares the disk. `read_status` reads the
+run directory, and `draw_status` lays out what it found.
 
 Chapters: 20.
 """
 
+import itertools
+import math
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,30 +25,29 @@ from minitext.config.config import load_config
 from minitext.observability import goodput, metrics
 
 BARS = "▁▂▃▄▅▆▇█"
-POINTS = 60  # of the loss's curve
-SILENT_SECONDS = (
-    60.0  # without a line, and without ten steps' time; longer while a program is compiled
-)
-SILENT_COMPILING = 1800.0
+POINTS = 60  # width of the loss curve, in characters
+# A run is silent if it wrote nothing for so long, or for the time of ten steps if that is longer.
+SILENT_SECONDS = 60.0
+SILENT_COMPILING = 1800.0  # the limit before a job's first step
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands.
+    """The state of a run.
 
     Attributes:
-      directory: of the run.
-      state: `waiting` for it to begin, `starting` (no step of this job yet), `running`, `silent` (it should have
-        written something since), `finished`, or `stopped` before its last step.
-      quiet: seconds since it wrote anything.
-      step: the last step that was written down.
-      steps: of the whole run.
-      eta: seconds that the steps left should take at the pace of the last ones, or None.
-      metrics: the last step's line.
-      losses: of all steps.
-      val_loss: the last one, or None.
+      directory: the run directory.
+      state: `waiting` for the run to begin, `starting` (no step of this job yet), `running`, `silent` (overdue for a
+        new line), `finished`, or `stopped` before its last step.
+      quiet: seconds since the run wrote anything.
+      step: the last recorded step.
+      steps: number of steps of the whole run.
+      eta: seconds that the remaining steps should take at the pace of the last ones, or None.
+      metrics: the last step's record.
+      losses: the loss of every step.
+      val_loss: the last validation loss, or None.
       goodput: share of the wall time in steps that count, or None.
-      checkpoint: the newest one's step, or None.
+      checkpoint: step of the newest checkpoint, or None.
       checkpoint_age: seconds since it was written, or None.
     """
 
@@ -62,16 +65,16 @@ class Status:
     checkpoint_age: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything but the curve, for json.dumps."""
+        """Returns everything except the losses, for json.dumps."""
         return {key: value for key, value in asdict(self).items() if key != "losses"}
 
 
 def read_status(directory: Path | str, now: float | None = None) -> Status:
-    """Reads how a run stands.
+    """Reads the state of a run.
 
     Args:
       directory: the run directory, which need not exist yet.
-      now: seconds since 1970, by default the time of day.
+      now: seconds since 1970; by default the current time.
     """
     directory, now = Path(directory), time.time() if now is None else now
     events = goodput.read_events(directory)
@@ -113,13 +116,13 @@ def _state(events: list[goodput.Event], left: int | None, quiet: float, pace: fl
 
 
 def _pace(lines: list[dict[str, Any]]) -> float | None:
-    """The mean time of the last twenty steps, of which one slow one tells less than of five."""
+    """Mean seconds of the last twenty steps: enough that one slow step doesn't dominate."""
     times = [r["seconds"] for r in lines[-20:] if isinstance(r.get("seconds"), float)]
     return sum(times) / len(times) if times else None
 
 
 def _checkpoints(directory: Path) -> dict[int, float]:
-    """When each checkpoint was written, by its step."""
+    """Step of each checkpoint -> when it was written."""
     folder = directory / "checkpoints"
     if not folder.is_dir():
         return {}
@@ -127,22 +130,20 @@ def _checkpoints(directory: Path) -> dict[int, float]:
 
 
 def sparkline(values: tuple[float, ...], width: int = POINTS) -> str:
-    """Returns a curve of block characters: the mean of each stretch of values, from their least to their greatest."""
-    values = tuple(v for v in values if v == v and abs(v) != float("inf"))
+    """Draws values as block characters, each the mean of a stretch, scaled from the lowest mean to the highest."""
+    values = tuple(filter(math.isfinite, values))
     if not values:
         return ""
     n = min(width, len(values))
-    means = []
-    for i in range(n):
-        part = values[i * len(values) // n : (i + 1) * len(values) // n]
-        means.append(sum(part) / len(part))
+    edges = [i * len(values) // n for i in range(n + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     rise = (high - low) or 1.0
     return "".join(BARS[round((mean - low) / rise * (len(BARS) - 1))] for mean in means)
 
 
 def span(seconds: float) -> str:
-    """Returns a length of time for people, such as `2 h 05 min`."""
+    """Formats a duration for people, such as `2 h 05 min`."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -154,12 +155,12 @@ def span(seconds: float) -> str:
 
 
 def draw_status(status: Status) -> Panel:
-    """Lays a status out for the terminal."""
+    """Lays out a status for the terminal."""
     says = {
         "waiting": "waiting for the run to begin",
         "starting": f"starting: no step of this job yet, {span(status.quiet)} since the last event",
         "running": "running",
-        "silent": f"silent for {span(status.quiet)}: killed, hung, or on a disk that does not answer",
+        "silent": f"silent for {span(status.quiet)}: killed, hung, or on a disk that doesn't respond",
         "finished": "finished",
         "stopped": f"stopped; resume with: minitext train config={status.directory}/config.yml",
     }
@@ -170,7 +171,7 @@ def draw_status(status: Status) -> Panel:
     parts: list[Any] = [said]
     if status.steps:
         eta = "" if not status.eta else f"  {span(status.eta)} left"
-        bar = Table.grid()  # by itself a bar does not end its line
+        bar = Table.grid()  # a bar on its own doesn't end its line
         bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=POINTS))
         parts += [Text(f"step {status.step:,} of {status.steps:,}{eta}"), bar]
     table = Table.grid(padding=(0, 2))
@@ -186,7 +187,7 @@ def _rows(status: Status) -> list[tuple[str, str]]:
         value = line.get(key)
         if isinstance(value, (int, float)):
             rows.append((name, form.format(value * scale)))
-        elif value is not None:  # NaN and infinity are written as words
+        elif value is not None:  # NaN and infinity are stored as text
             rows.append((name, str(value)))
 
     add("loss", "loss", "{:.4f} nats/token")
@@ -210,11 +211,11 @@ def _rows(status: Status) -> list[tuple[str, str]]:
 
 
 def watch(directory: Path | str, every: float = 1.0, console: Console | None = None) -> Status:
-    """Shows a run until it ends, or until Ctrl-C, and returns how it stood last. A run that is not there is awaited."""
+    """Shows a run, waiting for it if need be, until it ends or Ctrl-C is pressed. Returns its last status."""
     status, took = read_status(directory), 0.0
     with Live(draw_status(status), console=console, auto_refresh=False) as live:
         while status.state not in ("finished", "stopped"):
-            time.sleep(max(every, 10 * took))  # a long run's files take a while to read
+            time.sleep(max(every, 10 * took))  # reading a long run's files takes a while
             start = time.perf_counter()
             status = read_status(directory)
             took = time.perf_counter() - start

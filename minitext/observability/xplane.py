@@ -1,26 +1,42 @@
-"""Reads a profiler's trace, an XSpace in an `.xplane.pb`, without TensorFlow or XProf.
+"""Reads a profiler trace, an XSpace in an `.xplane.pb` file, without TensorFlow or XProf.
 
-A trace has planes (a device, the host, what is known of programs), a plane has lines (a thread, a stream, a kind of
-event), a line has events. JAX reads these itself (`jax.profiler.ProfileData`). It leaves out what a plane says of
-events that never happened, and there the profiler keeps the compiled programs: those are read here, from the protocol
-buffer's bytes.
+A trace consists of planes (a device, the host, or metadata), a plane of lines (a thread, a stream or a kind of event),
+and a line of events. `jax.profiler.ProfileData` reads all of these. It doesn't expose a plane's event metadata, which
+is where the profiler stores the compiled programs, so `programs` decodes those with `protobuf`.
 
 Sources: tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto for the field numbers.
 
 Chapters: 20.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitext.errors import UserError
 
-PROGRAMS = "/host:metadata"
+HOST, PROGRAMS = "/host:CPU", "/host:metadata"
+# The fields that we read of each message: name -> (number, type), in a list if it is
+# repeated. protobuf skips every other field.
+SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
+    "XSpace": {"planes": (1, ["XPlane"])},
+    "XPlane": {"name": (2, str), "event_metadata": (4, ["MapEntry"])},
+    "MapEntry": {"value": (2, "XEventMetadata")},
+    "XEventMetadata": {"stats": (5, ["XStat"])},
+    "XStat": {"bytes_value": (6, bytes)},
+    "HloProto": {"hlo_module": (1, "HloModule"), "buffer_assignment": (3, "BufferAssignment")},
+    "HloModule": {"name": (1, str), "computations": (3, ["Computation"])},
+    "Computation": {"instructions": (2, ["Instruction"])},
+    "Instruction": {"name": (1, str), "opcode": (2, str), "metadata": (7, "OpMetadata")},
+    "OpMetadata": {"op_name": (2, str)},
+    "BufferAssignment": {"buffer_allocations": (3, ["BufferAllocation"])},
+    "BufferAllocation": {"size": (2, int)},
+}
 
 
 class Event(NamedTuple):
-    """What happened on a line: times in nanoseconds from the start of the trace."""
+    """One event of a line; times in nanoseconds from the start of the trace."""
 
     name: str
     start: float
@@ -29,33 +45,33 @@ class Event(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The operation of the compiled program that it is, such as `fusion.5`, or the event's own name."""
+        """The compiled program's operation, such as `fusion.5`, or the event's own name if it isn't one."""
         found = self.stats.get("hlo_op") or self.name
         return str(found).partition(" = ")[0].lstrip("%")
 
 
 class Line(NamedTuple):
-    """Events of one thread, stream or kind, by their start; one that holds others comes before them."""
+    """The events of one thread, stream or kind, sorted by start; an enclosing event precedes those inside it."""
 
     name: str
     events: list[Event]
 
 
 class Plane(NamedTuple):
-    """A device (`/device:TPU:0`), the host (`/host:CPU`), or facts."""
+    """A device (`/device:TPU:0`), the host (`/host:CPU`), or metadata."""
 
     name: str
     lines: list[Line]
 
 
 class Program(NamedTuple):
-    """A compiled program as a trace keeps it.
+    """A compiled program stored in a trace.
 
     Attributes:
       name: such as `jit_train_step`.
-      op_names: where each operation comes from: `fusion.5` -> `jit(train_step)/attention/dot_general`.
-      opcodes: what each operation is, whatever its name: `psum_invariant.7` -> `all-reduce`.
-      bytes: of all its buffers, arguments included, on one device; 0 if the trace does not say.
+      op_names: operation -> where it comes from: `fusion.5` -> `jit(train_step)/attention/dot_general`.
+      opcodes: operation -> its opcode: `psum_invariant.7` -> `all-reduce`.
+      bytes: size of all its buffers on one device, including arguments; 0 if the trace doesn't say.
     """
 
     name: str
@@ -65,7 +81,7 @@ class Program(NamedTuple):
 
 
 def find(directory: Path | str) -> Path:
-    """Returns the newest trace below a directory; of several processes the first one's.
+    """Returns the newest trace below a directory; if several processes were traced, the first one's.
 
     Raises:
       UserError: if there is none.
@@ -77,16 +93,15 @@ def find(directory: Path | str) -> Path:
             f"{directory} holds no trace: train with profile.first_step=10, or name a folder with an .xplane.pb"
         )
     paths = [path for path in paths if "process-0" in path.parts] or paths
-    # JAX names the folder of a session after the second in which it ended.
-    newest = max(path.parent.name for path in paths)
-    return next(path for path in paths if path.parent.name == newest)
+    # JAX names a session's folder after the second in which the session ended. max() takes the first of equals.
+    return max(paths, key=lambda path: path.parent.name)
 
 
 def read(path: Path | str) -> list[Plane]:
     """Reads the events of a trace.
 
     Raises:
-      UserError: if it is not a trace.
+      UserError: if the file isn't a trace.
     """
     from jax.profiler import ProfileData
 
@@ -105,65 +120,52 @@ def _events(line: Any) -> list[Event]:
     return sorted(found, key=lambda event: (event.start, -event.end))
 
 
+def host_lines(planes: list[Plane]) -> list[Line]:
+    """Returns the lines of the host's threads."""
+    return [line for plane in planes if plane.name == HOST for line in plane.lines]
+
+
 def programs(path: Path | str) -> list[Program]:
-    """Reads the compiled programs that a trace keeps."""
-    found = []
-    for plane in _all(Path(path).read_bytes(), 1):
-        if _text(plane, 2) != PROGRAMS:
-            continue
-        for entry in _all(plane, 4):
-            for metadata in _all(entry, 2):
-                for stat in _all(metadata, 5):
-                    found += [_program(proto) for proto in _all(stat, 6)]
-    return found
+    """Reads the compiled programs that a trace stores."""
+    parse = _parser()
+    stats = [
+        stat
+        for plane in parse("XSpace", Path(path).read_bytes()).planes
+        if plane.name == PROGRAMS
+        for entry in plane.event_metadata
+        for stat in entry.value.stats
+    ]
+    return [_program(parse("HloProto", s.bytes_value)) for s in stats if s.bytes_value]
 
 
-def _program(hlo_proto: bytes) -> Program:
-    module = next(iter(_all(hlo_proto, 1)), b"")
-    op_names, opcodes = {}, {}
-    for computation in _all(module, 3):
-        for instruction in _all(computation, 2):
-            opcodes[_text(instruction, 1)] = _text(instruction, 2)
-            for metadata in _all(instruction, 7):
-                op_names[_text(instruction, 1)] = _text(metadata, 2)
-    buffers = [b for assignment in _all(hlo_proto, 3) for b in _all(assignment, 3)]
-    size = sum(value for b in buffers for number, value in _fields(b) if number == 2)
-    return Program(_text(module, 1), op_names, opcodes, size)
-
-
-# --- the wire format of protocol buffers (protobuf.dev/programming-guides/encoding)
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The number and value of each field: an int, or bytes; fixed-width numbers, which nothing here needs, as bytes."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            value, at = _varint(message, at)
-        else:
-            size = {1: 8, 5: 4}.get(kind)
-            if size is None:
-                size, at = _varint(message, at)
-            value, at = message[at : at + size], at + size
-        yield number, value
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
-        if byte < 0x80:
-            return value, at
-
-
-def _all(message: bytes, wanted: int) -> Iterator[bytes]:
-    return (
-        value for number, value in _fields(message) if number == wanted and isinstance(value, bytes)
+def _program(hlo: Any) -> Program:
+    instructions = [i for c in hlo.hlo_module.computations for i in c.instructions]
+    return Program(
+        hlo.hlo_module.name,
+        {i.name: i.metadata.op_name for i in instructions if i.HasField("metadata")},
+        {i.name: i.opcode for i in instructions},
+        sum(buffer.size for buffer in hlo.buffer_assignment.buffer_allocations),
     )
 
 
-def _text(message: bytes, wanted: int) -> str:
-    return next((value.decode() for value in _all(message, wanted)), "")
+@functools.cache
+def _parser() -> Callable[[str, bytes], Any]:
+    """Returns a function that parses the bytes of a message named in `SCHEMA`."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    Field = descriptor_pb2.FieldDescriptorProto
+    scalars = {int: Field.TYPE_INT64, str: Field.TYPE_STRING, bytes: Field.TYPE_BYTES}
+    file = descriptor_pb2.FileDescriptorProto(name="xplane", package="minitext", syntax="proto3")
+    for message, fields in SCHEMA.items():
+        added = file.message_type.add(name=message).field
+        for name, (number, kind) in fields.items():
+            field = added.add(name=name, number=number, label=Field.LABEL_OPTIONAL)
+            if isinstance(kind, list):
+                field.label, kind = Field.LABEL_REPEATED, kind[0]
+            field.type = scalars.get(kind, Field.TYPE_MESSAGE)
+            if kind not in scalars:
+                field.type_name = f".minitext.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    made = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return lambda message, data: made[f"minitext.{message}"].FromString(data)

@@ -64,7 +64,7 @@ try:
     import minitext
 except ModuleNotFoundError:
     %pip install -q "minitext[book] @ git+https://example.org/old"
-from minitext.book.notebook import setup, check
+from minitext.book import check, setup
 setup()
 ```
 

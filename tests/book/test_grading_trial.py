@@ -110,7 +110,7 @@ def test_true_finite_raises(trial):
     trial.raises(ValueError, int, "x", match="invalid")
     trial.raises((KeyError, IndexError), lambda: [][1])
     assert "nothing was raised" in failure(trial.raises, ValueError, int, "1")
-    assert "must speak of" in failure(trial.raises, ValueError, int, "x", match="shape")
+    assert "must mention" in failure(trial.raises, ValueError, int, "x", match="shape")
     with pytest.raises(TypeError):
         trial.raises(ValueError, int, [])
 

@@ -54,7 +54,7 @@ def test_setup_simulates_devices_and_may_be_called_again():
     assert done.stderr == ""
 
 
-def test_setup_too_late_says_how_to_mend_it():
+def test_setup_too_late_says_how_to_fix_it():
     code = """
         import jax
         from minitext.book.notebook import setup
@@ -153,7 +153,7 @@ class Thing:
         (Thing().make, "@staticmethod\ndef make():"),
     ],
 )
-def test_show_takes_wrappers_off(obj, starts, capsys):
+def test_show_removes_wrappers(obj, starts, capsys):
     notebook.show(obj)
     heading, source = capsys.readouterr().out.split("\n", 1)
     assert re.fullmatch(r"# test_notebook\.py, lines \d+ to \d+", heading)

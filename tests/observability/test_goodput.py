@@ -1,4 +1,4 @@
-"""The ledger and its account: shares that sum to the wall time, whatever a kill or a clock did to the lines."""
+"""The ledger and its account: shares sum to the wall time, whatever a kill or a clock change did to the lines."""
 
 import datetime
 import itertools
@@ -23,7 +23,7 @@ WRITTEN = sorted(set(KINDS) - {"lost", "other", "idle"})
 
 
 def job(start, *events, began=1.0):
-    """Events of given kinds, seconds and steps that lie end to end behind a job's start."""
+    """A job's start followed by contiguous events of the given kinds, seconds and steps."""
     found = [Event("job_start", start, began)]
     for kind, seconds, step in events:
         last = found[-1]
@@ -61,7 +61,7 @@ def test_shares_sum_to_the_wall_time_whatever_the_clock_did(events):
 
 
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(1, 10), st.floats(0, 100))
-def test_what_a_kill_undid_is_lost_and_no_more(done, saved, more, idle):
+def test_only_what_a_kill_undid_is_lost(done, saved, more, idle):
     saved = min(saved, done)
     first = job(0.0, *steps(1, done))
     second = job(
@@ -75,8 +75,8 @@ def test_what_a_kill_undid_is_lost_and_no_more(done, saved, more, idle):
     assert found.jobs == 2
 
 
-def test_utilisation_is_of_the_time_in_steps_though_the_first_line_s_holds_a_compilation():
-    """At the peak a step takes half a second; here it takes two, and the first one's line has 30 of compiling more."""
+def test_utilisation_covers_only_steps_although_the_first_line_includes_a_compilation():
+    """At peak speed a step takes 0.5 s. Here it takes 2 s, and the first line includes 30 s of compilation."""
     lines = [{"step": n, "seconds": s, "mfu": 0.5 / s} for n, s in ((1, 32.0), (2, 2.0), (3, 2.0))]
     found = account(job(0, ("compile", 30.0, 1), *steps(1, 3)), lines)
     assert math.isclose(found.mfu, 0.25)
@@ -84,10 +84,10 @@ def test_utilisation_is_of_the_time_in_steps_though_the_first_line_s_holds_a_com
     assert account(job(0, ("compile", 30.0, 1)), lines).mfu is None
 
 
-def test_steps_are_lost_to_whichever_later_job_goes_back_furthest():
+def test_steps_are_lost_to_the_later_job_that_goes_back_furthest():
     jobs = job(0.0, *steps(1, 8)), job(100.0, *steps(7, 9)), job(200.0, *steps(5, 10))
     found = account([event for one in jobs for event in one])
-    # Of the first job 5 to 8 are done again, of the second all.
+    # Steps 5 to 8 of the first job are repeated, and all of the second.
     assert (found.lost_steps, found.steps) == (7, 10)
 
 
@@ -106,7 +106,7 @@ def test_any_cut_of_the_file_leaves_the_lines_before_it(tmp_path_factory, data):
     ends_whole = text[at : at + 1] == b"\n"  # only the end of the line is missing
     kept = whole[: text[:at].count(b"\n") + ends_whole]
     assert read_events(directory) == kept
-    # The next job's ledger goes on below, and its first line is not lost to what was cut off.
+    # The next job's ledger continues below, and the cut-off line doesn't swallow its first line.
     with Ledger(directory):
         pass
     names = [event.event for event in read_events(directory)]
@@ -118,13 +118,13 @@ def test_any_cut_of_the_file_leaves_the_lines_before_it(tmp_path_factory, data):
     ["", "[]", "null", '{"event": "step"}', '{"event": "lunch", "start": 1, "seconds": 1}', "\0\0",
      '{"event": "step", "start": 1, "seconds": NaN}', '{"event": "step", "start": 1, "seconds": -1}'],
 )  # fmt: skip
-def test_lines_that_are_no_event_are_left_out(tmp_path, line):
+def test_lines_that_are_not_events_are_skipped(tmp_path, line):
     good = '{"event": "step", "start": 1.0, "seconds": 2.0, "step": 3}'
     (tmp_path / goodput.EVENTS).write_text(f"{line}\n{good}\n{line}")
     assert read_events(tmp_path) == [Event("step", 1.0, 2.0, 3)]
 
 
-def test_events_lie_end_to_end_and_short_ones_count_to_the_next(tmp_path, monkeypatch):
+def test_events_are_contiguous_and_short_ones_count_toward_the_next(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(goodput.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(goodput.time, "time", lambda: 1100.0)
@@ -140,7 +140,7 @@ def test_events_lie_end_to_end_and_short_ones_count_to_the_next(tmp_path, monkey
     assert [e.seconds for e in found] == pytest.approx([0, 2, 1, 0])
 
 
-def test_a_wait_is_the_steps_while_the_device_computes(tmp_path):
+def test_a_wait_belongs_to_the_step_while_the_device_computes(tmp_path):
     class Busy:
         def is_ready(self):
             return False
@@ -157,7 +157,7 @@ def test_other_processes_write_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_lines_are_handed_over_together(tmp_path, monkeypatch):
+def test_lines_are_written_together(tmp_path, monkeypatch):
     calls = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda *args: calls.append(args) or write(*args))
@@ -174,7 +174,7 @@ def test_lines_are_handed_over_together(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def resumed(tiny, tmp_path_factory):
-    """A run of seven steps whose checkpoint of step 6 was lost, so that a second job went on after step 3."""
+    """A run of seven steps that lost its checkpoint of step 6, so a second job resumed after step 3."""
     import shutil
 
     quick = ["train.save_every=3", "train.eval_every=4", "train.eval_batches=1", "run.name=a"]
@@ -186,18 +186,18 @@ def resumed(tiny, tmp_path_factory):
     return path
 
 
-def test_the_loop_writes_what_it_did(resumed):
+def test_the_loop_records_what_it_did(resumed):
     found = measure(resumed)
     assert (found.jobs, found.steps, found.lost_steps) == (2, 7, 3)
     for kind in ("step", "lost", "compile", "evaluation", "save", "restore", "init", "job_start"):
         assert found.seconds[kind] > 0, kind
-    assert found.seconds["other"] < 1e-3  # rounding: the loop's events leave no gap
+    assert found.seconds["other"] < 1e-3  # only rounding: the loop's events leave no gap
     assert found.mfu is not None and 0 < found.mfu_of_wall < found.mfu
     starts = [e.start for e in read_events(resumed)]
     assert starts == sorted(starts)
 
 
-def test_goodput_is_told_as_json_and_drawn(resumed, capsys, tmp_path):
+def test_goodput_is_printed_as_json_and_drawn(resumed, capsys, tmp_path):
     from minitext.cli import watching
 
     watching.goodput(str(resumed), None, None, as_json=True)
@@ -210,23 +210,23 @@ def test_goodput_is_told_as_json_and_drawn(resumed, capsys, tmp_path):
     assert "goodput" in (tmp_path / "goodput.svg").read_text()
 
 
-def test_a_ledger_that_cannot_be_read_is_one_line(tmp_path):
+def test_an_unreadable_ledger_is_a_one_line_error(tmp_path):
     (tmp_path / "events.jsonl").write_bytes(b"\xff\n[1]\n")
     with pytest.raises(UserError, match="no event that can be read"):
         measure(tmp_path)
 
 
-def test_a_directory_without_a_ledger_is_one_line(tmp_path):
+def test_a_directory_without_a_ledger_is_a_one_line_error(tmp_path):
     for ask in (measure, lambda directory: goodput_export.replay(directory, None)):
         with pytest.raises(UserError, match="runs/NAME"):
             ask(tmp_path)
 
 
-# --- ml-goodput-measurement, whose recorder has these methods (0.2)
+# --- ml-goodput-measurement; its recorder has these methods in 0.2
 
 
 class Recorder:
-    """Which calls are made; the library itself is not installed here."""
+    """Records the calls; the library itself isn't installed here."""
 
     METHODS = ("job_start", "job_end", "step_start", "tpu_init_start", "tpu_init_end", "data_loading_start",
                "data_loading_end", "training_preparation_start", "training_preparation_end",

@@ -1,4 +1,4 @@
-"""What a run writes down, and what a killed run leaves half-written."""
+"""What a run records, and what a killed run leaves half-written."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from minitext.observability.metrics import (
 )
 
 
-def test_lines_come_back(tmp_path):
+def test_written_lines_are_read_back(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         for step in (1, 2):
             writer.write({"step": step, "loss": 1.5 / step})
@@ -51,20 +51,20 @@ def test_numbers_that_json_lacks_become_text(tmp_path):
         st.binary(max_size=20) | st.sampled_from([b"[1]", b'{"step": "x"}', b"{}", b"9" * 9999])
     )
 )
-def test_what_is_no_line_of_a_step_is_left_out(lines):
+def test_lines_that_are_not_a_step_s_are_skipped(lines):
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 7}']))
         assert read_metrics(directory) == [{"step": 7}]
 
 
-def test_no_file_is_no_metrics(tmp_path):
+def test_a_missing_file_means_no_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     assert read_metrics(tmp_path) == []
     (tmp_path / "metrics.jsonl").rmdir()
     assert read_metrics(tmp_path) == []
 
 
-def test_meter_relates_work_to_time(monkeypatch):
+def test_meter_divides_work_by_time(monkeypatch):
     clock = iter([10.0, 12.0, 20.0, 21.0, 24.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     meter = Meter(tokens=100, flops=60.0, peak=120.0)

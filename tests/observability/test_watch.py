@@ -1,4 +1,4 @@
-"""Watching: what is told of a run at each point of its life, from its files alone."""
+"""Watching: what a run's files say about it at each point of its life."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from minitext.observability.watch import BARS, read_status, span, sparkline
 
 
 def write(directory, steps=10, written=0, last=("step",), began=1000.0, age=5.0, **more):
-    """A run directory with a line and an event for each step of a second; the newest file is `age` seconds old."""
+    """A run directory with a line and an event for each one-second step; the newest file is `age` seconds old."""
     directory.mkdir(exist_ok=True)
     (directory / "config.yml").write_text(to_yaml(load_config("laptop", [f"train.steps={steps}"])))
     events = [("job_start", None), *(("step", n) for n in range(1, written + 1))]
@@ -43,7 +43,7 @@ def text(status):
     return console.export_text()
 
 
-def test_a_run_that_has_not_begun_is_awaited(tmp_path):
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     status = read_status(tmp_path / "none")
     assert status.state == "waiting" and "waiting for the run" in text(status)
 
@@ -60,7 +60,7 @@ def test_a_run_that_has_not_begun_is_awaited(tmp_path):
         (10, ("job_end",), 7200, "finished"),
     ],
 )
-def test_the_state_is_told_from_what_was_written_and_when(tmp_path, written, last, age, state):
+def test_the_state_follows_from_what_was_written_and_when(tmp_path, written, last, age, state):
     status = read_status(*write(tmp_path, written=written, last=last, age=age))
     assert (status.state, status.step, status.steps) == (state, written, 10)
     assert status.quiet == pytest.approx(age)
@@ -73,7 +73,7 @@ def test_slow_steps_may_be_silent_for_longer(tmp_path):
     assert status.state == "running"  # the mean of the last steps is 150 s
 
 
-def test_a_frame_has_all_that_is_asked_of_it(tmp_path):
+def test_a_frame_shows_everything(tmp_path):
     directory, now = write(
         tmp_path, written=4, host_bytes=3 * 2**30, device_bytes=2**34, val_loss=1.5
     )
@@ -91,13 +91,13 @@ def test_a_frame_has_all_that_is_asked_of_it(tmp_path):
     assert json.loads(json.dumps(status.to_json()))["goodput"] == 0.8
 
 
-def test_a_loss_that_is_no_number_is_shown(tmp_path):
+def test_a_loss_that_is_not_a_number_is_shown(tmp_path):
     status = read_status(*write(tmp_path, written=3, loss="nan"))
     assert "nan" in text(status) and len(status.losses) == 2
 
 
 def test_it_follows_a_run_to_its_end(tmp_path, monkeypatch):
-    """The run begins after the watch, and trains between its looks."""
+    """The run begins after the watch, and trains between two readings."""
     looks = iter([
         lambda: write(tmp_path, written=0), lambda: write(tmp_path, written=6),
         lambda: write(tmp_path, written=10, last=("job_end",)),
@@ -122,6 +122,6 @@ def test_a_curve_falls_where_the_loss_does():
     assert sparkline(tuple(range(8, 0, -1))) == BARS[::-1]
 
 
-def test_times_are_told_for_people():
-    told = [span(s) for s in (0.4, 59.9, 60, 3599, 3600, 2 * 86400 + 3600)]
-    assert told == ["0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 days 1 h"]
+def test_durations_are_readable():
+    shown = [span(s) for s in (0.4, 59.9, 60, 3599, 3600, 2 * 86400 + 3600)]
+    assert shown == ["0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 days 1 h"]

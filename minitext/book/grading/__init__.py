@@ -3,20 +3,8 @@
 Chapters: none.
 """
 
-from typing import Any
+from minitext import exports
 
-from minitext.book.grading.registry import Exercise, learner_number
-
-__all__ = ["Exercise", "check", "learner_number"]
-
-
-def check(id: str, fn: Any = None) -> None:
-    """Checks one answer in a notebook and prints a verdict; it never raises.
-
-    Args:
-        id: the exercise, such as "05.adamw".
-        fn: the learner's function.
-    """
-    from minitext.book.grading.inline import check
-
-    check(id, fn)
+__getattr__, __dir__ = exports(
+    __name__, {"Exercise": "registry", "learner_number": "registry", "check": "inline"}
+)

@@ -1,4 +1,4 @@
-"""Where a learner's answers are: in a folder of files, or in the cells of a notebook.
+"""Finds a learner's answers in a folder of files or in the cells of a notebook.
 
 Chapters: none.
 """
@@ -24,10 +24,10 @@ class Answer:
 
     Attributes:
         pieces: its source.
-        filename: what messages call the file.
-        folder: where else the answer may import from.
-        fault: why it cannot be graded, in one line; "" if it can.
-        attempted: False while it is still the stub, or missing.
+        filename: the file's name in messages.
+        folder: an extra folder that the answer may import from.
+        fault: why it can't be graded, in one line; "" if it can.
+        attempted: False if it is missing or still the stub.
     """
 
     pieces: tuple[Piece, ...] = ()
@@ -38,7 +38,7 @@ class Answer:
 
 
 def answers_folder(root: Path, named: Path | None) -> Path:
-    """The folder of the learner's files: the named one, ./exercises, else the checkout's own.
+    """The folder of the learner's files: the named one, or ./exercises, or the checkout's own.
 
     Raises:
         UserError: if there is none.
@@ -51,7 +51,7 @@ def answers_folder(root: Path, named: Path | None) -> Path:
             )
         return named
     places = [Path("exercises")]
-    if root != registry.PACKAGE / "_exercises":  # those are the package's, not the learner's
+    if root != registry.PACKAGE / "_exercises":  # those belong to the package, not to the learner
         places.append(root)
     for place in places:
         if registry.chapter_files(place, ""):
@@ -83,39 +83,37 @@ def start(root: Path, folder: Path) -> tuple[list[Path], list[Path]]:
 
 def from_folder(folder: Path, root: Path, exercises: Iterable[Exercise]) -> dict[str, Answer]:
     """The answers to `exercises` in a folder's `chNN_name.py` files, by id."""
-    answers = {}
-    stubs: dict[str, dict[str, str]] = {}
-    for exercise in exercises:
-        path = folder / f"{exercise.stem}.py"
-        if exercise.stem not in stubs:
-            text = (root / "solutions" / f"{exercise.stem}.py").read_text(encoding="utf-8")
-            stubs[exercise.stem] = source.sections(source.stub(text))
-        if not path.is_file():
-            answers[exercise.id] = Answer(filename=path.name, attempted=False)
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            answers[exercise.id] = Answer(fault=f"cannot read {path}: {error}")
-            continue
-        section = source.sections(text).get(exercise.id)
-        untouched = section is not None and source.same_code(
-            section, stubs[exercise.stem][exercise.id]
-        )
-        answers[exercise.id] = Answer(
-            tuple(source.split(text)), path.name, str(folder.resolve()), attempted=not untouched
-        )
-    return answers
+    return {exercise.id: _from_file(folder, root, exercise) for exercise in exercises}
+
+
+def _from_file(folder: Path, root: Path, exercise: Exercise) -> Answer:
+    path = folder / f"{exercise.stem}.py"
+    if not path.is_file():
+        return Answer(filename=path.name, attempted=False)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return Answer(fault=f"cannot read {path}: {error}")
+    section = source.sections(text).get(exercise.id)
+    untouched = section is not None and source.same_code(section, _stub(root, exercise)[1])
+    pieces = tuple(source.split(text))
+    return Answer(pieces, path.name, str(folder.resolve()), attempted=not untouched)
+
+
+def _stub(root: Path, exercise: Exercise) -> tuple[str, str]:
+    """The preamble of an exercise's file, and its stub."""
+    text = (root / "solutions" / f"{exercise.stem}.py").read_text(encoding="utf-8")
+    return source.preamble(text), source.sections(source.stub(text))[exercise.id]
 
 
 def from_notebook(path: Path, root: Path, exercises: Iterable[Exercise]) -> dict[str, Answer]:
-    """The answers to `exercises` in a notebook's cells, by id; those not in it are left out.
+    """The answers to `exercises` in a notebook's cells, by id; exercises without a cell are left out.
 
-    An exercise's own cell is marked by its metadata. When it is still the stub and another cell
-    defines the function, that cell counts; of several, the last.
+    An exercise's own cell is marked by its metadata. If that is still the stub and other cells define the function,
+    the last of those counts.
 
     Raises:
-        UserError: if the file is not a notebook.
+        UserError: if the file isn't a notebook.
     """
     cells = _code_cells(path)
     answers = {}
@@ -123,9 +121,8 @@ def from_notebook(path: Path, root: Path, exercises: Iterable[Exercise]) -> dict
         marked = [i for i, (name, _) in enumerate(cells) if name == exercise.id]
         if not marked:
             continue
-        text = (root / "solutions" / f"{exercise.stem}.py").read_text(encoding="utf-8")
-        stub = source.sections(source.stub(text))[exercise.id]
-        stubs = (stub, f"{source.preamble(text)}\n{stub}")
+        preamble, stub = _stub(root, exercise)
+        stubs = (stub, f"{preamble}\n{stub}")
         touched = [i for i in marked if not any(source.same_code(cells[i][1], s) for s in stubs)]
         if not touched:
             touched = [
@@ -133,23 +130,17 @@ def from_notebook(path: Path, root: Path, exercises: Iterable[Exercise]) -> dict
                 for i, (name, code) in enumerate(cells)
                 if not name and _defines(code, exercise.function)
             ]
-        # An empty first piece: a notebook has no lines that belong to every exercise.
-        pieces = [Piece("", "")]
         own = (touched or marked)[-1]
-        pieces += [
-            Piece(exercise.id if i == own else "", code) for i, (_, code) in enumerate(cells)
-        ]
-        answers[exercise.id] = Answer(
-            tuple(pieces),
-            f"{path.name}[{exercise.id}]",
-            str(path.resolve().parent),
-            attempted=bool(touched),
-        )
+        texts = [(exercise.id if i == own else "", code) for i, (_, code) in enumerate(cells)]
+        # The empty first piece: unlike a file, a notebook has no lines that belong to every exercise.
+        pieces = tuple(Piece(id, code) for id, code in [("", ""), *texts])
+        name, folder = f"{path.name}[{exercise.id}]", str(path.resolve().parent)
+        answers[exercise.id] = Answer(pieces, name, folder, attempted=bool(touched))
     return answers
 
 
 def _code_cells(path: Path) -> list[tuple[str, str]]:
-    """(exercise id or "", source) of each code cell; magics and shell lines become `pass`."""
+    """The (exercise id or "", source) of each code cell; magics and shell lines become `pass`."""
     try:
         book = json.loads(path.read_text(encoding="utf-8"))
         found = []

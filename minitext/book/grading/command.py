@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,7 +56,7 @@ def grade(
 ) -> None:
     """Grade your answers: each exercise in its own process, with one hint for each that fails.
 
-    Exits 0 only if everything that was asked passes.
+    Exits 0 only if everything you asked for passes.
     """
     names = [] if all_ else which or []
     request = _Request(names, secrets.randbits(31) if seed is None else seed, learner, jobs)
@@ -76,12 +76,20 @@ def grade(
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What every kind of grading needs of the command line."""
+    """What every kind of grading needs from the command line."""
 
     names: list[str]
     seed: int
     learner: str | None
     jobs: int
+
+    def prepare(self) -> tuple[Any, dict[str, Any]]:
+        """Returns a `runner.Grading`, and the exercises by id."""
+        from minitext.book.grading import registry, runner
+
+        root, number = registry.exercises_root(), registry.learner_number(self.learner)
+        exercises = registry.select(root, self.names)
+        return runner.Grading(root, self.seed, number, self.jobs), exercises
 
 
 def _start(names: list[str]) -> bool:
@@ -104,12 +112,9 @@ def _start(names: list[str]) -> bool:
 def _try_out(request: _Request, kinds: list[str]) -> bool:
     from rich.console import Console
 
-    from minitext.book.grading import registry, report, runner
+    from minitext.book.grading import report, runner
 
-    root = registry.exercises_root()
-    exercises = registry.select(root, request.names)
-    number = registry.learner_number(request.learner)
-    grading = runner.Grading(root, request.seed, number, request.jobs)
+    grading, exercises = request.prepare()
     with _bar() as advance_to:
         rows = runner.try_out(grading, exercises.values(), kinds, advance_to)
     good = report.print_rows(Console(), rows)
@@ -128,26 +133,24 @@ def _grade(
 
     from minitext.book.grading import answers, registry, report, runner
 
-    root = registry.exercises_root()
-    exercises = registry.select(root, request.names)
+    grading, exercises = request.prepare()
     if notebook is not None:
-        found = answers.from_notebook(notebook, root, exercises.values())
+        found = answers.from_notebook(notebook, grading.root, exercises.values())
         if not found:
             asked = " ".join(request.names) or "any exercise"
             raise UserError(f"{notebook} has no cell of {asked}")
         if not request.names:
             exercises = {id: exercises[id] for id in found}
     else:
-        place = answers.answers_folder(root, folder)
-        found = answers.from_folder(place, root, exercises.values())
+        place = answers.answers_folder(grading.root, folder)
+        found = answers.from_folder(place, grading.root, exercises.values())
     missing = answers.Answer(attempted=False)
     tasks = [(exercise, found.get(id, missing)) for id, exercise in exercises.items()]
-    who = request.learner or registry.learner_name()
-    grading = runner.Grading(root, request.seed, registry.learner_number(who), request.jobs)
     with _bar() as advance_to:
         results = runner.grade_many(grading, tasks, advance_to)
     report.print_table(Console(stderr=json_file == "-"), results, request.seed)
     if json_file:
+        who = request.learner or registry.learner_name()
         report.write_json(json_file, report.as_json(results, request.seed, who))
     if gradescope:
         report.write_json(gradescope, report.as_gradescope(results, request.seed))
@@ -156,7 +159,7 @@ def _grade(
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error that vanishes when done; yields a function of (done, total)."""
+    """A bar on standard error that disappears when done; yields a function of (done, total)."""
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
     columns = ("grading", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,7 +1,7 @@
-"""Comparing a learner's value with the right one, leaf by leaf, in float64.
+"""Compares a learner's value with the right one, leaf by leaf, in float64.
 
-The comparison never calls a method of the learner's object other than its conversion to a plain
-NumPy array, and never trusts its `==`.
+The comparison only converts the learner's object to a plain NumPy array: it calls no other method of the object, and
+never trusts its `==`.
 
 Chapters: none.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-SAMPLE = 4096  # entries of an observed array that are kept to recognise the mistake
+SAMPLE = 4096  # entries of an observed array that are kept, for recognising the mistake
 
 
 class Failure(AssertionError):
-    """A check's verdict: `str(self)` is what the learner reads, `observed` what was seen."""
+    """A failed check: `str(self)` is the message for the learner, `observed` the value seen."""
 
     def __init__(self, message: str, observed: Any = None):
         super().__init__(message)
@@ -25,7 +25,7 @@ class Failure(AssertionError):
 
 
 def is_array(x: Any) -> bool:
-    """True for numbers, NumPy arrays and JAX arrays (also JAX's extended dtypes)."""
+    """True for numbers, NumPy arrays and JAX arrays (including JAX's extended dtypes)."""
     if isinstance(x, (bool, int, float, complex, np.ndarray, np.generic)):
         return True
     jax = sys.modules.get("jax")
@@ -33,10 +33,10 @@ def is_array(x: Any) -> bool:
 
 
 def plain(x: Any) -> np.ndarray:
-    """A fresh plain NumPy copy of an array, number or nested list of numbers.
+    """A new plain NumPy copy of an array, number or nested list of numbers.
 
     Raises:
-        Failure: if it is no such thing; the message says what came instead.
+        Failure: if `x` is anything else; the message says what.
     """
     dtype = getattr(x, "dtype", None)
     if dtype is not None and str(dtype).startswith("key<"):
@@ -55,12 +55,12 @@ def plain(x: Any) -> np.ndarray:
 
 
 def wide(x: np.ndarray) -> np.ndarray:
-    """float64 (or complex128): wide enough to hold bf16, float8 and 53-bit integers exactly."""
+    """Converts to float64 (or complex128), which holds bf16, float8 and 53-bit integers exactly."""
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def describe(x: Any) -> str:
-    """A short phrase naming a value for a message."""
+    """A short description of a value, for a message."""
     if is_array(x) and getattr(x, "ndim", 0):
         return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
     text = repr(x).replace("\n", " ")
@@ -69,9 +69,9 @@ def describe(x: Any) -> str:
 
 
 def leaves(got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Pairs of leaves of two pytrees of the same structure, each with the path to it.
+    """Yields (path, got, want) for each leaf of two pytrees with the same structure.
 
-    Where `want` is one array, `got` is one leaf, whatever it is.
+    If `want` is a single array, `got` is a single leaf, whatever it is.
 
     Raises:
         Failure: if the structures differ.
@@ -91,9 +91,9 @@ def leaves(got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str | None:
-    """None when every entry is within `atol + rtol * abs(want)`, else where and by how much not.
+    """None if every entry is within `atol + rtol * abs(want)`, else a message with the worst entry.
 
-    NaN equals NaN and infinities equal themselves; shapes must be equal, nothing broadcasts.
+    NaN equals NaN, and infinities equal themselves. Shapes must be equal: nothing broadcasts.
     """
     if got.shape != want.shape:
         return f"got shape {got.shape}, want {want.shape}"
@@ -102,14 +102,13 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
         error = np.abs(g - w)
         exact = got.dtype.kind in "biu" and want.dtype.kind in "biu"
         same = got == want if exact else (g == w) | (np.isnan(g) & np.isnan(w))
-        # With no tolerance `error` must not decide: in float64 large integers look equal.
+        # Without a tolerance `error` mustn't decide: large integers look equal in float64.
         bad = ~(same | (error <= atol + rtol * np.abs(w))) if rtol or atol else ~same
     if not bad.any():
         return None
     error = np.where(bad, np.where(np.isnan(error), np.inf, error), -1.0)
     worst = np.unravel_index(int(np.argmax(error)), error.shape)
-    where = f"at [{', '.join(map(str, worst))}] " if got.shape else ""
-    text = f"{where}got {_number(got[worst])}, want {_number(want[worst])}"
+    text = f"{_got(got, worst)}, want {_number(want[worst])}"
     if bad.size > 1:
         text += f" ({int(bad.sum())} of {bad.size} values are off"
         text += f", {int(np.isnan(g).sum())} are NaN)" if np.isnan(g).any() else ")"
@@ -117,12 +116,14 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
 
 
 def not_finite(got: np.ndarray) -> str | None:
-    """None when no entry is NaN or infinite, else where the first one is."""
+    """None if every entry is finite, else a message with the first one that isn't."""
     bad = np.argwhere(~np.isfinite(wide(got)))
-    if not len(bad):
-        return None
-    where = f"at [{', '.join(map(str, bad[0]))}] " if got.shape else ""
-    return f"{where}got {_number(got[tuple(bad[0])])}, want a finite number"
+    return f"{_got(got, tuple(bad[0]))}, want a finite number" if len(bad) else None
+
+
+def _got(array: np.ndarray, index: tuple[Any, ...]) -> str:
+    where = f"at [{', '.join(map(str, index))}] " if index else ""
+    return f"{where}got {_number(array[index])}"
 
 
 def _number(x: Any) -> str:
@@ -130,7 +131,7 @@ def _number(x: Any) -> str:
 
 
 def equal_values(got: Any, want: Any) -> str | None:
-    """None when two values are the same, else how they differ; the type counts, dtypes don't."""
+    """None if two values are the same, else how they differ; types must match, dtypes needn't."""
     if is_array(want):
         if isinstance(want, bool) != (plain(got).dtype == np.bool_) and not hasattr(want, "dtype"):
             return f"got {describe(got)}, want {want!r}"
@@ -162,7 +163,7 @@ def _first(items: Iterator[tuple[str, Any, Any]]) -> str | None:
 
 
 def observe(x: Any) -> Any:
-    """What is kept of a value to compare it with a mutant's: arrays sampled, others as text."""
+    """What to keep of a value for comparison with a mutant's: a sample of an array, the text of anything else."""
     try:
         array = plain(x)
     except Failure:
@@ -179,10 +180,10 @@ def observe(x: Any) -> Any:
 
 
 def distance(a: Any, b: Any) -> float:
-    """How far apart two observations are: 0 the same, inf of another kind.
+    """How far apart two observations are: 0 if they are the same, inf if they are of different kinds.
 
-    Arrays of one shape give the largest difference relative to the largest finite entry, so that
-    rounding noise is near 1e-7 and another mistake is near 1.
+    For arrays of one shape it is the largest difference relative to the largest finite entry: about 1e-7 for rounding
+    noise, about 1 for another mistake.
     """
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _array_distance(a, b)

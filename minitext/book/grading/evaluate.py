@@ -1,4 +1,4 @@
-"""Runs an exercise's checks on one answer, and picks the hint that its mistake needs.
+"""Runs an exercise's checks on one answer, and picks the hint that fits its mistake.
 
 Chapters: none.
 """
@@ -14,12 +14,12 @@ from minitext.book.grading import compare
 from minitext.book.grading.registry import Check, Exercise
 from minitext.book.grading.trial import Trial
 
-ANSWER_MODULE = "answer"  # name of the module that a learner's source is run as
+ANSWER_MODULE = "answer"  # module name under which a learner's source runs
 
 
 @dataclasses.dataclass
 class CheckResult:
-    """What one check said: `message` is empty when it passed, `observed` is never shown."""
+    """The result of one check: `message` is empty if it passed; `observed` is never shown."""
 
     name: str
     passed: bool
@@ -29,20 +29,20 @@ class CheckResult:
 
 @dataclasses.dataclass(eq=False)
 class Attempt:
-    """One answer and what the checks said of it so far.
+    """One answer and the results of its checks so far.
 
     Attributes:
-        exercise: what to check.
+        exercise: the exercise to check.
         fn: the answer.
-        seed: with the check's name, the seed of `t.rng`.
+        seed: together with the check's name, the seed of `t.rng`.
         learner: `t.learner`.
-        source: file name that the answer's frames have, to tell its errors from the check's.
+        source: file name in the answer's frames, which tells its errors from the check's.
         swallow: exceptions that count as the answer's; SystemExit always does.
         before_check: called with each check's name.
-        after_check: called after each check; what it raises ends the evaluation.
-        checks: results of the checks that were run, in order.
-        untouched: the stub's own NotImplementedError was reached; no further check is run.
-        seconds: what the checks took.
+        after_check: called after each check; an exception from it ends the evaluation.
+        checks: results of the checks run so far, in order.
+        untouched: whether the stub's own NotImplementedError was raised; no further check runs then.
+        seconds: how long the checks took.
     """
 
     exercise: Exercise
@@ -68,7 +68,7 @@ class Attempt:
         return len(self.checks) == len(self.exercise.checks) and not self.failing
 
     def run(self, to_first_failure: bool = False) -> "Attempt":
-        """Runs the checks that were not run yet, all or only until one has failed."""
+        """Runs the checks that haven't run yet, all of them or until one fails."""
         begun = time.perf_counter()
         for check in self.exercise.checks[len(self.checks) :]:
             if self.untouched or (to_first_failure and self.failing):
@@ -82,30 +82,24 @@ class Attempt:
         return self
 
     def _result(self, check: Check) -> CheckResult | None:
+        trial = Trial(self.seed, self.learner, f"{self.exercise.id}/{check.name}")
         try:
-            return _run(check, self.exercise, self.fn, self.seed, self.learner)
+            check.run(self.fn, trial)
         except compare.Failure as failure:
             return CheckResult(check.name, False, str(failure), failure.observed)
-        except NotImplementedError as error:
-            if error.args == (self.exercise.id,):
+        except (self.swallow, SystemExit, NotImplementedError) as error:
+            if isinstance(error, NotImplementedError) and error.args == (self.exercise.id,):
                 self.untouched = True
                 return None
             return raised(check.name, error, self.fn, self.source)
-        except (self.swallow, SystemExit) as error:
-            return raised(check.name, error, self.fn, self.source)
-
-
-def _run(check: Check, exercise: Exercise, fn: Any, seed: int, learner: int) -> CheckResult:
-    trial = Trial(seed, learner, f"{exercise.id}/{check.name}")
-    check.run(fn, trial)
-    if not trial.comparisons:
-        text = "this check compared nothing; that is the exercise's fault, please report it"
-        return CheckResult(check.name, False, text, "no comparison")
-    return CheckResult(check.name, True)
+        if not trial.comparisons:
+            text = "this check compared nothing; that is the exercise's fault, please report it"
+            return CheckResult(check.name, False, text, "no comparison")
+        return CheckResult(check.name, True)
 
 
 def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult:
-    """The result of a check in which the answer raised: what, and on which of its lines."""
+    """The result of a check in which the answer raised: the exception, and the answer's line that raised it."""
     kind = type(error).__name__
     text = str(error).strip().split("\n")[0][:300]
     message = f"{kind}: {text}" if text else kind
@@ -119,7 +113,7 @@ def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult
 
 
 def _anonymous(text: str, fn: Any) -> str:
-    """An exception's message without what differs between two answers with one mistake."""
+    """An exception's message without the parts that differ between two answers with the same mistake."""
     name = getattr(fn, "__name__", "")
     text = re.sub(rf"\b{re.escape(name)}\b", "fn", text) if name else text
     text = re.sub(r"\S+\.py:\d+(:\d+)?|<ipython\S+>|line \d+", "", text)
@@ -127,24 +121,24 @@ def _anonymous(text: str, fn: Any) -> str:
 
 
 def attempt_mutants(exercise: Exercise, seed: int, learner: int) -> list[Attempt]:
-    """The exercise's mutants, in order, under the same seed; `match` runs what it needs of them."""
+    """The exercise's mutants, in order, with the same seed; `match` runs as many of their checks as it needs."""
     return [Attempt(exercise, mutant.fn, seed, learner) for mutant in exercise.mutants]
 
 
 def choose_hint(attempt: Attempt) -> str:
-    """The hint for a failed answer: that of the mutant with the same mistake, else the first."""
+    """The hint for a failed answer: that of the mutant with the same mistake, or else the exercise's first."""
     exercise = attempt.exercise
     index = match(attempt, attempt_mutants(exercise, attempt.seed, attempt.learner))
     return exercise.hints[0] if index is None else exercise.mutants[index].hint
 
 
 def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
-    """Index of the mutant whose mistake an answer shows, or None.
+    """Index of the mutant that makes the same mistake as an answer, or None.
 
-    First the mutant that fails the same first check with the same value (or exception); among
-    several, one that fails the same checks, then the nearest in all values seen. Else, for an
-    answer that raised, the only mutant that raises the same type of exception in the same checks.
-    Other wrong values are another mistake. A mutant is run no further than this needs.
+    It is the mutant that first fails the same check with the same value or exception. Among several, one that fails
+    the same set of checks is preferred, then the nearest in all observed values. If there is none and the answer
+    raised, it is the only mutant that raises the same type of exception in the same checks. Any other wrong value is
+    another mistake. Each mutant runs only as far as this comparison needs.
     """
     failing = attempt.run(to_first_failure=True).failing
     if not failing:
@@ -172,13 +166,13 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
 
 
 def _unlike(a: Attempt, b: Attempt) -> tuple[bool, float]:
-    """How much two failed answers differ: in the checks that fail, then in the values seen."""
+    """How much two failed answers differ: whether other checks fail, then the distance of the observed values."""
     seen = {check.name: check.observed for check in b.failing}
     far = [min(1.0, compare.distance(c.observed, seen.get(c.name))) for c in a.failing]
     return set(seen) != {check.name for check in a.failing}, sum(far)
 
 
 def _kind(check: CheckResult) -> str:
-    """How a check failed: the exception's type, or "" for a wrong value."""
+    """The type of the exception that failed a check, or "" for a wrong value."""
     seen = check.observed
     return seen[1] if isinstance(seen, tuple) and seen[:1] == ("raised",) else ""

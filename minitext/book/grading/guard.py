@@ -1,8 +1,7 @@
-"""What keeps an answer from spoiling its own grading: an audit hook and a seal on the checker.
+"""Keeps an answer from tampering with its own grading: an audit hook, and a seal on the checker.
 
-Both guard against accidents and against the cheats that people try: they make an isolated
-exercise fail with a clear verdict. They are no sandbox for hostile native code; a class whose
-learners are not trusted runs the grader in a container.
+Both protect against accidents and common ways of cheating, and make that one exercise fail with a clear verdict. They
+aren't a sandbox for hostile native code: if you don't trust the learners, run the grader in a container.
 
 Chapters: none.
 """
@@ -84,16 +83,15 @@ def arm(
     source: str,
     peer: tuple[list[str], dict[str, str]] | None = None,
 ) -> None:
-    """Installs the audit hook; it stays for the life of the process.
+    """Installs the audit hook, which stays for the life of the process.
 
-    From here on the process may not use the network, start or signal processes, or open a file
-    under `protected`; and code of the file `source` may not look into other code's frames.
+    From then on the process can't use the network, start or signal processes, or open a file under `protected`, and
+    code from the file `source` can't inspect other code's frames.
 
     Args:
         protected: folders.
-        source: the file name that the answer is compiled under.
-        peer: command and environment of the one process that may be started, word for word; it
-            must be one that guards itself.
+        source: the file name under which the answer is compiled.
+        peer: exact command and environment of the only process that may be started; that process must guard itself.
     """
     folders = tuple(os.path.realpath(folder) + os.sep for folder in protected)
     getframe, realpath, fsdecode = sys._getframe, os.path.realpath, os.fsdecode
@@ -102,7 +100,7 @@ def arm(
 
     def from_answer() -> bool:
         nonlocal looking
-        if looking:  # this function's own look at the frames is audited too
+        if looking:  # this function's own access to the frames is audited too
             return False
         looking = True
         try:
@@ -138,21 +136,21 @@ def arm(
 
 
 def _code(value: Any) -> Any:
-    """What else must stay the same of a function besides its identity."""
+    """The parts of a function that must stay unchanged, apart from its identity."""
     if isinstance(value, types.FunctionType):
         return (value.__code__, value.__defaults__, value.__kwdefaults__)
     return None
 
 
 class Seal:
-    """A snapshot of everything a verdict rests on; `broken` names what was changed since.
+    """A snapshot of everything that a verdict depends on; `broken` names what has changed since.
 
-    Sealed are the grader's modules and classes, the checks with the modules they use (oracles
-    included), and the comparison functions of Python, NumPy and JAX.
+    It covers the grader's modules and classes, the checks with the modules they use (including oracles), and the
+    comparison functions of Python, NumPy and JAX.
     """
 
     def __init__(self, exercise: Exercise, checks: types.ModuleType):
-        for name in ("numpy.testing", "asyncio"):  # loaded at NumPy's and JAX's first use: too late
+        for name in ("numpy.testing", "asyncio"):  # NumPy and JAX import these later: too late
             importlib.import_module(name)
         self._modules: dict[str, types.ModuleType] = {}
         self._entries: list[tuple[str, Any, str, Any, Any]] = []

@@ -1,4 +1,4 @@
-"""`check("05.adamw", adamw)` in a notebook: one friendly verdict, whatever is wrong.
+"""`check("05.adamw", adamw)` in a notebook: one friendly verdict, whatever goes wrong.
 
 Chapters: none.
 """
@@ -6,7 +6,6 @@ Chapters: none.
 import ast
 import inspect
 import secrets
-import sys
 import threading
 from typing import Any
 
@@ -18,12 +17,7 @@ from minitext.errors import UserError
 
 
 def check(id: str, fn: Any = None) -> None:
-    """Checks one answer and prints the verdict; never raises.
-
-    Args:
-        id: the exercise, such as "05.adamw".
-        fn: the learner's function.
-    """
+    """Checks the learner's function for an exercise such as "05.adamw" and prints the verdict; never raises."""
     try:
         print(verdict(str(id), fn))
     except UserError as error:
@@ -38,13 +32,13 @@ def verdict(id: str, fn: Any) -> str:
     """The text that `check` prints.
 
     Raises:
-        UserError: if there is no such exercise, or `fn` is no function.
+        UserError: if there is no such exercise, or `fn` isn't a function.
     """
     root = registry.exercises_root()
     if not registry.ID_PATTERN.fullmatch(id):
         near = next((name for name in registry.known_ids(root) if id in (name[3:], name[:2])), None)
-        mend = f'check("{near}", ...)' if near else 'check("05.adamw", adamw)'
-        raise UserError(f"{id!r} is not an exercise's id; write it like {mend}")
+        example = f'check("{near}", ...)' if near else 'check("05.adamw", adamw)'
+        raise UserError(f"{id!r} is not an exercise's id; write it like {example}")
     exercise = registry.select(root, [id])[id]
     if not callable(fn):
         raise UserError(f"{id}: pass your function: check({id!r}, {exercise.function})")
@@ -55,20 +49,21 @@ def verdict(id: str, fn: Any) -> str:
     total = len(exercise.checks)
     if result.status == PASSED:
         return f"{name}: passed. All {total} checks pass, {exercise.points} points."
-    good = sum(passed for _, passed, _ in result.checks)
-    lines = [f"{name}: not yet, {good} of {total} checks pass.", result.explanation()]
+    lines = [f"{name}: not yet, {result.good} of {total} checks pass.", result.explanation()]
     lines += [f"Hint: {result.hint}"] if result.hint else []
     return "\n".join(lines)
 
 
 def _grade(exercise: Exercise, fn: Any) -> Result:
+    import jax
+
     cell = _cell_of(fn)
     if cell and exercise.forbid:
         used = source.forbidden(ast.parse(cell), exercise.forbid)
         if used:
-            return Result(exercise, FAILED, f"this exercise is to be solved without {used}")
+            return Result(exercise, FAILED, f"this exercise must be solved without {used}")
     seed, learner = secrets.randbits(31), registry.learner_number()
-    if exercise.devices > _devices():
+    if exercise.devices > jax.device_count():
         if not cell:
             raise UserError(
                 f"{exercise.id} needs {exercise.devices} devices: put "
@@ -87,13 +82,6 @@ def _grade(exercise: Exercise, fn: Any) -> Result:
     return Result(exercise, status, checks=checks, hint=hint, seconds=attempt.seconds)
 
 
-def _devices() -> int:
-    jax = sys.modules.get("jax")
-    if jax is None:
-        import jax
-    return jax.device_count()
-
-
 def _code(fn: Any) -> Any:
     try:
         return getattr(inspect.unwrap(fn), "__code__", None)
@@ -102,7 +90,7 @@ def _code(fn: Any) -> Any:
 
 
 def _cell_of(fn: Any) -> str:
-    """The whole source of the cell (or file) that defines `fn`, "" if it cannot be had."""
+    """The whole source of the cell (or file) that defines `fn`, or "" if it isn't available."""
     try:
         code = "".join(inspect.findsource(inspect.unwrap(fn))[0])
         ast.parse(code)

@@ -1,8 +1,8 @@
-"""Real processes for exercises about several: started for a check, joined to one JAX job, ended with it.
+"""Real processes for exercises about several processes: a check starts them, joins them into one JAX job and ends them.
 
-The worker that grades an answer may start no process of its own, with one exception: this module's command, word for
-word. A process so started puts the same guard on itself before it reads the answer, and talks to the others on
-127.0.0.1 alone, from JAX's own code; Python's sockets stay refused.
+The worker that grades an answer may start only one kind of process: exactly this module's command. Such a process
+installs the same guard before it reads the answer. It talks to the others only on 127.0.0.1 and only from JAX's own
+code; Python's sockets stay blocked.
 
 Chapters: none.
 """
@@ -28,8 +28,8 @@ from minitext.book.grading.compare import Failure
 from minitext.book.grading.guard import arm
 from minitext.book.grading.registry import PACKAGE
 
-STARTUP_SECONDS = 90.0  # imports and the connection, on a machine that is busy
-GRACE_SECONDS = 1.5  # for the others to end by themselves when one has failed
+STARTUP_SECONDS = 90.0  # for imports and connecting, on a busy machine
+GRACE_SECONDS = 1.5  # after one has failed, for the others to end by themselves
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Peer:
         said: what it passed to `say`, in order.
         value: what it returned, if it did.
         done: whether it returned.
-        error: the exception that ended it, as (type's name, message), or None.
+        error: the exception that ended it, as (name of its type, message), or None.
     """
 
     said: list[Any] = dataclasses.field(default_factory=list)
@@ -56,7 +56,7 @@ def command(protected: Sequence[Path]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of that command: CPU only, the number of devices left to the job."""
+    """The environment of that command: CPU only; the job sets the number of devices."""
     flags = re.sub(
         r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
     )
@@ -66,17 +66,17 @@ def environment() -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": os.pathsep.join(paths),
-        "TF_CPP_MIN_LOG_LEVEL": "3",  # a process that dies makes the others' C++ log a page
+        "TF_CPP_MIN_LOG_LEVEL": "3",  # or the others' C++ code logs a page when a process dies
         "XLA_FLAGS": flags.strip(),
     }
 
 
-# Fixed here, before any answer runs: the guard compares with them.
+# Set before any answer runs, because the guard compares with them.
 _command, _environment = command([]), environment()
 
 
 def guard(protected: Sequence[Path], source: str) -> None:
-    """Arms this process's guard with its one exception, the command above for these folders."""
+    """Arms this process's guard; the only process it allows is the command above for these folders."""
     global _command, _environment
     _command, _environment = command(protected), environment()
     arm(protected, source, (_command, _environment))
@@ -88,24 +88,23 @@ def run_in_processes(
     """Runs `body(say, fn, *args)` in each of several new processes that are one JAX job.
 
     Args:
-        body: a check's own function. `say(x)` tells x to the check at once, also if the process is killed later.
+        body: a check's own function. `say(x)` sends x to the check immediately, in case the process is killed later.
         fn: the answer.
-        *args: what pickles.
-        processes: how many.
-        devices: simulated CPU devices of each.
-        seconds: wall-clock time for the body, start-up not counted; then all are ended.
+        *args: arguments, which must be picklable.
+        processes: number of processes.
+        devices: number of simulated CPU devices of each process.
+        seconds: wall-clock time for the body, without start-up; after that all processes are ended.
 
     Returns:
-        What each did. One that was ended before it returned is not `done` and has no error.
+        What each process did. One that was ended before it returned is not `done` and has no error.
 
     Raises:
         NotImplementedError: the stub's own.
     """
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     if module is not None and not hasattr(module, "__file__") and module.__name__ != "__main__":
-        cloudpickle.register_pickle_by_value(
-            module
-        )  # a learner's file is no module that others can import
+        # The other processes can't import a learner's file.
+        cloudpickle.register_pickle_by_value(module)
     job = cloudpickle.dumps((body, fn, args))
     started = [_start() for _ in range(processes)]
     try:
@@ -126,10 +125,10 @@ def run_in_processes(
 
 
 def returned(peers: Sequence[Peer]) -> list[Any]:
-    """The values of all processes.
+    """The return values of all processes.
 
     Raises:
-        Failure: one raised or did not come back in time; the message says which.
+        Failure: if one raised or didn't return in time; the message says which.
     """
     for index, peer in enumerate(peers):
         if peer.error:
@@ -140,7 +139,7 @@ def returned(peers: Sequence[Peer]) -> list[Any]:
     if waiting:
         named = " and ".join(map(str, waiting))
         told = (
-            f"of {len(peers)} processes {named} did not come back in time: they wait for each other"
+            f"of {len(peers)} processes, {named} did not return in time: they wait for each other"
         )
         raise Failure(told, ("waiting", waiting))
     return [peer.value for peer in peers]
@@ -153,7 +152,7 @@ def _start() -> subprocess.Popen:
 
 
 def _port(process: subprocess.Popen) -> int:
-    """A port that was free a moment ago, told by a process that has begun."""
+    """A port that was free a moment ago, reported by a process at its start."""
     assert process.stdout is not None
     return int(process.stdout.readline())
 
@@ -165,7 +164,7 @@ def _write(process: subprocess.Popen, data: bytes) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Closes the pipe that the process watches, upon which it exits; a guarded worker may send no signal."""
+    """Closes the pipe that the process watches, so it exits; a guarded worker can't send signals."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.wait()
@@ -173,7 +172,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _listen(started: list[subprocess.Popen], seconds: float) -> list[Peer]:
-    """Hears all processes until each has ended, one has failed, or the time is over."""
+    """Listens to all processes until each has ended, one has failed, or time is up."""
     peers = [Peer() for _ in started]
     heard: queue.Queue = queue.Queue()
     for index, process in enumerate(started):
@@ -210,9 +209,9 @@ def _hear(index: int, process: subprocess.Popen, heard: queue.Queue) -> None:
 
 
 def main() -> None:
-    """The new process: tells a free port, gets its job, joins the others, runs it, tells the outcome."""
+    """The new process: reports a free port, gets its job, joins the others, runs the job and reports the outcome."""
     pipe, protected = os.fdopen(os.dup(1), "wb"), [Path(folder) for folder in sys.argv[1:]]
-    # What an answer prints is passed on; what gloo and gRPC print is not for its author.
+    # What an answer prints is passed on; the output of gloo and gRPC would only confuse its author.
     sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
@@ -239,7 +238,7 @@ def main() -> None:
         send("return", body(lambda x: send("say", x), fn, *args))
     except BaseException as error:
         send("raise", (type(error).__name__, _first_line(error)))
-    os._exit(0)  # leaving in order would wait for the others
+    os._exit(0)  # a normal exit would wait for the others
 
 
 def _until_closed() -> None:

@@ -1,4 +1,4 @@
-"""One worker process: started, watched for time and memory, believed only with its nonce, killed.
+"""Starts a worker process, watches its time and memory, accepts only messages with its nonce, and kills it.
 
 Chapters: none.
 """
@@ -22,23 +22,23 @@ import psutil
 from minitext.book.grading.registry import PACKAGE
 
 POLL_SECONDS = 0.05
-STARTUP_SECONDS = 120.0  # imports, on a machine that is busy with other answers
-PATIENCE = 3.0  # times its limit that an answer may take without using its limit of CPU time
-OUTPUT_BYTES = 2_000  # kept of what an answer prints; all is read, so that it cannot block
-REPLY_BYTES = 4_000_000  # an unfinished line longer than this is no reply of the worker
+STARTUP_SECONDS = 120.0  # for imports, on a machine that is busy with other answers
+PATIENCE = 3.0  # wall time allowed, in multiples of the limit, while CPU time stays below it
+OUTPUT_BYTES = 2_000  # kept of an answer's output; all of it is read, so the answer never blocks
+REPLY_BYTES = 4_000_000  # an unfinished line longer than this isn't from the worker
 GIB = 2**30
 
 
 class Worker:
-    """One child process and what it said.
+    """One child process and its messages.
 
-    The arguments are its job, how many devices it simulates, its limits, and a folder for compiled
-    programs ("" for none).
+    The arguments are its job, the number of devices it simulates, its limits, and a folder for compiled programs (""
+    for none).
 
     Attributes:
-        messages: what came with the right nonce, in order.
-        output: the end of what was printed.
-        death: why it ended before it was done, in words for the learner; "" if it was done.
+        messages: the messages with the right nonce, in order.
+        output: the last part of what it printed.
+        death: why it ended before it was done, worded for the learner; "" if it finished.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Worker:
         self._stage_cpu: float | None = None
 
     def run(self, stop: threading.Event) -> "Worker":
-        """Starts the process, waits for its end, and kills all that is left of it."""
+        """Starts the process, waits for it to end, and kills whatever is left of it."""
         read, write = os.pipe()
         with tempfile.TemporaryDirectory(prefix="minitext-grade-") as folder:
             process = subprocess.Popen(
@@ -80,7 +80,7 @@ class Worker:
 
     def _give_job(self, process: subprocess.Popen) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; _watch will say how
+        with contextlib.suppress(BrokenPipeError):  # it died immediately; _watch will report why
             process.stdin.write(json.dumps(self._job).encode())
             process.stdin.close()
 
@@ -129,7 +129,7 @@ class Worker:
                 continue
             if isinstance(message, dict) and message.pop("nonce", None) == self._nonce:
                 self.messages.append(message)
-                if message["kind"] != "check":  # each stage has the whole time
+                if message["kind"] != "check":  # each stage gets the full time
                     self._stage_began, self._stage_cpu = time.monotonic(), None
 
     def _overhear(self, data: bytes) -> None:
@@ -145,7 +145,7 @@ class Worker:
         if self._stage_cpu is None:
             self._stage_cpu = cpu
         wall = time.monotonic() - self._stage_began
-        # An answer that had to share the cores with others gets the time that it did not have.
+        # An answer that had to share the cores with others gets extra time.
         if wall > limit and (cpu - self._stage_cpu > limit or wall > PATIENCE * limit):
             self.death = f"took longer than {limit:.0f} s"
         if memory > self._memory * GIB:
@@ -153,9 +153,9 @@ class Worker:
 
 
 def _environment(devices: int, cache: str) -> dict[str, str]:
-    """The worker's: CPU only, `devices` simulated ones, and minitext importable."""
+    """The worker's environment: CPU only, with `devices` simulated devices, and minitext importable."""
     env = dict(os.environ)
-    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what one answer leaves there could reach another
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what one answer leaves there could affect another
     if cache:
         env |= {
             "JAX_COMPILATION_CACHE_DIR": cache,
@@ -185,7 +185,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kills the worker's process group and whatever it managed to start outside of it."""
+    """Kills the worker's process group and any process it started outside the group."""
     family = _family(process.pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _rest(fd: int) -> bytes:
-    """What is still in the pipe of a worker that ended."""
+    """What is left in the pipe of a worker that has ended."""
     data = b""
     while True:
         try:

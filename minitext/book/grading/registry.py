@@ -1,7 +1,7 @@
-"""Exercises: what one is, where they live, and how to find one by its id.
+"""Exercises: what an exercise is, where they are stored, and how to find one by its id.
 
-A checks file (`exercises/checks/chNN_name.py`) makes `Exercise` objects and attaches checks and
-mutants to them with decorators. Nothing here imports JAX, so listing exercises stays cheap.
+A checks file (`exercises/checks/chNN_name.py`) creates `Exercise` objects and attaches checks and mutants to them with
+decorators. Nothing here imports JAX, so listing exercises stays cheap.
 
 Chapters: none.
 """
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One named check of an exercise; `run(fn, trial)` raises when the answer is wrong."""
+    """One named check of an exercise; `run(fn, trial)` raises if the answer is wrong."""
 
     name: str
     run: Callable[[Any, Any], None]
@@ -33,7 +33,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A plausible wrong answer and the hint that its author needs."""
+    """A plausible wrong answer and the hint for it."""
 
     name: str
     hint: str
@@ -45,24 +45,24 @@ class Exercise:
     """One graded exercise.
 
     Attributes:
-        id: `NN.name`, NN being the chapter.
-        title: what the notebook's heading and the grader's table call it.
-        function: name of the learner's function (or class) that the checks receive.
+        id: `NN.name`, where NN is the chapter.
+        title: its name in the notebook's heading and the grader's table.
+        function: name of the learner's function (or class), which the checks receive.
         minutes: stated time for the learner, 10 to 40.
-        points: given when every check passes, otherwise none.
+        points: awarded if every check passes, otherwise none.
         statement: MyST Markdown, printed in the notebook above the stub.
-        hints: three, of growing strength.
-        devices: how many (simulated) devices the answer sees.
-        processes: how many processes its checks start at a time (`peers`); 1 if none.
-        seconds: time limit for all the checks of one answer, imports not counted. It is CPU time;
-            an answer that only waits has three times as long.
+        hints: three, each stronger than the last.
+        devices: number of (simulated) devices the answer sees.
+        processes: number of processes its checks run at a time (`peers`); 1 if none.
+        seconds: time limit for all the checks of one answer, without imports. It is CPU time; an answer that only
+            waits has three times as long.
         memory_gib: limit on the resident memory of the answer's process.
         forbid: dotted names of modules or functions that the answer may not use.
-        compare: how close an observed value must be to a mutant's, relative to its largest
-            entry, for the two to count as the same mistake.
+        compare: how close an observed value must be to a mutant's, relative to its largest entry, for the two to count
+            as the same mistake.
 
     Raises:
-        ValueError: if a field breaks the rules above; for authors of exercises.
+        ValueError: if a field breaks these rules; for authors of exercises.
     """
 
     id: str
@@ -100,31 +100,28 @@ class Exercise:
         return self.id[:2]
 
     def check(self, name: str) -> Callable[[Callable], Callable]:
-        """Decorator: adds `def _(fn, t)` as the next check under a name a learner can read."""
-
-        def add(run: Callable) -> Callable:
-            if any(check.name == name for check in self.checks):
-                raise ValueError(f"{self.id}: two checks are called {name!r}")
-            self.checks.append(Check(name, run))
-            return run
-
-        return add
+        """Decorator: adds `def _(fn, t)` as the next check, with a name for the learner."""
+        return lambda run: self._add(self.checks, Check(name, run), run)
 
     def mutant(self, hint: str) -> Callable[[Any], Any]:
-        """Decorator: adds a wrong answer (a function or class) and the hint its author needs."""
+        """Decorator: adds a wrong answer (a function or class) and the hint for it."""
 
         def add(fn: Any) -> Any:
             name = getattr(fn, "__name__", f"mutant{len(self.mutants) + 1}")
-            if any(mutant.name == name for mutant in self.mutants):
-                raise ValueError(f"{self.id}: two mutants are called {name!r}")
-            self.mutants.append(Mutant(name, hint, fn))
-            return fn
+            return self._add(self.mutants, Mutant(name, hint, fn), fn)
 
         return add
 
+    def _add(self, known: list, new: Check | Mutant, fn: Any) -> Any:
+        if any(one.name == new.name for one in known):
+            kind = type(new).__name__.lower()
+            raise ValueError(f"{self.id}: two {kind}s are called {new.name!r}")
+        known.append(new)
+        return fn
+
 
 def exercises_root() -> Path:
-    """The folder with `solutions/` and `checks/`: MINITEXT_EXERCISES, the checkout's, the wheel's.
+    """The folder with `solutions/` and `checks/`: MINITEXT_EXERCISES, or else the checkout's or the wheel's.
 
     Raises:
         UserError: if none of them has a `checks` folder.
@@ -138,12 +135,12 @@ def exercises_root() -> Path:
 
 
 def chapter_files(root: Path, kind: str) -> list[Path]:
-    """The `chNN_*.py` files of `root/kind` (kind is 'checks', 'solutions' or '' for the stubs)."""
+    """The `chNN_*.py` files of `root/kind`; kind is "checks", "solutions", or "" for the stubs."""
     return sorted((root / kind).glob("ch[0-9][0-9]_*.py"))
 
 
 def load_module(path: Path) -> types.ModuleType:
-    """Runs a checks file as a module of its own that is not left importable."""
+    """Runs a checks file as a module that can't be imported afterwards."""
     spec = importlib.util.spec_from_file_location(f"minitext_checks_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -152,7 +149,7 @@ def load_module(path: Path) -> types.ModuleType:
 
 
 def exercises_of(module: types.ModuleType, stem: str) -> list[Exercise]:
-    """The module's `Exercise` objects in the order of their definition."""
+    """The module's `Exercise` objects in order of definition."""
     found = list({id(x): x for x in vars(module).values() if isinstance(x, Exercise)}.values())
     for exercise in found:
         exercise.stem = stem
@@ -164,7 +161,7 @@ def exercises_of(module: types.ModuleType, stem: str) -> list[Exercise]:
 
 
 def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[str, Exercise]:
-    """All exercises by id, of all chapters or of the named ones ('05'), in the book's order."""
+    """The exercises of all chapters, or of the named ones ("05"), by id and in the book's order."""
     wanted = None if chapters is None else set(chapters)
     found: dict[str, Exercise] = {}
     for path in chapter_files(root, "checks"):
@@ -178,7 +175,7 @@ def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[st
 
 
 def known_ids(root: Path) -> list[str]:
-    """Every exercise id, read from the solutions' marker lines without running anything."""
+    """Every exercise id, read from the solutions' marker lines without running them."""
     marker = re.compile(rf"^# EXERCISE ({ID_PATTERN.pattern})\s*$", re.MULTILINE)
     return [
         name
@@ -188,7 +185,7 @@ def known_ids(root: Path) -> list[str]:
 
 
 def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
-    """The exercises that '05' (a chapter) or '05.adamw' name; all of them when no name is given.
+    """The exercises named by "05" (a chapter) or "05.adamw"; all of them if no name is given.
 
     Raises:
         UserError: for an unknown name, with the nearest known ones.
@@ -210,20 +207,14 @@ def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:
 
 
 def learner_name() -> str:
-    """MINITEXT_LEARNER, else the user's name, else 'learner' (containers may have no user)."""
-    named = os.environ.get("MINITEXT_LEARNER")
-    if named:
-        return named
+    """MINITEXT_LEARNER, or else the user's name, or "learner" if there is none, as in some containers."""
     try:
-        return getpass.getuser()
+        return os.environ.get("MINITEXT_LEARNER") or getpass.getuser()
     except (OSError, KeyError, ImportError):
         return "learner"
 
 
 def learner_number(name: str | None = None) -> int:
-    """A number between 0 and 2**31 - 1, always the same for one learner.
-
-    Exercises whose answer is a number use it as the learner's own constant (`t.learner`).
-    """
+    """A number from 0 to 2**31 - 1 that is always the same for a learner: `t.learner` in checks."""
     digest = hashlib.sha256((name or learner_name()).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""What grading found, as a table, as JSON, and as Gradescope's results file.
+"""Grading results as a table, as JSON, and as Gradescope's results file.
 
 Chapters: none.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from minitext.book.grading.registry import Exercise
 from minitext.errors import UserError
+from minitext.terminal import table
 
 PASSED, FAILED, NOT_ATTEMPTED = "passed", "failed", "not attempted"
 
@@ -21,11 +22,11 @@ class Result:
     Attributes:
         exercise: what was graded.
         status: "passed", "failed" or "not attempted".
-        message: why, when no check can say it (time, memory, syntax); else "".
+        message: the reason, if it isn't a check's (time, memory, syntax); else "".
         checks: (name, passed, message) of each check that ran.
         hint: one hint for a failed exercise.
-        seconds: what the checks took.
-        output: the end of what the answer printed.
+        seconds: how long the checks took.
+        output: the last part of what the answer printed.
     """
 
     exercise: Exercise
@@ -42,18 +43,20 @@ class Result:
         return self.exercise.points if self.status == PASSED else 0
 
     @property
+    def good(self) -> int:
+        """How many checks passed."""
+        return sum(passed for _, passed, _ in self.checks)
+
+    @property
     def first_failing(self) -> tuple[str, str] | None:
         """(name, message) of the first failed check."""
         return next(((name, text) for name, passed, text in self.checks if not passed), None)
 
     def explanation(self) -> str:
-        """What a learner reads below the table: the first failing check, or the message."""
-        parts = []
-        if self.first_failing is not None:
-            parts.append("first failing check: {}\n{}".format(*self.first_failing))
-        if self.message:
-            parts.append(self.message)
-        return "\n".join(parts)
+        """What a learner reads below the table: the first failing check, and the message."""
+        first = self.first_failing
+        failing = [] if first is None else ["first failing check: {}\n{}".format(*first)]
+        return "\n".join(failing + [self.message] * bool(self.message))
 
 
 def as_json(results: list[Result], seed: int, learner: str) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def as_gradescope(results: list[Result], seed: int) -> dict[str, Any]:
 
 
 def write_json(path: str, report: dict[str, Any]) -> None:
-    """Writes a report to a file, or to standard output for "-".
+    """Writes a report to a file, or to standard output if `path` is "-".
 
     Raises:
         UserError: if the file cannot be written.
@@ -140,36 +143,18 @@ def print_table(console: Any, results: list[Result], seed: int) -> None:
     """Prints one line per exercise, the points, then the first failing check and one hint each."""
     from rich.markup import escape
     from rich.padding import Padding
-    from rich.table import Table
 
-    colors = {PASSED: "green", FAILED: "red", NOT_ATTEMPTED: "yellow"}
-    points = sum(result.points for result in results)
-    table = Table(box=None, pad_edge=False, show_footer=True, header_style="bold")
-    table.add_column("exercise", no_wrap=True)
-    table.add_column("title", footer="total")
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("checks", justify="right")
-    table.add_column("seconds", justify="right")
-    table.add_column(
-        "points",
-        justify="right",
-        no_wrap=True,
-        footer=f"{points}/{sum(r.exercise.points for r in results)}",
-    )
+    rows = []
     for r in results:
-        good = sum(passed for _, passed, _ in r.checks)
-        tally = f"{good}/{len(r.exercise.checks)}" if r.status != NOT_ATTEMPTED else ""
-        seconds = f"{r.seconds:.1f}" if r.status != NOT_ATTEMPTED else ""
-        verdict = f"[{colors[r.status]}]{r.status}[/]"
-        table.add_row(
-            r.exercise.id,
-            escape(r.exercise.title),
-            verdict,
-            tally,
-            seconds,
-            f"{r.points}/{r.exercise.points}",
-        )
-    console.print(table)
+        tried = r.status != NOT_ATTEMPTED
+        tally = f"{r.good}/{len(r.exercise.checks)}" if tried else ""
+        seconds = f"{r.seconds:.1f}" if tried else ""
+        points = f"{r.points}/{r.exercise.points}"
+        rows.append((r.exercise.id, r.exercise.title, r.status, tally, seconds, points))
+    total = f"{sum(r.points for r in results)}/{sum(r.exercise.points for r in results)}"
+    heads = ("exercise", "title", "verdict", "checks", "seconds", "points")
+    made = table(heads, [*rows, ("", "total", "", "", "", total)], right=(3, 4, 5))
+    _print(console, made, {PASSED: "green", FAILED: "red", NOT_ATTEMPTED: "yellow"}, wrap="title")
     for r in results:
         if r.status == FAILED:
             console.print(f"\n[bold]{r.exercise.id}[/] {escape(r.exercise.title)}")
@@ -180,25 +165,26 @@ def print_table(console: Any, results: list[Result], seed: int) -> None:
 
 
 def print_rows(console: Any, rows: list[tuple]) -> bool:
-    """Prints the maintainers' table; returns True if every row passed.
-
-    Args:
-        console: a rich console.
-        rows: (exercise, kind, name, passed, message, seconds).
-    """
+    """Prints the rows of `runner.try_out` on a Rich console; returns True if every row passed."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("exercise", "kind", "name", "verdict", "seconds"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "seconds" else "left")
-    for exercise, kind, name, passed, _, seconds in rows:
-        verdict = "[green]as it should[/]" if passed else "[red]wrong[/]"
-        table.add_row(exercise, kind, escape(name), verdict, f"{seconds:.1f}")
-    console.print(table)
+    verdicts = {True: "as it should", False: "wrong"}
+    shown = [(id, kind, name, verdicts[ok], f"{t:.1f}") for id, kind, name, ok, _, t in rows]
+    made = table(("exercise", "kind", "name", "verdict", "seconds"), shown, right=(4,))
+    _print(console, made, {verdicts[True]: "green", verdicts[False]: "red"})
     for exercise, kind, name, passed, message, _ in rows:
         if not passed:
             console.print(f"[bold]{exercise}[/] {kind} {escape(name)}: {escape(message)}")
     good = sum(row[3] for row in rows)
     console.print(f"{good} of {len(rows)} as they should be")
     return bool(rows) and good == len(rows)
+
+
+def _print(console: Any, made: Any, colors: dict[str, str], wrap: str = "") -> None:
+    """Prints a table with coloured verdicts; only the column `wrap` may break its lines."""
+    for column in made.columns:
+        column.no_wrap = column.header != wrap
+        if column.header == "verdict":
+            for cell in column.cells:
+                cell.style = colors.get(cell.plain, "")
+    console.print(made)

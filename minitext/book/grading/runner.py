@@ -1,4 +1,4 @@
-"""Grading many answers, each in a worker process of its own, and the maintainers' own test.
+"""Grades many answers, each in its own worker process, and runs the maintainers' test of the exercises.
 
 Chapters: none.
 """
@@ -20,8 +20,8 @@ from minitext.book.grading.report import FAILED, NOT_ATTEMPTED, PASSED, Result
 from minitext.book.grading.source import split
 from minitext.errors import UserError
 
-TRY_TOGETHER = 3  # trusted exercises in one process: saves imports, keeps all cores busy
-Progress = Callable[[int, int], None]  # called with how many of how many processes are done
+TRY_TOGETHER = 3  # trusted exercises per process: saves imports, and still keeps all cores busy
+Progress = Callable[[int, int], None]  # called with (done, total) processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Grading:
 
     Attributes:
         root: the folder with `solutions/` and `checks/`.
-        seed: of the checks' random inputs.
+        seed: seed of the checks' random inputs.
         learner: the learner's number.
-        jobs: processes at a time.
+        jobs: how many processes run at a time.
         cache: folder for compiled programs, shared by processes that trust each other.
     """
 
@@ -44,19 +44,14 @@ class Grading:
 
     def job(self, mode: str, exercise: Exercise) -> dict[str, Any]:
         """The fields that every worker's job has."""
-        return {
-            "mode": mode,
-            "root": str(self.root),
-            "stem": exercise.stem,
-            "seed": self.seed,
-            "learner": self.learner,
-        }
+        shared = {"root": str(self.root), "seed": self.seed, "learner": self.learner}
+        return shared | {"mode": mode, "stem": exercise.stem}
 
 
 def grade_one(
     grading: Grading, exercise: Exercise, answer: Answer, stop: threading.Event
 ) -> Result:
-    """Grades one answer in a process of its own."""
+    """Grades one answer in its own process."""
     if not answer.attempted:
         return Result(exercise, NOT_ATTEMPTED)
     if answer.fault:
@@ -67,32 +62,23 @@ def grade_one(
         "filename": answer.filename,
         "folder": answer.folder,
     }
-    limits = (exercise.seconds, exercise.memory_gib)
-    worker = Worker(job, exercise.devices, *limits, grading.cache)
-    worker.run(stop)
+    limits = exercise.seconds, exercise.memory_gib
+    worker = Worker(job, exercise.devices, *limits, grading.cache).run(stop)
     found = {message["kind"]: message for message in worker.messages}
     if "result" not in found:
         where = f" in the check {found['check']['name']!r}" if "check" in found else ""
         hint = exercise.hints[0] if "check" in found else ""
         return Result(exercise, FAILED, worker.death + where, hint=hint, output=worker.output)
     result = found["result"]
-    checks = [tuple(check) for check in result["checks"]]
+    status, checks = result["status"], [tuple(check) for check in result["checks"]]
     hint = found.get("hint", {}).get("hint", exercise.hints[0] if checks else "")
-    return Result(
-        exercise,
-        result["status"],
-        result["message"],
-        checks,
-        hint if result["status"] == FAILED else "",
-        result["seconds"],
-        worker.output,
-    )
+    hint = hint if status == FAILED else ""
+    said, seconds = result["message"], result["seconds"]
+    return Result(exercise, status, said, checks, hint, seconds, worker.output)
 
 
 def grade_many(
-    grading: Grading,
-    tasks: Iterable[tuple[Exercise, Answer]],
-    progress: Progress,
+    grading: Grading, tasks: Iterable[tuple[Exercise, Answer]], progress: Progress
 ) -> list[Result]:
     """Grades many answers; the results are in the order of the tasks."""
     calls = [functools.partial(grade_one, grading, *task) for task in tasks]
@@ -100,21 +86,12 @@ def grade_many(
 
 
 def try_out(
-    grading: Grading,
-    exercises: Iterable[Exercise],
-    kinds: Collection[str],
-    progress: Progress,
+    grading: Grading, exercises: Iterable[Exercise], kinds: Collection[str], progress: Progress
 ) -> list[tuple]:
     """The maintainers' test: solutions score, stubs are not attempted, mutants show their hints.
 
-    Solutions are graded as a learner's answers are, each in a guarded process. Stubs and mutants
-    of up to three exercises share one.
-
-    Args:
-        grading: what all have in common.
-        exercises: which to try.
-        kinds: of "solution", "stub" and "mutant".
-        progress: called with (done, total) processes.
+    Solutions are graded like a learner's answers, each in a guarded process. Stubs and mutants of up to three
+    exercises share a process. `kinds` are some of "solution", "stub" and "mutant".
 
     Returns:
         Rows (exercise, kind, name, passed, message, seconds).
@@ -133,12 +110,12 @@ def try_out(
 
 
 def _groups(exercises: list[Exercise]) -> list[list[Exercise]]:
-    """Up to three exercises of one file and one number of devices at a time."""
+    """Groups of up to three exercises with the same file and number of devices."""
     alike: dict[tuple[str, int], list[Exercise]] = {}
     for exercise in exercises:
         alike.setdefault((exercise.stem, exercise.devices), []).append(exercise)
-    step = TRY_TOGETHER
-    return [group[i : i + step] for group in alike.values() for i in range(0, len(group), step)]
+    n = TRY_TOGETHER
+    return [group[i : i + n] for group in alike.values() for i in range(0, len(group), n)]
 
 
 def _try_solution(grading: Grading, exercise: Exercise, stop: threading.Event) -> list[tuple]:
@@ -168,7 +145,7 @@ def _try_group(
 
 
 def _in_parallel(calls: list[Callable], jobs: int, progress: Progress) -> list:
-    """Runs the calls in threads that each watch one process; Ctrl-C stops them all."""
+    """Runs the calls in threads, each of which watches one process; Ctrl-C stops them all."""
     if os.name != "posix":
         raise UserError("minitext grade needs Linux or macOS; on Windows run it inside WSL")
     stop = threading.Event()

@@ -1,9 +1,9 @@
-"""The text of exercises: sections, stubs, and what of a learner's file one exercise needs.
+"""The source text of exercises: sections, stubs, and the parts of a learner's file that one exercise needs.
 
-A solution's file is its imports, then one section per exercise, each opened by a line
-`# EXERCISE NN.id`. A learner's file has the same sections; a notebook has cells instead. Either
-way an answer is a list of `Piece`s, of which one exercise runs its own and, of the others, only
-the definitions that it uses: what another exercise does at import costs that exercise only.
+A solutions file has its imports, then one section per exercise, which starts with a line `# EXERCISE NN.id`. A
+learner's file has the same sections; a notebook has cells instead. In both cases an answer is a list of `Piece`s. An
+exercise runs its own pieces, and only the definitions it uses from the others, so an exercise that fails at import
+fails alone.
 
 Chapters: none.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 MARKER = re.compile(r"^# EXERCISE (\S+)[ \t]*$", re.MULTILINE)
 SOLUTION = re.compile(
-    # A formatter puts an empty line between a docstring and a function that follows it.
+    # A formatter inserts an empty line between a docstring and a function that follows it.
     r"(?:(?<=\"\"\"\n)\n)?^(?P<indent>[ \t]*)# BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*# END SOLUTION[^\n]*\n?",
     re.MULTILINE | re.DOTALL,
 )
@@ -29,7 +29,7 @@ class Piece:
     """A stretch of a learner's source.
 
     Attributes:
-        id: the exercise it belongs to, "" for what belongs to none.
+        id: the exercise it belongs to, or "".
         text: the source.
         line: number of its first line in the learner's file (or cell), for messages.
     """
@@ -42,7 +42,7 @@ class Piece:
         """The syntax tree with the learner's own line numbers.
 
         Raises:
-            SyntaxError: if it is not Python (also for source too deep to parse).
+            SyntaxError: if it isn't Python, or is nested too deeply to parse.
         """
         try:
             return ast.parse("\n" * (self.line - 1) + self.text, filename)
@@ -51,7 +51,7 @@ class Piece:
 
 
 def split(text: str) -> list[Piece]:
-    """The pieces of a file: what stands before the first marker (id ""), then the sections."""
+    """The pieces of a file: the text before the first marker (id ""), then the sections."""
     marks = list(MARKER.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     pieces = [Piece("", text[: marks[0].start()] if marks else text)]
@@ -63,12 +63,12 @@ def split(text: str) -> list[Piece]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Source of each exercise's section by id, without the marker line, stripped."""
+    """Source of each exercise's section by id, without the marker line or surrounding empty lines."""
     return {piece.id: piece.text.strip("\n") for piece in split(text) if piece.id}
 
 
 def preamble(text: str) -> str:
-    """What stands before the first section, without the file's docstring: mostly imports."""
+    """The text before the first section, without the file's docstring: mostly imports."""
     head = split(text)[0].text
     body = ast.parse(head).body
     if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -77,10 +77,10 @@ def preamble(text: str) -> str:
 
 
 def stub(text: str) -> str:
-    """A solutions file as the learner gets it: each solution replaced by a line that raises.
+    """A solutions file as the learner gets it: each solution is replaced by a line that raises.
 
     Raises:
-        ValueError: if a solution stands outside a section or is not closed.
+        ValueError: if a solution is outside a section or isn't closed.
     """
     out = []
     for piece in split(text):
@@ -105,7 +105,7 @@ def without_markers(text: str) -> str:
 
 
 def same_code(a: str, b: str) -> bool:
-    """True if two sources have the same syntax tree: comments and layout don't count."""
+    """True if two sources have the same syntax tree; comments and layout don't count."""
     try:
         trees = [Piece("", textwrap.dedent(text)).parse() for text in (a, b)]
     except SyntaxError:
@@ -114,12 +114,12 @@ def same_code(a: str, b: str) -> bool:
 
 
 def own_pieces(pieces: Iterable[Piece], id: str) -> list[Piece]:
-    """The pieces that exercise `id` runs whole; with no piece of its own, all that have no id."""
+    """The pieces that exercise `id` runs as a whole; if it has none of its own, all pieces without an id."""
     pieces = list(pieces)
     mine = [piece for piece in pieces if piece.id == id]
     if not mine:
         return [piece for piece in pieces if not piece.id]
-    # A file's imports come first and are every exercise's; a notebook's cells are self-contained.
+    # A file starts with imports that belong to every exercise; a notebook's cells are self-contained.
     return [piece for piece in pieces[:1] if not piece.id] + mine
 
 
@@ -127,7 +127,7 @@ def compose(pieces: Iterable[Piece], id: str, filename: str) -> ast.Module:
     """One module for one exercise: its own pieces, and the definitions they use from the others.
 
     Raises:
-        SyntaxError: if one of its own pieces is not Python. Other pieces that are not are left out.
+        SyntaxError: if one of its own pieces isn't Python. Other pieces that aren't are left out.
     """
     pieces = list(pieces)
     own = own_pieces(pieces, id)
@@ -159,7 +159,7 @@ def _parse_or_nothing(piece: Piece, filename: str) -> list[ast.stmt]:
 
 
 def _uses(statement: ast.stmt) -> set[str]:
-    """Global names that a top-level statement reads, in nested functions too, not their locals."""
+    """Global names that a top-level statement reads, including inside nested functions."""
 
     def walk(table: symtable.SymbolTable) -> set[str]:
         top = table.get_type() == "module"
@@ -172,7 +172,7 @@ def _uses(statement: ast.stmt) -> set[str]:
 
     try:
         return walk(symtable.symtable(ast.unparse(statement), "answer", "exec"))
-    except (SyntaxError, ValueError, RecursionError):  # a stray `nonlocal`: compile() will tell
+    except (SyntaxError, ValueError, RecursionError):  # compile() will report it
         return set()
 
 
@@ -199,7 +199,7 @@ def _binds(statement: ast.stmt, imported: set[str]) -> set[str]:
 
 
 def _targets(node: ast.AST) -> set[str]:
-    """Root names of an assignment's target: `a.b[0], c` gives a and c."""
+    """Root names of an assignment's target: a and c for `a.b[0], c`."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return {name for element in node.elts for name in _targets(element)}
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
@@ -208,10 +208,10 @@ def _targets(node: ast.AST) -> set[str]:
 
 
 def forbidden(tree: ast.Module, forbid: Iterable[str]) -> str | None:
-    """The first thing in a tree that names a forbidden module or function, or None.
+    """The first use of a forbidden module or function in a tree, or None.
 
-    Follows imports and their aliases (`import minitext as mt; mt.layers.rope`), and takes a
-    string that names the module (`importlib.import_module("minitext.models.layers")`) for a use.
+    Imports and their aliases are followed (`import minitext as mt; mt.layers.rope`). A string that names the module,
+    as in `importlib.import_module("minitext.models.layers")`, counts as a use.
     """
     names = tuple(forbid)
     aliases: dict[str, str] = {}
@@ -232,7 +232,7 @@ def forbidden(tree: ast.Module, forbid: Iterable[str]) -> str | None:
 
 
 def _paths(node: ast.AST, aliases: dict[str, str]) -> list[str]:
-    """Dotted names that one node refers to."""
+    """Dotted names that a node refers to."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):

@@ -1,14 +1,15 @@
-"""Keeps everything that is written twice in step with its one source.
+"""Keeps generated files in sync with their source.
 
-`python -m minitext.book.grading.sync` writes, from `exercises/solutions` and `exercises/checks`:
-the stubs (`exercises/chNN_name.py`), the exercise blocks and the install line of the notebooks
-(`notebooks/NN_name.md`), and the paired `.ipynb` without outputs. With `--check` it writes nothing
-and exits 1, naming what is out of step.
+`python -m minitext.book.grading.sync` generates, from `exercises/solutions` and `exercises/checks`, the stubs
+(`exercises/chNN_name.py`), the exercise blocks and the install line of the notebooks (`notebooks/NN_name.md`), and the
+paired `.ipynb` without outputs. With `--check` it writes nothing, lists the files that are out of date, and exits 1 if
+there are any.
 
 Chapters: none.
 """
 
 import hashlib
+import inspect
 import re
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from minitext.book.grading import registry, source
 from minitext.book.grading.registry import Exercise
+from minitext.book.notebook import fenced
 from minitext.errors import UserError
 
 BLOCK = re.compile(
@@ -30,10 +32,8 @@ CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE |
 def block(exercise: Exercise, solution: str, preamble: str) -> str:
     """The MyST text between an exercise's two marker lines.
 
-    Args:
-        exercise: its statement, hints and numbers.
-        solution: its section of the solutions file, with the BEGIN and END lines.
-        preamble: the imports of that file, repeated so that the cell stands alone.
+    `solution` is its section of the solutions file, with the BEGIN and END lines. `preamble` has that file's imports,
+    which the cell repeats to be self-contained.
     """
     shown = source.without_markers(solution)
     stub = source.stub(f"# EXERCISE {exercise.id}\n{solution}\n").split("\n", 1)[1]
@@ -43,30 +43,19 @@ def block(exercise: Exercise, solution: str, preamble: str) -> str:
     parts = [
         f"### Exercise {exercise.id}: {exercise.title}",
         f"{numbers}.*",
-        _dedent(exercise.statement),
+        inspect.cleandoc(exercise.statement),
         f"```{{code-cell}} ipython3\n:exercise: {exercise.id}\n:tags: [exercise]\n\n"
         f"{preamble + chr(10) * 3 if preamble else ''}{stub.strip()}\n```",
         f'```{{code-cell}} ipython3\ncheck("{exercise.id}", {exercise.function})\n```',
         *(_fold(f"Hint {n}", hint) for n, hint in enumerate(exercise.hints, 1)),
-        _fold("Solution", _fence(shown.strip())),
+        _fold("Solution", fenced(shown.strip())),
     ]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-def _dedent(text: str) -> str:
-    lines = text.strip().split("\n")
-    margin = min((len(x) - len(x.lstrip()) for x in lines[1:] if x.strip()), default=0)
-    return "\n".join([lines[0], *(x[margin:].rstrip() for x in lines[1:])])
-
-
-def _fence(code: str) -> str:
-    ticks = "`" * max(3, 1 + max(map(len, re.findall(r"`+", code)), default=0))
-    return f"{ticks}python\n{code}\n{ticks}"
-
-
 def _fold(title: str, body: str) -> str:
     # Plain HTML, because it folds everywhere: in the book, in Jupyter, on Colab and on GitHub.
-    return f"<details>\n<summary>{title}</summary>\n\n{_dedent(body)}\n\n</details>"
+    return f"<details>\n<summary>{title}</summary>\n\n{inspect.cleandoc(body)}\n\n</details>"
 
 
 def notebook(
@@ -76,14 +65,10 @@ def notebook(
     url: str | None,
     faults: list[str],
 ) -> str:
-    """The text that a chapter's `.md` should have; what cannot be mended goes to `faults`.
+    """The text that a chapter's `.md` should have; what this can't fix is appended to `faults`, one line each.
 
-    Args:
-        path: the `.md`.
-        exercises: known exercises by id.
-        parts: (section of the solutions file, its preamble) by id.
-        url: the repository's address for the install line, None to leave it alone.
-        faults: appended to, one line each.
+    `parts` has each exercise's section of the solutions file, and that file's preamble. `url` is the repository's, for
+    the install line; None leaves that line alone.
     """
     text = path.read_text(encoding="utf-8")
     place = f"notebooks/{path.name}"
@@ -111,7 +96,7 @@ def notebook(
 
 
 def paired(markdown: str) -> str:
-    """The `.ipynb` of a MyST notebook: no outputs, cell ids made from the cells' text."""
+    """The `.ipynb` of a MyST notebook, without outputs and with cell ids derived from the cells' text."""
     import jupytext
     import nbformat
 
@@ -131,12 +116,7 @@ def paired(markdown: str) -> str:
 
 
 def wanted(repository: Path, faults: list[str]) -> dict[Path, str]:
-    """The text of every file that is generated, by path; `faults` gets what cannot be.
-
-    Args:
-        repository: a checkout, with `exercises/` and perhaps `notebooks/`.
-        faults: appended to, one line each.
-    """
+    """The text of every generated file of a checkout, by path; `faults` gets a line for each that can't be."""
     root = repository / "exercises"
     texts: dict[Path, str] = {}
     parts: dict[str, tuple[str, str]] = {}
@@ -149,14 +129,12 @@ def wanted(repository: Path, faults: list[str]) -> dict[Path, str]:
             parts |= {name: (part, head) for name, part in source.sections(text).items()}
             checks = root / "checks" / path.name
             found = registry.exercises_of(registry.load_module(checks), path.stem)
-        except Exception as error:  # one author's unfinished file must not stop the others
+        except Exception as error:  # one author's unfinished file mustn't stop the others
             faults.append(f"exercises/*/{path.name}: {type(error).__name__}: {error}")
             continue
-        names = [exercise.id for exercise in found]
-        if names != list(source.sections(text)):
-            faults.append(
-                f"exercises/*/{path.name}: solutions {list(source.sections(text))}, checks {names}"
-            )
+        names, solved = [exercise.id for exercise in found], list(source.sections(text))
+        if names != solved:
+            faults.append(f"exercises/*/{path.name}: solutions {solved}, checks {names}")
         exercises |= {exercise.id: exercise for exercise in found}
     for path in sorted(set(registry.chapter_files(root, "")) - set(texts)):
         faults.append(f"exercises/{path.name}: a stub without a solutions file")
@@ -170,7 +148,7 @@ def wanted(repository: Path, faults: list[str]) -> dict[Path, str]:
 
 
 def repository_url(repository: Path) -> str | None:
-    """`[project.urls] Repository` of the checkout's pyproject.toml, None without one."""
+    """`[project.urls] Repository` in the checkout's pyproject.toml, or None if there is none."""
     path = repository / "pyproject.toml"
     if not path.is_file():
         return None
@@ -179,7 +157,7 @@ def repository_url(repository: Path) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes what is out of step, or with `--check` only names it. Returns the exit code."""
+    """Writes the files that are out of date, or with `--check` only lists them. Returns the exit code."""
     if arguments not in ([], ["--check"]):
         print("usage: python -m minitext.book.grading.sync [--check]", file=sys.stderr)
         return 2

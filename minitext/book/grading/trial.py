@@ -1,7 +1,7 @@
 """`Trial`, the second argument of every check: comparisons that explain themselves.
 
-A comparison that fails raises `Failure` with a message for the learner, and keeps what it saw, so
-that a failing answer can be matched with the mutant that makes the same mistake.
+A comparison that fails raises `Failure` with a message for the learner. The exception also keeps the observed value,
+which is how a wrong answer is matched with the mutant that makes the same mistake.
 
 Chapters: none.
 """
@@ -17,29 +17,30 @@ from minitext.book.grading import compare
 from minitext.book.grading.compare import Failure
 
 
-def _explain(text: str, why: str) -> str:
-    return f"{text}: {why}" if why else text
+def _fail(text: str, why: str, observed: Any) -> Failure:
+    return Failure(f"{text}: {why}" if why else text, observed)
 
 
 class Traces:
-    """A function that counts how often it was traced (or compiled, if it was jitted already)."""
+    """Wraps a function and counts how often it is traced (or compiled, if it was jitted already)."""
 
     def __init__(self, fn: Callable):
         import jax
 
-        self._before = 0
-        self._count = 0
-        if hasattr(fn, "_cache_size"):  # already jitted, perhaps with static arguments: keep it
+        if hasattr(fn, "_cache_size"):  # already jitted, perhaps with static arguments
+            size: Callable[[], int] = fn._cache_size  # pyright: ignore[reportFunctionMemberAccess]
+            before = size()
             self._jitted: Any = fn
-            self._before = fn._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+            self._count = lambda: size() - before
             return
+        calls = []
 
         def counted(*args, **kwargs):
-            self._count += 1
+            calls.append(None)
             return fn(*args, **kwargs)
 
         self._jitted = jax.jit(counted)
-        self._before = None
+        self._count = lambda: len(calls)
 
     def __call__(self, *args, **kwargs):
         """Calls the jitted function."""
@@ -47,19 +48,20 @@ class Traces:
 
     @property
     def count(self) -> int:
-        """Traces since this object was made."""
-        if self._before is None:
-            return self._count
-        return self._jitted._cache_size() - self._before
+        """Number of traces since this object was created."""
+        return self._count()
 
 
 class Trial:
-    """What one check may use.
+    """What a check may use: its comparisons, random numbers, and views of a compiled function.
+
+    Every comparison raises `Failure` if it doesn't hold. Its `why` is one sentence for the learner, printed after the
+    values.
 
     Attributes:
-        rng: a NumPy generator; its seed is fresh at every grading, and the same for the answer
-            and for the mutants it is compared with.
-        learner: a number that belongs to the learner, for answers that are numbers.
+        rng: a NumPy generator; its seed is fresh for every grading, and the same for the answer and for the mutants it
+            is compared with.
+        learner: the learner's own number, for answers that are numbers.
     """
 
     def __init__(self, seed: int, learner: int, salt: str = ""):
@@ -68,18 +70,10 @@ class Trial:
         self.comparisons = 0
 
     def close(self, got, want, rtol=1e-5, atol=1e-6, why="", dtype=None) -> None:
-        """Every entry is within `atol + rtol * abs(want)`; NaN equals NaN, shapes must be equal.
+        """Every entry of `got` is within `atol + rtol * abs(want)`; NaN equals NaN, and shapes must be equal.
 
-        Args:
-            got: the learner's array, number or pytree of arrays.
-            want: the right one; where it is one array, so must `got` be.
-            rtol: relative tolerance.
-            atol: absolute tolerance.
-            why: one sentence for the learner, printed after the numbers.
-            dtype: the dtype that `got` must have, if that matters.
-
-        Raises:
-            Failure: if not.
+        Both are arrays, numbers or pytrees of arrays; if `want` is a single array, so must `got` be. `dtype` is the
+        dtype that `got` must have, if that matters.
         """
         self.comparisons += 1
         observed = compare.observe(got)
@@ -92,54 +86,40 @@ class Trial:
                 if text is not None:
                     raise Failure(f"{path} {text}".strip())
         except Failure as failure:
-            raise Failure(_explain(str(failure), why), observed) from None
+            raise _fail(str(failure), why, observed) from None
 
     def equal(self, got, want, why="") -> None:
-        """`got` is `want` exactly: arrays entry by entry, lists, dicts, strings, any equal object.
-
-        Raises:
-            Failure: if not.
-        """
+        """`got` is exactly `want`: arrays entry by entry, lists, dicts, strings, or any equal object."""
         self.comparisons += 1
         try:
             text = compare.equal_values(got, want)
         except Failure as failure:
             text = str(failure)
         if text is not None:
-            raise Failure(_explain(text, why), compare.observe(got))
+            raise _fail(text, why, compare.observe(got))
 
     def true(self, cond, why="", observed=None) -> None:
-        """`cond` holds. `why` is the whole message; `observed` the value it was computed from.
-
-        Raises:
-            Failure: if not.
-        """
+        """`cond` holds. `why` is the whole message; `observed` is the value that `cond` was computed from."""
         self.comparisons += 1
         if not bool(np.all(compare.plain(cond))):
             text = why or "a condition of this check does not hold"
             raise Failure(text, ("true", why if observed is None else compare.observe(observed)))
 
     def finite(self, x, why="") -> None:
-        """No entry of an array or pytree is NaN or infinite.
-
-        Raises:
-            Failure: if one is, with its place.
-        """
+        """No entry of an array or pytree is NaN or infinite."""
         self.comparisons += 1
         found = list(compare.leaves(x, 0 if compare.is_array(x) else x))
         if not found:
-            text = f"got {compare.describe(x)}, want an array"
-            raise Failure(_explain(text, why), compare.observe(x))
+            raise _fail(f"got {compare.describe(x)}, want an array", why, compare.observe(x))
         for path, leaf, _ in found:
             text = compare.not_finite(compare.plain(leaf))
             if text is not None:
-                raise Failure(_explain(f"{path} {text}".strip(), why), compare.observe(x))
+                raise _fail(f"{path} {text}".strip(), why, compare.observe(x))
 
     def raises(self, exc, fn: Callable, *args, why="", match="") -> None:
-        """`fn(*args)` raises `exc`, with a message that the regular expression `match` finds.
+        """`fn(*args)` raises `exc` with a message in which the regular expression `match` is found.
 
-        Raises:
-            Failure: if nothing or something else is raised.
+        Any other exception propagates.
         """
         self.comparisons += 1
         name = exc.__name__ if isinstance(exc, type) else " or ".join(e.__name__ for e in exc)
@@ -149,18 +129,18 @@ class Trial:
             if not isinstance(error, exc):
                 raise
             if not re.search(match, str(error)):
-                text = f"the message of {name} is {str(error)!r}; it must speak of {match!r}"
-                raise Failure(_explain(text, why), ("message", str(error))) from None
+                text = f"the message of {name} is {str(error)!r}; it must mention {match!r}"
+                raise _fail(text, why, ("message", str(error))) from None
             return
         text = f"nothing was raised (got {compare.describe(got)}), want {name}"
-        raise Failure(_explain(text, why), compare.observe(got))
+        raise _fail(text, why, compare.observe(got))
 
     def traces(self, fn: Callable) -> Traces:
-        """Wraps `fn` so that `.count` tells how often it was traced since; jits it if needed."""
+        """Wraps `fn`, jitting it if needed; `.count` is how often it has been traced since."""
         return Traces(fn)
 
     def primitives(self, fn: Callable, *args) -> list[str]:
-        """Names of the primitives in the jaxpr of `fn(*args)`, those of inner jaxprs included."""
+        """Names of the primitives in the jaxpr of `fn(*args)`, including those of inner jaxprs."""
         import jax
 
         names: list[str] = []
@@ -176,14 +156,14 @@ class Trial:
         return names
 
     def compiled(self, fn: Callable, *args):
-        """`fn` compiled for `args` (jitted first if it was not): a `jax.stages.Compiled`."""
+        """`fn`, jitted if needed and compiled for `args`: a `jax.stages.Compiled`."""
         import jax
 
         jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
         return jitted.lower(*args).compile()
 
     def hlo(self, fn: Callable, *args) -> str:
-        """The optimised HLO text of `fn` for `args`, on the devices of this exercise."""
+        """The optimised HLO text of `fn` for `args`, on this exercise's devices."""
         return self.compiled(fn, *args).as_text()
 
     def temp_bytes(self, fn: Callable, *args) -> int:

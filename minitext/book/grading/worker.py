@@ -1,7 +1,7 @@
 """The child process: grades one answer, or tries out the maintainers' stubs and mutants.
 
-Started by `process` as `python -m minitext.book.grading.worker FD`. It reads its job and a nonce from
-standard input before any of the learner's code runs, and writes JSON lines with the nonce to FD.
+`process` starts it as `python -m minitext.book.grading.worker FD`. It reads its job and a nonce from standard input
+before any of the learner's code runs, and writes JSON lines with the nonce to FD.
 
 Chapters: none.
 """
@@ -22,11 +22,11 @@ FILE_BYTES = 2**30  # the largest file that an answer may write
 
 
 class Refused(BaseException):
-    """A verdict that no check can give: the message is for the learner."""
+    """A verdict that doesn't come from a check; the message is for the learner."""
 
 
 def _sender(fd: int, nonce: str) -> Callable[..., None]:
-    # Bound here, so that an answer that replaces json.dumps or os.write changes nothing.
+    # Bound here, so an answer that replaces json.dumps or os.write has no effect.
     write, dumps = os.write, json.JSONEncoder().encode
 
     def send(kind: str, **fields: Any) -> None:
@@ -41,20 +41,20 @@ def load(pieces: list[source.Piece], exercise: Exercise, filename: str, guarded:
     """Runs an answer's source as the module `answer` and returns the exercise's function.
 
     Raises:
-        Refused: if it does not parse, uses what is forbidden, or does not define the function.
+        Refused: if it doesn't parse, uses something forbidden, or doesn't define the function.
     """
     try:
         tree = source.compose(pieces, exercise.id, filename)
         used = source.forbidden(tree, exercise.forbid)
         if used:
-            raise Refused(f"this exercise is to be solved without {used}")
+            raise Refused(f"this exercise must be solved without {used}")
         code = compile(tree, filename, "exec", dont_inherit=True)
     except (SyntaxError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         where = f" (line {line} of {filename})" if line else ""
         raise Refused(f"not Python: {getattr(error, 'msg', error)}{where}") from None
     module = types.ModuleType(evaluate.ANSWER_MODULE)
-    if guarded:  # dataclasses and pickle look their module up
+    if guarded:  # dataclasses and pickle look up their module
         sys.modules[module.__name__] = module
     try:
         exec(code, module.__dict__)
@@ -62,7 +62,7 @@ def load(pieces: list[source.Piece], exercise: Exercise, filename: str, guarded:
         if isinstance(error, NotImplementedError) and error.args == (exercise.id,):
             return _stub(exercise.id)
         result = evaluate.raised("", error, None, filename)
-        raise Refused(f"the file stops while it is read: {result.message}") from None
+        raise Refused(f"the file fails when it is run: {result.message}") from None
     _look_for_forbidden(module, exercise)
     fn = vars(module).get(exercise.function)
     if not callable(fn):
@@ -78,16 +78,16 @@ def _stub(id: str) -> Callable:
 
 
 def _look_for_forbidden(module: types.ModuleType, exercise: Exercise) -> None:
-    """What the syntax does not show: a module or its functions fetched under another name."""
+    """Catches what the syntax doesn't show: a forbidden module or function under another name."""
     for name, value in vars(module).items():
         home = value.__name__ if isinstance(value, types.ModuleType) else None
         home = home or f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
         if any(f"{home}.".startswith(f"{forbidden}.") for forbidden in exercise.forbid):
-            raise Refused(f"this exercise is to be solved without {home} (your {name!r})")
+            raise Refused(f"this exercise must be solved without {home} (your {name!r})")
 
 
 def grade_answer(job: dict, send: Callable[..., None]) -> None:
-    """Grades one answer: sends `ready`, a `check` before each check, `result`, perhaps `hint`."""
+    """Grades one answer: sends `ready`, a `check` before each check, `result`, and perhaps `hint`."""
     root = Path(job["root"])
     checks = registry.load_module(root / "checks" / f"{job['stem']}.py")
     exercise = next(e for e in registry.exercises_of(checks, job["stem"]) if e.id == job["id"])
@@ -129,7 +129,7 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
 
 
 def try_out(job: dict, send: Callable[..., None]) -> None:
-    """The maintainers' test of one file's stubs and mutants: sends `result` with rows for each.
+    """The maintainers' test of one file's stubs and mutants: sends each exercise's rows as a `result`.
 
     A row is (exercise, kind, name, passed, message, seconds).
     """
@@ -155,7 +155,7 @@ def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list
     except Refused as error:
         return ["stub", name, False, str(error), 0.0]
     good = attempt.untouched and not attempt.checks
-    return ["stub", name, good, "" if good else "is taken for an attempt", attempt.seconds]
+    return ["stub", name, good, "" if good else "counts as an attempt", attempt.seconds]
 
 
 def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
@@ -172,7 +172,7 @@ def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
             text = f"the hint shown is not its own but {shown} ({first.name}: {first.message})"
         rows.append(["mutant", mutant.name, not text, text, 0.0])
     for row, attempt in zip(rows, attempts, strict=True):
-        row[-1] = attempt.seconds  # a later mutant may have made an earlier one run further
+        row[-1] = attempt.seconds  # matching later mutants may have run more of this one's checks
     if len(exercise.mutants) < 3:
         text = f"{len(exercise.mutants)} mutants, want at least three"
         rows.append(["mutant", "-", False, text, 0.0])
@@ -180,7 +180,7 @@ def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
 
 
 def main() -> None:
-    """Reads the job, closes standard input and works; never returns to Python's own clean-up."""
+    """Reads the job, closes standard input and does the job; skips Python's own clean-up at exit."""
     job = json.load(sys.stdin)
     send = _sender(int(sys.argv[1]), job.pop("nonce"))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -189,7 +189,7 @@ def main() -> None:
     end = os._exit
     (grade_answer if job["mode"] == "answer" else try_out)(job, send)
     send("done")
-    end(0)  # threads and exit handlers that an answer left behind don't get a turn
+    end(0)  # threads and exit handlers left behind by an answer don't get to run
 
 
 if __name__ == "__main__":
