@@ -107,8 +107,6 @@ def compile_step(
         collectives={kind: (count, size) for kind, (count, size, _) in links.items()},
         sent={kind: sent for kind, (_, _, sent) in links.items()},
         largest=tuple(buffers[:LISTED]),
-        advice=(),
-        changed={},
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitext.compiler import hlo
 from minitext.compiler.buffers import Buffer
 from minitext.terminal import print_tables, show_bytes, table
 
@@ -156,42 +155,6 @@ def _collectives(report: Report) -> list[Any]:
         table(("collectives within a slice (ICI)", *columns), rows(False), right),
         table((f"collectives across {report.slices} slices (DCN)", *columns), rows(True), right),
     ]
-
-
-def print_program(module: hlo.Module, rows: int = 12) -> None:
-    """Prints a compiled module's loops, collectives, and the fusions that move the most bytes, on stdout."""
-    fusions = sorted(module.fusions(), key=lambda f: -f.runs * (f.read + f.written))
-    print_tables(
-        table(
-            ("loop", "body", "iterations", "runs"),
-            [(i.name, i.body, f"{i.trips:,}", f"{i.runs:,}") for i in module.loops()] or [("none",)],
-            right=(2, 3),
-        ),
-        table(
-            ("collective", "name", "group", "bytes", "sent by each device", "runs", "meanwhile"),
-            [
-                (
-                    c.kind, c.name, f"{c.group:,}", show_bytes(c.bytes), show_bytes(c.moved), f"{c.runs:,}",
-                    "waits" if c.overlapped is None else f"{len(c.overlapped)} instructions",
-                )
-                for c in module.collectives()
-            ]
-            or [("none",)],
-            right=(2, 3, 4, 5),
-        ),
-        table(
-            ("fusion", "kind", "inside", "reads", "writes", "runs"),
-            [
-                (
-                    f.name, f.kind, ", ".join(sorted({i.opcode for i in f.inside} - hlo.FREE)), show_bytes(f.read),
-                    show_bytes(f.written), f"{f.runs:,}",
-                )
-                for f in fusions[:rows]
-            ]
-            or [("none",)],
-            right=(3, 4, 5),
-        ),
-    )  # fmt: skip
 
 
 def _short(op: str) -> str:

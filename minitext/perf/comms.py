@@ -89,48 +89,39 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
 
 def notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[str]:
     """Returns a line for each setting that `predict` does not model and that can make it differ from the program."""
-    if mesh.size == 1:
-        return []
+    return list(_notes(cfg, mesh, backend)) if mesh.size > 1 else []
+
+
+def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str]:
     s, slices, chip = Sizes(cfg, mesh, backend), 1, ""
     if isinstance(mesh, Mesh):
         slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
         chip = mesh.devices.flat[0].device_kind
+    if slices > 1:
+        yield f"{slices} slices: sums are made within a slice, between slices, and within slices again"
+    if backend not in ("cpu", "tpu"):
+        yield f"the compiler for {backend}: this is the formula for XLA's CPU backend"
+    if chip.startswith("TPU") and chip not in CHECKED:
+        yield f"{chip}: this is the formula for v5e and v6e"
+    if cfg.optim.kind == "muon" and s.fsdp * s.optimizer * s.tensor > 1:
+        yield "optim.kind=muon: it multiplies whole matrices, which it gathers"
+    if (attention := cfg.model.attention.kind) != "gqa":
+        yield f"model.attention.kind={attention}: these are the projections of gqa"
     layers = cfg.model.layers // (s.stages * stored_groups(cfg.pipeline, s.stages))
-    unstaged = s.stages == 1 or s.one_f_one_b
-    ragged = s.experts > 1 and s.tpu and s.moe is not None and s.moe.capacity_factor is None
-    odd_rows = cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS != 0
-    found = [
-        (slices > 1, f"{slices} slices: sums are made within a slice, between slices, and within slices again"),
-        (backend not in ("cpu", "tpu"), f"the compiler for {backend}: this is the formula for XLA's CPU backend"),
-        (chip.startswith("TPU") and chip not in CHECKED, f"{chip}: this is the formula for v5e and v6e"),
-        (
-            cfg.optim.kind == "muon" and s.fsdp * s.optimizer * s.tensor > 1,
-            "optim.kind=muon: it multiplies whole matrices, which it gathers",
-        ),
-        (
-            cfg.model.attention.kind != "gqa",
-            f"model.attention.kind={cfg.model.attention.kind}: these are the projections of gqa",
-        ),
-        (
-            unstaged and layers == 1,
-            "one layer in a loop: compilers merge what its forward and backward pass send",
-        ),
-        (ragged, "model.ffn.kind=moe: a ragged all-to-all sends what the router chose; this is its upper bound"),
-        (
-            s.fsdp >= 64 and chip == CHECKED[0],
-            f"mesh.fsdp={s.fsdp}: in groups this large the v5e compiler sums some of what it should gather",
-        ),
-        (
-            cfg.train.loss_impl != "xla",
-            f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla",
-        ),
-        (s.tpu and odd_rows, "parts of fewer than 16 rows, some of which the TPU compiler sums whole"),
-    ]  # fmt: skip
-    return [text for applies, text in found if applies]
+    if (s.stages == 1 or s.one_f_one_b) and layers == 1:
+        yield "one layer in a loop: compilers merge what its forward and backward pass send"
+    if s.experts > 1 and s.tpu and s.moe and s.moe.capacity_factor is None:
+        yield "model.ffn.kind=moe: a ragged all-to-all sends what the router chose; this is its upper bound"
+    if s.fsdp >= 64 and chip == CHECKED[0]:
+        yield f"mesh.fsdp={s.fsdp}: in groups this large the v5e compiler sums some of what it should gather"
+    if cfg.train.loss_impl != "xla":
+        yield f"train.loss_impl={cfg.train.loss_impl}: this is the formula for xla"
+    if s.tpu and cfg.model.embed // max(s.fsdp, s.optimizer) % TILE_ROWS:
+        yield "parts of fewer than 16 rows, some of which the TPU compiler sums whole"
 
 
 def _sum_kind(s: Sizes, group: int) -> str:
-    """Returns the collective that sums an array of which each device of a group keeps one part.
+    """Returns the collective that sums an array if each device of a group keeps one part.
 
     Only the TPU compiler emits a reduce-scatter, and not in groups of 64 or more: found by compiling for v5p and v5e.
     """
@@ -215,7 +206,7 @@ def _gradients(s: Sizes) -> Iterator[Term]:
 def _over_fsdp(
     s: Sizes, name: str, kind: str, arrays: tuple[int, ...], keeps: tuple[bool, ...], runs: int
 ) -> Iterator[Term]:
-    """Yields the sums of gradients over `fsdp`: those of which a device gets its part by `kind`, and whole ones."""
+    """Yields the sums of gradients over `fsdp`: by `kind` into parts, and whole where a device keeps the sum."""
     parts, whole = (
         tuple(n for n, keep in zip(arrays, keeps, strict=True) if keep == k) for k in (False, True)
     )

@@ -312,7 +312,7 @@ def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> 
     Only a loop's first iteration is drawn; the others are a grey stretch with their number.
 
     Returns:
-      The figure: a lane for each queue, of which `wait` is the core waiting.
+      The figure: a lane for each queue, and one for the time that the core waits.
     """
     import matplotlib.pyplot as plt
 

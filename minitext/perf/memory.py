@@ -130,10 +130,9 @@ def kept(s: Sizes) -> int:
 
     With rematerialisation, these are its input and the named tensors that are saved. Without, they are what autodiff
     saves: for each norm three float32 arrays of the residual stream's size, the inputs and outputs of the projections,
-      and attention's probabilities twice, in float32 for softmax's gradient and as an operand (a ring recomputes them).
-      Of unrolled layers the compiler keeps less, because it sees what is cheap to recompute: norms' inputs, queries,
-      keys,
-    values, attention's output, and one copy of the probabilities.
+    and attention's probabilities twice, in float32 for softmax's gradient and as an operand (a ring recomputes them).
+    Of unrolled layers the compiler keeps less, because it sees what is cheap to recompute: norms' inputs, queries,
+    keys, values, attention's output, and one copy of the probabilities.
     """
     cfg, tokens, features, residual = s.cfg, s.layer_tokens, _features(s), _residual(s)
     heads = count_attention(cfg.model)

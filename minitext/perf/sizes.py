@@ -25,7 +25,7 @@ class Runs(NamedTuple):
     `hlo.Module` counts every branch. The network is idle in those ticks, so the step waits as if they were busy.
 
     Attributes:
-      ticks: ticks of a pipeline, in each of which a stage sends one message each way; 0 without a pipeline.
+      ticks: ticks of a pipeline, in each of which a stage sends a message in both directions; 0 without a pipeline.
       forward: forward passes of a layer; 1F1B computes each twice.
       backward: backward passes of a layer.
       outside: passes through the embedding and the loss.
@@ -42,7 +42,7 @@ class Runs(NamedTuple):
 class Sizes:
     """How a train step is split over devices, and the sizes of one device's part.
 
-    Sizes count elements, of which `itemsize`, `operand`, `sent` and `sent_operand` are the bytes.
+    Sizes are numbers of elements; `itemsize`, `operand`, `sent` and `sent_operand` are bytes of one element.
 
     Attributes:
       cfg: the configuration.
@@ -65,7 +65,7 @@ class Sizes:
       tokens: tokens that embedding and loss see at a time.
       replicas: devices whose gradients of a weight come from different tokens.
       recomputes: whether the backward pass recomputes layers; no policy keeps what a projection sent.
-      converts: whether each use of a weight converts it, so that XLA's CPU backend does not see that two are equal.
+      converts: whether each use of a weight converts it, which hides from XLA's CPU backend that two uses are equal.
       moe: the mixture of experts, if the model has one.
       table: elements of the embedding table, and of the output layer, before FSDP splits them.
       itemsize: bytes of an element of the compute type.

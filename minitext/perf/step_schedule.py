@@ -30,7 +30,7 @@ class Event(NamedTuple):
       name: the operation's name.
       queue: one of `QUEUES`, `loop` for a whole loop, or `wait` where the core waits.
       start: seconds since the step's start.
-      end: likewise.
+      end: seconds since the step's start.
       trips: how often a loop's body runs.
     """
 
