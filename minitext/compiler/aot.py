@@ -107,6 +107,8 @@ def compile_step(
         collectives={kind: (count, size) for kind, (count, size, _) in links.items()},
         sent={kind: sent for kind, (_, _, sent) in links.items()},
         largest=tuple(buffers[:LISTED]),
+        advice=(),
+        changed={},
     )
 
 

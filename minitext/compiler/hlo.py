@@ -152,10 +152,15 @@ class Collective(NamedTuple):
     @property
     def moved(self) -> float:
         """Bytes that each device sends in one run, by the ring algorithms (Thakur et al. 2005)."""
-        kind = self.kind.removesuffix(" (dcn)")
-        if kind.startswith("collective-"):  # permute, broadcast
-            return float(self.bytes)
-        return (1 + (kind == "all-reduce")) * self.bytes * (self.group - 1) / self.group
+        return ring_bytes(self.kind, self.bytes, self.group)
+
+
+def ring_bytes(kind: str, size: int, group: int) -> float:
+    """Returns the bytes that each device of a group sends for a collective whose larger side has `size` bytes."""
+    kind = kind.removesuffix(" (dcn)")
+    if kind.startswith("collective-"):  # permute, broadcast
+        return float(size)
+    return (1 + (kind == "all-reduce")) * size * (group - 1) / group
 
 
 class Module:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from minitext.compiler.hlo import Collective
+from minitext.compiler.hlo import ring_bytes
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
@@ -58,9 +58,8 @@ class Term(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes that each device sends in one step (`hlo.Collective.moved`)."""
-        one = Collective(self.kind, "", self.group, sum(self.arrays), 1, None, ())
-        return self.runs * one.moved
+        """Bytes that each device sends in one step, by the ring algorithms."""
+        return self.runs * ring_bytes(self.kind, sum(self.arrays), self.group)
 
 
 def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:

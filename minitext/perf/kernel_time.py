@@ -77,26 +77,23 @@ class _Code:
 
     def module(self) -> str:
         """Returns the StableHLO text of a program with only this kernel."""
-        operands, results = (
-            [_tensor(*array) for array in arrays] for arrays in (self.operands, self.results)
-        )
+        operands = [_tensor(*array) for array in self.operands]
+        results = ", ".join(_tensor(*array) for array in self.results)
+        count = len(self.results)
         names = ", ".join(f"%a{i}" for i in range(len(operands)))
         arguments = ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(operands))
-        types = ", ".join(results)
-        of = f"%r:{len(results)}" if len(results) > 1 else "%r"
-        given = ", ".join(f"%r#{i}" for i in range(len(results))) if len(results) > 1 else "%r"
+        assigned = f"%r:{count}" if count > 1 else "%r"
+        returned = ", ".join(f"%r#{i}" for i in range(count)) if count > 1 else "%r"
         config = json.dumps(json.dumps({"custom_call_config": self.config}))
-        layouts = [
+        read, written = (
             ", ".join(_layout(dims) for _, dims in arrays)
             for arrays in (self.operands, self.results)
-        ]
+        )
         return f"""module @kernel {{
-  func.func public @main({arguments}) -> ({types}) {{
-    {of} = stablehlo.custom_call @tpu_custom_call({names}) {{backend_config = {config},
-      operand_layouts = [{layouts[0]}], result_layouts = [{layouts[1]}]}} : ({
-            ", ".join(operands)
-        }) -> {f"({types})" if len(results) > 1 else types}
-    return {given} : {types}
+  func.func public @main({arguments}) -> ({results}) {{
+    {assigned} = stablehlo.custom_call @tpu_custom_call({names}) {{backend_config = {config},
+      operand_layouts = [{read}], result_layouts = [{written}]}} : ({", ".join(operands)}) -> ({results})
+    return {returned} : {results}
   }}
 }}
 """

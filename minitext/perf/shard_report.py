@@ -7,9 +7,9 @@ Chapters: 9, 11.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from flax import nnx
 
 from minitext.checkpoint import leaves
 from minitext.config.config import Config
@@ -50,37 +50,20 @@ def parameters(cfg: Config) -> list[Parameter]:
     """
     mesh = abstract_mesh(cfg.mesh)
     check_mesh(cfg, mesh)
-    state = abstract_state(cfg, mesh)
-    return [
-        _parameter(name, leaf, names)
-        for part in ("params", "opt_state")
-        for (name, leaf), names in zip(
-            leaves.named({part: getattr(state, part)}).items(),
-            _names(getattr(state, part)),
-            strict=True,
-        )
-    ]
-
-
-def _names(tree: Any) -> list[tuple[str, ...]]:
-    from flax import nnx
-
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    return [getattr(x, "axes", ()) for x in jax.tree.leaves(tree, is_leaf=is_variable)]
-
-
-def _parameter(name: str, leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> Parameter:
-    spec = tuple(leaf.sharding.spec) + (None,) * (leaf.ndim - len(leaf.sharding.spec))
-    shard = leaf.sharding.shard_shape(leaf.shape)
-    return Parameter(
-        name,
-        ("layers", *names) if len(names) == leaf.ndim - 1 else names,
-        leaf.shape,
-        tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec),
-        shard,
-        leaf.size * leaf.dtype.itemsize,
-        math.prod(shard) * leaf.dtype.itemsize,
-    )
+    state, found = abstract_state(cfg, mesh), []
+    for part in ("params", "opt_state"):
+        tree = getattr(state, part)
+        arrays = leaves.named({part: tree}).items()
+        variables = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for (name, leaf), variable in zip(arrays, variables, strict=True):
+            axes = getattr(variable, "axes", ())
+            axes = ("layers", *axes) if len(axes) == leaf.ndim - 1 else axes
+            spec = (*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec)))
+            spec = tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+            shard, size = leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize
+            sizes = leaf.size * size, math.prod(shard) * size
+            found.append(Parameter(name, axes, leaf.shape, spec, shard, *sizes))
+    return found
 
 
 def print_parameters(cfg: Config, found: list[Parameter]) -> None:
