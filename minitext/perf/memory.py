@@ -411,7 +411,8 @@ def predict_and_compile(cfg: Config, target: str | None = None) -> dict[str, Any
             compiled[name] += compiled["vector"]
         inside = show_bytes(compiled["vector"])
         remarks.append(
-            f"temporaries fit into vector memory: the figures include the {inside} that it holds; the rest is mostly scratch"
+            f"temporaries fit into vector memory: the figures include the {inside} that it holds; "
+            "the rest is mostly scratch"
         )
     elif predicted.temporaries <= 2 * vmem:
         remarks.append(

@@ -25,9 +25,6 @@ from minitext.kernels import cases
 from minitext.kernels.block_shapes import BLOCKS
 from minitext.terminal import print_tables, show_bytes, table
 
-# Cycles per second of a TensorCore.
-CLOCKS = {name: chip.clock for name, chip in CHIPS.items() if chip.platform == "tpu"}
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -110,7 +107,7 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
     return Candidate(
         blocks,
         # A chip's cores share the steps and the memory.
-        max(cycles / CLOCKS[chip.name] / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
+        max(cycles / chip.clock / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
         steps=sum(runs),
         cycles=sum(kernel.step_cycles for kernel in kernels),
         mxu_share=sum(kernel.bundles * kernel.share("MXU") for kernel in kernels) / bundles,
