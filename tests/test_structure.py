@@ -228,6 +228,7 @@ TESTED_WITH = {
     "observability/xplane": "observability/profiler",
     "perf/comms_audit": "perf/comms",
     "perf/figures": "book/notebook",
+    "perf/sizes": "perf/memory",
     "sharding/check": "training/step",
     "sharding/context_parallel": "book/equality",
     "sharding/pipeline_schedule": "sharding/pipeline",

@@ -168,8 +168,9 @@ def shard(
         shard_report.print_parameters(cfg, found)
     if plot is not None:
         from minitext.perf.figures import draw_sharding, save_figure
+        from minitext.sharding.mesh import abstract_mesh
 
-        save_figure(plot, lambda: draw_sharding(found, shard_report.abstract_mesh(cfg)))
+        save_figure(plot, lambda: draw_sharding(found, abstract_mesh(cfg.mesh)))
 
 
 def memory_(settings: Settings = None, as_json: Json = False) -> None:

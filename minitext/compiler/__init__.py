@@ -1,6 +1,7 @@
-"""What compilers make of a program: ahead-of-time compilation for named chips, and their texts read back.
+"""What compilers make of a program: ahead-of-time compilation for named chips, and parsers of the compilers' output.
 
-HLO, memory plans, schedules and the machine code of kernels. May import sharding, kernels, distributed and config.
+The parsers read HLO, memory plans, schedules and the machine code of kernels. May import sharding, kernels, distributed
+and config.
 
 Chapters: none.
 """

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: any program, compiled for named chips on a machine that has none of them.
+"""Ahead-of-time compilation: any program, compiled for named chips on a machine without them.
 
 The real TPU compiler (libtpu) or GPU compiler (JAX's CUDA plugin) runs on this machine's CPU. `compile_step` reports
 whether the program fits, what it keeps in memory and which collectives it runs.
@@ -30,13 +30,13 @@ from minitext.compiler.buffers import (
     parse_out_of_memory,
     read_buffers,
 )
-from minitext.compiler.report import LISTED, Report, sums_by_kind
+from minitext.compiler.report import LISTED, Report
 from minitext.compiler.targets import parse_target, topology_devices
 from minitext.errors import UserError
 from minitext.hardware import CHIPS, find_chip
 from minitext.sharding.mesh import make_mesh
 
-# What may be done with a compiled program before the compiler's dump is removed.
+# Called with the lowered and the compiled program and the folder of the compiler's dump, which is removed afterwards.
 Keep = Callable[[jax.stages.Lowered, jax.stages.Compiled, str], None]
 
 
@@ -50,8 +50,7 @@ def compile_step(
       args: its arguments, ShapeDtypeStructs with NamedShardings on `mesh`.
       mesh: of ahead-of-time devices (`topology_mesh`), or of real ones.
       target: the target's name for the report; by default the kind of device.
-      keep: is called with what was lowered, the compiled program and the folder of the compiler's dump, which is
-        removed afterwards; not for a program that does not fit.
+      keep: see `Keep`; not called for a program that does not fit.
 
     Returns:
       The report; one with `fits=False` if the compiler says that HBM is too small.
@@ -64,7 +63,7 @@ def compile_step(
     chip = find_chip(device)
     if chip is None:
         raise UserError(
-            f"no chip in minitext.hardware.CHIPS is a {device.device_kind!r}: its memory is not known"
+            f"no chip in minitext.hardware.CHIPS is a {device.device_kind!r}: its memory is unknown"
         )
     target = target or device.device_kind
     start = time.perf_counter()
@@ -85,9 +84,9 @@ def compile_step(
         traced, module, assignment = read_dump(folder)
         if keep is not None and compiled is not None:
             keep(lowered, compiled, folder)
-    links = sums_by_kind(hlo.Module(module).collectives())
+    links = hlo.sum_by_kind(hlo.Module(module).collectives())
     buffers = read_buffers(assignment, op_names(module), argument_names(traced))
-    if not buffers:  # the compiler left no dump: its message, and the arguments as they are meant
+    if not buffers:  # the compiler left no dump: use its message, and the arguments as requested
         buffers = [*(refusal.buffers if refusal else ()), *_abstract_buffers(fn, args)]
         buffers.sort(key=lambda buffer: -buffer.bytes)
     sizes = _refused_sizes(refusal, assignment, buffers) if refusal else compiled_sizes(compiled)
@@ -96,7 +95,7 @@ def compile_step(
         target=target,
         devices=mesh.size,
         mesh={name: size for name, size in mesh.shape.items() if size > 1},
-        # The TPU compiler has the last word; the GPU compiler accepts a program of any size.
+        # The TPU compiler decides; the GPU compiler accepts a program of any size.
         fits=refusal is None and (chip.platform == "tpu" or sizes["total_bytes"] <= available),
         hbm_bytes=chip.hbm_bytes // chip.devices,
         available_bytes=available,
@@ -114,7 +113,7 @@ def compile_step(
 
 
 def compiles_for(chip: str, fn: Callable, *args: Any) -> str | None:
-    """Compiles a function, with the kernels in it, for one chip that need not be there.
+    """Compiles a function, with its kernels, for one chip that this machine need not have.
 
     Args:
       chip: its name in `minitext.hardware.CHIPS`, such as `v5e`.
@@ -125,8 +124,8 @@ def compiles_for(chip: str, fn: Callable, *args: Any) -> str | None:
       None, or the reason in one line why Pallas, Mosaic or XLA refuses the function.
 
     Raises:
-      UserError: for a chip that is not known, or a compiler that is not installed.
-      Exception: what `fn` itself raises when JAX traces it.
+      UserError: for an unknown chip, or a compiler that is not installed.
+      Exception: what `fn` raises when JAX traces it.
     """
     from jax._src.pallas.mosaic.error_handling import MosaicError
 
@@ -153,7 +152,7 @@ _VMEM_REFUSALS = (
 
 
 def _one_line(refusal: str) -> str:
-    """The compiler's reason, without what is the same in every message."""
+    """Returns the compiler's reason without its boilerplate."""
     for wording in _VMEM_REFUSALS:
         if vmem := re.search(wording, refusal):
             size, limit = (n if n[-1:] == "M" else f"{int(n) / 2**20:.2f}M" for n in vmem.groups())
@@ -165,26 +164,27 @@ def _one_line(refusal: str) -> str:
 
 
 def dump_to(folder: str) -> dict[str, Any]:
-    """Returns the compiler options that have XLA write what `read_dump` reads."""
+    """Returns the compiler options with which XLA writes what `read_dump` reads."""
     return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
 
 
 def read_dump(folder: str) -> tuple[str, str, str]:
-    """Returns texts from XLA's dump: the module before and after optimizations, its buffers.
+    """Returns texts from XLA's dump: the module before and after optimizations, and its buffer assignment.
 
-    The dump is read and not `compiled.as_text()`: that fails on some v5p programs (RET_CHECK
-    async-update), and a program that does not fit has none.
+    `compiled.as_text()` would fail on some v5p programs (RET_CHECK async-update), and a program that does not fit has
+    none.
     """
-    texts = []
-    for ending in (
-        "before_optimizations.txt",
-        "after_optimizations.txt",
-        "after_optimizations-buffer-assignment.txt",
-    ):
-        # There may be smaller ones, of parts that XLA compiles apart.
-        found = sorted(Path(folder).glob(f"*{ending}"), key=lambda path: path.stat().st_size)
-        texts.append(found[-1].read_text(errors="replace") if found else "")
-    return texts[0], texts[1], texts[2]
+    return (
+        read_largest(folder, "before_optimizations.txt"),
+        read_largest(folder, "after_optimizations.txt"),
+        read_largest(folder, "after_optimizations-buffer-assignment.txt"),
+    )
+
+
+def read_largest(folder: str, ending: str) -> str:
+    """Returns the whole program's text from a dump, or ""; smaller files are of parts that XLA compiles separately."""
+    found = sorted(Path(folder).glob(f"*{ending}"), key=lambda path: path.stat().st_size)
+    return found[-1].read_text(errors="replace") if found else ""
 
 
 def compiled_sizes(compiled: Any) -> dict[str, int]:
@@ -203,7 +203,7 @@ def compiled_sizes(compiled: Any) -> dict[str, int]:
 
 
 def _refused_sizes(refusal: OutOfMemory, assignment: str, buffers: list[Buffer]) -> dict[str, int]:
-    """Splits the bytes that the compiler names in its refusal, by the memory it had planned."""
+    """Splits the total that the compiler names in its refusal according to its buffer assignment."""
     planned = allocated(assignment)
     argument = planned["argument"] or sum(b.bytes for b in buffers if b.kind == "argument")
     return {
@@ -221,14 +221,14 @@ def _abstract_buffers(fn: Callable, args: tuple) -> Iterator[Buffer]:
     names = list(inspect.signature(fn).parameters)
     for (first, *path), leaf in jax.tree_util.tree_leaves_with_path(args):
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
-        kind = leaf.dtype.name.replace("float", "f").replace("uint", "u").replace("int", "s")
+        part = jax.ShapeDtypeStruct(shape, leaf.dtype)
         name = names[first.idx] + jax.tree_util.keystr(tuple(path))
         size = math.prod(shape) * leaf.dtype.itemsize
-        yield Buffer(size, f"{kind}[{','.join(map(str, shape))}]", "argument", name)
+        yield Buffer(size, hlo.show_type(part), "argument", name)
 
 
 def _by_part(buffers: list[Buffer]) -> dict[str, int]:
-    """Sums arguments by the part they belong to, such as `state.params` or `batch`."""
+    """Sums the bytes of arguments by part, such as `state.params` or `batch`."""
     parts: dict[str, int] = {}
     for buffer in buffers:
         if buffer.kind == "argument" and (match := re.match(r"\w+(\.\w+)?", buffer.op)):
@@ -238,7 +238,7 @@ def _by_part(buffers: list[Buffer]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def no_cache() -> Iterator[None]:
-    """Switches off JAX's compilation cache: it writes ahead-of-time programs, can't read them."""
+    """Switches off JAX's compilation cache, which writes ahead-of-time programs but can't read them."""
     from jax.experimental.compilation_cache import compilation_cache
 
     was = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
@@ -253,7 +253,7 @@ def no_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spinner(text: str) -> Iterator[None]:
-    """Shows a spinner and the time so far on stderr."""
+    """Shows a spinner and the elapsed time on stderr."""
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
     with terminal.bar(SpinnerColumn(), "{task.description}", TimeElapsedColumn()) as bar:

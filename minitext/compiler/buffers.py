@@ -1,7 +1,6 @@
-"""What the compiler says about memory: the buffers it planned, and its refusals.
+"""What the compiler says about memory: its buffer assignment and its out-of-memory errors.
 
-All functions take text and return what they recognise; text that is cut off or of another version
-gives fewer entries, never an exception.
+Text that is truncated or comes from another version gives fewer entries, never an exception.
 
 Chapters: 22.
 """
@@ -20,13 +19,13 @@ _VALUE = re.compile(r"^ value: <\d+ ([^\s{>]+).*? @(\d+)> \(size=(\d+),offset=(\
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of memory that the compiler set aside on each device.
+    """A piece of memory that the compiler assigned on each device.
 
     Attributes:
-      bytes: its size, padding of the layout included.
+      bytes: its size, including the layout's padding.
       shape: type of a value it holds, such as `bf16[8192,1024]`.
       kind: `argument`, `output`, or `temporary`.
-      op: what makes the value: an argument's name, or the JAX operation's; else the instruction's.
+      op: name of the argument or of the JAX operation that makes the value; otherwise the instruction's name.
     """
 
     bytes: int
@@ -37,12 +36,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What the compiler says of a program that is too large.
+    """The compiler's error for a program that is too large.
 
     Attributes:
-      used: bytes the program needs on a device, as exact as the message prints them.
-      available: bytes it may have.
-      buffers: the largest, where the message lists them.
+      used: bytes the program needs on a device, as precise as the message.
+      available: bytes it may use.
+      buffers: the largest buffers, if the message lists them.
     """
 
     used: int
@@ -53,15 +52,14 @@ class OutOfMemory:
 def read_buffers(
     assignment: str, names: dict[str, str] | None = None, arguments: dict[int, str] | None = None
 ) -> list[Buffer]:
-    """Reads XLA's buffer assignment: the pieces of a device's main memory, largest first.
+    """Parses XLA's buffer assignment: the pieces of a device's main memory, largest first.
 
-    Values that share a place and a size (the same array before, in and after a loop) count as one
-    buffer. Buffers that live at different times may overlap, so temporaries sum to more than the
-    program's temporary memory.
+    Values of one size at one address (the same array before, in and after a loop) count as one buffer. Buffers that
+    live at different times may overlap, so temporaries sum to more than the program's temporary memory.
 
     Args:
       assignment: text of a `*buffer-assignment.txt` dump.
-      names: instruction -> JAX name, from `op_names`; without it buffers carry instructions' names.
+      names: instruction -> JAX name, from `op_names`; without it, buffers have instructions' names.
       arguments: number -> name, from `argument_names`.
     """
     names, pieces = names or {}, {}
@@ -74,10 +72,10 @@ def read_buffers(
         elif kind is not None and (value := _VALUE.match(line)):
             name, _, size, offset, shape = value.groups()
             op = argument or names.get(name)
-            # The first value with a JAX name describes a buffer best; loops' parameters have none.
-            place = (allocation, offset, size)
-            if place not in pieces or (op and not pieces[place][0]):
-                pieces[place] = (op, Buffer(int(size), _plain(shape), kind, op or name))
+            # The first value with a JAX name describes a buffer best; loop parameters have none.
+            address = (allocation, offset, size)
+            if address not in pieces or (op and not pieces[address][0]):
+                pieces[address] = (op, Buffer(int(size), _plain(shape), kind, op or name))
     return sorted((buffer for _, buffer in pieces.values()), key=lambda b: -b.bytes)
 
 
@@ -85,8 +83,8 @@ def allocated(assignment: str) -> dict[str, int]:
     """Sums XLA's buffer assignment for a device's main memory.
 
     Returns:
-      Bytes of `argument`s, `alias` (arguments whose memory an output reuses), other `output`s and
-      `temporary` memory; and `vector`, what a TPU keeps in its vector memory instead.
+      Bytes of `argument`s, `alias` (arguments whose memory an output reuses), other `output`s and `temporary` memory;
+      and `vector`, what a TPU keeps in its vector memory instead.
     """
     totals = {"argument": 0, "alias": 0, "output": 0, "temporary": 0, "vector": 0}
     for line in assignment.splitlines():
@@ -101,7 +99,7 @@ def allocated(assignment: str) -> dict[str, int]:
 
 
 def _kind(attributes: str) -> Literal["argument", "output", "temporary"] | None:
-    """Returns what an allocation of main memory is for; None for constants and other memories."""
+    """Returns the kind of an allocation in main memory; None for constants and other memories."""
     if re.search(r"\b(color [1-9]|constant|thread-local)", attributes):
         return None
     if re.search(r"\bparameter \d", attributes):
@@ -128,10 +126,10 @@ _LISTED = re.compile(
 
 
 def parse_out_of_memory(message: str) -> OutOfMemory | None:
-    """Reads the error that the TPU compiler raises for a program that does not fit into HBM.
+    """Parses the TPU compiler's error for a program that does not fit into HBM.
 
     Returns:
-      What it says, or None if the message is about something else (VMEM, for instance).
+      The sizes it names, or None if the message is about something else, such as VMEM.
     """
     for pattern in _NEEDS:
         if match := re.search(pattern, message):
@@ -152,7 +150,7 @@ def _listed(message: str) -> Iterator[Buffer]:
 
 
 def _read_size(text: str) -> int | None:
-    """Reads a size as XLA prints it, such as `15.75G` or `16.51GiB`, in powers of 1024."""
+    """Parses a size as XLA prints it, such as `15.75G` or `16.51GiB`, in powers of 1024."""
     match = re.match(r"([\d.]+)\s*([KMGT]?)i?B?", text.strip())
     try:
         return round(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")) if match else None
@@ -167,19 +165,25 @@ def argument_names(text: str) -> dict[int, str]:
       text: the module before optimizations; the compiler may overwrite the names later.
     """
     found, entry = hlo.computations(text)
-    names = {}
-    for instruction in found.get(entry or "", []):
-        number = re.search(r" parameter\((\d+)\)", instruction.line)
-        if number and (op := _OP_NAME.search(instruction.line)):
-            names[int(number[1])] = op[1].replace("\\'", "'")
-    return names
+    return {
+        int(number[1]): name
+        for i in found.get(entry or "", [])
+        if (number := re.search(r" parameter\((\d+)\)", i.line))
+        and (name := _op_name(i)) is not None
+    }
 
 
 def op_names(text: str) -> dict[str, str]:
-    """Returns the JAX name of every instruction of a module that has one."""
+    """Returns the JAX name of each instruction of a module that has one."""
+    found = hlo.computations(text)[0].values()
     return {
-        instruction.name: op[1].replace("\\'", "'")
-        for instructions in hlo.computations(text)[0].values()
-        for instruction in instructions
-        if (op := _OP_NAME.search(instruction.line))
+        i.name: name
+        for instructions in found
+        for i in instructions
+        if (name := _op_name(i)) is not None
     }
+
+
+def _op_name(i: hlo.Instruction) -> str | None:
+    match = _OP_NAME.search(i.line)
+    return match[1].replace("\\'", "'") if match else None

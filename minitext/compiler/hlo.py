@@ -1,15 +1,16 @@
-"""The text of a compiled program, read back: computations, fusions, loops, collectives, names.
+"""The text of a compiled program, parsed: computations, fusions, loops, collectives, names.
 
-All functions take text and return what they recognise; text that is cut off or of another version
-gives fewer entries, never an exception.
+Text that is truncated or comes from another version gives fewer entries, never an exception.
 
 Chapters: 2, 10, 22.
 """
 
 import math
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -25,7 +26,8 @@ _OPCODE = re.compile(r" ([a-z][a-z\-]*)\(([^()]*)")
 _CALLED = re.compile(r"\b(calls|to_apply|condition|body|(?:true|false)_computation)=%([\w.\-]+)")
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,]*)\}')
+CHAIN = re.compile(r'\bchain_id="(\d+)"')  # the pieces of a split collective share it
 _ELEMENT = re.compile(r" get-tuple-element\(.*index=(\d+)")
 
 
@@ -46,12 +48,22 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     line: str
 
+    @property
+    def called(self) -> dict[str, str]:
+        """The computations that it calls by their role, such as `body`; branches that are listed, by their names."""
+        found = dict(_CALLED.findall(self.line))
+        for names in _CALLED_SETS.findall(self.line):
+            found |= {name: name for name in re.findall(r"[\w.\-]+", names)}
+        return found
+
+    @property
+    def type(self) -> str:
+        """The text of its result's type."""
+        return self.line.partition(f" {self.opcode}(")[0]
+
 
 def type_bytes(text: str) -> int:
-    """Returns the size of an HLO type in bytes, tuples summed, padding not counted.
-
-    The text is such as `bf16[8,128]{1,0}` or `(f32[4], s4[3])`; other text counts nothing.
-    """
+    """Returns the bytes of an HLO type such as `bf16[8,128]{1,0}` or `(f32[4], s4[3])`, without padding."""
     total = 0
     for name, bits, dims in _TYPE.findall(text):
         count = math.prod(int(dim or 1) for dim in dims.split(","))
@@ -59,11 +71,16 @@ def type_bytes(text: str) -> int:
     return total
 
 
-def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
-    """Splits a module's text into computations.
+def show_type(aval: Any) -> str:
+    """Returns the type of an array or a `ShapeDtypeStruct` as HLO writes it, such as `f32[8,256]`."""
+    name = getattr(getattr(aval, "dtype", None), "name", "token")
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred")):
+        name = name.replace(long, short)
+    return f"{name}[{','.join(map(str, getattr(aval, 'shape', ())))}]"
 
-    Returns the instructions of every computation by its name, and the entry computation's name (None if there is none).
-    """
+
+def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
+    """Returns the instructions of each computation of a module by its name, and the entry computation's name if any."""
     found: dict[str, list[Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -82,13 +99,13 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
 
 
 class Fusion(NamedTuple):
-    """Operations that the compiler makes one kernel of: what is between them is never in memory.
+    """Operations that the compiler turns into one kernel: values between them are never in memory.
 
     Attributes:
       name: its name.
-      kind: the compiler's word, such as `kLoop`, `kOutput` or `kCustom`.
+      kind: XLA's kind, such as `kLoop`, `kOutput` or `kCustom`.
       inside: the instructions of its computation.
-      read: bytes of its operands, each once.
+      read: bytes of its distinct operands.
       written: bytes of its result.
       runs: how often one run of the module executes it.
     """
@@ -102,7 +119,7 @@ class Fusion(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A `while`: its name and body, how often that runs each time (1 if not known), and its own runs."""
+    """A `while`: its name and body, its trip count (1 if not known), and how often the whole loop runs."""
 
     name: str
     body: str
@@ -111,17 +128,17 @@ class Loop(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective as it stands in the program.
+    """A collective of a program.
 
     Attributes:
-      kind: such as `all-gather`; what goes between slices over the data-centre network has ` (dcn)` behind it.
-      name: its name; of an asynchronous one, that of its start.
-      group: devices of a group; of what goes between slices, slices.
-      bytes: the whole side on one device: the gathered result of an all-gather, the operand of a reduce-scatter,
+      kind: such as `all-gather`; between slices, over the data-centre network, it ends in ` (dcn)`.
+      name: its name; that of the start if it is asynchronous.
+      group: devices in a replica group; between slices, the number of slices.
+      bytes: the larger side on one device: the gathered result of an all-gather, the operand of a reduce-scatter,
         the array of an all-reduce.
       runs: how often one run of the module executes it.
       overlapped: names of the instructions between its start and its done; None if it blocks.
-      arrays: type and bytes of each array in it: compilers combine collectives.
+      arrays: type and bytes of each of its arrays: compilers combine collectives.
     """
 
     kind: str
@@ -135,18 +152,23 @@ class Collective(NamedTuple):
     @property
     def moved(self) -> float:
         """Bytes that each device sends in one run, by the ring algorithms (Thakur et al. 2005)."""
-        kind = self.kind.removesuffix(" (dcn)")
-        if kind.startswith("collective-"):  # permute, broadcast
-            return float(self.bytes)
-        return (1 + (kind == "all-reduce")) * self.bytes * (self.group - 1) / self.group
+        return ring_bytes(self.kind, self.bytes, self.group)
+
+
+def ring_bytes(kind: str, size: int, group: int) -> float:
+    """Returns the bytes that each device of a group sends for a collective whose larger side has `size` bytes."""
+    kind = kind.removesuffix(" (dcn)")
+    if kind.startswith("collective-"):  # permute, broadcast
+        return float(size)
+    return (1 + (kind == "all-reduce")) * size * (group - 1) / group
 
 
 class Module:
-    """A compiled module, read back from its text.
+    """A compiled module, parsed from its text.
 
     Attributes:
-      computations: the instructions of every computation by its name.
-      entry: the entry computation's name, None where there is none.
+      computations: the instructions of each computation by its name.
+      entry: the entry computation's name, None if there is none.
       devices: how many devices it is for.
     """
 
@@ -160,7 +182,7 @@ class Module:
         }
 
     def _executed(self) -> Iterator[tuple[str, Instruction, int]]:
-        """Yields computation, instruction and number of runs of everything that runs."""
+        """Yields the computation, the instruction and the number of runs of everything that runs."""
         for name, runs in self._runs.items():
             for instruction in self.computations.get(name, []):
                 yield name, instruction, runs
@@ -171,28 +193,26 @@ class Module:
         for name, i, runs in self._executed():
             if i.opcode == "fusion":
                 sizes = self._sizes[name]
-                called = dict(_CALLED.findall(i.line)).get("calls", "")
                 kind = re.search(r"\bkind=(\w+)", i.line)
-                inside = tuple(self.computations.get(called, ()))
+                inside = tuple(self.computations.get(i.called.get("calls", ""), ()))
                 read = sum(sizes.get(operand, 0) for operand in set(i.operands))
                 found.append(Fusion(i.name, kind[1] if kind else "", inside, read, i.bytes, runs))
         return found
 
     def loops(self) -> list[Loop]:
         """The loops that run."""
-        found = []
-        for name, i, runs in self._executed():
-            if i.opcode == "while":
-                body = dict(_CALLED.findall(i.line)).get("body", "")
-                found.append(Loop(i.name, body, _trip_count(i, name, self.computations), runs))
-        return found
+        return [
+            Loop(i.name, i.called.get("body", ""), _trip_count(i, name, self.computations), runs)
+            for name, i, runs in self._executed()
+            if i.opcode == "while"
+        ]
 
     def collectives(self) -> list[Collective]:
         """The collectives that run.
 
-        The pieces of one that a TPU splits to overlap it with compute are a chain with a number, and count once. An
-        all-reduce that it fuses with the slice that follows is the reduce-scatter it becomes. Groups of one device
-        send nothing and don't count.
+        A collective that a TPU splits into a chain of pieces, to overlap it with compute, counts once. An all-reduce
+        that is fused with the following slice counts as the reduce-scatter it becomes. Groups of one device send
+        nothing and do not count.
         """
         found, seen = [], set()
         for name, i, runs in self._executed():
@@ -201,7 +221,7 @@ class Module:
                 kind = f"{slices[1].lower().replace('_', '-')} (dcn)"
             elif kind not in COLLECTIVES:
                 continue
-            chain, group = _CHAIN.search(i.line), group_size(i.line, self.devices)
+            chain, group = CHAIN.search(i.line), group_size(i.line, self.devices)
             if (chain and chain[1] in seen) or group == 1 < self.devices:
                 continue
             seen.add(chain and chain[1])
@@ -210,18 +230,18 @@ class Module:
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
             if chain and between is None:
                 between = self._along(chain[0])
-            arrays = _whole_side(i, self._sizes[name])
+            arrays = _larger_side(i, self._sizes[name])
             size = sum(size for _, size in arrays)
             found.append(Collective(kind, i.name, group, size, runs, between, arrays))
         return found
 
     def _along(self, chain: str) -> tuple[str, ...] | None:
-        """Names of what the schedule has between the pieces of a split collective, a TPU's fusions, and of these."""
+        """Returns the names of what the schedule has from the first to the last piece of a split collective."""
         pieces = {
             c for c, found in self.computations.items() if any(chain in i.line for i in found)
         }
         for found in self.computations.values():
-            # Few instructions call any: the pattern is slow on the many others' long lines.
+            # Only a few fusions call one, and a regular expression is slow on the long lines of all the others.
             calls = [i.opcode == "fusion" and _callee(i) in pieces for i in found]
             if sum(calls) > 1:
                 first, last = calls.index(True), len(calls) - 1 - calls[::-1].index(True)
@@ -237,36 +257,41 @@ def _callee(fusion: Instruction) -> str:
 def collectives(text: str) -> dict[str, tuple[int, int]]:
     """Counts the collectives that one run of an optimized module executes, and their bytes.
 
-    A loop's body counts from the counter's first value to the constant that its condition compares it with; a loop
-    without one counts once, and so does each branch of a conditional. What is counted and whose bytes they are:
-    `Module.collectives` and `Collective`.
+    A loop's body counts once per iteration, if the trip count is a constant; a loop without one counts once, and so
+    does each branch of a conditional. `Module.collectives` and `Collective` say what is counted.
 
-    Returns kind -> (count, bytes), kinds that don't occur left out.
+    Returns:
+      kind -> (count, bytes) of the kinds that occur.
     """
-    totals: dict[str, tuple[int, int]] = {}
-    for found in Module(text).collectives():
-        count, total = totals.get(found.kind, (0, 0))
-        totals[found.kind] = (count + found.runs, total + found.runs * found.bytes)
-    return {kind: totals[kind] for kind in sorted(totals)}
+    return {kind: sums[:2] for kind, sums in sum_by_kind(Module(text).collectives()).items()}
 
 
-def _whole_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+def sum_by_kind(found: Iterable[Collective]) -> dict[str, tuple[int, int, float]]:
+    """Returns kind -> (count, bytes, bytes that each device sends) of one step."""
+    sums: dict[str, tuple[int, int, float]] = {}
+    for one in found:
+        count, size, sent = sums.get(one.kind, (0, 0, 0.0))
+        runs = one.runs
+        sums[one.kind] = count + runs, size + runs * one.bytes, sent + runs * one.moved
+    return dict(sorted(sums.items()))
+
+
+def _larger_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = [sizes.get(operand, 0) for operand in collective.operands]
-    written = collective.line.partition(f" {collective.opcode}(")[0]
-    results = [(match[1], type_bytes(match[0])) for match in _TYPE.finditer(written)]
-    if collective.opcode == "send":  # of one array, after a token
+    results = [(match[1], type_bytes(match[0])) for match in _TYPE.finditer(collective.type)]
+    if collective.opcode == "send":  # one array and a token
         return ((results[0][0], sum(operands)),) if results else ()
     if collective.opcode.startswith("ragged"):
-        # Of one array; operands are also where it is written, which has room for more or for less, and integers.
+        # One array. Its operands include the output buffer, which may be larger or smaller, and integers.
         return ((results[0][0], max(operands + [size for _, size in results])),)
-    # The type of a start is a tuple of the operands, the results and, of a permute, two counters.
+    # A start's type is a tuple of the operands, the results and, for a permute, two counters.
     if collective.opcode.endswith("-start") and len(results) >= 2 * len(operands):
         results = results[len(operands) :]
     return tuple((kind, max(n, size)) for n, (kind, size) in zip(operands, results, strict=False))
 
 
 def _between(start: Instruction, computation: list[Instruction]) -> tuple[str, ...]:
-    """Names of what the schedule has between a start and its done, things that take no time left out."""
+    """Returns the names of what the schedule has between a start and its done, without what takes no time."""
     names = []
     for instruction in computation[computation.index(start) + 1 :]:
         if start.name in instruction.operands and instruction.opcode.endswith("-done"):
@@ -278,17 +303,14 @@ def _between(start: Instruction, computation: list[Instruction]) -> tuple[str, .
 def _executions(found: dict[str, list[Instruction]], entry: str | None) -> dict[str, int]:
     """Returns how often each computation runs in one run of the entry."""
     times = {entry: 1} if entry is not None else {}
-    # A module's text has every computation after those that it calls.
+    # In a module's text each computation comes after those that it calls.
     for name in reversed(found):
         for instruction in found[name]:
-            # A -done names the computation that its -start already ran.
+            # A done names the computation that its start already ran.
             if name not in times or instruction.opcode.endswith(("-done", "-update")):
                 continue
-            called = dict(_CALLED.findall(instruction.line))
-            for names in _CALLED_SETS.findall(instruction.line):
-                called |= {name: name for name in re.findall(r"[\w.\-]+", names)}
-            for role, callee in called.items():
-                # A to_apply adds two numbers or the like, except in a plain call.
+            for role, callee in instruction.called.items():
+                # A to_apply is a scalar function, except in a plain call.
                 if role == "condition" or (role == "to_apply" and instruction.opcode != "call"):
                     continue
                 runs = times[name]
@@ -299,10 +321,10 @@ def _executions(found: dict[str, list[Instruction]], entry: str | None) -> dict[
 
 
 def _trip_count(loop: Instruction, around: str, found: dict[str, list[Instruction]]) -> int:
-    """Returns a counted loop's turns: noted by the compiler, or up to the condition's one constant."""
+    """Returns a loop's iterations: as the compiler noted them, or up to the condition's only constant."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
-    condition = found.get(dict(_CALLED.findall(loop.line)).get("condition", ""), [])
+    condition = found.get(loop.called.get("condition", ""), [])
     bounds = [n for i in condition if (n := _integer(i)) is not None]
     counters = [int(n) for i in condition for n in _ELEMENT.findall(i.line)]
     if len(bounds) != 1:
@@ -312,7 +334,7 @@ def _trip_count(loop: Instruction, around: str, found: dict[str, list[Instructio
 
 
 def _first(loop: Instruction, counter: int, around: list[Instruction]) -> int:
-    """Where a counter begins, 0 if not known: later where the compiler took the first turns out of the loop."""
+    """Returns where a counter starts, 0 if not known; not 0 if the compiler peeled the first iterations."""
     made = {i.name: i for i in around}
     carried = made.pop("".join(loop.operands[:1]), loop)
     begin = made.pop("".join(carried.operands[counter : counter + 1]), loop)
@@ -326,33 +348,56 @@ def _integer(i: Instruction) -> int | None:
     return int(written[1]) if written else None
 
 
-_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]*)\}')
-
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-
-_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
-
-_AXIS = re.compile(r"(\w+)'?(?::\(\d+\)(\d+))?")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 
 
 def group_size(line: str, devices: int) -> int:
-    """Returns how many devices form a group; without a word of it, all.
-
-    Compilers list the groups, count them, or name axes of a mesh, whose sizes are multiplied. Of a transfer between
-    slices it is how many slices.
+    """Returns how many devices form a replica group; for a transfer between slices, how many slices.
 
     Args:
       line: the collective's instruction.
-      devices: how many the program is for.
+      devices: how many the program is for, which are one group if the line names none.
     """
-    if listed := _SLICES.search(line) or _LISTED.search(line):
-        return listed[1].count(",") + 1
-    if counted := _COUNTED.search(line):
-        return max(1, int(counted[1]))
-    if named := _NAMED.search(line):
-        sizes = dict(re.findall(r"(\w+)'?=(\d+)", named[1]))
-        # Of `'a':(2)4` it is 4 of axis a's devices, in steps that don't matter here.
-        return max(1, math.prod(int(n or sizes.get(a, 1)) for a, n in _AXIS.findall(named[2])))
-    return max(1, devices)
+    if slices := _MEGASCALE.search(line):
+        return slices[1].count(",") + 1
+    return max(1, len(replica_group(line, devices)))
+
+
+def replica_group(line: str, devices: int) -> tuple[int, ...]:
+    """Returns the devices of a collective's first replica group, by the numbers of their partitions.
+
+    Compilers list the groups, transpose and reshape a range of numbers, or name axes of a mesh. The arguments are those
+    of `group_size`.
+    """
+    if listed := _LISTED_GROUPS.search(line):
+        return tuple(int(n) for n in listed[1].split(",") if n)
+    if iota := _IOTA_GROUPS.search(line):
+        groups, size = int(iota[1]), int(iota[2])
+        dims = [int(n) for n in iota[3].split(",")] if iota[3] else [groups, size]
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        if iota[4]:
+            ids = ids.transpose([int(n) for n in iota[4].split(",")])
+        return tuple(ids.reshape(-1, size)[0].tolist())
+    if mesh := _MESH_GROUPS.search(line):
+        return _mesh_group(mesh[1], mesh[2])
+    return tuple(range(devices))
+
+
+def _mesh_group(axes: str, names: str) -> tuple[int, ...]:
+    """Returns the first group of `mesh[axes] {names}`, such as of `mesh['a'=2,'b'=4] {'b'}`.
+
+    In `'a':(2)4` axis a has an outer factor of 2, and a group is the 4 devices inside it.
+    """
+    strides, stride = {}, 1
+    for name, size in reversed(re.findall(r"(\w+)'?=(\d+)", axes)):
+        strides[name] = (int(size), stride)
+        stride *= int(size)
+    group = [0]
+    for name, outer, part in re.findall(r"(\w+)'?(?::\((\d+)\)(\d+))?", names):
+        size, step = strides.get(name, (1, 0))
+        count = int(part or size)
+        step *= size // max(1, int(outer or 1) * count)
+        group = [g + step * n for g in group for n in range(count)]
+    return tuple(sorted(group))

@@ -1,12 +1,12 @@
 """The machine code of TPU kernels: what each unit of the chip does, bundle by bundle.
 
-A TPU core runs bundles: each starts operations on several units at once, and what the compiler could not place in one
-goes into the next (Jouppi et al. 2021, "Ten Lessons From Three Generations Shaped Google's TPUv4i"). Each takes a
-cycle, and longer where its text says so: the compiler knows how long units are busy, and makes cycles in which nothing
-starts part of the bundle before them. For each kernel libtpu writes down its final bundles, and which units are busy
-in each bundle and in each cycle: from the one after an operation starts, for as long as the unit can take no other. A
-product of 16 rows keeps one of the four matrix units of a v5e busy for 16 cycles, an elementwise operation a vector
-slot for one. Waiting for copies from HBM is not in it.
+A TPU core runs bundles, each of which starts operations on several units at once; what the compiler cannot place in one
+goes into the next (Jouppi et al. 2021, "Ten Lessons From Three Generations Shaped Google's TPUv4i"). A bundle takes one
+cycle, or more where its text says so: the compiler knows how long units are busy, and adds cycles in which nothing
+starts to the bundle before them. libtpu dumps each kernel's final bundles, and which units are busy in each bundle and
+in each cycle. A unit is busy from the cycle after an operation starts until it can take another: a product of 16 rows
+keeps one of a v5e's four matrix units busy for 16 cycles, an elementwise operation a vector slot for one. Waiting for
+copies from HBM is not included.
 
 Counts are static: a bundle in a loop or a branch counts once, however often it runs. The body of a kernel's grid is
 such a loop; most kernels unroll the others.
@@ -29,7 +29,7 @@ from minitext.errors import UserError
 from minitext.kernels import cases
 from minitext.terminal import print_tables, show_bytes, table
 
-# libtpu's columns of each unit; the first says what share of its capacity is used.
+# libtpu's columns for each unit; the first says what share of its capacity is used.
 UNITS: dict[str, tuple[str, ...]] = {
     "MXU": ("MATMUL", "MATPUSH"),  # the matrix units: products, and the weights pushed into them
     "VALU": ("VALU",),  # elementwise arithmetic on vector registers
@@ -39,7 +39,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "stores": ("VSTORE",),
     "scalar": ("SALU",),
 }
-FILL, SPILL = "VLOAD:FILL", "VSTORE:SPILL"  # libtpu counts them among loads and stores, too
+FILL, SPILL = "VLOAD:FILL", "VSTORE:SPILL"  # libtpu also counts them as loads and stores
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Kernel:
     """One kernel's machine code on one chip.
 
     Attributes:
-      name: what the kernel was called in `pallas_call`.
+      name: the kernel's name in `pallas_call`.
       chip: the chip's name.
-      capacity: how many units the core has of each of libtpu's columns.
+      capacity: how many units the core has for each of libtpu's columns.
       busy: [bundles, columns] how many of them are busy, columns in the order of `capacity`.
       schedule: [cycles, columns] the same for each cycle.
-      depth: [bundles] how many loops a bundle's first operation lies in; the grid is the first.
-      code: the bundles' text, comments left out.
+      depth: [bundles] how many loops surround a bundle's first operation; the grid is the outermost.
+      code: the bundles' text without comments.
       vmem_bytes: vector memory for blocks, scratch and spilled registers.
       spilled_bytes: the part of it for spilled registers.
     """
@@ -70,17 +70,17 @@ class Kernel:
 
     @property
     def bundles(self) -> int:
-        """Bundles in all."""
+        """Total number of bundles."""
         return len(self.code)
 
     @property
     def cycles(self) -> int:
-        """Cycles that all bundles take if each runs once and none waits for a copy."""
+        """Cycles if each bundle runs once and none waits for a copy."""
         return len(self.schedule)
 
     @property
     def step_cycles(self) -> int:
-        """Cycles of the bundles in loops: those of one step of the grid, or all where the grid has a single step."""
+        """Cycles of one step of the grid, which is the bundles in loops, or all if the grid has a single step."""
         once = int(np.count_nonzero(self.depth == 0))
         return self.cycles - once if once < self.bundles else self.cycles
 
@@ -103,7 +103,7 @@ class Kernel:
         return float(self.uses(unit).mean())
 
     def occupancy(self, unit: str) -> float:
-        """The share of a unit's capacity, over all cycles, that is busy: one of four matrix units makes a quarter."""
+        """The busy share of a unit's capacity over all cycles: one of four matrix units is a quarter."""
         column = UNITS[unit][0]
         busy = self.schedule[:, list(self.capacity).index(column)]
         return float(busy.mean()) / self.capacity[column]
@@ -118,7 +118,7 @@ class Kernel:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the counts as JSON-able values, without the code."""
+        """Returns the counts as JSON values, without the code."""
         return {
             "kernel": self.name, "chip": self.chip, "bundles": self.bundles,
             "cycles": self.cycles, "step_cycles": self.step_cycles,
@@ -134,7 +134,7 @@ class Kernel:
 def compile_kernels(fn: Callable, *args: Any, chip: str) -> tuple[Kernel, ...]:
     """Compiles a function for one TPU chip and reads the machine code of the Pallas kernels in it.
 
-    Compile the kernel alone: what else the function does is compiled too, and not reported.
+    Pass the kernel alone: whatever else the function does is compiled too, but not reported.
 
     Args:
       fn: the function; jitted or not.
@@ -142,12 +142,12 @@ def compile_kernels(fn: Callable, *args: Any, chip: str) -> tuple[Kernel, ...]:
       chip: the name of a TPU in `minitext.hardware.CHIPS`.
 
     Returns:
-      The kernels in the order in which they run. A kernel called several times comes as often.
+      The kernels in the order in which they run, once per call.
 
     Raises:
       DoesNotFit: if a kernel needs more vector memory than it may use.
-      UserError: if the chip is no TPU of the table, libtpu is not installed, the compiler refuses the program, or
-        there is no kernel in it.
+      UserError: if the chip is not a TPU of the table, libtpu is not installed, the compiler refuses the program, or
+        the program has no kernel.
     """
     module = lower(fn, *args, chip=chip)
     with tempfile.TemporaryDirectory(prefix="minitext-llo-") as folder:
@@ -159,7 +159,7 @@ def compile_case(name: str, chip: str, **blocks: int) -> tuple[Kernel, ...]:
     """Compiles a kernel of `minitext.kernels.cases` for one TPU chip and reads its machine code.
 
     Raises:
-      UserError: as `compile_kernels`, and if the kernel's own checks refuse the blocks.
+      UserError: see `compile_kernels`; also if the kernel's own checks refuse the blocks.
     """
     case = cases.make(name, **blocks)
     try:
@@ -169,7 +169,7 @@ def compile_case(name: str, chip: str, **blocks: int) -> tuple[Kernel, ...]:
 
 
 def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
-    """Reads what libtpu has written of the kernels of one program.
+    """Parses libtpu's dump of the kernels of one program.
 
     Raises:
       UserError: if a file is missing or holds something else.
@@ -203,7 +203,7 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
 
 
 def _read(folder: Path, pattern: str) -> str:
-    """Returns the text of the one file whose name, after libtpu's number of the module, is as the pattern says."""
+    """Returns the text of the file whose name matches the pattern after libtpu's number of the module."""
     found = sorted(folder.glob(f"*-{pattern}"))
     if not found:
         raise UserError(f"libtpu wrote no file *-{pattern}: is libtpu newer than 0.0.51?")
@@ -211,7 +211,7 @@ def _read(folder: Path, pattern: str) -> str:
 
 
 def _read_use(text: str) -> tuple[dict[str, int], np.ndarray]:
-    """Reads libtpu's table of busy units: the capacity of each column, and [bundles, columns]."""
+    """Parses libtpu's table of busy units: the capacity of each column, and [bundles, columns]."""
     match = re.search(r"== CAPAC\w+:\n(.+)\n([\d ]+)\n== UTILIZATION:\n([\d\s]*)", text)
     columns = [name.strip() for name in match[1].split(",")] if match else []
     missing = {column for unit in UNITS.values() for column in unit} | {FILL, SPILL}
@@ -222,17 +222,17 @@ def _read_use(text: str) -> tuple[dict[str, int], np.ndarray]:
     return capacity, np.array(match[3].split(), np.uint8).reshape(-1, len(columns))
 
 
-# An address, a loop's or branch's label, one > for each loop around, and the bundle's first line.
+# An address, a loop's or branch's label, one > for each surrounding loop, and the bundle's first line.
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *([> ]*)\{(.*)")
 
 
 def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Reads final bundles: [bundles] loops around each, and the text of each."""
+    """Parses final bundles: [bundles] loops around each, and the text of each."""
     depth: list[int] = []
     code: list[str] = []
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
         if match := _BUNDLE.match(line):
-            # An empty bundle, which waits, has no mark.
+            # An empty bundle, which only waits, is unmarked.
             depth.append(
                 match[1].count(">") or (depth[-1] if depth and match[2].strip() == "}" else 0)
             )
@@ -243,12 +243,11 @@ def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 BARS = " ▁▂▃▄▅▆▇█"
-
-PARTS = 96  # of a kernel in its strip
+PARTS = 96  # stretches of a kernel in its strip
 
 
 def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
-    """Prints kernels in one table, and below it the strips of their units, on stdout."""
+    """Prints a table of kernels, and below it the strips of their units, on stdout."""
     rows = [
         (
             kernel.name, kernel.chip, f"{kernel.bundles:,}", f"{kernel.cycles:,}",
@@ -263,7 +262,7 @@ def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
         parts += [_strip(kernel) for kernel in kernels]
     print_tables(
         *parts,
-        "units: the share of bundles in which one is busy; filled: the share of all matrix units' cycles\n"
+        "units: share of bundles in which one is busy; filled: share of all matrix units' cycles\n"
         "a bundle in a loop or a branch counts once",
     )
 
@@ -271,7 +270,7 @@ def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
 def _strip(kernel: Kernel) -> Any:
     rows = []
     for unit, shares in kernel.strip(PARTS).items():
-        # The lowest bar also means: a little. A blank is nothing at all.
+        # A blank means none at all, the lowest bar anything above that.
         bars = "".join(BARS[-int(-share * (len(BARS) - 1) // 1)] for share in shares)
         rows.append((unit, bars))
     return table((kernel.name, f"{kernel.bundles:,} bundles from first to last"), rows, right=())

@@ -1,7 +1,7 @@
-"""Compiling kernels for a TPU that is not here so that libtpu writes down their machine code.
+"""Compiling kernels for a TPU that this machine need not have, with libtpu dumping their machine code.
 
-A function is lowered in this process and compiled in another, since libtpu reads its flags only when it is loaded.
-What passes between them is the lowered program, so a kernel that a notebook's cell defines is compiled like any other.
+A function is lowered in this process and compiled in another, because libtpu reads its flags only when it is loaded.
+The lowered program is passed between them, so a kernel defined in a notebook cell compiles like any other.
 
 Chapters: 16.
 """
@@ -17,40 +17,37 @@ from typing import Any
 from minitext.compiler.targets import Target, topology_devices
 from minitext.errors import DoesNotFit, UserError
 from minitext.hardware import CHIPS
-from minitext.sharding.mesh import AXES
+from minitext.sharding.mesh import abstract_mesh
 
-SECONDS = 300  # that the compiler may take for one function
+SECONDS = 300  # the compiler's time limit for one function
 
 
 def lower(fn: Callable, *args: Any, chip: str) -> bytes:
     """Lowers a function for one chip as `jax.jit` would there, without the chip or its compiler.
 
-    The mesh in use while the function is traced has one device of that kind, so `minitext.kernels` and Pallas see it.
+    The function is traced on a mesh with one device of that kind, which `minitext.kernels` and Pallas see.
 
     Returns:
-      The StableHLO module as MLIR bytecode; a Pallas kernel in it is a custom call that holds Mosaic's program.
+      The StableHLO module as MLIR bytecode; a Pallas kernel is a custom call that holds Mosaic's program.
 
     Raises:
-      UserError: if the chip is no TPU of the table.
+      UserError: if the chip is not a TPU of the table.
     """
     import jax
     from jax.interpreters import mlir
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
     row = CHIPS.get(chip)
     if row is None or row.platform != "tpu":
         known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
-        raise UserError(f"chip={chip} is no TPU of the table: choose among {known}")
-    device = AbstractDevice(device_kind=row.device_kinds[0], num_cores=None, platform="tpu")
-    ones, types = (1,) * len(AXES), (AxisType.Explicit,) * len(AXES)
-    with jax.sharding.use_abstract_mesh(AbstractMesh(ones, AXES, types, abstract_device=device)):
+        raise UserError(f"chip={chip} is not a TPU of the table: choose among {known}")
+    with jax.sharding.use_abstract_mesh(abstract_mesh(chip=row)):
         structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         lowered = jax.jit(fn).trace(*structs).lower(lowering_platforms=("tpu",))
     return mlir.module_to_bytecode(lowered.compiler_ir())  # pyright: ignore[reportArgumentType]
 
 
 def write_dump(module: bytes, chip: str, folder: Path) -> None:
-    """Compiles a module in a process whose libtpu writes down the finished code into a folder.
+    """Compiles a module in a process whose libtpu dumps the final code into a folder.
 
     Raises:
       DoesNotFit: if a kernel needs more vector memory than it may use.
@@ -58,7 +55,7 @@ def write_dump(module: bytes, chip: str, folder: Path) -> None:
     """
     source = folder / "module.mlir"
     source.write_bytes(module)
-    # Labels that begin so are those of the finished code; a whole dump is twenty times as large.
+    # These labels select the final code; a whole dump is twenty times as large.
     labels = "--xla_jf_dump_llo_pass_label_regex=(final|pre-delay).*"
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {labels}"
     package = str(Path(__file__).parents[2])
@@ -81,7 +78,7 @@ def write_dump(module: bytes, chip: str, folder: Path) -> None:
 
 
 def _compile_file(chip: str, file: str) -> None:
-    """Compiles an MLIR module for one device of a chip; this is the other process's whole work."""
+    """Compiles an MLIR module for one device of a chip; this is all that the other process does."""
     import jax
     from jax.extend.mlir import ir
     from jax.interpreters import mlir
@@ -100,7 +97,7 @@ def _compile_file(chip: str, file: str) -> None:
 
 
 def _refusal(message: str, chip: str) -> UserError:
-    """Makes one line of what the compiler says."""
+    """Condenses the compiler's message into one line."""
     found = re.search(
         r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)",
         message,

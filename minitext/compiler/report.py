@@ -1,51 +1,49 @@
-"""What compiling a step for named chips found out, and how it is shown.
+"""The report of a step compiled for named chips, and its tables.
 
 Chapters: 22.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitext.compiler import hlo
 from minitext.compiler.buffers import Buffer
 from minitext.terminal import print_tables, show_bytes, table
 
 LISTED = 12  # largest buffers that a report keeps
-DCN = " (dcn)"  # behind the kind of a collective between slices
+DCN = " (dcn)"  # ends the kind of a collective between slices
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler says of a step. Bytes are those of one JAX device.
+    """What the compiler says about a step. Bytes are per JAX device.
 
     Attributes:
       target: what it was compiled for.
       devices: devices of the mesh.
-      mesh: sizes of the mesh's axes, those of 1 left out.
-      fits: whether the compiler accepts the program (TPU), or the program needs no more than the
-        memory (GPU, whose compiler accepts any size).
+      mesh: sizes of the mesh's axes above 1.
+      fits: whether the compiler accepts the program (TPU), or the program needs no more memory than there is (GPU,
+        whose compiler accepts any size).
       hbm_bytes: memory of the device.
-      available_bytes: what a program may use of it.
+      available_bytes: the part of it that a program may use.
       argument_bytes: state and batch.
       output_bytes: new state and metrics.
-      alias_bytes: the part of the outputs that takes over arguments' memory.
+      alias_bytes: the part of the outputs that reuses the arguments' memory.
       temp_bytes: everything in between: activations, gradients, gathered weights.
       vector_bytes: what a TPU keeps in its vector memory instead.
-      code_bytes: the program itself; 0 if it was not made because it does not fit.
-      total_bytes: arguments, outputs that take over no memory, temporaries and code.
+      code_bytes: the program itself; 0 if the compiler never made it because it does not fit.
+      total_bytes: arguments, outputs with memory of their own, temporaries and code.
       arguments: bytes of each part of the arguments, such as `state.params`.
       lower_seconds: tracing the step and lowering it to StableHLO.
       compile_seconds: compiling it.
       collectives: kind -> (count, bytes) of one step; `minitext.compiler.hlo.collectives` says what counts.
-      largest: the largest buffers, largest first; temporaries that live at different times may
-        share memory.
+      largest: the largest buffers, largest first; temporaries that live at different times may share memory.
       advice: what to change if it does not fit.
       sent: kind -> bytes that each device sends for these in one step.
-      slices: TPU slices that the devices are of; between them kinds have ` (dcn)` behind them.
-      changed: settings that the slices asked for, with their values (`targets.fit_slices`).
+      slices: how many TPU slices the devices form; the kinds of collectives between them end in ` (dcn)`.
+      changed: settings changed to suit the slices, with their values (`targets.fit_slices`).
     """
 
     target: str
@@ -77,36 +75,25 @@ class Report:
         sums = {"ici": (0, 0, 0.0), "dcn": (0, 0, 0.0)}
         for kind, (count, size) in self.collectives.items():
             name = "dcn" if kind.endswith(DCN) else "ici"
-            before, sent = sums[name], self.sent.get(kind, 0.0)
-            sums[name] = before[0] + count, before[1] + size, before[2] + sent
+            counts, sizes, sent = sums[name]
+            sums[name] = counts + count, sizes + size, sent + self.sent.get(kind, 0.0)
         return sums
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON-able values."""
-        report = dataclasses.asdict(self)
-        for kind, (count, size) in self.collectives.items():
-            sent = self.sent.get(kind, 0.0)
-            report["collectives"][kind] = {"count": count, "bytes": size, "sent": sent}
-        names = ("count", "bytes", "sent")
-        report["networks"] = {
-            name: dict(zip(names, sums, strict=True)) for name, sums in self.networks.items()
+        """Returns the report as JSON values."""
+        kinds = {kind: (*sums, self.sent.get(kind, 0.0)) for kind, sums in self.collectives.items()}
+        tables = {
+            table: {
+                name: dict(zip(("count", "bytes", "sent"), sums, strict=True))
+                for name, sums in rows.items()
+            }
+            for table, rows in {"collectives": kinds, "networks": self.networks}.items()
         }
-        return report
+        return dataclasses.asdict(self) | tables
 
 
-def sums_by_kind(found: Iterable[hlo.Collective]) -> dict[str, tuple[int, int, float]]:
-    """Returns kind -> (count, bytes, bytes that each device sends by the ring algorithms) of one step."""
-    sums: dict[str, tuple[int, int, float]] = {}
-    for one in found:
-        count, size, sent = sums.get(one.kind, (0, 0, 0.0))
-        runs = one.runs
-        sums[one.kind] = count + runs, size + runs * one.bytes, sent + runs * one.moved
-    return {kind: sums[kind] for kind in sorted(sums)}
-
-
-def render(report: Report) -> Any:
-    """Returns the report as something `rich` can print."""
-    from rich.console import Group
+def print_report(report: Report) -> None:
+    """Prints the tables of a report on stdout."""
     from rich.text import Text
 
     axes = ", ".join(f"mesh.{name}={size}" for name, size in report.mesh.items())
@@ -121,7 +108,7 @@ def render(report: Report) -> Any:
     memory = [("arguments", show_bytes(report.argument_bytes))]
     memory += [(f"  {part}", show_bytes(size)) for part, size in report.arguments.items()]
     memory += [
-        ("outputs in memory of their own", show_bytes(report.output_bytes - report.alias_bytes)),
+        ("outputs with memory of their own", show_bytes(report.output_bytes - report.alias_bytes)),
         ("temporaries", show_bytes(report.temp_bytes)),
         ("program", show_bytes(report.code_bytes)),
         (
@@ -136,23 +123,19 @@ def render(report: Report) -> Any:
     ]
     changed = " ".join(f"{key}={value}" for key, value in report.changed.items())
     times = f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s"
-    return Group(
+    last = [f"to make it fit: {line}" for line in report.advice]
+    last += [f"set for {report.slices} slices: {changed}"] if changed else []
+    print_tables(
         head,
-        "",
         table(("memory of one device", "bytes"), memory, right=(1,)),
-        "",
-        *_links(report),
-        "",
+        *_collectives(report),
         table(("largest tensors", "kind", "shape", "what"), largest, right=(0,)),
-        "",
-        *(Text(f"to make it fit: {line}") for line in report.advice),
-        *([Text(f"set for {report.slices} slices: {changed}")] if changed else []),
-        Text(times),
+        Text("\n".join([*last, times])),
     )
 
 
-def _links(report: Report) -> list[Any]:
-    """The tables of collectives: one, or with several slices one for each of the two networks."""
+def _collectives(report: Report) -> list[Any]:
+    """Returns the tables of collectives: one, or with several slices one for each of the two networks."""
     columns, right = ("count", "bytes", "sent by each device"), (1, 2, 3)
 
     def rows(across: bool | None) -> list[tuple[str, ...]]:
@@ -170,54 +153,12 @@ def _links(report: Report) -> list[Any]:
         return [table(("collectives of one step", *columns), rows(None), right)]
     return [
         table(("collectives within a slice (ICI)", *columns), rows(False), right),
-        "",
         table((f"collectives across {report.slices} slices (DCN)", *columns), rows(True), right),
     ]
 
 
-def print_report(report: Report) -> None:
-    """Prints the tables of a report on stdout."""
-    print_tables(render(report))
-
-
-def print_program(module: hlo.Module, rows: int = 12) -> None:
-    """Prints a compiled module's loops, collectives, and the fusions that move most bytes, on stdout."""
-    fusions = sorted(module.fusions(), key=lambda f: -f.runs * (f.read + f.written))
-    print_tables(
-        table(
-            ("loop", "body", "turns", "runs"),
-            [(i.name, i.body, f"{i.trips:,}", f"{i.runs:,}") for i in module.loops()] or [("none",)],
-            right=(2, 3),
-        ),
-        table(
-            ("collective", "name", "group", "bytes", "sent by each device", "runs", "meanwhile"),
-            [
-                (
-                    c.kind, c.name, f"{c.group:,}", show_bytes(c.bytes), show_bytes(c.moved), f"{c.runs:,}",
-                    "waits" if c.overlapped is None else f"{len(c.overlapped)} instructions",
-                )
-                for c in module.collectives()
-            ]
-            or [("none",)],
-            right=(2, 3, 4, 5),
-        ),
-        table(
-            ("fusion", "kind", "inside", "reads", "writes", "runs"),
-            [
-                (
-                    f.name, f.kind, ", ".join(sorted({i.opcode for i in f.inside} - hlo.FREE)), show_bytes(f.read),
-                    show_bytes(f.written), f"{f.runs:,}",
-                )
-                for f in fusions[:rows]
-            ]
-            or [("none",)],
-            right=(3, 4, 5),
-        ),
-    )  # fmt: skip
-
-
 def _short(op: str) -> str:
-    """Makes a JAX operation's path readable: the pass it belongs to, and its own name."""
+    """Shortens a JAX operation's path to the pass it belongs to and its own name."""
     path = re.sub(r"^jit\(\w+\)/|\b(while|body|cond|closed_call|checkpoint)/", "", op)
     path = re.sub(r"transpose\(jvp\((.*?)\)\)", r"backward \1", path)
     path = re.sub(r"jvp\((.*?)\)", r"forward \1", path)

@@ -1,4 +1,4 @@
-"""Compile targets: named chips that need not be there, as JAX devices and meshes.
+"""Compile targets: named chips, which this machine need not have, as JAX devices and meshes.
 
 Chapters: 16, 22.
 """
@@ -25,16 +25,15 @@ EXAMPLES = "target=v5e:2x2, target=v5p:4x4x4, target=v5e:16x16 slices=2 or targe
 KNOWN = (*(name for name, chip in CHIPS.items() if chip.platform == "tpu"), "h100")
 MAX_DEVICES = 100_000
 
-# Without a TPU libtpu would ask Google's metadata server which machine it is on, and warn at
-# length.
+# Without a TPU, libtpu would ask Google's metadata server which machine this is, and log long warnings.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-# What the CUDA compiler must know of a GPU that it cannot ask: NVIDIA's figures for the H100 SXM,
-# in the text form of XLA's GpuTargetConfigProto.
+# What the CUDA compiler would otherwise ask the GPU: NVIDIA's figures for the H100 SXM, as the text form of XLA's
+# GpuTargetConfigProto.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
@@ -75,12 +74,12 @@ class Target:
         return math.prod(self.shape) * self.slices * self.chip.devices
 
     def wrap(self) -> list[bool]:
-        """Returns which dimensions of a TPU slice close to rings.
+        """Returns which dimensions of a TPU slice wrap around.
 
-        Slices of v4, v5p and tpu7x are tori if they are made of whole 4x4x4 cubes; a slice of v5e
-        or v6e is a ring along a dimension of 16 (cloud.google.com/tpu/docs; Austin et al. 2025,
-        "How to Scale Your Model", part 2). The compiler has to be told: for a 4x4x4 slice of v5p
-        that is no torus it makes every all-gather an all-reduce.
+        Slices of v4, v5p and tpu7x are tori if they consist of whole 4x4x4 cubes; a slice of v5e or v6e is a ring along
+        a dimension of 16 (cloud.google.com/tpu/docs; Austin et al. 2025, "How to Scale Your Model", part 2). The
+        compiler needs to know: for a 4x4x4 slice of v5p without wraparound it turns every all-gather into an
+        all-reduce.
         """
         shape = (*self.shape, 1)[:3]
         if self.chip.links == 6:
@@ -92,7 +91,7 @@ def parse_target(text: str) -> Target:
     """Reads a target such as `v5e:2x2`, `v5e:16x16 slices=2` or `h100:2x8` (short for 1x2x8).
 
     Raises:
-      UserError: for an unknown chip or a shape that is none, in one line.
+      UserError: for an unknown chip or an invalid shape, in one line.
     """
     match = re.fullmatch(r"([\w.\-]+):(\w*)(?: +slices=(\S*))?", text.strip(), re.ASCII)
     if match is None:
@@ -101,7 +100,7 @@ def parse_target(text: str) -> Target:
     name, shape, count = match[1], match[2], match[3] if match[3] is not None else "1"
     if not re.fullmatch(r"[1-9]\d{0,4}", count, re.ASCII):
         raise UserError(
-            f"slices={ascii(count)[1:-1][:20]} is no number of slices: choose 1 or more, such as slices=2"
+            f"slices={ascii(count)[1:-1][:20]} is not a number of slices: choose 1 or more, such as slices=2"
         )
     slices = int(count)
     if name not in KNOWN:
@@ -114,9 +113,8 @@ def parse_target(text: str) -> Target:
     if chip.platform == "gpu" and re.fullmatch(f"{size}x{size}", shape):
         shape = f"1x{shape}"
     if not re.fullmatch("x".join([size] * dims), shape):
-        example = {"gpu": "1x1x8 (1 x hosts x GPUs of a host), or 1x8"}.get(
-            chip.platform, "4x4x4"[: 2 * dims - 1]
-        )
+        gpus = "1x1x8 (1 x hosts x GPUs of a host), or 1x8"
+        example = gpus if chip.platform == "gpu" else "4x4x4"[: 2 * dims - 1]
         raise UserError(
             f"target={name}:{shape[:40]}: {name} takes {dims} sizes of 1 or more, such as {name}:{example}"
         )
@@ -133,39 +131,40 @@ def parse_target(text: str) -> Target:
     return target
 
 
-def fit_slices(cfg: Config, target: Target) -> tuple[Config, dict[str, int]]:
-    """Gives a configuration the mesh and the batch that a target of several slices asks for.
+def is_free(cfg: Config, key: str) -> bool:
+    """Whether a key has a default's or a preset's value, which neither the command line nor a file set."""
+    return cfg.provenance(key).partition(" ")[0] in ("default", "preset")
 
-    Only the data-centre network joins slices, so each is a replica: `mesh.data` becomes the number of slices, and the
-    other axes lie within. The batch is raised to the next one that all devices can share. What the command line or a
-    file says stays as it is; a preset's values, made for one slice, give way.
+
+def fit_slices(cfg: Config, target: Target) -> tuple[Config, dict[str, int]]:
+    """Gives a configuration the mesh and the batch that a target of several slices needs.
+
+    Only the data-centre network joins slices, so each one is a replica: `mesh.data` becomes the number of slices, and
+    the other axes stay within a slice. The batch is rounded up until all devices share it evenly. Keys set on the
+    command line or in a file stay; a preset's values, made for one slice, change.
 
     Returns:
-      The configuration, and the keys that were changed with their new values.
+      The configuration, and the changed keys with their new values.
     """
     if target.slices == 1:
         return cfg, {}
-
-    def is_free(key: str) -> bool:
-        return cfg.provenance(key).partition(" ")[0] in ("default", "preset")
-
     changed: dict[str, int] = {}
-    if is_free("mesh.data") and cfg.mesh.data != -1 and cfg.mesh.stage == 1:
+    if is_free(cfg, "mesh.data") and cfg.mesh.data != -1 and cfg.mesh.stage == 1:
         wanted = cfg.mesh.model_copy(update={"data": target.slices})
-        with contextlib.suppress(UserError):  # other axes leave no room: make_mesh says so
+        with contextlib.suppress(UserError):  # the other axes leave no room: make_mesh reports it
             resolve_axes(wanted, target.devices)
             changed["mesh.data"] = target.slices
     cfg = cfg.replace(changed) if changed else cfg
     with contextlib.suppress(UserError):
         axes = resolve_axes(cfg.mesh, target.devices)
         ways = math.prod(axes[axis] for axis in BATCH_AXES) * cfg.train.microbatches
-        if is_free("train.global_batch") and cfg.train.global_batch % ways:
+        if is_free(cfg, "train.global_batch") and cfg.train.global_batch % ways:
             changed["train.global_batch"] = math.ceil(cfg.train.global_batch / ways) * ways
     return (cfg.replace(changed) if changed else cfg), changed
 
 
 def topology_devices(target: Target) -> list[Any]:
-    """Returns a target's JAX devices; no such chip is needed, and nothing is allocated.
+    """Returns a target's JAX devices, without any such chip and without allocating anything.
 
     Raises:
       UserError: if the target's compiler is not installed, or its chips don't come in that shape.
@@ -182,11 +181,10 @@ def topology_mesh(target: str | Target, mesh_cfg: MeshConfig | None = None) -> M
 
     Args:
       target: such as `v5p:4x4x4`; see `parse_target`.
-      mesh_cfg: sizes of the axes; by default all devices lie along `data`.
+      mesh_cfg: sizes of the axes; by default all devices are along `data`.
 
     Raises:
-      UserError: for a bad target, a compiler that is not installed, or axes that don't fit the
-        devices.
+      UserError: for a bad target, a compiler that is not installed, or axes that don't fit the devices.
     """
     parsed = parse_target(target) if isinstance(target, str) else target
     return make_mesh(mesh_cfg, topology_devices(parsed))
@@ -197,7 +195,7 @@ def _tpu_devices(target: Target) -> list[Any]:
 
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for TPUs needs libtpu: pip install 'minitext[aot]'")
-    # libtpu takes a lock file, on which a second process would die.
+    # libtpu takes a lock file, which would crash a second process.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
         for name, value in _WITHOUT_TPU.items():

@@ -1,7 +1,7 @@
-"""Predictions of a step, made without running it: its time, its memory, what devices send each other, and what to change.
+"""Predictions for a step that never ran: its time, its memory and its messages, and what to change.
 
-Each prediction can be held against the compiled program. Also here: the search for a mesh (`plan`) and for block
-shapes (`tune`), and the figures that show predictions. May import every room but `cli` and `book`.
+Each prediction can be compared with the compiled program. `plan` searches for a mesh and `tune` for block shapes, and
+`figures` draws the results. May import every room but `cli` and `book`.
 
 Chapters: none.
 """

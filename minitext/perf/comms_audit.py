@@ -1,7 +1,7 @@
-"""What a train step was predicted to send, beside what its compiled program sends.
+"""What a train step should send by prediction, and what its compiled program sends.
 
-`audit` compiles the step, for the devices of a mesh or for chips that need not be there, and `print_audit` shows both
-sides with what differs. `minitext comms` does this for a preset.
+`audit` compiles the step for the devices of a mesh, which may be ahead-of-time devices, and `print_audit` shows both
+sides and their differences. `minitext comms` does this for a preset.
 
 Chapters: 11, 12, 13.
 """
@@ -25,14 +25,7 @@ from minitext.terminal import print_tables, show_bytes, table
 
 
 class Row(NamedTuple):
-    """A kind of collective on one side of the audit.
-
-    Attributes:
-      kind: such as `all-gather`.
-      count: arrays sent in one step.
-      bytes: their whole side on one device.
-      moved: what each device sends for them, in bytes.
-    """
+    """All collectives of one kind in one step; see `minitext.perf.comms.Term`."""
 
     kind: str
     count: int
@@ -42,14 +35,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """What a step was predicted to send, and what its program sends.
+    """What a step should send by prediction, and what its program sends.
 
     Attributes:
       backend: `cpu` or `tpu`.
       terms: the prediction, term by term.
-      compiled: the same of the program, a term for each instruction, named as there.
-      small: number and bytes of the program's scalars and integers, which are not in `compiled`.
-      notes: what the prediction does not cover, and where it may differ therefore.
+      compiled: a term for each instruction of the program that sends something, with the instruction's name.
+      small: number and bytes of the program's scalars and integers, which `compiled` leaves out.
+      notes: settings that the prediction does not cover.
     """
 
     backend: str
@@ -66,7 +59,7 @@ class Audit:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the audit as JSON-able values."""
+        """Returns the audit as JSON values."""
         return {
             "backend": self.backend,
             "terms": [
@@ -85,16 +78,16 @@ class Audit:
 
 
 def audit_preset(cfg: Config, target: str | None = None) -> Audit:
-    """Audits a configuration on its mesh over this machine's devices, or a target's such as `v5e:2x4`."""
+    """Audits a configuration on its mesh, over this machine's devices or those of a target such as `v5e:2x4`."""
     mesh = topology_mesh(target, cfg.mesh) if target else make_mesh(cfg.mesh)
     return audit(cfg, mesh)
 
 
 def audit(cfg: Config, mesh: Mesh) -> Audit:
-    """Compiles the train step for the devices of a mesh and reads what it sends.
+    """Compiles the train step for the devices of a mesh and compares what it sends with the prediction.
 
     Args:
-      cfg: the configuration; the layers are scanned, whatever it says.
+      cfg: the configuration; its layers are always scanned.
       mesh: of simulated CPU devices, or of ahead-of-time TPUs (`minitext.compiler.targets.topology_mesh`).
     """
     from minitext.training.step import abstract_batch, abstract_state, make_train_step
@@ -110,7 +103,7 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
 
 
 def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
-    """Puts the prediction beside the text of a compiled step."""
+    """Compares the text of a compiled step with the prediction."""
     compiled, small = [], (0, 0)
     for found in hlo.Module(text).collectives():
         sizes = tuple(size for dtype, size in found.arrays if not _is_small(dtype, size))
@@ -118,40 +111,36 @@ def read(text: str, cfg: Config, mesh: Mesh, backend: str) -> Audit:
         small = small[0] + found.runs * len(rest), small[1] + found.runs * sum(rest)
         if sizes:
             compiled.append(Term(found.name, found.kind, found.group, sizes, found.runs))
-    terms, unknown = predict(cfg, mesh, backend), notes(cfg, mesh, backend)
-    return Audit(backend, terms, compiled, small, unknown)
+    args = cfg, mesh, backend
+    return Audit(backend, predict(*args), compiled, small, notes(*args))
 
 
 def _is_small(dtype: str, size: int) -> bool:
-    """Whether an array is a scalar or of integers."""
+    """Whether an array is a scalar or holds integers."""
     return size <= 4 or dtype[0] in "sup"
 
 
 def by_kind(terms: list[Term]) -> list[Row]:
     """Sums terms by kind."""
-    kinds = sorted({t.kind for t in terms})
-    of = {kind: [t for t in terms if t.kind == kind] for kind in kinds}
-    return [
-        Row(
-            k, sum(t.count for t in of[k]), sum(t.bytes for t in of[k]), sum(t.moved for t in of[k])
-        )
-        for k in kinds
-    ]
+    rows: dict[str, Row] = {}
+    for t in terms:
+        row = rows.get(t.kind, Row(t.kind, 0, 0, 0))
+        rows[t.kind] = Row(t.kind, row.count + t.count, row.bytes + t.bytes, row.moved + t.moved)
+    return [rows[kind] for kind in sorted(rows)]
 
 
 def _arrays(terms: list[Term]) -> Counter:
-    """Counts arrays by kind, group and bytes; a permutation has pairs and no groups."""
+    """Counts arrays by kind, group and bytes; a permute has pairs instead of groups."""
     found = Counter()
     for term in terms:
+        group = 0 if term.kind == "collective-permute" else term.group
         for size in term.arrays:
-            found[term.kind, 0 if term.kind == "collective-permute" else term.group, size] += (
-                term.runs
-            )
+            found[term.kind, group, size] += term.runs
     return found
 
 
 def print_audit(found: Audit) -> None:
-    """Prints the formula's terms, the sums beside the program's, and what differs, on stdout."""
+    """Prints the predicted terms, their sums beside the program's, and the differences, on stdout."""
     lines = [
         (t.name, t.kind, f"{t.group}", f"{t.count:,}", show_bytes(t.bytes), show_bytes(t.moved))
         for t in found.terms

@@ -1,10 +1,9 @@
 """What a function costs: FLOPs and bytes of every operation, counted in its jaxpr.
 
-A scan's body counts as often as it runs and a Pallas kernel's as often as its grid has points, where the compiler's
-own `cost_analysis` counts each once. Bytes depend on what the compiler fuses, which a jaxpr does not say. The model
-here is the simplest that predicts well: an elementwise result is written only where somebody needs it as an array,
-because it enters a product, is returned, or is used twice and no larger than what it is made of; everything else is
-computed again on the way.
+A scan's body counts once per iteration and a Pallas kernel's once per grid point; the compiler's own `cost_analysis`
+counts each once. Bytes depend on what the compiler fuses, which a jaxpr does not show. This model is the simplest that
+predicts well: an elementwise result is written only if something needs it as an array, because it enters a product, is
+returned, or is used twice and is no larger than its inputs; everything else is recomputed where it is used.
 
 Chapters: 3.
 """
@@ -16,15 +15,17 @@ from typing import Any
 
 import jax
 
+from minitext.compiler.hlo import show_type
+
 PARTS: tuple[str, ...] = ("forward", "backward", "optimizer")
 
-# Each result is an operand, under another shape or name; a barrier's must be an array.
+# The result is the operand under another shape or name; a barrier's must be an array.
 _BARRIER = "optimization_barrier"
 _ALIAS = {
     "reshape", "squeeze", "expand_dims", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast", "pvary",
     "name", _BARRIER,
 }  # fmt: skip
-# The result's elements are moved or made from nothing: no arithmetic.
+# Elements are moved or created: no arithmetic.
 _MOVES = {
     "broadcast_in_dim", "transpose", "convert_element_type", "iota", "rev", "concatenate", "pad", "slice",
     "dynamic_slice", "select_n", "bitcast_convert_type", "split", "unstack",
@@ -37,7 +38,7 @@ _ELEMENTWISE = {
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "sub", "tan", "tanh", "xor",
     "random_wrap", "random_unwrap",
 }  # fmt: skip
-# The input is computed on the way in; other operations need it as an array.
+# The input is fused into these; other operations need it as an array.
 _FUSES_INPUT = {
     "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
     "reduce_xor", "dynamic_update_slice",
@@ -48,14 +49,14 @@ _INLINED = {"jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "cu
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or a chain of elementwise ones that the compiler is taken to fuse.
+    """One operation, or a chain of elementwise ones, assumed to be fused.
 
     Attributes:
-      name: the primitive, such as `dot_general`; of a fused chain, its last.
+      name: the primitive, such as `dot_general`; the last one of a fused chain.
       result: type of the result, such as `f32[2048,384]`.
       where: JAX's name stack, such as `transpose(jvp(blocks))`.
       dtype: type of the operands, which decides a product's peak.
-      flops: floating-point operations of one run; one for each element of an elementwise result.
+      flops: floating-point operations of one run; an elementwise operation has one per element.
       bytes: bytes read and written by one run.
       runs: how often it runs in one call of the function.
     """
@@ -75,27 +76,27 @@ class Operation:
 
     @property
     def is_product(self) -> bool:
-        """Whether the matrix unit does it."""
+        """Whether the matrix unit computes it."""
         return self.name in _PRODUCTS
 
     @property
     def part(self) -> str:
-        """Of a train step: `forward`, `backward` (with what it computes again) or `optimizer` (all else)."""
+        """The part of a train step: `forward`, `backward` (with recomputation) or `optimizer` (the rest)."""
         if "transpose(" in self.where:
             return "backward"
         return "forward" if "jvp(" in self.where else "optimizer"
 
 
 def count(fn: Callable, *args: Any) -> list[Operation]:
-    """Counts what a function does.
+    """Counts the operations of a function.
 
     Args:
       fn: a function of arrays, jitted or not; differentiate it first to count its gradient too.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      Its operations in order. On a mesh they are those of all devices together, collectives not among them. A
-      loop whose length is not known when tracing (`while`) counts once.
+      Its operations in order; on a mesh, those of all devices together, without collectives. A loop whose trip count
+      tracing does not know (`while`) counts once.
     """
     closed = jax.make_jaxpr(fn)(*args)
     return list(_operations(closed.jaxpr, "", 1.0))
@@ -107,10 +108,10 @@ class _Value:
 
     Attributes:
       aval: its shape and type.
-      uses: how many operations that are needed use it, aliases looked through.
+      uses: how many needed operations use it, directly or through aliases.
       array: whether it must exist in memory.
-      reads: what is read to compute it: itself once it exists, else what its chain begins with.
-      flops: operations of the chain since then.
+      reads: what is read to compute it: itself once it exists, before that the inputs of its chain.
+      flops: operations of the chain so far.
     """
 
     aval: Any
@@ -131,7 +132,7 @@ class _Value:
         return float(math.prod(shape) * getattr(dtype, "itemsize", 0))
 
     def store(self) -> None:
-        """From here on it exists in memory."""
+        """Makes it an array in memory."""
         self.reads, self.flops = {self: self.bytes}, 0.0
 
 
@@ -176,7 +177,7 @@ def _arrays(variables: Iterable[Any]) -> dict[Any, _Value]:
 
 
 def _inline(jaxpr: Any, env: dict[Any, _Value], where: str, nodes: list[_Node]) -> list[_Value]:
-    """Appends the jaxpr's equations to `nodes`, those of the functions it calls in their place."""
+    """Appends a jaxpr's equations to `nodes`, with those of called functions inlined."""
 
     def read(atom: Any) -> _Value:  # a literal is part of the program
         return _Value(atom.aval) if hasattr(atom, "val") else env[atom]
@@ -198,7 +199,7 @@ def _inline(jaxpr: Any, env: dict[Any, _Value], where: str, nodes: list[_Node]) 
 
 
 def _mark(nodes: list[_Node]) -> None:
-    """Finds which values are needed at all, how often each is used, and which must be arrays."""
+    """Finds which values are needed, how often each is used, and which must be arrays."""
     for node in reversed(nodes):
         if not node.needed:
             continue
@@ -210,7 +211,7 @@ def _mark(nodes: list[_Node]) -> None:
 
 
 def _cost(node: _Node, runs: float) -> Iterator[Operation]:
-    """Yields what a node costs, and gives its results their `reads`."""
+    """Yields a node's operations, and sets its results' `reads`."""
     if node.name in _ALIAS:
         return
     reads: dict[_Value, float] = {}
@@ -234,7 +235,7 @@ def _cost(node: _Node, runs: float) -> Iterator[Operation]:
 def _fuse(
     node: _Node, result: _Value, reads: dict[_Value, float], flops: float, runs: float
 ) -> Iterator[Operation]:
-    """Adds one more elementwise operation to the chain that leads to it, and ends the chain where it must."""
+    """Adds an elementwise operation to the chain that leads to it, and ends the chain where it must be stored."""
     size = result.bytes
     if node.name in _PARTIAL_READ:
         reads = {source: min(amount, size) for source, amount in reads.items()}
@@ -249,7 +250,7 @@ def _fuse(
 
 
 def _inner(node: _Node, runs: float) -> Iterator[Operation]:
-    """Yields the operations of a loop's body, a branch, a device's part or a kernel."""
+    """Yields the operations inside a loop, a conditional, a `shard_map` or a kernel."""
     params, where = node.eqn.params, node.where
     match node.name:
         case "scan":
@@ -267,9 +268,9 @@ def _inner(node: _Node, runs: float) -> Iterator[Operation]:
 
 
 def _kernel(node: _Node, runs: float) -> Operation:
-    """A Pallas kernel as one operation: what its body computes at each point of the grid, and its blocks' bytes.
+    """Returns a Pallas kernel as one operation: its body at each grid point, and its blocks' bytes.
 
-    A block counts as fetched anew at every point, unless it is the whole array.
+    A block is fetched again at each grid point, unless it is the whole array.
     """
     mapping = node.eqn.params["grid_mapping"]
     points = math.prod(int(n) for n in mapping.grid)
@@ -303,10 +304,10 @@ def _flops(node: _Node) -> float:
 
 
 def _traffic(node: _Node, reads: dict[_Value, float]) -> float:
-    """Bytes that an operation reads and writes."""
+    """Returns the bytes that an operation reads and writes."""
     written = sum(value.bytes for value in node.outputs)
     match node.name:
-        case "gather":  # the rows it takes, not the table
+        case "gather":  # only the rows it picks
             return sum(value.bytes for value in node.inputs[1:]) + 2 * written
         case "dynamic_update_slice":  # in place
             return 2 * node.inputs[1].bytes
@@ -319,12 +320,4 @@ def _traffic(node: _Node, reads: dict[_Value, float]) -> float:
 def _operation(node: _Node, result: _Value, flops: float, size: float, runs: float) -> Operation:
     operand = node.inputs[0].aval if node.inputs else result.aval
     dtype = getattr(getattr(operand, "dtype", None), "name", "float32")
-    return Operation(node.name, _type(result.aval), node.where, dtype, flops, size, runs)
-
-
-def _type(aval: Any) -> str:
-    """A type as HLO writes it, such as `f32[8,256]`."""
-    name = getattr(getattr(aval, "dtype", None), "name", "token")
-    for long, short in (("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred")):
-        name = name.replace(long, short)
-    return f"{name}[{','.join(map(str, getattr(aval, 'shape', ())))}]"
+    return Operation(node.name, show_type(result.aval), node.where, dtype, flops, size, runs)

@@ -1,24 +1,24 @@
-"""The book's one style of figures, and drawings of what the package finds out.
+"""The book's figure style, and the package's figures.
 
 Chapters: none.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from minitext.errors import UserError
 
-# Figures have a transparent ground and must read on white and on near-black. Each colour has a
-# contrast of at least 3:1 on both, which confines them to a narrow band of lightness; so the line
-# style changes with the colour, for grey printing and for readers who do not see the hues.
-# tests/test_notebook.py checks the contrasts.
+# Figures have a transparent background and must be readable on white and on near-black. Each colour has a contrast of
+# at least 3:1 on both, which leaves only a narrow band of lightness; so the line style changes with the colour, for
+# grey printing and for colour-blind readers. tests/book/test_notebook.py checks the contrasts.
 COLORS = ("#2463c4", "#de7a0c", "#0f8a6d", "#b865c9", "#c4314b")
 LINESTYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 INK = "#70777f"
 
 
 def figure_style() -> None:
-    """Give matplotlib the book's one style, drawn as SVG when a notebook is running."""
+    """Gives matplotlib the book's style, and notebooks SVG figures."""
     import matplotlib
     from matplotlib.rcsetup import cycler
 
@@ -54,17 +54,17 @@ def figure_style() -> None:
 
 
 def draw_fusion(fusion: Any) -> Any:
-    """Draw a `minitext.compiler.hlo.Fusion`: what is read from memory, what stays in registers, what is written.
+    """Draws a `minitext.compiler.hlo.Fusion`: what is read from memory, what stays in registers, what is written.
 
     Returns:
-        The figure. Time runs downwards: an operation stands below all that it needs.
+      The figure, in which each operation is below its operands.
     """
     import matplotlib.pyplot as plt
 
     inside = [i for i in fusion.inside if i.opcode not in ("constant", "tuple")]
     if not inside:
         raise UserError(
-            f"{fusion.name} has nothing to draw: its text was cut off, or is no fusion's"
+            f"{fusion.name} has nothing to draw: its text is truncated, or not a fusion's"
         )
     level: dict[str, int] = {}
     for i in inside:
@@ -101,10 +101,10 @@ def draw_fusion(fusion: Any) -> Any:
 
 
 def draw_collectives(module: Any) -> Any:
-    """Draw what each collective of a `minitext.compiler.hlo.Module` sends, all its runs together.
+    """Draws what each collective of a `minitext.compiler.hlo.Module` sends in all its runs.
 
     Returns:
-        The figure. Full bars wait; hatched ones have other work between their start and their end.
+      The figure. Collectives with solid bars block; hatched ones overlap with other work.
     """
     import matplotlib.pyplot as plt
 
@@ -122,14 +122,14 @@ def draw_collectives(module: Any) -> Any:
 
 
 def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
-    """Draw a `minitext.perf.roofline.Prediction` under its machine's roof, a disc for each operation.
+    """Draws a `minitext.perf.roofline.Prediction` under its machine's roofline, a disc for each operation.
 
     Args:
-        prediction: what to draw; an operation stands where its intensity and predicted time put it.
-        dtype: the type whose matmul peak is the roof.
+      prediction: what to draw, by intensity and predicted rate.
+      dtype: the type whose matmul peak is the roof.
 
     Returns:
-        The figure. A disc's area is the time that all runs of its operation take.
+      The figure. A disc's area is the time of all runs of its operation.
     """
     import matplotlib.pyplot as plt
 
@@ -146,7 +146,7 @@ def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
     axes.axvline(ridge, color=INK, ls=":", lw=1.2)
     for part, color in parts.items():
         axes.scatter([], [], s=80, color=color, alpha=0.6, lw=0, label=part)
-    for row in discs:  # the longest first, so that short ones lie on top
+    for row in discs:  # longest first, so that short ones are on top
         rate = row["flops"] * row["runs"] / prediction.devices / row["seconds"] / 1e9
         area = 10_000 * row["seconds"] / prediction.seconds
         axes.scatter(row["intensity"], rate, s=area, color=parts[row["part"]], alpha=0.5, lw=0)
@@ -156,15 +156,15 @@ def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
 
 
 def draw_sharding(parameters: Any, mesh: Any) -> Any:
-    """Draw which device of a mesh holds which part of each parameter.
+    """Draws which device of a mesh holds which part of each parameter.
 
     Args:
-        parameters: `minitext.perf.shard_report.Parameter`s; those of one name but for the optimizer's are drawn once.
-        mesh: the mesh, or an abstract one.
+      parameters: `minitext.perf.shard_report.Parameter`s; optimizer state is left out.
+      mesh: the mesh, or an abstract one.
 
     Returns:
-        The figure: a panel for each parameter, its last two dimensions as rows and columns. A cell is a part; its
-        colour and number are those of the first device that holds it, and the title says how many copies there are.
+      The figure: a panel for each parameter, its last two dimensions as rows and columns. A cell is a part; its colour
+      and number are those of the first device that holds it, and the title says how many copies there are.
     """
     import matplotlib.pyplot as plt
     import numpy as np
@@ -178,7 +178,7 @@ def draw_sharding(parameters: Any, mesh: Any) -> Any:
     for axes, p in zip(panels.flat, drawn, strict=False):
         ways = [[(a, mesh.shape[a]) for a in entry] for entry in p.spec[-2:]]
         first = _first_devices(ways, mesh)
-        # An edge around each part shows how many there are also where neighbours have one colour.
+        # Edges separate the parts even if neighbours have the same colour.
         edges = {"edgecolor": INK, "linewidth": 0.5} if first.size <= 64 else {}
         axes.pcolormesh(first, vmin=0, vmax=max(1, mesh.size - 1), **edges)
         axes.invert_yaxis()
@@ -199,29 +199,27 @@ def draw_sharding(parameters: Any, mesh: Any) -> Any:
 
 
 def _first_devices(ways: Any, mesh: Any) -> Any:
-    """[rows, columns] of the number of the first device with each part."""
+    """Returns [rows, columns] the number of the first device with each part."""
     import numpy as np
 
     numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     names = list(mesh.shape)
     order = [names.index(a) for entry in ways for a, _ in entry]
     others = [i for i in range(len(names)) if i not in order]
-    lying = numbers.transpose(*order, *others).reshape(
-        *(int(np.prod([n for _, n in entry])) for entry in ways), -1
-    )
-    return lying[..., 0]
+    sizes = (math.prod(n for _, n in entry) for entry in ways)
+    return numbers.transpose(*order, *others).reshape(*sizes, -1)[..., 0]
 
 
 def draw_bundles(kernels: Any, parts: int = 120) -> Any:
-    """Draw what each unit of the chip does along a kernel's machine code.
+    """Draws what each unit of the chip does along a kernel's machine code.
 
     Args:
-        kernels: `minitext.compiler.llo.Kernel`s.
-        parts: stretches into which each kernel's bundles are divided.
+      kernels: `minitext.compiler.llo.Kernel`s.
+      parts: stretches into which each kernel's bundles are divided.
 
     Returns:
-        The figure: a panel for each kernel, its first bundle on the left. The brighter a stretch, in the more of its
-        bundles the unit is busy; the share of all bundles stands on the right.
+      The figure: a panel for each kernel, its first bundle on the left. A stretch is brighter the more of its bundles
+      keep the unit busy; the share of all bundles is on the right.
     """
     import matplotlib.pyplot as plt
 
@@ -242,10 +240,10 @@ def draw_bundles(kernels: Any, parts: int = 120) -> Any:
 
 
 def save_figure(file: str, draw: Callable[[], Any]) -> None:
-    """Write a figure as a picture, of the kind that the file's name ends in.
+    """Writes a figure to a file, in the format of the name's ending.
 
     Raises:
-        UserError: matplotlib is not installed, or the file is of another kind or cannot be written.
+      UserError: if matplotlib is not installed, or it cannot write the file or the format.
     """
     try:
         import matplotlib
@@ -260,7 +258,7 @@ def save_figure(file: str, draw: Callable[[], Any]) -> None:
 
 
 def shell() -> Any:
-    """The running IPython shell, or None in a plain Python process."""
+    """Returns the running IPython shell, or None in a plain Python process."""
     try:
         from IPython.core.getipython import get_ipython
     except ModuleNotFoundError:
@@ -269,17 +267,17 @@ def shell() -> Any:
 
 
 def plot_goodput(goodput: Any) -> Any:
-    """Draw a `minitext.observability.goodput.Goodput`: what was done when, and the share of each kind of time.
+    """Draws a `minitext.observability.goodput.Goodput`: what happened when, and the share of each kind of time.
 
     Returns:
-        The figure: above a strip of the wall time, below a bar for each kind, the largest first.
+      The figure: at the top a strip of the wall time, below it a bar for each kind, largest first.
     """
     import matplotlib.pyplot as plt
 
     kinds = sorted(
         (k for k, s in goodput.seconds.items() if s >= 1e-3), key=lambda k: -goodput.seconds[k]
     )
-    # Steps that count in the first colour; hatches tell apart what shares one of the others.
+    # Productive steps have the first colour; hatches distinguish kinds that share one of the others.
     order = ["step", *(kind for kind in kinds if kind != "step")]
     hatches = ("", "//", "..", "xx")
     looks = {
@@ -309,12 +307,12 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> Any:
-    """Draw what the core and the queues of a `minitext.perf.step_time.StepTime` do, from `start` to `end` seconds.
+    """Draws what the core and the queues of a `minitext.perf.step_time.StepTime` do, from `start` to `end` seconds.
 
-    Of a loop only the first turn is drawn; the others are a grey stretch with their number.
+    Only a loop's first iteration is drawn; the others are a grey stretch with their number.
 
     Returns:
-        The figure: a lane for each queue, in which `wait` is the core waiting.
+      The figure: a lane for each queue, and one for the time that the core waits.
     """
     import matplotlib.pyplot as plt
 
@@ -333,7 +331,7 @@ def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> 
         first = max((at for at in inside if at <= loop.end), default=loop.start)
         axes.axvspan(first * unit, loop.end * unit, color=INK, alpha=0.15)
         middle = (max(first, start) + min(loop.end, end)) / 2 * unit
-        axes.text(middle, -0.7, f"{loop.trips - 1} more turns", ha="center", fontsize=8)
+        axes.text(middle, -0.7, f"{loop.trips - 1} more iterations", ha="center", fontsize=8)
     axes.set_yticks(range(len(used)), used)
     axes.set_ylim(len(used) - 0.5, -1.0)
     axes.set_xlim(start * unit, end * unit)

@@ -1,11 +1,11 @@
-"""What the Pallas kernels of a compiled step take, by their machine code.
+"""How long the Pallas kernels of a compiled step take, from their machine code.
 
-XLA's dump holds each kernel whole: Mosaic's program stands in the custom call. Compiled alone, with libtpu writing down
-its bundles (`minitext.compiler.llo`), it gives the cycles of one step of its grid. The program also says how many steps the grid
-has; of a causal flash attention, whose grid lists only the blocks that the mask leaves, these are about half of all.
+XLA's dump has the whole kernel: Mosaic's program is part of the custom call. Compiled alone, with libtpu dumping its
+bundles (`minitext.compiler.llo`), it gives the cycles of one step of its grid. The program also gives the number of
+steps; for causal flash attention, whose grid lists only the blocks that the mask leaves, that is about half of them.
 
-A step's code has branches, such as a block that the mask cuts and one that it doesn't. They exclude each other, or run
-in few steps: of all of them only the longest is counted, in each step. Waiting for copies is not in it.
+A step's code has branches, such as one for blocks that the mask cuts and one for the others. They exclude each other,
+or run in few steps: only the longest is counted, in each step. Waiting for copies is not included.
 
 Chapters: 22.
 """
@@ -40,11 +40,11 @@ def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]
     """Returns the seconds of each Pallas kernel of a schedule, by the operation's name.
 
     Args:
-      schedule: all operations, as `schedule_text.operations` yields them.
+      schedule: all operations, as `minitext.compiler.schedule.operations` yields them.
       chip: the name of a TPU in `minitext.hardware.CHIPS`.
 
     Raises:
-      UserError: if a kernel's grid depends on values and no table, or it cannot be compiled alone.
+      UserError: if a kernel's grid depends on values but no table, or the kernel cannot be compiled alone.
     """
     calls = {
         operation.name: operation.opcode for operation in schedule if operation.queue == KERNEL
@@ -59,7 +59,7 @@ def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]
 
 
 class _Code:
-    """A kernel as its custom call has it: arrays, Mosaic's program, its grid."""
+    """A kernel, parsed from its custom call: arrays, Mosaic's program, its grid."""
 
     def __init__(self, line: str):
         config = _CONFIG.search(line)
@@ -76,27 +76,24 @@ class _Code:
         self.steps = math.prod(_grid(self.config["body"], max(tables, default=0)))
 
     def module(self) -> str:
-        """The StableHLO text of a program of this kernel alone."""
-        operands, results = (
-            [_tensor(*array) for array in arrays] for arrays in (self.operands, self.results)
-        )
+        """Returns the StableHLO text of a program with only this kernel."""
+        operands = [_tensor(*array) for array in self.operands]
+        results = ", ".join(_tensor(*array) for array in self.results)
+        count = len(self.results)
         names = ", ".join(f"%a{i}" for i in range(len(operands)))
         arguments = ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(operands))
-        types = ", ".join(results)
-        of = f"%r:{len(results)}" if len(results) > 1 else "%r"
-        given = ", ".join(f"%r#{i}" for i in range(len(results))) if len(results) > 1 else "%r"
+        assigned = f"%r:{count}" if count > 1 else "%r"
+        returned = ", ".join(f"%r#{i}" for i in range(count)) if count > 1 else "%r"
         config = json.dumps(json.dumps({"custom_call_config": self.config}))
-        layouts = [
+        read, written = (
             ", ".join(_layout(dims) for _, dims in arrays)
             for arrays in (self.operands, self.results)
-        ]
+        )
         return f"""module @kernel {{
-  func.func public @main({arguments}) -> ({types}) {{
-    {of} = stablehlo.custom_call @tpu_custom_call({names}) {{backend_config = {config},
-      operand_layouts = [{layouts[0]}], result_layouts = [{layouts[1]}]}} : ({
-            ", ".join(operands)
-        }) -> {f"({types})" if len(results) > 1 else types}
-    return {given} : {types}
+  func.func public @main({arguments}) -> ({results}) {{
+    {assigned} = stablehlo.custom_call @tpu_custom_call({names}) {{backend_config = {config},
+      operand_layouts = [{read}], result_layouts = [{written}]}} : ({", ".join(operands)}) -> ({results})
+    return {returned} : {results}
   }}
 }}
 """
@@ -113,12 +110,12 @@ def _layout(dims: str) -> str:
 
 
 def _grid(body: str, table: int) -> list[int]:
-    """The sizes of a grid, read from Mosaic's program; `table` for one that depends on values.
+    """Returns the sizes of a grid, parsed from Mosaic's program; `table` replaces one that depends on values.
 
     Raises:
-      UserError: if one does, and there is no table.
+      UserError: if one depends on values, and there is no table.
     """
-    # The only way to read it: the same calls as in JAX's own lowering.
+    # JAX has no public way to parse the program: these calls are those of its own lowering.
     from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
     from jax.extend.mlir import ir
     from jax.interpreters import mlir
@@ -131,12 +128,12 @@ def _grid(body: str, table: int) -> list[int]:
     found = re.search(r"iteration_bounds = array<i64(?:: ([\d, \-]+))?>", text)
     sizes = [int(n) for n in found[1].split(",")] if found and found[1] else []
     if min(sizes, default=0) < 0 and not table:
-        raise UserError("a kernel's grid depends on values: how many steps it has is not known")
+        raise UserError("a kernel's grid depends on values: its number of steps is unknown")
     return [size if size >= 0 else table for size in sizes]
 
 
 def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
-    """Cycles of one step of each kernel, compiled now or taken from the cache on disk."""
+    """Returns the cycles of one step of each kernel, compiled now or cached on disk."""
     path = cache_dir() / f"kernel_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
     try:
         known = {str(k): float(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
@@ -167,11 +164,11 @@ def _compile(code: _Code, chip: str) -> float:
 
 
 def step_cycles(cycles: int, text: str) -> float:
-    """Cycles of one step of a kernel's grid: what runs in every step, and the longest of its branches.
+    """Returns the cycles of one step of a kernel's grid: what runs in every step, and the longest of its branches.
 
     Args:
-      cycles: of all the bundles of a step, those of its branches too.
-      text: the kernel's final bundles, of which a loop's lines have a `>` and a branch ends where a line has `PF`.
+      cycles: of all the bundles of a step, including all branches.
+      text: the kernel's final bundles; lines in a loop have a `>`, and a branch ends at a line with `PF`.
     """
     branches: list[list[int]] = []
     inside, branch = 0, None

@@ -1,12 +1,12 @@
-"""A search for the mesh, the batch and the recomputation with which a model trains fastest on named chips.
+"""A search for the mesh, batch and rematerialisation with which a model trains fastest on named chips.
 
-Every way to divide a slice between `mesh.data`, `fsdp`, `tensor` and `expert` is tried with every batch and every
-policy of recomputation. A candidate's time is a roofline's beside what its devices send each other
-(`minitext.perf.plan`); its memory is predicted (`minitext.perf.memory`). The fastest that should fit are then really
-compiled, and ranked by what the compiler says: whether they fit, and how long the step of its schedule takes
-(`minitext.perf.step_time`).
+The search tries every division of a slice between `mesh.data`, `fsdp`, `tensor` and `expert` with every batch size and
+every remat policy. It predicts a candidate's time from a roofline (`minitext.perf.roofline`) and from what its devices
+send each other (`minitext.perf.comms`), and its memory by `minitext.perf.memory`. It then compiles the fastest
+candidates that should fit, and ranks them by what the compiler made: whether they fit, and how long the compiled
+schedule takes (`minitext.perf.step_time`).
 
-A time is an interval: from messages that are all hidden behind arithmetic to messages that are all waited for.
+A time is an interval, from all messages hidden behind arithmetic to no overlap at all.
 
 Chapters: 22.
 """
@@ -17,13 +17,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType
-
 from minitext.compiler.report import Report
-from minitext.compiler.targets import Target, parse_target, topology_mesh
+from minitext.compiler.targets import Target, is_free, parse_target, topology_mesh
 from minitext.config.config import Config
 from minitext.config.model import MoEConfig
 from minitext.errors import UserError
@@ -31,18 +28,18 @@ from minitext.hardware import Chip
 from minitext.models.flops import count_params
 from minitext.perf import comms, memory, roofline, step_time
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import AXES
+from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training import compile
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step on one device, by what is busy.
+    """Seconds of a step on one device.
 
     Attributes:
-      compute: products that wait for arithmetic.
-      hbm: operations that wait for the chip's memory.
+      compute: operations bound by arithmetic.
+      hbm: operations bound by the chip's memory.
       ici: messages within a slice.
       dcn: messages across slices; None if the chip's bandwidth there is not known.
     """
@@ -54,7 +51,7 @@ class Times:
 
     @property
     def hidden(self) -> float:
-        """The step's time if all messages are hidden behind the work, or work and messages behind the slowest."""
+        """The step's time if work and messages overlap perfectly."""
         return max(self.compute + self.hbm, self.ici, self.dcn or 0.0)
 
     @property
@@ -65,24 +62,19 @@ class Times:
     @property
     def limit(self) -> str:
         """What takes longest."""
-        parts = {
-            "compute": self.compute,
-            "HBM bandwidth": self.hbm,
-            "ICI": self.ici,
-            "DCN": self.dcn or 0.0,
-        }
-        return max(parts, key=lambda name: parts[name])
+        times = self.compute, self.hbm, self.ici, self.dcn or 0.0
+        return ("compute", "HBM bandwidth", "ICI", "DCN")[times.index(max(times))]
 
 
 class Work:
-    """The arithmetic and the memory traffic of one row on each device, counted once for each policy."""
+    """Arithmetic and memory traffic of one row on each device, counted once for each remat policy."""
 
     def __init__(self, cfg: Config, target: Target):
         self.cfg, self.target = cfg, target
         self.counted: dict[str, dict[tuple[bool, str], float]] = {}
 
     def seconds(self, cfg: Config, shards: int, rows: float) -> dict[str, float]:
-        """Seconds by what is waited for; replicas repeat the update of the parameters that they hold."""
+        """Returns seconds by what bounds them; every replica updates all the parameters it holds."""
         if cfg.model.remat not in self.counted:
             self.counted[cfg.model.remat] = self._count(cfg.model.remat)
         sums = {"compute": 0.0, "memory": 0.0}
@@ -101,38 +93,31 @@ class Work:
         return sums
 
 
-def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
-    """Returns a mesh of these axes, those that are not named of size 1, and of no devices."""
-    return AbstractMesh(
-        tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Explicit,) * len(AXES)
-    )
-
-
 def shards(cfg: Config) -> int:
-    """Returns over how many devices the parameters are divided."""
+    """Returns over how many devices the parameters are split."""
     axes = cfg.mesh.sizes()
     return axes["fsdp"] * axes["tensor"] * axes["expert"] * axes["stage"]
 
 
 def predict(cfg: Config, target: Target, work: Work) -> Times:
-    """Predicts a step's times on a target; the axes of the configuration's mesh are all given."""
+    """Predicts a step's times on a target; no axis of the configuration's mesh may be -1."""
     axes = cfg.mesh.sizes()
     seconds = work.seconds(cfg, shards(cfg), cfg.train.global_batch / target.devices)
-    # Within a slice a step is that of one slice alone with its part of the batch.
+    # Within a slice, messages are those of a single slice with its part of the batch.
     alone = cfg.replace(
         {
             "mesh.data": axes["data"] // target.slices,
             "train.global_batch": cfg.train.global_batch // target.slices,
         }
     )
-    terms = comms.predict(alone, abstract_mesh(alone.mesh.sizes()), "tpu")
+    terms = comms.predict(alone, abstract_mesh(alone.mesh), "tpu")
     ici = sum(term.moved / link_rate(target, term.group) for term in terms)
     dcn = dcn_seconds(sent_across(cfg, target), target.chip)
     return Times(seconds["compute"], seconds["memory"], ici, dcn)
 
 
 def link_rate(target: Target, group: int) -> float:
-    """Bytes/s that a device sends to a group over ICI: both links of each dimension that a ring of the group needs."""
+    """Returns the bytes/s that a device sends within a group over ICI, on all dimensions that the group spans."""
     rate, reached = 0.0, 1
     for size, ring in sorted(zip(target.shape, target.wrap(), strict=False), reverse=True):
         if reached < group or not rate:
@@ -142,33 +127,33 @@ def link_rate(target: Target, group: int) -> float:
 
 
 def sent_across(cfg: Config, target: Target) -> float:
-    """Bytes that a device sends over the data-centre network: its part of the gradients, summed over all slices.
+    """Returns the bytes that a device sends over the data-centre network to sum gradients over all slices.
 
-    A slice has summed them before, so that each device sends what no other of its slice does.
+    Each slice first sums them within itself, so each of its devices sends another part.
     """
     axes, slices = cfg.mesh.sizes(), target.slices
     if slices == 1:
         return 0.0
-    within = math.prod(axes[axis] for axis in AXES) // slices
+    within = math.prod(axes.values()) // slices
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     part = count_params(cfg.model) * size / within
     return 2 * (slices - 1) / slices * part * cfg.train.microbatches
 
 
 def dcn_seconds(sent: float, chip: Chip) -> float | None:
-    """Returns how long a device sends these bytes over the data-centre network; None if its bandwidth is not known."""
+    """Returns how long sending these bytes over the data-centre network takes; None if its bandwidth is unknown."""
     if not sent:
         return 0.0
     return sent / (chip.dcn_bandwidth / chip.devices) if chip.dcn_bandwidth else None
 
 
-ROWS = (1, 2, 4, 8)  # of a microbatch on one device, where the batch is free
-MICROBATCHES = (1, 2, 4, 8, 16)  # where it is not
+ROWS = (1, 2, 4, 8)  # of a microbatch on one device, if the batch may change
+MICROBATCHES = (1, 2, 4, 8, 16)  # if it may not
 REMAT = ("none", "dots", "full")
 TENSOR = (1, 2, 4, 8, 16)
 SEARCHED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert")
-STATE = 12  # bytes of a parameter and its two moments: no prediction is needed to see that more do not fit
-LOOKED_AT = 100  # candidates whose memory is predicted at most
+STATE_BYTES = 12  # of a parameter and its two moments: if these do not fit, no prediction is needed
+MAX_PREDICTED = 100  # candidates whose memory is predicted
 
 Progress = Callable[[str, int, int], None]
 
@@ -178,12 +163,12 @@ class Candidate:
     """One way to train.
 
     Attributes:
-      settings: the keys that were searched, with their values.
-      tokens: of a step.
-      times: predicted.
-      memory: predicted bytes on one device; None where it was not looked at.
-      crowded: whether a faster candidate was left out because it needs too much memory.
-      report: the compiler's, of those that were compiled.
+      settings: the searched keys with their values.
+      tokens: tokens in a step.
+      times: the predicted times.
+      memory: predicted bytes on one device; None if not predicted.
+      crowded: whether a faster candidate was dropped because it needs too much memory.
+      report: the compiler's report, if compiled.
       step: the time of the compiled step; None if it does not fit or its schedule cannot be read.
     """
 
@@ -197,14 +182,14 @@ class Candidate:
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """Seconds of a step: at best, the estimate, and at worst. Before it is compiled the estimate is the best."""
+        """Seconds of a step: lower bound, estimate, upper bound. Until compiled, the estimate is the lower bound."""
         if self.step is not None:
             return self.step.lower, self.step.seconds, self.step.upper
         return self.times.hidden, self.times.hidden, self.times.waited
 
     @property
     def order(self) -> tuple[float, float]:
-        """What candidates are ranked by: seconds a token by the estimate, and at worst."""
+        """What candidates are ranked by: estimated seconds per token, then the upper bound."""
         return self.seconds[1] / self.tokens, self.seconds[2] / self.tokens
 
     @property
@@ -224,7 +209,7 @@ class Candidate:
         return found + (", memory" if self.crowded else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the candidate as JSON-able values."""
+        """Returns the candidate as JSON values."""
         found = dataclasses.asdict(dataclasses.replace(self, report=None, step=None))
         found["seconds"] = dict(zip(("lower", "best", "upper"), self.seconds, strict=True))
         found["step"] = self.step.to_json() if self.step else None
@@ -236,15 +221,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """The result of a search.
 
     Attributes:
       target: the chips.
-      tried: candidates that the model, its batch and the chips allow.
-      too_large: of those looked at, the ones that need too much memory by prediction.
-      ranked: the compiled ones, best first; those that the compiler refuses last.
-      smallest: the least memory that was predicted, in bytes; None if nothing was looked at.
-      notes: what is not in the times.
+      tried: how many candidates the model, its batch and the chips allow.
+      too_large: how many of those whose memory was predicted need too much.
+      ranked: the compiled candidates, best first; those that the compiler refuses last.
+      smallest: the smallest predicted memory in bytes; None if none was predicted.
+      notes: what the times leave out.
     """
 
     target: str
@@ -260,7 +245,7 @@ class Plan:
         return next((c for c in self.ranked if c.report is not None and c.report.fits), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON-able values."""
+        """Returns the plan as JSON values."""
         found = dataclasses.asdict(dataclasses.replace(self, ranked=()))
         return found | {"ranked": [candidate.to_json() for candidate in self.ranked]}
 
@@ -270,21 +255,21 @@ def search(
 ) -> Plan:
     """Searches for the fastest way to train a configuration on a target.
 
-    Keys that were set on the command line or in a file are kept; a preset's mesh, batch and recomputation give way.
+    Keys set on the command line or in a file are kept; a preset's mesh, batch and remat policy may change.
 
     Args:
       cfg: the configuration.
       target: such as `v5e:16x16 slices=2`.
       count: how many to compile.
-      progress: is called with what is being done, and how much of how much is.
+      progress: called with the current activity, the steps done and the steps in total.
 
     Raises:
-      UserError: for a bad target, one of GPUs, or if no mesh goes with the model and what was set.
+      UserError: for a bad target, GPUs, or if no mesh suits the model and the keys that were set.
     """
     parsed = parse_target(target)
     if parsed.chip.platform != "tpu":
         raise UserError(
-            f"target={target}: plan knows the memory and the network of TPUs only: try settings with minitext compile"
+            f"target={target}: plan knows the memory and the network of TPUs only: use minitext compile to try settings"
         )
     found = []
     choices = list(enumerate_settings(cfg, parsed))
@@ -292,17 +277,17 @@ def search(
     for i, settings in enumerate(choices):
         progress("predicting times", i, len(choices))
         one = cfg.replace(settings)
-        with contextlib.suppress(UserError):  # the model cannot be divided so
-            check_mesh(one, abstract_mesh(one.mesh.sizes()))
+        with contextlib.suppress(UserError):  # the model cannot be split this way
+            check_mesh(one, abstract_mesh(one.mesh))
             tokens = one.train.global_batch * one.data.seq_len
             found.append(Candidate(settings, tokens, predict(one, parsed, work)))
     if not found:
         raise UserError(
-            f"no mesh of {parsed.devices} devices goes with this model and what was set: leave mesh.*, "
+            f"no mesh of {parsed.devices} devices goes with this model and the keys you set: leave mesh.*, "
             "train.global_batch or model.remat to the search"
         )
     found.sort(key=lambda c: c.order)
-    fitting, too_large, smallest = _keep_those_that_fit(cfg, found, parsed, count, progress)
+    fitting, too_large, smallest = _select_fitting(cfg, found, parsed, count, progress)
     compiled = []
     for i, candidate in enumerate(fitting):
         progress("compiling", i, len(fitting))
@@ -312,7 +297,7 @@ def search(
 
 
 def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
-    """Yields every choice of mesh, batch and recomputation, whether the model allows it or not."""
+    """Yields every choice of mesh, batch and remat policy, whether the model allows it or not."""
     per_slice = target.devices // target.slices
     others = math.prod(max(1, getattr(cfg.mesh, name)) for name in ("context", "stage"))
     if per_slice % others:
@@ -320,13 +305,13 @@ def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
     ways = per_slice // others
     experts = cfg.model.ffn.experts if isinstance(cfg.model.ffn, MoEConfig) else 1
     divisors = [n for n in range(1, ways + 1) if ways % n == 0]
-    remats = REMAT if _is_free(cfg, "model.remat") else (cfg.model.remat,)
+    remats = REMAT if is_free(cfg, "model.remat") else (cfg.model.remat,)
     for fsdp, tensor, expert in itertools.product(divisors, TENSOR, divisors):
         if ways % (fsdp * tensor * expert) or experts % expert:
             continue
         data = ways // (fsdp * tensor * expert) * target.slices
         mesh: dict[str, Any] = dict(zip(SEARCHED, (data, fsdp, tensor, expert), strict=True))
-        kept = {key: getattr(cfg.mesh, key[5:]) for key in SEARCHED if not _is_free(cfg, key)}
+        kept = {key: getattr(cfg.mesh, key[5:]) for key in SEARCHED if not is_free(cfg, key)}
         if any(size not in (-1, mesh[key]) for key, size in kept.items()):
             continue
         for batch, remat in itertools.product(_batches(cfg, data * fsdp * expert), remats):
@@ -334,63 +319,59 @@ def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
 
 
 def _batches(cfg: Config, ways: int) -> Iterator[dict[str, int]]:
-    if _is_free(cfg, "train.global_batch"):
+    if is_free(cfg, "train.global_batch"):
         for rows in ROWS:
             yield {"train.global_batch": ways * rows * cfg.train.microbatches}
         return
-    free = _is_free(cfg, "train.microbatches")
+    free = is_free(cfg, "train.microbatches")
     for parts in MICROBATCHES if free else (cfg.train.microbatches,):
         if cfg.train.global_batch % (ways * parts) == 0:
             yield {"train.global_batch": cfg.train.global_batch, "train.microbatches": parts}
 
 
-def _is_free(cfg: Config, key: str) -> bool:
-    return cfg.provenance(key).partition(" ")[0] in ("default", "preset")
-
-
 def _notes(target: Target) -> Iterator[str]:
     if target.slices > 1 and not target.chip.dcn_bandwidth:
         yield (
-            f"the bandwidth of {target.chip.name} on the data-centre network is not known: what {target.slices} slices "
-            "send each other is in no time here"
+            f"the bandwidth of {target.chip.name} on the data-centre network is not known: the times leave out what "
+            f"{target.slices} slices send each other"
         )
 
 
-def _keep_those_that_fit(
+def _select_fitting(
     cfg: Config, found: list[Candidate], target: Target, count: int, progress: Progress
 ) -> tuple[list[Candidate], int, int | None]:
-    """Returns the first candidates that fit by prediction, how many before them do not, and the least memory seen."""
+    """Returns the first candidates that should fit, how many before them should not, and the smallest memory."""
     kept, too_large, sizes = [], 0, []
     usable, vmem = target.chip.usable_bytes, target.chip.vmem_bytes or 0
     looked = 0
     for candidate in found:
-        if len(kept) == count or looked == LOOKED_AT:
+        if len(kept) == count or looked == MAX_PREDICTED:
             break
         progress("predicting memory", len(kept), count)
         one = cfg.replace(candidate.settings)
-        size = STATE * count_params(cfg.model) // shards(one)
+        size = STATE_BYTES * count_params(cfg.model) // shards(one)
         if size <= usable or cfg.optim.kind != "adamw":
             looked += 1
-            size = memory.predict(one, abstract_mesh(one.mesh.sizes()), "tpu", vmem).total
+            size = memory.predict(one, abstract_mesh(one.mesh), "tpu", vmem).total
         sizes.append(size)
         if size > usable:
             too_large += 1
             continue
-        with contextlib.suppress(UserError):  # the chips' network has no such axes
+        with contextlib.suppress(UserError):  # the chips are not wired for such axes
             topology_mesh(target, one.mesh)
             kept.append(dataclasses.replace(candidate, memory=size, crowded=too_large > 0))
     return kept, too_large, min(sizes, default=None)
 
 
 def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
-    """Compiles a candidate; its messages and its schedule are then those of the program."""
+    """Compiles a candidate, and replaces its predicted messages and times by those of the program."""
     one, programs = cfg.replace(candidate.settings), []
 
     def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        programs.append(step_time.find_program(Path(folder)).read_text(errors="replace"))
+        programs.append(step_time.read_program(folder))
 
     report, step = compile.compile_preset(one, str(target), keep), None
-    with contextlib.suppress(UserError):  # a kernel whose time can't be told: the prediction stays
+    with contextlib.suppress(UserError):  # a kernel's time is unknown: the prediction stays
         step = step_time.predict_program(programs[0], one, target) if report.fits else None
     (_, _, within), (_, _, across) = report.networks["ici"], report.networks["dcn"]
     groups = max(axis for name, axis in one.mesh.sizes().items() if name not in ("data", "stage"))
@@ -431,13 +412,15 @@ def print_plan(plan: Plan) -> None:
 
 
 def advise(plan: Plan, cfg: Config) -> str:
-    """Says in one line what to change if nothing fits."""
+    """Returns one line that says what to change if nothing fits."""
     target = parse_target(plan.target)
     least = show_bytes(plan.smallest or 0)
     if any(c.report is not None for c in plan.ranked):
-        return "the compiler refuses what should have fitted: raise --compile, or compile with model.remat=full"
+        return (
+            "the compiler refuses what should have fitted: raise --compile, or set model.remat=full"
+        )
     return (
-        f"the least that was predicted is {least} of {show_bytes(target.chip.usable_bytes)}: choose more chips a slice "
-        f"than {target.devices // target.slices}, a smaller data.seq_len={cfg.data.seq_len}, or leave mesh.*, "
+        f"the smallest prediction is {least} of {show_bytes(target.chip.usable_bytes)}: choose more chips a slice than "
+        f"{target.devices // target.slices}, a data.seq_len below {cfg.data.seq_len}, or leave mesh.*, "
         "train.global_batch and model.remat to the search"
     )

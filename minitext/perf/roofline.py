@@ -1,8 +1,8 @@
-"""Rooflines: how long the operations of a function should take, here or on a chip that is not.
+"""Rooflines: how long the operations of a function should take on this machine or any chip.
 
-An operation takes the longer of its FLOPs at the matmul peak and its bytes at the memory's bandwidth
-(Williams et al. 2009), and a step the sum over its operations. Nothing is fitted: both rates are
-measured, or the data sheet's.
+An operation takes as long as its FLOPs at the matmul peak or its bytes at the memory's bandwidth, whichever is longer
+(Williams et al. 2009), and a step takes the sum over its operations. Nothing is fitted: both rates are measured, or
+come from the data sheet.
 
 Chapters: 3.
 """
@@ -13,23 +13,22 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from minitext import hardware
 from minitext.config.config import Config
 from minitext.errors import UserError
 from minitext.perf.cost import PARTS, Operation, count
-from minitext.sharding.mesh import AXES
+from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, table
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a prediction needs to know of a processor.
+    """What a prediction needs to know about a processor.
 
     Attributes:
       name: the chip's name, or `this machine`.
-      peaks: matmul peak in FLOP/s by dtype; float32's counts for types that are absent.
+      peaks: matmul peak in FLOP/s by dtype; float32's applies to missing types.
       bandwidth: bytes/s between the processor and its memory.
     """
 
@@ -42,57 +41,50 @@ class Machine:
         return self.peaks.get(dtype, self.peaks["float32"])
 
     def ridge(self, dtype: str) -> float:
-        """The intensity in FLOPs per byte above which products wait for arithmetic and not for memory."""
+        """The intensity in FLOPs per byte above which products are bound by arithmetic instead of memory."""
         return self.peak(dtype) / self.bandwidth
 
     def seconds(self, op: Operation) -> float:
-        """How long all runs of an operation take if either arithmetic or memory is never idle."""
+        """How long all runs of an operation take if either arithmetic or memory is always busy."""
         return op.runs * max(self._arithmetic(op), op.bytes / self.bandwidth)
 
     def limit(self, op: Operation) -> str:
-        """What an operation waits for: `compute` or `memory`."""
+        """What bounds an operation: `compute` or `memory`."""
         return "compute" if self._arithmetic(op) > op.bytes / self.bandwidth else "memory"
 
     def _arithmetic(self, op: Operation) -> float:
-        # Elementwise arithmetic is done in other units, which wait for memory.
+        # Elementwise arithmetic runs on other units, which are bound by memory.
         return op.flops / self.peak(op.dtype) if op.is_product else 0.0
 
 
 def this_machine(dtype: str = "float32") -> Machine:
-    """Measures JAX's default device, for about a second a type and half of one for the memory; cached for a day.
+    """Measures JAX's default device in a few seconds; the result is cached for a day.
 
     Args:
-      dtype: the type to measure the matmul peak of beside float32.
+      dtype: the type whose matmul peak to measure, in addition to float32.
     """
     peaks = {name: hardware.measure_matmul_peak(name) for name in ("float32", dtype)}
     return Machine("this machine", peaks, hardware.measure_bandwidth())
 
 
 def chip_machine(chip: hardware.Chip) -> Machine:
-    """One JAX device of a chip of the table, by its data sheet."""
+    """Returns one JAX device of a chip of the table, from its data sheet."""
     peaks = {dtype: chip.peak(dtype) / chip.devices for dtype in ("float32", "bfloat16")}
     return Machine(chip.name, peaks, chip.hbm_bandwidth / chip.devices)
 
 
 def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
-    """Counts the train step of a configuration, with the kernels that it takes on a chip (None: on this machine).
+    """Counts the operations of a train step, with the kernels that it uses on a chip (None: on this machine).
 
-    Nothing is allocated and no compiler runs, so a model of any size is counted in a second. On a GPU, where `auto`
-    takes cuDNN's attention, XLA's is counted: what is inside cuDNN no jaxpr shows.
+    Nothing is allocated and no compiler runs, so counting a model of any size takes a second. On a GPU, where `auto`
+    means cuDNN's attention, XLA's is counted: a jaxpr does not show what cuDNN does.
     """
     from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
-    device = None
-    if chip is not None:
-        row = hardware.CHIPS[chip]
-        if row.platform == "gpu" and cfg.model.attention.impl == "auto":
-            cfg = cfg.replace({"model.attention.impl": "xla"})
-        device = AbstractDevice(
-            device_kind=row.device_kinds[0], num_cores=None, platform=row.platform
-        )
-    mesh = AbstractMesh(
-        (1,) * len(AXES), AXES, (AxisType.Explicit,) * len(AXES), abstract_device=device
-    )
+    row = hardware.CHIPS[chip] if chip else None
+    if row and row.platform == "gpu" and cfg.model.attention.impl == "auto":
+        cfg = cfg.replace({"model.attention.impl": "xla"})
+    mesh = abstract_mesh(chip=row)
     with jax.sharding.use_abstract_mesh(mesh):
         step = make_train_step(cfg, mesh)
         return count(step, abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
@@ -100,14 +92,14 @@ def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a train step should take.
+    """The predicted time of a train step.
 
     Attributes:
       machine: the processor.
       devices: how many share the work evenly.
       parts: seconds of each of `minitext.perf.cost.PARTS`.
-      rows: a dict for each operation, those that differ in nothing but their layer added up; the longest first.
-      product_flops: what all devices' products compute in a step, recomputation included.
+      rows: a dict for each operation, longest first; operations that differ only in their layer are summed.
+      product_flops: FLOPs of all devices' products in a step, including recomputation.
     """
 
     machine: Machine
@@ -122,12 +114,12 @@ class Prediction:
         return sum(self.parts.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the prediction as JSON-able values."""
+        """Returns the prediction as JSON values."""
         return asdict(self) | {"seconds": self.seconds}
 
 
 def predict(ops: Iterable[Operation], machine: Machine, devices: int = 1) -> Prediction:
-    """Predicts a train step from its operations; what devices tell each other is not among them."""
+    """Predicts a train step from its operations, which do not include what devices send each other."""
     parts, products = dict.fromkeys(PARTS, 0.0), 0.0
     rows: dict[tuple, dict[str, Any]] = {}
     for op in ops:
@@ -150,7 +142,7 @@ def predict(ops: Iterable[Operation], machine: Machine, devices: int = 1) -> Pre
 
 
 def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
-    """Predicts the train step of a configuration on this machine, or on the devices of `mesh.*` that are such chips.
+    """Predicts the train step of a configuration on this machine, or on `mesh.*` devices of a chip.
 
     Raises:
       UserError: if the table has no such chip.
@@ -165,7 +157,7 @@ def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
 
 
 def print_prediction(prediction: Prediction, dtype: str, shown: int = 20) -> None:
-    """Prints the operations that take longest, and each part's time, on stdout."""
+    """Prints the longest operations, and each part's time, on stdout."""
     machine, total = prediction.machine, prediction.seconds
     rows = [
         (
@@ -174,7 +166,7 @@ def print_prediction(prediction: Prediction, dtype: str, shown: int = 20) -> Non
         )
         for row in prediction.rows[:shown]
     ]  # fmt: skip
-    heads = ("part", "operation", "result", "runs", "MFLOP", "MB", "FLOP/B", "waits for", "ms")
+    heads = ("part", "operation", "result", "runs", "MFLOP", "MB", "FLOP/B", "bound by", "ms")
     peak = machine.peak(dtype)
     print_tables(
         f"{machine.name}: {peak / 1e12:,.3g} TFLOP/s in {dtype}, {machine.bandwidth / 1e9:,.3g} GB/s, ridge at "

@@ -1,21 +1,20 @@
-"""Where every parameter lies: its dimensions' names, the mesh axes they are split over, and its bytes on each device.
+"""How every parameter is sharded: its dimensions' names, the mesh axes that split them, and its bytes on each device.
 
-No device is needed: the mesh is abstract, so the parameters of a large model on a large mesh are listed in a second.
+The mesh is abstract, so listing the parameters of a large model on a large mesh takes a second and no devices.
 
 Chapters: 9, 11.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from flax import nnx
 
 from minitext.checkpoint import leaves
 from minitext.config.config import Config
 from minitext.sharding.check import check_mesh
-from minitext.sharding.mesh import AXES, resolve_axes
+from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
 from minitext.training.step import abstract_state
 
@@ -26,12 +25,12 @@ class Parameter:
 
     Attributes:
       name: its path.
-      axes: its dimensions' names, `layers` first in a stack; empty where it has none.
-      shape: the whole array's.
-      spec: for each dimension the mesh axes that it is split over.
-      shard: the shape of one device's part.
-      bytes: of the whole array.
-      device_bytes: of one device's part.
+      axes: its dimensions' names, `layers` first in a stack; empty if it has none.
+      shape: shape of the whole array.
+      spec: for each dimension, the mesh axes that it is split over.
+      shard: shape of one device's part.
+      bytes: bytes of the whole array.
+      device_bytes: bytes of one device's part.
     """
 
     name: str
@@ -43,57 +42,32 @@ class Parameter:
     device_bytes: int
 
 
-def abstract_mesh(cfg: Config) -> AbstractMesh:
-    """Returns the configured mesh without devices; an axis of -1 has size 1."""
-    sizes = cfg.mesh.sizes()
-    count = math.prod(size for size in sizes.values() if size != -1)
-    sizes = resolve_axes(cfg.mesh, count)
-    return AbstractMesh(tuple(sizes.values()), AXES, (AxisType.Explicit,) * len(AXES))
-
-
 def parameters(cfg: Config) -> list[Parameter]:
-    """Lists a configuration's parameters and the state of its optimizer, in their order.
+    """Lists a configuration's parameters and its optimizer's state, in order.
 
     Raises:
-      UserError: if the mesh cannot be used.
+      UserError: if the mesh does not suit the model.
     """
-    mesh = abstract_mesh(cfg)
+    mesh = abstract_mesh(cfg.mesh)
     check_mesh(cfg, mesh)
-    state = abstract_state(cfg, mesh)
-    return [
-        _parameter(name, leaf, names)
-        for part in ("params", "opt_state")
-        for (name, leaf), names in zip(
-            leaves.named({part: getattr(state, part)}).items(),
-            _names(getattr(state, part)),
-            strict=True,
-        )
-    ]
-
-
-def _names(tree: Any) -> list[tuple[str, ...]]:
-    from flax import nnx
-
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    return [getattr(x, "axes", ()) for x in jax.tree.leaves(tree, is_leaf=is_variable)]
-
-
-def _parameter(name: str, leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> Parameter:
-    spec = tuple(leaf.sharding.spec) + (None,) * (leaf.ndim - len(leaf.sharding.spec))
-    shard = leaf.sharding.shard_shape(leaf.shape)
-    return Parameter(
-        name,
-        ("layers", *names) if len(names) == leaf.ndim - 1 else names,
-        leaf.shape,
-        tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec),
-        shard,
-        leaf.size * leaf.dtype.itemsize,
-        math.prod(shard) * leaf.dtype.itemsize,
-    )
+    state, found = abstract_state(cfg, mesh), []
+    for part in ("params", "opt_state"):
+        tree = getattr(state, part)
+        arrays = leaves.named({part: tree}).items()
+        variables = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for (name, leaf), variable in zip(arrays, variables, strict=True):
+            axes = getattr(variable, "axes", ())
+            axes = ("layers", *axes) if len(axes) == leaf.ndim - 1 else axes
+            spec = (*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec)))
+            spec = tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+            shard, size = leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize
+            sizes = leaf.size * size, math.prod(shard) * size
+            found.append(Parameter(name, axes, leaf.shape, spec, shard, *sizes))
+    return found
 
 
 def print_parameters(cfg: Config, found: list[Parameter]) -> None:
-    """Prints a row for each parameter, and the sums of parameters and optimizer state, on stdout."""
+    """Prints a row for each parameter, and sums of parameters and optimizer state, on stdout."""
     rows = [
         (
             p.name.removeprefix("params."),
@@ -112,11 +86,11 @@ def print_parameters(cfg: Config, found: list[Parameter]) -> None:
         whole, each = sum(p.bytes for p in of), sum(p.device_bytes for p in of)
         replicated = sum(p.bytes for p in of if p.bytes == p.device_bytes)
         sums.append((what, show_bytes(whole), show_bytes(each), show_bytes(replicated)))
-    mesh = abstract_mesh(cfg)
+    mesh = abstract_mesh(cfg.mesh)
     sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    heads = ("parameter", "dimensions", "split over", "each device has", "bytes", "of one device")
+    heads = ("parameter", "dimensions", "split over", "each device has", "bytes", "on one device")
     print_tables(
         f"{sizes or 'one device'}: {mesh.size:,} device(s), sharding.rules={cfg.sharding.rules}",
         table(heads, rows, right=(4, 5)),
-        table(("", "bytes", "of one device", "not split"), sums, right=(1, 2, 3)),
+        table(("", "bytes", "on one device", "replicated"), sums, right=(1, 2, 3)),
     )

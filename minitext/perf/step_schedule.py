@@ -1,12 +1,12 @@
-"""What a schedule takes: one core, and queues for what it does not wait for.
+"""A simulation of a schedule: one core, and queues for asynchronous transfers.
 
-The core takes the operations in order. A transfer begins when it is started and what it needs is free: the links of the
-dimensions of the torus that its group spans, the chip's memory, or PCIe in one direction. The core waits where the
-program does: at a transfer's done, or at one that blocks. Everything that a transfer takes follows from its bytes and
+The core executes operations in order. A transfer begins once it has been started and its resources are free: the links
+of the torus dimensions that its group spans, the chip's memory, or PCIe in one direction. The core waits where the
+program does: at a transfer's done, or at a transfer that blocks. How long a transfer takes follows from its bytes and
 the chip's row in `minitext.hardware.CHIPS`; nothing is fitted to measured steps.
 
-Two bounds need no schedule: the longest of core and queues, where everything overlaps, and their sum, where nothing
-does. What a transfer takes from others' memory bandwidth is not modelled.
+Two bounds need no schedule: the busiest of core and queues, if everything overlaps, and the sum of all, if nothing
+does. The simulation ignores that transfers slow down others' access to memory.
 
 Chapters: 22.
 """
@@ -19,19 +19,19 @@ from typing import NamedTuple
 from minitext.compiler.schedule import COMPUTE, DCN, DMA, HOST, ICI, KERNEL, QUEUES, Operation
 from minitext.hardware import LINK_SECONDS, Chip
 
-TURNS = 64  # of a loop that are walked at most before the last one's pace is taken for the others'
+MAX_ITERATIONS = 64  # of a loop that are simulated; the rest are taken to be like the last of them
 SAME = 1e-11  # seconds: rounding of sums
 
 
 class Event(NamedTuple):
-    """What one queue does for a while, for a drawing; of a loop's turns only the first is drawn.
+    """What one queue does for a while, to be drawn; only a loop's first iteration has events.
 
     Attributes:
-      name: the operation's name; of a loop, its own.
-      queue: one of `QUEUES`, `loop` for the whole of a loop, or `wait` where the core waits.
-      start: seconds after the step's start.
-      end: likewise.
-      trips: of a loop, how often its body runs.
+      name: the operation's name.
+      queue: one of `QUEUES`, `loop` for a whole loop, or `wait` where the core waits.
+      start: seconds since the step's start.
+      end: seconds since the step's start.
+      trips: how often a loop's body runs.
     """
 
     name: str
@@ -47,29 +47,29 @@ class Machine(NamedTuple):
     Attributes:
       chip: the chip.
       shape: chips of a slice along each dimension.
-      wrap: which dimensions close to rings.
-      places: of each device of the program, in the order of its partitions, the coordinates of its chip.
+      wrap: which dimensions are rings.
+      coords: coordinates of each device's chip, in the order of the program's partitions.
       kernels: seconds of each custom call, by the operation's name.
     """
 
     chip: Chip
     shape: tuple[int, ...]
     wrap: tuple[bool, ...]
-    places: tuple[tuple[int, ...], ...]
+    coords: tuple[tuple[int, ...], ...]
     kernels: Mapping[str, float] = {}
 
     def spans(self, members: tuple[int, ...]) -> dict[int, tuple[int, bool]]:
-        """Dimension -> (chips of a group along it, whether they are a whole ring), of those it spans."""
-        places = [self.places[m] for m in members if m < len(self.places)]
+        """Returns dimension -> (a group's chips along it, whether they are a whole ring) where these are several."""
+        group = [self.coords[m] for m in members if m < len(self.coords)]
         found = {}
         for k in range(len(self.shape)):
-            size = len({place[k] for place in places})
+            size = len({coords[k] for coords in group})
             if size > 1:
                 found[k] = (size, self.wrap[k] and size == self.shape[k])
         return found
 
     def seconds(self, operation: Operation) -> float:
-        """What an operation takes where nothing else is in its way."""
+        """Returns how long an operation takes if nothing delays it."""
         chip, size = self.chip, operation.bytes
         if operation.queue == KERNEL:
             return self.kernels.get(operation.name, 0.0)
@@ -81,13 +81,13 @@ class Machine(NamedTuple):
         return operation.cycles / chip.clock + chip.devices * size / rate
 
     def _collective(self, operation: Operation) -> float:
-        """Bytes over the links that the group's dimensions have, and a hop's delay for each chip on the way.
+        """Returns the time of a collective: bytes over the links of its dimensions, and a delay for each hop.
 
-        A ring sends both ways; the last chip of a line has one link. Of an all-to-all, each dimension's middle carries
-        what one half sends the other: `bytes` of each chip, half of them, of half of the chips.
+        A ring sends both ways; the last chip of a line has one link. In an all-to-all, the middle of each dimension
+        carries what one half of the chips sends the other: half of each chip's bytes.
         """
         spans, rate = self.spans(operation.members), self.chip.link_rate
-        if not spans:  # devices of one chip, or of none
+        if not spans:  # devices of one chip, or unknown ones
             return operation.bytes / self.chip.hbm_bandwidth
         hops = sum(size // 2 if ring else size - 1 for size, ring in spans.values())
         links = sum(2 if ring else 1 for _, ring in spans.values())
@@ -102,17 +102,17 @@ class Machine(NamedTuple):
         return passes * (hops * LINK_SECONDS + size * (group - 1) / group / (links * rate))
 
     def needs(self, operation: Operation) -> tuple[str, ...]:
-        """What a transfer occupies, by name."""
+        """Returns the names of the resources that a transfer occupies."""
         if operation.queue == ICI:
             return tuple(f"ici {k}" for k in self.spans(operation.members)) or ("ici",)
         return (f"{operation.queue} {operation.opcode}".strip(),)
 
 
 class Walk:
-    """A walk through a schedule; `run` leaves the result in the attributes.
+    """A simulated schedule; `run` leaves the result in the attributes.
 
     Attributes:
-      clock: seconds at which the core is done so far.
+      clock: seconds until the core is done.
       busy: seconds that each of `QUEUES` works.
       occupied: seconds that each resource of `Machine.needs` works.
       waited: seconds that the core waits for each queue.
@@ -131,7 +131,7 @@ class Walk:
         self._drawing = True
 
     def run(self, schedule: tuple[Operation, ...]) -> "Walk":
-        """Walks a whole step: what is still under way at the end is waited for."""
+        """Simulates a whole step, and waits for what is still in flight at its end."""
         self._walk(schedule)
         for resource, end in sorted(self._free.items(), key=lambda free: free[1]):
             self._wait(end, resource.split()[0])
@@ -139,7 +139,7 @@ class Walk:
 
     @property
     def lower(self) -> float:
-        """Seconds if everything overlaps: those of the busiest of core and resources."""
+        """Seconds if everything overlaps: those of the busiest resource or the core."""
         core = self.busy[COMPUTE] + self.busy[KERNEL]
         return max(core, *self.occupied.values()) if self.occupied else core
 
@@ -190,11 +190,11 @@ class Walk:
             self.events.append(event)
 
     def _backlog(self) -> dict[str, float]:
-        """Seconds for which each resource is still occupied; together with the program that decides what follows."""
+        """Returns how long each resource stays occupied, which together with the program decides what follows."""
         return {r: free - self.clock for r, free in self._free.items() if free - self.clock > SAME}
 
     def _loop(self, loop: Operation) -> None:
-        """Walks turns until one leaves the queues as it found them: all others are as long."""
+        """Simulates iterations until one leaves the queues as it found them: all others take as long."""
         begin, drawing, left = self.clock, self._drawing, loop.trips
         while left:
             before, start = self._backlog(), self.clock
@@ -207,7 +207,7 @@ class Walk:
             steady = before.keys() == after.keys() and all(
                 abs(before[r] - after[r]) < SAME for r in after
             )
-            if left and (steady or loop.trips - left >= TURNS):
+            if left and (steady or loop.trips - left >= MAX_ITERATIONS):
                 for count, mark in zip(counts, marks, strict=True):
                     for key in count:
                         count[key] += left * (count[key] - mark.get(key, 0.0))
@@ -219,7 +219,7 @@ class Walk:
         self._draw(Event(loop.name, "loop", begin, self.clock, loop.trips))
 
     def _branch(self, branch: Operation) -> None:
-        """Takes the computation that is done last: which one runs depends on values."""
+        """Takes the branch that ends last: which one runs depends on values."""
         ways = []
         for body in branch.bodies:
             way = copy.deepcopy(self, {id(self.machine): self.machine})

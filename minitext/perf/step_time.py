@@ -1,20 +1,20 @@
-"""How long a compiled step should take on chips that need not be there: an interval and a best estimate.
+"""How long a compiled step should take on chips that this machine need not have: an interval and a best estimate.
 
-The compiler's schedule is walked (`minitext.perf.step_schedule`) with its own estimates of cycles, the machine code of the
-kernels (`minitext.perf.kernel_time`), and bytes over the bandwidths of `minitext.hardware.CHIPS`. The interval reaches from the
-step in which everything overlaps to the one in which nothing does. It holds what the schedule leaves open, not what is
-wrong with the estimates themselves: benchmarks/step_time.py compares these with published measurements.
+`minitext.perf.step_schedule` simulates the compiler's schedule with the compiler's own cycle estimates, the machine
+code of the kernels (`minitext.perf.kernel_time`), and the bandwidths of `minitext.hardware.CHIPS`. The interval reaches
+from everything overlapped to nothing overlapped. It covers what the schedule leaves open, not errors of the estimates
+themselves: benchmarks/step_time.py compares these with published measurements.
 
 Chapters: 22.
 """
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
+from minitext.compiler.aot import read_largest
 from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
 from minitext.compiler.targets import Target, parse_target, topology_mesh
 from minitext.config.config import Config
@@ -35,15 +35,15 @@ class StepTime:
 
     Attributes:
       target: what it was compiled for.
-      chips: how many chips that are.
-      seconds: the best estimate: the schedule as it stands in the program.
+      chips: the number of chips.
+      seconds: the best estimate, which follows the program's schedule.
       lower: seconds if everything overlaps.
-      upper: seconds if nothing does.
-      parts: seconds of the best estimate by what the core does or waits for; they add up to it.
-      busy: seconds that the core, and each queue behind it, works.
-      tokens: of one step, all chips together.
-      flops: of one step, all chips together, as `minitext.models.flops.count_flops` counts them.
-      peak: of one chip, FLOP/s.
+      upper: seconds if nothing overlaps.
+      parts: the best estimate by what the core does or waits for.
+      busy: seconds that each queue works.
+      tokens: tokens in a step, all chips together.
+      flops: model FLOPs of a step, all chips together (`minitext.models.flops.count_flops`).
+      peak: FLOP/s of one chip.
       events: what each queue does when, for `minitext.perf.figures.plot_schedule`.
     """
 
@@ -66,16 +66,16 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of a step over what the chips' peak allows in its time."""
+        """Model FLOPs of a step divided by what the chips could do in that time."""
         return self.flops / self.seconds / self.chips / self.peak
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the best estimate, by what the core does or waits for."""
+        """`parts` as shares of the best estimate."""
         return {name: seconds / self.seconds for name, seconds in self.parts.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the prediction as JSON-able values, without the events."""
+        """Returns the prediction as JSON values, without the events."""
         return {
             "target": self.target, "chips": self.chips, "seconds": self.seconds, "lower": self.lower,
             "upper": self.upper, "parts": self.parts, "shares": self.shares, "busy": self.busy,
@@ -89,7 +89,7 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
     Args:
       cfg: the configuration.
       target: TPUs such as `v5e:2x4`; see `minitext.compiler.targets.parse_target`.
-      program: a file to which the compiler's text is written, by default none.
+      program: a file to write the compiler's text to; by default none.
 
     Raises:
       DoesNotFit: if the step needs more memory than the target has.
@@ -102,22 +102,21 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
     found: list[str] = []
 
     def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        path = find_program(Path(folder))
-        found.append(path.read_text(errors="replace"))
+        found.append(read_program(folder))
         if program is not None:
             program.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, program)
+            program.write_text(found[-1])
 
     report = compile.compile_preset(cfg, target, keep)
     if not report.fits:
         raise DoesNotFit(
-            f"target={parsed}: the step does not fit, so it takes no time: minitext compile says what to change"
+            f"target={parsed}: the step does not fit: minitext compile says what to change"
         )
     return predict_program(found[0], cfg, parsed)
 
 
 def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
-    """Predicts how long a step takes that is compiled already.
+    """Predicts how long a compiled step takes.
 
     Args:
       text: the compiler's `*.after_codegen.txt`.
@@ -125,7 +124,7 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
       target: what it was compiled for.
 
     Raises:
-      UserError: if the target is of GPUs, the text is no program, or a kernel's time can't be told.
+      UserError: for GPUs, a text that is not a program, or a kernel whose time cannot be determined.
     """
     from minitext.compiler.targets import fit_slices
     from minitext.models.flops import count_flops
@@ -151,20 +150,20 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
 
 
 def predict_step(text: str, target: Target, mesh: Mesh) -> Walk:
-    """Walks through the schedule of any program for TPUs; the devices of `mesh` are its partitions, in their order.
+    """Simulates the schedule of any program for TPUs, whose partitions are the devices of `mesh` in order.
 
     Raises:
-      UserError: if the text is no program, or a kernel's time can't be told.
+      UserError: for a text that is not a program, or a kernel whose time cannot be determined.
     """
     schedule = read_schedule(text)
     if not schedule:
         raise UserError(
             "the text has no entry computation: give the compiler's *.after_codegen.txt"
         )
-    places = tuple(tuple(device.coords) for device in mesh.devices.flat)
-    shape = tuple(max(sizes) + 1 for sizes in zip(*places, strict=True))
+    coords = tuple(tuple(device.coords) for device in mesh.devices.flat)
+    shape = tuple(max(sizes) + 1 for sizes in zip(*coords, strict=True))
     kernels = kernel_seconds(operations(schedule), target.chip.name)
-    machine = Machine(target.chip, shape, tuple(target.wrap()[: len(shape)]), places, kernels)
+    machine = Machine(target.chip, shape, tuple(target.wrap()[: len(shape)]), coords, kernels)
     return Walk(machine).run(schedule)
 
 
@@ -177,7 +176,7 @@ def print_step_time(found: StepTime) -> None:
     ]
     print_tables(
         f"a step on {found.target}: {_time(found.seconds)}, between {_time(found.lower)} with everything overlapped "
-        f"and {_time(found.upper)} with nothing",
+        f"and {_time(found.upper)} with nothing overlapped",
         table(("what the core does or waits for", "ms", "share"), rows, right=(1, 2)),
         f"{found.tokens_per_second:,.0f} tokens/s/chip, MFU {found.mfu:.1%} ({found.tokens:,} tokens a step on "
         f"{found.chips:,} chips)",
@@ -188,16 +187,15 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
 
 
-def find_program(folder: Path) -> Path:
-    """The dump's text of the whole program; parts that XLA compiles apart have smaller ones."""
-    found = sorted(folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
-    if not found:
+def read_program(folder: str) -> str:
+    """Returns the text of the whole program with its schedule from the compiler's dump."""
+    if not (text := read_largest(folder, "after_codegen.txt")):
         raise UserError("the compiler left no *.after_codegen.txt: is libtpu newer than 0.0.51?")
-    return found[-1]
+    return text
 
 
 def _check(target: Target) -> None:
     if target.chip.platform != "tpu":
         raise UserError(
-            f"target={target}: only the TPU's compiler writes its schedule and cycles: choose a TPU, such as v5e:2x4"
+            f"target={target}: only the TPU compiler dumps its schedule and cycles: choose a TPU, such as v5e:2x4"
         )

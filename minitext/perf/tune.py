@@ -1,9 +1,9 @@
-"""Choosing block shapes: measured where the chip is, ranked by the compiler's code where only the compiler is.
+"""Choosing block shapes: measured on the chip, or ranked by compiled code where only the compiler is available.
 
-Without the chip each candidate is compiled. What does not fit vector memory falls out. The others are ranked by the
-longer of two times: that of the bundles of all steps of the grid, as the compiler schedules them, and that to copy what
-the steps read and write between HBM and vector memory. Neither knows of a copy that is late, nor that some branches run
-in few of the steps. So the ranking is an estimate, and the rows near its top deserve a measurement.
+Without the chip each candidate is compiled, and dropped if it does not fit into vector memory. The others are ranked by
+the longer of two times: that of the bundles of all steps of the grid, and that of the copies between HBM and vector
+memory. Neither accounts for late copies or for branches that run in few steps, so the ranking is an estimate: measure
+the candidates near its top.
 
 Chapters: 16.
 """
@@ -25,24 +25,21 @@ from minitext.kernels import cases
 from minitext.kernels.block_shapes import BLOCKS
 from minitext.terminal import print_tables, show_bytes, table
 
-# Cycles per second of a TensorCore.
-CLOCKS = {name: chip.clock for name, chip in CHIPS.items() if chip.platform == "tpu"}
-
 
 @dataclass(frozen=True)
 class Candidate:
-    """One block shape, and what was found out about it.
+    """One block shape with its time.
 
     Attributes:
       blocks: length of each block.
       seconds: the operation's time, measured or estimated; infinite if it cannot run.
       measured: whether the time was measured.
       refusal: why it cannot run, or "".
-      steps: steps of the grid, all kernels together (estimated only, as are those below).
-      cycles: of one step, summed over the kernels.
+      steps: steps of the grid, summed over the kernels (only estimates have this and the following).
+      cycles: cycles of one step, summed over the kernels.
       mxu_share: share of bundles in which a matrix unit is busy.
-      spills: vector registers stored for want of room.
-      vmem_bytes: vector memory of the kernel that takes most.
+      spills: spilled vector registers.
+      vmem_bytes: vector memory of the kernel that needs the most.
     """
 
     blocks: dict[str, int]
@@ -56,7 +53,7 @@ class Candidate:
     vmem_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the candidate as JSON-able values; no time is None."""
+        """Returns the candidate as JSON values; an infinite time is None."""
         return asdict(self) | {"seconds": self.seconds if math.isfinite(self.seconds) else None}
 
 
@@ -67,14 +64,14 @@ def tune(
 
     Args:
       op: the operation's name there.
-      chip: a chip's name; if it is the one that JAX runs on, candidates are measured on it.
-      done: called with how many candidates are done, and of how many.
+      chip: a chip's name; if JAX runs on it, candidates are measured.
+      done: called with the candidates done and their total number.
 
     Returns:
-      The candidates, the fastest first and those that cannot run last.
+      The candidates, fastest first; those that cannot run last.
 
     Raises:
-      UserError: if the operation has no sweep, or the chip is neither here nor a TPU.
+      UserError: if the operation has no sweep, or this machine lacks the chip and it is not a TPU.
     """
     if op not in cases.SWEEPS:
         raise UserError(f"nothing to tune for {op!r}: choose among {', '.join(cases.SWEEPS)}")
@@ -89,7 +86,7 @@ def tune(
     names, lengths = zip(*cases.SWEEPS[op].items(), strict=True)
     shapes = [dict(zip(names, row, strict=True)) for row in itertools.product(*lengths)]
     found: list[Candidate] = []
-    # Each candidate is compiled in a process of its own; these threads wait for them.
+    # Each candidate is compiled in its own process; these threads only wait.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for candidate in pool.map(lambda blocks: estimate(op, CHIPS[chip], blocks), shapes):
             found.append(candidate)
@@ -109,8 +106,8 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
     bundles = sum(kernel.bundles for kernel in kernels)
     return Candidate(
         blocks,
-        # Cores share the steps, and the chip's memory.
-        max(cycles / CLOCKS[chip.name] / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
+        # A chip's cores share the steps and the memory.
+        max(cycles / chip.clock / chip.cores, case.hbm_bytes / chip.hbm_bandwidth),
         steps=sum(runs),
         cycles=sum(kernel.step_cycles for kernel in kernels),
         mxu_share=sum(kernel.bundles * kernel.share("MXU") for kernel in kernels) / bundles,
@@ -120,10 +117,10 @@ def estimate(op: str, chip: Chip, blocks: dict[str, int]) -> Candidate:
 
 
 def count_steps(fn: Callable, args: tuple, kernels: tuple[llo.Kernel, ...]) -> list[int]:
-    """Returns the steps of each kernel's grid, read from the function's jaxpr.
+    """Returns the steps of each kernel's grid, from the function's jaxpr.
 
     Raises:
-      UserError: if a grid depends on values, or the kernels can't be told apart by their names.
+      UserError: if a grid depends on values, or kernels share a name.
     """
     found = list(_grids(jax.make_jaxpr(fn)(*args).jaxpr))
     if len(found) == len(kernels) == 1:
@@ -131,18 +128,18 @@ def count_steps(fn: Callable, args: tuple, kernels: tuple[llo.Kernel, ...]) -> l
     grids = dict(found)
     if len(grids) != len(kernels) or grids.keys() != {kernel.name for kernel in kernels}:
         raise UserError(
-            f"kernels {', '.join(k.name for k in kernels)} are not told apart: give each a name"
+            f"kernels {', '.join(k.name for k in kernels)} are ambiguous: give each its own name"
         )
     for name, grid in grids.items():
         if not all(isinstance(size, int) for size in grid):
             raise UserError(
-                f"the grid of {name} depends on values: its case has to say how many steps do work"
+                f"the grid of {name} depends on values: its case has to state the number of steps"
             )
     return [math.prod(grids[kernel.name]) for kernel in kernels]
 
 
 def _grids(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
-    """Yields name and grid of the Pallas calls in a jaxpr, in order."""
+    """Yields the names and grids of the Pallas calls in a jaxpr, in order."""
     from jax.extend.core import jaxprs_in_params
 
     for eqn in jaxpr.eqns:
@@ -184,17 +181,17 @@ def measure(op: str) -> list[Candidate]:
 
 
 def _value(arg: Any) -> jax.Array:
-    """An argument with values: what is given, or normal deviates."""
+    """Returns an argument with values: those given, or normally distributed ones."""
     if isinstance(arg, jax.ShapeDtypeStruct):
         return jax.random.normal(jax.random.key(0), arg.shape, arg.dtype)
     return jax.numpy.asarray(arg)
 
 
 def print_candidates(op: str, chip: str, found: list[Candidate]) -> None:
-    """Prints the candidates, the best first, and the row of the table that it makes, on stdout."""
+    """Prints the candidates, best first, and the table's present entry, on stdout."""
     rows = [
         (
-            " ".join(f"{name}={length}" for name, length in c.blocks.items()), f"{c.seconds * 1e3:,.3f}",
+            _show(c.blocks), f"{c.seconds * 1e3:,.3f}",
             *(("",) * 5 if c.measured else (
                 f"{c.steps:,}", f"{c.cycles:,}", f"{c.mxu_share:.0%}", f"{c.spills:,}", show_bytes(c.vmem_bytes)
             )),
@@ -203,16 +200,17 @@ def print_candidates(op: str, chip: str, found: list[Candidate]) -> None:
     ]  # fmt: skip
     how = "measured" if any(c.measured for c in found) else "estimated"
     heads = ("blocks", f"ms, {how}", "steps", "cycles of one", "MXU", "spills", "VMEM")
-    parts: list[Any] = [f"{op} on {chip}", table(heads, rows, right=(1, 2, 3, 4, 5, 6))]
-    refused = [
-        (" ".join(f"{k}={v}" for k, v in c.blocks.items()), c.refusal) for c in found if c.refusal
-    ]
-    if refused:
-        parts.append(table(("refused", "why"), refused, right=()))
-    parts.append(
-        f"the table has {BLOCKS.get((op, chip), 'no row')}; best here: {best(op, found).blocks}"
+    refused = [(_show(c.blocks), c.refusal) for c in found if c.refusal]
+    print_tables(
+        f"{op} on {chip}",
+        table(heads, rows, right=(1, 2, 3, 4, 5, 6)),
+        *([table(("refused", "why"), refused, right=())] if refused else []),
+        f"the table has {BLOCKS.get((op, chip), 'no row')}; best here: {best(op, found).blocks}",
     )
-    print_tables(*parts)
+
+
+def _show(blocks: dict[str, int]) -> str:
+    return " ".join(f"{name}={length}" for name, length in blocks.items())
 
 
 def best(op: str, found: list[Candidate]) -> Candidate:

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
+from minitext.hardware import Chip
 
 AXES = tuple(MeshConfig().sizes())
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of these
@@ -73,6 +74,21 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = Non
         raise UserError(
             f"{told}: the network of these {len(devices)} chips has no such axes: choose other mesh.* sizes"
         ) from error
+
+
+def abstract_mesh(cfg: MeshConfig | None = None, chip: Chip | None = None) -> AbstractMesh:
+    """Returns a mesh without devices.
+
+    Args:
+      cfg: sizes of the axes, of which -1 becomes 1; by default all are 1.
+      chip: the kind of chip that kernels see as the mesh's device; by default none.
+    """
+    sizes = (max(1, size) for size in cfg.sizes().values()) if cfg else (1,) * len(AXES)
+    device = chip and AbstractDevice(
+        device_kind=chip.device_kinds[0], num_cores=None, platform=chip.platform
+    )
+    types = (AxisType.Explicit,) * len(AXES)
+    return AbstractMesh(tuple(sizes), AXES, types, abstract_device=device)
 
 
 def _arrange_slices(sizes: dict[str, int], slices: int, devices: list[Any]) -> np.ndarray:

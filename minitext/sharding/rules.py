@@ -106,9 +106,9 @@ class ShardingRules:
         """Whether the mesh in use has several devices along an axis of these dimensions."""
         return any(self.ways(name) > 1 for name in names)
 
-    def ways(self, name: str) -> int:
-        """Returns over how many devices the mesh in use splits a dimension."""
-        sizes = jax.sharding.get_abstract_mesh().shape
+    def ways(self, name: str, mesh: Mesh | AbstractMesh | None = None) -> int:
+        """Returns over how many devices a mesh, by default that in use, splits a dimension."""
+        sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
         return math.prod(sizes.get(axis, 1) for axis in self.table[name])
 
     def axes(self) -> frozenset[str]:

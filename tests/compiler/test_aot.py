@@ -153,7 +153,7 @@ def test_other_refusals_are_raised(line_of_chips):
 
 
 def test_devices_that_the_table_does_not_have(one_device):
-    with pytest.raises(UserError, match="is a 'cpu': its memory is not known"):
+    with pytest.raises(UserError, match="is a 'cpu': its memory is unknown"):
         aot.compile_step(lambda x: x, (abstract(one_device, (2,)),), one_device)
 
 
@@ -198,7 +198,7 @@ def test_command_says_what_is_too_large(monkeypatch, capsys):
         (["laptop", "target=v5e:2"], "takes 2 sizes"),
         (["nonsense", "target=v5e:2x2"], "unknown preset"),
         (["laptop", "slices=2"], "slices=2 are of a target"),
-        (["laptop", "target=v5e:2x2", "slices=0"], "slices=0 is no number of slices"),
+        (["laptop", "target=v5e:2x2", "slices=0"], "slices=0 is not a number of slices"),
         (["laptop", "target=v5e:2x2 slices=2", "slices=2"], "said twice"),
         (["laptop", "target=h100:2x8", "slices=2"], "GPUs have no slices"),
         pytest.param(

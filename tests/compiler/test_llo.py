@@ -143,7 +143,7 @@ def test_what_the_compiler_refuses_is_one_line():
         compile_kernels(scratch_of(2**16), X, chip="v5e")
     with pytest.raises(UserError, match="no Pallas kernel"):
         compile_kernels(lambda x: x + 1, X, chip="v5e")
-    with pytest.raises(UserError, match="chip=h100 is no TPU"):
+    with pytest.raises(UserError, match="chip=h100 is not a TPU"):
         compile_kernels(scratch_of(8), X, chip="h100")
 
 

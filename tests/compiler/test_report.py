@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from minitext.compiler import aot, hlo
-from minitext.compiler.report import _short, print_program, print_report
+from minitext.compiler import aot
+from minitext.compiler.report import _short, print_report
 from minitext.compiler.targets import topology_mesh
 from minitext.config.sections import MeshConfig
 from minitext.terminal import show_bytes
@@ -97,12 +97,3 @@ def test_show_bytes(size, shown):
 )
 def test_names_of_operations(op, shown):
     assert _short(op) == shown
-
-
-def test_a_program_is_printed_whole_and_when_it_is_empty(capsys):
-    scan = jax.jit(lambda x: jax.lax.scan(lambda x, _: (jnp.tanh(x) + x, None), x, None, 7)[0])
-    print_program(hlo.Module(scan.lower(jnp.ones(64)).compile().as_text()))
-    said = capsys.readouterr().out
-    assert "add, tanh" in said and "     7     1" in said and "none" in said
-    print_program(hlo.Module(""))
-    assert capsys.readouterr().out.count("none") == 3

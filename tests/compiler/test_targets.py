@@ -45,9 +45,9 @@ def test_targets(text, shape, devices, wrap):
     [
         ("", "not CHIP:SHAPE"),
         ("v5e", "target=v5e:2x2"),
-        ("v5e:2x2 slices=0", "slices=0 is no number of slices: choose 1 or more"),
-        ("v5e:2x2 slices=-2", "slices=-2 is no number"),
-        ("v5e:2x2 slices=", "slices= is no number"),
+        ("v5e:2x2 slices=0", "slices=0 is not a number of slices: choose 1 or more"),
+        ("v5e:2x2 slices=-2", "slices=-2 is not a number"),
+        ("v5e:2x2 slices=", "slices= is not a number"),
         ("v5e:2x2 slices=2 3", "not CHIP:SHAPE"),
         ("v7x:2x2x1", "did you mean tpu7x?"),
         ("b200:1x1x8", "choose among v4, v5e, v5p, v6e, tpu7x, h100"),

@@ -19,8 +19,8 @@ from minitext.models.flops import count_flops, count_params
 from minitext.models.mla import MLA
 from minitext.models.transformer import Transformer, make_cache
 from minitext.perf import cost
-from minitext.perf.shard_report import abstract_mesh
 from minitext.sharding.check import check_mesh
+from minitext.sharding.mesh import abstract_mesh
 from minitext.sharding.rules import RULES
 
 # Every width is one of its own.
@@ -274,4 +274,4 @@ def test_a_rank_that_fsdp_does_not_divide_is_refused_by_its_key():
         settings = [*LAYER, f"model.attention.{key}=20", "mesh.fsdp=8", "mesh.data=1"]
         cfg = load_config("laptop", settings)
         with pytest.raises(UserError, match=rf"model\.attention\.{key}=20 .*multiple of 8"):
-            check_mesh(cfg, abstract_mesh(cfg))
+            check_mesh(cfg, abstract_mesh(cfg.mesh))

@@ -1,4 +1,4 @@
-"""What `minitext.perf.cost` counts: exact for products, whatever they are wrapped in; bytes of what must be in memory."""
+"""What `minitext.perf.cost` counts: FLOPs of products, however they are wrapped, and bytes of arrays in memory."""
 
 import functools
 import math

@@ -16,7 +16,8 @@ from minitext.config.model import REMAT_NAMES
 from minitext.config.sections import MeshConfig
 from minitext.models.transformer import Transformer
 from minitext.perf import memory
-from minitext.perf.memory import Shares, heap, kept, predict, predict_and_compile, stored_bytes
+from minitext.perf.memory import heap, kept, predict, predict_and_compile, stored_bytes
+from minitext.perf.sizes import Sizes
 from minitext.sharding.mesh import make_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -115,7 +116,7 @@ def test_what_is_kept_is_what_autodiff_keeps(tiny, save):
     ]
     sizes = sum(x.size * 2 for x in stacks)
     one = make_mesh(devices=jax.devices()[:1])
-    assert sizes == cfg.model.layers * kept(cfg, Shares(cfg, dict(one.shape), "cpu"))
+    assert sizes == cfg.model.layers * kept(Sizes(cfg, one, "cpu"))
 
 
 def test_fsdp_leaves_an_eighth_and_what_is_replicated(tiny):
@@ -135,7 +136,7 @@ def test_offloaded_state_is_the_hosts(tiny):
 
 @pytest.mark.audit
 def test_remat_saves_memory_in_a_scan_and_not_in_an_unrolled_stack():
-    """XLA's CPU backend merges what an unrolled program computes twice; a loop's turns it cannot."""
+    """XLA's CPU backend merges what an unrolled program computes twice; a loop's iterations it cannot."""
 
     def temporaries(scan, remat):
         settings = (f"model.scan_layers={scan}", f"model.remat={remat}", "model.layers=6")

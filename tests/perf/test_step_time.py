@@ -33,7 +33,7 @@ def test_the_schedule_is_drawn():
 
     (axes,) = plot_schedule(STEP.events).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["compute"]
-    assert [text.get_text() for text in axes.texts] == ["8 more turns"]
+    assert [text.get_text() for text in axes.texts] == ["8 more iterations"]
 
 
 def test_only_tpus_have_a_schedule():
