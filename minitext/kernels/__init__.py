@@ -11,6 +11,7 @@ Chapters: none.
 # has been imported before doesn't bind its name again.
 import minitext.kernels.attention
 import minitext.kernels.grouped_matmul
+import minitext.kernels.linear
 import minitext.kernels.linear_cross_entropy
 import minitext.kernels.paged_attention
 import minitext.kernels.rms_norm  # noqa: F401
@@ -21,6 +22,7 @@ from minitext.kernels.dispatch import ORDER as ORDER
 from minitext.kernels.dispatch import attention as attention
 from minitext.kernels.dispatch import choose as choose
 from minitext.kernels.dispatch import grouped_matmul as grouped_matmul
+from minitext.kernels.dispatch import linear as linear
 from minitext.kernels.dispatch import linear_cross_entropy as linear_cross_entropy
 from minitext.kernels.dispatch import paged_attention as paged_attention
 from minitext.kernels.dispatch import rms_norm as rms_norm

@@ -17,6 +17,7 @@ import jax
 from minitext.errors import UserError
 from minitext.hardware import platform
 from minitext.kernels.attention.mask import CAUSAL, Mask
+from minitext.kernels.linear.xla import Specs
 
 log = logging.getLogger("minitext.kernels")
 
@@ -71,6 +72,8 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("grouped_matmul", "xla"): Implementation("grouped_matmul.xla:grouped_matmul"),
     ("grouped_matmul", "xla_blocked"): Implementation("grouped_matmul.cpu:grouped_matmul"),
     **_pallas("grouped_matmul", "grouped_matmul"),
+    ("linear", "xla"): Implementation("linear.xla:linear"),
+    ("linear", "xla_cpu"): Implementation("linear.cpu:linear", "cpu"),
     ("rms_norm", "xla"): Implementation("rms_norm.xla:rms_norm"),
     **_pallas("rms_norm", "rms_norm"),
     ("linear_cross_entropy", "xla"): Implementation(
@@ -91,6 +94,9 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("grouped_matmul", "cpu"): ("xla_blocked",),
     ("grouped_matmul", "gpu"): ("pallas_gpu", "xla"),
     ("grouped_matmul", "tpu"): ("pallas_tpu", "xla"),
+    ("linear", "cpu"): ("xla_cpu",),
+    ("linear", "gpu"): ("xla",),
+    ("linear", "tpu"): ("xla",),
 } | {
     (op, where): ("pallas_tpu", "xla") if where == "tpu" else ("xla",)
     for op in ("rms_norm", "linear_cross_entropy", "paged_attention")
@@ -160,6 +166,24 @@ def grouped_matmul(
     """
     run = choose("grouped_matmul", impl, lhs_MK, rhs_GKN, group_sizes_G)
     return run(lhs_MK, rhs_GKN, group_sizes_G)
+
+
+def linear(x: jax.Array, w_DF: jax.Array, specs: Specs, *, impl: str = "auto") -> jax.Array:
+    """Projects tokens by a weight.
+
+    Args:
+      x: [X, D] or [B, T, D], in the compute type.
+      w_DF: [D, F] float32; it is cast to x's type.
+      specs: how the factors and the result are sharded.
+      impl: `auto`, or the name of an implementation.
+
+    Returns:
+      [X, F] or [B, T, F] in x's type.
+
+    Raises:
+      UserError: if the named implementation doesn't exist.
+    """
+    return choose("linear", impl, x, w_DF, specs)(x, w_DF, specs)
 
 
 def rms_norm(
