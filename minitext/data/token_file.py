@@ -22,7 +22,7 @@ from minitext.config.data import DataConfig
 from minitext.data import files, sources
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
-from minitext.files import cache_entry, fingerprint, new_cache_entry
+from minitext.files import cache_dir, fingerprint, new_cache_entry
 
 BATCH_CHARACTERS = 4 << 20
 
@@ -57,7 +57,7 @@ def open_token_file(cfg: DataConfig, tokenizer: Tokenizer, tokenizer_id: str) ->
         UserError: the text cannot be read or is empty, or the cache cannot be written.
     """
     key = fingerprint("tokens", sources.identity(cfg), tokenizer_id)
-    path = cache_entry(f"tokens-{key}")
+    path = cache_dir() / f"tokens-{key}"
     found = _read(path)
     if found is None:
         shutil.rmtree(path, ignore_errors=True)  # an entry that a crash of the machine cut short
