@@ -17,8 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from minitext.errors import UserError
 from minitext.files import read_cache, write_cache
 
@@ -302,6 +300,8 @@ def _machine(device: Any) -> str:
 
 def platform() -> str:
     """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
+    import jax
+
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)

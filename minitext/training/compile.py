@@ -127,7 +127,7 @@ def save_for(cfg: Config, target: str, path: str | Path) -> Report:
         mesh = topology_mesh(parsed, fitted.mesh)
         _write(path, describe(fitted, mesh) | {"target": str(parsed)}, compiled)
 
-    return compile.compile_preset(cfg, target, keep)
+    return compile_preset(cfg, target, keep)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], bytes]:

@@ -270,6 +270,7 @@ def tales(tmp_path_factory):
     tfds = pytest.importorskip("tensorflow_datasets")
 
     class Tales(tfds.core.GeneratorBasedBuilder):
+        __module__ = "tales"  # TFDS looks for files beside a class that is in a package
         VERSION = tfds.core.Version("1.2.0")
 
         def _info(self):

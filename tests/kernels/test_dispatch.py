@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minitext import kernels
 from minitext.errors import UserError
+from minitext.kernels import dispatch
 from minitext.kernels.attention import cudnn
 
 IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
@@ -144,7 +145,7 @@ def test_a_kernel_of_another_platform_is_refused(op, impl):
 
 
 def test_auto_takes_the_blocked_one_where_it_can(caplog):
-    kernels._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     caplog.set_level("INFO", "minitext.kernels")
     q, k, v, _ = inputs(0, 1, 128, 2, 1, 8)
     for _ in range(2):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from minitext import kernels
 from minitext.compiler.targets import topology_mesh
 from minitext.errors import UserError
+from minitext.kernels import dispatch
 from minitext.kernels.grouped_matmul import tpu
 from minitext.kernels.grouped_matmul.xla import grouped_matmul as reference
 
@@ -240,7 +241,7 @@ def test_mixtral_compiles_without_a_transposed_copy(target, dtype):
 
 
 def test_auto_takes_xla_here_and_kernels_say_what_they_need(caplog):
-    kernels._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     caplog.set_level("INFO", "minitext.kernels")
     lhs, rhs, _ = inputs(4, 3, 5, 2, "float32", 4)
     sizes = jnp.asarray([1, 3], jnp.int32)

@@ -21,7 +21,7 @@ from minitext.perf.plan import (
     search,
     sent_across,
 )
-from minitext.training import compile
+from minitext.training.compile import compile_preset
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 TINY = [
@@ -194,4 +194,4 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     assert train.count("train.global_batch=") == 1
     # The command does what it says.
     cfg = load_config("laptop", train.split()[3:])
-    assert compile.compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]
+    assert compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]
