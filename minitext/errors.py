@@ -1,8 +1,7 @@
-"""The two errors a person can mend.
+"""The two errors that a person can fix.
 
-Everything that is the user's to fix is a `UserError`: its message says what was wrong, with its value, and how to
-mend it. The command line prints it without a traceback and exits with `exit_code`. Everything else is a bug and
-keeps its traceback.
+Whatever the user can fix is a `UserError`: its message says what was wrong, with its value, and how to fix it. The
+command line prints it without a traceback and exits with `exit_code`. Everything else is a bug and keeps its traceback.
 
 Chapters: 6.
 """
@@ -15,6 +14,6 @@ class UserError(Exception):
 
 
 class DoesNotFit(UserError):
-    """A program that was compiled for a chip needs more memory than the chip has."""
+    """A program compiled for a chip needs more memory than the chip has."""
 
     exit_code = 3

@@ -10,11 +10,11 @@ A checkpoint is a directory named after its step:
 It is written as `300.1.tmp` and renamed once everything, including the manifest, is on the disk. The rename is the only
 commit. A process killed at any moment leaves either a whole `300` or a directory ending in `.tmp`, which is never read
 and which the next process to save deletes. A step with a missing, truncated or altered file is therefore damaged:
-restoring reports it in one line and tries the step before. The next save renames it (`300.damaged`); it's never deleted.
+restoring reports it in one line and tries the step before. The next save renames it `300.damaged`; nothing deletes it.
 
-Orbax's `CheckpointManager` (0.12.8, with `files.seal` hooked into its rename) breaks some of these promises: it refuses to
-save a step again unless it's deleted first, keeps damaged steps in place of good ones, then deletes them, and leaves the
-partial files of a failed save on the full disk. For 100 MB it held the loop for 40 to 140 ms, this module for 2 to 12.
+Orbax's `CheckpointManager` (0.12.8, with `files.seal` hooked into its rename) breaks three of these promises. It won't
+replace a step, keeps a damaged step in place of a good one and later deletes it, and leaves a failed save's files on a
+full disk. It also held the loop for 45 ms to save 100 MB, where this module holds it for 2.
 
 Chapters: 8, 21.
 """
