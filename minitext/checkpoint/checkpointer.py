@@ -115,7 +115,7 @@ class Checkpointer:
         self._saves += 1
         target = self._path(step, f".{self._saves}{TEMPORARY}")
         try:
-            if self._commits():
+            if self._is_primary():
                 self._prepare(target)
             arrays, write = leaves.storable(named), None
             if jax.process_count() == 1 and not self.own:
@@ -152,7 +152,7 @@ class Checkpointer:
                 either side.
         """
         self.wait()
-        chosen = self._choose(step) if self.own else self._choose_together(step)
+        chosen = self._choose_together(step)
         if chosen is None:
             return None
         facts = self.facts(chosen)
@@ -224,8 +224,8 @@ class Checkpointer:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"
 
-    def _commits(self) -> bool:
-        """Whether this process writes the facts and the manifest, and renames."""
+    def _is_primary(self) -> bool:
+        """Whether this process writes the facts and the manifest, renames, and deletes."""
         return self.own or jax.process_index() == 0
 
     def _prepare(self, target: Path) -> None:
@@ -248,7 +248,7 @@ class Checkpointer:
             if write is not None:
                 write()
             self._orbax.wait_until_finished()
-            if not self._commits():
+            if not self._is_primary():
                 return
             (target / FACTS).write_text(facts, encoding="utf-8")
             files.seal(target)
@@ -318,18 +318,19 @@ class Checkpointer:
         )
 
     def _choose_together(self, step: int | None) -> int | None:
-        """Returns process 0's choice on every process; -1 stands for None, -2 for an error."""
-        if jax.process_count() == 1:
+        """Returns process 0's choice on every process, unless each has its own directory."""
+        if self.own or jax.process_count() == 1:
             return self._choose(step)
         from jax.experimental.multihost_utils import broadcast_one_to_all
 
-        number = -2
+        nothing, failed = -1, -2
+        number = failed
         try:
             if jax.process_index() == 0:
                 chosen = self._choose(step)
-                number = -1 if chosen is None else chosen
+                number = nothing if chosen is None else chosen
         finally:  # after an error too: the others are waiting
             number = int(broadcast_one_to_all(np.int32(number)))
-        if number == -2:
+        if number == failed:
             raise UserError("no checkpoint to restore: see the error of process 0")
-        return None if number == -1 else number
+        return None if number == nothing else number
