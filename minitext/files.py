@@ -36,9 +36,8 @@ def draft(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it can't be flushed or renamed, for instance because `path` is a folder with files in it.
     """
-    new = path.with_name(
-        f".{path.name}-{secrets.token_hex(4)}"
-    )  # other processes may write `path` too
+    # A name of its own, because other processes may write `path` too.
+    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         yield new
         for file in [new, *new.rglob("*")]:
@@ -118,9 +117,7 @@ def read_cache(name: str) -> dict[str, Any]:
 
 def write_cache(name: str, entries: Mapping[str, Any]) -> None:
     """Writes such a file, if the disk lets it."""
-    with contextlib.suppress(
-        OSError
-    ):  # a full or read-only disk only costs the same work next time
+    with contextlib.suppress(OSError):  # at worst the same work is done again next time
         cache_dir().mkdir(parents=True, exist_ok=True)
         write(cache_dir() / name, json.dumps(dict(entries), indent=1))
 
