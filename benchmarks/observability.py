@@ -41,7 +41,9 @@ SHAPES = {
 
 
 class Turns:
-    """Stands in for `minitext.observability.profiler.Window`: switches the loop's state between steps, and takes the time of each."""
+    """An action of the loop, in place of a trace window: switches its state between steps and times each step."""
+
+    event, is_timed = "profile", False
 
     def __init__(self, folder, rounds):
         rng = np.random.default_rng(0)
@@ -51,10 +53,10 @@ class Turns:
         self.seconds = {state: [] for state in STATES}  # of a step
         self.spent = dict.fromkeys(STATES, 0.0)  # in what is not done in bare steps
 
-    def is_edge(self, step):
+    def is_due(self, step, stop):
         return True
 
-    def switch(self, step):
+    def __call__(self, step, state):
         import jax
 
         if step in self.states:
@@ -67,7 +69,6 @@ class Turns:
             options.python_tracer_level = 0
             jax.profiler.start_trace(self.folder, profiler_options=options)
         self.began = time.perf_counter()
-        return True
 
     def unless_bare(self, work, otherwise):
         """`work` in the states that are watched, with its time taken; else `otherwise`."""
@@ -102,7 +103,6 @@ def measure(case):
     devices.start(keep_memory=True)
     import jax
 
-    from minitext.observability import profiler
     from minitext.observability.goodput import Ledger
     from minitext.observability.metrics import MemoryReader
     from minitext.training import loop, run
@@ -111,8 +111,7 @@ def measure(case):
     total = WARM_UP + rounds * len(STATES) + 1  # the last ends with an evaluation and a save
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         turns = Turns(Path(folder) / "traces", rounds)
-        window = contextlib.nullcontext(turns)
-        stack.enter_context(mock.patch.object(profiler, "Window", lambda *_: window))
+        stack.enter_context(mock.patch.object(run, "_trace", lambda *_: (turns,)))
         for place, name, otherwise in (
             (Ledger, "lap", lambda: None),
             (MemoryReader, "in_use", dict),

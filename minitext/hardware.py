@@ -11,7 +11,7 @@ import os
 import platform as machine
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -296,6 +296,25 @@ def _machine(device: Any) -> str:
     name = found.group(1).strip() if found else machine.processor() or machine.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name} x {cores}"
+
+
+def peak_flops(devices: Iterable[Any], dtype: str) -> float:
+    """Returns the matmul peak of a mesh's devices together, in FLOP/s.
+
+    Simulated CPU devices share one machine, whose measured peak counts once. Chips in the table count by their data
+    sheet; others are measured.
+
+    Args:
+      devices: of one kind.
+      dtype: what the model computes in, `float32` or `bfloat16`.
+    """
+    devices = list(devices)
+    if devices[0].platform == "cpu":
+        return measure_matmul_peak(dtype)
+    chip, kind = find_chip(devices[0]), "bf16" if dtype == "bfloat16" else "f32"
+    if chip is None or kind not in chip.flops:
+        return measure_matmul_peak(dtype) * len(devices)
+    return chip.peak(kind) * len(devices) / chip.devices
 
 
 def platform() -> str:

@@ -4,6 +4,7 @@ Chapters: 6.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic import model_validator as _model_validator
@@ -13,6 +14,10 @@ class Section(BaseModel):
     """A frozen group of settings; `faults()` yields what is wrong between its values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    if TYPE_CHECKING:  # pydantic hashes what is frozen
+
+        def __hash__(self) -> int: ...
 
     def faults(self) -> Iterator[str]:
         """Yields one line for every rule between values that does not hold."""

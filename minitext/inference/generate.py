@@ -204,7 +204,7 @@ class Generator:
         groups = 1
         if batch == 1 and hardware.platform() == "cpu":
             groups = 4 if (os.cpu_count() or 1) >= 4 else 2
-        programs = make_programs(self.cfg, self.how, groups)  # pyright: ignore[reportArgumentType]
+        programs = make_programs(self.cfg, self.how, groups)
         if self.programs is not programs:
             self.programs, self.arrays = programs, programs.lay_out(self.params)
         return programs

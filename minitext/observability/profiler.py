@@ -75,13 +75,15 @@ def check(cfg: Config, directory: Path, platform: str) -> None:
 class Window:
     """The steps of a run that are traced: `profile.steps` of them from `profile.first_step` on.
 
-    The loop calls `switch` before the first step and behind each one. Behind an edge of the window it has waited for
-    the device, so that the trace holds whole steps and no part of another.
+    An action of the training loop: after an edge of the window the loop has waited for the device, so the trace holds
+    whole steps and no part of another. `switch` is also called before the first step.
 
     Args:
       cfg: the configuration.
       directory: the run directory.
     """
+
+    event, is_timed = "profile", False
 
     def __init__(self, cfg: Config, directory: Path):
         first, self._running = cfg.profile.first_step, False
@@ -96,12 +98,16 @@ class Window:
         if cfg.profile.port is not None:
             jax.profiler.start_server(_port(cfg.profile.port))
 
-    def is_edge(self, step: int) -> bool:
-        """Whether tracing starts or ends behind this step."""
+    def is_due(self, step: int, stop: bool) -> bool:
+        """Whether tracing starts or ends after this step."""
         return step == self._before or (self._running and step == self._last)
 
-    def switch(self, step: int) -> bool:
-        """Starts or ends the trace if the step is an edge; returns whether it did.
+    def __call__(self, step: int, state: object) -> None:
+        """Starts or ends the trace."""
+        self.switch(step)
+
+    def switch(self, step: int) -> None:
+        """Starts or ends the trace if the step is an edge.
 
         A run that was resumed inside the window traces the rest of it.
         """
@@ -113,9 +119,6 @@ class Window:
             self._running = True
         elif self._running and step >= self._last:
             self.close()
-        else:
-            return False
-        return True
 
     def close(self) -> None:
         """Writes the trace if one is under way, as when training is stopped inside the window."""

@@ -3,6 +3,7 @@
 Chapters: 9.
 """
 
+import functools
 import math
 
 from jax.sharding import AbstractMesh, Mesh
@@ -18,6 +19,7 @@ from minitext.sharding.rules import RULES, ShardingRules
 HOST = "pinned_host"  # JAX's name of the host's memory from which a device can copy
 
 
+@functools.lru_cache(maxsize=64)
 def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Refuses a mesh that the configuration cannot use; the line names the key to change.
 

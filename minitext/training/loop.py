@@ -1,243 +1,142 @@
-"""The training loop of one run: dispatch a step, write down the one before, evaluate, sample, save.
+"""The training loop: dispatch a step, log the one before, and between steps do whatever is due.
 
-The loop dispatches step n and then writes down step n-1, so that the device never waits for a metric to be read; input
-is prepared in a background thread, and checkpoints are written in one.
+The loop dispatches step n and then logs step n-1, so the device never waits for a metric to be read. A background
+thread prepares the input, and another writes checkpoints.
 
 Chapters: 6.
 """
 
-import functools
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
 
-from minitext import hardware
-from minitext.checkpoint import leaves, stacks
 from minitext.checkpoint.checkpointer import Checkpointer
-from minitext.checkpoint.emergency import LocalCopies
-from minitext.config.config import Config
+from minitext.config.sections import TrainConfig
 from minitext.data.batches import Batches
-from minitext.data.tokenizer import Tokenizer
-from minitext.distributed import job
-from minitext.inference.generate import Sampling, generate
-from minitext.models.flops import count_flops
 from minitext.observability.goodput import Ledger
-from minitext.observability.metrics import (
-    MemoryReader,
-    Meter,
-    MetricsWriter,
-    progress_bar,
-    status_line,
-)
-from minitext.observability.profiler import Window
-from minitext.sharding.mesh import make_mesh
-from minitext.training.compile import make_or_load_step
-from minitext.training.nonfinite import Guard
-from minitext.training.step import Batch, Metrics, TrainState, evaluate, make_eval_step
-from minitext.training.stopping import Interrupted, Stopper
-from minitext.training.watchdog import Watchdog
+from minitext.observability.metrics import MemoryReader, Meter
+from minitext.training.step import Batch, Metrics, TrainState
+from minitext.training.stopping import Stopper
 
-logger = logging.getLogger(__name__)
-
-PROMPT_TOKENS = 32  # of validation text, in front of each sample
+Line = dict[str, Any]  # of metrics.jsonl
 
 
 class Dispatched(NamedTuple):
-    """A step whose results the device still computes."""
+    """A step whose results the device may still be computing."""
 
     step: int
     metrics: Metrics
-    batch: Batch  # kept until its loss is known to be a number
+    batch: Batch  # kept until its loss is known to be finite
+
+
+class Action(Protocol):
+    """Something that happens between two steps: saving, sampling text, starting a trace.
+
+    Attributes:
+      event: the kind of time it takes, one of `goodput.KINDS`.
+      is_timed: whether the metrics count its time as part of the next step.
+    """
+
+    event: str
+    is_timed: bool
+
+    def is_due(self, step: int, stop: bool) -> bool:
+        """Returns whether to act after this step; `stop` says that a signal makes it the last."""
+        ...
+
+    def __call__(self, step: int, state: TrainState) -> None:
+        """Acts, with the results of the step computed."""
+        ...
 
 
 @dataclass
 class Loop:
-    """The loop of one run and what it talks to."""
+    """The loop of one run, and what it calls.
 
-    cfg: Config
-    mesh: Mesh
-    directory: Path
+    Attributes:
+      cfg: how many steps, and how often to measure the validation loss.
+      train_step: (state, batch) -> (state, metrics).
+      batches: what to train on.
+      validate: (step, state) -> the validation loss in nats per token.
+      writers: called with each step's line and its batch, in order.
+      actions: asked after each step whether they are due, and then called in order.
+      meter: turns times into rates.
+      stopper: knows whether a signal asked to stop.
+      checkpointer: waited for before a line is written.
+      ledger: records where the time goes.
+    """
+
+    cfg: TrainConfig
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     batches: Batches
-    held_out: Batches
-    tokenizer: Tokenizer
+    validate: Callable[[int, TrainState], float]
+    writers: Sequence[Callable[[Line, Batch], None]]
+    actions: Sequence[Action]
+    meter: Meter
+    stopper: Stopper
     checkpointer: Checkpointer
-    writer: MetricsWriter | None  # None where another process writes
     ledger: Ledger
-    window: Window
-    copies: LocalCopies | None = None
     memory: MemoryReader = field(default_factory=MemoryReader)
 
-    def run(self, state: TrainState, start: int, console: Console) -> None:
-        """Trains from step `start` to the last, or until it is asked to stop.
+    def run(self, state: TrainState, start: int) -> int:
+        """Trains from step `start` to the last, or until a signal asks to stop; returns the last step taken.
 
         Raises:
-          Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
-          NonFinite: for a loss, gradient or parameter that is no number.
+          NonFinite: if a writer or an action meets a loss, gradient or parameter that is not finite.
         """
-        cfg = self.cfg.train
-        self.ledger.lap("init", start)
-        eval_step, meter = make_eval_step(self.cfg), self._meter()
-        say = functools.partial(console.print, highlight=False)
-        stopper = Stopper(say, job.board("stop"))
-        watchdog = Watchdog(self.directory, jax.process_index(), logger.warning, cfg.hang_seconds)
-        guard = Guard(self.directory, cfg.on_nan, self.tokenizer, say)
-        with progress_bar(console) as bar, stopper, watchdog:
-            task = bar.add_task("train", total=cfg.steps, completed=start, status="compiling")
+        step, pending = start, None  # the step that was dispatched and isn't logged yet
+        for step in range(start + 1, self.cfg.steps + 1):
+            with jax.profiler.TraceAnnotation("data_wait"):
+                batch = next(self.batches)
+            self.ledger.lap("data_wait", step, pending and pending.metrics["loss"])
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = self.train_step(state, batch)
+            if step == start + 1:
+                self.ledger.lap("compile", step)
+            if pending is not None:
+                self._write(self._read(pending), pending.batch)
+            pending = Dispatched(step, metrics, batch)
+            stop = self.stopper.last(step)
+            evaluates = step == self.cfg.steps or step % self.cfg.eval_every == 0
+            due = [action for action in self.actions if action.is_due(step, stop)]
+            if evaluates or due:
+                line, pending = self._read(pending), None
+                if evaluates:
+                    line["val_loss"] = self.validate(step, state)
+                    self.ledger.lap("evaluation", step)
+                    self.meter.skip()
+                # A step's line is written before the step is saved. A run that is killed in between has a line too
+                # many, which resuming removes, and never one too few. The same goes for the ledger.
+                self._write(line, batch)
+            self.ledger.lap("log", step, pending and pending.metrics["loss"])
+            for action in due:
+                action(step, state)
+                self.ledger.lap(action.event, step)
+                if not action.is_timed:
+                    self.meter.skip()
+            if stop:
+                break
+        self.checkpointer.wait()
+        self.ledger.lap("save", step)
+        return step
 
-            def write(line: dict[str, Any], batch: Batch) -> None:
-                if self.writer:
-                    self.writer.write(line)
-                status = status_line(line, self.batches.floor)
-                bar.update(task, completed=line["step"], status=status)
-                watchdog.step_ended()
-                guard.check(line, batch)
-
-            # Here, since a signal that comes while the step is compiled has to wait for it.
-            train_step = make_or_load_step(self.cfg, self.mesh)
-            self.ledger.lap("compile", start + 1)
-            self.window.switch(start)
-            step, pending = start, None  # the step that was dispatched and not yet written down
-            for step in range(start + 1, cfg.steps + 1):
-                with jax.profiler.TraceAnnotation("data_wait"):
-                    batch = next(self.batches)
-                self.ledger.lap("data_wait", step, pending and pending.metrics["loss"])
-                with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                    state, metrics = train_step(state, batch)
-                if step == start + 1:
-                    self.ledger.lap("compile", step)
-                if pending is not None:
-                    write(self._read(pending, meter), pending.batch)
-                pending = Dispatched(step, metrics, batch)
-                stop = stopper.last(step)
-                due = self._due(step, stop)
-                if due:
-                    line, pending = self._read(pending, meter), None
-                    if "evaluation" in due:
-                        line["val_loss"] = self._validate(eval_step, state, step, bar)
-                        meter.skip()  # the time of an evaluation is no step's
-                    write(line, batch)
-                self.ledger.lap("log", step, pending and pending.metrics["loss"])
-                for name, saver in (("save", self.checkpointer), ("copy", self.copies)):
-                    if name in due and saver is not None:
-                        guard.check_parameters(step, state.params)
-                        self._save(saver, step, state)
-                if "sample" in due:
-                    self._sample(state, step, bar)
-                    meter.skip()
-                    self.ledger.lap("sample", step)
-                if self.window.switch(step):
-                    meter.skip()
-                    self.ledger.lap("profile", step)
-                if stop:
-                    break
-            self.checkpointer.wait()
-            self.ledger.lap("save", step)
-        if step < cfg.steps:
-            raise Interrupted(step, self.directory, stopper.number)
-
-    def _due(self, step: int, stop: bool) -> set[str]:
-        """What is to be done after a step, for which its results are awaited."""
-        cfg = self.cfg.train
-        last = step == cfg.steps
-        save = last or stop or step % cfg.save_every == 0
-        wanted = {
-            "evaluation": last or step % cfg.eval_every == 0,
-            "save": save,
-            "copy": self.copies is not None and self.copies.is_due(step) and not save,
-            # The first sample comes after one step, since the first line should not wait for it to compile.
-            "sample": last or step in (1, (cfg.steps + 1) // 2),
-            "trace": self.window.is_edge(step),
-        }
-        return {name for name, now in wanted.items() if now}
-
-    def _meter(self) -> Meter:
-        tokens, seq_len = self.cfg.train.global_batch * self.cfg.data.seq_len, self.cfg.data.seq_len
-        flops = count_flops(self.cfg.model, tokens, seq_len)
-        return Meter(tokens, flops, peak_flops(self.cfg, self.mesh))
-
-    def _read(self, one: Dispatched, meter: Meter) -> dict[str, Any]:
-        """Waits for a step and returns the line to write of it."""
+    def _read(self, one: Dispatched) -> Line:
+        """Waits for a step and returns the line to write about it."""
         metrics = jax.device_get(one.metrics)
-        rates = meter.lap() | self.memory.in_use()
+        rates = self.meter.lap() | self.memory.in_use()
         self.ledger.lap("step", one.step)
-        # A step is written down only when the save before it is on the disk, so that a kill never costs
-        # more lines than lie between two saves. Meanwhile the device is a step or two ahead.
+        # Lines wait until the save before them is on disk, so a kill never costs more lines than there are steps
+        # between two saves. Meanwhile the device is a step or two ahead.
         self.checkpointer.wait()
         self.ledger.lap("save", one.step)
         numbers = {name: float(value) for name, value in metrics.items()}
-        # Of a batch that is no numbers even the count may be none.
+        # In a batch of NaNs even the count may be NaN.
         numbers["tokens"] = int(np.nan_to_num(metrics["tokens"]))
         return {"step": one.step, **numbers, **rates}
 
-    def _validate(self, eval_step: Callable, state: TrainState, step: int, bar: Progress) -> float:
-        """Measures and prints the validation loss."""
-        loss = evaluate(eval_step, state.params, self.held_out, self.cfg.train.eval_batches)
-        floor = f"  (floor {self.batches.floor:.4f})" if self.batches.floor else ""
-        text = f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}"
-        bar.console.print(text, highlight=False)
-        self.ledger.lap("evaluation", step)
-        return loss
-
-    def _save(self, saver: Checkpointer | LocalCopies, step: int, state: TrainState) -> None:
-        # The line of a step is written before the step is saved: a run that is killed in between
-        # has a line too many, which resuming removes, and never one too few. So it is with the ledger.
-        self.ledger.flush()
-        saver.save(step, state, self.batches.get_state(), self.cfg.model_dump(mode="json"))
-        self.ledger.lap("save", step)
-
-    def _sample(self, state: TrainState, step: int, bar: Progress) -> None:
-        """Prints how the model goes on from the first validation text, and keeps it in samples.txt."""
-        cfg = self.cfg
-        if not cfg.train.sample_tokens:
-            return
-        rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
-        prompt = rows[0, :PROMPT_TOKENS].tolist()
-        # One row cannot be spread over a batch axis: the parameters come to one device.
-        params = stacks.as_one_stack(leaves.gather(state.params))
-        if not job.is_first():
-            return
-        params = jax.device_put(params, jax.local_devices()[0])
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
-            tokens = list(
-                generate(
-                    # Scanned, whatever training does: for so few tokens compiling is what takes time.
-                    cfg.model.model_copy(update={"scan_layers": True}),
-                    params,
-                    prompt,
-                    max_tokens=cfg.train.sample_tokens,
-                    stop_id=self.tokenizer.eod_id,
-                    how=Sampling(temperature=0.8, top_k=40),
-                    seed=cfg.train.seed,
-                )
-            )
-        before, after = self.tokenizer.decode(prompt), self.tokenizer.decode(tokens)
-        bar.console.rule(f"sample at step {step}", style="dim")
-        bar.console.print(Text.assemble((before, "dim"), (after, "bold")))
-        bar.console.rule(style="dim")
-        with (self.directory / "samples.txt").open("a", encoding="utf-8") as file:
-            file.write(f"--- step {step}\n{before}|{after}\n")
-
-
-def peak_flops(cfg: Config, mesh: Mesh) -> float:
-    """Returns the matmul peak of the mesh's devices together, in FLOP/s.
-
-    Simulated CPU devices share one machine, whose measured peak counts once; chips in the table
-    count by their data sheet.
-    """
-    device: Any = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return hardware.measure_matmul_peak(cfg.model.dtype)
-    chip = hardware.find_chip(device)
-    kind = "bf16" if cfg.model.dtype == "bfloat16" else "f32"
-    if chip is None or kind not in chip.flops:
-        return hardware.measure_matmul_peak(cfg.model.dtype) * mesh.size
-    return chip.peak(kind) * mesh.size / chip.devices
+    def _write(self, line: Line, batch: Batch) -> None:
+        for write in self.writers:
+            write(line, batch)

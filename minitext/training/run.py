@@ -1,7 +1,7 @@
-"""Training a run: the run directory, its newest checkpoint, the data, and the loop over them.
+"""A training run from configuration to checkpoint. Read `train` from top to bottom.
 
-Ctrl-C saves and says how to resume; running again in the same directory goes on where the newest checkpoint stands,
-bit for bit.
+Ctrl-C saves and prints how to resume. Running again in the same directory continues from the newest checkpoint, bit
+for bit.
 
 Chapters: 6.
 """
@@ -10,30 +10,31 @@ import contextlib
 import datetime
 import functools
 import json
+import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from minitext import files
+from minitext import files, hardware
 from minitext.checkpoint.checkpointer import Checkpointer
-from minitext.checkpoint.emergency import LocalCopies, restore_newest
 from minitext.config.config import Config, flatten, to_yaml
+from minitext.config.sections import ProfileConfig
 from minitext.data.batches import Batches, make_batches
 from minitext.data.rows import make_tokenizer
 from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
-from minitext.models.flops import count_params
-from minitext.observability import profiler
+from minitext.models.flops import count_flops, count_params
 from minitext.observability.goodput import Ledger
-from minitext.observability.metrics import MetricsWriter
+from minitext.observability.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import make_mesh
-from minitext.training.compile import check_executable
-from minitext.training.loop import Loop
+from minitext.training.loop import Action, Line, Loop
+from minitext.training.nonfinite import Guard
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
@@ -44,11 +45,17 @@ from minitext.training.run_dir import (
     read_config,
     resume_command,
 )
-from minitext.training.step import abstract_state
+from minitext.training.samples import Samples
+from minitext.training.saving import Save, SaveCopy, local_copies, restore
+from minitext.training.step import Batch, TrainState, evaluate, make_eval_step, make_train_step
+from minitext.training.stopping import Interrupted, Stopper
+from minitext.training.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 
 def train(cfg: Config, console: Console | None = None, began: float | None = None) -> Path:
-    """Trains to the last step in the run directory, resuming from its newest checkpoint if it has one.
+    """Trains to the last step in the run directory, resuming from its newest checkpoint if there is one.
 
     Args:
       cfg: the resolved configuration.
@@ -60,93 +67,80 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
 
     Raises:
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
-      Interrupted: after SIGTERM or Ctrl-C, when the state is saved.
+      Interrupted: after SIGTERM or Ctrl-C, once the state is saved.
+      NonFinite: for a loss, gradient or parameter that isn't finite.
     """
-    console = console or Console(stderr=True, quiet=not job.is_first())
-    began = began or time.time()
-    cfg, directory = _join(cfg)
+    first = job.is_first()  # of several processes, the one that writes what is written once
+    console, began = console or Console(stderr=True, quiet=not first), began or time.time()
+    cfg = _name(cfg)
+    directory = Path(cfg.run.dir) / str(cfg.run.name)
     mesh = make_mesh(cfg.mesh)
-    # Everything that can be refused is refused before the directory exists.
-    check_mesh(cfg, mesh)
-    check_same_run(cfg, directory)
-    profiler.check(cfg, directory, mesh.devices.flat[0].platform)
-    if cfg.train.executable is not None:
-        check_executable(cfg, mesh)
-    if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
-        read_config(source)
-    known = directory / TOKENIZER
-    tokenizer = _open_tokenizer(cfg, known)
+    _refuse(cfg, mesh, directory)
+    tokenizer = _open_tokenizer(cfg, directory / TOKENIZER)
     make = functools.partial(
-        make_batches,
-        cfg.data,
-        mesh,
-        vocab=cfg.model.vocab,
+        make_batches, cfg.data, mesh, vocab=cfg.model.vocab, tokenizer=tokenizer,
         global_batch=cfg.train.global_batch,
-        tokenizer=tokenizer,
-    )
+    )  # fmt: skip
     batches, held_out = make(), make(split="validation")
     if not directory.exists():
         _check_enough(cfg, batches, 0)
-    with disk_errors(directory), jax.set_mesh(mesh):
+    with disk_errors(directory), jax.set_mesh(mesh), contextlib.ExitStack() as stack:
         directory.mkdir(parents=True, exist_ok=True)
-        keep, keep_every = cfg.checkpoint.keep, cfg.checkpoint.keep_every
-        first = job.is_first()  # of several processes: it writes what is written once
-        with (
-            Ledger(directory, began, writes=first) as ledger,
-            Checkpointer(directory / CHECKPOINTS, keep, keep_every) as checkpointer,
-            _local_copies(cfg, directory) as copies,
-        ):
-            restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
-            if restored is None:
-                state, start = first_state(cfg, mesh, batches)
-            else:
-                state, start = restored.state, restored.step
-                batches.set_state(restored.data_state)
-            ledger.lap("init" if restored is None else "restore", start)
-            _check_enough(cfg, batches, start)
-            # Written last: what was refused must not be what the command to resume reads.
-            if first:
-                files.write(directory / CONFIG, to_yaml(cfg))
-                if not known.exists():
-                    tokenizer.save(known)
-            _introduce(cfg, mesh, directory, start, batches.floor, console)
-            if start < cfg.train.steps:
-                writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
-                with writes as writer, profiler.Window(cfg, directory) as window:
-                    Loop(
-                        cfg, mesh, directory, batches, held_out, tokenizer, checkpointer, writer,
-                        ledger, window, copies,
-                    ).run(state, start, console)  # fmt: skip
+        ledger = stack.enter_context(Ledger(directory, began, writes=first))
+        keep = cfg.checkpoint.keep, cfg.checkpoint.keep_every
+        checkpointer = stack.enter_context(Checkpointer(directory / CHECKPOINTS, *keep))
+        copies = stack.enter_context(local_copies(cfg, directory))
+        restored = restore(cfg, mesh, checkpointer, copies, batches)
+        state, start = restored or first_state(cfg, mesh, batches)
+        ledger.lap("restore" if restored else "init", start)
+        _check_enough(cfg, batches, start)
+        if first:
+            _write_config(cfg, directory, tokenizer)
+        _introduce(cfg, mesh, directory, start, batches.floor, console)
+        if start < cfg.train.steps:
+            say = functools.partial(console.print, highlight=False)
+            guard = Guard(directory, cfg.train.on_nan, tokenizer, say)
+            saves = [Save(cfg, batches, guard, ledger, checkpointer)]
+            saves += [SaveCopy(cfg, batches, guard, ledger, copies)] if copies else []
+            samples = Samples(cfg, directory, held_out, tokenizer, console)
+            log = stack.enter_context(_log(cfg, directory, start, batches.floor, console))
+            stopper = stack.enter_context(Stopper(say, job.board("stop")))
+            watchdog = stack.enter_context(_watchdog(cfg, directory))
+            ledger.lap("init", start)
+            # After the stopper: a signal that arrives while the step compiles has to wait for it.
+            train_step = _make_step(cfg, mesh)
+            ledger.lap("compile", start + 1)
+            loop = Loop(
+                cfg.train,
+                train_step,
+                batches,
+                validate=_validation(cfg, held_out, say),
+                writers=(log, watchdog.step_ended, guard.check),
+                actions=(*saves, samples, *_trace(cfg, directory, start, stack)),
+                meter=_meter(cfg, mesh),
+                stopper=stopper,
+                checkpointer=checkpointer,
+                ledger=ledger,
+            )
+            step = loop.run(state, start)
+            if step < cfg.train.steps:
+                raise Interrupted(step, directory, stopper.number)
     return directory
 
 
-def _join(cfg: Config) -> tuple[Config, Path]:
-    """Gives the run its name, by default the time of day, and sees that all processes want the same."""
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = cfg.run.name or job.share("run name", now)[0]
+def _name(cfg: Config) -> Config:
+    """Names the run, by default after the time of day, and checks that all processes were given the same settings."""
+    name = cfg.run.name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    if job.joined():
+        name = job.share("run name", name)[0]
     cfg = cfg.replace({"run.name": name})
-    _check_agreement(cfg)
-    directory = Path(cfg.run.dir) / name
-    job.advise(f"resume with: {resume_command(directory)}")
-    return cfg, directory
-
-
-def _open_tokenizer(cfg: Config, known: Path) -> Tokenizer:
-    """The run's own if it has one, so that its model reads the same ids."""
-    return load_tokenizer(known) if known.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
-
-
-def _local_copies(
-    cfg: Config, directory: Path
-) -> contextlib.AbstractContextManager[LocalCopies | None]:
-    where, new = cfg.checkpoint.local_dir, not (directory / CONFIG).exists()
-    if where is None:
-        return contextlib.nullcontext()
-    return LocalCopies(where, cfg.checkpoint.local_every, directory, new)
+    if job.joined():
+        _check_agreement(cfg)
+        job.advise(f"resume with: {resume_command(Path(cfg.run.dir) / name)}")
+    return cfg
 
 
 def _check_agreement(cfg: Config) -> None:
-    """Refuses to train where processes were started with different settings."""
     texts = job.share("settings", json.dumps(flatten(cfg.model_dump(mode="json"))))
     ours, theirs = json.loads(texts[0]), [json.loads(text) for text in texts]
     for index, settings in enumerate(theirs):
@@ -158,6 +152,27 @@ def _check_agreement(cfg: Config) -> None:
                 )
 
 
+def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
+    """Refuses everything that can be refused before the run directory exists."""
+    check_mesh(cfg, mesh)
+    check_same_run(cfg, directory)
+    if cfg.profile != ProfileConfig():
+        from minitext.observability import profiler
+
+        profiler.check(cfg, directory, mesh.devices.flat[0].platform)
+    if cfg.train.executable is not None:
+        from minitext.training.compile import check_executable
+
+        check_executable(cfg, mesh)
+    if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
+        read_config(source)
+
+
+def _open_tokenizer(cfg: Config, path: Path) -> Tokenizer:
+    """Opens the run's own tokenizer if it has one, so that its model reads the same ids."""
+    return load_tokenizer(path) if path.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
+
+
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
     left = batches.left()
     if left is not None and start + left < cfg.train.steps:
@@ -167,14 +182,21 @@ def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
         )
 
 
+def _write_config(cfg: Config, directory: Path, tokenizer: Tokenizer) -> None:
+    """Writes what the command that resumes reads; only now, when nothing can be refused any more."""
+    files.write(directory / CONFIG, to_yaml(cfg))
+    if not (directory / TOKENIZER).exists():
+        tokenizer.save(directory / TOKENIZER)
+
+
 def _introduce(
     cfg: Config, mesh: Mesh, directory: Path, start: int, floor: float | None, console: Console
 ) -> None:
     shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
-    active = count_params(cfg.model, active=True)
-    of_these = f" ({active / 1e6:.1f}M active)" if active < count_params(cfg.model) else ""
+    total, active = count_params(cfg.model), count_params(cfg.model, active=True)
+    of_these = f" ({active / 1e6:.1f}M active)" if active < total else ""
     lines = [
-        f"[bold]{directory}[/]  {count_params(cfg.model) / 1e6:.1f}M parameters{of_these}, {shape}, "
+        f"[bold]{directory}[/]  {total / 1e6:.1f}M parameters{of_these}, {shape}, "
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"
     ]
     if floor:
@@ -186,3 +208,66 @@ def _introduce(
     elif start:
         lines.append(f"resuming after step {start}")
     console.print("\n".join(lines), highlight=False)
+
+
+@contextlib.contextmanager
+def _log(cfg: Config, directory: Path, start: int, floor: float | None, console: Console):
+    """Gives a function that writes a step's line to metrics.jsonl, TensorBoard and the progress bar."""
+    first = job.is_first()
+    writes = MetricsWriter(directory, start) if first else contextlib.nullcontext()
+    with writes as writer, progress_bar(console) as bar:
+        task = bar.add_task("train", total=cfg.train.steps, completed=start, status="compiling")
+
+        def log(line: Line, _: Batch) -> None:
+            if writer is not None:
+                writer.write(line)
+            bar.update(task, completed=line["step"], status=status_line(line, floor))
+
+        yield log
+
+
+def _watchdog(cfg: Config, directory: Path) -> Watchdog:
+    return Watchdog(directory, jax.process_index(), logger.warning, cfg.train.hang_seconds)
+
+
+def _make_step(cfg: Config, mesh: Mesh) -> Callable:
+    """Returns the train step, which compiles when first called; one from a file, or of several processes, is ready."""
+    if cfg.train.executable is None and not job.joined():
+        return make_train_step(cfg, mesh)
+    from minitext.training.compile import make_or_load_step
+
+    return make_or_load_step(cfg, mesh)
+
+
+def _validation(
+    cfg: Config, held_out: Batches, say: Callable[[str], None]
+) -> Callable[[int, TrainState], float]:
+    """Returns a function that measures and prints the validation loss."""
+    make = functools.cache(lambda: make_eval_step(cfg))
+
+    def validate(step: int, state: TrainState) -> float:
+        loss = evaluate(make(), state.params, held_out, cfg.train.eval_batches)
+        floor = f"  (floor {held_out.floor:.4f})" if held_out.floor else ""
+        say(f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}")
+        return loss
+
+    return validate
+
+
+def _trace(
+    cfg: Config, directory: Path, start: int, stack: contextlib.ExitStack
+) -> tuple[Action, ...]:
+    """Returns the action that records a trace, if one is asked for; it may begin at once."""
+    if cfg.profile == ProfileConfig():
+        return ()
+    from minitext.observability.profiler import Window
+
+    window = stack.enter_context(Window(cfg, directory))
+    window.switch(start)
+    return (window,)
+
+
+def _meter(cfg: Config, mesh: Mesh) -> Meter:
+    tokens, seq_len = cfg.train.global_batch * cfg.data.seq_len, cfg.data.seq_len
+    peak = hardware.peak_flops(mesh.devices.flat, cfg.model.dtype)
+    return Meter(tokens, count_flops(cfg.model, tokens, seq_len), peak)

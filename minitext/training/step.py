@@ -9,7 +9,7 @@ Chapters: 6.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,12 +64,12 @@ class TrainState:
     opt_state: Any
 
 
+@lru_cache(maxsize=64)
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Returns the state's shapes, types and shardings without allocating anything."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        shapes = jax.eval_shape(
-            lambda: _init(cfg, stored_groups(cfg.pipeline, mesh.shape["stage"]))
-        )
+        groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
+        shapes = jax.eval_shape(lambda: _init(cfg, groups))
     rules = RULES[cfg.sharding.rules]
     shardings = tree_shardings(shapes, mesh, rules)
     of_optimizer = tree_shardings(shapes.opt_state, mesh, rules.of_optimizer)
@@ -133,6 +133,7 @@ def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
     }
 
 
+@lru_cache(maxsize=64)
 def model_def(cfg: Config) -> Any:
     """Returns the model's static part; `nnx.merge(model_def(cfg), params)` is the model."""
     new = partial(Transformer, cfg.model, rules=RULES[cfg.sharding.rules], pipeline=cfg.pipeline)

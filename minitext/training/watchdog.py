@@ -55,8 +55,8 @@ class Watchdog:
         self._size, self._quiet_until = 0, 0.0
         self._end = threading.Event()
 
-    def step_ended(self) -> None:
-        """Says that a step has ended."""
+    def step_ended(self, *_: object) -> None:
+        """Takes note that a step has ended."""
         self._steps += 1
 
     def __enter__(self) -> "Watchdog":

@@ -400,6 +400,7 @@ def test_the_window_opens_and_closes_once(tiny, tmp_path, monkeypatch, start, st
         window.switch(start)
         for step in range(start + 1, stop + 1):
             found += [step] if on else []
-            edge = window.is_edge(step)
-            assert window.switch(step) == edge
+            traced, due = bool(on), window.is_due(step, False)
+            window(step, None)
+            assert (bool(on) != traced) == due
     assert found == traced_steps and not on

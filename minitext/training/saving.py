@@ -1,0 +1,99 @@
+"""What a run saves and resumes from: checkpoints on the shared disk, and copies on each process's own.
+
+Chapters: 6, 8.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh
+
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.config.config import Config
+from minitext.data.batches import Batches
+from minitext.distributed import job
+from minitext.observability.goodput import Ledger
+from minitext.training.nonfinite import Guard
+from minitext.training.run_dir import CONFIG
+from minitext.training.step import TrainState, abstract_state
+
+if TYPE_CHECKING:
+    from minitext.checkpoint.emergency import LocalCopies
+
+
+def local_copies(
+    cfg: Config, directory: Path
+) -> "contextlib.AbstractContextManager[LocalCopies | None]":
+    """Returns the process's own copies if `checkpoint.local_dir` asks for them."""
+    if cfg.checkpoint.local_dir is None:
+        return contextlib.nullcontext()
+    from minitext.checkpoint.emergency import LocalCopies
+
+    is_new = not (directory / CONFIG).exists()
+    return LocalCopies(cfg.checkpoint.local_dir, cfg.checkpoint.local_every, directory, is_new)
+
+
+def restore(
+    cfg: Config,
+    mesh: Mesh,
+    checkpointer: Checkpointer,
+    copies: "LocalCopies | None",
+    batches: Batches,
+) -> tuple[TrainState, int] | None:
+    """Returns the run's newest state and its step, and moves `batches` to where it was; None for a new run."""
+    if copies is not None:
+        from minitext.checkpoint.emergency import restore_newest
+
+        restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
+    elif job.joined() or checkpointer.latest() is not None:
+        restored = checkpointer.restore(abstract_state(cfg, mesh))
+    else:
+        return None
+    if restored is None:
+        return None
+    batches.set_state(restored.data_state)
+    return restored.state, restored.step
+
+
+@dataclass
+class Save:
+    """An action of the loop: saves the state every `train.save_every` steps, and at the end.
+
+    Attributes:
+      cfg: the run's configuration.
+      batches: their position is saved with the state.
+      guard: refuses parameters that aren't finite.
+      ledger: flushed before each save.
+      saver: where the state goes.
+    """
+
+    cfg: Config
+    batches: Batches
+    guard: Guard
+    ledger: Ledger
+    saver: "Checkpointer | LocalCopies"
+    event = "save"
+    is_timed = True
+
+    def is_due(self, step: int, stop: bool) -> bool:
+        """Whether to save after this step."""
+        train = self.cfg.train
+        return stop or step == train.steps or step % train.save_every == 0
+
+    def __call__(self, step: int, state: TrainState) -> None:
+        """Starts the save; the arrays are written in the background."""
+        self.guard.check_parameters(step, state.params)
+        self.ledger.flush()  # a kill must not take steps from the ledger that a checkpoint has
+        config = self.cfg.model_dump(mode="json")
+        self.saver.save(step, state, self.batches.get_state(), config)
+
+
+class SaveCopy(Save):
+    """Writes the process's own copies, when no save to the shared disk is due."""
+
+    def is_due(self, step: int, stop: bool) -> bool:
+        """Whether to copy after this step."""
+        assert not isinstance(self.saver, Checkpointer)
+        return self.saver.is_due(step) and not super().is_due(step, stop)
