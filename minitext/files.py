@@ -1,8 +1,8 @@
-"""What a checkpoint asks of the disk: flushed files, a manifest of them, errors explained.
+"""Files that a crash or a full disk doesn't spoil: atomic writes, sealed folders, and the cache directory.
 
-`seal` writes the manifest last, after everything it lists is on the disk; `verify` tells whether
-the directory is still what was sealed. A file system reports few of the ways in which bytes are
-lost: a file cut short by a power failure or changed on a failing disk reads without an error.
+`draft`, and what is built on it, writes a file or folder whole or not at all. `seal` also lists a folder's files with
+their checksums, and `verify` checks them: file systems report few of the ways to lose bytes, so a file that a power
+failure cut short or a failing disk changed is usually read without an error.
 
 Chapters: 8.
 """
@@ -13,21 +13,117 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from minitext.errors import UserError
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # part of every fingerprint: raise it when the content of cache entries changes
+
+
+@contextlib.contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """Gives a name beside `path` for a new file or folder, which becomes `path` if the block ends without an error.
+
+    A killed process or a power failure leaves the old file or the new one, never half of one. After an error the
+    draft is deleted.
+
+    Raises:
+        OSError: it can't be flushed or renamed, for instance because `path` is a folder with files in it.
+    """
+    # A name of its own, because other processes may write `path` too.
+    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        yield new
+        for file in [new, *new.rglob("*")]:
+            sync(file)
+        new.replace(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            new.unlink()
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a text file as a `draft`."""
+    with draft(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives an empty folder to write in, a `draft` of `path`; makes the folders above."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with draft(path) as new:
+        new.mkdir()
+        yield new
+
+
+def sync(path: Path) -> None:
+    """Flushes a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cache_dir() -> Path:
+    """Returns `$MINITEXT_CACHE`, or `~/.cache/minitext`; it need not exist yet."""
+    return Path(os.path.expanduser(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext"))
+
+
+def fingerprint(*parts: Any) -> str:
+    """Returns 16 hexadecimal digits that identify `parts` (anything JSON can hold)."""
+    text = json.dumps([FORMAT, *parts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def new_cache_entry(path: Path) -> Iterator[Path]:
+    """Gives a `new_folder` for an entry of the cache.
+
+    If two processes write the same entry at once, the first to finish provides it and the other's is thrown away.
+
+    Raises:
+        UserError: the cache can't be written, for instance because the disk is full.
+    """
+    try:
+        with new_folder(path) as new:
+            yield new
+    except OSError as error:
+        if path.is_dir():
+            return  # another process was faster
+        raise UserError(
+            f"cannot use the cache directory {path.parent}: {error.strerror}: set the environment variable "
+            "MINITEXT_CACHE to a directory you can write to"
+        ) from error
+
+
+def read_cache(name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of the cache; {} if it is missing or damaged."""
+    try:
+        found = json.loads((cache_dir() / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_cache(name: str, entries: Mapping[str, Any]) -> None:
+    """Writes such a file, if the disk lets it."""
+    with contextlib.suppress(OSError):  # at worst the same work is done again next time
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        write(cache_dir() / name, json.dumps(dict(entries), indent=1))
 
 
 def seal(directory: Path) -> None:
-    """Flushes every file and folder under `directory` to the disk and writes the manifest.
+    """Flushes every file and folder in `directory` to the disk, and last of all writes the manifest.
 
     Raises:
         OSError: a file can't be read or the manifest can't be written.
@@ -42,12 +138,10 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: str | os.PathLike[str]) -> str | None:
-    """Reads every file that the manifest lists.
-
-    Files that it doesn't list are of no concern.
+    """Reads every file that the manifest lists; other files don't matter.
 
     Returns:
-        None when all are as they were sealed, else the first fault: the file and what is wrong.
+        None if all are as they were sealed, else the first fault: the file and what is wrong with it.
     """
     directory = Path(directory)
     try:
@@ -62,82 +156,12 @@ def verify(directory: str | os.PathLike[str]) -> str | None:
         whole = False
     if not whole:
         return f"{MANIFEST} is not what was written"
-    # Hashing releases the interpreter's lock, so threads use the cores.
+    # Hashing releases the interpreter's lock, so threads use all cores.
     with ThreadPoolExecutor() as pool:
         faults = pool.map(lambda name: _fault(directory / name, files[name]), files)
-        found = [f"{name} {fault}" for name, fault in zip(files, faults, strict=True) if fault]
-    return found[0] if found else None
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Gives a folder to write in, which becomes `path`, whole on the disk, when the block ends without an error.
-
-    After an error it is removed.
-
-    Raises:
-        OSError: it can't be made, or renamed because there is something at `path`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        yield new
-        new.chmod(0o755)  # mkdtemp's is for this user alone
-        for file in [new, *new.rglob("*")]:
-            sync(file)
-        new.rename(path)
-        sync(path.parent)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a text file so that a killed process, or a power failure, leaves the old file or the new one.
-
-    Raises:
-        OSError: the file can't be written.
-    """
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(text, encoding="utf-8")
-    sync(draft)
-    os.replace(draft, path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file's content, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def has_open_files(folder: Path) -> bool:
-    """Whether this process has files open there, deleted ones too, which still take space; False where not known."""
-    try:
-        descriptors = list(Path("/proc/self/fd").iterdir())
-    except OSError:  # not Linux
-        return False
-    names = []
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            names.append(os.readlink(descriptor))
-    return any(name.startswith(f"{folder}{os.sep}") for name in names)
-
-
-def explain(error: BaseException) -> str | None:
-    """What the operating system refused and how to mend it; None when that isn't the error.
-
-    TensorStore, which writes the arrays, has the system's error number only in its message.
-    """
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    if number is None:
-        return None
-    full = number in (errno.ENOSPC, errno.EDQUOT)
-    mend = f"{'free some space or ' if full else ''}choose a run.dir that can be written"
-    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)}): {mend}"
+        return next(
+            (f"{name} {fault}" for name, fault in zip(files, faults, strict=True) if fault), None
+        )
 
 
 def _fault(path: Path, sealed: dict[str, Any]) -> str | None:
@@ -149,9 +173,7 @@ def _fault(path: Path, sealed: dict[str, Any]) -> str | None:
         return f"cannot be read ({error.strerror})"
     if found["size"] != sealed["size"]:
         return f"has {found['size']} bytes, not {sealed['size']}"
-    if found != sealed:
-        return "was altered (its SHA-256 is another)"
-    return None
+    return "was altered (its SHA-256 is another)" if found != sealed else None
 
 
 def _measure(path: Path, sync: bool = False) -> dict[str, Any]:
@@ -163,69 +185,30 @@ def _measure(path: Path, sync: bool = False) -> dict[str, Any]:
 
 
 def _manifest(files: dict[str, Any]) -> str:
-    # With its own checksum, and compared as text, so that no altered byte of it goes unseen.
+    # It has a checksum of its own and is compared as text, so that no altered byte of it goes unseen.
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, indent=1) + "\n"
 
 
-FORMAT = 1  # part of every fingerprint: raise it when what an entry holds changes
+def explain(error: BaseException) -> str | None:
+    """Says what the operating system refused and how to fix it; None if the error is of another kind.
 
-
-def cache_dir() -> Path:
-    """Returns `$MINITEXT_CACHE`, or `~/.cache/minitext`; it need not exist yet."""
-    return Path(os.path.expanduser(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext"))
-
-
-def fingerprint(*parts: Any) -> str:
-    """Returns 16 hexadecimal digits that stand for `parts` (anything JSON can hold)."""
-    text = json.dumps([FORMAT, *parts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def cache_entry(name: str) -> Path:
-    """Returns the path of the cache entry `name`, whether or not it exists, in a directory that can be written.
-
-    Raises:
-        UserError: the cache directory cannot be made or written to.
+    TensorStore, which writes the arrays, gives the system's error number only in its message.
     """
-    root = cache_dir()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise _unusable(root, error) from error
-    return root / name
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    if number is None:
+        return None
+    space = "free some space or " if number in (errno.ENOSPC, errno.EDQUOT) else ""
+    name = errno.errorcode.get(number, number)
+    return f"{os.strerror(number)} ({name}): {space}choose a run.dir that can be written"
 
 
-@contextmanager
-def new_cache_entry(path: Path) -> Iterator[Path]:
-    """Gives a directory to write in, which becomes `path` when the block ends without an error.
-
-    Two processes may write the same entry at once: the first to finish provides it, the other's
-    work is thrown away. A reader never sees half an entry.
-
-    Raises:
-        UserError: the directory cannot be written, for instance because the disk is full.
-    """
-    new: Path | None = None
-    try:
-        new = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        yield new
-        try:
-            new.rename(path)
-        except OSError:
-            if not path.is_dir():
-                raise
-    except OSError as error:
-        raise _unusable(path.parent, error) from error
-    finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
-
-
-def _unusable(root: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot use the cache directory {root}: {error.strerror}: set the environment variable "
-        "MINITEXT_CACHE to a directory you can write to"
-    )
+def has_open_files(folder: Path) -> bool:
+    """Whether this process has open files there, deleted ones included, which still take space. Linux only."""
+    names = []
+    with contextlib.suppress(OSError):  # no /proc
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed in the meantime
+                names.append(os.readlink(descriptor))
+    return any(name.startswith(f"{folder}{os.sep}") for name in names)

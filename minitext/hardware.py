@@ -7,11 +7,9 @@ powers of two: sizes here are bytes, and those of TPUs agree with JAX's own tabl
 Chapters: 3.
 """
 
-import json
 import os
 import platform as machine
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minitext.errors import UserError
-from minitext.files import cache_dir
+from minitext.files import read_cache, write_cache
 
 GIB = 2**30
 LINK_SECONDS = 1e-6  # that data needs for a hop over ICI ("How to Scale Your Model", part 3)
@@ -231,12 +229,15 @@ def _measured(what: str, case: str, measure: Callable[[], float], refresh: bool)
     import jax
 
     key = " | ".join((_machine(jax.devices()[0]), f"jax {jax.__version__}", case))
-    path = cache_dir() / f"{what}.json"
-    known = _read_cache(path)
-    rate, measured = known.get(key, (0.0, 0.0))
+    known = read_cache(f"{what}.json")
+    match known.get(key):
+        case [float(rate), float(measured)]:
+            pass
+        case _:
+            rate, measured = 0.0, 0.0
     if refresh or time.time() - measured > DAY:
         rate = max(rate, measure())
-        _write_cache(path, known | {key: (rate, time.time())})
+        write_cache(f"{what}.json", known | {key: (rate, time.time())})
     return rate
 
 
@@ -295,25 +296,6 @@ def _machine(device: Any) -> str:
     name = found.group(1).strip() if found else machine.processor() or machine.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name} x {cores}"
-
-
-def _read_cache(path: Path) -> dict[str, tuple[float, float]]:
-    """Returns (FLOP/s, Unix time of the measurement) by machine and type."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return {k: (float(rate), float(measured)) for k, (rate, measured) in entries.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}  # missing or damaged: it is only a cache
-
-
-def _write_cache(path: Path, entries: Mapping[str, tuple[float, float]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(dict(entries), file, indent=2)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a read-only or full disk costs a second next time, nothing else
 
 
 def peak_flops(devices: Iterable[Any], dtype: str) -> float:

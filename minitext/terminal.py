@@ -1,6 +1,7 @@
-"""Progress bars on stderr, for people only: into a file or a pipe they write nothing.
+"""What people see in a terminal: progress bars on stderr, tables, and readable sizes.
 
-Rich ends a bar that no terminal shows with an empty line, which would stand before or after the one line of an error.
+Into a file or a pipe a bar writes nothing. Rich alone would end it with an empty line there, next to the one line of an
+error.
 
 Chapters: none.
 """
@@ -17,7 +18,7 @@ QUIET_SECONDS = 2.0
 
 
 def bar(*columns: "str | ProgressColumn") -> "Progress":
-    """Returns a bar that vanishes when its `with` block ends; `columns` are Rich's usual ones if none are named."""
+    """Returns a bar that disappears when its `with` block ends; without `columns` it has Rich's default ones."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -29,8 +30,8 @@ def bar(*columns: "str | ProgressColumn") -> "Progress":
 def of_slow_work(total: float, what: str) -> Iterator[Callable[[float], None]]:
     """Gives a function to call with the amount done so far.
 
-    A bar appears once the work has taken two seconds, so that quick work prints nothing.
-    Where stderr is no terminal, one line says what is going on.
+    After two seconds a bar appears, so quick work prints nothing. If stderr isn't a terminal, one line says what is
+    going on.
     """
     shown = bar()
     task = shown.add_task(what, total=total)
@@ -52,27 +53,27 @@ def of_slow_work(total: float, what: str) -> Iterator[Callable[[float], None]]:
 
 
 def print_tables(*parts: Any) -> None:
-    """Prints texts and tables on stdout, an empty line between each two."""
+    """Prints texts and tables on stdout, separated by empty lines."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    # A file or a pipe has no width; rich would take 80 columns and break the lines of the tables.
+    # A file or a pipe has no width; Rich would assume 80 columns and wrap the tables' lines.
     console = console if console.is_terminal else Console(width=130, highlight=False)
     for i, part in enumerate(parts):
         console.print(*[""] * bool(i), part, sep="\n")
 
 
 def show_bytes(size: float) -> str:
-    """Writes a size in the largest unit that leaves a digit before the point."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.2f} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1024
-    raise AssertionError
+    """Writes a size in the largest unit in which it's at least 1."""
+    unit = 0
+    while size >= 1024 and unit < 3:
+        size, unit = size / 1024, unit + 1
+    name = ("B", "KiB", "MiB", "GiB")[unit]
+    return f"{size:,.2f} {name}" if unit else f"{size:.0f} B"
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> Any:
-    """Returns a table that `rich` can print; `right` are the columns to align there."""
+    """Returns a table for Rich to print; `right` are the numbers of the right-aligned columns."""
     from rich.table import Table
     from rich.text import Text
 
@@ -80,5 +81,5 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int,
     for i, head in enumerate(heads):
         made.add_column(head, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets are no markup
+        made.add_row(*(Text(cell) for cell in row))  # Text: shapes in brackets aren't markup
     return made

@@ -1,4 +1,4 @@
-"""The manifest sees every altered byte; system errors are explained, with how to mend them."""
+"""Writes are whole or not at all; the manifest sees every altered byte; system errors are explained, with a fix."""
 
 import errno
 import os
@@ -108,3 +108,58 @@ def test_open_files_are_seen_also_when_they_are_deleted(tmp_path):
         (folder / "b").unlink()
         assert files.has_open_files(folder) == Path("/proc/self/fd").exists()
     assert not files.has_open_files(folder)
+
+
+def test_a_draft_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "a.txt"
+    files.write(path, "old")
+    with pytest.raises(ZeroDivisionError), files.draft(path) as new:
+        new.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    files.write(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_file_is_not_written_where_its_folder_has_gone(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.write(tmp_path / "gone" / "a.txt", "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "above" / "folder"
+    with pytest.raises(ZeroDivisionError), files.new_folder(path) as new:
+        (new / "a").write_text("half")
+        raise ZeroDivisionError
+    assert os.listdir(path.parent) == []
+    with files.new_folder(path) as new:
+        (new / "a").write_text("whole")
+        assert not path.exists()
+    assert (path / "a").read_text() == "whole"
+    with pytest.raises(OSError, match="not empty"), files.new_folder(path) as new:
+        (new / "a").write_text("other")
+    assert (path / "a").read_text() == "whole" and os.listdir(path.parent) == ["folder"]
+
+
+def test_of_two_that_write_a_cache_entry_the_first_provides_it(tmp_path):
+    path = tmp_path / "entry"
+    with files.new_cache_entry(path) as slow:
+        with files.new_cache_entry(path) as fast:
+            (fast / "a").write_text("fast")
+        (slow / "a").write_text("slow")
+    assert (path / "a").read_text() == "fast" and os.listdir(tmp_path) == ["entry"]
+
+
+def test_a_cache_file_that_is_damaged_or_cannot_be_written_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path / "cache"))
+    assert files.read_cache("a.json") == {}
+    files.write_cache("a.json", {"b": 1.5})
+    assert files.read_cache("a.json") == {"b": 1.5}
+    for damage in ("", "{", "[1]", "null", "\0"):
+        (tmp_path / "cache" / "a.json").write_text(damage)
+        assert files.read_cache("a.json") == {}
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path / "file" / "below"))
+    files.write_cache("a.json", {"b": 1.5})
+    assert files.read_cache("a.json") == {}

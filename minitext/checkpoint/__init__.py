@@ -1,6 +1,6 @@
 """States that survive: pytrees of arrays written whole or not at all, and read onto any mesh.
 
-Knows no model and no optimizer. May import distributed and config.
+Works on any pytree: it knows nothing of models or optimizers. May import distributed and config.
 
 Chapters: none.
 """

@@ -7,11 +7,14 @@ A checkpoint is a directory named after its step:
       facts.json      the step, the data iterator's state, the config, the shapes and sharding
       manifest.json   the size and SHA-256 of every file above
 
-It is written as `300.1.tmp` and renamed when all of it, the manifest too, is on the disk. The
-rename is the only commit: a process killed at any moment leaves a whole `300`, or a directory
-ending in `.tmp`, which is never read and which the next process to save deletes. So a step with a
-file (also the manifest) missing, cut short or altered is damaged: restoring says so in one line and
-goes on to the step before. The next save renames it (`300.damaged`); nothing deletes it.
+It is written as `300.1.tmp` and renamed once everything, including the manifest, is on the disk. The rename is the only
+commit. A process killed at any moment leaves either a whole `300` or a directory ending in `.tmp`, which is never read
+and which the next process to save deletes. A step with a missing, truncated or altered file is therefore damaged:
+restoring reports it in one line and tries the step before. The next save renames it `300.damaged`; nothing deletes it.
+
+Orbax's `CheckpointManager` (0.12.8, with `files.seal` hooked into its rename) breaks three of these promises. It won't
+replace a step, keeps a damaged step in place of a good one and later deletes it, and leaves a failed save's files on a
+full disk. It also held the loop for 45 ms to save 100 MB, where this module holds it for 2.
 
 Chapters: 8, 21.
 """
@@ -53,15 +56,15 @@ class Restored(NamedTuple):
 class Checkpointer:
     """Saves and restores a pytree with the position of its data, a directory for each step.
 
-    All processes of a job make the same calls. Process 0 writes the facts and the manifest,
-    renames, and deletes old steps. Reading changes nothing, so a run can be evaluated while it
-    trains. Use it as a context manager or call `close`: a save under way at exit may be lost.
+    All processes of a job make the same calls. Process 0 writes the facts and the manifest, renames, and deletes old
+    steps. Reading changes nothing, so a run can be evaluated while it trains. Use it as a context manager or call
+    `close`: a save under way at exit may be lost.
 
     Args:
-        directory: where the steps live; made by the first save.
+        directory: holds the steps; made by the first save.
         keep: how many of the newest steps to keep, at least 1. The step just saved always stays.
-        keep_every: keeps steps that are multiples of it as well.
-        own: whether each process has a directory of its own, for its own devices' parts alone.
+        keep_every: also keeps the steps that are multiples of it.
+        own: whether each process has its own directory, for the shards of its own devices only.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Checkpointer:
             raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
         self.directory = Path(directory).absolute()
         self.keep, self.keep_every, self.own = keep, keep_every, own
-        self._damaged: set[int] = set()  # found by restore, set aside by the next save
+        self._damaged: set[int] = set()  # found by `restore`, set aside by the next save
         self._saves = 0
         self._pending: Future[None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -112,11 +115,11 @@ class Checkpointer:
         self._saves += 1
         target = self._path(step, f".{self._saves}{TEMPORARY}")
         try:
-            if self.own or jax.process_index() == 0:
+            if self._is_primary():
                 self._prepare(target)
             arrays, write = leaves.storable(named), None
             if jax.process_count() == 1 and not self.own:
-                # Orbax's own preparations take longer than this, and need not hold up the loop.
+                # Orbax's own preparations take longer than this copy, and can wait for the thread.
                 arrays = leaves.on_host(arrays)
                 write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
             else:
@@ -132,34 +135,33 @@ class Checkpointer:
     ) -> Restored | None:
         """Reads the newest undamaged checkpoint, or that of `step`, laid out as `abstract_state`.
 
-        Each damaged step on the way is reported in one warning and passed over.
+        Each damaged step on the way is reported in one warning and skipped.
 
         Args:
-            abstract_state: a pytree of the same names: `jax.ShapeDtypeStruct`s or arrays for what
-                comes back as jax arrays, on their shardings, of whatever mesh (uncommitted where
-                there is none); numpy arrays and numbers come back as such. Layers may have been
-                saved one by one or stacked (`stacks`).
+            abstract_state: a pytree of the same names. `jax.ShapeDtypeStruct`s and jax arrays come back as jax arrays
+                on their shardings, of any mesh (uncommitted if they have none), numpy arrays and numbers as such.
+                Layers may have been saved one by one or stacked (`stacks`).
             step: the step to read; it must exist and be whole.
-            partial: allows `abstract_state` to lack leaves that were saved; they are not read.
+            partial: allows `abstract_state` to lack leaves that were saved; they aren't read.
 
         Returns:
-            The state, the data iterator's state and the step; or None when nothing was saved yet.
+            The state, the data iterator's state and the step; None if nothing has been saved yet.
 
         Raises:
-            UserError: every checkpoint (or the asked one) is damaged; or a leaf has another shape
-                or dtype, or is on one side only.
+            UserError: every checkpoint (or `step`'s) is damaged, or a leaf differs in shape or dtype or is missing on
+                either side.
         """
         self.wait()
-        choose = functools.partial(self._choose, step)
-        chosen = choose() if self.own else _from_process_0(choose)
+        chosen = self._choose_together(step)
         if chosen is None:
             return None
         facts = self.facts(chosen)
         wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
         to_read = stacks.as_stored(saved, wanted)
         if difference := leaves.difference(saved, to_read, partial):
-            mend = "choose another run.dir or delete this one"
-            raise UserError(f"{self.directory} holds another model: {difference}; {mend}")
+            raise UserError(
+                f"{self.directory} holds another model: {difference}; choose another run.dir or delete this one"
+            )
         values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
         state = leaves.rebuild(abstract_state, stacks.as_wanted(values, wanted))
         return Restored(state, facts["data_state"], chosen)
@@ -178,7 +180,7 @@ class Checkpointer:
         return sorted(found - self._damaged)
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. It isn't verified until it is restored."""
+        """The newest committed step, or None. Only restoring verifies it."""
         return max(self.steps(), default=None)
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -186,21 +188,21 @@ class Checkpointer:
         return json.loads((self._path(step) / FACTS).read_text(encoding="utf-8"))
 
     def verify(self, step: int) -> str | None:
-        """Reads every file of a step: None when all is as written, else the first fault found."""
+        """Reads every file of a step; returns the first fault found, or None."""
         return files.verify(self._path(step))
 
     def wait(self) -> None:
-        """Blocks until the save under way is committed; raises what went wrong in it, once."""
+        """Blocks until the save under way is committed; raises its error, once."""
         if self._pending is None:
             return
         try:
             self._pending.result()
         finally:
-            if self._pending.done():  # not after a Ctrl-C: then it's still being written
+            if self._pending.done():  # not after Ctrl-C: then it's still being written
                 self._pending = None
 
     def close(self) -> None:
-        """Waits for the save under way, raises what went wrong in it, and ends the threads."""
+        """Waits for the save under way, raises its error, and ends the threads."""
         try:
             self.wait()
         finally:
@@ -217,13 +219,17 @@ class Checkpointer:
         except UserError as error:
             if kind is None:
                 raise
-            logger.warning("%s", error)  # must not hide the exception that is on its way
+            logger.warning("%s", error)  # must not hide the exception already on its way
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"
 
+    def _is_primary(self) -> bool:
+        """Whether this process writes the facts and the manifest, renames, and deletes."""
+        return self.own or jax.process_index() == 0
+
     def _prepare(self, target: Path) -> None:
-        """Makes the directory to write in; clears what killed saves left; sets damage aside."""
+        """Makes the directory to write in, clears what killed saves left, and sets damaged steps aside."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._saves == 1:
             files.sync(self.directory.parent)
@@ -237,12 +243,12 @@ class Checkpointer:
         target.mkdir()
 
     def _commit(self, step: int, target: Path, facts: str, write: Callable | None) -> None:
-        """In the background: the arrays are written, the directory sealed, renamed; cleans up."""
+        """In the background: writes the arrays, seals the directory, renames it, and deletes old steps."""
         try:
             if write is not None:
                 write()
             self._orbax.wait_until_finished()
-            if not self.own and jax.process_index() != 0:
+            if not self._is_primary():
                 return
             (target / FACTS).write_text(facts, encoding="utf-8")
             files.seal(target)
@@ -260,17 +266,17 @@ class Checkpointer:
             logger.warning("an old checkpoint could not be deleted: %s", error)
 
     def _delete(self, step: int) -> None:
-        # Renamed first: a process killed half-way through must not leave half a step behind.
+        # Renamed first: a process killed while deleting must not leave half a step.
         doomed = self._path(step, f".old{TEMPORARY}")
         self._path(step).rename(doomed)
         shutil.rmtree(doomed)
 
     def _fail(self, error: BaseException, step: int, target: Path) -> NoReturn:
-        """Removes what a failed save left and raises: a UserError if the disk was the reason."""
+        """Deletes what a failed save left and raises its error, as a UserError if the disk was the reason."""
         with contextlib.suppress(Exception):
             self._orbax.wait_until_finished()
-        # TensorStore may still write other arrays there and doesn't say when it is done: that's why
-        # no two saves share a name, and why the place is cleared until it stays empty.
+        # TensorStore may still be writing other arrays there and doesn't say when it's done: that's why no two saves
+        # share a name, and why the directory is deleted until it stays away.
         quiet, end = 0, time.monotonic() + 3
         while quiet < 3 and time.monotonic() < end:
             shutil.rmtree(target, ignore_errors=True)
@@ -285,7 +291,7 @@ class Checkpointer:
         ) from error
 
     def _choose(self, step: int | None) -> int | None:
-        """The newest step that is whole, after a warning for each newer one that isn't."""
+        """Returns the newest whole step, after a warning for each newer one that is damaged."""
         candidates = self.steps()
         if step is not None:
             if step not in candidates:
@@ -301,8 +307,8 @@ class Checkpointer:
                 return candidate
             faults[candidate] = fault
             if candidate != candidates[0]:
-                told = "checkpoint %s is damaged: %s; trying the one before"
-                logger.warning(told, self._path(candidate), fault)
+                warning = "checkpoint %s is damaged: %s; trying the one before"
+                logger.warning(warning, self._path(candidate), fault)
         if not faults:
             return None
         raise UserError(
@@ -311,21 +317,20 @@ class Checkpointer:
             + "; nothing was deleted: put back a copy, or choose another run.dir to begin again"
         )
 
+    def _choose_together(self, step: int | None) -> int | None:
+        """Returns process 0's choice on every process, unless each has its own directory."""
+        if self.own or jax.process_count() == 1:
+            return self._choose(step)
+        from jax.experimental.multihost_utils import broadcast_one_to_all
 
-def _from_process_0(choose: Callable[[], int | None]) -> int | None:
-    """Process 0's choice, on every process; -1 stands for None, -2 for an error."""
-    if jax.process_count() == 1:
-        return choose()
-    from jax.experimental import multihost_utils
-
-    number, problem = -2, UserError("no checkpoint to restore: see the error of process 0")
-    if jax.process_index() == 0:
+        nothing, failed = -1, -2
+        number = failed
         try:
-            chosen = choose()
-            number = -1 if chosen is None else chosen
-        except UserError as error:
-            problem = error
-    number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    if number == -2:
-        raise problem
-    return None if number == -1 else number
+            if jax.process_index() == 0:
+                chosen = self._choose(step)
+                number = nothing if chosen is None else chosen
+        finally:  # after an error too: the others are waiting
+            number = int(broadcast_one_to_all(np.int32(number)))
+        if number == failed:
+            raise UserError("no checkpoint to restore: see the error of process 0")
+        return None if number == nothing else number

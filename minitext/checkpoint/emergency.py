@@ -1,20 +1,20 @@
-"""Copies of the state on each process's own disk, more often than the shared checkpoint is worth.
+"""Copies of the state on each process's own disk, made more often than a shared checkpoint is worth.
 
-A shared checkpoint of a large model takes minutes and a pod's whole bandwidth. A process's own disk takes its own
-devices' parts in seconds. So with `checkpoint.local_dir` each process copies them every `checkpoint.local_every` steps,
-and a restart begins with the newest step that all processes can have:
+A shared checkpoint of a large model takes minutes and a pod's whole bandwidth. Writing only the shards of its own
+devices to its own disk takes a process seconds. With `checkpoint.local_dir`, each process does this every
+`checkpoint.local_every` steps, and a restart begins with the newest step that all processes can have:
 
-    a copy of every process         each reads its own disk
-    a copy of some                  where layers of data parallelism hold the same parts, the others get theirs over
-                                    the network from those that have them: a lost disk costs nothing
-    neither                         the shared checkpoint
+    every process has a copy        each reads its own disk
+    some have a copy                where data-parallel replicas hold the same shards, the others get theirs over the
+                                    network from those that have them: a lost disk costs nothing
+    otherwise                       the shared checkpoint
 
-The parts are written and read by what Orbax's managers for this use (`orbax.checkpoint.experimental.emergency`: its
-`CheckpointManager` and the `ReplicatorCheckpointManager`): the array handler that takes every process for its own
-primary (`leaves.checkpointer(own=True)`). The managers themselves do not fit. They bring the persistent checkpoint with
-them, in a form of their own, where a run has its sealed one; they keep arrays only, so that the place in the data is
-lost; and the first knows peers along one axis of the mesh alone. Whether a copy is whole is told as for every other
-checkpoint, by its manifest. After a start on another mesh, or of other processes, copies do not serve.
+Shards are written and read by the array handler that Orbax's own managers for this purpose use, in which every process
+is its own primary (`leaves.checkpointer(own=True)`). Those managers (`CheckpointManager` and
+`ReplicatorCheckpointManager` of `orbax.checkpoint.experimental.emergency`) don't fit: they write the persistent
+checkpoint too, in another form than our sealed one; they save arrays only, which loses the position in the data; and
+the first finds peers along a single mesh axis. Like every checkpoint, a copy is verified by its manifest. After a start
+on another mesh, or with other processes, copies aren't used.
 
 Chapters: 21.
 """
@@ -28,8 +28,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
@@ -37,7 +35,7 @@ from minitext.distributed import job
 
 logger = logging.getLogger(__name__)
 
-KEEP = 2  # the processes end a step's copy at different moments, so the one before is still needed
+KEEP = 2  # processes finish a step's copy at different times, so the one before is still needed
 
 
 class LocalCopies:
@@ -46,8 +44,8 @@ class LocalCopies:
     Args:
       local_dir: a folder on this process's own disk.
       every: steps between copies.
-      directory: the run directory; copies are told apart by it.
-      new: whether the run begins now: copies of an earlier one of that name are deleted.
+      directory: the run directory; its path identifies the run's copies.
+      new: whether the run begins now: copies of an earlier run in the same directory are deleted.
     """
 
     def __init__(self, local_dir: str, every: int, directory: Path, new: bool):
@@ -60,29 +58,27 @@ class LocalCopies:
         self._checkpointer = Checkpointer(self.folder, KEEP, own=True)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a copy is to be made of this step."""
+        """Returns whether this step should be copied."""
         return step % self._every == 0
 
     def save(self, step: int, state: Any, data_state: dict[str, Any], config: Any = None) -> None:
-        """Copies this process's part of the state in the background; like `Checkpointer.save`."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        place = {"data": data_state, "parts": _parts(leaves.named(state))}
-        self._checkpointer.save(step, state, place, config)
+        """Copies this process's shards of the state in the background; like `Checkpointer.save`."""
+        extended = {"data": data_state, "parts": _digest(leaves.named(state))}
+        self._checkpointer.save(step, state, extended, config)
 
     def restore(self, abstract_state: Any, after: int) -> Restored | None:
-        """Reads the newest step after `after` of which the processes together have all parts.
+        """Reads the newest step after `after` for which the processes together have all shards.
 
         Args:
-          abstract_state: what is wanted, on the run's mesh.
+          abstract_state: shapes, dtypes and shardings, on the run's mesh.
           after: the step of the newest shared checkpoint, -1 without one.
 
         Returns:
-          The state, the data's place and the step; None where the shared checkpoint is as new.
+          The state, the data iterator's state and the step; None if the shared checkpoint is at least as new.
         """
         self._checkpointer.wait()
-        parts = _parts(leaves.named(abstract_state))
-        mine = [step for step in self._checkpointer.steps() if step > after]
-        mine = [step for step in mine if self._is_usable(step, parts)]
+        digest = _digest(leaves.named(abstract_state))
+        mine = [s for s in self._checkpointer.steps() if s > after and self._is_usable(s, digest)]
         held = [json.loads(text) for text in job.share("copies", json.dumps(mine))]
         for step in sorted(set().union(*held), reverse=True):
             holders = {process for process, steps in enumerate(held) if step in steps}
@@ -91,23 +87,22 @@ class LocalCopies:
         return None
 
     def _read(self, abstract_state: Any, step: int, holders: set[int], processes: int) -> Restored:
-        place, state = "", None
+        data_state, state = "", None
         if jax.process_index() in holders:
             restored = self._checkpointer.restore(abstract_state, step)
             assert restored is not None
-            place, state = json.dumps(restored.data_state["data"]), restored.state
+            data_state, state = json.dumps(restored.data_state["data"]), restored.state
         if len(holders) < processes:
             missing = sorted(set(range(processes)) - holders)
             logger.warning("step %s: processes %s get their parts from others", step, missing)
-            places = job.share("place", place)
-            place = place or next(filter(None, places))
+            data_state = next(filter(None, [data_state, *job.share("data state", data_state)]))
             state = from_peers(abstract_state, state, holders)
-        return Restored(state, json.loads(place), step)
+        return Restored(state, json.loads(data_state), step)
 
-    def _is_usable(self, step: int, parts: str) -> bool:
+    def _is_usable(self, step: int, digest: str) -> bool:
         if self._checkpointer.verify(step) is not None:
             return False
-        return self._checkpointer.facts(step)["data_state"].get("parts") == parts
+        return self._checkpointer.facts(step)["data_state"].get("parts") == digest
 
     def __enter__(self) -> "LocalCopies":
         return self
@@ -119,7 +114,7 @@ class LocalCopies:
 def restore_newest(
     checkpointer: Checkpointer, copies: LocalCopies | None, abstract_state: Any
 ) -> Restored | None:
-    """Reads the newest state: of the processes' own copies, if they have a newer one, or the shared checkpoint."""
+    """Reads the newest state: from the processes' own copies if they are newer, else from the shared checkpoint."""
     if copies is not None:
         latest = checkpointer.latest()
         shared = job.agree("latest", -1 if latest is None else latest)[0]
@@ -129,81 +124,76 @@ def restore_newest(
 
 
 def from_peers(abstract_state: Any, state: Any, holders: set[int]) -> Any:
-    """Gives every device its part of the state, from the devices of processes that hold it.
+    """Gives every device its shard of the state, from the devices of processes that hold it.
 
-    Of each part one device's bits are summed with zeros of all others that should hold it: exact for every type.
+    Of each shard, one device's bits are summed with zeros from all other replicas: exact for every dtype.
 
     Args:
-      abstract_state: shapes, types and `NamedSharding`s.
+      abstract_state: shapes, dtypes and `NamedSharding`s.
       state: arrays of these, on a process among `holders`; anything elsewhere.
-      holders: indices of the processes whose `state` is whole. `_covers` tells whether they suffice.
+      holders: indices of the processes whose `state` is whole; `_covers` says whether they suffice.
     """
+    held = leaves.named(state) if jax.process_index() in holders else {}
     wanted = leaves.named(abstract_state)
-    if jax.process_index() in holders:
-        arrays = leaves.named(state)
-    else:
-        arrays = {name: _zeros(leaf) for name, leaf in wanted.items()}
-    whole = {name: _spread(array, wanted[name], holders) for name, array in arrays.items()}
+    whole = {name: _spread(held.get(name), like, holders) for name, like in wanted.items()}
     return leaves.rebuild(abstract_state, whole)
 
 
-def _spread(array: jax.Array, like: jax.ShapeDtypeStruct, holders: set[int]) -> jax.Array:
+def _spread(array: jax.Array | None, like: jax.ShapeDtypeStruct, holders: set[int]) -> Any:
     sharding: Any = like.sharding
-    mesh, named, sources = sharding.mesh, set(), {}
-    for names in sharding.spec:
-        named |= set(names if isinstance(names, tuple) else (names,))
-    for device, index in sharding.devices_indices_map(like.shape).items():
-        if device.process_index in holders:
-            sources.setdefault(_bounds(index, like.shape), device)
-    chosen = set(sources.values())
-    axes = tuple(axis for axis in mesh.axis_names if axis not in named)
+    split_over = set(jax.tree.leaves(tuple(sharding.spec)))
+    axes = tuple(axis for axis in sharding.mesh.axis_names if axis not in split_over)
     if not axes:
         return array
-    every = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    sources: dict[Any, Any] = {}  # one device for each shard
+    for device, bounds in _shards(like).items():
+        if device.process_index in holders:
+            sources.setdefault(bounds, device)
+    chosen = set(sources.values())
+    mine = {} if array is None else {s.device: s.data for s in array.addressable_shards}
+    shape = sharding.shard_shape(like.shape)
+    parts = [
+        mine[device] if device in chosen else jnp.zeros(shape, like.dtype, device=device)
+        for device in sharding.addressable_devices
+    ]
+    bits = f"int{8 * like.dtype.itemsize}"
 
-    def is_source(index: Any) -> np.ndarray:
-        device = mesh.devices[index].item()
-        return np.full((1,) * mesh.devices.ndim, device in chosen)
+    def add(x: jax.Array) -> jax.Array:
+        raw = jax.lax.pcast(jax.lax.bitcast_convert_type(x, bits), axes, to="varying")
+        return jax.lax.bitcast_convert_type(jax.lax.psum(raw, axes), like.dtype)
 
-    source = jax.make_array_from_callback(mesh.devices.shape, every, is_source)
-    bits = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[like.dtype.itemsize]
-
-    def add(x: jax.Array, source: jax.Array) -> jax.Array:
-        raw = jax.lax.bitcast_convert_type(x, bits)
-        total = jax.lax.psum(jnp.where(source.reshape(()), raw, jnp.zeros_like(raw)), axes)
-        return jax.lax.bitcast_convert_type(total, like.dtype)
-
-    specs = (sharding.spec, every.spec)
-    spread = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=specs, out_specs=sharding.spec))
-    return jax.device_put(spread(array, source), sharding)  # the same place, under the same name
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    part = jnp.zeros(like.sharding.shard_shape(like.shape), like.dtype)  # pyright: ignore
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda _: part)
+    spec = sharding.spec
+    spread = jax.jit(jax.shard_map(add, mesh=sharding.mesh, in_specs=spec, out_specs=spec))
+    summed = spread(jax.make_array_from_single_device_arrays(like.shape, sharding, parts))
+    return jax.device_put(summed, sharding)  # an equal sharding, but the object asked for
 
 
 def _covers(abstract_state: Any, holders: set[int]) -> bool:
-    """Whether the devices of `holders` have every part of every leaf."""
-    for leaf in jax.tree.leaves(abstract_state):
-        indices = leaf.sharding.devices_indices_map(leaf.shape)
-        parts = {_bounds(index, leaf.shape) for index in indices.values()}
-        theirs = {d: i for d, i in indices.items() if d.process_index in holders}
-        if parts != {_bounds(index, leaf.shape) for index in theirs.values()}:
-            return False
-    return True
+    """Whether the devices of `holders` have every shard of every leaf."""
+    return all(
+        set(shards.values())
+        == {b for device, b in shards.items() if device.process_index in holders}
+        for shards in map(_shards, jax.tree.leaves(abstract_state))
+    )
 
 
-def _parts(named: dict[str, Any]) -> str:
-    """A digest of which parts of which arrays lie on this process's devices."""
-    parts = {}
-    for name, leaf in named.items():
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        found = sorted({_bounds(index, leaf.shape) for index in indices})
-        parts[name] = [str(leaf.dtype), leaf.shape, found]
+def _digest(named: dict[str, Any]) -> str:
+    """A digest of which shards of which arrays this process's devices hold."""
+    me = jax.process_index()
+    parts = {
+        name: [
+            str(leaf.dtype),
+            leaf.shape,
+            sorted({b for device, b in _shards(leaf).items() if device.process_index == me}),
+        ]
+        for name, leaf in named.items()
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    found = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-    return tuple(found)
+def _shards(leaf: Any) -> dict[Any, tuple[tuple[int, int], ...]]:
+    """The bounds of each device's shard of a leaf: (start, stop) for every dimension."""
+    return {
+        device: tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+    }

@@ -1,14 +1,14 @@
 """A pytree's leaves by name: how a checkpoint compares them, and stores and reads them with Orbax.
 
-A dict from names to arrays is all that is stored, so a checkpoint needs none of the classes that
-were saved, and a leaf that doesn't match is told by its name.
+Only a dict from names to arrays is stored, so reading a checkpoint needs none of the classes that were saved, and a
+leaf that doesn't match is reported by name.
 
 Chapters: 8.
 """
 
+import functools
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from minitext import files
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves by name, in their order: {"params.blocks.wq": array, "opt_state.0.count": ...}.
+    """Returns the leaves by name, in their order: {"params.blocks.wq": array, "opt_state.0.count": ...}.
 
-    Python numbers come as numpy arrays; jax arrays and `jax.ShapeDtypeStruct`s as they are.
+    Python numbers become numpy arrays; jax arrays and `jax.ShapeDtypeStruct`s stay as they are.
 
     Raises:
         TypeError: a leaf is neither an array nor a number.
-        ValueError: two leaves have one name (a key contains a dot).
+        ValueError: two leaves have the same name (a key contains a dot).
     """
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -45,7 +45,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def layout(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The shapes, dtypes and partition of named leaves, as JSON."""
+    """Returns the shapes, dtypes and sharding of named leaves, as JSON."""
     shardings = {name: getattr(leaf, "sharding", None) for name, leaf in leaves.items()}
     meshes = [s.mesh for s in shardings.values() if isinstance(s, jax.sharding.NamedSharding)]
     return {
@@ -63,7 +63,7 @@ def layout(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, Any], wanted: dict[str, Any], partial: bool = False) -> str | None:
-    """The first leaf whose shape or dtype isn't the saved one, or that is on one side only.
+    """Describes the first leaf whose shape or dtype differs from the saved one, or that is missing on either side.
 
     Args:
         saved: the "leaves" of the saved `layout`.
@@ -82,18 +82,15 @@ def difference(saved: dict[str, Any], wanted: dict[str, Any], partial: bool = Fa
 
 
 def checkpointer(own: bool = False) -> Any:
-    """An `orbax.checkpoint.AsyncCheckpointer` that raises its errors without printing them too.
+    """Returns an `orbax.checkpoint.AsyncCheckpointer` that raises its errors without also printing them.
 
     Args:
-        own: whether this process saves and reads its own devices' parts, without the other processes.
+        own: whether this process saves and reads its own devices' shards, without the other processes.
     """
     import orbax.checkpoint as ocp  # a quarter of a second, which `import minitext` shouldn't take
 
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_news)
-    if not isinstance(sys.unraisablehook, _LateWrites):
-        sys.unraisablehook = _LateWrites(sys.unraisablehook)
-    # A directory that can't be written fails before anything else is begun.
+    _silence_orbax()
+    # If the directory can't be written, this fails before anything else is begun.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     if not own:
         return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
@@ -102,19 +99,18 @@ def checkpointer(own: bool = False) -> Any:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"own{me}"
     )
-    parts = handlers.ArrayHandler(primary_host=None, replica_id=None, use_replica_parallel=False)
+    shards = handlers.ArrayHandler(primary_host=None, replica_id=None, use_replica_parallel=False)
     handler = ocp.PyTreeCheckpointHandler(
         multiprocessing_options=alone,
-        type_handler_registry=handlers.create_type_handler_registry((jax.Array, parts)),
+        type_handler_registry=handlers.create_type_handler_registry((jax.Array, shards)),
     )
     return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=alone)
 
 
 def storable(leaves: dict[str, Any]) -> dict[str, Any]:
-    """What Orbax stores of named leaves.
+    """Returns what Orbax stores of named leaves: of PRNG keys, the integers they hold.
 
-    PRNG keys are stored as the integers they hold. Orbax refuses arrays of size 0 (`rebuild` makes
-    them from their shape) and an empty dict.
+    Orbax refuses arrays of size 0 (`rebuild` makes them from their shape) and an empty dict.
     """
     arrays = {
         name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -125,14 +121,13 @@ def storable(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays in this host's memory, safe from later changes; all of each must be addressable.
+    """Returns the arrays in this host's memory, safe from later changes; each must be fully addressable.
 
-    On the CPU no jax array is copied: when a step donates one, XLA sees that it is in use and
-    copies it then.
+    On the CPU no jax array is copied: when a step donates one, XLA sees that it's in use and copies it then.
     """
     for array in arrays.values():
         if isinstance(array, jax.Array):
-            array.copy_to_host_async()  # all transfers are under way before the first is awaited
+            array.copy_to_host_async()  # starts all transfers before waiting for any
     return {
         name: np.asarray(array) if isinstance(array, jax.Array) else array.copy()
         for name, array in arrays.items()
@@ -140,45 +135,41 @@ def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def gather(tree: Any) -> Any:
-    """The tree as numpy arrays on every process, whichever processes' devices hold their parts.
-
-    All processes of a job make the call.
-    """
+    """Returns the tree as numpy arrays on every process, wherever their shards are. All processes make the call."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     from jax.experimental import multihost_utils
 
-    # One leaf after another, so that a device never holds a second whole tree.
+    # Leaf by leaf, so that a device never holds a second whole tree.
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
 
 
 def write(checkpointer: Any, directory: Path, arrays: dict[str, Any]) -> None:
-    """Begins to save `storable` arrays in the background."""
+    """Begins saving `storable` arrays in the background."""
     import orbax.checkpoint as ocp
 
     checkpointer.save(directory, args=ocp.args.PyTreeSave(arrays))
 
 
 def read(checkpointer: Any, directory: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The saved arrays of named leaves, each on its leaf's sharding; numpy where it has none."""
+    """Returns the saved arrays of named leaves, each on its leaf's sharding; as numpy if the leaf has none."""
     import orbax.checkpoint as ocp
 
     wanted = {name: leaf for name, leaf in wanted.items() if leaf.size}
     if not wanted:
         return {}
-    how = {}
+    targets = {}
     for name, leaf in wanted.items():
-        how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is not None:
+        targets[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+        if (sharding := getattr(leaf, "sharding", None)) is not None:
             shape = jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
-            how[name] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape)
-    args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+            targets[name] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=targets, partial_restore=True)
     return checkpointer.restore(directory, args=args)
 
 
 def rebuild(tree: Any, values: dict[str, Any]) -> Any:
-    """The pytree `tree` with the named `values`, of the kind `tree` has: jax, numpy or a number."""
+    """Returns the pytree `tree` with the named `values`, each of the kind that `tree` has: jax, numpy or a number."""
     leaves, treedef = jax.tree.flatten(tree)
     names = named(tree)
     return treedef.unflatten(
@@ -201,7 +192,7 @@ def _like(leaf: Any, value: Any) -> Any:
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is of typed PRNG keys, which are stored as the integers they hold."""
+    """Whether a leaf consists of typed PRNG keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -209,26 +200,26 @@ def _type(dtype: Any, shape: Any) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
+@functools.cache
+def _silence_orbax() -> None:
+    """Hides what Orbax prints of errors that it also raises."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    hook = sys.unraisablehook
+
+    def hook_without_late_writes(unraisable: Any) -> None:
+        # When an array's write fails, Orbax closes the event loop that awaits the others, and each prints a traceback.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = hook_without_late_writes
+
+
 def _is_news(record: logging.LogRecord) -> bool:
-    """A log filter: what Orbax raises, it logs as well, and asyncio each further failed write."""
+    """A log filter: Orbax logs the errors that it raises, and asyncio every later failed write."""
     error = record.exc_info[1] if record.exc_info else None
     if record.msg.startswith("Global object size logging"):
-        return False  # own parts alone have no global size
+        return False  # a process's own shards have no global size
     if record.name == "asyncio" and error is not None:
         return files.explain(error) is None
     return record.levelno != logging.ERROR or "orbax" not in record.pathname
-
-
-class _LateWrites:
-    """Python's hook for errors nobody can catch, less those of writes that end after a failed one.
-
-    When one array's write fails, Orbax closes the event loop that awaits the others, and each of
-    them then prints a traceback.
-    """
-
-    def __init__(self, hook: Callable[[Any], None]):
-        self.hook = hook
-
-    def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self.hook(unraisable)

@@ -1,12 +1,11 @@
 """Layers stored one by one and layers stored as a stack, each read as the other.
 
-This package keeps the leaves of its L layers stacked, `params.blocks.ffn.gate` [L, D, F], whether it runs them by
+This package keeps the leaves of its L layers stacked, `params.blocks.ffn.gate` [L, D, F], whether it runs them with
 `lax.scan` or unrolled. Code that keeps a list of layers has `params.blocks.0.ffn.gate` [D, F] and so on. Two names
-that differ in one number between dots are taken for these two forms of the same parameter, in the optimizer's state
-as well.
+that differ only by a number between dots are taken for these two forms of one parameter, in the optimizer's state too.
 
-A circular pipeline (`minitext.sharding.pipeline`) keeps the L layers as [R, L/R, ...], in the same order. A stored
-leaf whose shape says that it is the other form of the wanted one is reshaped.
+A circular pipeline (`minitext.sharding.pipeline`) keeps the L layers as [R, L/R, ...], in the same order. If a stored
+leaf's shape shows that it's the other form of the wanted one, it is reshaped.
 
 Chapters: 8.
 """
@@ -21,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 class Stack(NamedTuple):
-    """A wanted leaf [L, ...] whose layers are stored under names of their own, in their order."""
+    """A wanted leaf [L, ...] whose layers are stored under a name each, in this order."""
 
     layers: tuple[str, ...]
 
@@ -33,16 +32,8 @@ class Layer(NamedTuple):
     number: int
 
 
-class Regrouped(NamedTuple):
-    """A wanted leaf [R, L/R, ...] that is stored as [L, ...], or the reverse."""
-
-    name: str
-    shape: tuple[int, ...]
-    sharding: Any
-
-
 def other_forms(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, Stack | Layer]:
-    """Finds the wanted names that are stored in the other form; of names stored as wanted it says nothing."""
+    """Finds the wanted names that are stored in the other form; leaves out names that are stored as they are."""
     stored = set(stored)
     layers: dict[str, dict[int, str]] = {}
     for name in stored:
@@ -71,55 +62,59 @@ def as_stored(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     for name, leaf in wanted.items():
         match forms.get(name):
             case Stack(layers) if leaf.shape[:1] == (len(layers),):
-                piece = _abstract(leaf, leaf.shape[1:], lambda spec: spec[1:])
-                to_read |= dict.fromkeys(layers, piece)
+                to_read |= dict.fromkeys(layers, _abstract(leaf, leaf.shape[1:], 1, ()))
             case Layer(stack, number) if number < (saved[stack]["shape"] or [0])[0]:
                 shape = (saved[stack]["shape"][0], *leaf.shape)
-                to_read[stack] = _abstract(leaf, shape, lambda spec: (None, *spec))
+                to_read[stack] = _abstract(leaf, shape, 0, (None,))
             case _ if name in saved and _is_regrouped(saved[name]["shape"], leaf.shape):
                 shape = tuple(saved[name]["shape"])
-                # The groups' layers may be too few for the wanted stages.
+                # A group may have too few layers to be split over the wanted stages.
                 first = () if len(shape) < leaf.ndim else (None, None)
-                piece = _abstract(leaf, shape, lambda spec, first=first: (*first, *spec[1:]))
-                to_read[name] = piece
+                to_read[name] = _abstract(leaf, shape, 1, first)
             case _:
                 to_read[name] = leaf
     return to_read
 
 
 def as_wanted(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values read by `as_stored` under their wanted names, stacked or taken apart."""
-    forms: dict[str, Stack | Layer | Regrouped] = dict(other_forms(values, wanted))
+    """Returns what was read by `as_stored` under the wanted names, stacked, unstacked or reshaped."""
+    forms = other_forms(values, wanted)
+    found, on_host, on_device = {}, [], []
     for name, leaf in wanted.items():
-        if name in values and _is_regrouped(values[name].shape, leaf.shape):
-            forms[name] = Regrouped(name, tuple(leaf.shape), getattr(leaf, "sharding", None))
-    found = {name: values[name] for name in wanted if name in values and name not in forms}
-    on_host = {name for name in forms if not hasattr(wanted[name], "sharding")}
-    found |= _convert(values, {name: forms[name] for name in on_host})
-    if rest := {name: form for name, form in forms.items() if name not in on_host}:
-        # One program for all leaves: of a program for each, compiling would take longest.
-        places = {name: wanted[name].sharding for name in rest}
-        arrays = {name: values[name] for form in rest.values() for name in _read_by(form)}
-        found |= jax.jit(lambda arrays: _convert(arrays, rest), out_shardings=places)(arrays)
+        if name in forms or (name in values and _is_regrouped(values[name].shape, leaf.shape)):
+            (on_device if hasattr(leaf, "sharding") else on_host).append(name)
+        elif name in values:
+            found[name] = values[name]
+    sources = {name: forms.get(name) or name for name in (*on_host, *on_device)}
+    found |= {name: _convert(values, sources[name], wanted[name]) for name in on_host}
+    if on_device:
+        # One program for all leaves: compiling one for each would take longer than all the rest.
+        convert = jax.jit(
+            lambda values: {n: _convert(values, sources[n], wanted[n]) for n in on_device},
+            out_shardings={name: wanted[name].sharding for name in on_device},
+        )
+        needed = {stored for name in on_device for stored in _names(sources[name])}
+        found |= convert({name: values[name] for name in needed})
     return found
 
 
-def _convert(
-    values: Mapping[str, Any], forms: Mapping[str, Stack | Layer | Regrouped]
-) -> dict[str, Any]:
-    def one(form: Stack | Layer | Regrouped) -> Any:
-        if isinstance(form, Layer):
-            return values[form.stack][form.number]
-        if isinstance(form, Regrouped):
-            return _reshape(form.shape, form.sharding, values[form.name])
-        layers = [values[name] for name in form.layers]
-        return np.stack(layers) if isinstance(layers[0], np.ndarray) else jnp.stack(layers)
-
-    return {name: one(form) for name, form in forms.items()}
+def _names(source: Stack | Layer | str) -> tuple[str, ...]:
+    if isinstance(source, Stack):
+        return source.layers
+    return (source.stack if isinstance(source, Layer) else source,)
 
 
-def _read_by(form: Stack | Layer | Regrouped) -> tuple[str, ...]:
-    return form.layers if isinstance(form, Stack) else (form[0],)
+def _convert(values: Mapping[str, Any], source: Stack | Layer | str, like: Any) -> Any:
+    match source:
+        case Stack(names):
+            layers = [values[name] for name in names]
+            return np.stack(layers) if isinstance(layers[0], np.ndarray) else jnp.stack(layers)
+        case Layer(stack, number):
+            return values[stack][number]
+        case name if (sharding := getattr(like, "sharding", None)) is None:
+            return values[name].reshape(like.shape)
+        case name:
+            return jax.lax.reshape(values[name], like.shape, out_sharding=sharding)
 
 
 def in_groups(tree: Any, repeats: int) -> Any:
@@ -146,29 +141,25 @@ def as_one_stack(params: Any) -> Any:
 
 
 def _numbers(name: str) -> Iterable[tuple[int, str]]:
-    """Yields every number between the dots of a name, with the name that is left without it."""
+    """Yields every number between the dots of a name, with the name without that number."""
     words = name.split(".")
-    for place, word in enumerate(words):
+    for i, word in enumerate(words):
         if word.isdecimal():
-            yield int(word), ".".join(words[:place] + words[place + 1 :])
+            yield int(word), ".".join(words[:i] + words[i + 1 :])
 
 
 def _is_regrouped(stored: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether one shape is [L, ...] and the other [R, L/R, ...]; a layer's own parameter has a dimension at least."""
+    """Whether one shape is [L, ...] and the other [R, L/R, ...]; each layer's part has at least one dimension."""
     one, groups = sorted((list(stored), list(wanted)), key=len)
-    if len(one) < 2 or len(groups) != len(one) + 1:
-        return False
-    return [groups[0] * groups[1], *groups[2:]] == one
+    return len(one) >= 2 and [groups[0] * groups[1], *groups[2:]] == one
 
 
-def _reshape(shape: tuple[int, ...], sharding: Any, x: Any) -> Any:
-    return (
-        x.reshape(shape) if sharding is None else jax.lax.reshape(x, shape, out_sharding=sharding)
-    )
-
-
-def _abstract(leaf: Any, shape: tuple[int, ...], change: Any) -> jax.ShapeDtypeStruct:
+def _abstract(
+    leaf: Any, shape: tuple[int, ...], drop: int, add: tuple[None, ...]
+) -> jax.ShapeDtypeStruct:
+    """The leaf with another shape: without the first `drop` entries of its spec, and with `add` before the rest."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*change(tuple(sharding.spec))))
+        spec = PartitionSpec(*add, *tuple(sharding.spec)[drop:])
+        sharding = NamedSharding(sharding.mesh, spec)
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

@@ -24,7 +24,7 @@ from minitext.data import array_record, grammar, packing, sources, text_files, t
 from minitext.data.placement import Split
 from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
-from minitext.files import cache_entry, fingerprint, new_cache_entry
+from minitext.files import cache_dir, fingerprint, new_cache_entry
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
             )
         return ByteTokenizer()
     key = fingerprint(sources.identity(cfg), vocab)
-    path = cache_entry(f"bpe-{key}") / "tokenizer.json"
+    path = cache_dir() / f"bpe-{key}" / "tokenizer.json"
     if not path.exists():
         with new_cache_entry(path.parent) as directory:
             train_bpe(sources.sample(cfg), vocab).save(directory / path.name)

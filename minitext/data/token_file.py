@@ -22,7 +22,7 @@ from minitext.config.data import DataConfig
 from minitext.data import sources, text_files
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
-from minitext.files import cache_entry, fingerprint, new_cache_entry
+from minitext.files import cache_dir, fingerprint, new_cache_entry
 
 BATCH_CHARACTERS = 4 << 20
 
@@ -52,7 +52,7 @@ def open_token_file(cfg: DataConfig, tokenizer: Tokenizer) -> TokenFile:
         UserError: the text can't be read or is empty, or the cache can't be written.
     """
     key = fingerprint("tokens", sources.identity(cfg), fingerprint(tokenizer.to_json()))
-    path = cache_entry(f"tokens-{key}")
+    path = cache_dir() / f"tokens-{key}"
     found = _read(path)
     if found is None:
         shutil.rmtree(path, ignore_errors=True)  # an entry cut short by a crash of the machine

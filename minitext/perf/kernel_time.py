@@ -25,7 +25,7 @@ from minitext.compiler import llo
 from minitext.compiler.llo_compiler import write_dump
 from minitext.compiler.schedule import KERNEL, Operation
 from minitext.errors import UserError
-from minitext.files import cache_dir
+from minitext.files import read_cache, write_cache
 from minitext.hardware import CHIPS
 
 _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
@@ -134,19 +134,12 @@ def _grid(body: str, table: int) -> list[int]:
 
 def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
     """Returns the cycles of one step of each kernel, compiled now or cached on disk."""
-    path = cache_dir() / f"kernel_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
-    try:
-        known = {str(k): float(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        known = {}  # missing or damaged: it is only a cache
-    found = {key: known[key] for key in codes if key in known}
+    name = f"kernel_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
+    known = read_cache(name)
+    found = {key: known[key] for key in codes if isinstance(known.get(key), int | float)}
     for key in codes.keys() - found.keys():
         found[key] = _compile(codes[key], chip)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known | found, indent=1), encoding="utf-8")
-        except OSError:
-            pass  # a read-only or full disk costs the compilation again, nothing else
+        write_cache(name, known | found)
     return found
 
 

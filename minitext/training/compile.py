@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -249,14 +248,13 @@ def _write(
         else runtime.client.serialize_executable(runtime)
     )
     manifest = manifest | {"sha256": _sha(program), "bytes": len(program)}
-    path = Path(path)
-    draft = path.with_name(path.name + ".new")
     try:
-        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+        with (
+            files.draft(Path(path)) as new,
+            zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as archive,
+        ):
             archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
             archive.writestr(PROGRAM, program)
-        files.sync(draft)
-        os.replace(draft, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return manifest
