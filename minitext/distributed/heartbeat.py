@@ -132,6 +132,7 @@ class Heartbeat:
             return
         self._reported = True
         await self._spread(index, f"lost {index} {host} {why}")
+        # This blocks the event loop, which has nothing left to do.
         own_words = why.startswith("failed") and self._failing.wait(GRACE)
         self._ended.set()
         if not own_words and not self._failing.is_set():

@@ -277,8 +277,8 @@ def _delay_aborts() -> None:
     """Gives the heartbeat time to say who was lost.
 
     When the coordinator's connection breaks, JAX's C++ client prints a long log and aborts. (In JAX 0.10.2 a Python
-    callback in its place dies of std::bad_cast.) So the C library's sleep(3), which is safe in a signal handler, becomes
-    SIGABRT's. It is called with the signal's number and sleeps 6 s, after which the abort goes on.
+    callback in its place dies of std::bad_cast.) So SIGABRT gets a new handler: sleep(3) of the C library, which signal
+    handlers may call. It takes the signal's number, 6, for its seconds, and then the abort goes on.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library: the abort comes first
         libc = ctypes.CDLL(None)
