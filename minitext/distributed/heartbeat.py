@@ -74,10 +74,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Starts the heartbeat's thread."""
-        run = threading.Thread(
-            target=lambda: asyncio.run(self._run()), name="heartbeat", daemon=True
-        )
-        run.start()
+        threading.Thread(None, lambda: asyncio.run(self._run()), "heartbeat", daemon=True).start()
 
     def leave(self) -> bool:
         """Reports that this process is done, and waits for all others; returns whether they got that far."""
@@ -128,7 +125,7 @@ class Heartbeat:
 
     async def _report(self, index: int, host: str, why: str) -> None:
         """Ends this process because of another, unless it's about to report the same failure in its own words."""
-        if self._reported:
+        if self._reported or self._ended.is_set():
             return
         self._reported = True
         await self._spread(index, f"lost {index} {host} {why}")

@@ -55,6 +55,7 @@ class _Job:
     def __init__(self):
         self.running: list[subprocess.Popen] = []
         self.asked_to_stop = False
+        self._signals: list[int] = []  # to pass on once every process has started
 
     def run(self, command: Sequence[str], processes: int, devices: int | None) -> tuple[int, int]:
         """Runs all processes; returns the exit code and index of the first that failed, or 0 and the last index."""
@@ -76,12 +77,16 @@ class _Job:
         failed, index = self._wait()
         for reader in readers:
             reader.join()
-        self.running = []
+        self.running, self._signals = [], []
         return failed, index
 
     def _wait(self) -> tuple[int, int]:
         left, failed, deadline = set(range(len(self.running))), None, float("inf")
         while left:
+            while self._signals:
+                number = self._signals.pop()
+                for process in self.running:
+                    process.send_signal(number)
             for index in sorted(left):
                 code = self.running[index].poll()
                 if code is None:
@@ -100,8 +105,7 @@ class _Job:
     def forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, _):
             self.asked_to_stop |= number != signal.SIGUSR1
-            for process in self.running:
-                process.send_signal(number)
+            self._signals.append(number)
 
         before = {number: signal.signal(number, forward) for number in FORWARDED}
         try:
