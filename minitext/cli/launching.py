@@ -1,17 +1,27 @@
 """The commands that start a job of several processes.
 
+The options of `slurm`, `xpk` and `k8s` are the arguments of the functions in `launch.schedulers`, under the same names.
+
 Chapters: 21.
 """
 
 import datetime
+import shlex
+import shutil
+import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from minitext.errors import UserError
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- train ...", help="the train command, after two hyphens")
 ]
+Name = Annotated[str, typer.Option(help="of the job, and of the run: a restart resumes it")]
+Restarts = Annotated[int, typer.Option(min=0, help="of the whole job after a failure, to resume")]
+Image = Annotated[str, typer.Option(help="container image with minitext installed")]
 
 
 def local(
@@ -39,12 +49,8 @@ def local(
     sys.exit(local.launch(words, processes=processes, devices=devices, restarts=restarts))
 
 
-Name = Annotated[str, typer.Option(help="of the job, and of the run: a restart resumes it")]
-Restarts = Annotated[int, typer.Option(min=0, help="of the whole job after a failure, to resume")]
-Image = Annotated[str, typer.Option(help="container image with minitext installed")]
-
-
 def slurm(
+    ctx: typer.Context,
     command: Command,
     name: Name,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 2,
@@ -63,23 +69,14 @@ def slurm(
 
     minitext launch slurm --name big --nodes 4 --gpus-per-node 8 -- train llama3-8b
     """
-    from minitext.distributed import launch
-    from minitext.distributed.launch import slurm
+    from minitext.distributed.launch import schedulers
 
-    text = slurm.script(
-        launch.with_run_name(command, launch.check_name(name)),
-        name=name,
-        nodes=nodes,
-        processes_per_node=processes_per_node,
-        gpus_per_node=gpus_per_node,
-        time=time,
-        partition=partition,
-        restarts=restarts,
-    )
-    print(slurm.submit(text) if submit else text, end="" if not submit else "\n")
+    script = schedulers.slurm_script(**_arguments(ctx))
+    print(schedulers.submit(script) if submit else script.rstrip())
 
 
 def xpk(
+    ctx: typer.Context,
     command: Command,
     name: Name,
     cluster: Annotated[str, typer.Option(help="GKE cluster")],
@@ -99,32 +96,22 @@ def xpk(
 
     Prints the `xpk workload create` command and runs it, as a dry run unless --submit is given.
     """
-    import shlex
-
     from minitext.distributed import launch
-    from minitext.distributed.launch import xpk
+    from minitext.distributed.launch import schedulers
 
-    words = xpk.command_line(
-        launch.with_run_name(command, launch.check_name(name)),
-        name=name,
-        cluster=cluster,
-        tpu_type=tpu_type,
-        image=image,
-        slices=slices,
-        project=project,
-        zone=zone,
-        restarts=restarts,
-        dry_run=not submit,
-    )
-    how = "name a mounted bucket or file system by its whole path, as in -- train ... run.dir=/gcs/runs"
-    launch.warn_of_loss(command, "/", how)
+    words = schedulers.xpk_command(**_arguments(ctx), dry_run=not submit)
+    fix = "name a mounted bucket or file system by its whole path, as in -- train ... run.dir=/gcs/runs"
+    launch.warn_of_loss(command, "/", fix)
     print(shlex.join(words), flush=True)
-    if submit or xpk.is_installed():
-        sys.exit(xpk.create(words))
-    print(f"xpk is not installed, so it was not tried: {xpk.INSTALL}", file=sys.stderr)
+    if shutil.which("xpk"):
+        sys.exit(subprocess.run(words).returncode)
+    if submit:
+        raise UserError("xpk is not installed: run pip install xpk, then the command above")
+    print("xpk is not installed, so it was not tried: pip install xpk", file=sys.stderr)
 
 
 def k8s(
+    ctx: typer.Context,
     command: Command,
     name: Name,
     image: Image,
@@ -139,19 +126,21 @@ def k8s(
 
     minitext launch k8s --name big --image IMAGE --claim runs -- train laptop run.dir=/runs | kubectl apply -f -
     """
-    from minitext.distributed import launch
-    from minitext.distributed.launch import jobset
+    import yaml
 
-    words = launch.with_run_name(command, launch.check_name(name))
-    made = jobset.manifest(
-        words,
-        name=name,
-        image=image,
-        processes=processes,
-        gpus=gpus,
-        claim=claim,
-        restarts=restarts,
-    )
-    how = "add --claim NAME, a PersistentVolumeClaim, and -- train ... run.dir=/runs"
-    launch.warn_of_loss(command, "/runs/" if claim else None, how)
-    print(jobset.to_yaml(made), end="")
+    from minitext.distributed import launch
+    from minitext.distributed.launch import schedulers
+
+    made = schedulers.jobset(**_arguments(ctx))
+    fix = "add --claim NAME, a PersistentVolumeClaim, and -- train ... run.dir=/runs"
+    launch.warn_of_loss(command, "/runs/" if claim else None, fix)
+    print(yaml.safe_dump(made, sort_keys=False), end="")
+
+
+def _arguments(ctx: typer.Context) -> dict[str, Any]:
+    """Returns a command's arguments for its function in `schedulers`, with a name for the run."""
+    from minitext.distributed import launch
+
+    options = {key: value for key, value in ctx.params.items() if key != "submit"}
+    name = launch.check_name(options["name"])
+    return options | {"command": launch.with_run_name(options["command"], name)}

@@ -1,27 +1,34 @@
-"""Which job a process belongs to: a decision table over the environment that its launcher left.
+"""Which job a process belongs to: a decision table over the environment variables that its launcher set.
 
 The first row that applies decides:
 
-    row        told by                                     coordinator
+    row        applies if                                  coordinator
     none       MINITEXT_CLUSTER=none                       this process is alone
-    explicit   MINITEXT_COORDINATOR, MINITEXT_PROCESSES,   as told; the last two may be left to a launcher below
+    explicit   MINITEXT_COORDINATOR, MINITEXT_PROCESSES,   as given; a launcher below may supply the last two
                MINITEXT_PROCESS_ID
     file       MINITEXT_CLUSTER_FILE, polled               as the file says
-    tpu        MINITEXT_CLUSTER=tpu, several hosts in      JAX finds it by itself
+    tpu        MINITEXT_CLUSTER=tpu, several hosts in      JAX finds it
                TPU_WORKER_HOSTNAMES, MEGASCALE_NUM_SLICES
     mpi        OMPI_COMM_WORLD_SIZE                        the host of mpirun
     slurm      SLURM_STEP_NODELIST and more than one task  the first node of the step
-    mpi        PMI_SIZE                                    this host, if all processes are on it
+    mpi        PMI_SIZE                                    this host, if all processes run on it
     jobset     JOBSET_NAME, REPLICATED_JOB_NAME            the DNS name of pod 0
 
-Open MPI stands before SLURM because mpirun starts its daemons with srun, whose variables its processes inherit;
-PMI stands after it because srun sets those too. A job of one process is no cluster, nor is a shell in an allocation.
-Nothing here imports JAX or opens a connection, so each row is a test. MINITEXT_LOCAL_DEVICE_IDS says which of a host's
-accelerators are a process's; how many CPU devices it simulates, MINITEXT_LOCAL_DEVICES, is the concern of `devices`.
+Open MPI comes before SLURM because mpirun starts its daemons with srun, whose variables its processes inherit; PMI
+comes after it because srun sets those too. One process alone isn't a cluster, nor is a shell in an allocation.
+
+JAX detects clusters too, and does it for TPUs. The other rows stay here because of what JAX 0.10.2 made of the tests'
+environments. On SLURM it takes a shell (`srun --pty`) for a process of the job, `rack[1-2]n[08,10]` for the node
+`rack1`, and gives one process per node one GPU of eight; Open MPI needs a variable of mpirun's, other MPIs need mpi4py,
+and Kubernetes its API and client. No contradiction is an error.
+
+Nothing here imports JAX or opens a connection, so each row can be tested. MINITEXT_LOCAL_DEVICE_IDS chooses among a
+host's accelerators for a process; `devices` reads MINITEXT_LOCAL_DEVICES, the number of CPU devices to simulate.
 
 Chapters: 21.
 """
 
+import itertools
 import json
 import os
 import re
@@ -33,115 +40,16 @@ from typing import Any
 
 from minitext.errors import UserError
 
-PORT = 8476  # of the coordinator, where nothing says another
+Env = Mapping[str, str]
 
-
-def number(env: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
-    """Reads a whole number.
-
-    Args:
-      env: environment variables.
-      name: of the variable.
-      least: the smallest number it may be.
-      default: what it is where the variable is not set; None: it must be set.
-
-    Raises:
-      UserError: if it is not set, no whole number, or too small.
-    """
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None:
-        raise UserError(f"{name} is not set: set it to a whole number, {least} or more")
-    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < least:
-        raise UserError(f"{name}={text!r} is not a whole number, {least} or more: mend or unset it")
-    return int(text)
-
-
-def numbers(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:
-    """Reads whole numbers with commas between them, None where the variable is not set.
-
-    Raises:
-      UserError: if it is anything else.
-    """
-    text = env.get(name)
-    if text is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
-        raise UserError(f"{name}={text!r}: expected numbers such as 0,1")
-    return tuple(int(part) for part in text.split(","))
-
-
-def check_index(index: int, count: int, index_name: str, count_name: str) -> None:
-    """Checks that there is an `index` among `count`.
-
-    Raises:
-      UserError: with both names and values, if there is not.
-    """
-    if not 0 <= index < count:
-        raise UserError(
-            f"{index_name}={index} and {count_name}={count} contradict each other: they are numbered from 0 to "
-            f"{count - 1}"
-        )
-
-
-def address(text: str, name: str) -> str:
-    """Checks `host`, `host:port` or `[address]:port`, and adds the port if it is missing.
-
-    Raises:
-      UserError: if it is none of these.
-    """
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?", text.strip())
-    if not found or not 0 < int(found[2] or PORT) < 65_536:
-        raise UserError(f"{name}={text!r} is no address: expected HOST:PORT, such as node01:{PORT}")
-    return f"{found[1]}:{found[2] or PORT}"
-
-
-def nodes(text: str) -> list[str]:
-    """Expands SLURM's short form of node names: `a[01-03,7],b` is a01, a02, a03, a7, b.
-
-    Raises:
-      UserError: if it is no list of nodes.
-    """
-    names = []
-    for part in _split_outside_brackets(text):
-        pieces = re.findall(r"\[([^\[\]]*)\]|([^\[\]]+)", part)
-        if "".join(f"[{a}]" if a else b for a, b in pieces) != part or not part:
-            raise UserError(f"{text!r} is no list of nodes: expected one like node[01-04,7],login2")
-        found = [""]
-        for ranges, plain in pieces:
-            ends = _expand_ranges(ranges, text) if ranges else [plain]
-            found = [name + end for name in found for end in ends]
-        names += found
-    return names
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return re.split(r",(?![^\[]*\])", text.strip())
-
-
-def _expand_ranges(ranges: str, text: str) -> list[str]:
-    ends = []
-    for part in ranges.split(","):
-        bounds = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
-        low, high = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
-        if int(high) < int(low) or int(high) - int(low) > 1_000_000:
-            raise UserError(f"{text!r} is no list of nodes: {part!r} in it is no range of numbers")
-        ends += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    return ends
-
-
-FILE_SECONDS = 300  # how long an orchestrator may take to write its file
+PORT = 8476  # of the coordinator, by default
+FILE_SECONDS = 300  # for an orchestrator to write its file
 FILE_FORM = (
     'expected {"coordinator": "host:port", "processes": 4, "process_id": 0}, or "hosts" in place of '
     "the last two"
 )
 COORDINATOR = "MINITEXT_COORDINATOR"
 EXPLICIT = (COORDINATOR, "MINITEXT_PROCESSES", "MINITEXT_PROCESS_ID")
-_JOB_PORTS = (
-    61_440,
-    4_096,
-)  # JAX's own: the first, and how many, from which a job's number chooses one
 
 
 @dataclass(frozen=True)
@@ -153,7 +61,7 @@ class Cluster:
       coordinator: `host:port` of process 0; None where JAX finds it (`tpu`).
       processes: in the job, at least 2; None where JAX finds it.
       index: of this process, from 0; None where JAX finds it.
-      local_device_ids: the host's accelerators that are this process's; None: all of them.
+      local_device_ids: which of the host's accelerators this process uses; None: all.
     """
 
     kind: str
@@ -164,24 +72,24 @@ class Cluster:
 
 
 def find_cluster(
-    env: Mapping[str, str] | None = None,
+    env: Env | None = None,
     *,
     hostname: Callable[[], str] = lambda: os.uname().nodename,
     read: Callable[[str], str | None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Cluster | None:
-    """Returns the job that the environment tells of, or None where this process is alone.
+    """Returns the job that the environment describes, or None where this process is alone.
 
     Args:
       env: environment variables; by default the process's own.
       hostname: returns this host's name, looked up in the `hosts` of a cluster file.
-      read: returns a file's text, or None while it is not there.
-      sleep: waits so many seconds between two looks at a cluster file.
-      clock: seconds, of which only differences count.
+      read: returns a file's text, or None while there is no file.
+      sleep: waits some seconds between two looks at a cluster file.
+      clock: returns seconds; only differences count.
 
     Raises:
-      UserError: if variables are missing, malformed, or contradict each other, or the cluster file never comes.
+      UserError: if variables are missing, malformed, or contradict each other, or the cluster file never appears.
     """
     env = dict(os.environ if env is None else env)
     asked = env.get("MINITEXT_CLUSTER", "")
@@ -189,200 +97,58 @@ def find_cluster(
         raise UserError(f"MINITEXT_CLUSTER={asked}: choose none or tpu, or unset it")
     if asked == "none":
         return None
-    # A file may leave it to the process's own environment which process it is.
     by_file = "MINITEXT_CLUSTER_FILE" in env
+    # Beside a file, a process's own environment may still give its index.
     explicit = [name for name in EXPLICIT[: 2 if by_file else 3] if name in env]
     if by_file and explicit:
         raise UserError(f"{explicit[0]} and MINITEXT_CLUSTER_FILE are both set: unset one of them")
     if explicit:
         found = _explicit(env)
     elif by_file:
-        found = _from_file(env, hostname, read or _read, sleep, clock)
+        path = env["MINITEXT_CLUSTER_FILE"]
+        found = _from_file(env, path, _wait_for(env, path, read or _read, sleep, clock), hostname)
     elif asked == "tpu" or _several_tpu_hosts(env):
         return Cluster("tpu")
     else:
         found = _launched(env)
-    return None if found is None or found.processes == 1 else found
+    ids = None if found is None else numbers(env, "MINITEXT_LOCAL_DEVICE_IDS")
+    if found is None or found.processes == 1:
+        return None
+    return found if ids is None else replace(found, local_device_ids=ids)
 
 
-def _explicit(env: Mapping[str, str]) -> Cluster:
-    """What MINITEXT_* say, with the numbers of a launcher where they name a coordinator alone."""
+def _explicit(env: Env) -> Cluster:
+    """Reads MINITEXT_*; if these give a coordinator alone, a launcher may supply the numbers."""
     missing = [name for name in EXPLICIT if name not in env]
     if missing == list(EXPLICIT[1:]) and (launched := _launched(env)) is not None:
-        coordinator = address(env[EXPLICIT[0]], EXPLICIT[0])
+        coordinator = address(env[COORDINATOR], COORDINATOR)
         return replace(launched, kind="explicit", coordinator=coordinator)
     if missing:
         raise UserError(
             f"of {', '.join(EXPLICIT)} there is no {' and no '.join(missing)}: set all, or none"
         )
-    coordinator, processes, index = EXPLICIT
-    count, here = number(env, processes, 1), number(env, index, 0)
-    check_index(here, count, index, processes)
-    return _cluster(env, "explicit", address(env[coordinator], coordinator), count, here)
+    processes, index = _position(env, EXPLICIT[2], EXPLICIT[1])
+    return Cluster("explicit", address(env[COORDINATOR], COORDINATOR), processes, index)
 
 
-def _from_file(
-    env: Mapping[str, str],
-    hostname: Callable[[], str],
+def _wait_for(
+    env: Env,
+    path: str,
     read: Callable[[str], str | None],
     sleep: Callable[[float], None],
     clock: Callable[[], float],
-) -> Cluster:
-    """What a file says that an orchestrator writes, once it is there."""
-    path = env["MINITEXT_CLUSTER_FILE"]
+) -> str:
+    """Returns the text of the cluster file once an orchestrator has written it."""
     limit = number(env, "MINITEXT_CLUSTER_SECONDS", 0, FILE_SECONDS)
     end = clock() + limit
     while (text := read(path)) is None:
         if clock() >= end:
             raise UserError(
-                f"MINITEXT_CLUSTER_FILE={path} did not come in {limit} s: look at what should write it, or set "
-                "MINITEXT_CLUSTER_SECONDS higher"
+                f"MINITEXT_CLUSTER_FILE={path} did not appear in {limit} s: check what should write it, or raise "
+                "MINITEXT_CLUSTER_SECONDS"
             )
         sleep(1.0)
-    told = _parse_file(path, text)
-    hosts, processes, index = told.get("hosts"), told["processes"], told.get("process_id")
-    if "MINITEXT_PROCESS_ID" in env:
-        index = number(env, "MINITEXT_PROCESS_ID", 0)
-    elif index is None and hosts is not None:
-        times = hosts.count(hostname())
-        if times != 1:
-            raise UserError(
-                f"MINITEXT_CLUSTER_FILE={path} has this host, {hostname()}, {times} times among its hosts: name it "
-                "once, or set MINITEXT_PROCESS_ID"
-            )
-        index = hosts.index(hostname())
-    if index is None:
-        raise UserError(f"MINITEXT_CLUSTER_FILE={path} has no process_id and no hosts: {FILE_FORM}")
-    check_index(index, processes, "process_id", f"processes in {path}")
-    return _cluster(env, "file", told["coordinator"], processes, index)
-
-
-def _parse_file(path: str, text: str) -> dict[str, Any]:
-    """Checks a cluster file; fills in `processes`, and the port of `coordinator`."""
-
-    def fault(what: str) -> UserError:
-        return UserError(f"MINITEXT_CLUSTER_FILE={path} {what}: {FILE_FORM}")
-
-    try:
-        told = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise fault(f"is not JSON ({error})") from error
-    if not isinstance(told, dict) or not isinstance(told.get("coordinator"), str):
-        raise fault("names no coordinator")
-    hosts = told.get("hosts")
-    if hosts is not None and not isinstance(hosts, list):
-        raise fault(f"has hosts={hosts!r}")
-    told.setdefault("processes", len(hosts) if hosts else None)
-    if type(told["processes"]) is not int or told["processes"] < 1:
-        raise fault(f"has processes={told['processes']!r}")
-    if hosts is not None and len(hosts) != told["processes"]:
-        raise fault(f"has {len(hosts)} hosts and processes={told['processes']}")
-    if type(told.get("process_id", 0)) is not int:
-        raise fault(f"has process_id={told['process_id']!r}")
-    return told | {"coordinator": address(told["coordinator"], f"coordinator in {path}")}
-
-
-def _several_tpu_hosts(env: Mapping[str, str]) -> bool:
-    hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES", ""))
-    slices = number(env, "MEGASCALE_NUM_SLICES", 1, 1)
-    return slices > 1 or len([host for host in hosts.split(",") if host.strip()]) > 1
-
-
-def _launched(env: Mapping[str, str]) -> Cluster | None:
-    """The rows of what starts processes: Open MPI, SLURM, other MPIs, Kubernetes JobSet."""
-    if "OMPI_COMM_WORLD_SIZE" in env:
-        names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
-        return _mpi(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
-    if _is_slurm_step(env):
-        return _slurm(env)
-    if "PMI_SIZE" in env:
-        return _mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return _jobset(env) if "JOBSET_NAME" in env else None
-
-
-def _is_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this as one of several; sbatch's script and a shell in an allocation are neither."""
-    if "SLURM_STEP_NODELIST" not in env or "SLURM_PTY_PORT" in env:
-        return False
-    return number(env, "SLURM_NTASKS", 1, 1) > 1
-
-
-def _slurm(env: Mapping[str, str]) -> Cluster:
-    tasks = number(env, "SLURM_NTASKS", 1)
-    index = number(env, "SLURM_PROCID", 0)
-    check_index(index, tasks, "SLURM_PROCID", "SLURM_NTASKS")
-    if number(env, "PMI_SIZE", 1, tasks) != tasks:
-        raise UserError(
-            f"PMI_SIZE={env['PMI_SIZE']} and SLURM_NTASKS={tasks} contradict each other: start the processes with "
-            f"srun alone, or set {', '.join(EXPLICIT)}"
-        )
-    hosts = nodes(env["SLURM_STEP_NODELIST"])
-    ids = _own_device(env, "SLURM_LOCALID") if tasks > len(hosts) else None
-    first, count = _JOB_PORTS
-    port = first + number(env, "SLURM_JOB_ID", 0) % count
-    return _cluster(env, "slurm", f"{hosts[0]}:{port}", tasks, index, ids)
-
-
-def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Cluster:
-    processes, index = number(env, size, 1), number(env, rank, 0)
-    check_index(index, processes, rank, size)
-    here = number(env, local_size, 1, 1)
-    # Where mpirun runs, as Open MPI writes it: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
-    uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://\[?([^,\]:]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
-    if COORDINATOR in env:
-        coordinator = env[COORDINATOR]
-    elif here == processes:
-        coordinator = f"127.0.0.1:{PORT}"
-    elif uri:
-        first, count = _JOB_PORTS
-        coordinator = f"{uri[2]}:{first + (int(uri[1]) >> 12) % count}"
-    else:
-        raise UserError(
-            f"{size}={processes} and MPI does not say where process 0 is: set {COORDINATOR}=HOST:"
-            f"{PORT}"
-        )
-    ids = _own_device(env, local_rank) if here > 1 else None
-    return _cluster(env, "mpi", coordinator, processes, index, ids)
-
-
-def _jobset(env: Mapping[str, str]) -> Cluster:
-    if "REPLICATED_JOB_NAME" not in env:
-        raise UserError("JOBSET_NAME is set and REPLICATED_JOB_NAME is not: set both, or neither")
-    pods, pod = (
-        number(env, "PROCESSES_IN_JOB", 1),
-        number(env, "JOB_COMPLETION_INDEX", 0),
-    )
-    jobs, job = number(env, "JOBS", 1, 1), number(env, "JOB_INDEX", 0, 0)
-    check_index(pod, pods, "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB")
-    check_index(job, jobs, "JOB_INDEX", "JOBS")
-    # Of pod 0 of job 0; JobSet makes the domain, which has the set's own name.
-    pod_0 = f"{env['JOBSET_NAME']}-{env['REPLICATED_JOB_NAME']}-0-0.{env['JOBSET_NAME']}"
-    address = f"{pod_0}:{PORT}"
-    return _cluster(env, "jobset", address, pods * jobs, job * pods + pod)
-
-
-def _own_device(env: Mapping[str, str], local_rank: str) -> tuple[int, ...] | None:
-    """Of several processes on a host, each takes the GPU of its number, unless the launcher shows it only one."""
-    visible = env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES"))
-    if local_rank not in env or (visible is not None and visible.count(",") == 0):
-        return None
-    here = number(env, local_rank, 0)
-    count = here + 1 if visible is None else visible.count(",") + 1
-    check_index(here, count, local_rank, "the number of visible GPUs")
-    return (here,)
-
-
-def _cluster(
-    env: Mapping[str, str],
-    kind: str,
-    coordinator: str,
-    processes: int,
-    index: int,
-    ids: tuple[int, ...] | None = None,
-) -> Cluster:
-    """Adds which devices are this process's: as MINITEXT_* say, or else `ids`."""
-    told = numbers(env, "MINITEXT_LOCAL_DEVICE_IDS")
-    return Cluster(kind, coordinator, processes, index, ids if told is None else told)
+    return text
 
 
 def _read(path: str) -> str | None:
@@ -394,3 +160,219 @@ def _read(path: str) -> str | None:
         raise UserError(
             f"MINITEXT_CLUSTER_FILE={path} cannot be read: {error}: name a file this process can read"
         ) from error
+
+
+def _from_file(env: Env, path: str, text: str, hostname: Callable[[], str]) -> Cluster:
+    content = _parse_file(path, text)
+    hosts, processes, index = content["hosts"], content["processes"], content.get("process_id")
+    if EXPLICIT[2] in env:
+        index = number(env, EXPLICIT[2], 0)
+    elif index is None and hosts is not None:
+        if (times := hosts.count(hostname())) != 1:
+            raise UserError(
+                f"MINITEXT_CLUSTER_FILE={path} has this host, {hostname()}, {times} times among its hosts: name it "
+                f"once, or set {EXPLICIT[2]}"
+            )
+        index = hosts.index(hostname())
+    if index is None:
+        raise UserError(f"MINITEXT_CLUSTER_FILE={path} has no process_id and no hosts: {FILE_FORM}")
+    check_index(index, processes, "process_id", f"processes in {path}")
+    coordinator = address(content["coordinator"], f"coordinator in {path}")
+    return Cluster("file", coordinator, processes, index)
+
+
+def _parse_file(path: str, text: str) -> dict[str, Any]:
+    """Checks the types in a cluster file; fills in `hosts` and `processes`."""
+
+    def fault(what: str) -> UserError:
+        return UserError(f"MINITEXT_CLUSTER_FILE={path} {what}: {FILE_FORM}")
+
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise fault(f"is not JSON ({error})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("coordinator"), str):
+        raise fault("names no coordinator")
+    hosts = content.setdefault("hosts", None)
+    if not isinstance(hosts, list | None):
+        raise fault(f"has hosts={hosts!r}")
+    processes = content.setdefault("processes", len(hosts) if hosts else None)
+    if type(processes) is not int or processes < 1:
+        raise fault(f"has processes={processes!r}")
+    if hosts is not None and len(hosts) != processes:
+        raise fault(f"has {len(hosts)} hosts and processes={processes}")
+    if type(content.get("process_id", 0)) is not int:
+        raise fault(f"has process_id={content['process_id']!r}")
+    return content
+
+
+def _several_tpu_hosts(env: Env) -> bool:
+    hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES", ""))
+    slices = number(env, "MEGASCALE_NUM_SLICES", 1, 1)
+    return slices > 1 or len([host for host in hosts.split(",") if host.strip()]) > 1
+
+
+def _launched(env: Env) -> Cluster | None:
+    """The rows of the programs that start processes: Open MPI, SLURM, other MPIs, Kubernetes JobSet."""
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+        return _mpi(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
+    # srun started this process as one of several; sbatch's script and a shell in an allocation aren't.
+    step = "SLURM_STEP_NODELIST" in env and "SLURM_PTY_PORT" not in env
+    if step and number(env, "SLURM_NTASKS", 1, 1) > 1:
+        return _slurm(env)
+    if "PMI_SIZE" in env:
+        return _mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _jobset(env) if "JOBSET_NAME" in env else None
+
+
+def _slurm(env: Env) -> Cluster:
+    tasks, index = _position(env, "SLURM_PROCID", "SLURM_NTASKS")
+    if number(env, "PMI_SIZE", 1, tasks) != tasks:
+        raise UserError(
+            f"PMI_SIZE={env['PMI_SIZE']} and SLURM_NTASKS={tasks} contradict each other: start the processes with "
+            f"srun alone, or set {', '.join(EXPLICIT)}"
+        )
+    hosts = nodes(env["SLURM_STEP_NODELIST"])
+    ids = _own_device(env, "SLURM_LOCALID") if tasks > len(hosts) else None
+    port = _port_of_job(number(env, "SLURM_JOB_ID", 0))
+    return Cluster("slurm", f"{hosts[0]}:{port}", tasks, index, ids)
+
+
+def _mpi(env: Env, rank: str, size: str, local_rank: str, local_size: str) -> Cluster:
+    processes, index = _position(env, rank, size)
+    here = number(env, local_size, 1, 1)
+    # Where mpirun runs, as Open MPI writes it: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
+    uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://\[?([^,\]:]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if COORDINATOR in env:
+        coordinator = env[COORDINATOR]
+    elif here == processes:
+        coordinator = f"127.0.0.1:{PORT}"
+    elif uri:
+        coordinator = f"{uri[2]}:{_port_of_job(int(uri[1]) >> 12)}"
+    else:
+        raise UserError(
+            f"{size}={processes} and MPI does not say where process 0 is: set {COORDINATOR}=HOST:{PORT}"
+        )
+    ids = _own_device(env, local_rank) if here > 1 else None
+    return Cluster("mpi", coordinator, processes, index, ids)
+
+
+def _jobset(env: Env) -> Cluster:
+    if "REPLICATED_JOB_NAME" not in env:
+        raise UserError("JOBSET_NAME is set and REPLICATED_JOB_NAME is not: set both, or neither")
+    pods, pod = _position(env, "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB")
+    jobs, job = _position({"JOBS": "1", "JOB_INDEX": "0"} | dict(env), "JOB_INDEX", "JOBS")
+    # Pod 0 of job 0; JobSet names the DNS domain after the set.
+    pod_0 = f"{env['JOBSET_NAME']}-{env['REPLICATED_JOB_NAME']}-0-0.{env['JOBSET_NAME']}"
+    return Cluster("jobset", f"{pod_0}:{PORT}", pods * jobs, job * pods + pod)
+
+
+def _port_of_job(job: int) -> int:
+    """Returns the port that JAX would choose too; two jobs on one node seldom have the same."""
+    return 61_440 + job % 4096
+
+
+def _own_device(env: Env, local_rank: str) -> tuple[int, ...] | None:
+    """Gives a process the GPU of its rank on its host, unless the launcher shows it only one."""
+    visible = env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES"))
+    if local_rank not in env or (visible is not None and visible.count(",") == 0):
+        return None
+    here = number(env, local_rank, 0)
+    if visible is not None:
+        check_index(here, visible.count(",") + 1, local_rank, "the number of visible GPUs")
+    return (here,)
+
+
+def _position(env: Env, index_name: str, count_name: str) -> tuple[int, int]:
+    """Reads how many processes there are and which of them this one is."""
+    count, index = number(env, count_name, 1), number(env, index_name, 0)
+    check_index(index, count, index_name, count_name)
+    return count, index
+
+
+def number(env: Env, name: str, least: int, default: int | None = None) -> int:
+    """Reads a whole number.
+
+    Args:
+      env: environment variables.
+      name: of the variable.
+      least: the smallest number it may be.
+      default: its value where the variable isn't set; None: it must be set.
+
+    Raises:
+      UserError: if it isn't set, isn't a whole number, or is too small.
+    """
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise UserError(f"{name} is not set: set it to a whole number, {least} or more")
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < least:
+        raise UserError(f"{name}={text!r} is not a whole number, {least} or more: fix or unset it")
+    return int(text)
+
+
+def numbers(env: Env, name: str) -> tuple[int, ...] | None:
+    """Reads whole numbers separated by commas; None where the variable isn't set.
+
+    Raises:
+      UserError: if it is anything else.
+    """
+    text = env.get(name)
+    if text is not None and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+        raise UserError(f"{name}={text!r}: expected numbers such as 0,1")
+    return None if text is None else tuple(map(int, text.split(",")))
+
+
+def check_index(index: int, count: int, index_name: str, count_name: str) -> None:
+    """Checks that `index` is one of `count`.
+
+    Raises:
+      UserError: with both names and values, if it isn't.
+    """
+    if not 0 <= index < count:
+        raise UserError(
+            f"{index_name}={index} and {count_name}={count} contradict each other: indices go from 0 to {count - 1}"
+        )
+
+
+def address(text: str, name: str) -> str:
+    """Checks `host`, `host:port` or `[address]:port`, and adds the port if it is missing.
+
+    Raises:
+      UserError: if it is none of these.
+    """
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?", text.strip())
+    if not found or not 0 < int(found[2] or PORT) < 65_536:
+        raise UserError(
+            f"{name}={text!r} is not an address: write HOST:PORT, such as node01:{PORT}"
+        )
+    return f"{found[1]}:{found[2] or PORT}"
+
+
+def nodes(text: str) -> list[str]:
+    """Expands SLURM's short form of node names: `a[01-03,7],b` is a01, a02, a03, a7, b.
+
+    Raises:
+      UserError: if it isn't a list of nodes.
+    """
+    names = []
+    for part in re.split(r",(?![^\[]*\])", text.strip()):
+        pieces = re.findall(r"\[([^\[\]]*)\]|([^\[\]]+)", part)
+        if "".join(f"[{a}]" if a else b for a, b in pieces) != part or not part:
+            raise UserError(f"{text!r} is not a list of nodes: write one like node[01-04,7],login2")
+        endings = [_in_ranges(ranges, text) if ranges else [plain] for ranges, plain in pieces]
+        names += map("".join, itertools.product(*endings))
+    return names
+
+
+def _in_ranges(ranges: str, text: str) -> list[str]:
+    found = []
+    for part in ranges.split(","):
+        bounds = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        low, high = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
+        if not 0 <= int(high) - int(low) <= 1_000_000:
+            raise UserError(f"{text!r} is not a list of nodes: {part!r} in it is not a range")
+        found += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
+    return found

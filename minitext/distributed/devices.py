@@ -1,6 +1,6 @@
-"""How a process starts: on the accelerator if there is one, else on the CPU, whole or in simulated parts.
+"""Starting JAX: on the accelerator if there is one, otherwise on the CPU, as one device or as several simulated ones.
 
-Must run before JAX starts its backends; importing JAX is early enough.
+`start` must run before JAX starts its backends; JAX may already be imported.
 
 Chapters: 9.
 """
@@ -27,23 +27,22 @@ _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool = False) -> None:
-    """Chooses JAX's platform and the number of CPU devices, and lets Python collect garbage less often.
+    """Chooses JAX's platform and the number of CPU devices, and makes Python collect garbage less often.
 
-    A platform named in the environment variable `JAX_PLATFORMS` is kept. Otherwise JAX runs on the accelerator if
-    one is there, and on the CPU if there is none or if simulated devices are asked for. Calling it again with the
-    same number changes nothing.
+    JAX_PLATFORMS is kept if it is set. Otherwise JAX runs on the accelerator if there is one, and on the CPU if there
+    is none or simulated devices are asked for. Calling it again with the same number changes nothing.
 
     Args:
-      simulate: CPU devices to simulate, over all processes; None takes what is there.
-      keep_memory: on the CPU, keep the memory that a program frees for the next one: a training step is a quarter
-        faster, compiling slower by as much.
-      join: join the job of several processes that the environment tells of, if it does.
+      simulate: CPU devices to simulate, in all processes together; None takes what is there.
+      keep_memory: on the CPU, keep the memory that a program frees for the next one: a training step gets a quarter
+        faster, and compiling slower by as much.
+      join: join the job of several processes that the environment describes, if there is one.
 
     Raises:
       UserError: if JAX had already started with another number of devices, or runs on another platform.
     """
-    # Importing JAX and tracing make hundreds of thousands of objects that stay, and few cycles. Python's collector,
-    # which by default looks at them after every 700 more, would take a quarter of the time until the first step.
+    # Importing JAX and tracing make hundreds of thousands of objects that stay, and few cycles. By default Python
+    # collects after every 700 more, which would take a quarter of the time until the first step.
     gc.set_threshold(50_000, 20, 100)
     if "JAX_PLATFORMS" not in os.environ and (simulate or not accelerator_is_visible()):
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -60,9 +59,9 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
     if platforms:
         jax.config.update("jax_platforms", platforms)  # JAX read the variable when it was imported
     cluster = find_cluster() if join else None
-    here, told = simulate, number(os.environ, "MINITEXT_LOCAL_DEVICES", 1, 0)
-    if join and told:
-        here, simulate = told, None  # the launcher's word: the mesh takes what there is
+    here, launched = simulate, number(os.environ, "MINITEXT_LOCAL_DEVICES", 1, 0)
+    if join and launched:
+        here, simulate = launched, None  # the launcher decides, and the mesh takes what there is
     elif cluster is not None and cluster.processes is not None and simulate is not None:
         here = simulate // cluster.processes
         if simulate % cluster.processes:
@@ -71,7 +70,7 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
                 f"or the sizes of the mesh, to a multiple of {cluster.processes}"
             )
     if here is not None:
-        with contextlib.suppress(RuntimeError):  # JAX has started: what it has may be enough
+        with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough devices
             jax.config.update("jax_num_cpu_devices", here)
     if cluster is not None:
         job.start(cluster)
@@ -84,7 +83,7 @@ def start(simulate: int | None = None, *, keep_memory: bool = False, join: bool 
 
 
 def simulate_for(sizes: Sequence[int], asked: int | None) -> int | None:
-    """Returns how many CPU devices to simulate for a mesh: as asked, or, without an accelerator, as it needs.
+    """Returns how many CPU devices to simulate for a mesh: as asked, or without an accelerator as many as it needs.
 
     Args:
       sizes: of the mesh's axes; -1 takes what is there.
@@ -96,19 +95,24 @@ def simulate_for(sizes: Sequence[int], asked: int | None) -> int | None:
 
 
 def accelerator_is_visible() -> bool:
-    """Returns whether JAX could find a TPU or GPU, told from files and plugins without starting JAX."""
-    if importlib.util.find_spec("libtpu") and any(glob.glob(pattern) for pattern in _TPU_FILES):
-        return True
-    return has_gpu_plugin() and any(os.path.exists(p) for p in _GPU_FILES)
+    """Returns whether JAX could find a TPU or GPU, judging by files and plugins, without starting JAX."""
+    tpu = importlib.util.find_spec("libtpu") is not None and any(map(glob.glob, _TPU_FILES))
+    return tpu or (has_gpu_plugin() and any(map(os.path.exists, _GPU_FILES)))
+
+
+def has_gpu_plugin() -> bool:
+    """Returns whether JAX's CUDA or ROCm plugin is installed; it compiles for GPUs even on machines without one."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    paths = plugins.submodule_search_locations if plugins else None
+    return any(module.name.startswith(_GPU_PLUGINS) for module in pkgutil.iter_modules(paths or []))
 
 
 def _keep_freed_memory() -> None:
-    """Makes the C library keep large blocks that are freed, where it is glibc (Linux).
+    """Makes glibc (the C library of most Linux systems) keep large blocks that are freed.
 
-    XLA's CPU backend asks for a program's temporaries anew at each call. glibc maps blocks of that size and unmaps
-    them, so that every step pays for page faults on all of them. With one arena that neither maps nor trims, the
-    pages stay, and the process keeps its largest size; but the compiler's threads then wait for each other to
-    allocate. mallopt(3) describes the numbers.
+    XLA's CPU backend allocates a program's temporaries at each call. glibc maps and unmaps blocks of that size, so
+    every step pays for page faults on all of them. With one arena that neither maps nor trims, the pages stay and the
+    process never shrinks; but the compiler's threads then wait for each other to allocate. See mallopt(3).
     """
     TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
     with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -118,17 +122,8 @@ def _keep_freed_memory() -> None:
         libc.mallopt(ARENA_MAX, 1)  # other arenas can't hold such blocks, and would map them
 
 
-def has_gpu_plugin() -> bool:
-    """Returns whether JAX's CUDA or ROCm plugin is installed; it compiles for GPUs also where none is."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    if plugins is None or plugins.submodule_search_locations is None:
-        return False
-    names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
-    return any(name.startswith(_GPU_PLUGINS) for name in names)
-
-
 def check_profiler() -> None:
-    """Refuses to profile where libtpu is loaded and no TPU is there: its profiler, which JAX then starts too, crashes.
+    """Refuses to profile if libtpu is loaded without a TPU: JAX would start libtpu's profiler too, which crashes.
 
     Raises:
       UserError: in a process that has compiled for TPUs.
@@ -154,10 +149,10 @@ def use_compilation_cache() -> None:
 
 
 def quick_compile(platform: str) -> dict[str, Any]:
-    """Returns compiler options for programs whose speed is of no interest: on CPUs they compile in a third of the time.
+    """Returns compiler options for programs whose speed doesn't matter; on CPUs they compile in a third of the time.
 
-    They do without LLVM's optimisations, XLA's newer way of making fusions, and small modules for many cores. What is
-    computed and sent is the same. For other platforms there are none.
+    They switch off LLVM's optimisations, XLA's newer fusion emitters, and splitting into modules for many cores. The
+    program computes and sends the same. Other platforms have no such options.
     """
     if platform != "cpu":
         return {}

@@ -117,7 +117,7 @@ FAULTS = {
     "kind": ({"MINITEXT_CLUSTER": "gpu"}, "choose none or tpu"),
     "device ids": (TOLD | {"MINITEXT_LOCAL_DEVICE_IDS": "0;1"}, "MINITEXT_LOCAL_DEVICE_IDS='0;1'"),
     "slurm index": (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 and SLURM_NTASKS=4"),
-    "slurm nodes": (SLURM | {"SLURM_STEP_NODELIST": "node[7-"}, "no list of nodes"),
+    "slurm nodes": (SLURM | {"SLURM_STEP_NODELIST": "node[7-"}, "not a list of nodes"),
     "slurm and another": (SLURM | {"PMI_SIZE": "8"}, "PMI_SIZE=8 and SLURM_NTASKS=4"),
     "more processes than GPUs": (
         SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "2"},
@@ -157,8 +157,8 @@ def test_lists_of_nodes(text, expected):
 @pytest.mark.parametrize(
     "text", [*",[]", "", "a[", "a]", "a[]", "a[2-1]", "a[x]", "a[1,]", "a[1-99999999]"]
 )
-def test_what_is_no_list_of_nodes(text):
-    with pytest.raises(UserError, match="no list of nodes"):
+def test_what_is_not_a_list_of_nodes(text):
+    with pytest.raises(UserError, match="not a list of nodes"):
         cluster.nodes(text)
 
 
@@ -190,7 +190,7 @@ def test_a_file(told, more, expected):
         ('{"coordinator": "h0", "processes": 2}', "no process_id and no hosts"),
         ('{"coordinator": "h0", "processes": 2, "process_id": 2}', "process_id=2"),
         ('{"coordinator": "h0", "processes": 2, "process_id": "0"}', "process_id='0'"),
-        ('{"coordinator": "h 0", "processes": 2, "process_id": 0}', "is no address"),
+        ('{"coordinator": "h 0", "processes": 2, "process_id": 0}', "is not an address"),
         ('{"coordinator": "h0", "hosts": ["h0", "h2"]}', "this host, h1, 0 times"),
         ('{"coordinator": "h0", "hosts": ["h1", "h1"]}', "this host, h1, 2 times"),
         ('{"coordinator": "h0", "hosts": "h1"}', "hosts='h1'"),
@@ -218,7 +218,7 @@ def test_a_file_is_waited_for_but_not_for_ever(comes_after):
     if comes_after:
         assert find_cluster(env, read=read, sleep=sleep, clock=lambda: now[0]).index == 1
         return
-    with pytest.raises(UserError, match="did not come in 5 s"):
+    with pytest.raises(UserError, match="did not appear in 5 s"):
         find_cluster(env, read=read, sleep=sleep, clock=lambda: now[0])
     assert 5 <= now[0] <= 6
 

@@ -45,17 +45,15 @@ class Job:
 def cut(part):
     """What the kernel does to the connections of a killed process."""
     part.on_loss = lambda line: None
-    if isinstance(part, Hub):  # its thread dies first, and says nothing of what it sees meanwhile
-        part._ended.set()
-        time.sleep(0.5)
-    lines = [part._line] if isinstance(part, Member) else part._lines
-    for line in lines:
-        line.socket.shutdown(2)
+    if isinstance(part, Hub):
+        part._ended.set()  # its thread ends, and closes all connections without a word
+    else:
+        part._socket.shutdown(2)
 
 
 def freeze(part):
-    """A stopped process holds its connection and says nothing."""
-    part._time_to_beat = lambda: False
+    """A stopped process keeps its connection open and sends nothing."""
+    part._beat = lambda: None
 
 
 def test_a_killed_member_is_told_by_everyone_else():

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from minitext.cli.main import app
 from minitext.distributed import launch
 from minitext.distributed.cluster import Cluster, find_cluster
-from minitext.distributed.launch import jobset, local, slurm, xpk
+from minitext.distributed.launch import local, schedulers
 from minitext.errors import UserError
 
 SCHEMA = json.loads(Path(__file__).with_name("jobset.v1alpha2.json").read_text())
@@ -136,7 +136,7 @@ def test_names_that_a_system_refuses_are_refused(name):
 )
 def test_what_sbatch_could_not_do_is_refused(options, told):
     with pytest.raises(UserError, match=told):
-        slurm.script(TRAIN, name="a", nodes=2, **options)
+        schedulers.slurm_script(TRAIN, name="a", nodes=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_sbatch_could_not_do_is_refused(options, told):
 )
 def test_the_sbatch_script_runs_the_command_and_requeues_failures(code, count, requeued, tmp_path):
     words = [*TRAIN, "data.path=my text.txt", "run.name=big"]
-    text = slurm.script(
+    text = schedulers.slurm_script(
         words, name="big", nodes=4, gpus_per_node=8, processes_per_node=8, partition="p"
     )
     for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=p"):
@@ -169,11 +169,11 @@ def test_the_sbatch_script_runs_the_command_and_requeues_failures(code, count, r
 def test_sbatch_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="there is no sbatch"):
-        slurm.submit("")
+        schedulers.submit("")
 
 
 def test_the_xpk_command_carries_the_train_command_as_one_word():
-    words = xpk.command_line(
+    words = schedulers.xpk_command(
         [*TRAIN, "data.path=a b"],
         name="big",
         cluster="c",
@@ -204,8 +204,8 @@ def test_xpk_runs_where_it_is_installed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("more", [{}, {"gpus": 8, "claim": "runs"}])
 def test_the_jobset_is_valid_and_its_pods_find_each_other(more):
-    made = jobset.manifest(TRAIN, name="big", image="i", processes=3, **more)
-    read = yaml.safe_load(jobset.to_yaml(made))
+    made = schedulers.jobset(TRAIN, name="big", image="i", processes=3, **more)
+    read = yaml.safe_load(yaml.safe_dump(made))
     jsonschema.validate(read, SCHEMA)
     job = read["spec"]["replicatedJobs"][0]
     pod = job["template"]["spec"]["template"]["spec"]
@@ -225,7 +225,7 @@ def test_the_jobset_is_valid_and_its_pods_find_each_other(more):
 
 
 def test_the_schema_refuses_what_kubernetes_would():
-    made = jobset.manifest(TRAIN, name="big", image="i", processes=3)
+    made = schedulers.jobset(TRAIN, name="big", image="i", processes=3)
     made["spec"]["replicatedJobs"][0]["template"]["spec"]["completionModes"] = "Indexed"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(made, SCHEMA)
@@ -243,8 +243,8 @@ def test_the_commands_print_what_the_functions_make():
 @pytest.mark.parametrize(
     ("options", "words", "told"),
     [
-        ([], [], "note: run.dir=runs is in each container alone"),
-        ([], ["run.dir=/runs"], "note: run.dir=/runs is in each container alone"),
+        ([], [], "note: run.dir=runs is inside each container"),
+        ([], ["run.dir=/runs"], "note: run.dir=/runs is inside each container"),
         (["--claim", "disk"], [], "add --claim NAME"),
         (["--claim", "disk"], ["run.dir=/runs2"], "note: run.dir=/runs2 is"),
         (["--claim", "disk"], ["run.dir=/runs"], ""),

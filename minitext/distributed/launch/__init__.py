@@ -1,7 +1,7 @@
-"""Starting one training command as several processes: here, or by SLURM, xpk or Kubernetes.
+"""Starting one training command as several processes: on this machine, or through SLURM, xpk or Kubernetes.
 
-Every launcher runs the same `minitext train ...`; the processes find each other by `cluster.find_cluster`. What a
-launcher adds is a name for the run, so that a restarted job resumes what it began.
+Every launcher runs the same `minitext train ...`, whose processes find each other with `cluster.find_cluster`. What
+a launcher adds is a name for the run, so that a restarted job resumes it.
 
 Chapters: 21.
 """
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from minitext.errors import UserError
 
-PROGRAM = "minitext"
-
 
 def with_run_name(command: Sequence[str], name: str) -> list[str]:
     """Returns the command with `run.name=NAME`, unless it names its run or takes it from a configuration.
@@ -23,7 +21,7 @@ def with_run_name(command: Sequence[str], name: str) -> list[str]:
       name: of the run.
 
     Raises:
-      UserError: if it is not the train command.
+      UserError: if it isn't the train command.
     """
     if not command or command[0] != "train":
         raise UserError(
@@ -34,34 +32,33 @@ def with_run_name(command: Sequence[str], name: str) -> list[str]:
     return [*command] if named else [*command, f"run.name={name}"]
 
 
-def warn_of_loss(command: Sequence[str], shared: str | None, how: str) -> None:
-    """Prints a line on stderr where a restart would not find the run: its directory is in the container.
+def warn_of_loss(command: Sequence[str], shared: str | None, fix: str) -> None:
+    """Prints a note on stderr if a restart wouldn't find the run, because its directory is inside the container.
 
     Args:
-      command: words after `minitext`. One with `config=` is believed.
-      shared: how the path of a directory begins that outlives the container and that all of them see; None: there is
-        none.
-      how: what to do about it.
+      command: words after `minitext`. One with `config=` is trusted.
+      shared: prefix of the directories that all containers share and that outlive them; None: there are none.
+      fix: what to do about it.
     """
     settings = dict(word.split("=", 1) for word in command if "=" in word)
     where = settings.get("run.dir", "" if "config" in settings else "runs")
     found = shared is not None and f"{where.rstrip('/')}/".startswith(shared)
     if where and not found:
         print(
-            f"note: run.dir={where} is in each container alone, so a restart begins anew: {how}",
+            f"note: run.dir={where} is inside each container, so a restart begins again from step 0: {fix}",
             file=sys.stderr,
         )
 
 
 def check_name(name: str) -> str:
-    """Returns a job's name if Kubernetes, whose names are the strictest, takes it.
+    """Returns a job's name if Kubernetes, which is the strictest about names, accepts it.
 
     Raises:
       UserError: if it doesn't.
     """
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(
-            f"--name {name}: use at most 40 small letters, digits and hyphens, beginning with a letter and ending "
+            f"--name {name}: use at most 40 lowercase letters, digits and hyphens, beginning with a letter and ending "
             "with a letter or digit"
         )
     return name

@@ -1,4 +1,4 @@
-"""A job of several processes on this machine, each with simulated devices or with a GPU of its own.
+"""A job of several processes on this machine, each with simulated devices or its own GPU.
 
 Chapters: 21.
 """
@@ -14,9 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
-PATIENCE = (
-    45.0  # seconds for the others to end by themselves, with a line of why, after one has failed
-)
+PATIENCE = 45.0  # seconds for the others to end by themselves, saying why, after one has failed
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FINAL = (0, 2, 3, 130)  # exit codes after which nothing is restarted: done, refused, interrupted
 
@@ -26,14 +24,14 @@ def launch(
 ) -> int:
     """Runs `minitext COMMAND` as several processes until all have ended.
 
-    Their lines appear as `[0] ...`, on the stream they were written to. SIGTERM, SIGINT and SIGUSR1 are passed on to
-    all of them. When one fails the others have `PATIENCE` to end, then they are killed.
+    Their lines appear as `[0] ...` on the stream they were written to. SIGTERM, SIGINT and SIGUSR1 go to all of them.
+    When one fails, the others have `PATIENCE` to end before they are killed.
 
     Args:
       command: words after `minitext`.
       processes: to start.
-      devices: CPU devices that each simulates; None: the GPU of its number where there are GPUs, else one CPU device.
-      restarts: how often the job is started again after a failure; a run with a name then resumes.
+      devices: CPU devices that each simulates; None: the GPU with its index if there are GPUs, else one CPU device.
+      restarts: how often the job may be started again after a failure; a run with a name then resumes.
 
     Returns:
       The exit code of the process that failed first, 128 plus the signal's number if it was killed; or 0.
@@ -42,24 +40,25 @@ def launch(
     with job.forwarding_signals():
         for attempt in range(restarts + 1):
             code, index = job.run(command, processes, devices)
-            told = f"process {index} of {processes} ended first, with {_explain(code)}"
+            end = f"process {index} of {processes} ended first, with {_explain(code)}"
             if code in FINAL or job.asked_to_stop or attempt == restarts:
                 break
-            _say(f"{told}; restart {attempt + 1} of {restarts}")
+            _say(f"{end}; restart {attempt + 1} of {restarts}")
     if code:
-        _say(told)
+        _say(end)
     return code
 
 
 class _Job:
-    """The processes of one attempt after another."""
+    """The processes of the current attempt."""
 
     def __init__(self):
         self.running: list[subprocess.Popen] = []
         self.asked_to_stop = False
+        self._signals: list[int] = []  # to pass on once every process has started
 
     def run(self, command: Sequence[str], processes: int, devices: int | None) -> tuple[int, int]:
-        """Runs the processes to their end; returns the first failure's exit code and process, or 0 and the last."""
+        """Runs all processes; returns the exit code and index of the first that failed, or 0 and the last index."""
         port, readers = free_port(), []
         for index in range(processes):
             process = subprocess.Popen(
@@ -78,12 +77,16 @@ class _Job:
         failed, index = self._wait()
         for reader in readers:
             reader.join()
-        self.running = []
+        self.running, self._signals = [], []
         return failed, index
 
     def _wait(self) -> tuple[int, int]:
         left, failed, deadline = set(range(len(self.running))), None, float("inf")
         while left:
+            while self._signals:
+                number = self._signals.pop()
+                for process in self.running:
+                    process.send_signal(number)
             for index in sorted(left):
                 code = self.running[index].poll()
                 if code is None:
@@ -102,8 +105,7 @@ class _Job:
     def forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, _):
             self.asked_to_stop |= number != signal.SIGUSR1
-            for process in self.running:
-                process.send_signal(number)
+            self._signals.append(number)
 
         before = {number: signal.signal(number, forward) for number in FORWARDED}
         try:
@@ -116,33 +118,30 @@ class _Job:
 def environment_of(
     env: Mapping[str, str], index: int, processes: int, port: int, devices: int | None
 ) -> dict[str, str]:
-    """Returns the environment of one process: the explicit row of `cluster`'s table.
+    """Returns the environment of process `index`, for the explicit row of `cluster`'s table.
 
     Args:
       env: this process's environment.
       index: of the process.
       processes: in the job.
-      port: of the coordinator.
-      devices: CPU devices it simulates; None: it takes what is there.
+      port: of the coordinator, on this machine.
+      devices: CPU devices it simulates; None: it takes the GPU with its index.
     """
-    kept = {
-        name: value
-        for name, value in env.items()
-        if not name.startswith(("MINITEXT_CLUSTER", "MINITEXT_LOCAL_", "MINITEXT_PROCESS"))
-    }
-    told = {
+    old = ("MINITEXT_CLUSTER", "MINITEXT_LOCAL_", "MINITEXT_PROCESS")
+    kept = {name: value for name, value in env.items() if not name.startswith(old)}
+    own = {"MINITEXT_LOCAL_DEVICE_IDS": str(index)}
+    if devices is not None:
+        own = {"MINITEXT_LOCAL_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    return kept | own | {
         "MINITEXT_COORDINATOR": f"127.0.0.1:{port}",
         "MINITEXT_PROCESSES": str(processes),
         "MINITEXT_PROCESS_ID": str(index),
         "PYTHONUNBUFFERED": "1",
-    }
-    if devices is None:
-        return kept | told | {"MINITEXT_LOCAL_DEVICE_IDS": str(index)}
-    return kept | told | {"MINITEXT_LOCAL_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    }  # fmt: skip
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nothing uses at the moment."""
+    """Returns a port of this machine that is free at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -154,10 +153,9 @@ def _copy(source: IO[bytes], target: IO[str], prefix: str) -> None:
 
 
 def _explain(code: int) -> str:
-    name = ""
-    with contextlib.suppress(ValueError):
-        name = f" ({signal.Signals(code - 128).name})" if code > 128 else ""
-    return f"exit code {code}{name}"
+    with contextlib.suppress(ValueError):  # not a signal
+        return f"exit code {code} ({signal.Signals(code - 128).name})"
+    return f"exit code {code}"
 
 
 def _say(text: str) -> None:
