@@ -232,6 +232,11 @@ TESTED_WITH = {
     "sharding/pipeline_schedule": "sharding/pipeline",
     "sharding/pipeline_stages": "sharding/pipeline",
     "training/loop": "training/run",
+    "training/samples": "training/run",
+    "training/saving": "training/run",
+    "kernels/linear/cpu": "models/layers",
+    "kernels/linear/xla": "models/layers",
+    "kernels/linear": "models/layers",
 }
 
 

@@ -73,7 +73,7 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("grouped_matmul", "xla_blocked"): Implementation("grouped_matmul.cpu:grouped_matmul"),
     **_pallas("grouped_matmul", "grouped_matmul"),
     ("linear", "xla"): Implementation("linear.xla:linear"),
-    ("linear", "xla_cpu"): Implementation("linear.cpu:linear", "cpu"),
+    ("linear", "xla_cpu"): Implementation("linear.cpu:linear"),
     ("rms_norm", "xla"): Implementation("rms_norm.xla:rms_norm"),
     **_pallas("rms_norm", "rms_norm"),
     ("linear_cross_entropy", "xla"): Implementation(

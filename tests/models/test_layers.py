@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from minitext.models.layers import Linear, Places, _project, make_param, rms_norm, rope
+from minitext import kernels
+from minitext.kernels.linear.xla import Specs
+from minitext.models.layers import Linear, make_param, rms_norm, rope
 from minitext.sharding.rules import RULES, flatten_tokens, unflatten_tokens
 
 RULE = RULES["fsdp"]
@@ -120,7 +122,9 @@ def test_a_projection_and_its_gradients_are_those_of_a_plain_product(dtype, size
         return (x.astype(jnp.float32) @ w.astype(jnp.float32)).astype(dtype)
 
     tolerance = 1e-5 if dtype == "float32" else 1e-2
-    ours = jax.jit(lambda: with_gradients(lambda x, w: _project(x, w, Places(None, None, None))))()
+    ours = jax.jit(
+        lambda: with_gradients(lambda x, w: kernels.linear(x, w, Specs(None, None, None)))
+    )()
     for got, want in zip(ours, with_gradients(exact), strict=True):
         assert got.dtype == want.dtype == dtype
         np.testing.assert_allclose(

@@ -110,7 +110,7 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
         grad_logits = grad_logits.astype(q.dtype)
         grad_q.append(_wide("BKGTS,BKSH->BKGTH", grad_logits, k))
         q_BKHGT, grad_BKHGT = (
-            # Transposed before the product, not by it: see `minitext.models.layers._project_backward`.
+            # Transposed before the product, not by it: see `minitext.kernels.linear.cpu.transpose`.
             jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))[None])[0]
             for x in (q, grad)
         )

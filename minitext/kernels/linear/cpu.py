@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from minitext.kernels.linear.xla import make_linear
 
 
-def product(subscripts: str, a: jax.Array, b: jax.Array, out_sharding: Any) -> jax.Array:
+def typed_einsum(subscripts: str, a: jax.Array, b: jax.Array, out_sharding: Any) -> jax.Array:
     """Returns the einsum of two arrays of one type, in that type."""
     # The backend uses the processor's bfloat16 products only for a float32 result.
     wide = jnp.float32
@@ -26,4 +26,4 @@ def transpose(x_XD: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x_XD.T[None])[0]
 
 
-linear = make_linear(product, transpose)
+linear = make_linear(typed_einsum, transpose)

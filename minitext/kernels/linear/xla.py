@@ -23,31 +23,31 @@ class Specs(NamedTuple):
     y: PartitionSpec | None
 
 
-def make_linear(product: Callable[..., jax.Array], transpose: Callable[..., jax.Array]) -> Callable:
-    """Returns `linear(x, w_DF, specs)` made of the given `product(subscripts, a, b, out_sharding)` and transposition."""
+def make_linear(einsum: Callable[..., jax.Array], transpose: Callable[..., jax.Array]) -> Callable:
+    """Returns `linear(x, w_DF, specs)` made of `einsum(subscripts, a, b, out_sharding)` and `transpose`."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(2,))
     def linear(x, w_DF, specs):
-        return product("...D,DF->...F", *gathered(x, w_DF, specs), specs.y)
+        return einsum("...D,DF->...F", *gather_factors(x, w_DF, specs), specs.y)
 
     def forward(x, w_DF, specs):
         return linear(x, w_DF, specs), (x, w_DF)
 
     def backward(specs, kept, grad):
         x, w_DF = kept
-        x_whole, w_whole = gathered(x, w_DF, specs)
+        x_whole, w_whole = gather_factors(x, w_DF, specs)
         if x.ndim == 3:
-            grad_w = product("BTD,BTF->DF", x_whole, grad, sharding_of(w_DF))
+            grad_w = einsum("BTD,BTF->DF", x_whole, grad, sharding_of(w_DF))
         else:
-            grad_w = product("DX,XF->DF", transpose(x_whole), grad, sharding_of(w_DF))
-        grad_x = product("...F,DF->...D", grad, w_whole, sharding_of(x))
+            grad_w = einsum("DX,XF->DF", transpose(x_whole), grad, sharding_of(w_DF))
+        grad_x = einsum("...F,DF->...D", grad, w_whole, sharding_of(x))
         return grad_x, grad_w.astype(w_DF.dtype)
 
     linear.defvjp(forward, backward)
     return linear
 
 
-def gathered(x: jax.Array, w_DF: jax.Array, specs: Specs) -> tuple[jax.Array, jax.Array]:
+def gather_factors(x: jax.Array, w_DF: jax.Array, specs: Specs) -> tuple[jax.Array, jax.Array]:
     """Returns both factors as the product wants them. The weight is sent in the compute type, not in float32."""
     w_DF = w_DF.astype(x.dtype)
     if specs.x is None:
@@ -60,9 +60,9 @@ def sharding_of(x: jax.Array) -> Any:
     return None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
 
 
-def product(subscripts: str, a: jax.Array, b: jax.Array, out_sharding: Any) -> jax.Array:
+def typed_einsum(subscripts: str, a: jax.Array, b: jax.Array, out_sharding: Any) -> jax.Array:
     """Returns the einsum of two arrays of one type, in that type, which is also what devices send when they add up."""
     return jnp.einsum(subscripts, a, b, out_sharding=out_sharding)
 
 
-linear = make_linear(product, jnp.transpose)
+linear = make_linear(typed_einsum, jnp.transpose)
