@@ -1,9 +1,11 @@
-"""What the commands share: their arguments, and how a configuration and JAX are brought up.
+"""What the commands share: their arguments, how a configuration is loaded and JAX started, and how they answer.
 
 Chapters: 6.
 """
 
-from typing import Annotated
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -16,11 +18,12 @@ Settings = Annotated[
     ),
 ]
 RunDir = Annotated[str, typer.Argument(metavar="RUN", help="run directory, such as runs/NAME")]
+Plot = Annotated[str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 
 
 def load(settings: list[str] | None):
-    """Splits `[PRESET] [KEY=VALUE]...` and resolves it; a config file takes the default preset's place."""
+    """Resolves `[PRESET] [KEY=VALUE]...`; a config file replaces the default preset."""
     from minitext.config.config import DEFAULT_PRESET, load_config
 
     words = [s for s in settings or [] if "=" not in s]
@@ -47,9 +50,11 @@ def take_target(settings: list[str] | None) -> tuple[str | None, list[str]]:
     if len(targets) > 1 or len(slices) > 1:
         raise UserError("name one target, such as target=v5e:2x4 or target=v5e:16x16 slices=2")
     if slices and not targets:
-        raise UserError(f"slices={slices[0]} are of a target: name one, such as target=v5e:16x16")
+        raise UserError(
+            f"slices={slices[0]} belong to a target: name one, such as target=v5e:16x16"
+        )
     if slices and "slices=" in targets[0]:
-        raise UserError(f"slices={slices[0]} is said twice: target={targets[0]} has slices too")
+        raise UserError(f"slices={slices[0]} is given twice: target={targets[0]} has slices too")
     return (" slices=".join([*targets, *slices]) if targets else None), rest
 
 
@@ -60,9 +65,17 @@ def start(
     join: bool = False,
     cache: bool = True,
 ) -> None:
-    """Brings up JAX, on simulated devices if any are asked for, with the compilation cache unless it is unwanted."""
+    """Starts JAX, on simulated devices if asked for, and with the compilation cache unless it is unwanted."""
     from minitext.distributed import devices
 
     devices.start(simulate, keep_memory=keep_memory, join=join)
     if cache:
         devices.use_compilation_cache()
+
+
+def answer(found: Any, as_json: bool, show: Callable[[Any], None]) -> None:
+    """Prints what a command found, as one JSON object or as `show` prints it."""
+    if as_json:
+        print(json.dumps(found.to_json() if hasattr(found, "to_json") else found))
+    else:
+        show(found)

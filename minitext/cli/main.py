@@ -10,17 +10,39 @@ import sys
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from minitext.book.grading.command import grade
 from minitext.cli import launching, reports, running, setup, watching
 from minitext.errors import UserError
 
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Commands(TyperGroup):
+    """The commands. `grade` is imported when it is called or listed: training has no use for the grader."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names in the order of `minitext --help`."""
+        return [*super().list_commands(ctx), "grade"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Returns the command of a name, or None."""
+        if cmd_name != "grade":
+            return super().get_command(ctx, cmd_name)
+        from minitext.book.grading.command import grade
+
+        grader = typer.Typer(context_settings=HELP, pretty_exceptions_enable=False)
+        grader.command("grade")(grade)
+        return typer.main.get_command(grader)
+
+
 app = typer.Typer(
     name="minitext",
+    cls=Commands,
     help="Train language models the way MaxText does, in code small enough to read.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show and explain configurations.")
 app.add_typer(config_app, name="config")
@@ -48,7 +70,6 @@ app.command("memory")(reports.memory_)
 app.command("comms")(reports.comms)
 app.command("llo")(reports.llo)
 app.command("tune")(reports.tune)
-app.command("grade")(grade)
 config_app.command("show")(setup.config_show)
 config_app.command("explain")(setup.config_explain)
 config_app.command("presets")(setup.config_presets)
@@ -61,12 +82,12 @@ launch_app.command("k8s")(launching.k8s)
 app.command("doctor")(setup.doctor)
 
 
-# Typer's own class for options and arguments that cannot be read, of which it exports one kind alone.
+# Typer's class for options and arguments that can't be read; it exports only a subclass.
 UsageError: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
-    """Runs the command line; a UserError becomes one line on stderr and its exit code, as do words it cannot read."""
+    """Runs the command line. A UserError, or words it can't read, become one line on stderr and an exit code."""
     import logging
 
     from minitext.distributed import job
@@ -93,7 +114,7 @@ def main() -> None:
 
 
 def _in_one_line(error: Any) -> str:
-    """Says what is wrong with the words of a command, with the value, which typer leaves out, and where to look."""
+    """Says what is wrong with a command's words, with the value, which typer leaves out, and where to look."""
     from pydantic import ValidationError
 
     said = error.format_message().rstrip(".")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, Settings, load, split_off, start, take_target
+from minitext.cli.arguments import Json, Plot, Settings, answer, load, split_off, start, take_target
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 
@@ -42,10 +42,7 @@ def compile_(
     from minitext.training.compile import compile_preset, save_for
 
     report = save_for(cfg, target, save) if save else compile_preset(cfg, target)
-    if as_json:
-        print(json.dumps(report.to_json()))
-    else:
-        print_report(report)
+    answer(report, as_json, print_report)
     if not report.fits:
         raise typer.Exit(3)
 
@@ -96,21 +93,19 @@ def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
     from minitext.sharding.mesh import make_mesh
     from minitext.training.compile import save
 
-    made = save(cfg, make_mesh(cfg.mesh), file)
-    if as_json:
-        print(json.dumps(made))
-    else:
-        size, devices = (
-            f"{made['bytes'] / 2**20:,.1f} MiB",
-            f"{made['devices']} x {made['device_kind']}",
+    def show(made: dict) -> None:
+        devices, size = f"{made['devices']} x {made['device_kind']}", made["bytes"] / 2**20
+        print(
+            f"{file}: the step for {devices}, {size:,.1f} MiB; minitext train ... train.executable={file}"
         )
-        print(f"{file}: the step for {devices}, {size}; minitext train ... train.executable={file}")
+
+    answer(save(cfg, make_mesh(cfg.mesh), file), as_json, show)
 
 
 def roofline(
     settings: Settings = None,
     rows: Annotated[int, typer.Option(min=0, help="operations to list, the longest first")] = 20,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw them: .svg, .png")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time of a preset's train step from its FLOPs and bytes, here or on a chip: chip=v5p.
@@ -124,10 +119,9 @@ def roofline(
     from minitext.perf import roofline
 
     prediction = roofline.predict_step(cfg, chips[-1] if chips else None)
-    if as_json:
-        print(json.dumps(prediction.to_json()))
-    else:
-        roofline.print_prediction(prediction, cfg.model.dtype, rows)
+    answer(
+        prediction, as_json, lambda found: roofline.print_prediction(found, cfg.model.dtype, rows)
+    )
     if plot is not None:
         from minitext.perf.figures import draw_roofline, save_figure
 
@@ -142,15 +136,12 @@ def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.training import step as train
 
     found = train.optimizer_memory(cfg)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        memory.print_optimizers(found)
+    answer(found, as_json, memory.print_optimizers)
 
 
 def shard(
     settings: Settings = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw them: .svg, .png")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Print where every parameter of a preset lies on a mesh of any size: its dimensions, their axes, its bytes.
@@ -162,10 +153,8 @@ def shard(
     from minitext.perf import shard_report
 
     found = shard_report.parameters(cfg)
-    if as_json:
-        print(json.dumps([asdict(parameter) for parameter in found]))
-    else:
-        shard_report.print_parameters(cfg, found)
+    rows = [asdict(parameter) for parameter in found] if as_json else found
+    answer(rows, as_json, lambda found: shard_report.print_parameters(cfg, found))
     if plot is not None:
         from minitext.perf.figures import draw_sharding, save_figure
         from minitext.sharding.mesh import abstract_mesh
@@ -181,10 +170,7 @@ def memory_(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.perf import memory
 
     found = memory.predict_and_compile(cfg, target)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        memory.print_memory(found)
+    answer(found, as_json, memory.print_memory)
 
 
 def comms(settings: Settings = None, as_json: Json = False) -> None:
@@ -195,10 +181,7 @@ def comms(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.perf import comms_audit
 
     found = comms_audit.audit_preset(cfg, target)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        comms_audit.print_audit(found)
+    answer(found, as_json, comms_audit.print_audit)
 
 
 def llo(
@@ -208,7 +191,7 @@ def llo(
             metavar="KERNEL... [chip=v5e,v6e] [BLOCK=LENGTH]...", help="kernels, a block's lengths"
         ),
     ] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw them: .svg, .png")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Compile kernels for TPUs that need not be there, and read their machine code: matmul chip=v5e.
@@ -275,10 +258,8 @@ def tune(
         found = tune.tune(
             names[0], chips[0], lambda done, total: bar.update(task, completed=done, total=total)
         )
-    if as_json:
-        print(json.dumps([candidate.to_json() for candidate in found]))
-    else:
-        tune.print_candidates(names[0], chips[0], found)
+    rows = [candidate.to_json() for candidate in found] if as_json else found
+    answer(rows, as_json, lambda found: tune.print_candidates(names[0], chips[0], found))
     if write:
         try:
             block_shapes.write(names[0], chips[0], tune.best(names[0], found).blocks)
@@ -311,7 +292,4 @@ def predict(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.perf import step_time
 
     found = step_time.predict_preset(cfg, target)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        step_time.print_step_time(found)
+    answer(found, as_json, step_time.print_step_time)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minitext.cli.arguments import Json, Settings, load, start
+from minitext.cli.arguments import Json, Settings, answer, load, start
 
 
 def config_show(settings: Settings = None, as_json: Json = False) -> None:
@@ -45,12 +45,9 @@ def config_explain(
         value: Any = cfg
         for part in name.split("."):
             value = getattr(value, part, "not in use")
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace(
-            "typing.", ""
-        )
-        print(
-            f"{name} = {value}   ({cfg.provenance(name)})\n    {field.description}; {kind}, default {field.default}"
-        )
+        kind = getattr(field.annotation, "__name__", str(field.annotation).replace("typing.", ""))
+        print(f"{name} = {value}   ({cfg.provenance(name)})")
+        print(f"    {field.description}; {kind}, default {field.default}")
 
 
 def config_presets() -> None:
@@ -70,8 +67,8 @@ def data_pack(
     from minitext.data.rows import pack_source
 
     rows = pack_source(cfg.data, target, vocab=cfg.model.vocab, shards=shards)
-    said = ", ".join(f"{count:,} {split}" for split, count in rows.items())
-    print(f"{target}: {said} rows of {cfg.data.seq_len:,} tokens", file=sys.stderr)
+    counts = ", ".join(f"{count:,} {split}" for split, count in rows.items())
+    print(f"{target}: {counts} rows of {cfg.data.seq_len:,} tokens", file=sys.stderr)
 
 
 def doctor(as_json: Json = False) -> None:
@@ -79,9 +76,7 @@ def doctor(as_json: Json = False) -> None:
     start()
     from minitext.cli.doctor import examine
 
-    facts = examine()
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        print(f"{name:<22} {value}")
+    def show(facts: dict[str, str]) -> None:
+        print("\n".join(f"{name:<22} {value}" for name, value in facts.items()))
+
+    answer(examine(), as_json, show)

@@ -1,4 +1,4 @@
-"""The commands that look at a run: where its time went, what a trace says, and how it stands now.
+"""The commands that look at a run: where its time went, what a trace shows, and its current state.
 
 Chapters: 20.
 """
@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, RunDir
+from minitext.cli.arguments import Json, Plot, RunDir, answer
 
 
 def goodput(
     directory: RunDir,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png")] = None,
+    plot: Plot = None,
     record: Annotated[
         str | None,
         typer.Option(metavar="JOB", help="hand the ledger to ml-goodput-measurement under a name"),
@@ -24,10 +24,7 @@ def goodput(
     from minitext.observability import goodput
 
     found = goodput.measure(directory)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        goodput.print_goodput(found)
+    answer(found, as_json, goodput.print_goodput)
     if plot is not None:
         from minitext.perf.figures import plot_goodput, save_figure
 
@@ -52,21 +49,18 @@ def profile(
     from minitext.observability import profile_report
 
     found = profile_report.summarise(directory)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        profile_report.print_profile(found, rows)
+    answer(found, as_json, lambda found: profile_report.print_profile(found, rows))
 
 
 def watch(
     directory: RunDir,
-    once: Annotated[bool, typer.Option("--once", help="print how it stands and exit")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print the current state and exit")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between updates")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Watch a run: loss, tokens/s, MFU, goodput, memory, last checkpoint, time left. Ends with the run, or by Ctrl-C.
 
-    A run that has not begun is awaited; one that has gone silent is said to be. --json prints one look.
+    Waits for a run that hasn't begun, and says so when one has gone silent. --json prints its state once.
     """
     from rich.console import Console
 

@@ -164,8 +164,8 @@ def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
         kernels.attention(q, k, v, impl="xla_blocked")
 
 
-def test_training_on_a_cpu_imports_no_kernel_of_another_platform(tmp_path):
-    """The whole command, in a process of its own. Nor does it import `cases`, which imports all TPU kernels."""
+def test_training_on_a_cpu_imports_only_what_it_needs(tmp_path):
+    """The whole command in its own process: no kernel of another platform, no compiler's text, no prediction, no grader."""
     args = ["minitext", "train", "laptop", *TINY, "train.steps=1", f"run.dir={tmp_path}"]
     code = f"""if True:
         import sys
@@ -175,13 +175,14 @@ def test_training_on_a_cpu_imports_no_kernel_of_another_platform(tmp_path):
             main()
         except SystemExit as end:
             assert not end.code
-        print(*(name for name in sys.modules if name.startswith("minitext.kernels.")))
+        print(*(name for name in sys.modules if name.startswith("minitext.")))
     """
     command = [sys.executable, "-c", code]
     lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     loaded = lines.splitlines()[-1].split()
     assert "minitext.kernels.attention.xla" in loaded
     foreign = {"tpu", "gpu", "cudnn", "tpu_grid", "gpu_blocks", "tiles_tpu", "tiles_gpu", "cases"}
+    foreign |= {"compiler", "perf", "book"}
     assert not [name for name in loaded if foreign & set(name.split("."))]
 
 
