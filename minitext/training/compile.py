@@ -1,12 +1,12 @@
-"""A compiled train step in a file: compiled once, on any machine, and run by jobs that then need not compile.
+"""The train step compiled ahead of time: for chips that aren't here, and into a file that jobs run without compiling.
 
     minitext compile llama3-8b target=v5p:4x4x4 --save step.zip
     minitext train llama3-8b mesh.fsdp=64 train.executable=step.zip
 
-The file is a ZIP archive of `manifest.json` and `program`, the program as XLA itself writes it: nothing in it is
-pickled. How the state and the batch are made of arrays is not in the file. Whoever loads it traces the step, which
-takes seconds, and gives JAX the program where it would call the compiler. So the program has to be of this very step,
-and the manifest says of which it is; what differs is one line. The program runs as it is: load only files you made.
+The file is a ZIP archive of `manifest.json` and `program`, which is written by XLA itself; nothing in it is pickled
+(JAX's `serialize_executable` pickles). A job that loads the file still traces the step, which takes seconds, and hands
+JAX the program instead of compiling. So the program must be of exactly this step. The manifest says which step it is,
+and a job that differs is refused with one line. The program runs unchecked: load only files you made.
 
 Chapters: 22.
 """
@@ -42,7 +42,7 @@ FORMAT = 1
 MANIFEST, PROGRAM = "manifest.json", "program"
 SOURCES = Path(__file__).parents[1]
 
-# What the program depends on. The mesh is compared by the sizes that its axes have on the devices.
+# Settings that the program depends on. Meshes are compared by the sizes of their axes.
 SECTIONS = ("model.", "sharding.", "pipeline.", "optim.")
 KEYS = (
     "data.seq_len",
@@ -53,8 +53,8 @@ KEYS = (
     "train.loss_chunks",
     "train.loss_impl",
 )
-# Entries of a manifest that another machine must have too, and what to say of them. The first that differs is told:
-# where another device is, its libtpu is no news.
+# Entries of the manifest that must be equal on the machine that runs the program, and how to name them. Only the first
+# difference is reported: another device has another libtpu anyway.
 SAME = {
     "device_kind": "device",
     "minitext": "minitext",
@@ -67,6 +67,30 @@ SAME = {
 }
 
 
+def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
+    """Compiles the train step that `minitext train` would run with this configuration.
+
+    The state and the batch are abstract, so a model of any size compiles on any machine. The mesh is `mesh.*` over the
+    target's devices, fitted to its slices by `targets.fit_slices`; `mesh.simulate` doesn't matter.
+
+    Args:
+      cfg: the configuration.
+      target: such as `v5e:2x2`; see `minitext.compiler.targets.parse_target`.
+      keep: see `compile_step`.
+
+    Raises:
+      UserError: for a bad target, or a mesh that fits neither the target nor the model.
+    """
+    parsed = parse_target(target)
+    cfg, changed = fit_slices(cfg, parsed)
+    mesh = topology_mesh(parsed, cfg.mesh)
+    step = make_train_step(cfg, mesh)
+    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+    report = compile_step(step, args, mesh, target=str(parsed), keep=keep)
+    report = dataclasses.replace(report, slices=parsed.slices, changed=changed)
+    return dataclasses.replace(report, advice=tuple(advise(report, cfg)))
+
+
 def settings(cfg: Config) -> dict[str, Any]:
     """Returns the settings that the train step depends on, by dotted key."""
     flat = flatten(cfg.model_dump(mode="json"))
@@ -74,7 +98,7 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def describe(cfg: Config, mesh: Mesh) -> dict[str, Any]:
-    """Returns the manifest of a step for the devices of a mesh, without what is the program's own."""
+    """Returns the manifest of a step for the devices of a mesh, without the program's size and hash."""
     device, chosen = mesh.devices.flat[0], settings(cfg)
     return {
         "format": FORMAT,
@@ -92,32 +116,27 @@ def describe(cfg: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def save(cfg: Config, mesh: Mesh, path: str | Path) -> dict[str, Any]:
-    """Compiles the train step for the devices of a mesh that are here, and writes it.
-
-    Returns:
-      The manifest.
+    """Compiles the train step for devices that are here, writes it, and returns the manifest.
 
     Raises:
-      UserError: if the step cannot be compiled for the mesh, or the file cannot be written.
+      UserError: if the step can't be compiled for the mesh, or the file can't be written.
     """
     _check_place(path)
     step = make_train_step(cfg, mesh)
     args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
     with jax.set_mesh(mesh), aot.no_cache():
         compiled = step.lower(*args).compile()
-    return _write(
-        path, describe(cfg, mesh) | {"target": mesh.devices.flat[0].device_kind}, compiled
-    )
+    target = mesh.devices.flat[0].device_kind
+    return _write(path, describe(cfg, mesh) | {"target": target}, compiled)
 
 
 def save_for(cfg: Config, target: str, path: str | Path) -> Report:
     """Compiles the train step for a target such as `v5p:4x4x4`, and writes it if it fits.
 
-    Returns:
-      The report of `aot.compile_preset`.
+    Returns and raises what `compile_preset` does.
 
     Raises:
-      UserError: as that does, or if the file cannot be written.
+      UserError: also if the file can't be written.
     """
     _check_place(path)
     parsed = parse_target(target)
@@ -131,13 +150,10 @@ def save_for(cfg: Config, target: str, path: str | Path) -> Report:
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
-    """Reads a file, and checks that it is whole.
-
-    Returns:
-      The manifest and the program.
+    """Reads a saved step: the manifest and the program.
 
     Raises:
-      UserError: if it cannot be read, is none of these files, or is damaged.
+      UserError: if the file can't be read, isn't a saved step, or is damaged.
     """
     mend = "write it again with minitext compile ... --save FILE"
     try:
@@ -157,13 +173,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
 
 
 def check_executable(cfg: Config, mesh: Mesh) -> bytes:
-    """Refuses a `train.executable` that is not of this step for these devices.
-
-    Returns:
-      The program.
+    """Returns the program in `train.executable` if it is of this step, for these devices.
 
     Raises:
-      UserError: naming the first thing that differs, with both values.
+      UserError: naming the first difference, with both values.
     """
     path = cfg.train.executable
     assert path is not None
@@ -187,13 +200,13 @@ def check_executable(cfg: Config, mesh: Mesh) -> bytes:
 
 
 def make_or_load_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Returns the train step: that of `train.executable` if one is named, else one that is compiled when first called.
+    """Returns the train step: from `train.executable` if it names a file, else compiled on its first call.
 
-    Several processes compile it here and wait for each other: the first collective of a CPU job fails if a process
-    comes to it 30 s after another (Gloo's limit), and compiling may take one that much longer.
+    Several processes compile it here and wait for each other. The first collective of a CPU job fails when a process
+    reaches it 30 s after another (Gloo's limit), and compiling may take one process that much longer.
 
     Raises:
-      UserError: if the file is not of this step for these devices.
+      UserError: if the file holds another step or is for other devices.
     """
     step = make_train_step(cfg, mesh)
     if cfg.train.executable is None and not job.joined():
@@ -218,11 +231,7 @@ def make_or_load_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _in_place_of_compiling(program: bytes) -> Iterator[None]:
-    """Has JAX load a program where it would compile one.
-
-    What JAX offers for this, `jax.experimental.serialize_executable`, pickles the arguments' and results' description
-    together with the program. Its compilation cache keeps the program alone, and loads it as is done here.
-    """
+    """Makes JAX load this program instead of compiling, as its compilation cache does."""
     from jax._src import compiler
 
     compile_or_get_cached = compiler.compile_or_get_cached
@@ -241,7 +250,7 @@ def _write(
     path: str | Path, manifest: dict[str, Any], compiled: jax.stages.Compiled
 ) -> dict[str, Any]:
     runtime: Any = compiled.runtime_executable()
-    # A program for devices that are not here is serialised by itself, one that is loaded by its client.
+    # A program for devices that aren't here serialises itself; a loaded one is serialised by its client.
     program = (
         runtime.serialize()
         if hasattr(runtime, "serialize")
@@ -261,9 +270,9 @@ def _write(
 
 
 def _check_place(path: str | Path) -> None:
-    """Refuses before minutes of compiling what could not be written afterwards."""
+    """Refuses, before minutes of compiling, a file that couldn't be written afterwards."""
     try:
-        # Trying is surer than asking: root may write anywhere but in a read-only or made-up file system.
+        # Try it: permissions say nothing to root, or of a read-only file system.
         with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
             writable = not Path(path).is_dir()
     except OSError:
@@ -273,7 +282,7 @@ def _check_place(path: str | Path) -> None:
 
 
 def _sources() -> str:
-    """The SHA-256 of the package's source files: a step of other code is another step."""
+    """Returns the SHA-256 of the package's source files: other code makes another step."""
     found = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*.py")):
         found.update(f"{path.relative_to(SOURCES).as_posix()}\0".encode() + path.read_bytes())
@@ -291,7 +300,7 @@ def _short(name: str, value: Any) -> str:
 
 
 def advise(report: Report, cfg: Config) -> Iterator[str]:
-    """Yields what to change for a step that does not fit: setting or target, and why."""
+    """Yields what to change, setting or target and why, for a step that doesn't fit."""
     if report.fits:
         return
     available = report.available_bytes
@@ -335,30 +344,3 @@ def advise(report: Report, cfg: Config) -> Iterator[str]:
             )
         else:
             yield f"a device computes one row at once: lower data.seq_len={cfg.data.seq_len}"
-
-
-def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:
-    """Compiles the train step that `minitext train` would run with this configuration.
-
-    The state and the batch are abstract, so a model of any size compiles on any machine. The mesh
-    is that of `mesh.*` over the target's devices, fitted to its slices as `targets.fit_slices`
-    says; `mesh.simulate` has no part in it.
-
-    Args:
-      cfg: the configuration.
-      target: such as `v5e:2x2`; see `minitext.compiler.targets.parse_target`.
-      keep: see `compile_step`.
-
-    Raises:
-      UserError: for a bad target, or a mesh that fits neither the target nor the model.
-    """
-    from minitext.training.step import abstract_batch, abstract_state, make_train_step
-
-    parsed = parse_target(target)
-    cfg, changed = fit_slices(cfg, parsed)
-    mesh = topology_mesh(parsed, cfg.mesh)
-    step = make_train_step(cfg, mesh)
-    args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
-    report = compile_step(step, args, mesh, target=str(parsed), keep=keep)
-    report = dataclasses.replace(report, slices=parsed.slices, changed=changed)
-    return dataclasses.replace(report, advice=tuple(advise(report, cfg)))

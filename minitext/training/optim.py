@@ -62,7 +62,11 @@ def _adam(cfg: OptimConfig) -> optax.GradientTransformation:
 
 
 def _muon(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Orthogonalised Nesterov momentum for the layers' matrices (Jordan 2024), Adam for all other parameters."""
+    """Orthogonalised Nesterov momentum for the layers' matrices (Jordan 2024), Adam for all other parameters.
+
+    `optax.contrib.scale_by_muon` (optax 0.2.8) gives the same directions on one device, and a ShardingTypeError where a
+    matrix is sharded over an Explicit mesh.
+    """
     matrices = optax.chain(
         optax.trace(cfg.b1, nesterov=True),
         optax.stateless(lambda updates, _: jax.tree.map(orthogonalize, updates)),
