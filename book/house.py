@@ -286,12 +286,8 @@ def rooms_text(found: dict[str, Room]) -> str:
     parts = []
     for room in found.values():
         parts.append(f"(room-{room.name})=\n### {room.name}\n\n{room.doc}")
-        rows = [
-            [f"`{file}`", summary]
-            for file, summary in room.files.items()
-            if file not in ("__init__.py", f"{room.name}.py")
-        ]
-        if rows:
+        rows = [[f"`{file}`", doc] for file, doc in room.files.items() if file != "__init__.py"]
+        if "__init__.py" in room.files:  # on the ground a room is its one file
             parts.append(table(["File", "What's in it"], rows))
         if room.name != "cli":
             parts.append(f"[Reference: {room.name}](_generated/api/{room.name}.md)")

@@ -348,7 +348,7 @@ def test_dumps_requested_too_late_or_without_a_tpu_are_refused(tiny, tmp_path, m
         profiler.check(tiny("profile.dump_llo=true", "run.name=a"), tmp_path, "cpu")
     with pytest.raises(UserError, match="with the command minitext train"):
         profiler.check(tiny("profile.dump_hlo=true", "run.name=a"), tmp_path, "cpu")
-    with pytest.raises(UserError, match="so set run.name"):
+    with pytest.raises(UserError, match="set run.name"):
         tiny("profile.dump_hlo=true")
     cfg = tiny(
         "profile.dump_hlo=true", "profile.dump_llo=true", f"run.dir={tmp_path}", "run.name=a"
