@@ -257,11 +257,9 @@ def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
         for kernel in kernels
     ]  # fmt: skip
     heads = ("kernel", "chip", "bundles", "cycles", *UNITS, "MXU filled", "spills", "fills", "VMEM")
-    parts: list[Any] = [table(heads, rows, right=tuple(range(2, len(heads))))]
-    if strips:
-        parts += [_strip(kernel) for kernel in kernels]
     print_tables(
-        *parts,
+        table(heads, rows, right=tuple(range(2, len(heads)))),
+        *(_strip(kernel) for kernel in kernels if strips),
         "units: share of bundles in which one is busy; filled: share of all matrix units' cycles\n"
         "a bundle in a loop or a branch counts once",
     )

@@ -14,6 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jaxlib import xla_client
+
 from minitext.compiler.targets import Target, topology_devices
 from minitext.errors import DoesNotFit, UserError
 from minitext.hardware import CHIPS
@@ -33,9 +38,6 @@ def lower(fn: Callable, *args: Any, chip: str) -> bytes:
     Raises:
       UserError: if the chip is not a TPU of the table.
     """
-    import jax
-    from jax.interpreters import mlir
-
     row = CHIPS.get(chip)
     if row is None or row.platform != "tpu":
         known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
@@ -79,11 +81,6 @@ def write_dump(module: bytes, chip: str, folder: Path) -> None:
 
 def _compile_file(chip: str, file: str) -> None:
     """Compiles an MLIR module for one device of a chip; this is all that the other process does."""
-    import jax
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
-    from jaxlib import xla_client
-
     row = CHIPS[chip]
     device = topology_devices(Target(row, (1,) * (row.links // 2)))[0]
     with mlir.make_ir_context():

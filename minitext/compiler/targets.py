@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from minitext.config.config import Config
@@ -191,8 +192,6 @@ def topology_mesh(target: str | Target, mesh_cfg: MeshConfig | None = None) -> M
 
 
 def _tpu_devices(target: Target) -> list[Any]:
-    from jax.experimental import topologies
-
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for TPUs needs libtpu: pip install 'minitext[aot]'")
     # libtpu takes a lock file, which would crash a second process.
@@ -210,8 +209,6 @@ def _tpu_devices(target: Target) -> list[Any]:
 
 
 def _gpu_devices(target: Target) -> list[Any]:
-    from jax.experimental import topologies
-
     shape = "x".join(map(str, target.shape))
     try:
         topology = topologies.get_topology_desc(

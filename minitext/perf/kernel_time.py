@@ -21,6 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
 from minitext.compiler import llo
 from minitext.compiler.llo_compiler import write_dump
 from minitext.compiler.schedule import KERNEL, Operation
@@ -46,10 +49,7 @@ def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]
     Raises:
       UserError: if a kernel's grid depends on values but no table, or the kernel cannot be compiled alone.
     """
-    calls = {
-        operation.name: operation.opcode for operation in schedule if operation.queue == KERNEL
-    }
-    codes = {name: _Code(line) for name, line in calls.items()}
+    codes = {call.name: _Code(call.opcode) for call in schedule if call.queue == KERNEL}
     cycles = _step_cycles({code.key: code for code in codes.values()}, chip)
     row = CHIPS[chip]
     # The cores of a chip share the steps.
@@ -117,8 +117,6 @@ def _grid(body: str, table: int) -> list[int]:
     """
     # JAX has no public way to parse the program: these calls are those of its own lowering.
     from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
 
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
@@ -144,9 +142,6 @@ def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
 
 
 def _compile(code: _Code, chip: str) -> float:
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
-
     with mlir.make_ir_context():
         module = mlir.module_to_bytecode(ir.Module.parse(code.module()))
     with tempfile.TemporaryDirectory(prefix="minitext-llo-") as folder:
@@ -163,7 +158,7 @@ def step_cycles(cycles: int, text: str) -> float:
       cycles: of all the bundles of a step, including all branches.
       text: the kernel's final bundles; lines in a loop have a `>`, and a branch ends at a line with `PF`.
     """
-    branches: list[list[int]] = []
+    lengths: list[int] = []
     inside, branch = 0, None
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
         bundle = _BUNDLE.match(line)
@@ -172,10 +167,9 @@ def step_cycles(cycles: int, text: str) -> float:
         label, loops = bundle.groups()
         inside += bool(loops)
         if label == "PF" and branch is not None:
-            branches.append([branch, inside])
+            lengths.append(inside - branch)
             branch = None
         if _SKIP.search(line) and branch is None:
             branch = inside
-    lengths = [end - start for start, end in branches]
     seldom = sum(lengths) - max(lengths, default=0)
     return cycles * (1 - seldom / inside) if inside else float(cycles)

@@ -104,12 +104,9 @@ def predict(cfg: Config, target: Target, work: Work) -> Times:
     axes = cfg.mesh.sizes()
     seconds = work.seconds(cfg, shards(cfg), cfg.train.global_batch / target.devices)
     # Within a slice, messages are those of a single slice with its part of the batch.
-    alone = cfg.replace(
-        {
-            "mesh.data": axes["data"] // target.slices,
-            "train.global_batch": cfg.train.global_batch // target.slices,
-        }
-    )
+    batch = cfg.train.global_batch // target.slices
+    within = {"mesh.data": axes["data"] // target.slices, "train.global_batch": batch}
+    alone = cfg.replace(within)
     terms = comms.predict(alone, abstract_mesh(alone.mesh), "tpu")
     ici = sum(term.moved / link_rate(target, term.group) for term in terms)
     dcn = dcn_seconds(sent_across(cfg, target), target.chip)

@@ -16,12 +16,14 @@ from jax.sharding import Mesh
 
 from minitext.compiler.aot import read_largest
 from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
-from minitext.compiler.targets import Target, parse_target, topology_mesh
+from minitext.compiler.targets import Target, fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config
 from minitext.errors import DoesNotFit, UserError
+from minitext.models.flops import count_flops
 from minitext.perf.kernel_time import kernel_seconds
 from minitext.perf.step_schedule import Event, Machine, Walk
 from minitext.terminal import print_tables, table
+from minitext.training import compile
 
 NAMES = {
     "compute": "compute", "kernels": "Pallas kernels", "ici": "collectives, exposed",
@@ -95,8 +97,6 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
       DoesNotFit: if the step needs more memory than the target has.
       UserError: for a bad target or one of GPUs, or a mesh that fits neither the target nor the model.
     """
-    from minitext.training import compile
-
     parsed = parse_target(target)
     _check(parsed)
     found: list[str] = []
@@ -126,9 +126,6 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
     Raises:
       UserError: for GPUs, a text that is not a program, or a kernel whose time cannot be determined.
     """
-    from minitext.compiler.targets import fit_slices
-    from minitext.models.flops import count_flops
-
     _check(target)
     mesh = topology_mesh(target, fit_slices(cfg, target)[0].mesh)
     walk = predict_step(text, target, mesh)
