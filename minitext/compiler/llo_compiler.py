@@ -71,10 +71,9 @@ def write_dump(module: bytes, chip: str, folder: Path) -> None:
     if done.returncode == 0:
         return
     said = done.stderr.strip().splitlines() or ["nothing"]
-    if done.returncode == UserError.exit_code:
-        raise UserError(said[-1])
-    if done.returncode == DoesNotFit.exit_code:
-        raise DoesNotFit(said[-1])
+    for refusal in (UserError, DoesNotFit):
+        if done.returncode == refusal.exit_code:
+            raise refusal(said[-1])
     crash = next((line for line in said if re.match(r"F\d{4} |.*Check failed", line)), said[-1])
     raise UserError(f"the compiler for {chip} stopped with {done.returncode}: {crash[:300]}")
 
@@ -95,12 +94,8 @@ def _compile_file(chip: str, file: str) -> None:
 
 def _refusal(message: str, chip: str) -> UserError:
     """Condenses the compiler's message into one line."""
-    found = re.search(
-        r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)",
-        message,
-        re.S,
-    )
-    if found:
+    vmem = r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)"
+    if found := re.search(vmem, message, re.S):
         return DoesNotFit(
             f"{found[1]} needs {found[2]}iB of vector memory and may use {found[3]}iB on {chip}: choose smaller "
             "blocks, or raise vmem_limit_bytes in pltpu.CompilerParams"

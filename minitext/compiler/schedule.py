@@ -155,14 +155,11 @@ class _Reader:
     def _transfer(self, i: hlo.Instruction, kind: str, token: str = "") -> Operation:
         found = self.collectives.get(i.name)
         opcode = i.opcode.removesuffix("-start")
-        pair = _PAIR.search(i.line)
-        members = (
-            (int(pair[1]), int(pair[2])) if pair else hlo.replica_group(i.line, self.module.devices)
-        )
-        size = float(found.bytes) if found else float(i.bytes)
-        return Operation(
-            i.name, kind, ICI, bytes=size, opcode=opcode, members=members, token=token or i.name
-        )
+        members = hlo.replica_group(i.line, self.module.devices)
+        if pair := _PAIR.search(i.line):
+            members = int(pair[1]), int(pair[2])
+        size, token = float((found or i).bytes), token or i.name
+        return Operation(i.name, kind, ICI, 0, size, opcode, members, token)
 
     def _start(self, i: hlo.Instruction) -> Iterator[Operation]:
         if i.name in self.collectives:
@@ -196,9 +193,8 @@ class _Reader:
             written = next((space for _, space in results), 0)
             way = "to host" if written == HOST_MEMORY else "from host"
             return Operation(i.name, "start", HOST, bytes=size, opcode=way, token=i.name)
-        return Operation(
-            i.name, "start", DMA, bytes=size * (1 if VMEM in spaces else 2), token=i.name
-        )
+        size *= 1 if VMEM in spaces else 2
+        return Operation(i.name, "start", DMA, bytes=size, token=i.name)
 
 
 def _arrays(text: str) -> list[tuple[int, int]]:

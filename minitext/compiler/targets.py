@@ -98,7 +98,7 @@ def parse_target(text: str) -> Target:
     if match is None:
         shown = ascii(text)[1:-1][:40]
         raise UserError(f"target={shown} is not CHIP:SHAPE: write for instance {EXAMPLES}")
-    name, shape, count = match[1], match[2], match[3] if match[3] is not None else "1"
+    name, shape, count = match.groups(default="1")
     if not re.fullmatch(r"[1-9]\d{0,4}", count, re.ASCII):
         raise UserError(
             f"slices={ascii(count)[1:-1][:20]} is not a number of slices: choose 1 or more, such as slices=2"

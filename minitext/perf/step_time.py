@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from minitext.compiler.aot import read_largest
+from minitext.compiler.report import Report
 from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
 from minitext.compiler.targets import Target, fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config
@@ -99,20 +100,33 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
     """
     parsed = parse_target(target)
     _check(parsed)
-    found: list[str] = []
-
-    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        found.append(read_program(folder))
-        if program is not None:
-            program.parent.mkdir(parents=True, exist_ok=True)
-            program.write_text(found[-1])
-
-    report = compile.compile_preset(cfg, target, keep)
+    report, text = compile_program(cfg, target)
     if not report.fits:
         raise DoesNotFit(
             f"target={parsed}: the step does not fit: minitext compile says what to change"
         )
-    return predict_program(found[0], cfg, parsed)
+    if program is not None:
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(text)
+    return predict_program(text, cfg, parsed)
+
+
+def compile_program(cfg: Config, target: str) -> tuple[Report, str]:
+    """Compiles the train step of a configuration; `predict_preset` documents the arguments and errors.
+
+    Returns:
+      The report, and the text of the whole program with its schedule; "" if the step does not fit.
+    """
+    texts = [""]
+
+    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
+        texts.append(read_largest(folder, "after_codegen.txt"))
+        if not texts[-1]:
+            raise UserError(
+                "the compiler left no *.after_codegen.txt: is libtpu newer than 0.0.51?"
+            )
+
+    return compile.compile_preset(cfg, target, keep), texts[-1]
 
 
 def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
@@ -182,13 +196,6 @@ def print_step_time(found: StepTime) -> None:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
-
-
-def read_program(folder: str) -> str:
-    """Returns the text of the whole program with its schedule from the compiler's dump."""
-    if not (text := read_largest(folder, "after_codegen.txt")):
-        raise UserError("the compiler left no *.after_codegen.txt: is libtpu newer than 0.0.51?")
-    return text
 
 
 def _check(target: Target) -> None:
