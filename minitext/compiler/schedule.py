@@ -61,7 +61,8 @@ def read_schedule(text: str) -> tuple[Operation, ...]:
     Returns:
       The operations that take time, in order; empty if the text has no entry computation.
     """
-    return _Reader(text).operations() if "ENTRY" in text else ()
+    reader = _Reader(text)
+    return tuple(reader.walk(reader.module.entry or ""))
 
 
 def operations(schedule: tuple[Operation, ...]) -> Iterator[Operation]:
@@ -86,21 +87,18 @@ class _Reader:
                 if chain := hlo.CHAIN.search(i.line):
                     self.pieces.setdefault(chain[1], []).append(i)
 
-    def operations(self) -> tuple[Operation, ...]:
-        return tuple(self._walk(self.module.entry or ""))
-
-    def _walk(self, computation: str) -> Iterator[Operation]:
+    def walk(self, computation: str) -> Iterator[Operation]:
         for i in self.module.computations.get(computation, []):
             if i.opcode in hlo.FREE:
                 continue
             if i.opcode == "while":
-                body = tuple(self._walk(i.called.get("body", "")))
+                body = tuple(self.walk(i.called.get("body", "")))
                 yield Operation(i.name, "loop", trips=self.trips.get(i.name, 1), bodies=(body,))
             elif i.opcode == "conditional":
-                bodies = tuple(tuple(self._walk(branch)) for branch in i.called.values())
+                bodies = tuple(tuple(self.walk(branch)) for branch in i.called.values())
                 yield Operation(i.name, "branch", bodies=bodies)
             elif i.opcode == "call":
-                yield from self._walk(i.called.get("to_apply", ""))
+                yield from self.walk(i.called.get("to_apply", ""))
             elif i.opcode.endswith("-done"):
                 yield Operation(i.name, "done", token=self._first(i))
             elif i.opcode.endswith("-start") or i.opcode in ("send", "recv"):

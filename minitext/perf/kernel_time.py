@@ -35,7 +35,6 @@ _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?)\}, (?:\w+=|$)")
 _ARRAY = re.compile(r"\b(pred|bf16|f32|f16|s32|u32|s8|u8|s16|u16|s64)\[([\d,]*)\]")
 _TYPES = {"pred": "i1", "bf16": "bf16", "f32": "f32", "f16": "f16"}
-_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: *(>*)[> ]*\{")
 _SKIP = re.compile(r"\bsbr\.rel \((?!!)%p\w+\) target")
 
 
@@ -161,12 +160,11 @@ def step_cycles(cycles: int, text: str) -> float:
     lengths: list[int] = []
     inside, branch = 0, None
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
-        bundle = _BUNDLE.match(line)
+        bundle = llo.BUNDLE.match(line)
         if bundle is None:
             continue
-        label, loops = bundle.groups()
-        inside += bool(loops)
-        if label == "PF" and branch is not None:
+        inside += ">" in bundle[2]
+        if bundle[1] == "PF" and branch is not None:
             lengths.append(inside - branch)
             branch = None
         if _SKIP.search(line) and branch is None:
