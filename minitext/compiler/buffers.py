@@ -176,12 +176,7 @@ def argument_names(text: str) -> dict[int, str]:
 def op_names(text: str) -> dict[str, str]:
     """Returns the JAX name of each instruction of a module that has one."""
     found = hlo.computations(text)[0].values()
-    return {
-        i.name: name
-        for instructions in found
-        for i in instructions
-        if (name := _op_name(i)) is not None
-    }
+    return {i.name: name for rows in found for i in rows if (name := _op_name(i)) is not None}
 
 
 def _op_name(i: hlo.Instruction) -> str | None:

@@ -177,9 +177,7 @@ class Module:
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:10_000])
         self.devices = math.prod(int(n) for n in counts)
         self._runs = _executions(self.computations, self.entry)
-        self._sizes = {
-            c: {i.name: i.bytes for i in self.computations[c]} for c in self.computations
-        }
+        self._sizes = {c: {i.name: i.bytes for i in rows} for c, rows in self.computations.items()}
 
     def _executed(self) -> Iterator[tuple[str, Instruction, int]]:
         """Yields the computation, the instruction and the number of runs of everything that runs."""

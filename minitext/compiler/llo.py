@@ -214,8 +214,7 @@ def _read_use(text: str) -> tuple[dict[str, int], np.ndarray]:
     """Parses libtpu's table of busy units: the capacity of each column, and [bundles, columns]."""
     match = re.search(r"== CAPAC\w+:\n(.+)\n([\d ]+)\n== UTILIZATION:\n([\d\s]*)", text)
     columns = [name.strip() for name in match[1].split(",")] if match else []
-    missing = {column for unit in UNITS.values() for column in unit} | {FILL, SPILL}
-    missing -= set(columns)
+    missing = {FILL, SPILL}.union(*UNITS.values()) - set(columns)
     if match is None or missing:
         raise UserError(f"libtpu's table of use has no columns {', '.join(sorted(missing))}")
     capacity = dict(zip(columns, map(int, match[2].split()), strict=True))
@@ -223,7 +222,7 @@ def _read_use(text: str) -> tuple[dict[str, int], np.ndarray]:
 
 
 # An address, a loop's or branch's label, one > for each surrounding loop, and the bundle's first line.
-_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *([> ]*)\{(.*)")
+BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: *([> ]*)\{(.*)")
 
 
 def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -231,12 +230,12 @@ def _read_code(text: str) -> tuple[np.ndarray, tuple[str, ...]]:
     depth: list[int] = []
     code: list[str] = []
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
-        if match := _BUNDLE.match(line):
+        if match := BUNDLE.match(line):
+            _, marks, bundle = match.groups()
             # An empty bundle, which only waits, is unmarked.
-            depth.append(
-                match[1].count(">") or (depth[-1] if depth and match[2].strip() == "}" else 0)
-            )
-            code.append(match[2])
+            before = depth[-1] if depth and bundle.strip() == "}" else 0
+            depth.append(marks.count(">") or before)
+            code.append(bundle)
         elif code:
             code[-1] += line
     return np.array(depth), tuple(" ".join(bundle.rpartition("}")[0].split()) for bundle in code)
@@ -257,11 +256,9 @@ def print_kernels(kernels: list[Kernel], *, strips: bool) -> None:
         for kernel in kernels
     ]  # fmt: skip
     heads = ("kernel", "chip", "bundles", "cycles", *UNITS, "MXU filled", "spills", "fills", "VMEM")
-    parts: list[Any] = [table(heads, rows, right=tuple(range(2, len(heads))))]
-    if strips:
-        parts += [_strip(kernel) for kernel in kernels]
     print_tables(
-        *parts,
+        table(heads, rows, right=tuple(range(2, len(heads)))),
+        *(_strip(kernel) for kernel in kernels if strips),
         "units: share of bundles in which one is busy; filled: share of all matrix units' cycles\n"
         "a bundle in a loop or a branch counts once",
     )

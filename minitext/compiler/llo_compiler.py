@@ -14,6 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jaxlib import xla_client
+
 from minitext.compiler.targets import Target, topology_devices
 from minitext.errors import DoesNotFit, UserError
 from minitext.hardware import CHIPS
@@ -33,9 +38,6 @@ def lower(fn: Callable, *args: Any, chip: str) -> bytes:
     Raises:
       UserError: if the chip is not a TPU of the table.
     """
-    import jax
-    from jax.interpreters import mlir
-
     row = CHIPS.get(chip)
     if row is None or row.platform != "tpu":
         known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
@@ -69,21 +71,15 @@ def write_dump(module: bytes, chip: str, folder: Path) -> None:
     if done.returncode == 0:
         return
     said = done.stderr.strip().splitlines() or ["nothing"]
-    if done.returncode == UserError.exit_code:
-        raise UserError(said[-1])
-    if done.returncode == DoesNotFit.exit_code:
-        raise DoesNotFit(said[-1])
+    for refusal in (UserError, DoesNotFit):
+        if done.returncode == refusal.exit_code:
+            raise refusal(said[-1])
     crash = next((line for line in said if re.match(r"F\d{4} |.*Check failed", line)), said[-1])
     raise UserError(f"the compiler for {chip} stopped with {done.returncode}: {crash[:300]}")
 
 
 def _compile_file(chip: str, file: str) -> None:
     """Compiles an MLIR module for one device of a chip; this is all that the other process does."""
-    import jax
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
-    from jaxlib import xla_client
-
     row = CHIPS[chip]
     device = topology_devices(Target(row, (1,) * (row.links // 2)))[0]
     with mlir.make_ir_context():
@@ -98,12 +94,8 @@ def _compile_file(chip: str, file: str) -> None:
 
 def _refusal(message: str, chip: str) -> UserError:
     """Condenses the compiler's message into one line."""
-    found = re.search(
-        r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)",
-        message,
-        re.S,
-    )
-    if found:
+    vmem = r"space vmem.*?%([\w\-]+).*?Scoped allocation with size (\S+) and limit (\S+)"
+    if found := re.search(vmem, message, re.S):
         return DoesNotFit(
             f"{found[1]} needs {found[2]}iB of vector memory and may use {found[3]}iB on {chip}: choose smaller "
             "blocks, or raise vmem_limit_bytes in pltpu.CompilerParams"

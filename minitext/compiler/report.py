@@ -97,25 +97,18 @@ def print_report(report: Report) -> None:
     from rich.text import Text
 
     axes = ", ".join(f"mesh.{name}={size}" for name, size in report.mesh.items())
-    head = Text.assemble(
-        (
-            f"{report.target}: {'fits' if report.fits else 'does not fit'}",
-            "bold green" if report.fits else "bold red",
-        ),
-        f"  ({report.devices} devices; {axes or 'no mesh axis above 1'})",
-    )
-
+    verdict, style = ("fits", "bold green") if report.fits else ("does not fit", "bold red")
+    rest = f"  ({report.devices} devices; {axes or 'no mesh axis above 1'})"
+    head = Text.assemble((f"{report.target}: {verdict}", style), rest)
+    available = show_bytes(report.available_bytes)
+    share = report.total_bytes / report.available_bytes
     memory = [("arguments", show_bytes(report.argument_bytes))]
     memory += [(f"  {part}", show_bytes(size)) for part, size in report.arguments.items()]
     memory += [
         ("outputs with memory of their own", show_bytes(report.output_bytes - report.alias_bytes)),
         ("temporaries", show_bytes(report.temp_bytes)),
         ("program", show_bytes(report.code_bytes)),
-        (
-            f"total, {report.total_bytes / report.available_bytes:,.0%} of "
-            f"{show_bytes(report.available_bytes)} available",
-            show_bytes(report.total_bytes),
-        ),
+        (f"total, {share:,.0%} of {available} available", show_bytes(report.total_bytes)),
     ]
     largest = [
         (show_bytes(buffer.bytes), buffer.kind, buffer.shape, _short(buffer.op))

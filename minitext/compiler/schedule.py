@@ -61,7 +61,8 @@ def read_schedule(text: str) -> tuple[Operation, ...]:
     Returns:
       The operations that take time, in order; empty if the text has no entry computation.
     """
-    return _Reader(text).operations() if "ENTRY" in text else ()
+    reader = _Reader(text)
+    return tuple(reader.walk(reader.module.entry or ""))
 
 
 def operations(schedule: tuple[Operation, ...]) -> Iterator[Operation]:
@@ -86,21 +87,18 @@ class _Reader:
                 if chain := hlo.CHAIN.search(i.line):
                     self.pieces.setdefault(chain[1], []).append(i)
 
-    def operations(self) -> tuple[Operation, ...]:
-        return tuple(self._walk(self.module.entry or ""))
-
-    def _walk(self, computation: str) -> Iterator[Operation]:
+    def walk(self, computation: str) -> Iterator[Operation]:
         for i in self.module.computations.get(computation, []):
             if i.opcode in hlo.FREE:
                 continue
             if i.opcode == "while":
-                body = tuple(self._walk(i.called.get("body", "")))
+                body = tuple(self.walk(i.called.get("body", "")))
                 yield Operation(i.name, "loop", trips=self.trips.get(i.name, 1), bodies=(body,))
             elif i.opcode == "conditional":
-                bodies = tuple(tuple(self._walk(branch)) for branch in i.called.values())
+                bodies = tuple(tuple(self.walk(branch)) for branch in i.called.values())
                 yield Operation(i.name, "branch", bodies=bodies)
             elif i.opcode == "call":
-                yield from self._walk(i.called.get("to_apply", ""))
+                yield from self.walk(i.called.get("to_apply", ""))
             elif i.opcode.endswith("-done"):
                 yield Operation(i.name, "done", token=self._first(i))
             elif i.opcode.endswith("-start") or i.opcode in ("send", "recv"):
@@ -155,14 +153,11 @@ class _Reader:
     def _transfer(self, i: hlo.Instruction, kind: str, token: str = "") -> Operation:
         found = self.collectives.get(i.name)
         opcode = i.opcode.removesuffix("-start")
-        pair = _PAIR.search(i.line)
-        members = (
-            (int(pair[1]), int(pair[2])) if pair else hlo.replica_group(i.line, self.module.devices)
-        )
-        size = float(found.bytes) if found else float(i.bytes)
-        return Operation(
-            i.name, kind, ICI, bytes=size, opcode=opcode, members=members, token=token or i.name
-        )
+        members = hlo.replica_group(i.line, self.module.devices)
+        if pair := _PAIR.search(i.line):
+            members = int(pair[1]), int(pair[2])
+        size, token = float((found or i).bytes), token or i.name
+        return Operation(i.name, kind, ICI, 0, size, opcode, members, token)
 
     def _start(self, i: hlo.Instruction) -> Iterator[Operation]:
         if i.name in self.collectives:
@@ -196,9 +191,8 @@ class _Reader:
             written = next((space for _, space in results), 0)
             way = "to host" if written == HOST_MEMORY else "from host"
             return Operation(i.name, "start", HOST, bytes=size, opcode=way, token=i.name)
-        return Operation(
-            i.name, "start", DMA, bytes=size * (1 if VMEM in spaces else 2), token=i.name
-        )
+        size *= 1 if VMEM in spaces else 2
+        return Operation(i.name, "start", DMA, bytes=size, token=i.name)
 
 
 def _arrays(text: str) -> list[tuple[int, int]]:

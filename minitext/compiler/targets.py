@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from minitext.config.config import Config
@@ -97,7 +98,7 @@ def parse_target(text: str) -> Target:
     if match is None:
         shown = ascii(text)[1:-1][:40]
         raise UserError(f"target={shown} is not CHIP:SHAPE: write for instance {EXAMPLES}")
-    name, shape, count = match[1], match[2], match[3] if match[3] is not None else "1"
+    name, shape, count = match.groups(default="1")
     if not re.fullmatch(r"[1-9]\d{0,4}", count, re.ASCII):
         raise UserError(
             f"slices={ascii(count)[1:-1][:20]} is not a number of slices: choose 1 or more, such as slices=2"
@@ -191,8 +192,6 @@ def topology_mesh(target: str | Target, mesh_cfg: MeshConfig | None = None) -> M
 
 
 def _tpu_devices(target: Target) -> list[Any]:
-    from jax.experimental import topologies
-
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for TPUs needs libtpu: pip install 'minitext[aot]'")
     # libtpu takes a lock file, which would crash a second process.
@@ -210,8 +209,6 @@ def _tpu_devices(target: Target) -> list[Any]:
 
 
 def _gpu_devices(target: Target) -> list[Any]:
-    from jax.experimental import topologies
-
     shape = "x".join(map(str, target.shape))
     try:
         topology = topologies.get_topology_desc(

@@ -366,10 +366,8 @@ def _experts(s: Sizes) -> Iterator[Term]:
     experts = _scaled(s.routed, s.sent), s.experts, _keeps_sum(s, f, f, None)
     # The CPU compiler, too, keeps a reduce-scatter that a shard_map asks for.
     scatter = _sum_kind(s, s.fsdp) if s.tpu else "reduce-scatter"
-    for name, (weights, ways, keeps) in {
-        "router": ((4 * D * E,), 1, (False,)),
-        "experts": experts,
-    }.items():
+    router = (4 * D * E,), 1, (False,)
+    for name, (weights, ways, keeps) in {"router": router, "experts": experts}.items():
         yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
         yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)
         yield from _over_fsdp(s, name, scatter, weights, keeps, r.backward)

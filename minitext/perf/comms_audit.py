@@ -22,6 +22,7 @@ from minitext.distributed.devices import quick_compile
 from minitext.perf.comms import Term, notes, predict
 from minitext.sharding.mesh import make_mesh
 from minitext.terminal import print_tables, show_bytes, table
+from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
 
 class Row(NamedTuple):
@@ -90,8 +91,6 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
       cfg: the configuration; its layers are always scanned.
       mesh: of simulated CPU devices, or of ahead-of-time TPUs (`minitext.compiler.targets.topology_mesh`).
     """
-    from minitext.training.step import abstract_batch, abstract_state, make_train_step
-
     cfg = cfg.replace({"model.scan_layers": True})
     backend = mesh.devices.flat[0].platform
     step = make_train_step(cfg, mesh)

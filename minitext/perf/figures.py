@@ -53,14 +53,19 @@ def figure_style() -> None:
         running.run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
 
 
+def _subplots(*args: Any, **kwargs: Any) -> Any:
+    """Calls `plt.subplots`; matplotlib is optional, so only drawing imports it."""
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(*args, **kwargs)
+
+
 def draw_fusion(fusion: Any) -> Any:
     """Draws a `minitext.compiler.hlo.Fusion`: what is read from memory, what stays in registers, what is written.
 
     Returns:
       The figure, in which each operation is below its operands.
     """
-    import matplotlib.pyplot as plt
-
     inside = [i for i in fusion.inside if i.opcode not in ("constant", "tuple")]
     if not inside:
         raise UserError(
@@ -71,7 +76,7 @@ def draw_fusion(fusion: Any) -> Any:
         level[i.name] = 1 + max((level[o] for o in i.operands if o in level), default=-1)
     rows = [[i for i in inside if level[i.name] == n] for n in range(max(level.values()) + 1)]
     width, height = max(map(len, rows)), len(rows)
-    figure, axes = plt.subplots(figsize=(max(4.0, 1.7 * width), 0.8 * height + 0.8))
+    figure, axes = _subplots(figsize=(max(4.0, 1.7 * width), 0.8 * height + 0.8))
     place = {
         i.name: ((k + 0.5) * width / len(row), -n)
         for n, row in enumerate(rows)
@@ -79,12 +84,8 @@ def draw_fusion(fusion: Any) -> Any:
     }
     for i in inside:
         in_memory = i.opcode == "parameter" or i is inside[-1]
-        box = {
-            "boxstyle": "round",
-            "fc": "none",
-            "ec": COLORS[0] if in_memory else INK,
-            "lw": 1 + in_memory,
-        }
+        edge = COLORS[0] if in_memory else INK
+        box = {"boxstyle": "round", "fc": "none", "ec": edge, "lw": 1 + in_memory}
         shape = i.line.partition("{")[0].partition(" ")[0]
         axes.text(
             *place[i.name], f"{i.opcode}\n{shape}", ha="center", va="center", bbox=box, fontsize=8
@@ -106,10 +107,8 @@ def draw_collectives(module: Any) -> Any:
     Returns:
       The figure. Collectives with solid bars block; hatched ones overlap with other work.
     """
-    import matplotlib.pyplot as plt
-
     found = sorted(module.collectives(), key=lambda c: c.runs * c.moved)
-    figure, axes = plt.subplots(figsize=(6.4, 0.4 * len(found) + 1.2))
+    figure, axes = _subplots(figsize=(6.4, 0.4 * len(found) + 1.2))
     kinds = sorted({c.kind for c in found})
     for n, c in enumerate(found):
         style: dict[str, Any] = {"color": COLORS[kinds.index(c.kind) % len(COLORS)]}
@@ -131,18 +130,14 @@ def draw_roofline(prediction: Any, dtype: str = "float32") -> Any:
     Returns:
       The figure. A disc's area is the time of all runs of its operation.
     """
-    import matplotlib.pyplot as plt
-
     machine, parts = prediction.machine, dict(zip(prediction.parts, COLORS, strict=False))
     peak, ridge = machine.peak(dtype), machine.ridge(dtype)
     discs = [row for row in prediction.rows if row["flops"] and row["seconds"]]
     reach = [row["intensity"] for row in discs] + [ridge]
-    ends = min(reach) / 3, max(reach) * 4
-    figure, axes = plt.subplots(figsize=(7, 4.4))
-    bends = [ends[0], ridge, ends[1]]
-    axes.loglog(
-        bends, [min(peak, x * machine.bandwidth) / 1e9 for x in bends], color=INK, ls="-", lw=2.5
-    )
+    bends = [min(reach) / 3, ridge, max(reach) * 4]
+    roof = [min(peak, x * machine.bandwidth) / 1e9 for x in bends]
+    figure, axes = _subplots(figsize=(7, 4.4))
+    axes.loglog(bends, roof, color=INK, ls="-", lw=2.5)
     axes.axvline(ridge, color=INK, ls=":", lw=1.2)
     for part, color in parts.items():
         axes.scatter([], [], s=80, color=color, alpha=0.6, lw=0, label=part)
@@ -166,18 +161,16 @@ def draw_sharding(parameters: Any, mesh: Any) -> Any:
       The figure: a panel for each parameter, its last two dimensions as rows and columns. A cell is a part; its colour
       and number are those of the first device that holds it, and the title says how many copies there are.
     """
-    import matplotlib.pyplot as plt
     import numpy as np
 
     drawn = [p for p in parameters if p.name.startswith("params.") and len(p.axes) > 1]
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
-    figure, panels = plt.subplots(rows, columns, figsize=(7, 1.9 * rows), squeeze=False)
+    figure, panels = _subplots(rows, columns, figsize=(7, 1.9 * rows), squeeze=False)
     for axes in panels.flat[len(drawn) :]:
         axes.axis("off")
     for axes, p in zip(panels.flat, drawn, strict=False):
-        ways = [[(a, mesh.shape[a]) for a in entry] for entry in p.spec[-2:]]
-        first = _first_devices(ways, mesh)
+        first = _first_devices(p.spec[-2:], mesh)
         # Edges separate the parts even if neighbours have the same colour.
         edges = {"edgecolor": INK, "linewidth": 0.5} if first.size <= 64 else {}
         axes.pcolormesh(first, vmin=0, vmax=max(1, mesh.size - 1), **edges)
@@ -187,10 +180,8 @@ def draw_sharding(parameters: Any, mesh: Any) -> Any:
                 axes.text(k + 0.5, i + 0.5, str(device), ha="center", va="center", fontsize=8,
                           color="white" if device < 0.6 * mesh.size else "black")  # fmt: skip
         copies = mesh.size // max(1, round(p.bytes / p.device_bytes))
-        axes.set_title(
-            f"{p.name.removeprefix('params.')}\n{copies} cop{'y' if copies == 1 else 'ies'}",
-            fontsize=8,
-        )
+        name, noun = p.name.removeprefix("params."), "copy" if copies == 1 else "copies"
+        axes.set_title(f"{name}\n{copies} {noun}", fontsize=8)
         axes.set(xticks=[], yticks=[])
         axes.set_ylabel(p.axes[-2], fontsize=8)
         axes.set_xlabel(p.axes[-1], fontsize=8)
@@ -198,15 +189,15 @@ def draw_sharding(parameters: Any, mesh: Any) -> Any:
     return figure
 
 
-def _first_devices(ways: Any, mesh: Any) -> Any:
+def _first_devices(spec: Any, mesh: Any) -> Any:
     """Returns [rows, columns] the number of the first device with each part."""
     import numpy as np
 
     numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     names = list(mesh.shape)
-    order = [names.index(a) for entry in ways for a, _ in entry]
+    order = [names.index(axis) for entry in spec for axis in entry]
     others = [i for i in range(len(names)) if i not in order]
-    sizes = (math.prod(n for _, n in entry) for entry in ways)
+    sizes = (math.prod(mesh.shape[axis] for axis in entry) for entry in spec)
     return numbers.transpose(*order, *others).reshape(*sizes, -1)[..., 0]
 
 
@@ -221,9 +212,7 @@ def draw_bundles(kernels: Any, parts: int = 120) -> Any:
       The figure: a panel for each kernel, its first bundle on the left. A stretch is brighter the more of its bundles
       keep the unit busy; the share of all bundles is on the right.
     """
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(len(kernels), 1, figsize=(7, 1.9 * len(kernels)), squeeze=False)
+    figure, panels = _subplots(len(kernels), 1, figsize=(7, 1.9 * len(kernels)), squeeze=False)
     for axes, kernel in zip(panels.flat, kernels, strict=True):
         strip = kernel.strip(parts)
         ends = (0, kernel.bundles, len(strip) - 0.5, -0.5)
@@ -272,11 +261,8 @@ def plot_goodput(goodput: Any) -> Any:
     Returns:
       The figure: at the top a strip of the wall time, below it a bar for each kind, largest first.
     """
-    import matplotlib.pyplot as plt
-
-    kinds = sorted(
-        (k for k, s in goodput.seconds.items() if s >= 1e-3), key=lambda k: -goodput.seconds[k]
-    )
+    seconds = goodput.seconds
+    kinds = sorted((k for k in seconds if seconds[k] >= 1e-3), key=lambda k: -seconds[k])
     # Productive steps have the first colour; hatches distinguish kinds that share one of the others.
     order = ["step", *(kind for kind in kinds if kind != "step")]
     hatches = ("", "//", "..", "xx")
@@ -284,7 +270,7 @@ def plot_goodput(goodput: Any) -> Any:
         kind: {"color": COLORS[i % 5], "hatch": hatches[i // 5], "edgecolor": INK, "linewidth": 0}
         for i, kind in enumerate(order)
     }
-    figure, (strip, bars) = plt.subplots(
+    figure, (strip, bars) = _subplots(
         2, 1, figsize=(6.4, 1.4 + 0.3 * len(kinds)), height_ratios=(1, 0.6 * len(kinds) + 0.1)
     )
     begin = goodput.spans[0].start if goodput.spans else 0.0
@@ -292,18 +278,15 @@ def plot_goodput(goodput: Any) -> Any:
         strip.barh(0, span.seconds, left=span.start - begin, **looks[span.event])
     strip.set(yticks=[], xlim=(0, goodput.wall or 1), xlabel="seconds since the run began")
     strip.grid(False)
-    bars.barh(kinds, [goodput.share(k) for k in kinds], **_columns([looks[k] for k in kinds]))
     for row, kind in enumerate(kinds):
-        bars.text(goodput.share(kind), row, f" {goodput.share(kind):.1%}", va="center", fontsize=9)
+        share = goodput.share(kind)
+        bars.barh(kind, share, **looks[kind])
+        bars.text(share, row, f" {share:.1%}", va="center", fontsize=9)
     bars.invert_yaxis()
     bars.grid(False, axis="y")
     bars.set(xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds))))
     strip.set_title(f"goodput {goodput.goodput:.1%}")
     return figure
-
-
-def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {key: [row[key] for row in rows] for key in rows[0]}
 
 
 def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> Any:
@@ -314,14 +297,12 @@ def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> 
     Returns:
       The figure: a lane for each queue, and one for the time that the core waits.
     """
-    import matplotlib.pyplot as plt
-
     end = float(max((event.end for event in events), default=1.0) if end is None else end)
     lanes = ("compute", "kernels", "wait", "ici", "dcn", "dma", "host")
     shown = [event for event in events if event.end > start and event.start < end]
     used = [lane for lane in lanes if any(event.queue == lane for event in shown)]
     unit, name = (1.0, "s") if end - start >= 1 else (1e3, "ms")
-    figure, axes = plt.subplots(figsize=(7, 0.45 * len(used) + 1.1))
+    figure, axes = _subplots(figsize=(7, 0.45 * len(used) + 1.1))
     for row, lane in enumerate(used):
         bars = [(e.start * unit, (e.end - e.start) * unit) for e in shown if e.queue == lane]
         color = INK if lane == "wait" else COLORS[row % len(COLORS)]
@@ -333,7 +314,5 @@ def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> 
         middle = (max(first, start) + min(loop.end, end)) / 2 * unit
         axes.text(middle, -0.7, f"{loop.trips - 1} more iterations", ha="center", fontsize=8)
     axes.set_yticks(range(len(used)), used)
-    axes.set_ylim(len(used) - 0.5, -1.0)
-    axes.set_xlim(start * unit, end * unit)
-    axes.set_xlabel(f"time, {name}")
+    axes.set(xlim=(start * unit, end * unit), ylim=(len(used) - 0.5, -1.0), xlabel=f"time, {name}")
     return figure

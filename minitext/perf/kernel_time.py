@@ -21,6 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
 from minitext.compiler import llo
 from minitext.compiler.llo_compiler import write_dump
 from minitext.compiler.schedule import KERNEL, Operation
@@ -32,7 +35,6 @@ _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?)\}, (?:\w+=|$)")
 _ARRAY = re.compile(r"\b(pred|bf16|f32|f16|s32|u32|s8|u8|s16|u16|s64)\[([\d,]*)\]")
 _TYPES = {"pred": "i1", "bf16": "bf16", "f32": "f32", "f16": "f16"}
-_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: *(>*)[> ]*\{")
 _SKIP = re.compile(r"\bsbr\.rel \((?!!)%p\w+\) target")
 
 
@@ -46,10 +48,7 @@ def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]
     Raises:
       UserError: if a kernel's grid depends on values but no table, or the kernel cannot be compiled alone.
     """
-    calls = {
-        operation.name: operation.opcode for operation in schedule if operation.queue == KERNEL
-    }
-    codes = {name: _Code(line) for name, line in calls.items()}
+    codes = {call.name: _Code(call.opcode) for call in schedule if call.queue == KERNEL}
     cycles = _step_cycles({code.key: code for code in codes.values()}, chip)
     row = CHIPS[chip]
     # The cores of a chip share the steps.
@@ -117,8 +116,6 @@ def _grid(body: str, table: int) -> list[int]:
     """
     # JAX has no public way to parse the program: these calls are those of its own lowering.
     from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
 
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
@@ -144,9 +141,6 @@ def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
 
 
 def _compile(code: _Code, chip: str) -> float:
-    from jax.extend.mlir import ir
-    from jax.interpreters import mlir
-
     with mlir.make_ir_context():
         module = mlir.module_to_bytecode(ir.Module.parse(code.module()))
     with tempfile.TemporaryDirectory(prefix="minitext-llo-") as folder:
@@ -163,19 +157,17 @@ def step_cycles(cycles: int, text: str) -> float:
       cycles: of all the bundles of a step, including all branches.
       text: the kernel's final bundles; lines in a loop have a `>`, and a branch ends at a line with `PF`.
     """
-    branches: list[list[int]] = []
+    lengths: list[int] = []
     inside, branch = 0, None
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
-        bundle = _BUNDLE.match(line)
+        bundle = llo.BUNDLE.match(line)
         if bundle is None:
             continue
-        label, loops = bundle.groups()
-        inside += bool(loops)
-        if label == "PF" and branch is not None:
-            branches.append([branch, inside])
+        inside += ">" in bundle[2]
+        if bundle[1] == "PF" and branch is not None:
+            lengths.append(inside - branch)
             branch = None
         if _SKIP.search(line) and branch is None:
             branch = inside
-    lengths = [end - start for start, end in branches]
     seldom = sum(lengths) - max(lengths, default=0)
     return cycles * (1 - seldom / inside) if inside else float(cycles)

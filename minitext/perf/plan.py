@@ -30,7 +30,6 @@ from minitext.perf import comms, memory, roofline, step_time
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
-from minitext.training import compile
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,9 @@ def predict(cfg: Config, target: Target, work: Work) -> Times:
     axes = cfg.mesh.sizes()
     seconds = work.seconds(cfg, shards(cfg), cfg.train.global_batch / target.devices)
     # Within a slice, messages are those of a single slice with its part of the batch.
-    alone = cfg.replace(
-        {
-            "mesh.data": axes["data"] // target.slices,
-            "train.global_batch": cfg.train.global_batch // target.slices,
-        }
-    )
+    batch = cfg.train.global_batch // target.slices
+    within = {"mesh.data": axes["data"] // target.slices, "train.global_batch": batch}
+    alone = cfg.replace(within)
     terms = comms.predict(alone, abstract_mesh(alone.mesh), "tpu")
     ici = sum(term.moved / link_rate(target, term.group) for term in terms)
     dcn = dcn_seconds(sent_across(cfg, target), target.chip)
@@ -365,14 +361,10 @@ def _select_fitting(
 
 def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
     """Compiles a candidate, and replaces its predicted messages and times by those of the program."""
-    one, programs = cfg.replace(candidate.settings), []
-
-    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        programs.append(step_time.read_program(folder))
-
-    report, step = compile.compile_preset(one, str(target), keep), None
+    one, step = cfg.replace(candidate.settings), None
+    report, program = step_time.compile_program(one, str(target))
     with contextlib.suppress(UserError):  # a kernel's time is unknown: the prediction stays
-        step = step_time.predict_program(programs[0], one, target) if report.fits else None
+        step = step_time.predict_program(program, one, target) if report.fits else None
     (_, _, within), (_, _, across) = report.networks["ici"], report.networks["dcn"]
     groups = max(axis for name, axis in one.mesh.sizes().items() if name not in ("data", "stage"))
     groups = groups if groups > 1 else one.mesh.sizes()["data"] // target.slices

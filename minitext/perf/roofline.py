@@ -20,6 +20,7 @@ from minitext.errors import UserError
 from minitext.perf.cost import PARTS, Operation, count
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, table
+from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,6 @@ def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
     Nothing is allocated and no compiler runs, so counting a model of any size takes a second. On a GPU, where `auto`
     means cuDNN's attention, XLA's is counted: a jaxpr does not show what cuDNN does.
     """
-    from minitext.training.step import abstract_batch, abstract_state, make_train_step
-
     row = hardware.CHIPS[chip] if chip else None
     if row and row.platform == "gpu" and cfg.model.attention.impl == "auto":
         cfg = cfg.replace({"model.attention.impl": "xla"})

@@ -9,12 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
 from minitext.config.model import MoEConfig
-from minitext.sharding.pipeline_schedule import (
-    count_microbatches,
-    forward_ticks,
-    groups_per_stage,
-    one_f_one_b_ticks,
-)
+from minitext.sharding import pipeline_schedule as schedule
 from minitext.sharding.rules import RULES
 
 
@@ -91,12 +86,11 @@ class Sizes:
         self.one_f_one_b = self.stages > 1 and pipeline.schedule == "1f1b"
         self.parts, self.ticks = 1, 0
         if self.stages > 1:
-            self.parts = count_microbatches(pipeline, self.stages, self.rows)
-            self.ticks = (
-                one_f_one_b_ticks(self.stages, self.parts)
-                if self.one_f_one_b
-                else forward_ticks(self.stages, self.parts, groups_per_stage(pipeline))
-            )
+            groups = schedule.groups_per_stage(pipeline)
+            self.parts = schedule.count_microbatches(pipeline, self.stages, self.rows)
+            self.ticks = schedule.forward_ticks(self.stages, self.parts, groups)
+            if self.one_f_one_b:
+                self.ticks = schedule.one_f_one_b_ticks(self.stages, self.parts)
         tokens = self.rows * cfg.data.seq_len // self.context
         self.layer_tokens = tokens // self.parts
         self.tokens = self.layer_tokens if self.one_f_one_b else tokens
@@ -121,7 +115,7 @@ class Sizes:
         ticks = N * self.ticks
         if self.one_f_one_b:
             return Runs(ticks, 2 * ticks * layers, ticks * layers, ticks, ticks * C)
-        passes = ticks * layers // groups_per_stage(self.cfg.pipeline)
+        passes = ticks * layers // schedule.groups_per_stage(self.cfg.pipeline)
         return Runs(ticks, passes, passes, N, N * C)
 
     @property

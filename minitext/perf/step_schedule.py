@@ -61,12 +61,8 @@ class Machine(NamedTuple):
     def spans(self, members: tuple[int, ...]) -> dict[int, tuple[int, bool]]:
         """Returns dimension -> (a group's chips along it, whether they are a whole ring) where these are several."""
         group = [self.coords[m] for m in members if m < len(self.coords)]
-        found = {}
-        for k in range(len(self.shape)):
-            size = len({coords[k] for coords in group})
-            if size > 1:
-                found[k] = (size, self.wrap[k] and size == self.shape[k])
-        return found
+        sizes = {k: len({coords[k] for coords in group}) for k in range(len(self.shape))}
+        return {k: (n, self.wrap[k] and n == self.shape[k]) for k, n in sizes.items() if n > 1}
 
     def seconds(self, operation: Operation) -> float:
         """Returns how long an operation takes if nothing delays it."""

@@ -15,13 +15,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 from minitext.compiler.aot import read_largest
+from minitext.compiler.report import Report
 from minitext.compiler.schedule import COMPUTE, KERNEL, QUEUES, operations, read_schedule
-from minitext.compiler.targets import Target, parse_target, topology_mesh
+from minitext.compiler.targets import Target, fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config
 from minitext.errors import DoesNotFit, UserError
+from minitext.models.flops import count_flops
 from minitext.perf.kernel_time import kernel_seconds
 from minitext.perf.step_schedule import Event, Machine, Walk
 from minitext.terminal import print_tables, table
+from minitext.training import compile
 
 NAMES = {
     "compute": "compute", "kernels": "Pallas kernels", "ici": "collectives, exposed",
@@ -95,24 +98,35 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
       DoesNotFit: if the step needs more memory than the target has.
       UserError: for a bad target or one of GPUs, or a mesh that fits neither the target nor the model.
     """
-    from minitext.training import compile
-
     parsed = parse_target(target)
     _check(parsed)
-    found: list[str] = []
-
-    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
-        found.append(read_program(folder))
-        if program is not None:
-            program.parent.mkdir(parents=True, exist_ok=True)
-            program.write_text(found[-1])
-
-    report = compile.compile_preset(cfg, target, keep)
+    report, text = compile_program(cfg, target)
     if not report.fits:
         raise DoesNotFit(
             f"target={parsed}: the step does not fit: minitext compile says what to change"
         )
-    return predict_program(found[0], cfg, parsed)
+    if program is not None:
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(text)
+    return predict_program(text, cfg, parsed)
+
+
+def compile_program(cfg: Config, target: str) -> tuple[Report, str]:
+    """Compiles the train step of a configuration; `predict_preset` documents the arguments and errors.
+
+    Returns:
+      The report, and the text of the whole program with its schedule; "" if the step does not fit.
+    """
+    texts = [""]
+
+    def keep(_lowered: Any, _compiled: Any, folder: str) -> None:
+        texts.append(read_largest(folder, "after_codegen.txt"))
+        if not texts[-1]:
+            raise UserError(
+                "the compiler left no *.after_codegen.txt: is libtpu newer than 0.0.51?"
+            )
+
+    return compile.compile_preset(cfg, target, keep), texts[-1]
 
 
 def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
@@ -126,9 +140,6 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
     Raises:
       UserError: for GPUs, a text that is not a program, or a kernel whose time cannot be determined.
     """
-    from minitext.compiler.targets import fit_slices
-    from minitext.models.flops import count_flops
-
     _check(target)
     mesh = topology_mesh(target, fit_slices(cfg, target)[0].mesh)
     walk = predict_step(text, target, mesh)
@@ -185,13 +196,6 @@ def print_step_time(found: StepTime) -> None:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
-
-
-def read_program(folder: str) -> str:
-    """Returns the text of the whole program with its schedule from the compiler's dump."""
-    if not (text := read_largest(folder, "after_codegen.txt")):
-        raise UserError("the compiler left no *.after_codegen.txt: is libtpu newer than 0.0.51?")
-    return text
 
 
 def _check(target: Target) -> None:

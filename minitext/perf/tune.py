@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 from minitext.compiler import llo
 from minitext.errors import UserError
@@ -140,8 +141,6 @@ def count_steps(fn: Callable, args: tuple, kernels: tuple[llo.Kernel, ...]) -> l
 
 def _grids(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
     """Yields the names and grids of the Pallas calls in a jaxpr, in order."""
-    from jax.extend.core import jaxprs_in_params
-
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             yield eqn.params["name"] or "", eqn.params["grid_mapping"].grid
