@@ -4,20 +4,18 @@ The public names are imported when they are first used, so that `import minitext
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 __version__ = "0.1.0"
 
 
-def exports(
-    package: str, names: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def exports(package: str, **names: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__getattr__` and `__dir__` of a package that imports its names and modules on first use (PEP 562).
 
     Args:
       package: its full name.
-      names: public name -> the module below the package that defines it.
+      **names: public name -> the module below the package that defines it.
     """
 
     def get(name: str) -> Any:
@@ -45,4 +43,4 @@ _PUBLIC = {
     "Checkpointer": "checkpoint.checkpointer",
 }
 __all__ = list(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]
-__getattr__, __dir__ = exports(__name__, _PUBLIC)
+__getattr__, __dir__ = exports(__name__, **_PUBLIC)

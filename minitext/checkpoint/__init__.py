@@ -7,10 +7,4 @@ Chapters: none.
 
 from minitext import exports
 
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Checkpointer": "checkpointer",
-        "LocalCopies": "emergency",
-    },
-)
+__getattr__, __dir__ = exports(__name__, Checkpointer="checkpointer", LocalCopies="emergency")

@@ -8,4 +8,4 @@ Chapters: 6.
 
 from minitext import exports
 
-__getattr__, __dir__ = exports(__name__, {})
+__getattr__, __dir__ = exports(__name__)

@@ -9,10 +9,5 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "topology_mesh": "targets",
-        "parse_target": "targets",
-        "Report": "report",
-    },
-)
+    __name__, topology_mesh="targets", parse_target="targets", Report="report",
+)  # fmt: skip

@@ -8,17 +8,7 @@ Chapters: 6.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Config": "config",
-        "ConfigError": "config",
-        "load_config": "config",
-        "flatten": "config",
-        "to_yaml": "config",
-        "ModelConfig": "model",
-        "DataConfig": "data",
-        "MeshConfig": "sections",
-        "OptimConfig": "sections",
-        "TrainConfig": "sections",
-    },
-)
+    __name__, Config="config", ConfigError="config", load_config="config", flatten="config",
+    to_yaml="config", ModelConfig="model", DataConfig="data", MeshConfig="sections",
+    OptimConfig="sections", TrainConfig="sections",
+)  # fmt: skip

@@ -8,11 +8,6 @@ Chapters: 7.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "make_batches": "batches",
-        "Batches": "batches",
-        "make_tokenizer": "rows",
-        "load_tokenizer": "tokenizer",
-    },
-)
+    __name__, make_batches="batches", Batches="batches", make_tokenizer="rows",
+    load_tokenizer="tokenizer",
+)  # fmt: skip

@@ -8,10 +8,5 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Cluster": "cluster",
-        "find_cluster": "cluster",
-        "start": "devices",
-    },
-)
+    __name__, Cluster="cluster", find_cluster="cluster", start="devices",
+)  # fmt: skip

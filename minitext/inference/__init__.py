@@ -7,10 +7,4 @@ Chapters: none.
 
 from minitext import exports
 
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Sampling": "generate",
-        "Generator": "generate",
-    },
-)
+__getattr__, __dir__ = exports(__name__, Sampling="generate", Generator="generate")

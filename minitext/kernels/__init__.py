@@ -17,12 +17,14 @@ import minitext.kernels.paged_attention
 import minitext.kernels.rms_norm  # noqa: F401
 from minitext.kernels.attention.mask import Mask as Mask
 from minitext.kernels.attention.xla import cached_attention as cached_attention
-from minitext.kernels.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
-from minitext.kernels.dispatch import ORDER as ORDER
-from minitext.kernels.dispatch import attention as attention
-from minitext.kernels.dispatch import choose as choose
-from minitext.kernels.dispatch import grouped_matmul as grouped_matmul
-from minitext.kernels.dispatch import linear as linear
-from minitext.kernels.dispatch import linear_cross_entropy as linear_cross_entropy
-from minitext.kernels.dispatch import paged_attention as paged_attention
-from minitext.kernels.dispatch import rms_norm as rms_norm
+from minitext.kernels.dispatch import (  # noqa: F401
+    IMPLEMENTATIONS,
+    ORDER,
+    attention,
+    choose,
+    grouped_matmul,
+    linear,
+    linear_cross_entropy,
+    paged_attention,
+    rms_norm,
+)  # fmt: skip

@@ -8,11 +8,6 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "Transformer": "transformer",
-        "make_cache": "transformer",
-        "count_params": "flops",
-        "count_flops": "flops",
-    },
-)
+    __name__, Transformer="transformer", make_cache="transformer", count_params="flops",
+    count_flops="flops",
+)  # fmt: skip

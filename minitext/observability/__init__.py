@@ -7,6 +7,4 @@ Chapters: none.
 
 from minitext import exports
 
-__getattr__, __dir__ = exports(
-    __name__, {"Ledger": "goodput", "Meter": "metrics", "read_metrics": "metrics"}
-)
+__getattr__, __dir__ = exports(__name__, Ledger="goodput", Meter="metrics", read_metrics="metrics")

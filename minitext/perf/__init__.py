@@ -9,11 +9,6 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "predict_step": "roofline",
-        "count": "cost",
-        "draw_roofline": "figures",
-        "draw_sharding": "figures",
-    },
-)
+    __name__, predict_step="roofline", count="cost", draw_roofline="figures",
+    draw_sharding="figures",
+)  # fmt: skip

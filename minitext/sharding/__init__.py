@@ -9,12 +9,6 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__,
-    {
-        "make_mesh": "mesh",
-        "AXES": "mesh",
-        "ShardingRules": "rules",
-        "RULES": "rules",
-        "check_mesh": "check",
-    },
-)
+    __name__, make_mesh="mesh", AXES="mesh", ShardingRules="rules", RULES="rules",
+    check_mesh="check",
+)  # fmt: skip

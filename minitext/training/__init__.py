@@ -8,11 +8,4 @@ Chapters: none.
 
 from minitext import exports
 
-__getattr__, __dir__ = exports(
-    __name__,
-    {
-        "init_state": "step",
-        "make_train_step": "step",
-        "train": "run",
-    },
-)
+__getattr__, __dir__ = exports(__name__, init_state="step", make_train_step="step", train="run")

@@ -1,7 +1,7 @@
 """The training state and the step: pure functions, jitted at the edge.
 
-`make_train_step` is what `minitext train` runs, what the benchmarks time, and what `minitext compile` compiles for chips
-that aren't there. Nothing here looks at `jax.devices()`: the mesh says where arrays are.
+`make_train_step` is what `minitext train` runs, the benchmarks time, and `minitext compile` compiles for chips that
+aren't there. Nothing here looks at `jax.devices()`: the mesh says where arrays are.
 
 Chapters: 6.
 """
