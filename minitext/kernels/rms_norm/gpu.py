@@ -56,7 +56,7 @@ def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
         grid=(X,),
         in_specs=[row, pl.BlockSpec((D,), lambda _: (0,))],
         out_specs=row,
-        out_shape=x_XD,
+        out_shape=jax.ShapeDtypeStruct((X, D), x_XD.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps),
         name="rms_norm",
     )(x_XD, scale_D)
@@ -72,7 +72,10 @@ def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
         grid=(programs,),
         in_specs=[rows, pl.BlockSpec((D,), lambda _: (0,)), rows],
         out_specs=[rows, pl.BlockSpec((None, D), lambda i: (i, 0))],
-        out_shape=[x_XD, jax.ShapeDtypeStruct((programs, D), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((X, D), x_XD.dtype),
+            jax.ShapeDtypeStruct((programs, D), jnp.float32),
+        ],
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps),
         name="rms_norm_backward",
     )(x_XD, scale_D, grad_XD)

@@ -46,7 +46,7 @@ def _rms_norm(eps: float, most: int, x_XD, scale_D):
         grid=(pl.cdiv(X, rows),),
         in_specs=[block, scale],
         out_specs=block,
-        out_shape=x_XD,
+        out_shape=jax.ShapeDtypeStruct((X, D), x_XD.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         name="rms_norm",
     )(x_XD, scale_D[None])
@@ -61,7 +61,10 @@ def _backward(eps: float, most: int, residuals, grad_XD):
         grid=(pl.cdiv(X, rows),),
         in_specs=[block, scale, block],
         out_specs=[block, pl.BlockSpec((8, D), lambda i: (0, 0))],
-        out_shape=[x_XD, jax.ShapeDtypeStruct((8, D), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((X, D), x_XD.dtype),
+            jax.ShapeDtypeStruct((8, D), jnp.float32),
+        ],
         # In order, because all blocks of rows add to one gradient of the scale.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name="rms_norm_backward",
