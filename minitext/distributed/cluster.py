@@ -131,14 +131,8 @@ def _explicit(env: Env) -> Cluster:
     return Cluster("explicit", address(env[COORDINATOR], COORDINATOR), processes, index)
 
 
-def _wait_for(
-    env: Env,
-    path: str,
-    read: Callable[[str], str | None],
-    sleep: Callable[[float], None],
-    clock: Callable[[], float],
-) -> str:
-    """Returns the text of the cluster file once an orchestrator has written it."""
+def _wait_for(env: Env, path: str, read, sleep, clock) -> str:
+    """Returns the text of the cluster file once an orchestrator has written it; arguments as of `find_cluster`."""
     limit = number(env, "MINITEXT_CLUSTER_SECONDS", 0, FILE_SECONDS)
     end = clock() + limit
     while (text := read(path)) is None:

@@ -15,13 +15,12 @@ from minitext.hardware import CHIPS, find_chip
 FILE = Path(__file__).with_suffix(".json")
 
 
-def _read() -> dict[tuple[str, str], dict[str, int]]:
-    table = json.loads(FILE.read_text(encoding="utf-8"))
-    return {(op, chip): row for op, chips in table.items() for chip, row in chips.items()}
-
-
 # (operation, chip) -> name of a block's dimension -> its length.
-BLOCKS: dict[tuple[str, str], dict[str, int]] = _read()
+BLOCKS: dict[tuple[str, str], dict[str, int]] = {
+    (op, chip): row
+    for op, chips in json.loads(FILE.read_text(encoding="utf-8")).items()
+    for chip, row in chips.items()
+}
 
 
 def find(op: str) -> dict[str, int]:

@@ -10,13 +10,13 @@ Chapters: 16, 17, 19.
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -79,7 +79,7 @@ def _int32(*shape: int) -> jax.ShapeDtypeStruct:
 def _matmul(m: int = 512, k: int = 512, n: int = 512) -> Case:
     fn = functools.partial(matmul.matmul, tiles=(m, k, n))
     # The left factor is read once for each tile of columns, the right one once for each tile of rows.
-    hbm_bytes = 2 * (_tiles(F, n) * T * D + _tiles(T, m) * D * F + T * F)
+    hbm_bytes = 2 * (pl.cdiv(F, n) * T * D + pl.cdiv(T, m) * D * F + T * F)
     return Case(fn, (_bf16(T, D), _bf16(D, F)), hbm_bytes=hbm_bytes)
 
 
@@ -93,13 +93,13 @@ def _grouped_matmul(m: int = 512, k: int = 512, n: int = 512) -> Case:
     tiles = grouped_matmul.Tiles(m, k, n)
     fn = functools.partial(grouped_matmul.grouped_matmul, tiles=tiles)
     # As in a plain product, except that each group's matrix is read for each of the group's tiles of rows.
-    hbm_bytes = 2 * (_tiles(F, n) * T * D + _group_steps(m) * D * F + T * F)
+    hbm_bytes = 2 * (pl.cdiv(F, n) * T * D + _group_steps(m) * D * F + T * F)
     args = _bf16(T, D), _bf16(E, D, F), GROUPS
-    return Case(fn, args, _group_steps(m) * _tiles(D, k) * _tiles(F, n), hbm_bytes)
+    return Case(fn, args, _group_steps(m) * pl.cdiv(D, k) * pl.cdiv(F, n), hbm_bytes)
 
 
 def _rms_norm(rows: int = 128) -> Case:
-    fn = functools.partial(rms_norm.rms_norm, blocks=rms_norm.Blocks(rows))
+    fn = functools.partial(rms_norm.rms_norm, rows=rows)
     return Case(fn, (_bf16(T, D), jax.ShapeDtypeStruct((D,), jnp.float32)))
 
 
@@ -145,7 +145,7 @@ def _jax_splash_attention(block_q: int = 512, block_kv: int = 512) -> Case:
 
 def _jax_megablox(product, lhs, rhs, m: int = 512, k: int = 512, n: int = 512) -> Case:
     fn = functools.partial(product, preferred_element_type=jnp.bfloat16, tiling=(m, k, n))
-    return Case(fn, (lhs, rhs, GROUPS), _group_steps(m) * _tiles(D, k) * _tiles(F, n))
+    return Case(fn, (lhs, rhs, GROUPS), _group_steps(m) * pl.cdiv(D, k) * pl.cdiv(F, n))
 
 
 def _backward(
@@ -174,19 +174,13 @@ def _backward(
 
 def _causal_steps(block_q: int, block_kv: int) -> int:
     """Returns in how many pairs of blocks, over all heads, some query sees some key."""
-    return N * sum(
-        math.ceil(min(end, T) / block_kv) for end in range(block_q, T + block_q, block_q)
-    )
+    return N * sum(pl.cdiv(min(end, T), block_kv) for end in range(block_q, T + block_q, block_q))
 
 
 def _group_steps(m: int) -> int:
     """Returns how many tiles of rows a grouped product visits; one with rows of two groups is visited twice."""
     ends = np.cumsum(GROUPS)
     return int(np.sum(np.ceil(ends / m) - np.floor((ends - GROUPS) / m)))
-
-
-def _tiles(size: int, tile: int) -> int:
-    return math.ceil(size / tile)
 
 
 CASES: dict[str, Callable[..., Case]] = {

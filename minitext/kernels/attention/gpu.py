@@ -63,16 +63,9 @@ class Plan(NamedTuple):
 
 
 def flash_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    *,
-    mask: Mask = CAUSAL,
-    softcap: float | None = None,
-    sinks_N: jax.Array | None = None,
-    blocks: BlockShapes | None = None,
-) -> jax.Array:
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *,
+    mask: Mask = CAUSAL, softcap: float | None = None, sinks_N=None, blocks: BlockShapes | None = None,
+) -> jax.Array:  # fmt: skip
     """Computes `minitext.kernels.attention` in float32, bfloat16 or float16, by default in blocks that suit the type.
 
     On a mesh each device computes its own rows and heads.
@@ -253,14 +246,13 @@ def _flash(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
 def _flash_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
     B, T, N, _ = q_BTNH.shape
     tile = plan.shapes.forward
-    queries, keys, rows = _specs(q_BTNH, k_BSKH)
+    queries, keys, segments, rows = _specs(q_BTNH, k_BSKH, segment_ids_BT)
     table = sparse_table(tile, T, plan.mask)
     out_BTNH, lse_BNT = pl.pallas_call(
         partial(_forward_kernel, plan=plan),
         grid=(pl.cdiv(T, tile.q), N, B),
         in_specs=[
-            queries, keys, keys,
-            _segments_spec(segment_ids_BT),
+            queries, keys, keys, segments,
             None if sinks_N is None else pl.BlockSpec((1,), lambda _, n, b: (n,)),
             jax.tree.map(whole, table),
         ],
@@ -283,12 +275,8 @@ def _flash_backward(plan: Plan, residuals, grad_BTNH):
         weights_BNT = jnp.exp2(sinks_N.astype(jnp.float32)[:, None] * LOG2_E - lse_BNT)
         dsinks_N = -jnp.sum(weights_BNT * delta_BNT, axis=(0, 2)).astype(sinks_N.dtype)
     dq_BTNH = _gradient(_dq_kernel, plan, plan.shapes.dq, args, by_key=False)
-    return (
-        dq_BTNH,
-        *_gradient(_dkv_kernel, plan, plan.shapes.dkv, args, by_key=True),
-        None,
-        dsinks_N,
-    )
+    dk_BSKH, dv_BSKH = _gradient(_dkv_kernel, plan, plan.shapes.dkv, args, by_key=True)
+    return dq_BTNH, dk_BSKH, dv_BSKH, None, dsinks_N
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
@@ -298,8 +286,7 @@ def _gradient(kernel, plan: Plan, tile: Tile, args, *, by_key: bool):
     """Calls a backward kernel, for blocks of queries or, with `by_key`, of keys."""
     q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *_ = args
     B, T, N, _ = q_BTNH.shape
-    queries, keys, rows = _specs(q_BTNH, k_BSKH, by_key)
-    segments = _segments_spec(segment_ids_BT)
+    queries, keys, segments, rows = _specs(q_BTNH, k_BSKH, segment_ids_BT, by_key)
     table = sparse_table(tile, T, plan.mask, of_keys=by_key)
     blocks, heads = (tile.k, k_BSKH.shape[2]) if by_key else (tile.q, N)
     return pl.pallas_call(
@@ -313,27 +300,24 @@ def _gradient(kernel, plan: Plan, tile: Tile, args, *, by_key: bool):
     )(*args, table)
 
 
-def _specs(q_BTNH, k_BSKH, by_key: bool = False):
-    """Returns a program's part of queries, of keys, and of numbers per query [B, N, T].
+def _specs(q_BTNH, k_BSKH, segment_ids_BT, by_key: bool = False):
+    """Returns a program's part of queries, of keys, of segments, and of numbers per query [B, N, T].
 
     That is one query head and its key head or, with `by_key`, one key head and all of its query heads.
     """
     (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     G = N // K
+    segments = None if segment_ids_BT is None else pl.BlockSpec((None, T), lambda _, n, b: (b, 0))
     if by_key:
         return (
             pl.BlockSpec((None, T, G, H), lambda _, k, b: (b, 0, k, 0)),
             pl.BlockSpec((None, T, None, H), lambda _, k, b: (b, 0, k, 0)),
+            segments,
             pl.BlockSpec((None, G, T), lambda _, k, b: (b, k, 0)),
         )
     return (
         pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n, 0)),
         pl.BlockSpec((None, T, None, H), lambda _, n, b: (b, 0, n // G, 0)),
+        segments,
         pl.BlockSpec((None, None, T), lambda _, n, b: (b, n, 0)),
     )
-
-
-def _segments_spec(segment_ids_BT):
-    if segment_ids_BT is None:
-        return None
-    return pl.BlockSpec((None, segment_ids_BT.shape[1]), lambda _, n, b: (b, 0))

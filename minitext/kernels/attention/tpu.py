@@ -35,16 +35,9 @@ NT, NN, TN = (1, 1), (1, 0), (0, 0)
 
 
 def flash_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    *,
-    mask: Mask = CAUSAL,
-    softcap: float | None = None,
-    sinks_N: jax.Array | None = None,
-    blocks: BlockShape | None = None,
-) -> jax.Array:
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *,
+    mask: Mask = CAUSAL, softcap: float | None = None, sinks_N=None, blocks: BlockShape | None = None,
+) -> jax.Array:  # fmt: skip
     """Computes `minitext.kernels.attention` for any T, in memory linear in T.
 
     Matrix products take their inputs as they are and sum in float32; float32 inputs are multiplied at full precision.

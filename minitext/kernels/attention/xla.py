@@ -4,7 +4,6 @@ Chapters: 4, 17.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +40,7 @@ def attention(
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
 
+@jax.custom_vjp
 def blocked_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None) -> jax.Array:
     """Computes causal attention in blocks of queries, each against only the keys it can see.
 
@@ -50,8 +50,7 @@ def blocked_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None) -> jax.Array:
     than the products: weights are normalised after the values are summed, and the sum that softmax's gradient needs
     is taken over H products instead of S.
     """
-    blocks = 2 if q_BTNH.shape[1] < 512 else 4
-    return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)
+    return _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)[0]
 
 
 def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None, **options) -> str | None:
@@ -64,17 +63,12 @@ def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None, **options) -> str | N
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
-    return _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks)[0]
-
-
-def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
+def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     K, H = k_BSKH.shape[2:]
     q_BKGTH = _heads_first(q_BTNH / math.sqrt(H), K)
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     outs, kept = [], []
-    for low, high in _bounds(q_BTNH.shape[1], blocks):
+    for low, high in _bounds(q_BTNH.shape[1]):
         q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
         logits = _wide("BKGTH,BKSH->BKGTS", q, k)
         mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
@@ -91,7 +85,7 @@ def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, blocks):
     return out_BTNH, (q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept)
 
 
-def _blocked_backward(blocks, residuals, grad_BTNH):
+def _blocked_backward(residuals, grad_BTNH):
     q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept = residuals
     (K, T), H = q_BKGTH.shape[1:4:2], q_BKGTH.shape[4]
     delta_BTN1 = jnp.sum(
@@ -102,7 +96,7 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
     grad_k: Any = None
     grad_v: Any = None
     # The last block sees all keys. Each earlier one adds to the gradients of the first of them.
-    for (low, high), (exps, total) in reversed(list(zip(_bounds(T, blocks), kept, strict=True))):
+    for (low, high), (exps, total) in reversed(list(zip(_bounds(T), kept, strict=True))):
         q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
         grad = (grad_BKGTH[:, :, :, low:high] / total).astype(v.dtype)
         grad_probs = _wide("BKGTH,BKSH->BKGTS", grad, v)
@@ -121,16 +115,16 @@ def _blocked_backward(blocks, residuals, grad_BTNH):
     return *(grad.astype(v_BKSH.dtype) for grad in grads), None
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+blocked_attention.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _wide(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-def _bounds(T: int, blocks: int) -> list[tuple[int, int]]:
-    size = T // blocks
-    return [(i * size, (i + 1) * size) for i in range(blocks)]
+def _bounds(T: int) -> list[tuple[int, int]]:
+    size = T // (2 if T < 512 else 4)
+    return [(low, low + size) for low in range(0, T, size)]
 
 
 def _add_to_prefix(total_BKHS, part_BKHs):

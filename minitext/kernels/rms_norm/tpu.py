@@ -4,7 +4,7 @@ Chapters: 16.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,22 +22,12 @@ STRIP = 16
 BLOCK_BYTES = 2**20
 
 
-class Blocks(NamedTuple):
-    """Block sizes.
+def rms_norm(x, scale_D, eps: float = 1e-6, *, rows: int = 128) -> jax.Array:
+    """Computes `minitext.kernels.rms_norm`, at most `rows` rows at a time; wide rows leave room for fewer.
 
-    Attributes:
-      rows: the most rows in a block; wide rows leave room for fewer.
+    On a mesh each device takes its own rows.
     """
-
-    rows: int = 128
-
-
-DEFAULT = Blocks()
-
-
-def rms_norm(x, scale_D, eps: float = 1e-6, blocks: Blocks = DEFAULT) -> jax.Array:
-    """Computes `minitext.kernels.rms_norm`. On a mesh each device takes its own rows."""
-    return operands.by_rows(partial(_rms_norm, eps, blocks), x, scale_D)
+    return operands.by_rows(partial(_rms_norm, eps, rows), x, scale_D)
 
 
 def supports(x, scale_D, _eps=1e-6) -> str | None:
@@ -48,9 +38,8 @@ def supports(x, scale_D, _eps=1e-6) -> str | None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
-    X, D = x_XD.shape
-    rows = _rows(x_XD, blocks)
+def _rms_norm(eps: float, most: int, x_XD, scale_D):
+    (X, D), rows = x_XD.shape, _rows(x_XD, most)
     block, scale = pl.BlockSpec((rows, D), lambda i: (i, 0)), pl.BlockSpec((1, D), lambda i: (0, 0))
     return pl.pallas_call(
         partial(_forward_kernel, eps=eps),
@@ -63,10 +52,9 @@ def _rms_norm(eps: float, blocks: Blocks, x_XD, scale_D):
     )(x_XD, scale_D[None])
 
 
-def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
+def _backward(eps: float, most: int, residuals, grad_XD):
     x_XD, scale_D = residuals
-    X, D = x_XD.shape
-    rows = _rows(x_XD, blocks)
+    (X, D), rows = x_XD.shape, _rows(x_XD, most)
     block, scale = pl.BlockSpec((rows, D), lambda i: (i, 0)), pl.BlockSpec((1, D), lambda i: (0, 0))
     grad_x_XD, grad_scale_8D = pl.pallas_call(
         partial(_backward_kernel, eps=eps, X=X),
@@ -87,9 +75,9 @@ def _backward(eps: float, blocks: Blocks, residuals, grad_XD):
 _rms_norm.defvjp(lambda *args: (_rms_norm(*args), args[2:]), _backward)
 
 
-def _rows(x_XD, blocks: Blocks) -> int:
+def _rows(x_XD, most: int) -> int:
     X, D = x_XD.shape
-    strips = min(pl.cdiv(X, STRIP), pl.cdiv(blocks.rows, STRIP), _widest(x_XD) // D)
+    strips = min(pl.cdiv(X, STRIP), pl.cdiv(most, STRIP), _widest(x_XD) // D)
     return strips * STRIP
 
 
