@@ -99,11 +99,6 @@ def stub(text: str) -> str:
     return "".join(out)
 
 
-def without_markers(text: str) -> str:
-    """A solution as a reader sees it: without its BEGIN and END lines."""
-    return re.sub(r"^[ \t]*# (BEGIN|END) SOLUTION[^\n]*(\n|\Z)", "", text, flags=re.MULTILINE)
-
-
 def same_code(a: str, b: str) -> bool:
     """True if two sources have the same syntax tree; comments and layout don't count."""
     try:
