@@ -222,7 +222,7 @@ def _grade_here(exercise: Exercise, fn: Any) -> Result:
         answer = Answer((source.Piece("", cell),), "your cell")
         grading = Grading(registry.exercises_root(), seed, learner)
         return grade_one(grading, exercise, answer, threading.Event())
-    with contextlib.suppress(ValueError):  # wrappers in a circle
+    with contextlib.suppress(ValueError, TypeError):  # wrappers in a circle
         file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", "")
     attempt = evaluate.Attempt(exercise, fn, seed, learner, file).run()
     if attempt.untouched:
