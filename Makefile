@@ -43,10 +43,10 @@ check: .venv/dev  ## lint, types, and whether stubs and notebooks are in step
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(ON_CPU) $(BIN)/python -m minitext.book.grading.sync --check
+	$(ON_CPU) $(BIN)/python book/sync.py --check
 
 sync: .venv/book  ## rewrite exercise stubs, their cells in the chapters, and the .ipynb files
-	$(ON_CPU) $(BIN)/python -m minitext.book.grading.sync
+	$(ON_CPU) $(BIN)/python book/sync.py
 
 clean:  ## remove what can be made again (not runs/)
 	rm -rf .venv .venv-gpu _build book/_generated dist

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from minitext.book.grading import Exercise, peers
-from minitext.book.grading.compare import Failure
+from minitext.book.grading.trial import Failure
 
 # --------------------------------------------------------------------------------- process_rows
 

@@ -9,5 +9,5 @@ Chapters: none.
 from minitext import exports
 
 __getattr__, __dir__ = exports(
-    __name__, dict.fromkeys(("setup", "show", "glue"), "notebook") | {"check": "grading.inline"}
+    __name__, dict.fromkeys(("setup", "show", "glue"), "notebook") | {"check": "grading.runner"}
 )

@@ -12,7 +12,7 @@ import itertools
 import re
 import tempfile
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -21,13 +21,6 @@ from minitext.compiler.hlo import Instruction, computations
 from minitext.distributed.devices import check_profiler
 from minitext.observability import xplane
 from minitext.observability.device_time import Ops, find_devices
-
-
-class Branches(NamedTuple):
-    """A `conditional` of the compiled program: its name, and the names of the matrix products in its branches."""
-
-    name: str
-    products: frozenset[str]
 
 
 def measure_slots(compiled: Any, *args: Any) -> list[list[bool]]:
@@ -50,14 +43,14 @@ def measure_slots(compiled: Any, *args: Any) -> list[list[bool]]:
             jax.block_until_ready(compiled(*args))
         starts = [_starts(device) for device in find_devices(xplane.read(xplane.find(folder)))]
     rows = []
-    for branches in stage_branches(compiled.as_text()):
-        columns = [_busy(branches, times) for times in starts]
+    for cond, products in _stage_conditionals(compiled.as_text()).items():
+        columns = [_busy(cond, products, times) for times in starts]
         rows += [list(row) for row in zip(*columns, strict=True) if any(row)]
     return rows
 
 
-def stage_branches(text: str) -> list[Branches]:
-    """Returns the conditionals of a compiled program's text in which stages work or wait."""
+def _stage_conditionals(text: str) -> dict[str, set[str]]:
+    """The conditionals in which stages work or wait, each with the matrix products in its branches, by name."""
     found, names = computations(text)[0], op_names(text)
     # For each conditional: the instructions in its branches, and in the computations those call.
     inside: dict[str, set[str]] = {}
@@ -66,11 +59,11 @@ def stage_branches(text: str) -> list[Branches]:
             if i.opcode == "conditional" and "shard_map" in names.get(i.name, ""):
                 inside[i.name] = {j.name for j in _called(i, found)}
     nested = set().union(*inside.values())
-    return [
-        Branches(name, frozenset(i for i in within if "dot_general" in names.get(i, "")))
-        for name, within in inside.items()
-        if name not in nested
-    ]
+    return {
+        cond: {i for i in within if "dot_general" in names.get(i, "")}
+        for cond, within in inside.items()
+        if cond not in nested
+    }
 
 
 def _called(instruction: Instruction, found: dict[str, list[Instruction]]) -> list[Instruction]:
@@ -90,9 +83,9 @@ def _starts(device: Ops) -> dict[str, list[float]]:
     return starts
 
 
-def _busy(branches: Branches, starts: dict[str, list[float]]) -> list[bool]:
+def _busy(cond: str, products: set[str], starts: dict[str, list[float]]) -> list[bool]:
     """For each tick, whether the device ran any matrix product before the next tick."""
-    ticks = sorted(starts[branches.name])
-    ran = [start for name in branches.products for start in starts.get(name, ())]
+    ticks = sorted(starts[cond])
+    ran = [start for name in products for start in starts.get(name, ())]
     ends = [*ticks[1:], float("inf")]
     return [any(a <= t < b for t in ran) for a, b in zip(ticks, ends, strict=True)]

@@ -14,7 +14,7 @@ import json, subprocess, sys
 from pathlib import Path
 
 from minitext.book.grading import peers
-from minitext.book.grading.compare import Failure
+from minitext.book.grading.trial import Failure
 
 
 def body(say, fn, secret):

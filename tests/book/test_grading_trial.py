@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitext.book.grading import Exercise, compare, learner_number, source
-from minitext.book.grading.compare import Failure
+from minitext.book.grading import Exercise, learner_number, source
 from minitext.book.grading.evaluate import Attempt
-from minitext.book.grading.trial import Trial
+from minitext.book.grading.trial import Failure, Trial, distance, observe
 
 SOLVED = '''"""Two exercises."""
 
@@ -138,13 +137,13 @@ def test_traces_primitives_and_compiled_text(trial):
 
 def test_rounding_noise_is_the_same_mistake_and_another_value_is_not():
     a = np.linspace(-1, 1, 50)
-    noisy = compare.distance(compare.observe(a), compare.observe(a * (1 + 1e-7)))
-    other = compare.distance(compare.observe(a), compare.observe(a * 1.01))
+    noisy = distance(observe(a), observe(a * (1 + 1e-7)))
+    other = distance(observe(a), observe(a * 1.01))
     assert noisy < 1e-6 < 1e-3 < other
-    assert compare.distance(compare.observe(a), compare.observe(a[None])) == float("inf")
-    assert compare.distance(compare.observe("x"), compare.observe(None)) == float("inf")
-    nan = compare.observe(np.array([np.nan, 1.0]))
-    assert compare.distance(nan, nan) == 0.0
+    assert distance(observe(a), observe(a[None])) == float("inf")
+    assert distance(observe("x"), observe(None)) == float("inf")
+    nan = observe(np.array([np.nan, 1.0]))
+    assert distance(nan, nan) == 0.0
 
 
 def test_a_check_that_compares_nothing_is_a_fault():

@@ -6,7 +6,6 @@ Chapters: none.
 """
 
 import contextlib
-import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -58,41 +57,31 @@ def grade(
 
     Exits 0 only if everything you asked for passes.
     """
-    names = [] if all_ else which or []
-    request = _Request(names, secrets.randbits(31) if seed is None else seed, learner, jobs)
+    seed = secrets.randbits(31) if seed is None else seed
     kinds = ["solution", "stub"] * solutions + ["mutant"] * mutants
     try:
         if start:
-            good = _start(which or [])
-        elif kinds:
-            good = _try_out(request, kinds)
+            _start(which or [])
+            return
+        from minitext.book.grading import registry, runner
+
+        number = registry.learner_number(learner)
+        grading = runner.Grading(registry.exercises_root(), seed, number, jobs)
+        names = [] if all_ else which or []
+        exercises = registry.select(grading.root, names)
+        if kinds:
+            good = _try_out(grading, exercises, kinds)
         else:
-            good = _grade(request, answers, notebook, json_, gradescope)
+            tasks = _tasks(grading.root, exercises, names, answers, notebook)
+            who = learner or registry.learner_name()
+            good = _grade(grading, tasks, who, json_, gradescope)
     except UserError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if good else 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """What every kind of grading needs from the command line."""
-
-    names: list[str]
-    seed: int
-    learner: str | None
-    jobs: int
-
-    def prepare(self) -> tuple[Any, dict[str, Any]]:
-        """Returns a `runner.Grading`, and the exercises by id."""
-        from minitext.book.grading import registry, runner
-
-        root, number = registry.exercises_root(), registry.learner_number(self.learner)
-        exercises = registry.select(root, self.names)
-        return runner.Grading(root, self.seed, number, self.jobs), exercises
-
-
-def _start(names: list[str]) -> bool:
+def _start(names: list[str]) -> None:
     from minitext.book.grading.answers import start
     from minitext.book.grading.registry import exercises_root
 
@@ -106,54 +95,55 @@ def _start(names: list[str]) -> bool:
         typer.echo(f"grade your answers with: minitext grade{where}")
     if kept:
         typer.echo(f"left as they are: {', '.join(str(path) for path in kept)}")
-    return True
 
 
-def _try_out(request: _Request, kinds: list[str]) -> bool:
+def _try_out(grading: Any, exercises: dict[str, Any], kinds: list[str]) -> bool:
     from rich.console import Console
 
     from minitext.book.grading import report, runner
 
-    grading, exercises = request.prepare()
     with _bar() as advance_to:
         rows = runner.try_out(grading, exercises.values(), kinds, advance_to)
     good = report.print_rows(Console(), rows)
-    typer.echo(f"seed {request.seed}")
+    typer.echo(f"seed {grading.seed}")
     return good
 
 
-def _grade(
-    request: _Request,
+def _tasks(
+    root: Path,
+    exercises: dict[str, Any],
+    names: list[str],
     folder: Path | None,
     notebook: Path | None,
-    json_file: str | None,
-    gradescope: str | None,
+) -> list[tuple]:
+    """Pairs of an exercise and the learner's answer; of a notebook, unless exercises are named, only those in it."""
+    from minitext.book.grading import answers
+
+    if notebook is None:
+        place = answers.answers_folder(root, folder)
+        found = answers.from_folder(place, root, exercises.values())
+    else:
+        found = answers.from_notebook(notebook, root, exercises.values())
+        if not found:
+            raise UserError(f"{notebook} has no cell of {' '.join(names) or 'any exercise'}")
+    missing = answers.Answer(attempted=False)
+    return [(e, found.get(id, missing)) for id, e in exercises.items() if names or id in found]
+
+
+def _grade(
+    grading: Any, tasks: list[tuple], learner: str, json_file: str | None, gradescope: str | None
 ) -> bool:
     from rich.console import Console
 
-    from minitext.book.grading import answers, registry, report, runner
+    from minitext.book.grading import report, runner
 
-    grading, exercises = request.prepare()
-    if notebook is not None:
-        found = answers.from_notebook(notebook, grading.root, exercises.values())
-        if not found:
-            asked = " ".join(request.names) or "any exercise"
-            raise UserError(f"{notebook} has no cell of {asked}")
-        if not request.names:
-            exercises = {id: exercises[id] for id in found}
-    else:
-        place = answers.answers_folder(grading.root, folder)
-        found = answers.from_folder(place, grading.root, exercises.values())
-    missing = answers.Answer(attempted=False)
-    tasks = [(exercise, found.get(id, missing)) for id, exercise in exercises.items()]
     with _bar() as advance_to:
         results = runner.grade_many(grading, tasks, advance_to)
-    report.print_table(Console(stderr=json_file == "-"), results, request.seed)
+    report.print_table(Console(stderr=json_file == "-"), results, grading.seed)
     if json_file:
-        who = request.learner or registry.learner_name()
-        report.write_json(json_file, report.as_json(results, request.seed, who))
+        report.write_json(json_file, report.as_json(results, grading.seed, learner))
     if gradescope:
-        report.write_json(gradescope, report.as_gradescope(results, request.seed))
+        report.write_json(gradescope, report.as_gradescope(results, grading.seed))
     return all(result.status == report.PASSED for result in results)
 
 

@@ -10,9 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minitext.book.grading import compare
 from minitext.book.grading.registry import Check, Exercise
-from minitext.book.grading.trial import Trial
+from minitext.book.grading.trial import Failure, Trial, distance
 
 ANSWER_MODULE = "answer"  # module name under which a learner's source runs
 
@@ -85,7 +84,7 @@ class Attempt:
         trial = Trial(self.seed, self.learner, f"{self.exercise.id}/{check.name}")
         try:
             check.run(self.fn, trial)
-        except compare.Failure as failure:
+        except Failure as failure:
             return CheckResult(check.name, False, str(failure), failure.observed)
         except (self.swallow, SystemExit, NotImplementedError) as error:
             if isinstance(error, NotImplementedError) and error.args == (self.exercise.id,):
@@ -148,7 +147,7 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
     for index, mutant in enumerate(mutants):
         seen = mutant.run(to_first_failure=True).failing
         if seen and seen[0].name == first.name:
-            rivals.append((compare.distance(first.observed, seen[0].observed), index))
+            rivals.append((distance(first.observed, seen[0].observed), index))
     near = [(far, index) for far, index in rivals if far <= attempt.exercise.compare]
     if len(near) == 1:
         return near[0][1]
@@ -168,7 +167,7 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
 def _unlike(a: Attempt, b: Attempt) -> tuple[bool, float]:
     """How much two failed answers differ: whether other checks fail, then the distance of the observed values."""
     seen = {check.name: check.observed for check in b.failing}
-    far = [min(1.0, compare.distance(c.observed, seen.get(c.name))) for c in a.failing]
+    far = [min(1.0, distance(c.observed, seen.get(c.name))) for c in a.failing]
     return set(seen) != {check.name for check in a.failing}, sum(far)
 
 

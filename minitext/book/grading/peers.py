@@ -24,9 +24,9 @@ from typing import Any
 
 import cloudpickle
 
-from minitext.book.grading.compare import Failure
 from minitext.book.grading.guard import arm
 from minitext.book.grading.registry import PACKAGE
+from minitext.book.grading.trial import Failure
 
 STARTUP_SECONDS = 90.0  # for imports and connecting, on a busy machine
 GRACE_SECONDS = 1.5  # after one has failed, for the others to end by themselves

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from minitext.book.grading.source import sections
 from minitext.errors import UserError, did_you_mean
 
 ID_PATTERN = re.compile(r"\d\d\.[a-z][a-z0-9_]*")
@@ -176,12 +177,8 @@ def load_exercises(root: Path, chapters: Iterable[str] | None = None) -> dict[st
 
 def known_ids(root: Path) -> list[str]:
     """Every exercise id, read from the solutions' marker lines without running them."""
-    marker = re.compile(rf"^# EXERCISE ({ID_PATTERN.pattern})\s*$", re.MULTILINE)
-    return [
-        name
-        for path in chapter_files(root, "solutions")
-        for name in marker.findall(path.read_text(encoding="utf-8"))
-    ]
+    files = chapter_files(root, "solutions")
+    return [name for path in files for name in sections(path.read_text(encoding="utf-8"))]
 
 
 def select(root: Path, names: Iterable[str]) -> dict[str, Exercise]:

@@ -1,11 +1,15 @@
-"""Grades many answers, each in its own worker process, and runs the maintainers' test of the exercises.
+"""Grades answers: one in a notebook (`check`), many in worker processes, and the maintainers' test of the exercises.
 
 Chapters: none.
 """
 
+import ast
+import contextlib
 import dataclasses
 import functools
+import inspect
 import os
+import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -13,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from minitext.book.grading import evaluate, registry, source
 from minitext.book.grading.answers import Answer
 from minitext.book.grading.process import Worker
 from minitext.book.grading.registry import Exercise
 from minitext.book.grading.report import FAILED, NOT_ATTEMPTED, PASSED, Result
-from minitext.book.grading.source import split
 from minitext.errors import UserError
 
 TRY_TOGETHER = 3  # trusted exercises per process: saves imports, and still keeps all cores busy
@@ -120,7 +124,7 @@ def _groups(exercises: list[Exercise]) -> list[list[Exercise]]:
 
 def _try_solution(grading: Grading, exercise: Exercise, stop: threading.Event) -> list[tuple]:
     path = grading.root / "solutions" / f"{exercise.stem}.py"
-    pieces = split(path.read_text(encoding="utf-8"))
+    pieces = source.split(path.read_text(encoding="utf-8"))
     result = grade_one(grading, exercise, Answer(tuple(pieces), path.name), stop)
     good = result.status == PASSED
     text = "" if good else result.explanation() or result.status
@@ -160,3 +164,80 @@ def _in_parallel(calls: list[Callable], jobs: int, progress: Progress) -> list:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return [future.result() for future in futures]
+
+
+def check(id: str, fn: Any = None) -> None:
+    """Checks the learner's function for an exercise such as "05.adamw" and prints the verdict; never raises."""
+    try:
+        print(_verdict(str(id), fn))
+    except UserError as error:
+        print(error)
+    except KeyboardInterrupt:
+        print(f"{id}: interrupted, nothing was graded.")
+    except BaseException as error:
+        print(f"{id}: the checker failed with {type(error).__name__}: {error}. Please report it.")
+
+
+def _verdict(id: str, fn: Any) -> str:
+    """The text that `check` prints.
+
+    Raises:
+        UserError: if there is no such exercise, or `fn` isn't a function.
+    """
+    root = registry.exercises_root()
+    if not registry.ID_PATTERN.fullmatch(id):
+        near = next((name for name in registry.known_ids(root) if id in (name[3:], name[:2])), None)
+        example = f'check("{near}", ...)' if near else 'check("05.adamw", adamw)'
+        raise UserError(f"{id!r} is not an exercise's id; write it like {example}")
+    exercise = registry.select(root, [id])[id]
+    if not callable(fn):
+        raise UserError(f"{id}: pass your function: check({id!r}, {exercise.function})")
+    result = _grade_here(exercise, fn)
+    name = f"{id} {exercise.title}"
+    if result.status == NOT_ATTEMPTED:
+        return f"{name}: not attempted yet. Replace `raise NotImplementedError` in the cell above."
+    total = len(exercise.checks)
+    if result.status == PASSED:
+        return f"{name}: passed. All {total} checks pass, {exercise.points} points."
+    lines = [f"{name}: not yet, {result.good} of {total} checks pass.", result.explanation()]
+    lines += [f"Hint: {result.hint}"] if result.hint else []
+    return "\n".join(lines)
+
+
+def _grade_here(exercise: Exercise, fn: Any) -> Result:
+    import jax
+
+    cell = _cell_of(fn)
+    if cell and exercise.forbid:
+        used = source.forbidden(ast.parse(cell), exercise.forbid)
+        if used:
+            return Result(exercise, FAILED, f"this exercise must be solved without {used}")
+    seed, learner, file = secrets.randbits(31), registry.learner_number(), ""
+    if exercise.devices > jax.device_count():
+        if not cell:
+            raise UserError(
+                f"{exercise.id} needs {exercise.devices} devices: put "
+                f"setup(devices={exercise.devices}) in the first cell"
+            )
+        answer = Answer((source.Piece("", cell),), "your cell")
+        grading = Grading(registry.exercises_root(), seed, learner)
+        return grade_one(grading, exercise, answer, threading.Event())
+    with contextlib.suppress(ValueError, TypeError):  # wrappers in a circle
+        file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", "")
+    attempt = evaluate.Attempt(exercise, fn, seed, learner, file).run()
+    if attempt.untouched:
+        return Result(exercise, NOT_ATTEMPTED)
+    status = PASSED if attempt.passed else FAILED
+    hint = "" if attempt.passed else evaluate.choose_hint(attempt)
+    checks = [(check.name, check.passed, check.message) for check in attempt.checks]
+    return Result(exercise, status, checks=checks, hint=hint, seconds=attempt.seconds)
+
+
+def _cell_of(fn: Any) -> str:
+    """The whole source of the cell (or file) that defines `fn`, or "" if it isn't available."""
+    try:
+        code = "".join(inspect.findsource(inspect.unwrap(fn))[0])
+        ast.parse(code)
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return ""
+    return code

@@ -99,11 +99,6 @@ def stub(text: str) -> str:
     return "".join(out)
 
 
-def without_markers(text: str) -> str:
-    """A solution as a reader sees it: without its BEGIN and END lines."""
-    return re.sub(r"^[ \t]*# (BEGIN|END) SOLUTION[^\n]*(\n|\Z)", "", text, flags=re.MULTILINE)
-
-
 def same_code(a: str, b: str) -> bool:
     """True if two sources have the same syntax tree; comments and layout don't count."""
     try:
@@ -113,28 +108,27 @@ def same_code(a: str, b: str) -> bool:
     return ast.dump(trees[0]) == ast.dump(trees[1])
 
 
-def own_pieces(pieces: Iterable[Piece], id: str) -> list[Piece]:
-    """The pieces that exercise `id` runs as a whole; if it has none of its own, all pieces without an id."""
-    pieces = list(pieces)
-    mine = [piece for piece in pieces if piece.id == id]
-    if not mine:
-        return [piece for piece in pieces if not piece.id]
-    # A file starts with imports that belong to every exercise; a notebook's cells are self-contained.
-    return [piece for piece in pieces[:1] if not piece.id] + mine
-
-
 def compose(pieces: Iterable[Piece], id: str, filename: str) -> ast.Module:
     """One module for one exercise: its own pieces, and the definitions they use from the others.
+
+    If it has no pieces of its own, all pieces without an id are its own.
 
     Raises:
         SyntaxError: if one of its own pieces isn't Python. Other pieces that aren't are left out.
     """
     pieces = list(pieces)
-    own = own_pieces(pieces, id)
+    own = [piece for piece in pieces if piece.id == id]
+    # A file starts with imports that belong to every exercise; a notebook's cells are self-contained.
+    own += [piece for piece in (pieces[:1] if own else pieces) if not piece.id]
     statements: list[ast.stmt] = []
     keep: list[bool] = []
     for piece in pieces:
-        body = piece.parse(filename).body if piece in own else _parse_or_nothing(piece, filename)
+        try:
+            body = piece.parse(filename).body
+        except SyntaxError:
+            if piece in own:
+                raise
+            continue
         statements += body
         keep += [piece in own] * len(body)
     imported = {n for s in statements if isinstance(s, _IMPORTS) for n in _binds(s, set())}
@@ -149,13 +143,6 @@ def compose(pieces: Iterable[Piece], id: str, filename: str) -> ast.Module:
                 keep[index] = grew = True
                 needed |= _uses(statement) - mine
     return ast.Module([s for s, kept in zip(statements, keep, strict=True) if kept], [])
-
-
-def _parse_or_nothing(piece: Piece, filename: str) -> list[ast.stmt]:
-    try:
-        return piece.parse(filename).body
-    except SyntaxError:
-        return []
 
 
 def _uses(statement: ast.stmt) -> set[str]:

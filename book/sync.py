@@ -1,11 +1,12 @@
 """Keeps generated files in sync with their source.
 
-`python -m minitext.book.grading.sync` generates, from `exercises/solutions` and `exercises/checks`, the stubs
-(`exercises/chNN_name.py`), the exercise blocks and the install line of the notebooks (`notebooks/NN_name.md`), and the
-paired `.ipynb` without outputs. With `--check` it writes nothing, lists the files that are out of date, and exits 1 if
-there are any.
+Generates, from `exercises/solutions` and `exercises/checks`, the stubs (`exercises/chNN_name.py`), the exercise blocks
+and the install line of the notebooks (`notebooks/NN_name.md`), and the paired `.ipynb` without outputs:
 
-Chapters: none.
+    python book/sync.py [--check]
+
+With `--check` it writes nothing, lists the files that are out of date, and exits 1 if there are any. `make sync` and
+`make check` run it.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ BLOCK = re.compile(
 )
 MARKS = re.compile(r"^<!-- (?:end )?exercise .*$", re.MULTILINE)
 INSTALL = re.compile(r'(%pip install -q "minitext\[book\] @ git\+)[^"]*(")')
+BOUNDARY = re.compile(r"^[ \t]*# (BEGIN|END) SOLUTION[^\n]*(\n|\Z)", re.MULTILINE)
 CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -35,7 +37,7 @@ def block(exercise: Exercise, solution: str, preamble: str) -> str:
     `solution` is its section of the solutions file, with the BEGIN and END lines. `preamble` has that file's imports,
     which the cell repeats to be self-contained.
     """
-    shown = source.without_markers(solution)
+    shown = BOUNDARY.sub("", solution)
     stub = source.stub(f"# EXERCISE {exercise.id}\n{solution}\n").split("\n", 1)[1]
     numbers = f"*{exercise.minutes} minutes, {exercise.points} points"
     if exercise.devices > 1:
@@ -159,7 +161,7 @@ def repository_url(repository: Path) -> str | None:
 def main(arguments: list[str]) -> int:
     """Writes the files that are out of date, or with `--check` only lists them. Returns the exit code."""
     if arguments not in ([], ["--check"]):
-        print("usage: python -m minitext.book.grading.sync [--check]", file=sys.stderr)
+        print("usage: python book/sync.py [--check]", file=sys.stderr)
         return 2
     try:
         root = registry.exercises_root()
