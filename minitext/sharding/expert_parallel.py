@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 from minitext import hardware
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
-
 AXIS = "expert"
 
 
