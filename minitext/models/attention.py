@@ -3,6 +3,7 @@
 Chapters: 4.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,34 +18,12 @@ from minitext.sharding.context_parallel import context_attention
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
 
-class KVCache(NamedTuple):
-    """Keys and values of tokens.
-
-    A cache is only read by the layers, which return the keys and values of their new tokens; `append` then writes
-    those of all layers at once. Were each layer to write and to read what it wrote, XLA would copy the cache.
-
-    Attributes:
-      k: [L, B, K, S, H] keys, rotated; in one layer's hands [B, K, S, H]; for layers in a list a tuple of L of these.
-        The head comes before the place, as the matrix products want it: the cache is read where it lies.
-      v: values, likewise.
-      length: how many of the S places are filled.
-    """
-
-    k: Any
-    v: Any
-    length: jax.Array | int
-
-    def append(self, new: "KVCache") -> "KVCache":
-        """Returns the cache with `new` in the places that follow `length`; there must be room for it."""
-        return append_tokens(self, new)
-
-
 def append_tokens(cache: Any, new: Any) -> Any:
-    """Returns a cache with the tokens of another one in the places that follow its `length`.
+    """Returns a cache with the tokens of another one appended after its first `length` tokens.
 
     Args:
-      cache: a `NamedTuple` of arrays (or tuples of them) whose last dimension but one is the place, and then `length`.
-      new: the same of new tokens; there must be room for them.
+      cache: a `NamedTuple` of arrays [..., S, features], or tuples of these, whose last field is `length`.
+      new: new tokens in the same form; the cache must have room for them.
     """
 
     def write(old, late):
@@ -55,19 +34,39 @@ def append_tokens(cache: Any, new: Any) -> Any:
     return cache._make((*kept, cache.length + new.length))
 
 
-class Counts(NamedTuple):
-    """What one layer's attention holds, computes and makes of a token, by formula.
+class KVCache(NamedTuple):
+    """Keys and values of tokens, with room for S tokens.
+
+    Layers only read a cache. They return the keys and values of their new tokens, and `append` then writes those of all
+    layers at once. If each layer wrote to the cache before reading it, XLA would copy the cache.
 
     Attributes:
-      split: parameters in matrices of which each head has its part; a token is multiplied with each once.
+      k: [L, B, K, S, H] keys, rotated; for one layer [B, K, S, H]; for layers in a list a tuple of L of these. K comes
+        before S, as the matrix products need it, so the cache is read without a copy.
+      v: values, in the same form.
+      length: the number of tokens stored.
+    """
+
+    k: Any
+    v: Any
+    length: jax.Array | int
+
+    append = append_tokens
+
+
+class Counts(NamedTuple):
+    """Sizes and costs of one layer's attention, by formula.
+
+    Attributes:
+      split: parameters in matrices that are split by head; each multiplies a token once.
       whole: parameters in matrices that all heads share.
-      scales: parameters besides.
-      per_key: floating-point operations of a token for each key that it sees.
+      scales: all other parameters.
+      per_key: floating-point operations for each token and key that it sees.
       q: features of a token's queries, over all heads.
-      k: of its keys.
-      v: of its values.
-      out: of the heads' outputs.
-      latents: of what all heads share.
+      k: features of its keys.
+      v: features of its values.
+      out: features of the heads' outputs.
+      latents: features that all heads share.
     """
 
     split: int
@@ -91,17 +90,11 @@ class GQA(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
         D, N, K, H = cfg.embed, cfg.heads, cfg.K, cfg.H
-        self.q = Linear(D, N * H, ("embed", "heads"), key=rngs.params(), rules=rules)
-        self.k = Linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), rules=rules)
-        self.v = Linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), rules=rules)
-        self.o = Linear(
-            N * H,
-            D,
-            ("heads", "embed"),
-            key=rngs.params(),
-            rules=rules,
-            scale=(2 * cfg.layers) ** -0.5,
-        )
+        linear, scale = partial(Linear, rules=rules), (2 * cfg.layers) ** -0.5  # as in SwiGLU
+        self.q = linear(D, N * H, ("embed", "heads"), key=rngs.params())
+        self.k = linear(D, K * H, ("embed", "kv_heads"), key=rngs.params())
+        self.v = linear(D, K * H, ("embed", "kv_heads"), key=rngs.params())
+        self.o = linear(N * H, D, ("heads", "embed"), key=rngs.params(), scale=scale)
         self.cfg, self.rules = cfg, rules
 
     @staticmethod
@@ -112,7 +105,7 @@ class GQA(nnx.Module):
 
     @staticmethod
     def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> KVCache:
-        """Returns an empty cache for `length` tokens: keys and values [L, B, K, S, H] in the compute type."""
+        """Returns an empty cache for `length` tokens of each of `batch` rows, in the compute type."""
         empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)
         k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
         return KVCache(k, v, jnp.zeros((), jnp.int32))
@@ -125,16 +118,16 @@ class GQA(nnx.Module):
         segment_ids_BT: jax.Array | None,
         cache: KVCache | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Attends within each segment to the positions before and at each token.
+        """Lets each token attend to itself and the earlier tokens of its segment.
 
         Args:
           x_XD: [B*T, D] normalised residual stream.
           positions_BT: [B, T] position of each token in its document.
           segment_ids_BT: [B, T] document of each token, or None for one document per row.
-          cache: one layer's cache of the tokens before these, which are then of one document per row.
+          cache: one layer's cache of the tokens before these; each row must then be one document.
 
         Returns:
-          [B*T, D], and the keys and values of these tokens alone.
+          [B*T, D], and a cache of these tokens alone.
         """
         cfg, rules, B = self.cfg, self.rules, positions_BT.shape[0]
         heads = {"rules": rules, "sizes": (cfg.heads, cfg.H)}
@@ -146,7 +139,7 @@ class GQA(nnx.Module):
         k_BTKH = rope(k_BTKH, positions_BT, cfg.rope_theta)
         q_BTNH, k_BTKH, v_BTKH = checkpoint_name((q_BTNH, k_BTKH, v_BTKH), "qkv")
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
-        if cache is None or not cache.k.shape[2]:  # nothing came before
+        if cache is None or not cache.k.shape[2]:  # there are no earlier tokens
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, cfg, rules)
         else:
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache)
@@ -161,7 +154,7 @@ def attend(
     cfg: ModelConfig,
     rules: ShardingRules,
 ) -> jax.Array:
-    """Returns attention's output [B, T, N, H] over these tokens alone, whose sequence may be split over devices."""
+    """Returns attention's output [B, T, N, H] over these tokens alone; the sequence may be split over devices."""
     qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
     if rules.splits("seq"):
         return context_attention(*qkvs, rules=rules, method=cfg.attention.context)
@@ -169,7 +162,7 @@ def attend(
 
 
 def project_out(out_BTNH: jax.Array, o: Linear, rules: ShardingRules) -> jax.Array:
-    """Returns what the heads' outputs [B, T, N, H] add to the residual stream, [B*T, D]."""
+    """Projects the heads' outputs [B, T, N, H] to what they add to the residual stream, [B*T, D]."""
     B, T, N, H = out_BTNH.shape
     where = rules.out("batch", "seq", "heads")
     out_BTF = jax.lax.reshape(out_BTNH, (B, T, N * H), out_sharding=where)

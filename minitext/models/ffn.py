@@ -32,17 +32,17 @@ class SwiGLU(nnx.Module):
 
     @jax.named_scope("ffn")
     def routed(self, x_XD: jax.Array, rows: int) -> tuple[jax.Array, None]:
-        """Maps tokens to tokens, as `minitext.models.moe.MoE.routed` does, with nothing to say of a router."""
+        """Does the same as `__call__`, with the signature of `minitext.models.moe.MoE.routed`."""
         return self(x_XD), None
 
     @staticmethod
     def count(cfg: ModelConfig, *, active: bool = False) -> int:
-        """Returns the parameters of one layer by formula, 3*D*F; a token meets them all."""
+        """Returns the number of parameters of one layer, 3*D*F; a token uses them all."""
         return 3 * cfg.embed * cfg.mlp
 
 
-# Computed again in the backward pass. Autodiff would keep two more arrays of [X, F] of each layer, a fifth of a step's
-# temporaries, and XLA would write each of them in a pass of its own.
+# Recomputed in the backward pass. Otherwise autodiff would keep two more arrays [X, F] for each layer, a fifth of a
+# step's temporary memory, and XLA would write each of them in a separate pass.
 @jax.checkpoint
 def gated(gate_XF: jax.Array, up_XF: jax.Array) -> jax.Array:
     """Returns `silu(gate) * up`."""

@@ -11,12 +11,12 @@ from minitext.models.transformer import VARIANTS
 def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     """Returns the number of parameters by formula.
 
-    Per layer: attention's, such as D*H*(2N + 2K) of GQA, feed-forward 3*D*F or what `MoE.count` says,
-    two norms 2*D; outside the layers: the embedding V*D, the output layer V*D unless tied, the last norm D.
+    Each layer has those of attention (D*H*(2N + 2K) for GQA), of its feed-forward layer (3*D*F, or `MoE.count`) and of
+    two norms, 2*D. Outside the layers are the embedding V*D, the output layer V*D unless tied, and the last norm D.
 
     Args:
       cfg: the model.
-      active: count of a mixture of experts only the parameters that a token meets.
+      active: whether to count only the experts that a token uses.
     """
     D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
     ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=active)
@@ -27,10 +27,10 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
     """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
 
-    A matrix product of a token with P weights takes 2*P operations, and of experts those count that a token meets;
-    attention's two products take 4*N*H*S per token for S keys of GQA, and a causal token sees half of them on average.
-    Norms, rotations and softmax are not counted, nor is what rematerialisation computes again (so that a utilisation
-    made of this is MFU, Chowdhery et al. 2022).
+    A token's matrix product with P weights takes 2*P operations; only the experts that the token uses count. The two
+    products of GQA take 4*N*H*S per token for S keys, and a causal token sees half of the keys on average. Norms,
+    rotations, softmax and rematerialisation are not counted, so a utilisation computed from this is MFU (Chowdhery et
+    al. 2022).
 
     Args:
       cfg: the model.
@@ -46,5 +46,5 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
 
 
 def count_attention(cfg: ModelConfig) -> Counts:
-    """Returns what one layer's attention holds and computes, by the formula of its kind."""
+    """Returns the sizes and costs of one layer's attention."""
     return VARIANTS[type(cfg.attention)].count(cfg)

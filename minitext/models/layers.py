@@ -1,8 +1,8 @@
-"""The small parts every layer is made of: projections, RMSNorm, embedding and rotary positions.
+"""The small parts that layers are made of: projections, RMSNorm, embedding and rotary positions.
 
 Shapes use one letter table: B batch, T query length, D model width, N query heads, H head width, F feed-forward
-width, V vocabulary. Parameters are float32 and are cast to the compute type where they are used; normalisation and
-rotations compute in float32.
+width, V vocabulary. Parameters are float32 and are cast to the compute type where they are used; norms and rotations
+are computed in float32.
 
 Chapters: 4.
 """
@@ -32,15 +32,16 @@ def make_param(
     Args:
       key: PRNG key.
       shape: the weight's shape.
-      axes: one dimension name per dimension, for `ShardingRules`.
+      axes: one name per dimension, for `ShardingRules`.
       fan_in: number of inputs that are summed into one output.
       scale: factor on the standard deviation 1/sqrt(fan_in).
-      rules: where the dimensions lie: each device draws its own part, and no device needs room for more.
+      rules: the sharding rules; each device draws only its own part and needs no memory for the rest.
 
     Returns:
-      A parameter drawn from a normal distribution truncated at two standard deviations, whose variance is kept.
+      A parameter drawn from a normal distribution truncated at two standard deviations and rescaled to keep its
+      variance.
     """
-    # A standard normal cut at +-2 has standard deviation 0.8796; dividing restores the one that is asked for.
+    # A standard normal cut at +-2 has standard deviation 0.8796; dividing by it restores the requested one.
     std = scale / math.sqrt(fan_in) / 0.87962566
     drawn = jax.random.truncated_normal(
         key, -2.0, 2.0, shape, jnp.float32, out_sharding=rules.out(*axes)
@@ -59,7 +60,7 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
     Returns:
       [..., D] in x's type; the mean square is taken in float32.
     """
-    # XLA fuses it with the layer's sums and products around it, which a kernel could not.
+    # XLA fuses this with the sums and products around it, which a separate kernel would prevent.
     return kernels.rms_norm(x, scale_D, eps, impl="xla")
 
 
@@ -67,12 +68,12 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float = 10_000.0) ->
     """Rotates pairs of features by angles that grow with position (Su et al. 2021).
 
     Feature i is paired with feature i + H/2, as in Llama's published weights for Hugging Face and in MaxText. After
-    the rotation the product of a query and a key depends on their positions only through the difference.
+    the rotation, the product of a query and a key depends only on the difference of their positions.
 
     Args:
       x_BTNH: [B, T, N, H], H even.
       positions_BT: [B, T], integers.
-      theta: base; pair i turns theta**(-2i/H) radians per position.
+      theta: base; pair i rotates by theta**(-2i/H) radians per position.
 
     Returns:
       [B, T, N, H] in x's type; angles and rotation are computed in float32.
@@ -81,8 +82,8 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float = 10_000.0) ->
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
-    # The length is 1 but for rounding. XLA takes a cosine for cheap, so its CPU backend computes it again for each head
-    # of each layer, forward and backward; a division it takes for expensive, and keeps its result.
+    # The length is 1 up to rounding. XLA considers a cosine cheap, so its CPU backend recomputes it for each head of
+    # each layer, forward and backward. It considers a division expensive and keeps the result.
     length = jnp.sqrt(cos * cos + sin * sin)
     cos, sin = cos / length, sin / length
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -155,7 +156,7 @@ class Embedding(nnx.Module):
     """A table of token vectors, which can also serve as the output layer."""
 
     def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
-        # fan_in 1: token vectors have unit variance per feature, which RMSNorm expects of the residual stream.
+        # With fan_in 1, token vectors have unit variance per feature, as RMSNorm expects of the residual stream.
         self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
         self.rules = rules
 
@@ -167,7 +168,7 @@ class Embedding(nnx.Module):
         return self.rules.shard(x_BTD, "batch", "residual", "act")
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
-        """Returns the table [V, D] in `dtype`, whole but for the vocabulary's parts."""
+        """Returns the table [V, D] in `dtype`, split at most by vocabulary."""
         return self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
 
     def attend(self, x: jax.Array) -> jax.Array:

@@ -1,17 +1,17 @@
-"""Multi-head latent attention: keys and values made from one short vector of a token, which is all that a cache keeps.
+"""Multi-head latent attention, which makes a token's keys and values from one short vector and caches only that.
 
-The latent has R features, however many heads there are. Training makes every head's keys and values from it and
-attends as usual. A step that adds a token does not: a query's product with a key W c is that of W^T q with the latent
-c, and the weighted sum of values W c is W times the weighted sum of latents. So the two matrices are applied to the
-new token's queries and outputs, and the cache is read as it is, as if all heads shared one key ("absorbed" matrices;
+This vector, the latent, has R features whatever the number of heads. Training makes every head's keys and values from
+it and attends as usual. Generation doesn't need them: a query's product with a key W c is the product of W^T q with the
+latent c, and the weighted sum of values W c is W times the weighted sum of latents. So it applies the two matrices to
+the new token's queries and outputs and reads the cache as it is, as if all heads shared one key ("absorbed" matrices;
 DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
-A rotation between the two products would have to be undone for each pair of places, so positions get features of their
-own: P in each head's query, and one key of P features for all heads, which is cached beside the latent.
+A rotation between the two products would have to be undone for each pair of positions. So positions have features of
+their own: P in each head's query, and one key of P features for all heads, which is cached with the latent.
 
-Letters besides those of the table: R features of the latent, U of a head's part without positions, P of the part with
-them, H = U + P, W of a head's values. Unlike DeepSeek's published weights, feature i of P is rotated with i + P/2, as
-everywhere in this package.
+Further letters: R features of the latent; in each head U features without positions and P with positions, H = U + P;
+W features of its values. Unlike DeepSeek's published weights, feature i of P is rotated with i + P/2, as everywhere in
+this package.
 
 Chapters: 17.
 """
@@ -32,21 +32,19 @@ from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tok
 
 
 class LatentCache(NamedTuple):
-    """What latent attention keeps of tokens: R + P numbers of each in a layer, whatever the number of heads.
+    """Latents and rotated keys of tokens: R + P numbers for each token and layer; used like `KVCache`.
 
     Attributes:
-      latent: [L, B, S, R], normalised; in one layer's hands [B, S, R]; for layers in a list a tuple of L of these.
-      rope_key: [L, B, S, P], rotated; likewise.
-      length: how many of the S places are filled.
+      latent: [L, B, S, R], normalised; for one layer [B, S, R]; for layers in a list a tuple of L of these.
+      rope_key: [L, B, S, P], rotated, in the same form.
+      length: the number of tokens stored.
     """
 
     latent: Any
     rope_key: Any
     length: jax.Array | int
 
-    def append(self, new: "LatentCache") -> "LatentCache":
-        """Returns the cache with `new` in the places that follow `length`; there must be room for it."""
-        return append_tokens(self, new)
+    append = append_tokens
 
 
 class MLA(nnx.Module):
@@ -59,7 +57,7 @@ class MLA(nnx.Module):
         def linear(inputs: int, outputs: int, axes: tuple[str, str], **more: Any) -> Linear:
             return Linear(inputs, outputs, axes, key=rngs.params(), rules=rules, **more)
 
-        # As rows of a matrix the latents are `embed`: whole in use, and in parts where fsdp stores them.
+        # A matrix with latents as its rows calls them `embed`, since fsdp splits these for storage only.
         if a.q_rank is not None:
             self.q_down = linear(D, a.q_rank, ("embed", "rank"))
             self.q_norm = RMSNorm(a.q_rank, eps=cfg.norm_eps, rules=rules)
@@ -73,7 +71,7 @@ class MLA(nnx.Module):
 
     @staticmethod
     def count(cfg: ModelConfig) -> Counts:
-        """Counts what training holds and computes: each head has a key of U + P features and a value of W."""
+        """Counts training's parameters and products: each head has a key of U + P features and a value of W."""
         a: Any = cfg.attention
         D, N, R, U, P, W = cfg.embed, cfg.heads, a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
         q_rank, keys, values = a.q_rank or 0, N * (U + P), N * W
@@ -85,14 +83,14 @@ class MLA(nnx.Module):
 
     @staticmethod
     def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> LatentCache:
-        """Returns an empty cache for `length` tokens: latents and rotated keys, in the compute type."""
+        """Returns an empty cache for `length` tokens of each of `batch` rows, in the compute type."""
+
+        def empty(width: int) -> jax.Array:
+            zeros = jnp.zeros((cfg.layers, batch, length, width), cfg.dtype)
+            return rules.shard(zeros, "layers", "batch", None, "rank")
+
         a: Any = cfg.attention
-        parts = (
-            jnp.zeros((cfg.layers, batch, length, width), cfg.dtype)
-            for width in (a.kv_rank, a.rope_dim)
-        )
-        latent, rope_key = (rules.shard(x, "layers", "batch", None, "rank") for x in parts)
-        return LatentCache(latent, rope_key, jnp.zeros((), jnp.int32))
+        return LatentCache(empty(a.kv_rank), empty(a.rope_dim), jnp.zeros((), jnp.int32))
 
     @jax.named_scope("attention")
     def __call__(
@@ -102,21 +100,11 @@ class MLA(nnx.Module):
         segment_ids_BT: jax.Array | None,
         cache: LatentCache | None = None,
     ) -> tuple[jax.Array, LatentCache]:
-        """Attends within each segment to the positions before and at each token.
-
-        Args:
-          x_XD: [B*T, D] normalised residual stream.
-          positions_BT: [B, T] position of each token in its document.
-          segment_ids_BT: [B, T] document of each token, or None for one document per row.
-          cache: one layer's cache of the tokens before these, which are then of one document per row.
-
-        Returns:
-          [B*T, D], and the latents and rotated keys of these tokens alone.
-        """
+        """Attends with the arguments and results of `GQA.__call__`, and another kind of cache."""
         queries_X, latent_BTR, key_BTP = self._compress(x_XD, positions_BT)
         q_BTNH = self._queries(queries_X, positions_BT)
         new = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
-        if cache is None or not cache.latent.shape[1]:  # nothing came before
+        if cache is None or not cache.latent.shape[1]:  # there are no earlier tokens
             k_BTNH, v_BTNW = self._keys_and_values(latent_BTR, key_BTP)
             q_BTNH, k_BTNH, v_BTNW = checkpoint_name((q_BTNH, k_BTNH, v_BTNW), "qkv")
             out_BTNW = attend(q_BTNH, k_BTNH, v_BTNW, segment_ids_BT, self.cfg, self.rules)
@@ -125,7 +113,7 @@ class MLA(nnx.Module):
         return project_out(out_BTNW, self.o, self.rules), new
 
     def _compress(self, x_XD, positions_BT) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what queries are made from, the normalised latent [B, T, R], and the rotated key [B, T, P]."""
+        """Returns the input of the queries, the normalised latent [B, T, R], and the rotated key [B, T, P]."""
         a, rules = self.widths, self.rules
         queries = x_XD if a.q_rank is None else self.q_down(x_XD, "rank")
         both = self.kv_down(x_XD, "rank")
@@ -147,12 +135,12 @@ class MLA(nnx.Module):
         return jnp.concatenate([q_BTNU, rope(q_BTNP, positions_BT, self.cfg.rope_theta)], axis=-1)
 
     def _keys_and_values(self, latent_BTR, key_BTP) -> tuple[jax.Array, jax.Array]:
-        """Returns keys [B, T, N, U + P], whose last P features are the same in all heads, and values [B, T, N, W]."""
+        """Returns keys [B, T, N, U + P], with the last P features equal in all heads, and values [B, T, N, W]."""
         rules, (B, T, P), N = self.rules, key_BTP.shape, self.cfg.heads
         latent_XR = flatten_tokens(latent_BTR, rules, "rank")
         k_BTNU = self._by_head(self.k_up(latent_XR, "heads"), B, N)
         v_BTNW = self._by_head(self.v_up(latent_XR, "heads"), B, N)
-        # A broadcast to where the heads are: each device has the key already, and its gradient is summed over heads.
+        # Every device has the key already and broadcasts it to its own heads; the gradient is summed over heads.
         where = rules.out("batch", "seq", "heads", "head_dim")
         key_BTNP = jnp.broadcast_to(key_BTP[:, :, None], (B, T, N, P), out_sharding=where)
         return jnp.concatenate([k_BTNU, key_BTNP], axis=-1), v_BTNW
@@ -162,7 +150,7 @@ class MLA(nnx.Module):
         return unflatten_tokens(x, batch, "heads", "head_dim", sizes=sizes, rules=self.rules)
 
     def _attend_to_latents(self, q_BTNH, cache: LatentCache, new: LatentCache) -> jax.Array:
-        """Returns the heads' outputs [B, T, N, W] for T tokens that follow those of a cache, which is read in place."""
+        """Returns the heads' outputs [B, T, N, W] for T tokens after the cached ones, reading the cache in place."""
         a, T, S = self.widths, q_BTNH.shape[1], cache.latent.shape[1]
         q_BTNU, q_BTNP = jnp.split(q_BTNH, [a.nope_dim], axis=-1)
         k_up_NRU, v_up_NRW = (w.by_head().astype(q_BTNH.dtype) for w in (self.k_up, self.v_up))
@@ -170,11 +158,11 @@ class MLA(nnx.Module):
         q_BNTP = jnp.swapaxes(q_BTNP, 1, 2)
 
         def logits(kept: LatentCache) -> jax.Array:
-            # The cache comes first: of the second factor XLA's CPU backend makes a transposed copy.
+            # The cache is the first factor, since XLA's CPU backend makes a transposed copy of the second.
             wide = {"preferred_element_type": jnp.float32}
             content = jnp.einsum("BSR,BNTR->BSNT", kept.latent, q_BNTR, **wide)
-            places = jnp.einsum("BSP,BNTP->BSNT", kept.rope_key, q_BNTP, **wide)
-            return jnp.moveaxis(content + places, 1, 3)
+            position = jnp.einsum("BSP,BNTP->BSNT", kept.rope_key, q_BNTP, **wide)
+            return jnp.moveaxis(content + position, 1, 3)
 
         both = jnp.concatenate([logits(cache), logits(new)], axis=-1)
         both = both / math.sqrt(a.nope_dim + a.rope_dim)

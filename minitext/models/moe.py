@@ -1,4 +1,4 @@
-"""Mixture of experts: a router gives every token a few of many feed-forward layers (Shazeer et al. 2017).
+"""Mixture of experts: a router sends every token through a few of many feed-forward layers (Shazeer et al. 2017).
 
 Chapters: 18.
 """
@@ -21,14 +21,14 @@ from minitext.sharding.rules import ShardingRules
 
 
 class Routing(NamedTuple):
-    """What a layer's router did with the tokens of all devices; of several layers, stacked.
+    """Statistics of a layer's router over the tokens of all devices; stacked for several layers.
 
     Attributes:
-      loss: what the layer adds to the loss of each target token, weights included.
+      loss: the weighted losses that the layer adds to the loss of each target token.
       balance: the balance loss without its weight: 1 if all experts get the same, E/k if the same k get everything.
       z: the mean squared log-normalizer of the router's logits.
-      load_E: [E] int32, assignments to each expert, dropped ones included.
-      dropped: int32, assignments dropped.
+      load_E: [E] int32, number of assignments to each expert, including dropped ones.
+      dropped: int32, number of dropped assignments.
     """
 
     loss: jax.Array
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     """A router's choice for each token.
 
     Attributes:
-      experts: [..., k] int32, best first; of equal scores the lower number.
+      experts: [..., k] int32, best first; the lower number wins a tie.
       weights: [..., k] float32.
       shares: [..., E] float32, scores that sum to 1.
     """
@@ -55,8 +55,8 @@ class Choice(NamedTuple):
 def route(logits: jax.Array, cfg: MoEConfig, bias_E: jax.Array | None = None) -> Choice:
     """Chooses each token's k experts.
 
-    Scores are a softmax or sigmoids. A bias is added for the choice alone (Wang et al. 2024). With groups, only experts
-    of the `groups_per_token` best groups can be chosen, a group counting as much as its two best experts together
+    Scores are a softmax or sigmoids. A bias affects only the choice, not the weights (Wang et al. 2024). With groups,
+    only experts of the `groups_per_token` best groups can be chosen; a group's score is the sum of its two best experts
     (DeepSeek-AI 2024, section 2.1.2 and their code).
 
     Args:
@@ -76,7 +76,7 @@ def route(logits: jax.Array, cfg: MoEConfig, bias_E: jax.Array | None = None) ->
         allowed = jnp.any(best[..., None] == jnp.arange(cfg.groups), axis=-2)
         ranking = jnp.where(jnp.repeat(allowed, E // cfg.groups, axis=-1), ranking, -jnp.inf)
     experts = jax.lax.top_k(ranking, k)[1]
-    # A masked sum, whose gradient is no scatter.
+    # A masked sum, because a gather's gradient would be a scatter.
     hit = experts[..., None] == jnp.arange(E)
     weights = jnp.sum(jnp.where(hit, scores[..., None, :], 0.0), axis=-1)
     if cfg.normalize:
@@ -88,7 +88,8 @@ def route(logits: jax.Array, cfg: MoEConfig, bias_E: jax.Array | None = None) ->
 def capacity(cfg: MoEConfig, seq_len: int) -> int | None:
     """Returns the slots that an expert has for a row of tokens, or None if nothing is dropped.
 
-    An even share times `capacity_factor`, rounded up; all tokens of a row at most, since a token's experts differ.
+    They are an even share times `capacity_factor`, rounded up, and at most the row's tokens, since a token's experts
+    differ.
     """
     if cfg.capacity_factor is None:
         return None
@@ -97,7 +98,7 @@ def capacity(cfg: MoEConfig, seq_len: int) -> int | None:
 
 
 class MoE(nnx.Module):
-    """E gated layers (`SwiGLU`), of which every token gets k, weighted by its router; and some that all tokens get."""
+    """E gated layers (`SwiGLU`): a router weights k of them for each token; optional shared ones take all tokens."""
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
         assert isinstance(cfg.ffn, MoEConfig)
@@ -123,20 +124,19 @@ class MoE(nnx.Module):
 
     @jax.named_scope("moe")
     def routed(self, x: jax.Array, rows: int) -> tuple[jax.Array, Routing]:
-        """Maps tokens to tokens, and says how they were routed.
+        """Maps tokens to tokens of the same shape and type, and returns their routing.
+
+        All tokens are routed, including padding.
 
         Args:
-          x: [B*T, D], or [B, T, D] where rows are split over devices.
+          x: [B*T, D], or [B, T, D] if rows are split over devices.
           rows: B.
-
-        Returns:
-          The same shape and type, and what the router did. All tokens are routed, those of padding too.
         """
         cfg, rules = self.cfg, self.rules
         slots = capacity(cfg, math.prod(x.shape[:-1]) // rows)
         names = ("router", "gate", "up", "down", "bias")[: 5 if cfg.bias_rate else 4]
         params = {name: getattr(self, name).get_value() for name in names}
-        # Cast before they are sent; a router stays float32.
+        # Cast weights before sending them; the router stays float32.
         params |= {name: params[name].astype(x.dtype) for name in names[1:4]}
         y, routing = on_each_device(
             partial(_route_and_compute, cfg=cfg),
@@ -151,9 +151,9 @@ class MoE(nnx.Module):
 
     @staticmethod
     def count(cfg: ModelConfig, *, active: bool = False) -> int:
-        """Returns the parameters of one layer by formula: 3*D*F of each expert, and the router's D*E, and biases E.
+        """Returns the number of parameters of one layer: 3*D*F for each expert, D*E for the router, E biases.
 
-        `active` counts what a token meets: k experts and the shared ones, without the biases, which only choose.
+        `active` counts only what a token uses: k experts, the shared ones and the router, without biases.
         """
         assert isinstance(cfg.ffn, MoEConfig)
         ffn = cfg.ffn
@@ -166,14 +166,10 @@ class MoE(nnx.Module):
 def _route_and_compute(
     x: jax.Array, params: Any, layout: Layout, *, cfg: MoEConfig
 ) -> tuple[jax.Array, Routing]:
-    """The layer on one device: tokens [..., D] to tokens, and how those of all devices were routed."""
-    # Experts are chosen by small differences: in float32.
-    logits = jnp.einsum(
-        "...D,DE->...E",
-        x.astype(jnp.float32),
-        params["router"],
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    """Runs the layer on one device's tokens [..., D]; the routing covers the tokens of all devices."""
+    # In float32, because small differences decide which experts are chosen.
+    wide, highest = x.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("...D,DE->...E", wide, params["router"], precision=highest)
     choice = route(logits, cfg, params.get("bias"))
     y = exchange(partial(swiglu_experts, params), x, choice.experts, choice.weights, layout)
     return y, _routing(logits, choice, layout, cfg)
@@ -191,7 +187,7 @@ def _routing(logits: jax.Array, choice: Choice, layout: Layout, cfg: MoEConfig) 
         layout.total(x) for x in (jnp.sum(load_BE, axis=0), dropped, shares_E, squares)
     )
     count = tokens * math.prod(jax.lax.axis_size(axis) for axis in layout.tokens)
-    # Fedus et al. 2021, equations 4 to 6; for k experts, of assignments instead of tokens.
+    # Fedus et al. 2021, equations 4 to 6; with k experts, shares of assignments instead of tokens.
     load_share_E = load_E / (count * cfg.experts_per_token)
     balance = E * jnp.sum(shares_E / count * load_share_E)
     z = squares / count  # Zoph et al. 2022, equation 5
@@ -200,19 +196,16 @@ def _routing(logits: jax.Array, choice: Choice, layout: Layout, cfg: MoEConfig) 
 
 
 def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -> jax.Array:
-    """What a device does with its experts' rows: each group goes through its expert's gated layer.
+    """Applies a device's experts to their rows and returns [M, D].
 
     Args:
       params: `gate` and `up` [E, D, F], `down` [E, F, D], in the compute type.
       rows_MD: [M, D] sorted by expert.
-      sizes_E: rows of each expert; None if all have M / E.
-
-    Returns:
-      [M, D].
+      sizes_E: the number of each expert's rows; None if all have M / E.
     """
     E, M, D = len(params["gate"]), *rows_MD.shape
     if sizes_E is None and hardware.platform() == "cpu":
-        # As without capacity: XLA's batched product has another order of summation.
+        # The same product as without a capacity, since XLA's batched product sums in a different order.
         sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
     if sizes_E is None:
         rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
@@ -225,18 +218,18 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
 
 
 def scaled(routing: Routing, factor: jax.Array) -> Routing:
-    """Returns a routing whose means are multiplied, the counts left as they are."""
+    """Returns a routing with its means multiplied by `factor`; the counts stay."""
     loss, balance, z = (factor * x for x in (routing.loss, routing.balance, routing.z))
     return routing._replace(loss=loss, balance=balance, z=z)
 
 
 def update_bias(params: Any, load_LE: jax.Array, rate: float) -> Any:
-    """Raises the bias of experts that got less than an even share and lowers that of the others (Wang et al. 2024).
+    """Raises the bias of experts with less than an even share of assignments and lowers the others' (Wang et al. 2024).
 
     Args:
       params: a model's parameters, with `blocks.ffn.bias` [L, E].
       load_LE: [L, E] assignments of a step.
-      rate: how much.
+      rate: the size of each change.
 
     Returns:
       The parameters with the new bias.
@@ -250,15 +243,11 @@ def update_bias(params: Any, load_LE: jax.Array, rate: float) -> Any:
 
 
 def metrics(routing: Routing) -> dict[str, jax.Array]:
-    """Returns what a step reports of its experts, float32 scalars.
+    """Returns the metrics of a step's experts, float32 scalars, from the stacked routing of all layers.
 
-    Args:
-      routing: of all layers, stacked.
-
-    Returns:
-      `expert_load_max` and `expert_load_min`: the most and the least that an expert of any layer got, in even shares;
-      `dropped`: share of the assignments dropped; `balance_loss` and `router_z_loss`: means over the layers, without
-      their weights.
+    `expert_load_max` and `expert_load_min` are the largest and smallest load of any expert in any layer, in units of an
+    even share. `dropped` is the share of dropped assignments. `balance_loss` and `router_z_loss` are means over the
+    layers, without their weights.
     """
     load_LE = routing.load_E.astype(jnp.float32)
     relative_LE = load_LE / jnp.mean(load_LE, axis=1, keepdims=True)

@@ -1,8 +1,8 @@
-"""The decoder-only transformer, and its parameters and FLOPs counted by formula.
+"""The decoder-only transformer.
 
-Layers are stacked: every layer parameter has a leading dimension L, whether the stack is scanned (compiles one layer)
-or unrolled (the compiler sees all of them), so both read the same checkpoints. Generation takes an unrolled stack
-apart (`unstack_layers`): a slice of a stack is a copy, as expensive as the product that reads it once.
+Layers are stacked: every layer parameter has a leading dimension L. The stack can be scanned (one layer is compiled) or
+unrolled (the compiler sees all layers) and reads the same checkpoints either way. Generation splits the stack into a
+list (`unstack_layers`), because slicing a stack makes a copy as expensive as the product that reads it.
 
 Chapters: 4, 14.
 """
@@ -27,7 +27,7 @@ from minitext.sharding.context_parallel import zigzag
 from minitext.sharding.pipeline import pipelined
 from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflatten_tokens
 
-# A new variant is one config, one class and one row here.
+# A new variant needs a config, a class and a row here.
 VARIANTS: dict[type[Section], Any] = {
     GQAConfig: GQA,
     MLAConfig: MLA,
@@ -39,15 +39,15 @@ Cache = KVCache | LatentCache
 
 
 def remat(layer: Callable, cfg: ModelConfig) -> Callable:
-    """Returns the layer with the recomputation that `model.remat` asks for in its backward pass."""
+    """Returns the layer with the rematerialisation that `model.remat` asks for."""
     if cfg.remat == "none":
         return layer
-    # JAX's policies for products do not see those inside of a custom_vjp (`Linear`); names they see.
+    # JAX's policies for products don't see inside a custom_vjp (`Linear`), but its policies for names do.
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention and feed-forward, each normalised before and added to the residual stream."""
+    """One decoder layer: attention and feed-forward, each with a norm before it and added to the residual stream."""
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
         self.norm_attention = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
@@ -62,10 +62,7 @@ class Block(nnx.Module):
         segment_ids_BT: jax.Array | None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache, Routing | None]:
-        """Maps the residual stream [B*T, D] to itself.
-
-        Also returns what a cache keeps of its tokens, and what a mixture of experts did with them.
-        """
+        """Returns the residual stream [B*T, D] after the layer, a cache of these tokens, and the experts' routing."""
         mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
         x_XD = x_XD + mixed
         y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
@@ -73,12 +70,12 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder-only transformer (Vaswani et al. 2017) with RMSNorm, RoPE, GQA and SwiGLU, as Llama has them.
+    """A decoder-only transformer (Vaswani et al. 2017), by default with RMSNorm, RoPE, GQA and SwiGLU as in Llama.
 
     Args:
       cfg: sizes and numerics.
-      rules: sharding rules; they matter only where a mesh is set.
-      pipeline: how microbatches pass through the layers; it matters only where a mesh splits these.
+      rules: sharding rules; they matter only if a mesh is set.
+      pipeline: the pipeline's schedule; it matters only if the mesh splits the layers.
       rngs: `nnx.Rngs(seed)`; draws the parameters.
     """
 
@@ -93,12 +90,12 @@ class Transformer(nnx.Module):
         self.cfg, self.rules, self.pipeline = cfg, rules, pipeline or PipelineConfig()
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
         stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
-        # Each device draws the layers that it keeps.
+        # Each device draws only the layers that it keeps.
         each = jax.tree.map(lambda keys: rules.shard(keys, "layers"), rngs.split(cfg.layers))
-        self.blocks: Any = stacked(each)  # or an nnx.List: unstack_layers
+        self.blocks: Any = stacked(each)  # or an nnx.List, made by unstack_layers
         self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         if not cfg.tie_embeddings:
-            # Small first logits: an untrained model should say that all V tokens are equally likely, ln(V) nats.
+            # Small initial logits: to an untrained model all V tokens should be about equally likely, ln(V) nats.
             self.unembed = Linear(
                 cfg.embed, cfg.vocab, ("embed", "vocab"),
                 key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
@@ -111,16 +108,16 @@ class Transformer(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> Any:
-        """Returns the logits of the next token at every place.
+        """Returns the logits of the next token at every position.
 
         Args:
           tokens_BT: [B, T] integers below V.
-          positions_BT: [B, T]; by default 0 .. T-1, or following on the cache.
+          positions_BT: [B, T]; by default 0 .. T-1, or the positions that follow the cache's.
           segment_ids_BT: [B, T] documents packed into a row, which don't see each other; 0 is padding.
-          cache: what `make_cache` made, with earlier tokens; or one of no places before the first ones.
+          cache: a cache of the earlier tokens from `make_cache`; for the first tokens its length may be 0.
 
         Returns:
-          Logits [B, T, V] in float32; with a cache, (logits, what its `append` takes of the T tokens).
+          Logits [B, T, V] in float32; with a cache, (logits, a cache of the T tokens for `append`).
         """
         x_BTD, new, _ = self.hidden(tokens_BT, positions_BT, segment_ids_BT, cache)
         logits_BTV = self.logits(x_BTD)
@@ -133,9 +130,9 @@ class Transformer(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None, Routing | None]:
-        """Returns what the output layer reads, [B, T, D] normalised.
+        """Returns the normalised input of the output layer [B, T, D], for the arguments of `__call__`.
 
-        Also, with a cache, what it keeps of these tokens, and of a mixture of experts the layers' routing, stacked.
+        Also returns a cache of these tokens if there is a cache, and the experts' routing, stacked over layers.
         """
         rules = self.rules
         B, T = tokens_BT.shape
@@ -165,16 +162,16 @@ class Transformer(nnx.Module):
         return self.rules.splits("seq") and self.cfg.attention.context == "ring"
 
     def order_tokens(self, arrays: Any) -> Any:
-        """Returns arrays [B, T] of tokens, positions and so on with tokens in the order in which layers take them."""
+        """Reorders arrays [B, T] of tokens, positions and so on to the token order that the layers use."""
         order = partial(zigzag, rules=self.rules)
         return jax.tree.map(lambda x: order(x, "batch", "seq"), arrays) if self._ring else arrays
 
     def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns the residual stream before the first layer, [B*T, D], of tokens in the layers' order."""
+        """Returns the residual stream before the first layer, [B*T, D], for tokens in the layers' order."""
         return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
 
     def final_norm(self, x_XD: jax.Array, batch: int) -> jax.Array:
-        """Returns what the output layer reads, [B, T, D], of the residual stream after the last layer."""
+        """Maps the residual stream after the last layer to the input of the output layer, [B, T, D]."""
         if self._ring:
             x_XD = zigzag(x_XD, "batch", "residual", "act", rules=self.rules, back=True)
         shape = (batch, x_XD.size // batch // self.cfg.embed, self.cfg.embed)
@@ -182,7 +179,7 @@ class Transformer(nnx.Module):
         return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
 
     def output_weight(self, dtype: jnp.dtype) -> jax.Array:
-        """Returns the output layer [D, V] in `dtype`, whole but for the vocabulary's parts."""
+        """Returns the output layer's weight [D, V] in `dtype`, split at most by vocabulary."""
         if self.cfg.tie_embeddings:
             return self.embed.gathered(dtype).T / self.cfg.embed**0.5
         return self.unembed.gathered(dtype)
@@ -193,7 +190,7 @@ class Transformer(nnx.Module):
         cfg, rules = self.cfg, self.rules
         x_XD = flatten_tokens(x_BTD, rules)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
-        # Softmax follows: bfloat16 logits would cost more accuracy than they save.
+        # Softmax follows, and bfloat16 logits would lose more accuracy than their memory is worth.
         return unflatten_tokens(
             logits_XV.astype(jnp.float32), len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules
         )
@@ -203,12 +200,12 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Cache | None, Routing | None]:
         """Runs layers: a list one by one, a stack scanned or unrolled.
 
-        Returns x; with a cache, the new one; of a mixture of experts the routing, stacked (but not of a list).
+        Returns x, a cache of these tokens if there is a cache, and the experts' stacked routing (not for a list).
         """
         kept: Any = None if cache is None else cache[:-1]  # all but its length
 
         def run(block: Any, x, kept: Any):
-            """One layer, with its part of what the cache keeps, and what it is to keep of the new tokens."""
+            """Runs one layer with its part of the cache, and returns the new tokens' part too."""
             one = None if cache is None else cache._make((*kept, cache.length))
             x, new, routing = block(x, positions_BT, segment_ids_BT, one)
             return x, (None if cache is None else new[:-1], routing)
@@ -236,7 +233,7 @@ class Transformer(nnx.Module):
 def make_cache(
     cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
 ) -> Cache:
-    """Returns an empty cache for `length` tokens of each of `batch` rows, as the model's attention keeps them."""
+    """Returns an empty cache for `length` tokens of each of `batch` rows, as the model's attention needs it."""
     return VARIANTS[type(cfg.attention)].make_cache(cfg, batch, length, rules)
 
 
@@ -244,7 +241,7 @@ def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:
     """Runs `layer(carry, one layer's inputs) -> (carry, output)` over the leading dimension L, like `jax.lax.scan`."""
     if scan:
         return jax.lax.scan(layer, carry, inputs)
-    # unstack's gradient is one stack; indexing's would be a sum of L arrays, zero but in one layer.
+    # unstack's gradient is one stack; indexing's would be a sum of L stacks that are zero except in one layer.
     leaves, treedef = jax.tree.flatten(inputs)
     outputs = []
     for slices in zip(*(jnp.unstack(leaf) for leaf in leaves), strict=True):

@@ -1,7 +1,7 @@
-"""Which device has what: meshes, rules from dimension names to mesh axes, and programs written device by device.
+"""Which device has what: meshes, sharding rules, and programs written device by device.
 
-Those are context parallelism, expert parallelism, pipelines and collective matmuls. May import kernels, distributed
-and config.
+Those programs are context parallelism, expert parallelism, pipelines and collective matmuls. May import kernels,
+distributed and config.
 
 Chapters: none.
 """

@@ -1,4 +1,4 @@
-"""What a configuration cannot do on a mesh, refused in one line before anything is compiled.
+"""Checks a configuration against a mesh before anything is compiled, and explains each refusal in one line.
 
 Chapters: 9.
 """
@@ -15,28 +15,18 @@ from minitext.sharding.mesh import BATCH_AXES
 from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups
 from minitext.sharding.rules import RULES, ShardingRules
 
-HOST = "pinned_host"  # JAX's name of the host's memory from which a device can copy
+HOST = "pinned_host"  # JAX's name for host memory that a device can copy from
 
 
 @cached
 def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses a mesh that the configuration cannot use; the line names the key to change.
+    """Checks that the configuration can use a mesh.
 
     Raises:
-      UserError: if a mesh axis has no use under the rules, or the batch, the sequence, a parameter or the layers
-        cannot be split over it, or two settings do not go together.
+      UserError: if the rules don't use a mesh axis, or the batch, the sequence, a parameter or the layers can't be
+        split over it, or two settings can't be combined; the line names the key to change.
     """
     rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
-    _check_use(cfg, rules, shape)
-    rows = _check_batch(cfg, shape)
-    _check_sizes(cfg, rules, shape)
-    _check_loss(cfg, rules, shape)
-    _check_experts(cfg, shape)
-    _check_stages(cfg, shape, rows)
-    _check_offload(cfg, mesh)
-
-
-def _check_use(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
     for axis, size in shape.items():
         if size > 1 and axis not in rules.axes():
             usable = ", ".join(f"mesh.{a}" for a in shape if a in rules.axes())
@@ -44,10 +34,17 @@ def _check_use(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None
                 f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
                 f"only {usable}"
             )
+    rows = _check_batch(cfg, shape)
+    _check_sizes(cfg, rules, shape)
+    _check_loss(cfg, rules, shape)
+    _check_combinations(cfg, shape)
+    if shape["stage"] > 1:
+        count_microbatches(cfg.pipeline, shape["stage"], rows)
+    _check_offload(cfg, mesh)
 
 
 def _check_batch(cfg: Config, shape: dict[str, int]) -> int:
-    """Returns the rows of a microbatch on one device."""
+    """Returns the number of rows in one device's part of a microbatch."""
     ways = math.prod(shape[axis] for axis in BATCH_AXES)
     rows = cfg.train.global_batch // cfg.train.microbatches
     if rows % ways:
@@ -104,41 +101,33 @@ def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> No
             )
 
 
-def _check_experts(cfg: Config, shape: dict[str, int]) -> None:
-    ffn = cfg.model.ffn
-    if not isinstance(ffn, MoEConfig):
-        return
-    if shape["stage"] > 1:
-        # Inside a stage's `cond` an all-to-all would wait for devices of stages that wait themselves.
+def _check_combinations(cfg: Config, shape: dict[str, int]) -> None:
+    ffn, stages, context = cfg.model.ffn, shape["stage"], shape["context"]
+    if isinstance(ffn, MoEConfig) and stages > 1:
+        # An all-to-all inside a stage's `cond` would wait for devices whose own stages are idle.
         raise UserError(
-            f"mesh.stage={shape['stage']} does not go with model.ffn.kind=moe: set mesh.stage=1, and for instance "
-            f"mesh.expert={shape['stage']}"
+            f"mesh.stage={stages} cannot be combined with model.ffn.kind=moe: set mesh.stage=1, and for instance "
+            f"mesh.expert={stages}"
         )
-    if shape["context"] > 1 and ffn.capacity_factor is not None:
-        # Who is dropped is decided by position in the row, of which a device has a part.
+    if isinstance(ffn, MoEConfig) and context > 1 and ffn.capacity_factor is not None:
+        # Which tokens are dropped depends on their positions in the row, and a device has only part of each row.
         raise UserError(
-            f"model.ffn.capacity_factor={ffn.capacity_factor} does not go with mesh.context={shape['context']}: set "
+            f"model.ffn.capacity_factor={ffn.capacity_factor} cannot be combined with mesh.context={context}: set "
             "model.ffn.capacity_factor=null, or mesh.context=1"
         )
-
-
-def _check_stages(cfg: Config, shape: dict[str, int], rows: int) -> None:
-    if shape["stage"] == 1:
-        return
-    if shape["context"] > 1:
-        # Inside a stage's `cond` a ring would wait for devices of stages that wait themselves, and JAX 0.10 cannot
-        # lower the gradient of attention's own shard_map within the stage's.
+    if stages > 1 and context > 1:
+        # A ring inside a stage's `cond` would wait for devices whose own stages are idle, and JAX 0.10 cannot lower
+        # the gradient of attention's shard_map nested in the stage's.
         raise UserError(
-            f"mesh.context={shape['context']} does not go with mesh.stage={shape['stage']}: set one of them to 1"
+            f"mesh.context={context} cannot be combined with mesh.stage={stages}: set one of them to 1"
         )
-    count_microbatches(cfg.pipeline, shape["stage"], rows)
 
 
 def _check_offload(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses to offload to a host whose memory the mesh's devices don't name.
+    """Refuses offloading if the mesh's devices don't list host memory.
 
-    On jax 0.10.2 those of CPUs (where host and device share one memory) and of TPUs do, real and ahead of time.
-    Ahead-of-time GPUs don't, and their compiler then leaves the state on the device without saying so.
+    In jax 0.10.2 CPUs (where host and device share one memory) and TPUs list it, real or ahead of time. Ahead-of-time
+    GPUs don't, and their compiler silently leaves the state on the device.
     """
     if cfg.optim.offload and isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]

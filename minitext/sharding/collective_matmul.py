@@ -1,19 +1,19 @@
-"""Products that overlap with the collective they need: rows or sums go round a ring while the next are multiplied.
+"""Matrix products that overlap with their collective: rows or sums travel around a ring while others are multiplied.
 
-A layer that is divided over a mesh axis gathers rows before its first product, and after its last it reduce-scatters
-sums. As a collective and a product, one waits for the other. Cut in as many parts as there are devices, they overlap:
-while a part travels, another is multiplied (Wang et al. 2023; Austin et al. 2025, parts 3 and 5). Half of each part
-goes round either way, so that both of a chip's links on the axis are used and a trip takes half the time.
+A layer split over a mesh axis gathers rows before its first product and reduce-scatters sums after its last. Done one
+after the other, the collective and the product wait for each other. Cut into one part per device, they overlap: while a
+part travels, another is multiplied (Wang et al. 2023; Austin et al. 2025, parts 3 and 5). Half of each part travels in
+each direction, which uses both of a chip's links on the axis and halves the time of a trip.
 
-Both functions are for the inside of a `jax.shard_map` that is manual over all axes over which their arguments lie
-divided. Each is the other's transpose, so gradients go round the same rings. Rows that are gathered are not kept for
-the gradient of the weight: they go round once more (as in Korthikanti et al. 2022). The rings are unrolled, 2(n-1)
-permutes for n devices: libtpu 0.0.51 estimates 0.4 to 0.9 of the cycles of a loop that hides as much.
+Call both functions inside a `jax.shard_map` that is manual over all axes that split their arguments. Each is the
+other's transpose, so gradients use the same rings. Gathered rows aren't kept for the weight's gradient; they travel
+around the ring again (as in Korthikanti et al. 2022). The rings are unrolled, with 2(n-1) permutes for n devices:
+libtpu 0.0.51 estimates 0.4 to 0.9 of the cycles of a loop that hides as much.
 
-The model leaves its products to the compiler, which does a part of this. Of a `tp_seq` step for eight v5e chips (one
-layer of width 2048) libtpu makes rings of some products; two fifths of the bytes go by collectives that block, which
-are some gathers and all reduce-scatters that are left. The rings here cost something too, in smaller products and in
-sums that pass through memory: by libtpu's estimates they pay where the collective takes as long as the product.
+The model leaves its products to the compiler, which does part of this. In a `tp_seq` step for eight v5e chips (one
+layer of width 2048) libtpu turns some products into rings. Blocking collectives still send two fifths of the bytes:
+some gathers and all remaining reduce-scatters. The rings here have costs too, since products are smaller and sums pass
+through memory. By libtpu's estimates they pay off where the collective takes as long as the product.
 
 Shapes: X rows in all, R = X/n of them on a device; D is summed over.
 
@@ -34,10 +34,10 @@ def gather_matmul(x_RD: jax.Array, w_DF: jax.Array, axis: str) -> jax.Array:
     Args:
       x_RD: [R, D], this device's rows.
       w_DF: [D, F], this device's weight, for instance its columns of a wider one.
-      axis: the mesh axis over which the rows lie divided, in order.
+      axis: the mesh axis that splits the rows, in order.
 
     Returns:
-      [X, F] of all devices' rows, in x's type.
+      [X, F] for all devices' rows, in x's type.
 
     Raises:
       ValueError: if the shapes don't fit.
@@ -46,18 +46,18 @@ def gather_matmul(x_RD: jax.Array, w_DF: jax.Array, axis: str) -> jax.Array:
 
 
 def matmul_scatter(x_XD: jax.Array, w_DF: jax.Array, axis: str) -> jax.Array:
-    """Equals `psum_scatter(x_XD @ w_DF, axis, tiled=True)`; sums are passed on while the next part is multiplied.
+    """Equals `psum_scatter(x_XD @ w_DF, axis, tiled=True)`; sums travel while the next part is multiplied.
 
-    A sum travels in x's type. So a bfloat16 one is rounded before each of its n-1 trips, and has half the bytes of a
-    float32 one; the error grows with the square root of n. Products and additions are float32, and not rounded.
+    Sums travel in x's type. A bfloat16 sum has half the bytes of a float32 one but is rounded before each of its n-1
+    trips; the error grows with the square root of n. Products and additions are float32.
 
     Args:
-      x_XD: [X, D], this device's part of the dimension that is summed over, of all rows.
+      x_XD: [X, D], all rows of this device's part of the summed dimension.
       w_DF: [D, F], the same part of the weight.
-      axis: the mesh axis to sum over, and over which the result's rows are divided.
+      axis: the mesh axis to sum over, which also splits the result's rows.
 
     Returns:
-      [R, F] of this device's rows, in x's type.
+      [R, F] for this device's rows, in x's type.
 
     Raises:
       ValueError: if the shapes don't fit, or the axis does not divide the rows.
@@ -69,10 +69,10 @@ def matmul_scatter(x_XD: jax.Array, w_DF: jax.Array, axis: str) -> jax.Array:
 
 
 def _alike(x: jax.Array, w: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Both factors, typed as different along the ring and wherever the other is: a copy's gradient is then summed."""
+    """Types both factors as varying along the ring and wherever the other varies, so copies' gradients are summed."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"a product of {x.shape} and {w.shape}: expected [rows, D] and [D, F]")
-    # JAX types a sum as different along every axis along which a term is. XLA leaves a sum with zero out.
+    # JAX types a sum as varying along every axis along which a term varies. XLA removes the addition of zero.
     zero = jnp.zeros_like(x[:1, :1] * w[:1, :1]) + 0 * jax.lax.axis_index(axis)
     return x + zero.astype(x.dtype), w + zero.astype(w.dtype)
 
@@ -81,7 +81,7 @@ def _alike(x: jax.Array, w: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]
 
 
 def _halves(rows: int) -> list[tuple[int, int, int]]:
-    """(direction, first row, rows) of the halves of a part that travel right and left; one row goes right."""
+    """Returns (direction, first row, rows) of the halves that travel right and left; a single row goes right."""
     high = rows // 2
     return [half for half in ((1, 0, rows - high), (-1, rows - high, high)) if half[2]]
 
@@ -92,16 +92,13 @@ def _shift(x: jax.Array, axis: str, direction: int) -> jax.Array:
 
 
 def _around(x_RD: jax.Array, axis: str, visit: Callable, state: Any) -> Any:
-    """Calls `visit` with all devices' rows by halves while the next are on their way.
+    """Calls `visit` with half of each device's rows at a time, while the next halves travel; returns the last state.
 
     Args:
       x_RD: [R, D], this device's rows.
       axis: the ring.
-      visit: (state, place of the first of some rows among all [X, D], these rows) -> state.
-      state: what the first call is given.
-
-    Returns:
-      The last state.
+      visit: (state, index of the first row among all X, rows) -> state.
+      state: the first call's state.
     """
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     R = x_RD.shape[0]
@@ -113,7 +110,7 @@ def _around(x_RD: jax.Array, axis: str, visit: Callable, state: Any) -> Any:
             following = [_shift(x, axis, d) for x, (d, *_) in zip(here, halves, strict=True)]
         for x, (direction, low, _) in zip(here, halves, strict=True):
             state = visit(state, (me - direction * iteration) % n * R + low, x)
-        # Else the compiler may send everything on before it begins to multiply.
+        # Without this the compiler may do all sending before it begins to multiply.
         state, here = jax.lax.optimization_barrier((state, following))
     return state
 
@@ -131,20 +128,20 @@ def _put(x: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _room(x_RD: jax.Array, columns: int, axis: str) -> jax.Array:
-    """[X, columns], every row of which is still to be written: zeros would cost a pass over the result."""
+    """Returns an uninitialised [X, columns]: writing zeros would cost a pass over the result."""
     return jax.lax.empty((jax.lax.axis_size(axis) * x_RD.shape[0], columns), x_RD.dtype)
 
 
 def _go_round(x_XD: jax.Array, w_DF: jax.Array, axis: str, half: tuple[int, int, int]) -> jax.Array:
-    """This device's sum of the products of a half: it starts at a neighbour, goes all the way round and ends here."""
+    """Returns this device's sum for a half, which starts at a neighbour and travels all the way around the ring."""
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     direction, low, rows = half
     parts = [(me - direction * (iteration + 1)) % n for iteration in range(n)]
     first, *others = [part * (x_XD.shape[0] // n) + low for part in parts]
     moving = _product(_rows(x_XD, first, rows), w_DF).astype(x_XD.dtype)
     for start in others:
-        # The product begins as the sum before it departs: made earlier, it would not hide the trip. Fused with the
-        # addition behind it, it waits for what arrives; but then the other half's hides the trip.
+        # This product must not start before the previous sum departs, or it couldn't hide the trip. If XLA fuses it
+        # with the addition below, it waits for the arriving sum, and the other half's product hides the trip.
         start, moving = jax.lax.optimization_barrier((start, moving))
         made = _product(_rows(x_XD, start, rows), w_DF)
         moving = (made + _shift(moving, axis, direction)).astype(x_XD.dtype)

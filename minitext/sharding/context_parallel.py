@@ -1,14 +1,14 @@
 """Attention over a sequence that is split over the mesh axis `context`.
 
-Every query must meet every earlier key, and those are on other devices. `allgather` fetches all keys and values at
-once, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3.2): simple, and memory for the whole sequence's keys
-on each device. `ring` passes them on from device to device (Liu et al. 2023) while it computes with those it holds, so
-no device ever has more than its own and the next ones.
+Every query attends to all earlier keys, most of them on other devices. `allgather` fetches all keys and values at once,
+as in the training of Llama 3 (Grattafiori et al. 2024, section 3.3.2). That's simple, but each device needs memory for
+the whole sequence's keys. `ring` sends them from device to device (Liu et al. 2023) while it computes with those it
+has, so a device holds at most three parts: its own, the one it computes with and the next.
 
-With the sequence cut in equal pieces in order, the device with the first piece would see almost nothing and the last
-one everything: causal work is a triangle. So the ring cuts it in twice as many pieces and gives device i the pieces i
-and 2c-1-i of c devices ("zigzag"; Brandon et al. 2023 stripe it instead). What any two devices then have to compute for
-each other is half of the square, always: all queries against the first piece, or the second piece against all keys.
+Causal work is a triangle. If the sequence were cut into equal pieces in order, the first device would have almost no
+work and the last one the most. So the ring cuts it into twice as many pieces and gives device i the pieces i and 2c-1-i
+of c devices ("zigzag"; Brandon et al. 2023 stripe it instead). The work between any two devices is then always half of
+the square: all queries against the first piece, or the second piece's queries against all keys.
 
 Chapters: 12.
 """
@@ -39,64 +39,47 @@ def context_attention(
 
     Args:
       q_BTNH: [B, T, N, H] queries, T split over `context`; for `ring` in the order of `zigzag`.
-      k_BTKH: [B, T, K, H] keys, likewise.
-      v_BTKH: [B, T, K, H] values, likewise, in a width of their own.
+      k_BTKH: [B, T, K, H] keys, in the same order.
+      v_BTKH: [B, T, K, H] values, in the same order; their H may differ.
       segment_ids_BT: [B, T] or None; tokens attend within their own segment.
-      rules: where batch and heads lie.
+      rules: the sharding rules.
       method: `allgather` or `ring`.
 
     Returns:
-      [B, T, N, H] in the queries' type and the values' width, split as the queries are.
+      [B, T, N, H] in the queries' type and sharding and the values' width.
     """
     if segment_ids_BT is None:
         segment_ids_BT = rules.shard(jnp.zeros(q_BTNH.shape[:2], jnp.int32), "batch", "seq")
-    names = Names(rules)
     if method == "allgather":
-        run = names.on_each_device(_gathered_attention, "qkvs", "q")
+        run = _on_each_device(_gathered_attention, "qkvs", "q", rules)
         return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
-    return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, names)
+    return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, rules)
 
 
-class Names:
-    """The specs of attention's arrays, and functions that run on each device's part of them."""
-
-    def __init__(self, rules: ShardingRules):
-        self.specs = {
-            "q": rules.spec(("batch", "seq", "heads", "head_dim")),
-            "k": rules.spec(("batch", "seq", "kv_heads", "head_dim")),
-            "v": rules.spec(("batch", "seq", "kv_heads", "head_dim")),
-            "s": rules.spec(("batch", "seq")),
-            "l": rules.spec(("batch", "kv_heads", None, "seq")),
-        }
-        self.key = rules
-
-    def on_each_device(self, function: Any, inputs: str, outputs: str) -> Any:
-        """Wraps a function of the arrays that one letter each stands for."""
-        inside = tuple(self.specs[name] for name in inputs)
-        out: Any = tuple(self.specs[name] for name in outputs)
-        out = out if len(out) > 1 else out[0]
-        return jax.shard_map(function, in_specs=inside, out_specs=out, check_vma=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Names) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+def _on_each_device(function: Any, inputs: str, outputs: str, rules: ShardingRules) -> Any:
+    """Dimension names of attention's arrays, each called by one letter; `l` is the log-sum-exp of the logits."""
+    names = {
+        "q": ("batch", "seq", "heads", "head_dim"),
+        "k": ("batch", "seq", "kv_heads", "head_dim"),
+        "v": ("batch", "seq", "kv_heads", "head_dim"),
+        "s": ("batch", "seq"),
+        "l": ("batch", "kv_heads", None, "seq"),
+    }
+    ins = tuple(rules.spec(names[letter]) for letter in inputs)
+    outs: Any = tuple(rules.spec(names[letter]) for letter in outputs)
+    outs = outs if len(outs) > 1 else outs[0]
+    return jax.shard_map(function, in_specs=ins, out_specs=outs, check_vma=False)
 
 
 def zigzag(x: jax.Array, *names: str | None, rules: ShardingRules, back: bool = False) -> jax.Array:
-    """Moves an array's tokens to the order in which the ring computes, or back.
+    """Moves the tokens of x [B, T, ...] to the order in which the ring computes, or back.
 
-    Args:
-      x: [B, T, ...], T split over `context` and divisible by twice the devices there.
-      names: its dimensions' names.
-      rules: what they mean.
-      back: whether to undo it.
+    T must be split over `context` and divisible by twice the number of devices there; `names` are x's dimensions.
     """
     return _reorder(x, rules.spec(names), back)
 
 
-# Its gradient is the way back. Autodiff's would also sum over mesh axes along which x is the same everywhere.
+# The gradient is the reverse reordering. Autodiff's would also sum over mesh axes along which x is replicated.
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reorder(x, spec, back):
     exchange = partial(_exchange, back=back)
@@ -110,7 +93,7 @@ _reorder.defvjp(
 
 
 def _exchange(x: jax.Array, back: bool) -> jax.Array:
-    """Sends both halves of a device's tokens to where they belong."""
+    """Sends each half of a device's tokens to the device that owns it."""
     c = jax.lax.axis_size(AXIS)
     owner = [min(piece, 2 * c - 1 - piece) for piece in range(2 * c)]
     first, second = jnp.split(x, 2, axis=1)
@@ -135,7 +118,7 @@ def _exchange(x: jax.Array, back: bool) -> jax.Array:
 
 
 def _logits(q_BTNH, k_BSKH, seen_BTS):
-    """Masked logits [B, K, G, T, S] in float32."""
+    """Returns masked logits [B, K, G, T, S] in float32."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = jnp.reshape(q_BTNH, (B, T, K, N // K, H))
@@ -148,8 +131,8 @@ def _gathered_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT):
         jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k_BTKH, v_BTKH, segments_BT)
     )
     T = q_BTNH.shape[1]
-    place_T = jax.lax.axis_index(AXIS) * T + jnp.arange(T)
-    seen = place_T[:, None] >= jnp.arange(k_BSKH.shape[1])
+    position_T = jax.lax.axis_index(AXIS) * T + jnp.arange(T)
+    seen = position_T[:, None] >= jnp.arange(k_BSKH.shape[1])
     seen_BTS = seen & (segments_BT[:, :, None] == segments_BS[:, None])
     probs = jax.nn.softmax(_logits(q_BTNH, k_BSKH, seen_BTS), axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v_BSKH)
@@ -160,69 +143,70 @@ def _gathered_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, names):
-    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, names)[0]
+def _ring_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, rules):
+    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, rules)[0]
 
 
-def _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, names):
-    run = names.on_each_device(_ring_of_outputs, "qkvs", "ql")
+def _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, rules):
+    run = _on_each_device(_ring_of_outputs, "qkvs", "ql", rules)
     out_BTNH, lse_BKGT = run(q_BTNH, k_BTKH, v_BTKH, segments_BT)
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT)
 
 
-def _ring_backward(names, residuals, grad_BTNH):
-    run = names.on_each_device(_ring_of_gradients, "qkvsqlq", "qkv")
+def _ring_backward(rules, residuals, grad_BTNH):
+    run = _on_each_device(_ring_of_gradients, "qkvsqlq", "qkv", rules)
     return *run(*residuals, grad_BTNH), None
 
 
 _ring_attention.defvjp(_ring_forward, _ring_backward)
 
 
-def _turn(tree: Any) -> Any:
-    """Everything moves to the next device of the ring."""
+def _shift(tree: Any) -> Any:
+    """Sends a tree of arrays to the next device of the ring."""
     c = jax.lax.axis_size(AXIS)
     return jax.lax.ppermute(tree, AXIS, [(d, (d + 1) % c) for d in range(c)])
 
 
 def _own_mask(T: int) -> jax.Array:
-    """[T, T]: which of a device's own keys its queries see, in zigzag order."""
+    """Returns the causal mask [T, T] of a device's queries and its own keys, in zigzag order."""
     c, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
     half = jnp.arange(T // 2)
-    place_T = jnp.concatenate([me * (T // 2) + half, (2 * c - 1 - me) * (T // 2) + half])
-    return place_T[:, None] >= place_T
+    position_T = jnp.concatenate([me * (T // 2) + half, (2 * c - 1 - me) * (T // 2) + half])
+    return position_T[:, None] >= position_T
 
 
 def _around(visit, carry, travelling, back=None):
-    """Calls `visit` with what each other device holds, in turn, while the next arrives.
+    """Calls `visit` with each other device's arrays, one device after another, while the next arrive.
 
     Args:
-      visit: (turn, carry, what arrived, what goes home) -> (carry, what goes home).
-      carry: what stays on the device.
-      travelling: this device's arrays, which all others see.
-      back: zeros for what is added up for the owner of the travelling arrays, or None.
+      visit: (iteration, carry, arrived, back) -> (carry, back); `arrived` are the arrays of the device that many
+        positions before this one, and `back` is their owner's.
+      carry: state that stays on the device.
+      travelling: this device's arrays.
+      back: zeros; sums that travel with the arrays and return to their owner. Or None.
 
     Returns:
-      carry, and what the others added up for this device.
+      carry, and the sum that the other devices made for this one.
     """
     c = jax.lax.axis_size(AXIS)
 
-    def turn(state, number):
+    def step(state, iteration):
         carry, arrived, back = state
-        following = _turn(arrived)
-        carry, back = visit(number, carry, arrived, back)
-        return (carry, following, _turn(back)), None
+        following = _shift(arrived)
+        carry, back = visit(iteration, carry, arrived, back)
+        return (carry, following, _shift(back)), None
 
-    state = carry, _turn(travelling), back
-    state, _ = jax.lax.scan(turn, state, jnp.arange(1, c - 1))
+    state = carry, _shift(travelling), back
+    state, _ = jax.lax.scan(step, state, jnp.arange(1, c - 1))
     carry, arrived, back = state
     carry, back = visit(c - 1, carry, arrived, back)
-    return carry, _turn(back)
+    return carry, _shift(back)
 
 
-def _is_earlier(number) -> jax.Array:
-    """Whether what arrives in this turn is of a device with a lower number: all see its first piece."""
+def _is_earlier(iteration) -> jax.Array:
+    """Whether the arrays come from a device with a lower number, whose first piece all queries see."""
     c, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
-    return (me - number) % c < me
+    return (me - iteration) % c < me
 
 
 def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
@@ -230,7 +214,7 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     segments = segments_BT
 
     def block(q, q_segments, k, v, k_segments, mask=None):
-        """Unnormalised output, maximum and sum of a block."""
+        """Returns the unnormalised output, maximum and sum of a block."""
         seen = q_segments[:, :, None] == k_segments[:, None]
         logits = _logits(q, k, seen if mask is None else seen & mask)
         top = jnp.max(logits, axis=-1)
@@ -246,7 +230,7 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
         a, b = jnp.exp(top - new), jnp.exp(top_2 - new)
         return out * a[..., None] + out_2 * b[..., None], new, size * a + size_2 * b
 
-    def visit(number, total, arrived, back):
+    def visit(iteration, total, arrived, back):
         k, v, k_segments = arrived
 
         def first_piece():
@@ -262,7 +246,7 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
                 for x, y in zip(total, merged, strict=True)
             )
 
-        return jax.lax.cond(_is_earlier(number), first_piece, second_piece), back
+        return jax.lax.cond(_is_earlier(iteration), first_piece, second_piece), back
 
     own = block(q_BTNH, segments, k_BTKH, v_BTKH, segments, _own_mask(T))
     (out, top, size), _ = _around(visit, own, (k_BTKH, v_BTKH, segments))
@@ -283,7 +267,7 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
     delta_BKGT = jnp.transpose(jnp.reshape(delta_BTN, (B, T, K, N // K)), (0, 2, 3, 1))
 
     def block(low, k, v, k_segments, mask=None):
-        """Gradients of queries from `low` on, and of keys and values, in float32."""
+        """Returns gradients of the queries from `low` on, and of keys and values, in float32."""
         q, grad, q_segments = q_BTNH[:, low:], heads(grad_BTNH[:, low:]), segments[:, low:]
         seen = q_segments[:, :, None] == k_segments[:, None]
         logits = _logits(q, k, seen if mask is None else seen & mask)
@@ -297,7 +281,7 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
             wide("BKGTS,BTKGH->BSKH", probs, grad),
         )
 
-    def visit(number, grad_q, arrived, back):
+    def visit(iteration, grad_q, arrived, back):
         k, v, k_segments = arrived
 
         def first_piece():
@@ -310,7 +294,7 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
             added = [x + y for x, y in zip(back, part_kv, strict=True)]
             return grad_q.at[:, T // 2 :].add(part_q), tuple(added)
 
-        return jax.lax.cond(_is_earlier(number), first_piece, second_piece)
+        return jax.lax.cond(_is_earlier(iteration), first_piece, second_piece)
 
     grad_q, *own = block(0, k_BTKH, v_BTKH, segments, _own_mask(T))
     back = tuple(jnp.zeros_like(x) for x in own)

@@ -1,16 +1,15 @@
-"""Tokens to the devices that hold their experts, and back.
+"""Sends tokens to the devices that hold their experts, and brings the results back.
 
-Token-choice routing gives every token k assignments to experts. An assignment is placed in a slot of a buffer that is
-sorted by expert; the experts multiply what is in their slots, and each token adds up what comes back. Two ways to make
-the buffer:
+Token-choice routing assigns every token to k experts. Each assignment gets a slot in a buffer sorted by expert; the
+experts process their slots, and each token sums its results. There are two ways to make the buffer:
 
-- *dropless*: as many slots as assignments, and groups of as many rows as each expert got (Gale et al. 2022). Nothing
-  is lost, and how much one device computes depends on the router.
+- *dropless*: one slot per assignment, in groups as large as each expert needs (Gale et al. 2022). Nothing is lost, but
+  how much a device computes depends on the router.
 - *dropping*: C slots for each expert and row of the batch (Lepikhin et al. 2020, whose groups are rows here). All
-  sizes are known when the program is compiled, and what finds no slot is dropped.
+  sizes are known at compile time, and assignments that find no slot are dropped.
 
-Where the mesh axis `expert` splits the experts, it splits the batch too, so that no device computes anything twice,
-and slots travel by an all-to-all over that axis, there and back.
+When the mesh axis `expert` splits the experts, it splits the batch too, so no device repeats another's work. An
+all-to-all over that axis sends the slots to their experts, and another one returns them.
 
 Chapters: 18.
 """
@@ -26,48 +25,50 @@ from jax.sharding import PartitionSpec as P
 from minitext import hardware
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
+AXIS = "expert"
 
-class Placement(NamedTuple):
-    """A one-to-one map between A assignments and the slots of a buffer, with places left over on both sides.
+
+class Slots(NamedTuple):
+    """A one-to-one map between A assignments and S slots of a buffer; some on either side may be unmatched.
 
     Attributes:
-      slot_A: [A] each assignment's slot; the number of slots where it has none.
-      assignment_S: [S] each slot's assignment; the number of assignments where it is empty.
+      slot_A: [A] each assignment's slot, or S if it has none.
+      assignment_S: [S] each slot's assignment, or A if the slot is empty.
     """
 
     slot_A: jax.Array
     assignment_S: jax.Array
 
     @staticmethod
-    def of(assignments: jax.Array, slots: jax.Array, size: int) -> "Placement":
-        """Places assignment `assignments[i]`, all A of them in any order, in slot `slots[i]` of `size`, if below."""
+    def of(assignments: jax.Array, slots: jax.Array, size: int) -> "Slots":
+        """Puts each `assignments[i]`, a permutation of 0 .. A-1, in slot `slots[i]`, or nowhere if that is `size`."""
         A = len(assignments)
         empty = jnp.zeros_like(slots, shape=(size,)) + A
-        return Placement(
+        return Slots(
             jnp.zeros_like(slots).at[assignments].set(slots),
             empty.at[slots].set(assignments, mode="drop"),
         )
 
     def dispatch(self, x_XD: jax.Array, k: int) -> jax.Array:
-        """Returns [S, D]: in each slot its token's vector, zero in an empty one; assignment a is of token a // k."""
+        """Returns each slot's token vector [S, D], zero if the slot is empty; assignment a belongs to token a // k."""
         return _take(x_XD, self.assignment_S // k, jnp.reshape(self.slot_A, (-1, k)))
 
     def back(self, rows_SD: jax.Array) -> jax.Array:
-        """Returns [A, D]: for each assignment its slot's row, zero if it has none."""
+        """Returns the row of each assignment's slot [A, D], zero if it has no slot."""
         return _take(rows_SD, self.slot_A, self.assignment_S[:, None])
 
     def combine(self, rows_SD: jax.Array, weights_Xk: jax.Array) -> jax.Array:
-        """Returns [X, D]: each token's sum of its slots' rows, weighted; an assignment without a slot adds nothing."""
+        """Returns the weighted sum of each token's slots [X, D]; assignments without a slot add nothing."""
         X, k = weights_Xk.shape
         rows_XkD = jnp.reshape(self.back(rows_SD), (X, k, -1)).astype(jnp.float32)
         return jnp.sum(rows_XkD * weights_Xk[..., None], axis=1).astype(rows_SD.dtype)
 
 
-# Autodiff's gradient of a gather is a scatter, a loop over rows on a CPU and slow on a TPU. The map is one-to-one, so
-# the gradient is a gather, too.
+# Autodiff's gradient of a gather is a scatter, which is a loop over rows on a CPU and slow on a TPU. The map is
+# one-to-one, so the gradient can be a gather too.
 @jax.custom_vjp
 def _take(x_ND: jax.Array, from_M: jax.Array, to_NK: jax.Array) -> jax.Array:
-    """Row `from_M[m]` of x in row m, zeros where there is no such row; `to_NK` has the m of which that is true."""
+    """Returns `x[from_M]`, zeros where the index is out of range; `to_NK` lists the rows that each x[n] went to."""
     return x_ND.at[from_M].get(mode="fill", fill_value=0)
 
 
@@ -80,19 +81,17 @@ _take.defvjp(
     ),
 )
 
-AXIS = "expert"
-
 
 class Layout(NamedTuple):
-    """How a device's tokens and experts lie among those of others.
+    """How tokens and experts are split over devices.
 
     Attributes:
-      experts: of all devices (E).
+      experts: E, counted over all devices.
       capacity: slots for each expert and row of the batch; None drops nothing.
-      rows: of the batch, on this device.
-      ways: devices that share the experts.
-      tokens: mesh axes along which devices have other tokens.
-      features: mesh axes along which devices have other features of the same experts, and results are summed.
+      rows: rows of the batch on this device.
+      ways: number of devices that the experts are split over.
+      tokens: mesh axes that split the tokens.
+      features: mesh axes that split each expert's features; results are summed over them.
     """
 
     experts: int
@@ -103,7 +102,7 @@ class Layout(NamedTuple):
     features: tuple[str, ...] = ()
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Returns the sum over the devices that have other tokens."""
+        """Returns the sum of x over all tokens' devices."""
         return jax.lax.psum(x, self.tokens) if self.tokens else x
 
 
@@ -120,15 +119,15 @@ def on_each_device(
     """Runs a layer of experts on each device's tokens and experts.
 
     Args:
-      local: (tokens, parameters, the device's layout) -> (tokens, something that is the same for all devices). It gets
-        parameters whole but for experts and features, in their own type.
-      x: [X, D], or [B, T, D] where rows of the batch are split.
+      local: (tokens, parameters, the device's layout) -> (tokens, a result equal on all devices). The parameters are
+        split by expert and feature only, and keep their type.
+      x: [X, D], or [B, T, D] if rows of the batch are split.
       params: pytree of arrays.
-      axes: the same tree of their dimensions' names.
-      layout: that of one device that has everything.
-      rules: where the arrays lie.
-      regather: whether the backward pass gathers weights again, as `Linear` does, instead of keeping them; a layer that
-        is computed again as a whole does so anyway.
+      axes: the dimension names of each array, in the same tree.
+      layout: the layout if one device had everything.
+      rules: the sharding rules.
+      regather: whether the backward pass gathers weights again instead of keeping them, as `Linear` does. A layer that
+        is rematerialised as a whole gathers again anyway.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -164,10 +163,9 @@ def _is_no_weight(primitive: Any, *_args: Any, **_params: Any) -> bool:
 
 
 def _whole(w: jax.Array, spec: Any, *, tokens: set[str]) -> jax.Array:
-    """A device's part of a weight, gathered over the axes that only store it.
+    """Gathers a device's part of a weight over the axes that only store it.
 
-    Devices with other tokens have gradients of their own, which are added up: over `fsdp` by a reduce-scatter, and what
-    is left of them over the rest.
+    Gradients are summed over the axes that split the tokens: by a reduce-scatter over `fsdp`, by a psum over the rest.
     """
     w = _vary(w, tuple(tokens - _mesh_axes(spec)))
     for dim, entry in enumerate(spec):
@@ -177,28 +175,28 @@ def _whole(w: jax.Array, spec: Any, *, tokens: set[str]) -> jax.Array:
 
 
 def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """An x that is the same along these axes as each device's own; its gradient is the sum of theirs."""
+    """Types an x that is equal along these axes as varying, so its gradient is summed over them."""
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
-# Of one device: (rows in groups [M, D], rows of each group or None if equal) -> rows [M, D].
+# What one device computes: (rows in groups [M, D], rows of each group or None if equal) -> rows [M, D].
 Compute = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def exchange(
     compute: Compute, x: jax.Array, experts: jax.Array, weights: jax.Array, layout: Layout
 ) -> jax.Array:
-    """Sends a device's tokens to their experts, computes, and adds up what comes back.
+    """Sends a device's tokens to their experts, computes, and sums the results.
 
     Args:
-      compute: what a device does with its experts' rows.
+      compute: applies a device's experts to their rows.
       x: [..., D] tokens.
       experts: [..., k] each token's experts.
       weights: [..., k] their weights in float32.
-      layout: see there.
+      layout: how tokens and experts are split.
 
     Returns:
-      The weighted sums, of x's shape and type.
+      The weighted sums, with x's shape and type.
     """
     k, D = experts.shape[-1], x.shape[-1]
     x_XD = jnp.reshape(_vary(x, layout.features), (-1, D))
@@ -213,7 +211,7 @@ def exchange(
 
 
 def _sort(experts_A: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns assignments in the order of their experts, else in their own; these experts; and how many each has."""
+    """Returns a stable sort of assignments by expert, the sorted experts, and the number of each expert's."""
     order_A = jnp.argsort(experts_A, stable=True)
     sorted_A = experts_A[order_A]
     ends_E = jnp.searchsorted(sorted_A, jnp.arange(experts), side="right").astype(jnp.int32)
@@ -221,53 +219,53 @@ def _sort(experts_A: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax
 
 
 def _before(x: jax.Array, axis: int = 0) -> jax.Array:
-    """Sums of all entries before each."""
+    """Returns the exclusive cumulative sum."""
     return jnp.cumsum(x, axis=axis) - x
 
 
-# --- dropping: every expert has as many slots as every other
+# --- dropping: every expert has the same number of slots
 
 
 def _dropping(compute, x_XD, experts_Xk, weights_Xk, layout: Layout, C: int) -> jax.Array:
     (X, k), E = experts_Xk.shape, layout.experts
     rows, ways = layout.rows, layout.ways
     order_A, sorted_A, _ = _sort(jnp.ravel(experts_Xk), E)
-    # In this order, those of one expert and row follow each other: by position in the row, so that what is dropped
-    # depends on earlier tokens alone, and of one token by weight.
+    # Assignments of one expert and row are now contiguous, sorted by position in the row and then by weight. So whether
+    # one is dropped depends on earlier tokens only.
     group_A = sorted_A * rows + order_A // (X // rows * k)
     rank_A = jnp.arange(X * k) - jnp.searchsorted(group_A, group_A, side="left")
     size = E * rows * C
-    placement = Placement.of(order_A, jnp.where(rank_A < C, group_A * C + rank_A, size), size)
-    sent_SD = placement.dispatch(x_XD, k)
+    slots = Slots.of(order_A, jnp.where(rank_A < C, group_A * C + rank_A, size), size)
+    sent_SD = slots.dispatch(x_XD, k)
     if ways == 1:
-        return placement.combine(compute(sent_SD, None), weights_Xk)
-    there = _all_to_all(sent_SD)  # by source, then expert
+        return slots.combine(compute(sent_SD, None), weights_Xk)
+    there = _all_to_all(sent_SD)  # sorted by source, then expert
     rows_SD = _swap(there, (ways, E // ways))
     back = _swap(compute(rows_SD, None), (E // ways, ways))
-    return placement.combine(_all_to_all(back), weights_Xk)
+    return slots.combine(_all_to_all(back), weights_Xk)
 
 
 def _swap(rows_SD: jax.Array, sizes: tuple[int, int]) -> jax.Array:
-    """Rows that are sorted by a first number and then a second, sorted by the second and then the first."""
+    """Swaps the two leading dimensions that [S, D] has when split into [*sizes, -1, D]."""
     apart = jnp.reshape(rows_SD, (*sizes, -1, rows_SD.shape[1]))
     return jnp.reshape(jnp.swapaxes(apart, 0, 1), rows_SD.shape)
 
 
 def _all_to_all(rows_SD: jax.Array) -> jax.Array:
-    """Part d of each device's rows goes to device d, and comes to stand in part s, s being where it came from."""
+    """Sends part d of each device's rows to device d, which stores the parts in order of their sources."""
     return jax.lax.all_to_all(rows_SD, AXIS, 0, 0, tiled=True)
 
 
-# --- dropless: every expert has as many slots as it needs
+# --- dropless: every expert has the slots it needs
 
 
 def _dropless(compute, x_XD, experts_Xk, weights_Xk, layout: Layout) -> jax.Array:
     (X, k), E, ways = experts_Xk.shape, layout.experts, layout.ways
     order_A, sorted_A, sizes_E = _sort(jnp.ravel(experts_Xk), E)
     if ways == 1:
-        placement = Placement.of(order_A, jnp.arange(X * k), X * k)
-        return placement.combine(compute(placement.dispatch(x_XD, k), sizes_E), weights_Xk)
-    # A token's experts differ, so no device gets more assignments of a token than it has experts.
+        slots = Slots.of(order_A, jnp.arange(X * k), X * k)
+        return slots.combine(compute(slots.dispatch(x_XD, k), sizes_E), weights_Xk)
+    # A token's experts differ, so a device gets at most one assignment of a token for each expert it has.
     most = X * min(k, E // ways)
     sizes_WE = jax.lax.all_gather(sizes_E, AXIS)
     exchange = _ragged if hardware.platform() == "tpu" else _padded
@@ -275,30 +273,29 @@ def _dropless(compute, x_XD, experts_Xk, weights_Xk, layout: Layout) -> jax.Arra
 
 
 def _padded(compute, x_XD, weights_Xk, plan, ways: int, most: int) -> jax.Array:
-    """Sends each device as many slots as it could need; what arrives is sorted by expert there."""
+    """Sends each device the largest number of slots it could need; the receiver sorts them by expert."""
     order_A, sorted_A, sizes_WE = plan
     k, (W, E), me = weights_Xk.shape[1], sizes_WE.shape, jax.lax.axis_index(AXIS)
     to_A = sorted_A // (E // W)
     first_W = _before(jnp.sum(jnp.reshape(sizes_WE[me], (W, E // W)), axis=1))
     slots_A = to_A * most + jnp.arange(len(to_A)) - first_W[to_A]
-    placement = Placement.of(order_A, slots_A, W * most)
-    there = _all_to_all(placement.dispatch(x_XD, k))
+    slots = Slots.of(order_A, slots_A, W * most)
+    there = _all_to_all(slots.dispatch(x_XD, k))
 
     here_We = _of_device(sizes_WE, me)
-    source, place = jnp.divmod(jnp.arange(W * most), most)
-    expert = jnp.sum(place[:, None] >= jnp.cumsum(here_We, axis=1)[source], axis=1)
+    source, row = jnp.divmod(jnp.arange(W * most), most)
+    expert = jnp.sum(row[:, None] >= jnp.cumsum(here_We, axis=1)[source], axis=1)
     filled, expert = expert < E // W, jnp.minimum(expert, E // W - 1)
     sizes_e = jnp.sum(here_We, axis=0)
     first = _before(sizes_e)[expert] + (_before(here_We) - _before(here_We, 1))[source, expert]
-    slots = jnp.where(filled, first + place, W * most)
-    by_expert = Placement.of(jnp.arange(W * most), slots, W * most)
-    rows = compute(by_expert.dispatch(there, 1), sizes_e)
-    back = by_expert.back(rows)
-    return placement.combine(_all_to_all(back), weights_Xk)
+    sorted_slots = jnp.where(filled, first + row, W * most)
+    by_expert = Slots.of(jnp.arange(W * most), sorted_slots, W * most)
+    back = by_expert.back(compute(by_expert.dispatch(there, 1), sizes_e))
+    return slots.combine(_all_to_all(back), weights_Xk)
 
 
 class Slices(NamedTuple):
-    """Runs of rows that one device sends to others and gets from them, one for each expert: `ragged_all_to_all`."""
+    """The arguments of `jax.lax.ragged_all_to_all` on one device: one run of rows for each expert."""
 
     input_offsets: jax.Array
     send_sizes: jax.Array
@@ -307,28 +304,28 @@ class Slices(NamedTuple):
 
 
 def _ragged(compute, x_XD, weights_Xk, plan, ways: int, most: int) -> jax.Array:
-    """Sends what there is, each expert's rows to where they belong in the receiver's groups: nothing is sorted there.
+    """Sends only filled slots, directly to their positions in the receiver's groups, so the receiver needn't sort.
 
     The receiver's buffer has room for the worst case.
     """
     order_A, _, sizes_WE = plan
     A, me = len(order_A), jax.lax.axis_index(AXIS)
-    placement = Placement.of(order_A, jnp.arange(A), A)
+    slots = Slots.of(order_A, jnp.arange(A), A)
     there, back = ragged_slices(sizes_WE, me)
     sizes_e = jnp.sum(_of_device(sizes_WE, me), axis=0)
-    rows = _send(placement.dispatch(x_XD, weights_Xk.shape[1]), there, back, ways * most)
-    return placement.combine(_send(compute(rows, sizes_e), back, there, A), weights_Xk)
+    rows = _send(slots.dispatch(x_XD, weights_Xk.shape[1]), there, back, ways * most)
+    return slots.combine(_send(compute(rows, sizes_e), back, there, A), weights_Xk)
 
 
 def ragged_slices(sizes_WE: jax.Array, me: jax.Array | int) -> tuple[Slices, Slices]:
-    """Returns what device `me` sends to the experts' devices and gets, and what it sends back and gets.
+    """Returns what device `me` exchanges on the way to the experts, and on the way back.
 
     Args:
-      sizes_WE: [W, E] rows that each device has for each expert, sorted by expert; device w has experts w*E/W and on.
+      sizes_WE: [W, E] number of rows that each device has for each expert; device w holds experts from w*E/W on.
       me: this device.
     """
     W, E = sizes_WE.shape
-    # Where each source's rows for each expert begin, at the source and at the receiver.
+    # The first row that each source sends to each expert, counted at the source and at the receiver.
     from_WE = _before(sizes_WE, axis=1)
     total_We = jnp.reshape(jnp.sum(sizes_WE, axis=0), (W, E // W))
     to_WE = _before(sizes_WE) + jnp.reshape(_before(total_We, axis=1), (E,))
@@ -338,14 +335,14 @@ def ragged_slices(sizes_WE: jax.Array, me: jax.Array | int) -> tuple[Slices, Sli
 
 
 def _of_device(x_WE: jax.Array, me: jax.Array | int) -> jax.Array:
-    """The columns of a device's own experts, [W, E / W]."""
+    """Returns the columns of a device's own experts, [W, E / W]."""
     W, E = x_WE.shape
     return jax.lax.dynamic_slice_in_dim(x_WE, me * (E // W), E // W, axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _send(rows_AD: jax.Array, there: Slices, back: Slices, size: int) -> jax.Array:
-    """Returns what arrives, [size, D], zeros where nothing does; the gradient takes the way back."""
+    """Returns the received rows [size, D], zero where nothing arrives; the gradient travels back the same way."""
     empty = jnp.zeros_like(rows_AD, shape=(size, rows_AD.shape[1]))
     return jax.lax.ragged_all_to_all(rows_AD, empty, *there, axis_name=AXIS)
 

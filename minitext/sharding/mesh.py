@@ -1,8 +1,8 @@
 """Meshes: devices arranged along named axes.
 
-Every mesh has the same six axes in the same order, most of them usually of size one, so that code and sharding rules
-never ask which axes exist. All axes are Explicit: an array's type says how it is sharded, and an operation whose
-result could be sharded in two ways is refused until the code chooses.
+Every mesh has the same six axes in the same order, so code and sharding rules never ask which axes exist; most have
+size one. All axes are Explicit: an array's type says how it is sharded, and JAX rejects an operation whose result could
+be sharded in two ways until the code chooses one.
 
 Chapters: 9.
 """
@@ -31,18 +31,16 @@ def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
       device_count: devices to arrange.
 
     Raises:
-      UserError: if the sizes do not multiply to the number of devices.
+      UserError: if the product of the sizes is not the number of devices.
     """
     sizes = cfg.sizes()
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    shown = (
-        " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "all axes 1"
-    )
-    mend = f"change mesh.*, or set mesh.simulate={fixed} to try it on simulated CPU devices"
-    if device_count % fixed or (device_count != fixed and -1 not in sizes.values()):
+    free = -1 in sizes.values()
+    if device_count % fixed or (device_count != fixed and not free):
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
         raise UserError(
-            f"mesh {shown} needs {'a multiple of ' if -1 in sizes.values() else ''}{fixed} device(s) and there "
-            f"are {device_count}: {mend}"
+            f"mesh {shown or 'all axes 1'} needs {'a multiple of ' if free else ''}{fixed} device(s) and there "
+            f"are {device_count}: change mesh.*, or set mesh.simulate={fixed} to try it on simulated CPU devices"
         )
     return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
 
@@ -50,16 +48,16 @@ def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
 def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """Arranges devices in a mesh with the axes `AXES`, all Explicit.
 
-    Devices that are neighbours on an axis are neighbours on the interconnect. Of several TPU slices, which only the
-    data-centre network joins, one axis alone crosses from one to the next: `data`, or else `stage`, or else `fsdp`,
-    in the order of what they send.
+    Devices that are neighbours on an axis are neighbours on the interconnect. TPU slices are connected only by the
+    data-centre network, so just one axis crosses slices: the first of `data`, `stage` and `fsdp` that can, which are
+    ordered by how much they send.
 
     Args:
-      cfg: sizes of the axes; by default all devices lie along `data`.
+      cfg: sizes of the axes; by default `data` has all devices.
       devices: real, simulated or ahead-of-time devices; by default all that JAX sees.
 
     Raises:
-      UserError: if the sizes do not fit the number of devices or of slices.
+      UserError: if the sizes don't fit the number of devices or slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_axes(cfg or MeshConfig(), len(devices))
@@ -70,9 +68,9 @@ def make_mesh(cfg: MeshConfig | None = None, devices: Sequence[Any] | None = Non
     try:
         return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
     except NotImplementedError as error:  # such as an axis of 8 in a torus of 4 x 4 x 4
-        told = " ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size > 1)
+        shown = " ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size > 1)
         raise UserError(
-            f"{told}: the network of these {len(devices)} chips has no such axes: choose other mesh.* sizes"
+            f"{shown}: the network of these {len(devices)} chips has no such axes: choose other mesh.* sizes"
         ) from error
 
 
@@ -80,7 +78,7 @@ def abstract_mesh(cfg: MeshConfig | None = None, chip: Chip | None = None) -> Ab
     """Returns a mesh without devices.
 
     Args:
-      cfg: sizes of the axes, of which -1 becomes 1; by default all are 1.
+      cfg: sizes of the axes, where -1 becomes 1; by default all are 1.
       chip: the kind of chip that kernels see as the mesh's device; by default none.
     """
     sizes = (max(1, size) for size in cfg.sizes().values()) if cfg else (1,) * len(AXES)

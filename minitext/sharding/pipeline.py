@@ -1,4 +1,7 @@
-"""Pipelines: layers split in stages over the mesh axis `stage`, and microbatches that pass from one to the next.
+"""Pipelines: layers split into stages over the mesh axis `stage`, and microbatches that pass from stage to stage.
+
+Letters besides the usual ones: S stages, M microbatches, R groups of layers in each stage (above 1 only in a circular
+pipeline). "Some layers" have parameters [l, ...].
 
 Chapters: 13.
 """
@@ -32,22 +35,12 @@ from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tok
 
 
 def split_rows(x: jax.Array, parts: int, *names: str | None, rules: ShardingRules) -> jax.Array:
-    """Splits [B, ...] into [parts, B / parts, ...]: row b goes to part b % parts, so that no row moves.
+    """Splits [B, ...], with dimensions of these names, into [parts, B / parts, ...].
 
-    Args:
-      x: [B, ...]; every device's rows are divisible by `parts`.
-      parts: how many.
-      names: names of x's dimensions.
-      rules: what they mean.
+    Row b goes to part b % parts, so no row moves to another device; each device's rows must be divisible by `parts`.
     """
-    shape, places = (x.shape[0] // parts, parts, *x.shape[1:]), (names[0], None, *names[1:])
-    return jnp.swapaxes(jax.lax.reshape(x, shape, out_sharding=rules.out(*places)), 0, 1)
-
-
-def join_rows(x: jax.Array, *names: str | None, rules: ShardingRules) -> jax.Array:
-    """Undoes `split_rows`: [parts, b, ...] to [parts * b, ...]; `names` are those of the result."""
-    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
-    return jax.lax.reshape(jnp.swapaxes(x, 0, 1), shape, out_sharding=rules.out(*names))
+    shape, split = (x.shape[0] // parts, parts, *x.shape[1:]), (names[0], None, *names[1:])
+    return jnp.swapaxes(jax.lax.reshape(x, shape, out_sharding=rules.out(*split)), 0, 1)
 
 
 def _pick(tree: Any, number: Any) -> Any:
@@ -61,17 +54,17 @@ def run_stages(
     seen: Any,
     rules: ShardingRules,
 ) -> jax.Array:
-    """Passes M microbatches through the stages of layers: GPipe (Huang et al. 2019), or circular if R > 1.
+    """Passes M microbatches through the stages: GPipe (Huang et al. 2019), or circular if R > 1.
 
-    The backward pass is autodiff's: all forward work first, then all backward work in reverse, so the activations of
-    all microbatches are alive in between.
+    The backward pass is autodiff's, which runs after all forward work and in reverse. So the activations of all
+    microbatches are alive in between.
 
     Args:
-      layers: (parameters of some layers [l, ...], activations, context) -> activations.
-      params: parameters [R, L/R, ...], L/R split over `stage`: group r of a stage has L / (R*S) layers.
+      layers: (parameters of some layers, activations, seen) -> activations.
+      params: parameters [R, L/R, ...], L/R split over `stage`: each group of a stage has L / (R*S) layers.
       x_MBTD: [M, B, T, D] activations of each microbatch.
       seen: arrays [M, B, T] that all layers see.
-      rules: where batch and sequence lie.
+      rules: the sharding rules.
 
     Returns:
       [M, B, T, D], on all stages.
@@ -116,13 +109,15 @@ def pipelined(
 ) -> jax.Array:
     """Runs all layers on a batch through a pipeline.
 
+    1F1B differs from GPipe only in its backward pass, so this runs GPipe for it.
+
     Args:
-      layers: (parameters of some layers, activations, seen) -> activations.
+      layers: as in `run_stages`.
       params: parameters of all layers, [L, ...] or in a circular pipeline [R, L/R, ...].
       x_XD: [B*T, D].
       seen: positions and segments [B, T].
-      cfg: the schedule; 1F1B differs from GPipe in its backward pass only, so this is GPipe.
-      rules: where batch and layers lie.
+      cfg: the schedule.
+      rules: the sharding rules.
 
     Returns:
       [B*T, D].
@@ -135,17 +130,18 @@ def pipelined(
     x_MBTD = split_rows(x_BTD, M, "batch", "seq", "act", rules=rules)
     seen = jax.tree.map(lambda x: split_rows(x, M, "batch", "seq", rules=rules), seen)
     y_MBTD = run_stages(layers, params, x_MBTD, seen, rules)
-    y_BTD = join_rows(y_MBTD, "batch", "seq", "act", rules=rules)
+    where = rules.out("batch", "seq", "act")
+    y_BTD = jax.lax.reshape(jnp.swapaxes(y_MBTD, 0, 1), x_BTD.shape, out_sharding=where)
     return flatten_tokens(y_BTD, rules)
 
 
 class Pieces(NamedTuple):
-    """A model in the pieces between which a pipeline is cut; `batch` is one microbatch, arrays [B, T] by name.
+    """A model in three pieces; `batch` is one microbatch, arrays [B, T] by name.
 
     Attributes:
       embed: (parameters outside the layers, batch) -> activations [X, D].
-      layers: (parameters of some layers [l, ...], activations, batch) -> activations.
-      loss: (parameters outside the layers, activations, batch) -> (what is differentiated, what is reported), sums.
+      layers: (parameters of some layers, activations, batch) -> activations.
+      loss: (parameters outside the layers, activations, batch) -> sums (to differentiate, to report).
     """
 
     embed: Callable[[Any, Any], jax.Array]
@@ -158,19 +154,19 @@ def one_forward_one_backward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
     """Computes loss and gradients by 1F1B (Fan et al. 2021; Narayanan et al. 2021, section 2.2.1).
 
-    In each tick a stage does the forward work of one microbatch and the backward work of another. Of a microbatch in
-    flight a stage keeps its input alone, and computes its layers again to differentiate them; at most 2S-1 are in
-    flight, however many microbatches there are. Embedding, output layer and loss are computed once, by all stages
-    together, for the microbatch that enters and the one that leaves.
+    In each tick a stage does the forward work of one microbatch and the backward work of another. It keeps only the
+    inputs of microbatches in flight, and recomputes its layers to differentiate them. At most 2S-1 microbatches are in
+    flight, whatever their number. All stages together compute the embedding of the microbatch that enters and the
+    output layer and loss of the one that leaves.
 
     Args:
       pieces: the model.
       outer: parameters outside the layers.
       layers: parameters [L, ...], split over `stage`.
-      batch: arrays [M, B, T] of M microbatches.
+      batch: arrays [M, B, T].
 
     Returns:
-      (what is differentiated, what is reported), (gradients of `outer`, of `layers`), summed over microbatches.
+      The two sums of `Pieces.loss`, and the gradients of `outer` and `layers`, all summed over microbatches.
     """
     S, M = jax.sharding.get_abstract_mesh().shape[AXIS], _count(batch)
     x_XD = jax.eval_shape(pieces.embed, outer, _pick(batch, 0))
@@ -180,7 +176,7 @@ def one_forward_one_backward(
         return jnp.zeros((S, *sizes, *x_XD.shape), x_XD.dtype, out_sharding=spec)
 
     def last_layer(total, y_XD, one):
-        """The loss of the microbatch that leaves, and the gradient of the last stage's output."""
+        """Adds the loss of the microbatch that leaves; returns the gradient of the last stage's output too."""
         gradient = jax.value_and_grad(pieces.loss, argnums=(0, 1), has_aux=True)
         sums, (grad_outer, grad_y_XD) = gradient(outer, y_XD, one)
         return jax.tree.map(jnp.add, total, (sums, grad_outer)), grad_y_XD
@@ -193,7 +189,7 @@ def one_forward_one_backward(
     def tick(carry, t):
         total, grad_layers, arrived, came_back, kept = carry
         leaves, entered = forward_work(t, S - 1, S, M), backward_work(t, 0, S, M)
-        x_XD = pieces.embed(outer, _pick(batch, t))  # of no use after M ticks, and cheap
+        x_XD = pieces.embed(outer, _pick(batch, t))  # unused after M ticks, but cheap
         y_XD, arrived, kept = _forward(pieces.layers, layers, x_XD, arrived, kept, batch, t)
         total, grad_y_XD = jax.lax.cond(
             leaves.active,
@@ -219,19 +215,19 @@ def one_forward_one_backward(
 
 
 def _forward(run, layers, x_XD, arrived, kept, batch, t):
-    """The forward half of a tick.
+    """Runs the forward half of a tick.
 
     Args:
       run: `Pieces.layers`.
-      layers: their parameters.
+      layers: parameters of all layers.
       x_XD: [X, D] input of the microbatch that enters stage 0.
-      arrived: [S, X, D] what each stage was sent.
+      arrived: [S, X, D] activations that each stage received.
       kept: [S, 2S-1, X, D] inputs of the microbatches in flight.
       batch: arrays [M, B, T].
       t: the tick.
 
     Returns:
-      [X, D] output of the last stage, on all of them; `arrived` and `kept` for the next tick.
+      The last stage's output [X, D], on all stages; `arrived` and `kept` for the next tick.
     """
 
     @partial(
@@ -255,20 +251,13 @@ def _forward(run, layers, x_XD, arrived, kept, batch, t):
 
 
 def _backward(run, layers, grad_y_XD, came_back, kept, grad_layers, batch, t):
-    """The backward half of a tick.
+    """Runs the backward half of a tick, with the arguments of `_forward` and gradients.
 
-    Args:
-      run: as in `_forward`, and so are `layers`, `kept`, `batch` and `t`.
-      layers: see there.
-      grad_y_XD: [X, D] gradient of the last stage's output.
-      came_back: [S, X, D] gradients of the others' outputs, as their followers sent them.
-      kept: see there.
-      grad_layers: gradients so far.
-      batch: see there.
-      t: see there.
+    `grad_y_XD` [X, D] is that of the last stage's output, `came_back` [S, X, D] are those of the other stages' outputs,
+    each sent by the following stage, and `grad_layers` are those of the parameters so far.
 
     Returns:
-      [X, D] gradient of the first stage's input, on all of them; `came_back` and `grad_layers` for the next tick.
+      The gradient of the first stage's input [X, D], on all stages; `came_back` and `grad_layers` for the next tick.
     """
 
     @partial(

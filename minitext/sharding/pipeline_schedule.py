@@ -1,8 +1,8 @@
 """Pipeline schedules: which stage works on which microbatch in which tick.
 
-Layers are split in S stages, a batch in M microbatches, and time in ticks, after each of which every stage passes on
-what it computed. The same few lines of integer arithmetic drive the compiled program (on traced integers) and the
-tables that one can print, draw and count idle slots in (on Python's).
+Layers are split into S stages, a batch into M microbatches, and time into ticks; after each tick every stage sends its
+result to the next. The same integer arithmetic drives the compiled program (on traced integers) and the tables that one
+can print, draw and count idle slots in (on Python integers).
 
 Chapters: 13.
 """
@@ -14,11 +14,11 @@ from minitext.errors import UserError
 
 
 class Work(NamedTuple):
-    """What a stage has to do in a tick.
+    """A stage's work in a tick, as Python or traced values.
 
     Attributes:
-      active: whether it has anything to do; the other fields mean nothing if not.
-      microbatch: number of the microbatch.
+      active: whether the stage has work; if not, ignore the other fields.
+      microbatch: the microbatch's number.
       group: which of the stage's groups of layers; above 0 only in a circular pipeline.
     """
 
@@ -36,49 +36,49 @@ class Slot(NamedTuple):
 
 
 def forward_work(tick: Any, stage: Any, stages: int, microbatches: int, repeats: int = 1) -> Work:
-    """Returns a stage's forward work in a tick, of Python integers or of traced ones.
+    """Returns a stage's forward work in a tick.
 
-    Stage s lags s ticks behind stage 0. With several groups, S microbatches in a row go round the ring once for each
+    Stage s lags s ticks behind stage 0. With several groups, S consecutive microbatches circle the ring once for each
     group before the next S enter (Narayanan et al. 2021): what stage S-1 sends back arrives at stage 0 just in time.
     """
     number = tick - stage
-    lap, place = number // stages, number % stages
+    lap, offset = number // stages, number % stages
     active = (number >= 0) & (number < microbatches * repeats)
-    return Work(active, lap // repeats * stages + place, lap % repeats)
+    return Work(active, lap // repeats * stages + offset, lap % repeats)
 
 
 def backward_work(tick: Any, stage: Any, stages: int, microbatches: int) -> Work:
     """Returns a stage's backward work in a tick of 1F1B.
 
-    The last stage begins in the tick in which a microbatch reaches it, and stage s follows S-1-s ticks later: it then
-    has at most 2(S-1-s) + 1 microbatches whose forward pass is done and whose backward pass is not.
+    The last stage begins in the tick in which a microbatch reaches it, and stage s follows S-1-s ticks later. So stage
+    s has at most 2(S-1-s) + 1 microbatches in flight, between their forward and backward passes.
     """
     number = tick - 2 * (stages - 1) + stage
     return Work((number >= 0) & (number < microbatches), number, 0)
 
 
 def forward_ticks(stages: int, microbatches: int, repeats: int = 1) -> int:
-    """Returns the number of ticks in which all microbatches pass all stages."""
+    """Returns the number of ticks that all microbatches take to pass all stages."""
     return microbatches * repeats + stages - 1
 
 
 def one_f_one_b_ticks(stages: int, microbatches: int) -> int:
-    """Returns the number of ticks of 1F1B, each of one forward and one backward slot."""
+    """Returns the number of ticks of 1F1B; each has a forward and a backward slot."""
     return microbatches + 2 * (stages - 1)
 
 
 def bubble(schedule: str, stages: int, microbatches: int, repeats: int = 1) -> float:
     """Returns the share of a step in which a stage is idle: (S-1) / (R*M + S-1).
 
-    A stage is busy for R*M of its group's time and waits for S-1 of it until the first microbatch reaches the last
-    stage, forward and backward alike (Huang et al. 2019; Narayanan et al. 2021, section 2.2, who divide by the busy
-    time instead). 1F1B waits as long as GPipe: what it saves is memory. Only more groups, R > 1, make the wait shorter.
+    In units of one group's work, a stage is busy for R*M and waits for S-1, in the forward and the backward pass alike
+    (Huang et al. 2019; Narayanan et al. 2021, section 2.2, divide by the busy time instead). 1F1B waits as long as
+    GPipe but saves memory. Only more groups, R > 1, shorten the wait.
 
     Args:
       schedule: `gpipe`, `1f1b` or `circular`.
       stages: S.
       microbatches: M.
-      repeats: R, the groups of layers of each stage; counts in `circular` only.
+      repeats: R, the groups of layers of each stage; matters only in `circular`.
     """
     groups = repeats if schedule == "circular" else 1
     return (stages - 1) / (groups * microbatches + stages - 1)
@@ -87,11 +87,11 @@ def bubble(schedule: str, stages: int, microbatches: int, repeats: int = 1) -> f
 def make_table(
     schedule: str, stages: int, microbatches: int, repeats: int = 1
 ) -> list[list[Slot | None]]:
-    """Returns the schedule: a row for each slot of time, a column for each stage; None is idle.
+    """Returns the schedule: a row for each time slot, a column for each stage; None is idle.
 
-    A tick of 1F1B is two rows, forward and backward. A row in which no stage works is left out, since it takes no
-    time: 1F1B has no backward work in the first S-1 ticks and no forward work in the last. In the other schedules the
-    backward pass, which autodiff makes, is the forward pass in reverse.
+    A tick of 1F1B is two rows, forward and backward. Rows without work take no time and are left out: 1F1B has no
+    backward work in the first S-1 ticks and no forward work in the last. In the other schedules the backward pass is
+    autodiff's, which reverses the forward pass.
     """
     S, M, every = stages, microbatches, range(stages)
 
@@ -117,21 +117,21 @@ def idle_share(table: list[list[Slot | None]]) -> float:
 
 
 def groups_per_stage(cfg: PipelineConfig) -> int:
-    """Returns R: in how many groups a stage's layers are."""
+    """Returns R, the number of groups that a stage's layers form."""
     return cfg.repeats if cfg.schedule == "circular" else 1
 
 
 def stored_groups(cfg: PipelineConfig, stages: int) -> int:
-    """Returns in how many groups the layers' parameters are stored: above 1 only for a circular pipeline."""
+    """Returns the number of groups that the layers' parameters are stored in; above 1 only in a circular pipeline."""
     return groups_per_stage(cfg) if stages > 1 else 1
 
 
 def count_microbatches(cfg: PipelineConfig, stages: int, rows: int) -> int:
     """Returns M, as configured or by default.
 
-    The default is the largest number up to 4S that divides a device's rows: from there on the bubble is below a fifth
-    ("negligible", Huang et al. 2019), and smaller microbatches make smaller, slower matrix products. A circular
-    pipeline takes multiples of S only.
+    The default is the largest number up to 4S that divides a device's rows. With 4S the bubble is already below a fifth
+    ("negligible", Huang et al. 2019), and more, smaller microbatches make smaller, slower matrix products. A circular
+    pipeline takes only multiples of S.
 
     Args:
       cfg: the pipeline.
@@ -139,11 +139,10 @@ def count_microbatches(cfg: PipelineConfig, stages: int, rows: int) -> int:
       rows: sequences of one pass through the pipeline on each device.
 
     Raises:
-      UserError: if there is no such number, or the configured one does not divide the rows.
+      UserError: if there is no such number, or the configured one doesn't divide the rows.
     """
     step = stages if cfg.schedule == "circular" else 1
     fits = [m for m in range(step, rows + 1, step) if rows % m == 0]
-    shown = ", ".join(map(str, fits[:12]))
     if cfg.microbatches is None:
         if not fits:
             raise UserError(
@@ -152,9 +151,10 @@ def count_microbatches(cfg: PipelineConfig, stages: int, rows: int) -> int:
             )
         return max(m for m in fits if m <= 4 * stages)
     if cfg.microbatches not in fits:
+        shown = ", ".join(map(str, fits[:12]))
         rule = f"be a multiple of mesh.stage={stages} and divide" if step > 1 else "divide"
-        mend = f"choose pipeline.microbatches among {shown}" if fits else "raise train.global_batch"
+        fix = f"choose pipeline.microbatches among {shown}" if fits else "raise train.global_batch"
         raise UserError(
-            f"pipeline.microbatches={cfg.microbatches} must {rule} the {rows} sequences a device: {mend}"
+            f"pipeline.microbatches={cfg.microbatches} must {rule} the {rows} sequences a device: {fix}"
         )
     return cfg.microbatches

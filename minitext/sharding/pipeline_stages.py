@@ -1,4 +1,4 @@
-"""Programs of which every stage of a pipeline runs its own, and what stages send each other.
+"""Runs a pipeline stage's program on its devices, and sends arrays between stages.
 
 Chapters: 13.
 """
@@ -18,26 +18,26 @@ AXIS = "stage"
 
 
 def on_each_stage(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns `shard_map` of f over `stage`, into and out of which arrays keep their places along other axes.
+    """Returns `shard_map` of f over `stage`; arrays keep their shardings along other axes.
 
-    Each device runs its own branch of a `cond`, so the program must be its own: `stage` is manual. Inside a stage the
-    other axes stay Explicit, and layers are sharded there as anywhere else. On its way into a partly manual `shard_map`
-    and out, JAX 0.10 gathers an array over Explicit axes; where it lies along Auto axes is left to the compiler. So the
-    other axes are Auto at this border, which autodiff cannot cross: `differentiable`.
+    Stages take different branches of a `cond`, so `stage` has to be a manual axis. Inside a stage the other axes stay
+    Explicit, and layers are sharded as usual. But JAX 0.10 gathers arrays over Explicit axes when they enter or leave a
+    partly manual `shard_map`; over Auto axes the compiler chooses. So the other axes are Auto at this boundary, which
+    autodiff can't cross (see `differentiable`).
 
     Args:
       f: a function of arrays, or trees of arrays.
-      in_specs: where they are split over `stage`.
-      out_specs: where its results are.
+      in_specs: how they are split over `stage`.
+      out_specs: how its results are split over `stage`.
     """
 
     def run(*args):
-        mesh, places = jax.sharding.get_abstract_mesh(), []
+        mesh, out_shardings = jax.sharding.get_abstract_mesh(), []
         rest = tuple(axis for axis in mesh.axis_names if axis != AXIS)
 
         def inside(*args):
             out = f(*args)
-            places.append(jax.tree.map(_spec, out))
+            out_shardings.append(jax.tree.map(_spec, out))
             return out
 
         outside = jax.tree.map(lambda x: _part(_spec(x), lambda axis: axis == AXIS), args)
@@ -47,14 +47,14 @@ def on_each_stage(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         auto = mesh.update_axis_types(dict.fromkeys(rest, AxisType.Auto))
         with jax.sharding.use_abstract_mesh(auto):
             out = mapped(*jax.sharding.reshard(args, outside))
-        return jax.sharding.reshard(out, jax.tree.map(_join, out, places[-1]))
+        return jax.sharding.reshard(out, jax.tree.map(_join, out, out_shardings[-1]))
 
     return run
 
 
 def differentiable(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns `on_each_stage` of f with a gradient: for all arguments but the last, which are integers."""
-    program = []  # of the backward pass, known once the forward pass is traced
+    """Returns `on_each_stage` of f with a gradient for every argument but the last, which holds integers."""
+    program = []  # the backward pass's tree structure, known once the forward pass is traced
 
     def forward(*args):
         def keep(*args):
@@ -87,27 +87,27 @@ def _part(spec: P, wanted: Callable[[Any], bool]) -> P:
 
 
 def _join(x: jax.Array, rest: P) -> P:
-    """The spec of x, whose type has `stage` alone, with what is known of the other axes."""
+    """Combines the spec in x's type, which knows only `stage`, with that of the other axes."""
     return P(*(a or b for a, b in itertools.zip_longest(_spec(x), rest)))
 
 
 def shift(x: jax.Array, step: int) -> jax.Array:
-    """Every stage's x goes `step` stages on, round the ring."""
+    """Sends every stage's x `step` stages forward around the ring."""
     S = jax.lax.axis_size(AXIS)
     return jax.lax.ppermute(x, AXIS, [(s, (s + step) % S) for s in range(S)])
 
 
 def broadcast(x: jax.Array, stage: int) -> jax.Array:
-    """One stage's x, on all of them."""
+    """Returns one stage's x on all stages."""
     mine = jnp.where(jax.lax.axis_index(AXIS) == stage, x, 0)
     return jax.lax.psum(mine.astype(_sum_type(x)), AXIS).astype(x.dtype)
 
 
 def varying(x: jax.Array) -> jax.Array:
-    """An x that is the same on all stages, typed as different; its gradient is the sum of theirs."""
+    """Types an x that is equal on all stages as varying, so its gradient is summed over them."""
     return jax.lax.pcast(x.astype(_sum_type(x)), AXIS, to="varying").astype(x.dtype)
 
 
 def _sum_type(x: jax.Array) -> Any:
-    # Of a bfloat16 sum over one manual axis XLA's CPU backend dies ("Invalid binary instruction opcode copy").
+    # A bfloat16 sum over one manual axis crashes XLA's CPU backend ("Invalid binary instruction opcode copy").
     return jnp.float32 if hardware.platform() == "cpu" else x.dtype

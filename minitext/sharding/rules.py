@@ -30,7 +30,7 @@ class ShardingRules:
     """Maps logical dimension names to tuples of mesh axes.
 
     Attributes:
-      table: name -> mesh axes; an empty tuple leaves the dimension whole.
+      table: name -> mesh axes; a dimension with an empty tuple isn't split.
       optimizer: entries that differ for the optimizer's state (ZeRO).
       scatter: whether gradients take the optimizer's sharding after each microbatch, not only after the last (ZeRO-2).
     """
@@ -61,15 +61,15 @@ class ShardingRules:
         """Returns the PartitionSpec of an array whose dimensions have these names.
 
         Args:
-          names: one logical name per dimension; None leaves a dimension whole.
-          mesh: its axes of size one are left out; by default that in use.
+          names: one logical name per dimension; None for a dimension that isn't split.
+          mesh: by default the current mesh; its axes of size one are left out.
           drop: mesh axes to leave out.
 
         Raises:
           ValueError: for a name the rules don't know, or a mesh axis that two dimensions claim.
         """
         mesh = mesh or jax.sharding.get_abstract_mesh()
-        # Inside a pipeline stage nothing is split over `stage`: that axis is manual there.
+        # Inside a pipeline stage, `stage` is a manual axis and can't appear in specs.
         drop = (
             drop | {axis for axis, size in mesh.shape.items() if size == 1} | set(mesh.manual_axes)
         )
@@ -95,7 +95,7 @@ class ShardingRules:
         return None if empty else self.spec(names, drop=drop)
 
     def shard(self, x: jax.Array, *names: str | None) -> jax.Array:
-        """Reshards an activation to where its dimension names belong; without a mesh, does nothing."""
+        """Reshards an activation as its dimension names say; without a mesh, does nothing."""
         return _reshard(x, names, self.spec(names))
 
     def gather(self, w: jax.Array, *names: str | None) -> jax.Array:
@@ -103,11 +103,11 @@ class ShardingRules:
         return _reshard(w, names, self.spec(names, drop=STORAGE_AXES))
 
     def splits(self, *names: str) -> bool:
-        """Whether the mesh in use has several devices along an axis of these dimensions."""
+        """Whether the current mesh splits any of these dimensions."""
         return any(self.ways(name) > 1 for name in names)
 
     def ways(self, name: str, mesh: Mesh | AbstractMesh | None = None) -> int:
-        """Returns over how many devices a mesh, by default that in use, splits a dimension."""
+        """Returns the number of devices that a mesh (by default the current one) splits a dimension over."""
         sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
         return math.prod(sizes.get(axis, 1) for axis in self.table[name])
 
@@ -124,7 +124,7 @@ _WHOLE = dict.fromkeys(
 _DP = _WHOLE | {"batch": BATCH_AXES}
 _FSDP = {"embed": ("fsdp",)}
 _TP = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
-# Embedding and output layer belong to no stage: each holds and computes its part of the vocabulary (Yeung et al. 2024).
+# Embedding and output layer don't belong to one stage: every stage has part of the vocabulary (Yeung et al. 2024).
 _PP = {"layers": ("stage",), "vocab": ("stage", "tensor")}
 _CP = dict.fromkeys(("seq", "residual"), ("context",))
 
@@ -134,22 +134,22 @@ RULES: Mapping[str, ShardingRules] = MappingProxyType(
         "dp": ShardingRules(_DP),
         # ... and the optimizer's state is split (Rajbhandari et al. 2020).
         "zero1": ShardingRules(_DP, optimizer=_FSDP),
-        # ... and so are the gradients, as soon as there are any.
+        # ... and so are the gradients, as soon as they are computed.
         "zero2": ShardingRules(_DP, optimizer=_FSDP, scatter=True),
-        # ... and so are the parameters: each layer gathers its own for as long as it needs them. ZeRO's third stage.
+        # ... and so are the parameters: each layer gathers its own while it needs them (ZeRO's third stage).
         "fsdp": ShardingRules(_DP | _FSDP),
         # Heads and feed-forward features are split (Shoeybi et al. 2019); each device holds its part of the weights.
         "tp": ShardingRules(_DP | _TP),
-        # ... and between the products, where nothing mixes tokens, the sequence is (Korthikanti et al. 2022).
+        # ... and so is the sequence between the products, where nothing mixes tokens (Korthikanti et al. 2022).
         "tp_seq": ShardingRules(_DP | _TP | {"residual": ("tensor",)}),
         "fsdp_tp": ShardingRules(_DP | _FSDP | _TP),
-        # The sequence is split everywhere, and attention fetches what it must see (Liu et al. 2023).
+        # The sequence is split everywhere, and attention fetches the keys and values it needs (Liu et al. 2023).
         "cp": ShardingRules(_DP | _FSDP | _CP),
-        # Layers are split in stages (Huang et al. 2019).
+        # Layers are split into stages (Huang et al. 2019).
         "pp": ShardingRules(_DP | _FSDP | _TP | _PP),
         # Experts are split.
         "ep": ShardingRules(_DP | _FSDP | {"expert": ("expert",)}),
-        # Every axis does what its name says; those of size one do nothing.
+        # Every axis does what its name says; axes of size one do nothing.
         "all": ShardingRules(_DP | _FSDP | _TP | _CP | _PP | {"expert": ("expert",)}),
     }
 )
@@ -169,8 +169,7 @@ def param_spec(
 ) -> PartitionSpec:
     """Returns the spec of an `nnx.Variable` from its `axes` metadata.
 
-    A stacked one has `layers` in front, one of a circular pipeline the groups of layers before that.
-
+    A stacked variable has a leading dimension `layers`; a circular pipeline puts groups of layers before that.
     Variables without `axes`, and optimizer state that no longer has its parameter's rank, are replicated.
     """
     ndim = variable.get_value().ndim
@@ -181,7 +180,7 @@ def param_spec(
 
 
 def reshard_tree(tree: Any, rules: ShardingRules) -> Any:
-    """Moves the `nnx.Variable`s of a pytree to where rules put them; without a mesh, does nothing."""
+    """Reshards the `nnx.Variable`s of a pytree as the rules say; without a mesh, does nothing."""
 
     def leaf(x):
         if not isinstance(x, nnx.Variable):
@@ -194,15 +193,9 @@ def reshard_tree(tree: Any, rules: ShardingRules) -> Any:
 
 
 def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Any:
-    """Returns the NamedSharding of every leaf of a pytree of `nnx.Variable`s and plain arrays.
+    """Returns a pytree, abstract or concrete, with a NamedSharding in place of every array.
 
-    Args:
-      tree: abstract or concrete; variables carry their dimension names as `axes`, plain arrays are replicated.
-      mesh: the mesh.
-      rules: the rules.
-
-    Returns:
-      A tree of the same structure with a NamedSharding in place of every array.
+    An `nnx.Variable` is sharded by its dimension names (`param_spec`); plain arrays are replicated.
     """
 
     def leaf(x):
@@ -214,10 +207,10 @@ def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules) -
 
 
 def flatten_tokens(x: jax.Array, rules: ShardingRules, *names: str | None) -> jax.Array:
-    """Reshapes [B, T, ...] to [B*T, ...] where no row is split over devices; elsewhere leaves it.
+    """Reshapes [B, T, ...] to [B*T, ...] unless rows are split over devices.
 
-    The dimensions behind T have these names; without names they are whole.
-    There the tokens of a device would be strides of B*T, which no sharding describes.
+    A device's tokens would then be strided in B*T, which no sharding can describe. `names` are those of the dimensions
+    after T; without names these aren't split.
     """
     if rules.splits("seq", "residual"):
         return x

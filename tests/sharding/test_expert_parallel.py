@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from minitext.book.equality import differences, run_steps
 from minitext.book.layouts import EXPERT_LAYOUTS
 from minitext.perf.comms import notes, predict
-from minitext.sharding.expert_parallel import Placement, ragged_slices
+from minitext.sharding.expert_parallel import Slots, ragged_slices
 from minitext.sharding.mesh import make_mesh
 from tests.conftest import audit_but
 from tests.perf.test_comms import SIZES, TILES, audited
@@ -47,7 +47,7 @@ def test_slots_hold_what_was_placed_and_gradients_go_the_same_way(k, spare, lost
     A, size = X * k, X * k - lost + spare
     slots = rng.permutation(A - lost + spare)[: A - lost]
     slots = np.concatenate([slots, np.full(A - len(slots), size)])
-    place = Placement.of(jnp.array(rng.permutation(A)), jnp.array(slots), size)
+    place = Slots.of(jnp.array(rng.permutation(A)), jnp.array(slots), size)
     matrix = np.zeros((size, A))  # of slots and assignments
     for a, slot in enumerate(np.asarray(place.slot_A)):
         if slot < size:
@@ -59,7 +59,7 @@ def test_slots_hold_what_was_placed_and_gradients_go_the_same_way(k, spare, lost
     sent, grad = dispatch_and_gradient(place, np.float32(x), np.float32(there), k)
     np.testing.assert_allclose(sent, there, rtol=1e-6)
     back = (matrix.T @ there).reshape(X, k, D) * weights[..., None]
-    combined = jax.jit(Placement.combine)(place, np.float32(there), np.float32(weights))
+    combined = jax.jit(Slots.combine)(place, np.float32(there), np.float32(weights))
     np.testing.assert_allclose(combined, back.sum(1), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
         grad, (matrix.T @ there).reshape(X, k, D).sum(1), rtol=1e-5, atol=1e-6

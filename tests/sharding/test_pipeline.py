@@ -315,7 +315,7 @@ def test_layers_are_stored_where_they_are_used(tiny):
             r"pipeline.schedule=circular .* multiple of 4 .* there are 2: raise train.global_batch",
         ),
         (["mesh.stage=2", "mesh.tensor=2", "model.vocab=258"], r"model.vocab=258 .* mesh.stage=2 x mesh.tensor=2"),
-        (["mesh.stage=2", "mesh.context=2"], "mesh.context=2 does not go with mesh.stage=2"),
+        (["mesh.stage=2", "mesh.context=2"], "mesh.context=2 cannot be combined with mesh.stage=2"),
         (["mesh.stage=2", "sharding.rules=fsdp_tp"], r"mesh.stage=2 would do the same work"),
     ],
 )  # fmt: skip
