@@ -2,8 +2,6 @@
 
 Into a file or a pipe a bar writes nothing. Rich alone would end it with an empty line there, next to the one line of an
 error.
-
-Chapters: none.
 """
 
 import time

@@ -327,11 +327,11 @@ def test_pinned_versions_name_no_index():
 
 
 def chapters_of(path: Path) -> set[int]:
-    found = re.search(
-        r"^Chapters: ([\d, ]+|none)\.$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M
-    )
-    assert found, f"{path.name} does not say which chapters build it (Chapters: 4, 6.)"
-    return set() if found[1] == "none" else {int(n) for n in found[1].split(",")}
+    """The chapters that a module's docstring names (Chapters: 4, 6.); a line that can't be read is an error."""
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert doc, f"{path.name} has no docstring"
+    line = re.search(r"^Chapters: (.*)\.$", doc, re.M)
+    return {int(number) for number in line[1].split(",")} if line else set()
 
 
 def modules_of(notebook: Path) -> set[str]:

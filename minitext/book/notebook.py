@@ -5,8 +5,6 @@ own code, so a chapter never contains a pasted copy of it. `glue` puts a measure
 
 This and `figures` are the only modules of the package that import IPython or matplotlib, and they do so inside
 functions: training on a server needs neither.
-
-Chapters: none.
 """
 
 import functools

@@ -1,8 +1,6 @@
 """States that survive: pytrees of arrays written whole or not at all, and read onto any mesh.
 
 Works on any pytree: it knows nothing of models or optimizers. May import distributed and config.
-
-Chapters: none.
 """
 
 from minitext import exports

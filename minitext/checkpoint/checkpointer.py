@@ -29,6 +29,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -53,7 +54,7 @@ class Restored(NamedTuple):
     step: int
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager):
     """Saves and restores a pytree with the position of its data, a directory for each step.
 
     All processes of a job make the same calls. Process 0 writes the facts and the manifest, renames, and deletes old
@@ -209,9 +210,6 @@ class Checkpointer:
             self._executor.shutdown()
             if "_orbax" in self.__dict__:
                 self._orbax.close()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

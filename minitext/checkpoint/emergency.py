@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 KEEP = 2  # processes finish a step's copy at different times, so the one before is still needed
 
 
-class LocalCopies:
+class LocalCopies(AbstractContextManager):
     """This process's copies of one run. All processes make the same calls. A context manager.
 
     Args:
@@ -103,9 +104,6 @@ class LocalCopies:
         if self._checkpointer.verify(step) is not None:
             return False
         return self._checkpointer.facts(step)["data_state"].get("parts") == digest
-
-    def __enter__(self) -> "LocalCopies":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._checkpointer.__exit__(*error)

@@ -1,7 +1,4 @@
-"""What this machine is and what minitext can do on it, for bug reports and the curious.
-
-Chapters: none.
-"""
+"""What this machine is and what minitext can do on it, for bug reports and the curious."""
 
 import importlib.metadata
 import platform

@@ -1,7 +1,4 @@
-"""The commands that say what a configuration needs and does, before it runs.
-
-Chapters: none.
-"""
+"""The commands that say what a configuration needs and does, before it runs."""
 
 import json
 from dataclasses import asdict

@@ -2,8 +2,6 @@
 
 The parsers read HLO, memory plans, schedules and the machine code of kernels. May import sharding, kernels, distributed
 and config.
-
-Chapters: none.
 """
 
 from minitext import exports

@@ -1,8 +1,6 @@
 """Many processes as one job: how they find each other, start JAX, notice a lost one, and are launched.
 
 May import config.
-
-Chapters: none.
 """
 
 from minitext import exports

@@ -1,8 +1,6 @@
 """Generating text with a model: one token after another, from a key-value cache.
 
 May import models, data, sharding, kernels, checkpoint, distributed and config.
-
-Chapters: none.
 """
 
 from minitext import exports

@@ -3,8 +3,6 @@
 Each operation has a folder with one file per implementation, and a function of the same name here. Importing this room
 loads no kernel: `dispatch` imports an implementation when it is first chosen. May import only errors and hardware; a
 kernel's own file imports JAX and this room.
-
-Chapters: none.
 """
 
 # Folders first. Importing one binds its name here, and the function of the same name must replace it; a folder that

@@ -1,7 +1,4 @@
-"""Kernels on a mesh: each device runs its own on the part of the arrays it has, as the compiler can't divide one.
-
-Chapters: none.
-"""
+"""Kernels on a mesh: each device runs its own on the part of the arrays it has, as the compiler can't divide one."""
 
 from collections.abc import Callable
 from typing import Any

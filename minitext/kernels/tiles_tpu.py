@@ -1,7 +1,4 @@
-"""Products and positions of tiles in Pallas kernels for TPUs.
-
-Chapters: none.
-"""
+"""Products and positions of tiles in Pallas kernels for TPUs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,6 @@
 """The networks: one decoder whose attention and feed-forward layers are chosen by the configuration.
 
 May import sharding, kernels, checkpoint, distributed and config.
-
-Chapters: none.
 """
 
 from minitext import exports

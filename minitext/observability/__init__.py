@@ -1,8 +1,6 @@
 """What a run reports about itself: metrics, where its time went, profiler traces, and a live view of all three.
 
 May import models, data, compiler, checkpoint, distributed and config.
-
-Chapters: none.
 """
 
 from minitext import exports

@@ -16,6 +16,7 @@ Chapters: 20.
 import math
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ SHORTEST = 1e-3
 FLUSH_SECONDS = 1.0
 
 
-class Ledger:
+class Ledger(AbstractContextManager):
     """Appends a run's events to its `events.jsonl`.
 
     An event costs a clock reading and a list entry. About once a second the lines go to the operating system, in one
@@ -116,9 +117,6 @@ class Ledger:
         at = "" if step is None else f', "step": {step}'
         line = f'{{"event": "{event}", "start": {start:.6f}, "seconds": {seconds:.6f}{at}}}'
         self._lines.append(line)
-
-    def __enter__(self) -> "Ledger":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from minitext import files
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager):
     """Appends one JSON object per step to `metrics.jsonl` and the same scalars to TensorBoard.
 
     Args:
@@ -62,9 +63,6 @@ class MetricsWriter:
         """Closes both files."""
         self._file.close()
         self._events.close()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()

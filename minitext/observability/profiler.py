@@ -12,6 +12,7 @@ Chapters: 20.
 
 import os
 import socket
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -75,7 +76,7 @@ def check(cfg: Config, directory: Path, platform: str) -> None:
             )
 
 
-class Window:
+class Window(AbstractContextManager):
     """The trace window: `profile.steps` steps of a run, starting with `profile.first_step`.
 
     An action of the training loop: after an edge of the window the loop has waited for the device, so the trace holds
@@ -128,9 +129,6 @@ class Window:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-
-    def __enter__(self) -> "Window":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

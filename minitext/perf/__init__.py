@@ -2,8 +2,6 @@
 
 Each prediction can be compared with the compiled program. `plan` searches for a mesh and `tune` for block shapes, and
 `figures` draws the results. May import every room but `cli` and `book`.
-
-Chapters: none.
 """
 
 from minitext import exports

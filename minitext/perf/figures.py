@@ -1,7 +1,4 @@
-"""The book's figure style, and the package's figures.
-
-Chapters: none.
-"""
+"""The book's figure style, and the package's figures."""
 
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 
 Those programs are context parallelism, expert parallelism, pipelines and collective matmuls. May import kernels,
 distributed and config.
-
-Chapters: none.
 """
 
 from minitext import exports

@@ -2,8 +2,6 @@
 
 `run.train` is the whole of `minitext train`, from configuration to checkpoint. Start reading there.
 May import inference, observability, models, data, compiler, sharding, kernels, checkpoint, distributed and config.
-
-Chapters: none.
 """
 
 from minitext import exports

@@ -6,11 +6,11 @@ Chapters: 6, 8.
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
 from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.checkpoint.emergency import LocalCopies, restore_newest
 from minitext.config.config import Config
 from minitext.data.batches import Batches
 from minitext.distributed import job
@@ -19,38 +19,28 @@ from minitext.training.nonfinite import Guard
 from minitext.training.run_dir import CONFIG
 from minitext.training.step import TrainState, abstract_state
 
-if TYPE_CHECKING:
-    from minitext.checkpoint.emergency import LocalCopies
-
 
 def local_copies(
     cfg: Config, directory: Path
-) -> "contextlib.AbstractContextManager[LocalCopies | None]":
+) -> contextlib.AbstractContextManager[LocalCopies | None]:
     """Returns the process's own copies if `checkpoint.local_dir` asks for them."""
-    if cfg.checkpoint.local_dir is None:
+    where, is_new = cfg.checkpoint.local_dir, not (directory / CONFIG).exists()
+    if where is None:
         return contextlib.nullcontext()
-    from minitext.checkpoint.emergency import LocalCopies
-
-    is_new = not (directory / CONFIG).exists()
-    return LocalCopies(cfg.checkpoint.local_dir, cfg.checkpoint.local_every, directory, is_new)
+    return LocalCopies(where, cfg.checkpoint.local_every, directory, is_new)
 
 
 def restore(
     cfg: Config,
     mesh: Mesh,
     checkpointer: Checkpointer,
-    copies: "LocalCopies | None",
+    copies: LocalCopies | None,
     batches: Batches,
 ) -> tuple[TrainState, int] | None:
     """Returns the run's newest state and its step, and moves `batches` to where it was; None for a new run."""
-    if copies is not None:
-        from minitext.checkpoint.emergency import restore_newest
-
-        restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
-    elif job.joined() or checkpointer.latest() is not None:
-        restored = checkpointer.restore(abstract_state(cfg, mesh))
-    else:
+    if copies is None and not job.joined() and checkpointer.latest() is None:
         return None
+    restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
     if restored is None:
         return None
     batches.set_state(restored.data_state)
@@ -73,7 +63,7 @@ class Save:
     batches: Batches
     guard: Guard
     ledger: Ledger
-    saver: "Checkpointer | LocalCopies"
+    saver: Checkpointer | LocalCopies
     event = "save"
     is_timed = True
 

@@ -1,7 +1,4 @@
-"""Graded exercises: the format authors write, the checks in a notebook, and `minitext grade`.
-
-Chapters: none.
-"""
+"""Graded exercises: the format authors write, the checks in a notebook, and `minitext grade`."""
 
 from minitext import exports
 

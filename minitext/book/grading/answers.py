@@ -1,7 +1,4 @@
-"""Finds a learner's answers in a folder of files or in the cells of a notebook.
-
-Chapters: none.
-"""
+"""Finds a learner's answers in a folder of files or in the cells of a notebook."""
 
 import ast
 import dataclasses

@@ -1,8 +1,6 @@
 """The command `minitext grade`.
 
 Nothing heavy is imported here until a grading starts: `minitext --help` loads this module.
-
-Chapters: none.
 """
 
 import contextlib

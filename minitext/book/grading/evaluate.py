@@ -1,7 +1,4 @@
-"""Runs an exercise's checks on one answer, and picks the hint that fits its mistake.
-
-Chapters: none.
-"""
+"""Runs an exercise's checks on one answer, and picks the hint that fits its mistake."""
 
 import dataclasses
 import re

@@ -2,8 +2,6 @@
 
 Both protect against accidents and common ways of cheating, and make that one exercise fail with a clear verdict. They
 aren't a sandbox for hostile native code: if you don't trust the learners, run the grader in a container.
-
-Chapters: none.
 """
 
 import importlib

@@ -3,8 +3,6 @@
 The worker that grades an answer may start only one kind of process: exactly this module's command. Such a process
 installs the same guard before it reads the answer. It talks to the others only on 127.0.0.1 and only from JAX's own
 code; Python's sockets stay blocked.
-
-Chapters: none.
 """
 
 import base64

@@ -1,7 +1,4 @@
-"""Starts a worker process, watches its time and memory, accepts only messages with its nonce, and kills it.
-
-Chapters: none.
-"""
+"""Starts a worker process, watches its time and memory, accepts only messages with its nonce, and kills it."""
 
 import contextlib
 import json

@@ -2,8 +2,6 @@
 
 A checks file (`exercises/checks/chNN_name.py`) creates `Exercise` objects and attaches checks and mutants to them with
 decorators. Nothing here imports JAX, so listing exercises stays cheap.
-
-Chapters: none.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Grading results as a table, as JSON, and as Gradescope's results file.
-
-Chapters: none.
-"""
+"""Grading results as a table, as JSON, and as Gradescope's results file."""
 
 import dataclasses
 import json

@@ -1,7 +1,4 @@
-"""Grades answers: one in a notebook (`check`), many in worker processes, and the maintainers' test of the exercises.
-
-Chapters: none.
-"""
+"""Grades answers: one in a notebook (`check`), many in worker processes, and the maintainers' test of the exercises."""
 
 import ast
 import contextlib

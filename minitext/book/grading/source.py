@@ -4,8 +4,6 @@ A solutions file has its imports, then one section per exercise, which starts wi
 learner's file has the same sections; a notebook has cells instead. In both cases an answer is a list of `Piece`s. An
 exercise runs its own pieces, and only the definitions it uses from the others, so an exercise that fails at import
 fails alone.
-
-Chapters: none.
 """
 
 import ast

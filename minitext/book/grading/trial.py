@@ -4,8 +4,6 @@ A learner's value is compared with the right one leaf by leaf, in float64. The c
 object to a plain NumPy array: it calls no other method of the object, and never trusts its `==`. One that fails raises
 `Failure` with a message for the learner. The exception also keeps the observed value, which is how a wrong answer is
 matched with the mutant that makes the same mistake.
-
-Chapters: none.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 `process` starts it as `python -m minitext.book.grading.worker FD`. It reads its job and a nonce from standard input
 before any of the learner's code runs, and writes JSON lines with the nonce to FD.
-
-Chapters: none.
 """
 
 import json
