@@ -3,14 +3,13 @@
 Chapters: 6.
 """
 
-import json
 import sys
 import time
 from typing import Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, RunDir, Settings, load, start
+from minitext.cli.arguments import Json, RunDir, Settings, answer, load, start
 from minitext.distributed.devices import simulate_for
 
 
@@ -75,11 +74,8 @@ def generate(
             print(text[len(shown) :], end="", flush=True)
             shown = text
     text = prompt + tokenizer.decode(tokens)
-    print(
-        json.dumps({"text": text, "tokens": len(tokens), "step": step})
-        if as_json
-        else text[len(shown) :]
-    )
+    found = {"text": text, "tokens": len(tokens), "step": step}
+    answer(found, as_json, lambda found: print(found["text"][len(shown) :]))
 
 
 def export(
@@ -108,12 +104,11 @@ def evaluate(
     start()
     from minitext.training import run_dir
 
-    result = run_dir.evaluate_run(directory, settings or [])
-    if as_json:
-        print(json.dumps(result))
-        return
-    floor = f", floor {result['floor']:.4f}" if result["floor"] else ""
-    print(
-        f"step {result['step']}: validation loss {result['loss']:.4f} nats/token{floor}, perplexity "
-        f"{result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits/byte, over {result['tokens']:,} tokens"
-    )
+    def show(r: dict) -> None:
+        floor = f", floor {r['floor']:.4f}" if r["floor"] else ""
+        print(
+            f"step {r['step']}: validation loss {r['loss']:.4f} nats/token{floor}, perplexity {r['perplexity']:.2f}, "
+            f"{r['bits_per_byte']:.3f} bits/byte, over {r['tokens']:,} tokens"
+        )
+
+    answer(run_dir.evaluate_run(directory, settings or []), as_json, show)

@@ -3,7 +3,6 @@
 Chapters: 6.
 """
 
-import json
 import sys
 from typing import Annotated, Any
 
@@ -17,10 +16,8 @@ def config_show(settings: Settings = None, as_json: Json = False) -> None:
     from minitext.config.config import to_yaml
 
     cfg = load(settings)
-    print(
-        json.dumps(cfg.model_dump(mode="json")) if as_json else to_yaml(cfg, provenance=True),
-        end="\n" * as_json,
-    )
+    shown = cfg.model_dump(mode="json") if as_json else to_yaml(cfg, provenance=True)
+    answer(shown, as_json, lambda text: print(text, end=""))
 
 
 def config_explain(

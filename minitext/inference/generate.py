@@ -117,11 +117,8 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
 
     def empty_cache(batch, length):
         cache = make_cache(cfg, batch, length)
-        if cfg.scan_layers:
-            return cache
-        return cache._make(
-            (*map(tuple, cache[:-1]), cache.length)
-        )  # layers apart, as those of the model
+        # Layers apart, as the model's are.
+        return cache if cfg.scan_layers else cache._make((*map(tuple, cache[:-1]), cache.length))
 
     @jax.jit
     def lay_out(params):

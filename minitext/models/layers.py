@@ -50,16 +50,7 @@ def make_param(
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """Divides by the root of the mean square over the last dimension (Zhang and Sennrich 2019).
-
-    Args:
-      x: [..., D], any float type.
-      scale_D: [D], float32.
-      eps: added to the mean square.
-
-    Returns:
-      [..., D] in x's type; the mean square is taken in float32.
-    """
+    """Returns x [..., D] divided by its root mean square, times scale_D: `kernels.rms_norm` has the details."""
     # XLA fuses this with the sums and products around it, which a separate kernel would prevent.
     return kernels.rms_norm(x, scale_D, eps, impl="xla")
 

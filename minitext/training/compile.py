@@ -42,29 +42,20 @@ FORMAT = 1
 MANIFEST, PROGRAM = "manifest.json", "program"
 SOURCES = Path(__file__).parents[1]
 
-# Settings that the program depends on. Meshes are compared by the sizes of their axes.
+# Settings that the program depends on: the learning rate's schedule, for one, ends at train.steps. Meshes are compared
+# by the sizes of their axes.
 SECTIONS = ("model.", "sharding.", "pipeline.", "optim.")
 KEYS = (
-    "data.seq_len",
-    "train.steps",  # the learning rate's schedule ends there
-    "train.global_batch",
-    "train.microbatches",
-    "train.z_loss",
-    "train.loss_chunks",
-    "train.loss_impl",
-)
+    "data.seq_len", "train.steps", "train.global_batch", "train.microbatches", "train.z_loss",
+    "train.loss_chunks", "train.loss_impl",
+)  # fmt: skip
 # Entries of the manifest that must be equal on the machine that runs the program, and how to name them. Only the first
 # difference is reported: another device has another libtpu anyway.
 SAME = {
-    "device_kind": "device",
-    "minitext": "minitext",
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "libtpu": "libtpu",
-    "sources": "minitext's own source files (SHA-256)",
-    "devices": "number of devices",
-    "mesh": "mesh",
-}
+    "device_kind": "device", "minitext": "minitext", "jax": "jax", "jaxlib": "jaxlib",
+    "libtpu": "libtpu", "sources": "minitext's own source files (SHA-256)",
+    "devices": "number of devices", "mesh": "mesh",
+}  # fmt: skip
 
 
 def compile_preset(cfg: Config, target: str, keep: Keep | None = None) -> Report:

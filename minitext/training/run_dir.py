@@ -36,27 +36,11 @@ CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
 
 # What may change when a run resumes: how long and how it trains, not the model or the data.
 RESUMABLE = (
-    "train.steps",
-    "data.epochs",
-    "train.save_every",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.sample_tokens",
-    "train.microbatches",
-    "train.on_nan",
-    "train.hang_seconds",
-    "train.executable",
-    "model.scan_layers",
-    "model.remat",
-    "model.attention.impl",
-    "model.attention.context",
-    "optim.",
-    "mesh.",
-    "sharding.",
-    "checkpoint.",
-    "profile.",
-    "run.",
-)
+    "train.steps", "data.epochs", "train.save_every", "train.eval_every", "train.eval_batches",
+    "train.sample_tokens", "train.microbatches", "train.on_nan", "train.hang_seconds",
+    "train.executable", "model.scan_layers", "model.remat", "model.attention.impl",
+    "model.attention.context", "optim.", "mesh.", "sharding.", "checkpoint.", "profile.", "run.",
+)  # fmt: skip
 
 
 def resume_command(directory: Path | str) -> str:

@@ -17,63 +17,22 @@ from minitext.book.grading.registry import Exercise
 
 _NETWORK = frozenset(
     f"socket.{name}"
-    for name in (
-        "connect",
-        "bind",
-        "getaddrinfo",
-        "gethostbyname",
-        "gethostbyaddr",
-        "getnameinfo",
-        "sendto",
-        "sendmsg",
-    )
-)
-_PROCESSES = frozenset(
-    (
-        "subprocess.Popen",
-        "pty.spawn",
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.startfile",
-        "os.fork",
-        "os.forkpty",
-        "os.kill",
-        "os.killpg",
-    )
-)
+    for name in ("connect", "bind", "getaddrinfo", "gethostbyname", "gethostbyaddr", "getnameinfo", "sendto", "sendmsg")
+)  # fmt: skip
+_PROCESSES = frozenset((
+    "subprocess.Popen", "pty.spawn", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.fork",
+    "os.forkpty", "os.kill", "os.killpg",
+))  # fmt: skip
 _FILES = frozenset(("open", "os.link", "os.symlink", "os.rename", "os.remove", "os.truncate"))
 _TRACING = frozenset(("sys.settrace", "sys.setprofile"))
-_PEEKING = frozenset(
-    (
-        "sys._getframe",
-        "sys._current_frames",
-        "gc.get_objects",
-        "gc.get_referrers",
-        "gc.get_referents",
-    )
-)
+_PEEKING = frozenset((
+    "sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents",
+))  # fmt: skip
 _FRAMES = frozenset(("tb_frame", "gi_frame", "cr_frame", "ag_frame"))
 _SEALED = (
-    "builtins",
-    "math",
-    "operator",
-    "re",
-    "json",
-    "json.encoder",
-    "os",
-    "numpy",
-    "numpy.testing",
-    "numpy.linalg",
-    "jax",
-    "jax.numpy",
-    "jax.lax",
-    "jax.nn",
-    "jax.tree",
-    "jax.tree_util",
-    "jax.random",
-)
+    "builtins", "math", "operator", "re", "json", "json.encoder", "os", "numpy", "numpy.testing", "numpy.linalg", "jax",
+    "jax.numpy", "jax.lax", "jax.nn", "jax.tree", "jax.tree_util", "jax.random",
+)  # fmt: skip
 
 
 def arm(
