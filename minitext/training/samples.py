@@ -60,17 +60,11 @@ class Samples:
         # Scanned, whatever training does: for so few tokens, compiling takes most of the time.
         model = cfg.model.model_copy(update={"scan_layers": True})
         with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
-            tokens = list(
-                generate(
-                    model,
-                    params,
-                    prompt,
-                    max_tokens=cfg.train.sample_tokens,
-                    stop_id=tokenizer.eod_id,
-                    sampling=Sampling(temperature=0.8, top_k=40),
-                    seed=cfg.train.seed,
-                )
-            )
+            following = generate(
+                model, params, prompt, max_tokens=cfg.train.sample_tokens, stop_id=tokenizer.eod_id,
+                sampling=Sampling(temperature=0.8, top_k=40), seed=cfg.train.seed,
+            )  # fmt: skip
+            tokens = list(following)
         before, after = tokenizer.decode(prompt), tokenizer.decode(tokens)
         self.console.rule(f"sample at step {step}", style="dim")
         self.console.print(Text.assemble((before, "dim"), (after, "bold")))
