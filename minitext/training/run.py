@@ -103,6 +103,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
             saves = [Save(cfg, batches, guard, ledger, checkpointer)]
             saves += [SaveCopy(cfg, batches, guard, ledger, copies)] if copies else []
             samples = Samples(cfg, directory, held_out, tokenizer, console)
+            meter = _meter(cfg, mesh)
             log = stack.enter_context(_log(cfg, directory, start, batches.floor, console))
             stopper = stack.enter_context(Stopper(say, job.board("stop")))
             watchdog = stack.enter_context(_watchdog(cfg, directory))
@@ -117,7 +118,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
                 validate=_validation(cfg, held_out, say),
                 writers=(log, watchdog.step_ended, guard.check),
                 actions=(*saves, samples, *_trace(cfg, directory, start, stack)),
-                meter=_meter(cfg, mesh),
+                meter=meter,
                 stopper=stopper,
                 checkpointer=checkpointer,
                 ledger=ledger,
