@@ -51,7 +51,7 @@ def take_target(settings: list[str] | None) -> tuple[str | None, list[str]]:
         raise UserError("name one target, such as target=v5e:2x4 or target=v5e:16x16 slices=2")
     if slices and not targets:
         raise UserError(
-            f"slices={slices[0]} belong to a target: name one, such as target=v5e:16x16"
+            f"slices={slices[0]} belongs to a target: name one, such as target=v5e:16x16"
         )
     if slices and "slices=" in targets[0]:
         raise UserError(f"slices={slices[0]} is given twice: target={targets[0]} has slices too")

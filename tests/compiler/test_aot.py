@@ -197,9 +197,9 @@ def test_command_says_what_is_too_large(monkeypatch, capsys):
         (["laptop"], "name one target"),
         (["laptop", "target=v5e:2"], "takes 2 sizes"),
         (["nonsense", "target=v5e:2x2"], "unknown preset"),
-        (["laptop", "slices=2"], "slices=2 are of a target"),
+        (["laptop", "slices=2"], "slices=2 belongs to a target"),
         (["laptop", "target=v5e:2x2", "slices=0"], "slices=0 is not a number of slices"),
-        (["laptop", "target=v5e:2x2 slices=2", "slices=2"], "said twice"),
+        (["laptop", "target=v5e:2x2 slices=2", "slices=2"], "given twice"),
         (["laptop", "target=h100:2x8", "slices=2"], "GPUs have no slices"),
         pytest.param(
             ["laptop", "target=h100:2x8"],

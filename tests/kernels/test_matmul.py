@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,9 @@ def test_the_table_of_block_shapes_is_written_as_it_is_read(tmp_path, monkeypatc
     monkeypatch.setattr(block_shapes, "BLOCKS", dict(block_shapes.BLOCKS))
     monkeypatch.setattr(block_shapes, "FILE", tmp_path / "block_shapes.json")
     block_shapes.write("matmul", "v6e", {"m": 8, "k": 128, "n": 256})
-    assert block_shapes._read() == block_shapes.BLOCKS
+    table = json.loads((tmp_path / "block_shapes.json").read_text())
+    read = {(op, chip): row for op, chips in table.items() for chip, row in chips.items()}
+    assert read == block_shapes.BLOCKS
     assert block_shapes.BLOCKS["matmul", "v6e"] == {"m": 8, "k": 128, "n": 256}
     with jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
         assert block_shapes.find("matmul")["n"] == 256
