@@ -487,7 +487,7 @@ ring = Exercise(
     minutes=35,
     points=20,
     devices=8,
-    forbid=("minitext.sharding", "minitext.kernels", "minitext.models.attention"),
+    forbid=("minitext.sharding.context_parallel", "minitext.kernels", "minitext.models.attention"),
     statement="""
 Write `ring_attention(q_BTNH, k_BTNH, v_BTNH)`: causal attention, with logits divided by $\\sqrt{H}$, on a mesh
 with the Explicit axis `context`. Tokens are split over it **in order**: with t tokens on each device, device
@@ -766,7 +766,10 @@ zigzag = Exercise(
     function="zigzag_order",
     minutes=15,
     points=10,
-    forbid=("minitext.sharding",),
+    forbid=(
+        "minitext.sharding.context_parallel",
+        "minitext.sharding.collective_matmul",
+    ),
     statement="""
 Write `zigzag_order(T, devices)`, in NumPy. It cuts a row of T tokens in `2 * devices` pieces of equal length
 and returns `(pieces, order, back)`:

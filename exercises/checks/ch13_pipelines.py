@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from minitext.book.grading import Exercise
 from minitext.compiler import hlo
 
+FORBIDDEN = tuple(f"minitext.sharding.pipeline{part}" for part in ("", "_schedule", "_stages"))
+
 # -------------------------------------------------------------------------------------- gpipe
 
 gpipe = Exercise(
@@ -20,7 +22,7 @@ gpipe = Exercise(
     minutes=35,
     points=15,
     devices=8,
-    forbid=("minitext.sharding",),
+    forbid=FORBIDDEN,
     statement="""
 Write `gpipe(layer, w_LDD, x_MBD)`: M microbatches through L layers cut in S stages, on a mesh whose only axis
 is `stage`. The naive version above repeats its code in every tick, and its waiting stages compute rubbish. Yours does
@@ -329,7 +331,7 @@ circular = Exercise(
     function="circular_work",
     minutes=20,
     points=10,
-    forbid=("minitext.sharding",),
+    forbid=FORBIDDEN,
     statement="""
 Write `circular_work(tick, stage, S, M, R)`: which microbatch a stage of a circular pipeline works on in a tick of
 the forward pass, and with which of its R groups of layers. If it has nothing to do, return `None`.
@@ -501,7 +503,7 @@ bubble = Exercise(
     function="plan",
     minutes=20,
     points=10,
-    forbid=("minitext.sharding",),
+    forbid=FORBIDDEN,
     statement="""
 Write `plan(schedule, S, R, wanted, forward, backward, send)`. It returns `(M, seconds, idle)`.
 
@@ -726,7 +728,7 @@ balanced = Exercise(
     function="balance",
     minutes=25,
     points=10,
-    forbid=("minitext.sharding",),
+    forbid=FORBIDDEN,
     statement="""
 Write `balance(costs, S)`. `costs` are positive integers: the embedding, the layers in order, the head. Cut them into S
 stages of neighbours, none empty, so that the **slowest stage** is as fast as it can be. A tick lasts as long as it.
