@@ -211,7 +211,7 @@ def resolved(cfg: config.Config, key: str) -> Any:
 def modules() -> dict[str, list[str]]:
     """The package's modules by room, but not those of the command line, which `minitext --help` documents.
 
-    Of a folder in a room the folder, and the one module that a public function's argument comes from.
+    For a folder in a room, the folder, and the modules that a public function's arguments come from.
     """
     rooms: dict[str, list[str]] = {}
     for room in pkgutil.iter_modules(minitext.__path__):
@@ -222,7 +222,7 @@ def modules() -> dict[str, list[str]]:
             folder = importlib.import_module(f"minitext.{room.name}").__path__
             found = [f"{room.name}.{module.name}" for module in pkgutil.iter_modules(folder)]
             rooms[room.name] += [name for name in found if not name.endswith(".presets")]
-    rooms["kernels"].append("kernels.attention.mask")
+    rooms["kernels"] += ["kernels.attention.mask", "kernels.linear.xla"]
     return rooms
 
 

@@ -88,14 +88,11 @@ def pack(windows: np.ndarray, eod_id: int) -> dict[str, np.ndarray]:
         eod_id: the id that ends each document.
 
     Returns:
-        Arrays [..., T], int32 except the mask:
-            tokens: the inputs; 0 at padding.
-            targets: the token that follows each input in the stream; 0 at padding.
-            positions: 0, 1, ... from the start of each document's piece in the row.
-            segment_ids: 1, 2, ... for each document's piece in the row; 0 is padding. The end of
-                document belongs to the document it ends.
-            loss_mask: float32, 1 where the target belongs to the input's document; 0 at ends of
-                document and at padding.
+        Arrays [..., T], int32 except the mask. `tokens`: the inputs; 0 at padding. `targets`: the token
+        that follows each input in the stream; 0 at padding. `positions`: 0, 1, ... from the start of
+        each document's piece in the row. `segment_ids`: 1, 2, ... for each document's piece in the
+        row; 0 is padding; the end of a document belongs to it. `loss_mask`: float32, 1 where the
+        target belongs to the input's document; 0 at ends of document and at padding.
     """
     tokens, targets = windows[..., :-1], windows[..., 1:]
     real = targets != PAD
