@@ -184,7 +184,9 @@ def look_at(opened: Tab, address: str) -> Look:
         faint[scheme] = page.evaluate(FAINT)
     figures, links = page.locator(".bd-article img"), page.locator("a[href]")
     alts = figures.evaluate_all("all => all.map(e => e.alt)")
-    links = set(links.evaluate_all("all => all.map(e => e.href)"))
+    # Of a link in an inline SVG `href` is an object.
+    absolute = "all => all.map(e => new URL(e.getAttribute('href'), document.baseURI).href)"
+    links = set(links.evaluate_all(absolute))
     outputs = page.locator(".cell_output").count()
     page.set_viewport_size({"width": 390, "height": 900})
     wide = page.evaluate("document.documentElement.scrollWidth"), page.evaluate(CLIPPED)
