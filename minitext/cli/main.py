@@ -119,6 +119,6 @@ def _in_one_line(error: Any) -> str:
 
     said = error.format_message().rstrip(".")
     if isinstance(error.__cause__, ValidationError):
-        fault = error.__cause__.errors()[0]
-        said = f"{error.param.opts[0]} {fault['input']}: {fault['msg'].lower()}"
+        problem = error.__cause__.errors()[0]
+        said = f"{error.param.opts[0]} {problem['input']}: {problem['msg'].lower()}"
     return f"{said}: see {error.ctx.command_path if error.ctx else 'minitext'} --help"

@@ -22,7 +22,7 @@ def compile_(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile a preset's train step for chips that need not be there: target=v5e:2x2, target=v5e:16x16 slices=2.
+    """Compile a preset's train step for chips you don't have: target=v5e:2x2, target=v5e:16x16 slices=2.
 
     Prints whether it fits, bytes of arguments and temporaries per chip, collectives within slices and across, and
     compile time. Exits with 3, naming the largest tensors, if it does not fit. With --save and without a target the
@@ -51,8 +51,8 @@ def plan(
 ) -> None:
     """Search for the mesh, batch and recomputation with which a preset trains fastest: target=v5p:4x4x4.
 
-    Keys that you set are kept. The best by prediction are compiled and ranked by what the compiler says; each row tells
-    what limits it. Exits with 3 if nothing fits.
+    Keys that you set are kept. The best by prediction are compiled and ranked by what the compiler reports; each row
+    says what limits it. Exits with 3 if nothing fits.
     """
     target, settings = take_target(settings)
     if target is None:
@@ -107,7 +107,7 @@ def roofline(
 ) -> None:
     """Predict the time of a preset's train step from its FLOPs and bytes, here or on a chip: chip=v5p.
 
-    On a chip the step is shared evenly by the devices of mesh.*, and what they tell each other takes no time. This
+    On a chip the step is shared evenly by the devices of mesh.*, and communication takes no time. This
     machine's peak and bandwidth are measured once a day.
     """
     chips, settings = split_off(settings, "chip")
@@ -141,7 +141,7 @@ def shard(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Print where every parameter of a preset lies on a mesh of any size: its dimensions, their axes, its bytes.
+    """Print how every parameter of a preset is sharded on a mesh of any size: its dimensions, their axes, its bytes.
 
     No device is needed: minitext shard llama3-8b mesh.fsdp=16 mesh.tensor=4
     """
@@ -191,7 +191,7 @@ def llo(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Compile kernels for TPUs that need not be there, and read their machine code: matmul chip=v5e.
+    """Compile kernels for TPUs you don't have, and read their machine code: matmul chip=v5e.
 
     Prints bundles, the share of them in which each unit is busy, spilled registers and vector memory; of one kernel on
     one chip also a strip. Several kernels or chips make one table: llo matmul jax_megablox_gmm chip=v5e,v6e m=256.
@@ -276,7 +276,7 @@ def _lengths(words: list[str]) -> dict[str, int]:
 
 
 def predict(settings: Settings = None, as_json: Json = False) -> None:
-    """Predict how long a preset's train step takes on TPUs that need not be there: target=v5e:2x4.
+    """Predict how long a preset's train step takes on TPUs you don't have: target=v5e:2x4.
 
     Compiles the step and walks through the compiler's schedule: an interval from everything overlapped to nothing, a
     best estimate, and what the core does or waits for. Exits with 3 if the step does not fit.

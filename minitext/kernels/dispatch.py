@@ -134,7 +134,7 @@ def attention(
       UserError: if the mask doesn't fit T tokens, or the named implementation doesn't exist or can't take these
         arguments.
     """
-    if reason := mask.fault(q_BTNH.shape[1]):
+    if reason := mask.problem(q_BTNH.shape[1]):
         raise UserError(f"attention's mask: {reason}")
     if softcap is not None and not softcap > 0:
         raise UserError(f"attention's softcap={softcap}: choose a positive number, or None")

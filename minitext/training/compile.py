@@ -146,7 +146,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
     Raises:
       UserError: if the file can't be read, isn't a saved step, or is damaged.
     """
-    mend = "write it again with minitext compile ... --save FILE"
+    fix = "write it again with minitext compile ... --save FILE"
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read(MANIFEST))
@@ -154,12 +154,12 @@ def read(path: str | Path) -> tuple[dict[str, Any], bytes]:
         whole = manifest["sha256"] == _sha(program)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"train.executable={path} cannot be read ({reason}): {mend}") from None
+        raise UserError(f"train.executable={path} cannot be read ({reason}): {fix}") from None
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, NotImplementedError):
-        raise UserError(f"train.executable={path} is no compiled step: {mend}") from None
+        raise UserError(f"train.executable={path} is not a compiled step: {fix}") from None
     if manifest.get("format") != FORMAT or not whole:
         fault = "is damaged" if not whole else f"has format {manifest.get('format')}, not {FORMAT}"
-        raise UserError(f"train.executable={path} {fault}: {mend}")
+        raise UserError(f"train.executable={path} {fault}: {fix}")
     return manifest, program
 
 

@@ -140,7 +140,7 @@ def test_another_manifest_is_refused(saved, tmp_path, entry, value, words):
 def test_a_damaged_file_is_refused(saved, tmp_path, cut):
     broken = tmp_path / "broken.zip"
     broken.write_bytes(saved[2].read_bytes()[:cut])
-    with pytest.raises(UserError, match="is no compiled step") as caught:
+    with pytest.raises(UserError, match="is not a compiled step") as caught:
         executable.read(broken)
     assert "\n" not in str(caught.value)
 

@@ -32,7 +32,7 @@ class Mask:
     blocks: tuple[tuple[bool, ...], ...] | None = None
     block: int = 128
 
-    def fault(self, T: int) -> str | None:
+    def problem(self, T: int) -> str | None:
         """Returns why this can't be a mask for T tokens, or None."""
         if self.window is not None and self.window < 1:
             return f"window={self.window}: a token sees at least itself; choose 1 or more"

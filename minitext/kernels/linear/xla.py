@@ -1,4 +1,4 @@
-"""A projection as an einsum, and its gradients as two more, each told how its result is sharded.
+"""A projection as an einsum and its gradients as two more, each with the sharding of its result.
 
 Autodiff would keep gathered tokens and weights for the backward pass. These gradients keep what is stored and gather it
 again.
