@@ -253,7 +253,7 @@ def declared(*extras: str) -> set[str]:
     return names - {"minitext"}
 
 
-MODULE_OF = {"orbax-checkpoint": "orbax", "pyyaml": "yaml", "jax": "jax"}
+MODULE_OF = {"protobuf": "google", "orbax-checkpoint": "orbax", "pyyaml": "yaml", "jax": "jax"}
 
 
 def test_every_dependency_is_imported():
@@ -309,7 +309,6 @@ def test_imports_are_declared():
         "pygments",
         "nbformat",
         "jax_plugins",
-        "google",
         "cloudpickle",
     }
     for path in SOURCES:
