@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minitext.config.config import Config, ConfigError, keys, load_config, presets, to_yaml
+from minitext.config.config import Config, ConfigError, layout, load_config, presets, to_yaml
 from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
 from minitext.errors import UserError
 
@@ -48,8 +48,8 @@ def test_configuration_is_frozen():
 
 
 def test_every_key_is_described_and_there_are_not_too_many():
-    assert len(keys()) <= 120
-    for key, field in keys().items():
+    assert len(layout().keys) <= 120
+    for key, field in layout().keys.items():
         assert field.description, key
 
 
@@ -94,7 +94,7 @@ _values = st.one_of(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(list(keys())), _values, max_size=4))
+@given(st.dictionaries(st.sampled_from(list(layout().keys)), _values, max_size=4))
 def test_any_value_for_a_real_key_resolves_or_says_why(values):
     overrides = [
         f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items()
@@ -139,7 +139,7 @@ def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
     assert cfg.model.attention == GQAConfig(impl="xla")
     assert cfg.provenance("model.attention.kv_rank") == "default"
     assert cfg.replace({"model.attention.kind": "mla"}).model.attention.impl == "xla"
-    field = keys()["model.attention.kind"]
+    field = layout().keys["model.attention.kind"]
     assert get_args(field.annotation) == ("gqa", "mla") and field.default == "gqa"
     assert ModelConfig(attention={"impl": "xla"}).attention == GQAConfig(impl="xla")
 
