@@ -8,12 +8,18 @@ Chapters: 6.
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from minitext.files import local_path
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+# Keys that name a file or a folder.
+LocalPath = Annotated[str, AfterValidator(local_path)]
+OptionalPath = Annotated[str | None, AfterValidator(local_path)]
 
 
 def setting(default: T, description: str, **limits: Any) -> T:
