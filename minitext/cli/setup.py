@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from minitext import files
 from minitext.cli.arguments import Json, Settings, answer, load, start
 
 
@@ -55,7 +56,12 @@ def config_presets() -> None:
 
 
 def data_pack(
-    target: Annotated[str, typer.Argument(metavar="FOLDER", help="where to write; must not exist")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER", help="where to write; must not exist", callback=files.local_path
+        ),
+    ],
     settings: Settings = None,
     shards: Annotated[int, typer.Option(min=1, help="files of training rows")] = 4,
 ) -> None:

@@ -26,6 +26,7 @@ from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
 from minitext.config.section import Section, choices, setting
 from minitext.errors import UserError, did_you_mean
+from minitext.files import local_path
 
 
 class Config(Section):
@@ -254,6 +255,8 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
     rule = error["msg"][:1].lower() + error["msg"][1:]
     if error["type"] == "extra_forbidden":  # yet a known key: another variant's
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
+    if error["type"] == "value_error":  # of `local_path`, which begins with the value
+        return f"{where}={error['ctx']['error']}"
     return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
 
 
@@ -280,7 +283,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _read(file: str) -> Any:
-    path = Path(file).expanduser()
+    path = Path(local_path(file)).expanduser()
     try:
         return _parse(path.read_text(encoding="utf-8"), f"file {file}")
     except (OSError, UnicodeDecodeError, ValueError) as error:

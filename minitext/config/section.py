@@ -9,13 +9,19 @@ Chapters: 6.
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
+
+from minitext.files import local_path
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+# Keys that name a file or a folder.
+LocalPath = Annotated[str, AfterValidator(local_path)]
+OptionalPath = Annotated[str | None, AfterValidator(local_path)]
 
 
 def setting(default: T, description: str, **limits: Any) -> T:

@@ -53,6 +53,36 @@ def test_every_key_is_described_and_there_are_not_too_many():
         assert field.description, key
 
 
+NAMES = {
+    "run.name", "data.text_key", "data.tfds_name", "data.tfds_split", "data.hf_name", "data.hf_subset", "data.hf_split",
+}  # fmt: skip
+
+
+def test_every_key_that_names_a_path_refuses_addresses():
+    paths = [
+        k for k, field in keys().items() if field.annotation in (str, str | None) and k not in NAMES
+    ]
+    assert {"run.dir", "data.path", "checkpoint.local_dir"} < set(paths)
+    for key in paths:
+        assert load_config("laptop", [f"{key}=a:b/c.x"])
+        for address in (
+            "gs://b/a c",
+            "S3://b/x",
+            "gs:/b",
+            "file:/x",
+            "https://h/x",
+            "hdfs://h:90/x",
+        ):
+            (line,) = problems(f"{key}={address}")
+            assert line.startswith(f"{key}={address} is ")
+    (line,) = problems(
+        "data.source=mixture", "data.mixture=[{weight: 1, source: files, path: 'gs://b/x'}]"
+    )
+    assert line.startswith("data.mixture.0.path=gs://b/x is in a bucket")
+    (line,) = problems("run.dir=gs://b/runs")
+    assert line.endswith("mount it, for instance with `gcsfuse b /mnt/b`, and name /mnt/b/runs")
+
+
 def test_unknown_names_get_a_suggestion():
     assert "did you mean laptop" in problems(preset="laptp")[0]
     assert "did you mean model.heads" in problems("model.headz=3")[0]
