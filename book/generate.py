@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import minitext
 from minitext import hardware as hw
-from minitext.config import config
+from minitext.config import config, maxtext
 
 BOOK = Path(__file__).resolve().parent
 OUT = BOOK / "_generated"
@@ -173,6 +173,42 @@ def preset_file(name: str) -> Path:
     return Path(config.__file__).parent / "presets" / f"{name}.yml"
 
 
+# In the answers to MaxText's keys: our keys with their values, commands, options, files and environment variables.
+LITERAL = re.compile(
+    r"\b(?:" + "|".join(config.Config.model_fields) + r")\.[\w.]*\w(?:=(?:\w+|\[\w+\]))?"
+    r"|\bminitext\.[\w.]*\w|(?:target|slices)=[\w:]+|RUN/[\w.]*\w|--[\w-]+|\b[A-Z]+_[A-Z_]+\b"
+)
+
+
+def maxtext_keys() -> str:
+    """MaxText's keys and minitext's answers, a section for each group of `minitext/config/maxtext.yml`."""
+
+    def code(text: str) -> str:
+        return LITERAL.sub(lambda found: f"`{found[0]}`", text)
+
+    def names(row: dict[str, Any]) -> str:
+        keys = ", ".join(f"`{key}`" for key in row["maxtext"])
+        return f"{keys} (removed in {row['until']})" if "until" in row else keys
+
+    parts = []
+    for group in maxtext.groups():
+        found = [
+            [names(row), code(row["here"]), code(row.get("note", ""))]
+            for row in group["rows"]
+            if "here" in row
+        ]
+        lacking = [
+            f"- {names(row)}: {code(row['none'])}"
+            + (f" ({code(row['note'])})" if "note" in row else "")
+            for row in group["rows"]
+            if "none" in row
+        ]
+        parts.append(f"### {group['title']}")
+        parts += [table(["There", "Here", "Note"], found)] if found else []
+        parts += ["No key here:\n\n" + "\n".join(lacking)] if lacking else []
+    return "\n\n".join(parts) + "\n"
+
+
 def letters() -> str:
     """The letter table, with the key that sets each dimension and its value in two presets."""
     laptop, llama = (config.load_config(name) for name in ("laptop", "llama3-8b"))
@@ -276,6 +312,7 @@ def main() -> None:
         "hardware.md": hardware(),
         "configuration.md": configuration(),
         "letters_table.md": letters(),
+        "maxtext_keys.md": maxtext_keys(),
         "first_result.md": first_result(),
         **reference(),
         **house.parts(),

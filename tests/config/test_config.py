@@ -56,7 +56,7 @@ def test_every_key_is_described_and_there_are_not_too_many():
 def test_unknown_names_get_a_suggestion():
     assert "did you mean laptop" in problems(preset="laptp")[0]
     assert "did you mean model.heads" in problems("model.headz=3")[0]
-    assert "did you mean optim.learning_rate" in problems("learning_rate=3")[0]
+    assert "did you mean optim.learning_rate" in problems("learning_rte=3")[0]
 
 
 def test_all_problems_are_reported_together():
