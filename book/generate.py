@@ -5,13 +5,16 @@ Run before the book is built, as `make book` does:
     python book/generate.py
 """
 
+import ast
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -209,6 +212,35 @@ def maxtext_keys() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def size() -> str:
+    """How much there is to read: lines of the package's code, without blank lines, comments and docstrings."""
+    files = sorted(Path(minitext.__path__[0]).rglob("*.py"))
+    count = 0
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        words = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        documented = [node for node in ast.walk(ast.parse(source)) if isinstance(node, words)]
+        lines = {
+            line
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type not in LAYOUT
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+        for node in documented:
+            if ast.get_docstring(node, clean=False) is not None:
+                lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        count += len(lines)
+    return (
+        f"The package has {count:,} lines of code in {len(files)} files, without comments and docstrings. "
+        "[The house](house.md) shows which of them a training run passes through.\n"
+    )
+
+
+LAYOUT = {
+    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER
+}  # fmt: skip
+
+
 def letters() -> str:
     """The letter table, with the key that sets each dimension and its value in two presets."""
     laptop, llama = (config.load_config(name) for name in ("laptop", "llama3-8b"))
@@ -313,6 +345,7 @@ def main() -> None:
         "configuration.md": configuration(),
         "letters_table.md": letters(),
         "maxtext_keys.md": maxtext_keys(),
+        "size.md": size(),
         "first_result.md": first_result(),
         **reference(),
         **house.parts(),
