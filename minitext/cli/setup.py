@@ -28,8 +28,7 @@ def config_explain(
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
-    from minitext.config.config import ConfigError, layout
-    from minitext.errors import did_you_mean
+    from minitext.config.config import ConfigError, layout, unknown_key
 
     cfg = load(settings)
     found = {
@@ -38,7 +37,7 @@ def config_explain(
         if name == key or name.startswith(key.rstrip(".") + ".")
     }
     if not found:
-        raise ConfigError([f"unknown key {key!r}{did_you_mean(key, layout().keys)}"])
+        raise ConfigError([unknown_key(key, "command line")])
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):

@@ -126,6 +126,20 @@ def layout(section: type[Section] = Config, prefix: str = "") -> Layout:
     return Layout(found, variants)
 
 
+def unknown_key(key: str, where: str) -> str:
+    """Returns one line on a key that does not exist: what minitext says for MaxText's, or else the most similar key.
+
+    Args:
+      key: the key.
+      where: where it was found, such as `command line`.
+    """
+    from minitext.config import maxtext  # no run whose keys are known needs it
+
+    if ours := maxtext.answer(key):
+        return f"{key} ({where}) {ours}"
+    return f"{_short(key)} ({where}): unknown key{did_you_mean(key, layout().keys)}"
+
+
 def presets() -> list[str]:
     """Returns the names of the package's presets."""
     names = (path.name for path in PRESETS.iterdir())
@@ -194,7 +208,7 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     for number, (layer, values) in enumerate(layers):
         for key, value in values.items():
             if key not in known:
-                problems.append(f"{_short(key)} ({layer}): unknown key{did_you_mean(key, known)}")
+                problems.append(unknown_key(key, layer))
                 continue
             node = tree
             *path, leaf = key.split(".")

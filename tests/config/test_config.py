@@ -60,7 +60,9 @@ NAMES = {
 
 def test_every_key_that_names_a_path_refuses_addresses():
     paths = [
-        k for k, field in keys().items() if field.annotation in (str, str | None) and k not in NAMES
+        k
+        for k, field in layout().keys.items()
+        if field.annotation in (str, str | None) and k not in NAMES
     ]
     assert {"run.dir", "data.path", "checkpoint.local_dir"} < set(paths)
     for key in paths:
@@ -86,7 +88,7 @@ def test_every_key_that_names_a_path_refuses_addresses():
 def test_unknown_names_get_a_suggestion():
     assert "did you mean laptop" in problems(preset="laptp")[0]
     assert "did you mean model.heads" in problems("model.headz=3")[0]
-    assert "did you mean optim.learning_rate" in problems("learning_rate=3")[0]
+    assert "did you mean optim.learning_rate" in problems("learning_rte=3")[0]
 
 
 def test_all_problems_are_reported_together():
