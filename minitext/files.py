@@ -91,7 +91,12 @@ def write(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Gives an empty folder to write in, a `draft` of `path`; makes the folders above."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # of a file in a folder's place the system would say this
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename
+        ) from None
     with draft(path) as new:
         new.mkdir()
         yield new
@@ -223,10 +228,14 @@ def _manifest(files: dict[str, Any]) -> str:
     return json.dumps({"files": files, "sha256": digest}, indent=1) + "\n"
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException, fix: str = "choose a run.dir that can be written") -> str | None:
     """Says what the operating system refused and how to fix it; None if the error is of another kind.
 
     TensorStore, which writes the arrays, gives the system's error number only in its message.
+
+    Args:
+        error: what was raised.
+        fix: what to do, besides freeing space on a full disk.
     """
     found = re.search(r"os_error_code='(\d+)'", str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
@@ -234,7 +243,7 @@ def explain(error: BaseException) -> str | None:
         return None
     space = "free some space or " if number in (errno.ENOSPC, errno.EDQUOT) else ""
     name = errno.errorcode.get(number, number)
-    return f"{os.strerror(number)} ({name}): {space}choose a run.dir that can be written"
+    return f"{os.strerror(number)} ({name}): {space}{fix}"
 
 
 def has_open_files(folder: Path) -> bool:

@@ -139,7 +139,8 @@ def export_run(directory: Path | str, target: Path | str) -> int:
                 state, config = {"params": params}, cfg.model_dump(mode="json")
                 checkpointer.save(step, state, {}, config, wait=True)
     except OSError as error:
-        raise UserError(f"cannot write {target}: {files.explain(error) or error}") from error
+        fix = "name a directory where one can be made"
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return step
 
 
@@ -208,7 +209,8 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        begun = (directory / CONFIG).exists()
+        rest = f"; checkpoints already saved are intact, resume with: {resume_command(directory)}"
         raise UserError(
-            f"cannot write to {directory}: {files.explain(error)}; checkpoints already saved are "
-            f"intact, resume with: {resume_command(directory)}"
+            f"cannot write to {directory}: {files.explain(error)}{rest if begun else ''}"
         ) from error
