@@ -132,7 +132,7 @@ def open_tfds(cfg: DataConfig) -> Any:
     assert cfg.tfds_name, "checked by the config"
     folder = os.path.expanduser(cfg.path) if cfg.path else None
     try:
-        builder = tfds.builder(cfg.tfds_name, data_dir=folder)
+        builder: Any = tfds.builder(cfg.tfds_name, data_dir=folder)
         if not builder.is_prepared():
             # By itself it would write TFRecord files, and for that it needs TensorFlow.
             builder = tfds.builder(cfg.tfds_name, data_dir=folder, file_format="array_record")
