@@ -28,17 +28,16 @@ def config_explain(
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
-    from minitext.config.config import ConfigError, keys
-    from minitext.errors import did_you_mean
+    from minitext.config.config import ConfigError, layout, unknown_key
 
     cfg = load(settings)
     found = {
         name: field
-        for name, field in keys().items()
+        for name, field in layout().keys.items()
         if name == key or name.startswith(key.rstrip(".") + ".")
     }
     if not found:
-        raise ConfigError([f"unknown key {key!r}{did_you_mean(key, keys())}"])
+        raise ConfigError([unknown_key(key, "command line")])
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):
