@@ -41,7 +41,8 @@ def local_path(path: P) -> P:
     """Returns a path as it is, if it isn't the address of a bucket or of a web page.
 
     minitext reads and writes through the operating system's files. Without this check `gs://bucket/runs` would be a
-    folder called `gs:` in the current one.
+    folder called `gs:` in the current one. Checkpoints are committed by renaming a folder, which the mounts named here
+    can do and Mountpoint for S3 can't (book/limits.md).
 
     Raises:
         NotLocal: it is an address; the message says how to mount a bucket and what to name instead.
@@ -49,9 +50,11 @@ def local_path(path: P) -> P:
     if not (found := ADDRESS.match(str(path))):
         return path
     google, amazon, bucket, rest = found.groups()
-    mounted = f"/mnt/{bucket or 'BUCKET'}"
+    bucket = bucket or "BUCKET"
+    mounted = f"/mnt/{bucket}"
     if google or amazon:
-        mount = f"{'gcsfuse' if google else 'mount-s3'} {bucket or 'BUCKET'} {mounted}"
+        rclone = f"rclone mount --vfs-cache-mode writes s3:{bucket}"
+        mount = f"{f'gcsfuse --rename-dir-limit=100000 {bucket}' if google else rclone} {mounted}"
         fix = f"is in a bucket: mount it, for instance with `{mount}`, and name {mounted}/{rest}"
     else:
         fix = "is an address: copy the files to this machine, or mount them, and name their path"

@@ -191,8 +191,8 @@ def ways_to_name_a_path():
 def test_an_address_where_a_path_should_be_is_one_line(minitext, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for address, fix in {
-        "gs://b/e": "`gcsfuse b /mnt/b`, and name /mnt/b/e",
-        "s3://b/e/f": "`mount-s3 b /mnt/b`, and name /mnt/b/e/f",
+        "gs://b/e": "`gcsfuse --rename-dir-limit=100000 b /mnt/b`, and name /mnt/b/e",
+        "s3://b/e/f": "`rclone mount --vfs-cache-mode writes s3:b /mnt/b`, and name /mnt/b/e/f",
         "https://h/e": "copy the files to this machine",
     }.items():
         code, out, err = minitext(*(word.replace(ADDRESS, address) for word in words))
