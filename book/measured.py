@@ -420,7 +420,9 @@ def main(results: Path = RESULTS, out: Path = OUT) -> None:
     found = newest(results)
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.md").write_text(page(found, elsewhere(results)), encoding="utf-8")
-    (out / "prediction_errors.md").write_text(prediction_errors(found["step_time"]), encoding="utf-8")
+    (out / "prediction_errors.md").write_text(
+        prediction_errors(found["step_time"]), encoding="utf-8"
+    )
     if "train_cpu" in found:
         figure(found["train_cpu"], out / "measured.svg")
     print(f"wrote {out / 'measured.md'}")
