@@ -130,7 +130,7 @@ def default_text(value: Any) -> str:
 def configuration() -> str:
     """The page about settings: every key with its type, default and meaning."""
     sections: dict[str, list[list[str]]] = {}
-    for key, field in config.keys().items():
+    for key, field in config.layout().keys.items():
         default = default_text(field.default)
         row = [f"`{key}`", type_text(field.annotation) + limits_text(field), default]
         sections.setdefault(key.split(".")[0], []).append([*row, str(field.description)])

@@ -87,7 +87,7 @@ def test_defaults_read_as_yaml_writes_them(generate, value, text):
 
 def test_configuration_page_has_every_key(generate):
     page = generate.configuration()
-    for key, field in config.keys().items():
+    for key, field in config.layout().keys.items():
         assert f"`{key}`" in page
         assert field.description.replace("|", r"\|") in page
 

@@ -6,7 +6,7 @@ import pytest
 
 from minitext.cli import main
 from minitext.config import maxtext
-from minitext.config.config import Config, ConfigError, keys, load_config
+from minitext.config.config import Config, ConfigError, layout, load_config
 
 ROWS = [row for group in maxtext.groups() for row in group["rows"]]
 SECTIONS = "|".join(Config.model_fields)
@@ -52,7 +52,7 @@ SAID = {
 
 def test_every_key_of_ours_in_the_answers_exists():
     """Also the choices: `data.source=files` is a value that the key takes."""
-    known = keys()
+    known = layout().keys
     named = {
         (key, value)
         for row in ROWS
@@ -73,7 +73,7 @@ def test_the_answers_are_well_formed():
         assert ("here" in row) != ("none" in row), row
         assert set(row) <= {"maxtext", "here", "none", "note", "until"}, row
         assert all("\n" not in str(text) for text in row.values())
-    assert not set(found) & set(keys())
+    assert not set(found) & set(layout().keys)
 
 
 def refused(monkeypatch, capsys, *words: str) -> str:
