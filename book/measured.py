@@ -375,7 +375,8 @@ def page(found: dict[str, list[Record]], other: Record) -> str:
         if name in found:
             parts += [f"## {title}", taken_on(found[name]), section(found[name])]
         if name == "train_cpu" and name in found:
-            alt = "Tokens per second of each system over minitext's, by model"
+            processor = found[name][-1]["machine"]["processor"]
+            alt = f"Tokens per second of each system over minitext's on an {processor}, by model"
             parts.append(f"```{{image}} _generated/measured.svg\n:alt: {alt}\n```")
     return "\n\n".join(parts) + "\n"
 

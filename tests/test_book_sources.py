@@ -284,6 +284,47 @@ def test_contributors_are_sent_to_the_house():
     assert toc["parts"][-1]["chapters"][0] == {"file": "book/house"}
 
 
+TEXTS = sorted(
+    [*(ROOT / "notebooks").glob("*.md"), *(ROOT / "book").glob("*.md"), ROOT / "README.md"],
+    key=lambda path: path.name,
+)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+def test_keys_and_commands_in_the_texts_exist(page):
+    """Keys in backquotes, and the commands, options and keys of lines that begin with `minitext`."""
+    import typer
+
+    from minitext.cli import main
+    from minitext.config.config import Config, layout
+
+    known, text = layout().keys, page.read_text(encoding="utf-8")
+    sections = "|".join(Config.model_fields)
+    for key in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", text):
+        of_some = any(name.startswith(f"{key}.") for name in known)
+        assert key in known or of_some or key.endswith(".py"), key
+    group = typer.main.get_command(main.app)
+    context = typer.Context(group)
+    for line in re.findall(r"(?:^|`|/bin/)minitext ([a-z][^`\n#]*)", text, re.MULTILINE):
+        first, *words = line.split(" -- ")[0].split()
+        command = group.get_command(context, first)
+        if command is None:  # prose: "minitext keeps JAX's default"
+            assert not re.search(r" --|\.\w+=", line), line
+            continue
+        inner = getattr(command, "commands", {}).get(words[0]) if words else None
+        options = {option for part in (inner or command).params for option in part.opts} | {
+            "--help"
+        }
+        for word in words:
+            assert not word.startswith("--") or word.strip("[],.").partition("=")[0] in options, (
+                line
+            )
+            if found := re.match(rf"((?:{sections})\.[a-z_.]+)=", word):
+                assert found[1] in known or found[1] == "train.stepz", (
+                    line
+                )  # chapter 6 misspells one
+
+
 def test_the_bibliography_can_be_read_and_has_what_is_cited():
     database = pytest.importorskip("pybtex.database")
     known = set(database.parse_file(str(ROOT / "book" / "references.bib")).entries)
