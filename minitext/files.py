@@ -1,5 +1,8 @@
 """Files that a crash or a full disk doesn't spoil: atomic writes, sealed folders, and the cache directory.
 
+Every path that a user can name, in a setting, a command or an environment variable, passes through `local_path`, which
+refuses the addresses of buckets and web pages.
+
 `draft`, and what is built on it, writes a file or folder whole or not at all. `seal` also lists a folder's files with
 their checksums, and `verify` checks them: file systems report few of the ways to lose bytes, so a file that a power
 failure cut short or a failing disk changed is usually read without an error.
@@ -16,14 +19,43 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minitext.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # part of every fingerprint: raise it when the content of cache entries changes
+
+P = TypeVar("P", bound=str | os.PathLike[str] | None)
+# One slash is enough, because `pathlib` makes gs:/bucket of gs://bucket; one letter isn't: C:/ is a drive.
+ADDRESS = re.compile(r"(?i:(gs|gcs)|(s3[an]?)|[a-z][a-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
+
+
+class NotLocal(UserError, ValueError):
+    """An address where a path should be. A `ValueError` too, as pydantic's validators need it."""
+
+
+def local_path(path: P) -> P:
+    """Returns a path as it is, if it isn't the address of a bucket or of a web page.
+
+    minitext reads and writes through the operating system's files. Without this check `gs://bucket/runs` would be a
+    folder called `gs:` in the current one.
+
+    Raises:
+        NotLocal: it is an address; the message says how to mount a bucket and what to name instead.
+    """
+    if not (found := ADDRESS.match(str(path))):
+        return path
+    google, amazon, bucket, rest = found.groups()
+    mounted = f"/mnt/{bucket or 'BUCKET'}"
+    if google or amazon:
+        mount = f"{'gcsfuse' if google else 'mount-s3'} {bucket or 'BUCKET'} {mounted}"
+        fix = f"is in a bucket: mount it, for instance with `{mount}`, and name {mounted}/{rest}"
+    else:
+        fix = "is an address: copy the files to this machine, or mount them, and name their path"
+    raise NotLocal(f"{path} {fix.rstrip('/')}")
 
 
 @contextlib.contextmanager
@@ -76,7 +108,8 @@ def sync(path: Path) -> None:
 
 def cache_dir() -> Path:
     """Returns `$MINITEXT_CACHE`, or `~/.cache/minitext`; it need not exist yet."""
-    return Path(os.path.expanduser(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext"))
+    named = local_path(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext")
+    return Path(os.path.expanduser(named))
 
 
 def fingerprint(*parts: Any) -> str:
@@ -157,7 +190,7 @@ def verify(directory: str | os.PathLike[str]) -> str | None:
     if not whole:
         return f"{MANIFEST} is not what was written"
     # Hashing releases the interpreter's lock, so threads use all cores.
-    with ThreadPoolExecutor() as pool:
+    with futures.ThreadPoolExecutor() as pool:
         faults = pool.map(lambda name: _fault(directory / name, files[name]), files)
         return next(
             (f"{name} {fault}" for name, fault in zip(files, faults, strict=True) if fault), None

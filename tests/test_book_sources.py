@@ -87,7 +87,7 @@ def test_defaults_read_as_yaml_writes_them(generate, value, text):
 
 def test_configuration_page_has_every_key(generate):
     page = generate.configuration()
-    for key, field in config.keys().items():
+    for key, field in config.layout().keys.items():
         assert f"`{key}`" in page
         assert field.description.replace("|", r"\|") in page
 
@@ -110,7 +110,7 @@ def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkey
     monkeypatch.syspath_prepend(str(ROOT / "book"))
     measured = importlib.import_module("measured")
     found = measured.newest(measured.RESULTS)
-    text = measured.page(found)
+    text = measured.page(found, measured.elsewhere(measured.RESULTS))
     assert set(found) >= {"train_cpu", "decode_cpu", "compile", "data", "checkpoint"}
     for name in found.keys() - {"path"}:  # which the page on the house shows
         assert f"## {measured.SECTIONS[name][0]}" in text
@@ -141,6 +141,64 @@ def test_a_table_says_when_each_chapter_last_passed_and_with_which_versions(monk
         "| B | 3.12.1 | 0.11.2 |",
     ):
         assert f"{line}\n" in text + "\n", line
+
+
+def test_speeds_of_the_readme_name_both_processors_and_are_the_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    other = measured.elsewhere(measured.RESULTS)
+    lines = measured.two_processors_table(measured.newest(measured.RESULTS), other)
+    assert "AMD" in lines and "Intel" in lines
+    assert lines in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_figures_taken_down_elsewhere_say_when_where_and_by_what_command(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    other = measured.elsewhere(measured.RESULTS)
+    assert other["date"] == "2026-11-23" and {"processor", "cores"} <= set(other["machine"])
+    for part in (part for part in other.values() if isinstance(part, dict) and "command" in part):
+        script = re.match(r"python (benchmarks/\w+\.py)", part["command"] or "")
+        assert (ROOT / script[1]).is_file() if script else part["what"]
+
+
+def test_the_page_of_limits_has_the_errors_of_the_newest_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    records = measured.newest(measured.RESULTS)["step_time"]
+    text = measured.prediction_errors(records)
+    for name, run in records[-1]["runs"].items():
+        assert f"{run['error']:+.0%} for {name}" in text
+    page = (ROOT / "book" / "limits.md").read_text(encoding="utf-8")
+    assert "_generated/prediction_errors.md" in page and "third" not in page
+
+
+def test_the_index_says_how_many_lines_there_are(generate):
+    text = generate.size()
+    count = int(re.search(r"([\d,]+) lines", text)[1].replace(",", ""))
+    assert (
+        5_000
+        < count
+        < sum(
+            len(path.read_text(encoding="utf-8").splitlines())
+            for path in (ROOT / "minitext").rglob("*.py")
+        )
+    )
+    assert "_generated/size.md" in (ROOT / "book" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_map_to_maxtext_has_every_key(generate):
+    from minitext.config import maxtext
+
+    text = generate.maxtext_keys()
+    assert "`train.global_batch`" in text and "(removed in May 2026)" in text
+    for group in maxtext.groups():
+        assert f"### {group['title']}" in text
+        for row in group["rows"]:
+            assert all(f"`{key}`" in text for key in row["maxtext"])
+    assert "_generated/maxtext_keys.md" in (ROOT / "book" / "maxtext.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.fixture

@@ -203,7 +203,6 @@ TESTED_WITH = {
     "config/model": "config/config",
     "config/section": "config/config",
     "config/sections": "config/config",
-    "config/variants": "config/config",
     "data/array_record": "data/rows",
     "data/grammar": "data/batches",
     "data/packing": "data/batches",

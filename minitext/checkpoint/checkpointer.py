@@ -73,7 +73,7 @@ class Checkpointer(AbstractContextManager):
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
-        self.directory = Path(directory).absolute()
+        self.directory = Path(files.local_path(directory)).absolute()
         self.keep, self.keep_every, self.own = keep, keep_every, own
         self._damaged: set[int] = set()  # found by `restore`, set aside by the next save
         self._saves = 0

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from minitext import files
 from minitext.errors import UserError
 
 Settings = Annotated[
@@ -17,8 +18,15 @@ Settings = Annotated[
         metavar="[PRESET] [KEY=VALUE]...", help="preset, then settings such as train.steps=300"
     ),
 ]
-RunDir = Annotated[str, typer.Argument(metavar="RUN", help="run directory, such as runs/NAME")]
-Plot = Annotated[str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png")]
+RunDir = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="run directory, such as runs/NAME", callback=files.local_path
+    ),
+]
+Plot = Annotated[
+    str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png", callback=files.local_path)
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from minitext import files
 from minitext.cli.arguments import Json, Plot, Settings, answer, load, split_off, start, take_target
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
@@ -18,7 +19,11 @@ def compile_(
     settings: Settings = None,
     save: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="write the compiled step, for train.executable=FILE"),
+        typer.Option(
+            metavar="FILE",
+            help="write the compiled step, for train.executable=FILE",
+            callback=files.local_path,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

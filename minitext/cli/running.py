@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from minitext import files
 from minitext.cli.arguments import Json, RunDir, Settings, answer, load, start
 from minitext.distributed.devices import simulate_for
 
@@ -81,7 +82,10 @@ def generate(
 def export(
     directory: RunDir,
     target: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="where to write; must not exist")
+        str,
+        typer.Argument(
+            metavar="DIRECTORY", help="where to write; must not exist", callback=files.local_path
+        ),
     ],
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""

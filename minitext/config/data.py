@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from minitext.config.section import Section, setting
+from minitext.config.section import OptionalPath, Section, setting
 
 Indexed = Literal["stdlib", "grammar", "files", "arrayrecord", "tfds"]
 
@@ -26,7 +26,7 @@ class MixturePart(Section):
 
     weight: float = Field(gt=0, description="share of the rows, relative to the other weights")
     source: Indexed = Field(description="as data.source")
-    path: str | None = setting(None, "as data.path")
+    path: OptionalPath = setting(None, "as data.path")
     text_key: str = setting("text", "as data.text_key")
     tfds_name: str | None = setting(None, "as data.tfds_name")
     tfds_split: str = setting("train", "as data.tfds_split")
@@ -43,7 +43,7 @@ class DataConfig(Section):
         (),
         "mixture: parts such as [{weight: 3, source: files, path: a}, {weight: 1, source: stdlib}]",
     )
-    path: str | None = setting(
+    path: OptionalPath = setting(
         None, "files: a file, folder or glob of text; arrayrecord: the folder; tfds: the data_dir"
     )
     seq_len: int = setting(256, "tokens per row (T)", ge=2, le=2**24)

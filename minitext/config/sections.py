@@ -6,13 +6,13 @@ Chapters: 6.
 from collections.abc import Iterator
 from typing import Literal
 
-from minitext.config.section import Section, divisors, setting
+from minitext.config.section import LocalPath, OptionalPath, Section, divisors, setting
 
 
 class RunConfig(Section):
     """Where a run keeps its files."""
 
-    dir: str = setting("runs", "folder that holds run directories")
+    dir: LocalPath = setting("runs", "folder that holds run directories")
     name: str | None = setting(None, "run directory in run.dir; null: named after its start time")
 
 
@@ -39,7 +39,7 @@ class TrainConfig(Section):
         "seconds without a finished step until processes write stack traces; null: never",
         gt=0,
     )
-    executable: str | None = setting(
+    executable: OptionalPath = setting(
         None, "file from minitext compile --save that replaces compiling the step; null: compile"
     )
 
@@ -131,14 +131,14 @@ class CheckpointConfig(Section):
 
     keep: int = setting(3, "newest checkpoints to keep", ge=1)
     keep_every: int | None = setting(None, "also keep multiples of this step; null: none", ge=1)
-    local_dir: str | None = setting(
+    local_dir: OptionalPath = setting(
         None, "folder on each process's own disk for copies between checkpoints; null: none"
     )
     local_every: int = setting(10, "steps between copies in checkpoint.local_dir", ge=1)
-    load_full_state: str | None = setting(
+    load_full_state: OptionalPath = setting(
         None, "run whose parameters, optimizer state and step a new run continues from"
     )
-    load_parameters: str | None = setting(
+    load_parameters: OptionalPath = setting(
         None, "run or export whose parameters a new run starts from, at step 0"
     )
 

@@ -127,7 +127,7 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     Raises:
       UserError: if the directory holds no usable checkpoint, or the target exists or can't be written.
     """
-    target = Path(target)
+    target = Path(files.local_path(target))
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     cfg, params, tokenizer, step = load_run(directory)

@@ -1,13 +1,18 @@
 """The command line: help, exit codes, and one clear line for bad input."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 import time
+import typing
+from pathlib import Path
 
 import pytest
+import typer
 
+from minitext.book.grading.command import grade
 from minitext.cli import main
 from tests.conftest import QUICK_FLAGS
 
@@ -132,6 +137,78 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(minitext, words, named):
     code, out, err = minitext(*words)
     assert code == 2
     assert named in err and out == "" and err.count("\n") == 1
+
+
+# Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
+WORDS = {
+    "prompt", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image", "project",
+    "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
+}  # fmt: skip
+ADDRESS = "ADDRESS"
+
+
+def commands(app, *names):
+    """Every command's words and function, found in the command line itself."""
+    for command in app.registered_commands:
+        yield [*names, command.name], command.callback
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance, *names, group.name)
+
+
+def ways_to_name_a_path():
+    """The words of the command line for every argument, option and setting that may name one."""
+    for names, function in [*commands(main.app), (["grade"], grade)]:
+        given, types = {}, typing.get_type_hints(function)
+        parameters = inspect.signature(function).parameters
+        for name, about in typing.get_type_hints(function, include_extras=True).items():
+            if not hasattr(about, "__metadata__"):  # the context, or what is returned
+                continue
+            option = isinstance(about.__metadata__[0], typer.models.OptionInfo)
+            flag = [f"--{name.strip('_').replace('_', '-')}"] if option else []
+            value = {"settings": [], "command": ["--", "train"]}.get(name, ["x"])
+            given[name] = [*flag, *value]
+        needed = [
+            n
+            for n, p in parameters.items()
+            if n in given and (p.default is p.empty or n == "settings")
+        ]
+        for name in given:
+            texts = {str, Path, list[str]} & {types[name], *typing.get_args(types[name])}
+            if not texts or {name, f"{names[-1]} {name}"} & WORDS:
+                continue
+            if name in ("settings", "command"):
+                target = ["target=v5e:2x2"] * (names[0] in ("compile", "plan", "predict"))
+                words = [*given[name], f"config={ADDRESS}", *target]
+            else:
+                words = [*given[name][:-1], ADDRESS]
+            words = {n: given[n] for n in needed} | {name: words}
+            last = words.pop("command", [])  # after all options
+            yield [*names, *(word for value in words.values() for word in value), *last]
+    yield ["grade", "--start", ADDRESS]
+
+
+@pytest.mark.parametrize("words", list(ways_to_name_a_path()), ids=" ".join)
+def test_an_address_where_a_path_should_be_is_one_line(minitext, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for address, fix in {
+        "gs://b/e": "`gcsfuse b /mnt/b`, and name /mnt/b/e",
+        "s3://b/e/f": "`mount-s3 b /mnt/b`, and name /mnt/b/e/f",
+        "https://h/e": "copy the files to this machine",
+    }.items():
+        code, out, err = minitext(*(word.replace(ADDRESS, address) for word in words))
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert address.split("//")[1] in err and fix in err
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["MINITEXT_CACHE", "MINITEXT_EXERCISES"])
+def test_an_address_in_the_environment_is_one_line(minitext, variable, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "gs://b/e")
+    command = ["doctor"] if variable == "MINITEXT_CACHE" else ["grade", "05"]
+    code, _, err = minitext(*command)
+    assert code == 2 and err.count("\n") == 1 and "gs://b/e is in a bucket" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_command_without_words_shows_its_help(minitext):

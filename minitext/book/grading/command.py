@@ -14,6 +14,7 @@ import typer
 
 from minitext import terminal
 from minitext.errors import UserError
+from minitext.files import local_path
 
 
 def grade(
@@ -58,6 +59,8 @@ def grade(
     seed = secrets.randbits(31) if seed is None else seed
     kinds = ["solution", "stub"] * solutions + ["mutant"] * mutants
     try:
+        for path in (answers, notebook, json_, gradescope):
+            local_path(path)
         if start:
             _start(which or [])
             return
@@ -85,7 +88,7 @@ def _start(names: list[str]) -> None:
 
     if len(names) > 1:
         raise UserError(f"--start takes one folder, not {len(names)}: {' '.join(names)}")
-    folder = Path(names[0] if names else "exercises")
+    folder = Path(local_path(names[0]) if names else "exercises")
     copied, kept = start(exercises_root(), folder)
     if copied:
         where = "" if folder == Path("exercises") else f" --answers {folder}"
