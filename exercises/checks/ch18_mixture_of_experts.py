@@ -82,6 +82,8 @@ def _(fn, t):
     routes(fn, t, "sigmoid, k = 3 of 6", logits, 3, "sigmoid", False)
     routes(fn, t, "sigmoid, k = 3 of 6, normalised", logits, 3, "sigmoid", True)
     routes(fn, t, "sigmoid, k = 1, normalised", logits, 1, "sigmoid", True)
+    routes(fn, t, "sigmoid, k = 1, as it is", logits, 1, "sigmoid", False)
+    routes(fn, t, "sigmoids of about a millionth, normalised", logits - 14, 3, "sigmoid", True)
 
 
 @router.check("a bias chooses and does not weigh")
@@ -210,6 +212,16 @@ def softmax_of_the_chosen(logits, k, kind, normalize, bias=None):
 )
 def never_normalised(logits, k, kind, normalize, bias=None):
     return right_router(logits, k, kind, False, bias)
+
+
+@router.mutant(
+    "You add a small number to the sum that you divide by. Where all scores are small it is a good part of the sum, "
+    "and the weights sum to less than 1. A sum of scores is never 0."
+)
+def with_an_epsilon(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, False, bias)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + 1e-6
+    return experts, weights / total if normalize else weights
 
 
 @router.mutant(

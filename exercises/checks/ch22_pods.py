@@ -593,6 +593,10 @@ def _(fn, t):
         case(f"{dcn:.0e} bytes/s between slices", drawn_sizes(t, sums), 4, 32, 4, dcn=dcn)
         for dcn in (1e8, 3e10, 4e11) for sums in (0.3, 4.0, 60.0)
     ))  # fmt: skip
+    chooses(fn, t, *(
+        case(f"{ici:.0e} bytes/s within a slice", drawn_sizes(t, 4.0), 4, 32, 4, ici=ici)
+        for ici in (5e9, 4.5e10, 1.2e12)
+    ))  # fmt: skip
 
 
 mistaken(
@@ -1152,6 +1156,7 @@ right_interval = interval_with()
 
 def bounds(t, fn, program, why):
     rates = {"clock": 1.75e9, "ici": 9e10, "dcn": 3e9, "host": 1.6e10}
+    rates = {name: rate * float(t.rng.uniform(0.85, 1.15)) for name, rate in rates.items()}
     got = [float(x) for x in fn(program, rates)]
     want = list(right_interval(program, rates))
     t.close(got, want, 1e-9, 1e-15, f"{why}: (fastest, slowest) in s")
