@@ -43,7 +43,8 @@ def local_path(path: P) -> P:
     """Returns a path as it is, if some file or folder could have it: not the address of a bucket or of a web page.
 
     minitext reads and writes through the operating system's files. Without this check `gs://bucket/runs` would be a
-    folder called `gs:` in the current one.
+    folder called `gs:` in the current one. Checkpoints are committed by renaming a folder, which the mounts named here
+    can do and Mountpoint for S3 can't (book/limits.md).
 
     Raises:
         NotLocal: it is an address; the message says how to mount a bucket and what to name instead. Or it's empty, too
@@ -54,9 +55,11 @@ def local_path(path: P) -> P:
             raise NotLocal(f"{shorten(str(path))} {problem}: name a file or folder")
         return path
     google, amazon, bucket, rest = found.groups()
-    mounted = f"/mnt/{bucket or 'BUCKET'}"
+    bucket = bucket or "BUCKET"
+    mounted = f"/mnt/{bucket}"
     if google or amazon:
-        mount = f"{'gcsfuse' if google else 'mount-s3'} {bucket or 'BUCKET'} {mounted}"
+        rclone = f"rclone mount --vfs-cache-mode writes s3:{bucket}"
+        mount = f"{f'gcsfuse --rename-dir-limit=100000 {bucket}' if google else rclone} {mounted}"
         fix = f"is in a bucket: mount it, for instance with `{mount}`, and name {mounted}/{rest}"
     else:
         fix = "is an address: copy the files to this machine, or mount them, and name their path"
@@ -96,7 +99,12 @@ def write(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Gives an empty folder to write in, a `draft` of `path`; makes the folders above."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # of a file in a folder's place the system would say this
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename
+        ) from None
     with draft(path) as new:
         new.mkdir()
         yield new
@@ -279,10 +287,14 @@ def _manifest(files: dict[str, Any]) -> str:
     return json.dumps({"files": files, "sha256": digest}, indent=1) + "\n"
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException, fix: str = "choose a run.dir that can be written") -> str | None:
     """Says what the operating system refused and how to fix it; None if the error is of another kind.
 
     TensorStore, which writes the arrays, gives the system's error number only in its message.
+
+    Args:
+        error: what was raised.
+        fix: what to do, besides freeing space on a full disk.
     """
     found = re.search(r"os_error_code='(\d+)'", str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
@@ -290,7 +302,7 @@ def explain(error: BaseException) -> str | None:
         return None
     space = "free some space or " if number in (errno.ENOSPC, errno.EDQUOT) else ""
     name = errno.errorcode.get(number, number)
-    return f"{os.strerror(number)} ({name}): {space}choose a run.dir that can be written"
+    return f"{os.strerror(number)} ({name}): {space}{fix}"
 
 
 def has_open_files(folder: Path) -> bool:

@@ -148,7 +148,8 @@ def export_run(directory: Path | str, target: Path | str) -> int:
                 state, config = {"params": params}, cfg.model_dump(mode="json")
                 checkpointer.save(step, state, {}, config, wait=True)
     except OSError as error:
-        raise UserError(f"cannot write {target}: {files.explain(error) or error}") from error
+        fix = "name a directory where one can be made"
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return step
 
 

@@ -292,8 +292,8 @@ def ways_to_name_a_path():
 def test_an_address_where_a_path_should_be_is_one_line(minitext, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for address, fix in {
-        "gs://b/e": "`gcsfuse b /mnt/b`, and name /mnt/b/e",
-        "s3://b/e/f": "`mount-s3 b /mnt/b`, and name /mnt/b/e/f",
+        "gs://b/e": "`gcsfuse --rename-dir-limit=100000 b /mnt/b`, and name /mnt/b/e",
+        "s3://b/e/f": "`rclone mount --vfs-cache-mode writes s3:b /mnt/b`, and name /mnt/b/e/f",
         "https://h/e": "copy the files to this machine",
     }.items():
         code, out, err = minitext(*(word.replace(ADDRESS, address) for word in words))
@@ -331,6 +331,23 @@ def test_bad_data_files_are_one_line(minitext, tmp_path):
         )
         assert code == 2 and words in err and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("place", ["/proc", "/dev/null", "a file"])
+def test_where_no_folder_can_be_made_the_system_says_why(minitext, trained, tmp_path, place):
+    (tmp_path / "a file").touch()
+    place = tmp_path / place  # an absolute one stays as it is
+    said = "No such file or directory" if place.name == "proc" else "Not a directory"
+    for words in (
+        ["data", "pack", place / "e", "data.source=files", f"data.path={__file__}"],
+        ["export", trained, place / "e"],
+        ["train", *SMALL, f"run.dir={place}", "run.name=e"],
+    ):
+        code, out, err = minitext(*words)
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert f"cannot write {'to ' * (words[0] == 'train')}{place}/e: {said}" in err
+        assert ("run.dir" in err) == (words[0] == "train") and "resume" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
 def test_a_run_of_another_model_is_refused_and_left_alone(minitext, trained):
