@@ -247,9 +247,8 @@ def test_each_is_refused_in_one_line(server, places, tmp_path):
             output=places["home"] + "/output",
             folder=here,
         )
-        killer = threading.Timer(
-            30, os.kill, [pid, signal.SIGKILL]
-        )  # one that isn't refused goes on
+        # One that isn't refused would go on.
+        killer = threading.Timer(100, os.kill, [pid, signal.SIGKILL])
         killer.start()
         code = server.wait()
         killer.cancel()
@@ -263,6 +262,8 @@ def test_each_is_refused_in_one_line(server, places, tmp_path):
         shown = " ".join(repr(word[:60]) for word in line if word not in SMALL)
         result = f"{seconds:.1f} s, exit code {code}, {len(said)} lines, {len(written)} files: {printed[-1000:]}"
         print(shown, result)
-        if code not in (2, 3) or not one_line or seconds > 5 or written:
+        # Other work on the machine makes everything slower.
+        limit = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        if code not in (2, 3) or not one_line or seconds > limit or written:
             faults.append(f"{shown}: {result}{sorted(written)[:3]}")
     assert not faults, f"{len(faults)} of {len(LINES)}:\n" + "\n".join(faults)
