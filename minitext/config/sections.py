@@ -47,7 +47,7 @@ class TrainConfig(Section):
     on_nan: Literal["stop", "skip"] = setting("stop", "when a loss or gradient isn't finite")
     hang_seconds: float | None = setting(
         None,
-        "seconds without a finished step, compiling too, until stacks are written and the job ends; null: never",
+        "seconds without a step's end, ten times as many for the first, until stacks are written and the job ends",
         gt=0,
         le=1e6,
     )

@@ -15,6 +15,7 @@ Chapters: 21.
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from pathlib import Path
 STACKS = "stacks"
 REQUEST = "request"  # a process that has dumped touches it, so the others dump too
 POLL = 1.0  # seconds
+FIRST = 10  # times train.hang_seconds for the first step, which compiles
 GRACE = 30.0  # seconds after train.hang_seconds in which the thread should have ended the job
 QUIET = 10.0  # seconds after a dump in which requests are ignored: all may have hung, and asked, at once
 
@@ -36,7 +38,8 @@ class Watchdog:
       directory: the run directory, which all processes see.
       process: this process's index.
       say: prints a line.
-      seconds: dump the stacks and end when no step has ended for so long; None dumps only on request.
+      seconds: dump the stacks and end when no step has ended for so long, or the first not for `FIRST` times as long;
+        None dumps only on request.
       end: called after a hang with a line that says so; it ends the job.
 
     Attributes:
@@ -100,14 +103,17 @@ class Watchdog:
     def _arm(self) -> None:
         self._since = time.monotonic()
         if self._seconds is not None:
-            faulthandler.dump_traceback_later(self._seconds + GRACE, file=self._file, exit=True)
+            faulthandler.dump_traceback_later(self._limit() + GRACE, file=self._file, exit=True)
+
+    def _limit(self) -> float:
+        return (self._seconds or math.inf) * (1 if self._seen else FIRST)
 
     def _watch(self) -> None:
         while not self._end.wait(self._poll):
             if self._seen != self._steps:
                 self._seen = self._steps
                 self._arm()
-            elif self._seconds is not None and time.monotonic() - self._since > self._seconds:
+            elif time.monotonic() - self._since > self._limit():
                 self._end_hang()
             size, request = os.fstat(self._file.fileno()).st_size, self._requested()
             if size != self._size:  # by SIGUSR1
@@ -123,9 +129,11 @@ class Watchdog:
         """Dumps the stacks, gives the other processes the time to do so too, and ends the job."""
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._ask_others()
-        if not self._end.wait(2 * self._poll):  # else training has ended meanwhile
+        training_ended = self._end.wait(2 * self._poll)
+        if not training_ended and self._seen == self._steps:
             self._end_job(
-                f"no step has ended for train.hang_seconds={self._seconds:g}: stacks of all threads are in {self.path}"
+                f"no step has ended in {self._limit():g} s (train.hang_seconds={self._seconds:g}): stacks of all "
+                f"threads are in {self.path}"
             )
         self._size, self._request = os.fstat(self._file.fileno()).st_size, self._requested()
         self._arm()

@@ -239,7 +239,9 @@ def test_a_hang_ends_the_job_with_stacks_and_a_code_that_launchers_retry(tmp_pat
             process.kill()
             process.wait()
     assert job[0].returncode == 1 and 1 not in FINAL
-    assert told[-1].startswith("error: no step has ended for train.hang_seconds=15: stacks of all")
+    assert told[-1].startswith(
+        "error: no step has ended in 15 s (train.hang_seconds=15): stacks of"
+    )
     assert "resume with: minitext train config=" in told[-1]
     (stacks,) = (tmp_path / "a" / "stacks").glob("0-2*.txt")
     assert "minitext/training/loop.py" in stacks.read_text()
