@@ -164,7 +164,15 @@ def test_a_kernels_folder_does_not_hide_its_function():
 
 def test_every_test_file_mirrors_a_module():
     """`tests/ROOM/test_NAME.py` is about `minitext/ROOM/NAME.py`, or about a folder of that name."""
-    about_more = {"structure", "book", "book_sources", "wheel", "crash", "crash_processes"}
+    about_more = {
+        "structure",
+        "book",
+        "book_sources",
+        "wheel",
+        "crash",
+        "crash_processes",
+        "hostile",
+    }
     about_more |= {"book_sync"}  # book/sync.py, a script of the checkout
     about_more |= {"benchmarks", "kernels/gpu"}  # all GPU kernels, which one job compiles
     for path in (ROOT / "tests").rglob("test_*.py"):
