@@ -119,6 +119,30 @@ def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkey
     assert "</svg>" in (tmp_path / "a.svg").read_text()
 
 
+def test_a_table_says_when_each_chapter_last_passed_and_with_which_versions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    old, new = ({"python": "3.12.1", "jax": version} for version in ("0.11.1", "0.11.2"))
+    rows = {
+        "01": {"passed": {"date": "2026-11-01", "versions": old}, "failed": None},
+        "02": {"passed": {"date": "2026-11-02", "versions": new}, "failed": {"date": "2026-11-03"}},
+        "03": {"passed": None, "failed": {"date": "2026-11-03"}},
+        "tests": {"passed": {"date": "2026-11-02", "versions": new}, "failed": None},
+    }
+    text = measured.notebooks([{"environment": "lab", "python": "3.12", "rows": rows}])
+    for line in (
+        "| Chapter | `make lab`, Python 3.12 |",
+        "| [](../notebooks/01_transformations.ipynb) | 2026-11-01 (A) |",
+        "| [](../notebooks/02_xla.ipynb) | 2026-11-02 (B); failed 2026-11-03 |",
+        "| [](../notebooks/03_rooflines.ipynb) | never; failed 2026-11-03 |",
+        "| [](../notebooks/04_transformer.ipynb) | not run |",
+        "| tests | 2026-11-02 (B) |",
+        "| A | 3.12.1 | 0.11.1 |",
+        "| B | 3.12.1 | 0.11.2 |",
+    ):
+        assert f"{line}\n" in text + "\n", line
+
+
 def test_speeds_of_the_readme_name_both_processors_and_are_the_records(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "book"))
     measured = importlib.import_module("measured")
@@ -282,6 +306,47 @@ def test_contributors_are_sent_to_the_house():
     assert "(house.md)" in (ROOT / "book" / "index.md").read_text(encoding="utf-8")
     toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text(encoding="utf-8"))
     assert toc["parts"][-1]["chapters"][0] == {"file": "book/house"}
+
+
+TEXTS = sorted(
+    [*(ROOT / "notebooks").glob("*.md"), *(ROOT / "book").glob("*.md"), ROOT / "README.md"],
+    key=lambda path: path.name,
+)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+def test_keys_and_commands_in_the_texts_exist(page):
+    """Keys in backquotes, and the commands, options and keys of lines that begin with `minitext`."""
+    import typer
+
+    from minitext.cli import main
+    from minitext.config.config import Config, layout
+
+    known, text = layout().keys, page.read_text(encoding="utf-8")
+    sections = "|".join(Config.model_fields)
+    for key in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", text):
+        of_some = any(name.startswith(f"{key}.") for name in known)
+        assert key in known or of_some or key.endswith(".py"), key
+    group = typer.main.get_command(main.app)
+    context = typer.Context(group)
+    for line in re.findall(r"(?:^|`|/bin/)minitext ([a-z][^`\n#]*)", text, re.MULTILINE):
+        first, *words = line.split(" -- ")[0].split()
+        command = group.get_command(context, first)
+        if command is None:  # prose: "minitext keeps JAX's default"
+            assert not re.search(r" --|\.\w+=", line), line
+            continue
+        inner = getattr(command, "commands", {}).get(words[0]) if words else None
+        options = {option for part in (inner or command).params for option in part.opts} | {
+            "--help"
+        }
+        for word in words:
+            assert not word.startswith("--") or word.strip("[],.").partition("=")[0] in options, (
+                line
+            )
+            if found := re.match(rf"((?:{sections})\.[a-z_.]+)=", word):
+                assert found[1] in known or found[1] == "train.stepz", (
+                    line
+                )  # chapter 6 misspells one
 
 
 def test_the_bibliography_can_be_read_and_has_what_is_cited():

@@ -323,6 +323,13 @@ def test_imports_are_declared():
             assert name in standard or name in known, f"{path.name} imports {name}"
 
 
+def test_what_setup_cells_install_brings_the_compiler_for_tpus():
+    extras = PROJECT["optional-dependencies"]
+    assert "minitext[aot]" in extras["book"] and extras["aot"][0].startswith("libtpu")
+    for path in NOTEBOOKS:
+        assert '"minitext[book] @ git+' in path.read_text(), path.name
+
+
 def test_pinned_versions_name_no_index():
     text = (ROOT / "constraints.txt").read_text()
     assert "://" not in text and " @ " not in text and "--" not in text

@@ -167,8 +167,9 @@ def quick_compile(platform: str) -> dict[str, Any]:
     """
     if platform != "cpu":
         return {}
-    return {
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }
+    import jax
+
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+    if jax.__version_info__ < (0, 11):  # later ones have no others
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options

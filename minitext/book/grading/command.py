@@ -77,8 +77,7 @@ def grade(
             good = _try_out(grading, exercises, kinds)
         else:
             tasks = _tasks(grading.root, exercises, names, answers, notebook)
-            who = learner or registry.learner_name()
-            good = _grade(grading, tasks, who, json_, gradescope)
+            good = _grade(grading, tasks, learner or registry.learner_name(), json_, gradescope)
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
