@@ -13,7 +13,8 @@ from typing import Any
 
 from generate import OUT, table
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, NOTEBOOKS = ROOT / "benchmarks" / "results", ROOT / "notebooks"
 Record = dict[str, Any]
 
 
@@ -40,10 +41,8 @@ def taken_on(records: list[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     script = records[-1]["benchmark"]
-    return (
-        f"`benchmarks/{script}.py`, {when}, {machine['cores']} cores of {machine['processor']}; "
-        f"Python {machine['python']}, {versions}."
-    )
+    where = f"`benchmarks/{script}.py`, {when}, {machine['cores']} cores of {machine['processor']}"
+    return f"{where}; Python {machine['python']}, {versions}." if versions else f"{where}."
 
 
 def train_cpu(records: list[Record]) -> str:
@@ -273,6 +272,53 @@ def observability(records: list[Record]) -> str:
     )
 
 
+ENVIRONMENTS = {"setup": "Its setup cell", "lab": "`make lab`", "lowest": "Lowest versions"}
+
+
+def notebooks(records: list[Record]) -> str:
+    """When each chapter last passed in each kind of environment, and with which versions."""
+    records = sorted(
+        records, key=lambda r: (list(ENVIRONMENTS).index(r["environment"]), r["python"])
+    )
+    links = {
+        path.stem[:2]: f"[](../notebooks/{path.name})"
+        for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    }
+    seen: list[dict[str, str]] = []
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "not run"
+        last = row["passed"]
+        if last and last["versions"] not in seen:
+            seen.append(last["versions"])
+        passed = f"{last['date']} ({letter(last['versions'])})" if last else "never"
+        return f"{passed}; failed {row['failed']['date']}" if row["failed"] else passed
+
+    def letter(versions: dict[str, str]) -> str:
+        return chr(ord("A") + seen.index(versions))
+
+    others = sorted({name for r in records for name in r["rows"]} - set(links))
+    rows = [
+        [links.get(name, name), *(cell(r["rows"].get(name)) for r in records)]
+        for name in [*links, *others]
+    ]
+    header = [
+        "Chapter",
+        *(f"{ENVIRONMENTS[r['environment']]}, Python {r['python']}" for r in records),
+    ]
+    names = list(dict.fromkeys(name for versions in seen for name in versions))
+    versions = [[letter(v), *(v.get(name, "none") for name in names)] for v in seen]
+    return (
+        "When each chapter last ran to its end, from an empty folder with an empty home, in an environment that holds "
+        "nothing but what its own setup cell installs (the newest versions that the Python of the column can have), "
+        "what `make lab` installs, or the lowest versions that `pyproject.toml` allows. A letter stands for the "
+        "versions of the second table. Below the chapters are the commands `minitext train` and `generate`, and the "
+        f"tests that ran with the lowest versions.\n\n{table(header, rows)}\n\n"
+        f"{table(['Versions', *names], versions)}"
+    )
+
+
 def two_processors(found: dict[str, list[Record]], other: Record) -> dict[str, tuple[float, float]]:
     """Times of others over minitext's, on the processor of the records and on the other one.
 
@@ -365,6 +411,7 @@ SECTIONS = {
     "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
     "step_time": ("Predicted steps beside published ones", step_time),
+    "notebooks": ("Chapters in their readers' environments", notebooks),
 }
 
 

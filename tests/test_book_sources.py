@@ -119,6 +119,30 @@ def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkey
     assert "</svg>" in (tmp_path / "a.svg").read_text()
 
 
+def test_a_table_says_when_each_chapter_last_passed_and_with_which_versions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    old, new = ({"python": "3.12.1", "jax": version} for version in ("0.11.1", "0.11.2"))
+    rows = {
+        "01": {"passed": {"date": "2026-11-01", "versions": old}, "failed": None},
+        "02": {"passed": {"date": "2026-11-02", "versions": new}, "failed": {"date": "2026-11-03"}},
+        "03": {"passed": None, "failed": {"date": "2026-11-03"}},
+        "tests": {"passed": {"date": "2026-11-02", "versions": new}, "failed": None},
+    }
+    text = measured.notebooks([{"environment": "lab", "python": "3.12", "rows": rows}])
+    for line in (
+        "| Chapter | `make lab`, Python 3.12 |",
+        "| [](../notebooks/01_transformations.ipynb) | 2026-11-01 (A) |",
+        "| [](../notebooks/02_xla.ipynb) | 2026-11-02 (B); failed 2026-11-03 |",
+        "| [](../notebooks/03_rooflines.ipynb) | never; failed 2026-11-03 |",
+        "| [](../notebooks/04_transformer.ipynb) | not run |",
+        "| tests | 2026-11-02 (B) |",
+        "| A | 3.12.1 | 0.11.1 |",
+        "| B | 3.12.1 | 0.11.2 |",
+    ):
+        assert f"{line}\n" in text + "\n", line
+
+
 def test_speeds_of_the_readme_name_both_processors_and_are_the_records(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "book"))
     measured = importlib.import_module("measured")

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minitext import files
-from minitext.cli.arguments import Json, Settings, answer, load, start
+from minitext.cli.arguments import Json, Settings, answer, check_new, load, start
 
 
 def config_show(settings: Settings = None, as_json: Json = False) -> None:
@@ -57,12 +56,10 @@ def config_presets() -> None:
 def data_pack(
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="FOLDER", help="where to write; must not exist", callback=files.local_path
-        ),
+        typer.Argument(metavar="FOLDER", help="where to write; must not exist", callback=check_new),
     ],
     settings: Settings = None,
-    shards: Annotated[int, typer.Option(min=1, help="files of training rows")] = 4,
+    shards: Annotated[int, typer.Option(min=1, max=10_000, help="files of training rows")] = 4,
 ) -> None:
     """Tokenise a preset's text once, into ArrayRecord files that data.source=arrayrecord data.path=FOLDER reads."""
     cfg = load(settings)

@@ -80,6 +80,8 @@ class Config(Section):
         return resolve([("replaced", dict(values))], base=self)
 
 
+DEPTH = 4  # names in a key; the longest keys have three
+
 DEFAULT_PRESET = "laptop"
 PRESETS = resources.files("minitext.config.presets")
 
@@ -210,6 +212,10 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
             if key not in known:
                 problems.append(unknown_key(key, layer))
                 continue
+            if isinstance(value, bool) and known[key].annotation is not bool:  # true isn't 1
+                problems.append(
+                    f"{key}={str(value).lower()} ({layer}): it is neither true nor false"
+                )
             node = tree
             *path, leaf = key.split(".")
             for part in path:
@@ -307,7 +313,14 @@ def _read(file: str) -> Any:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns nested mappings as one mapping of dotted keys."""
+    """Returns nested mappings as one mapping of dotted keys.
+
+    Raises:
+      ConfigError: if `tree` is no mapping, or its mappings are nested deeper than any key, such as one that a YAML
+        alias makes contain itself.
+    """
+    if prefix.count(".") > DEPTH:
+        raise ConfigError([f"{_short(prefix[:-1])} is nested deeper than any key"])
     if not isinstance(tree, Mapping):
         if tree is None and not prefix:
             return {}

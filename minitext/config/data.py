@@ -9,8 +9,15 @@ from typing import Literal
 from pydantic import Field
 
 from minitext.config.section import OptionalPath, Section, setting
+from minitext.files import shorten
 
 Indexed = Literal["stdlib", "grammar", "files", "arrayrecord", "tfds"]
+
+READ_BY = {  # key -> the sources that read it
+    "path": ("files", "arrayrecord", "tfds", "hf"),
+    "tfds_name": ("tfds",),
+    "hf_name": ("hf",),
+}
 
 NEEDS = {  # source -> the key it can't do without, and what to set it to
     "files": ("path", "a file, a folder or a glob"),
@@ -64,6 +71,12 @@ class DataConfig(Section):
         key, example = NEEDS.get(self.source, ("source", ""))
         if not getattr(self, key):
             yield f"data.source={self.source} needs data.{key}: set it to {example}"
+        for key, sources in READ_BY.items():
+            if getattr(self, key) is not None and self.source not in sources:
+                yield (
+                    f"data.{key}={shorten(getattr(self, key))} has no effect with data.source={self.source}: set "
+                    f"data.source={' or '.join(sources)}"
+                )
         if self.source == "grammar" and self.tokenizer != "byte":
             yield (
                 f"data.tokenizer={self.tokenizer} does not work with data.source=grammar, whose entropy rate is "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from minitext.config.section import LocalPath, OptionalPath, Section, divisors, setting
+from minitext.files import path_problem, shorten
 
 
 class RunConfig(Section):
@@ -15,11 +16,21 @@ class RunConfig(Section):
     dir: LocalPath = setting("runs", "folder that holds run directories")
     name: str | None = setting(None, "run directory in run.dir; null: named after its start time")
 
+    def problems(self) -> Iterator[str]:
+        """Checks that the name is that of one folder, which run.dir then holds."""
+        if self.name is None:
+            return
+        problem = path_problem(self.name)
+        if problem is None and ("/" in self.name or self.name in (".", "..")):
+            problem = "is not the name of a folder in run.dir"
+        if problem:
+            yield f"run.name={shorten(self.name)} {problem}: choose a name such as run.name=a1"
+
 
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: int = setting(1000, "optimizer steps in the whole run", ge=1)
+    steps: int = setting(1000, "optimizer steps in the whole run", ge=1, lt=2**31)
     global_batch: int = setting(16, "sequences per step, over all devices and microbatches", ge=1)
     microbatches: int = setting(1, "parts of a batch whose gradients are accumulated", ge=1)
     save_every: int = setting(100, "steps between checkpoints", ge=1)
@@ -36,8 +47,9 @@ class TrainConfig(Section):
     on_nan: Literal["stop", "skip"] = setting("stop", "when a loss or gradient isn't finite")
     hang_seconds: float | None = setting(
         None,
-        "seconds without a finished step until processes write stack traces; null: never",
+        "seconds without a finished step, compiling too, until stacks are written and the job ends; null: never",
         gt=0,
+        le=1e6,
     )
     executable: OptionalPath = setting(
         None, "file from minitext compile --save that replaces compiling the step; null: compile"
@@ -113,7 +125,7 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = setting(
         "cosine", "shape of the learning rate after warm-up"
     )
-    warmup_steps: int = setting(100, "steps of linear warm-up", ge=0)
+    warmup_steps: int = setting(100, "steps of linear warm-up", ge=0, lt=2**31)
     decay_share: float = setting(0.2, "wsd: final share of the steps that decay", gt=0, le=1)
     min_ratio: float = setting(0.1, "final learning rate as a share of the peak", ge=0, le=1)
     b1: float = setting(0.9, "decay of the first moment, or of sgd's and muon's sum", ge=0, lt=1)

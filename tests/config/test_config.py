@@ -82,7 +82,7 @@ def test_every_key_that_names_a_path_refuses_addresses():
     )
     assert line.startswith("data.mixture.0.path=gs://b/x is in a bucket")
     (line,) = problems("run.dir=gs://b/runs")
-    assert line.endswith("mount it, for instance with `gcsfuse b /mnt/b`, and name /mnt/b/runs")
+    assert line.endswith("100000 b /mnt/b`, and name /mnt/b/runs")
 
 
 def test_unknown_names_get_a_suggestion():

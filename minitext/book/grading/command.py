@@ -14,7 +14,7 @@ import typer
 
 from minitext import terminal
 from minitext.errors import UserError
-from minitext.files import local_path
+from minitext.files import check_new_file, local_path
 
 
 def grade(
@@ -64,6 +64,9 @@ def grade(
         if start:
             _start(which or [])
             return
+        for option, file in (("--json", json_), ("--gradescope", gradescope)):
+            if file not in (None, "-"):
+                check_new_file(option, file)
         from minitext.book.grading import registry, runner
 
         number = registry.learner_number(learner)
@@ -77,7 +80,7 @@ def grade(
             who = learner or registry.learner_name()
             good = _grade(grading, tasks, who, json_, gradescope)
     except UserError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if good else 1)
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from minitext.errors import UserError
-from minitext.files import local_path
+from minitext.files import ADDRESS, local_path
 
 
 def with_run_name(command: Sequence[str], name: str) -> list[str]:
@@ -30,7 +30,8 @@ def with_run_name(command: Sequence[str], name: str) -> list[str]:
             "minitext launch local --processes 2 -- train laptop"
         )
     for word in command:
-        local_path(word.partition("=")[2])
+        if ADDRESS.match(value := word.partition("=")[2]):
+            local_path(value)
     named = any(word.startswith(("run.name=", "config=")) for word in command)
     return [*command] if named else [*command, f"run.name={name}"]
 
