@@ -228,7 +228,7 @@ def size() -> str:
         }
         for node in documented:
             if ast.get_docstring(node, clean=False) is not None:
-                lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+                lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
         count += len(lines)
     return (
         f"The package has {count:,} lines of code in {len(files)} files, without comments and docstrings. "

@@ -255,7 +255,7 @@ def tune(
 ) -> None:
     """Choose a kernel's block shape for a chip: matmul chip=v5e.
 
-    Candidates are measured if the chip is here (that needs minitext[tune]). Otherwise each is compiled for it, and they
+    Candidates are measured if the chip is here (that needs the extra tune). Otherwise each is compiled for it, and they
     are ranked by what the compiler's code and the copies of its blocks should take.
     """
     chip, words = take_chip(settings)

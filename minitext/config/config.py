@@ -167,6 +167,8 @@ def load_config(preset: str | None = DEFAULT_PRESET, overrides: Sequence[str] = 
     if preset is not None:
         if preset not in presets():
             hint, known = did_you_mean(preset, presets()), ", ".join(presets())
+            if preset.endswith((".yml", ".yaml")):  # MaxText takes a file in this place
+                hint = f" (did you mean config={preset}?)"
             raise ConfigError([f"unknown preset {preset!r}{hint}: choose among {known}"])
         text = PRESETS.joinpath(f"{preset}.yml").read_text(encoding="utf-8")
         layers.append((f"preset {preset}", flatten(_parse(text, f"preset {preset}"))))

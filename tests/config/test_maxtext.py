@@ -114,6 +114,11 @@ def test_explain_answers_too(monkeypatch, capsys):
     assert "train.save_every" in line
 
 
+def test_a_file_where_a_preset_belongs_is_told_where_it_goes(monkeypatch, capsys):
+    line = refused(monkeypatch, capsys, "train", "src/maxtext/configs/base.yml", "steps=3")
+    assert "did you mean config=src/maxtext/configs/base.yml?" in line
+
+
 def test_a_misspelt_key_of_ours_is_still_corrected():
     with pytest.raises(ConfigError, match=r"unknown key \(did you mean train.steps\?\)"):
         load_config("laptop", ["train.stepz=3"])
