@@ -202,7 +202,7 @@ def _backward_kernel(
     x_xD, w_Dv = x_ref[...], w_ref[...]
     # The forward pass's logits to the bit, whose maximum and sum these are: float32 holds a logit of 90 only to 4e-6,
     # and another order of summation would be off by several times that.
-    logits_xv = sum(
+    logits_xv: Any = sum(
         dot(x_xD[:, k : k + embed], w_Dv[k : k + embed]) for k in range(0, x_xD.shape[1], embed)
     )
     id_xv = positions(logits_xv.shape, 1, j)
