@@ -22,8 +22,8 @@ Write `make_scorer(score, max_length)`. It returns a function that scores a line
 
 - Pad a line of `n` tokens to the smallest power of two that holds it: 1, 2, 4, 8, and so on. A line
   of 16 tokens is not padded at all. Near `max_length` that may be more than `max_length`.
-- Give `score` a float32 mask with 1 where there is a token and 0 where there is padding, so that the
-  answer is that of the line alone.
+- Give `score` the tokens as int32, and a float32 mask with 1 where there is a token and 0 where there
+  is padding, so that the answer is that of the line alone.
 - However many lines you score, and whatever their integer dtype, `score` is traced at most once for
   each power of two.
 - An empty line, and one longer than `max_length`, raise `ValueError`.
@@ -46,10 +46,10 @@ class RecordingScore:
         self.value_V = jnp.asarray(rng.normal(size=256), jnp.float32)
         self.lengths = []
         self.traced = []
-        self.masks = []
+        self.dtypes = []
 
     def __call__(self, tokens_T, mask_T):
-        self.masks.append(str(mask_T.dtype))
+        self.dtypes.append([str(tokens_T.dtype), str(mask_T.dtype)])
         self.lengths.append(int(tokens_T.shape[0]))
         self.traced.append(isinstance(tokens_T, jax.core.Tracer))
         position_T = jnp.arange(1, tokens_T.shape[0] + 1, dtype=jnp.float32)
@@ -86,11 +86,11 @@ def _(fn, t):
         t.equal(score.lengths[0], want, why=f"the length that score sees, max_length={n}")
 
 
-@retracing.check("the mask is float32")
+@retracing.check("int32 tokens and a float32 mask")
 def _(fn, t):
     score = RecordingScore(t.rng)
     fn(score, 64)(random_line(t, 9))
-    t.equal(score.masks[0], "float32", why="the dtype of the mask that score sees")
+    t.equal(score.dtypes[0], ["int32", "float32"], why="dtypes of tokens and mask")
 
 
 @retracing.check("score runs under jit")

@@ -107,6 +107,19 @@ def _(fn, t):
         t.close(total, want, rtol=1e-5, why=f"the sum {why}", dtype=np.float32)
 
 
+def far_apart(t, *heights):
+    """A batch whose positions lie at these heights in turn, so that one maximum doesn't suit two of them."""
+    logits, targets, mask = text_batch(t, (3, 6, 10), share=1.0)
+    return logits + np.resize(np.float32(heights), (3, 6, 1)), targets, mask
+
+
+@cross_entropy.check("positions far apart")
+def _(fn, t):
+    logits, targets, mask = far_apart(t, 110.0, 0.0, 0.0, 110.0, 0.0)
+    want = nll_by_numpy(logits, targets, mask != 0)[0]
+    t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="positions near 110 and near 0")
+
+
 @cross_entropy.check("logits of +-90 and of +-10,000")
 def _(fn, t):
     for size in (90.0, 1e4):
@@ -115,11 +128,9 @@ def _(fn, t):
         want = nll_by_numpy(logits, targets, mask != 0)[0]
         total = fn(logits, targets, mask)[0]
         t.close(total, want, rtol=1e-5, atol=1e-4, why=f"logits of +-{size:g}")
-    # Rows far apart: what is right for one overflows or vanishes in another.
-    logits, targets, mask = text_batch(t, (3, 6, 10), share=1.0)
-    logits = logits + jnp.asarray([90.0, 0.0, -90.0])[:, None, None]
+    logits, targets, mask = far_apart(t, -110.0, -90.0, -110.0, -130.0, -110.0)
     want = nll_by_numpy(logits, targets, mask != 0)[0]
-    t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="rows of +90, of 0 and of -90")
+    t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="positions near -90 to -130")
 
 
 @cross_entropy.check("a vocabulary padded with -inf")
@@ -153,7 +164,7 @@ def _(fn, t):
     want, grad = nll_by_numpy(logits, targets, mask != 0)
     rubbish = t.rng.choice([np.nan, np.inf, -np.inf], logits.shape).astype(np.float32)
     logits = jnp.where((mask != 0)[..., None], logits, rubbish)
-    targets = np.where(mask != 0, targets, -1).astype(np.int32)
+    targets = np.where(mask != 0, targets, np.resize([-1, 10, 10**6], mask.shape)).astype(np.int32)
     t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="the sum")
     t.close(loss_gradient(fn, logits, targets, mask), grad, atol=1e-5, why="the gradient")
 
