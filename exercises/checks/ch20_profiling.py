@@ -354,7 +354,8 @@ def right_mfu(
 
 def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6, seconds=None):
     seconds = seconds or float(t.rng.uniform(0.05, 20))
-    args = rows, seq_len, seconds, PEAKS, chips
+    peaks = {dtype: peak * float(t.rng.uniform(0.9, 1.1)) for dtype, peak in PEAKS.items()}
+    args = rows, seq_len, seconds, peaks, chips
     got = fn(model, *args)
     # Relative to the right one: what is off by a factor shows the same factor in every draw.
     t.close(got / right_mfu(model, *args), 1.0, rtol=rtol, why=f"over the right one: {why}")
