@@ -129,7 +129,7 @@ def _(fn, t):
     want = [("all-reduce", 4, 4 * plain[0].size // 2)]
     got = [(c.kind, c.group, c.bytes) for c in found]
     why = f"collectives of the forward pass: {listed(found)}; want one all-reduce of {want[0][2]:,} bytes"
-    t.true(got == want, why=why, observed=f"{sorted(got)}")
+    t.true(got == want, why=why, observed=sorted(got))
 
 
 @tp_mlp.check("gradients")

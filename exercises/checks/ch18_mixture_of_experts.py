@@ -271,8 +271,8 @@ def naive_softmax(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "Your scores are bfloat16 where the logits are. Eight bits of mantissa make close scores equal: cast to float32 "
-    "first."
+    "Your scores or weights are bfloat16 where the logits are. Eight bits of mantissa make close scores equal: cast "
+    "the logits to float32 first, and return float32."
 )
 def in_bfloat16(logits, k, kind, normalize, bias=None):
     return right_router(logits, k, kind, normalize, bias, wide=False)

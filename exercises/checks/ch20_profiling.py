@@ -354,7 +354,8 @@ def right_mfu(
 
 def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6, seconds=None):
     seconds = seconds or float(t.rng.uniform(0.05, 20))
-    args = rows, seq_len, seconds, PEAKS, chips
+    peaks = {dtype: peak * float(t.rng.uniform(0.9, 1.1)) for dtype, peak in PEAKS.items()}
+    args = rows, seq_len, seconds, peaks, chips
     got = fn(model, *args)
     # Relative to the right one: what is off by a factor shows the same factor in every draw.
     t.close(got / right_mfu(model, *args), 1.0, rtol=rtol, why=f"over the right one: {why}")
@@ -691,6 +692,25 @@ def _(fn, t):
     divides(fn, t, ledger, "jobs that began with steps 1, 7 and 4")
 
 
+@goodput.check("less far back the third time")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 7)
+    ledger.work(4, 7)
+    ledger.work(7, 9)
+    divides(fn, t, ledger, "jobs that began with steps 1, 4 and 7")
+
+
+@goodput.check("an event that outlasts those after it")
+def _(fn, t):
+    ledger = Ledger(t)
+    ledger.work(1, 4)
+    ledger.note("upload", 80, 90)
+    ledger.now -= 9.0
+    ledger.note("data_wait", 1, 5)
+    divides(fn, t, ledger, "an upload goes on when the last event is over")
+
+
 @goodput.check("a torn last line")
 def _(fn, t):
     ledger = Ledger(t)
@@ -727,7 +747,7 @@ def _(fn, t):
 
 
 def right_goodput(
-    lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True
+    lines, *, lost="began", torn="skip", idle=True, whole="all", sweep=True, begins=True, ends="of all"
 ):  # fmt: skip
     records, job = [], 0
     for line in lines:
@@ -757,6 +777,8 @@ def right_goodput(
     total = until - begun
     if not begins:
         total = records[-1]["start"] - begun
+    if ends == "of the last start":
+        total += records[-1]["start"] + records[-1]["seconds"] - until
     if whole == "jobs":
         total, spent["idle"] = total - spent["idle"], 0.0
     if whole == "events":
@@ -774,6 +796,8 @@ def is_lost(step, records, how):
         return any(r["step"] == step["step"] for r in later)
     if how == "first":
         return any(r["step"] == step["step"] and r["job"] < step["job"] for r in steps)
+    if how == "last":
+        later = [r for r in later if r["job"] == max(r["job"] for r in steps)]
     if how == "next":
         later = [r for r in later if r["job"] == step["job"] + 1]
     if how in ("unsaved", "killed"):
@@ -811,6 +835,20 @@ def done_again(lines):
 )
 def next_job_only(lines):
     return right_goodput(lines, lost="next")
+
+
+@goodput.mutant(
+    "You look at the last job alone. One before it may have gone back further, and what that undid stays undone."
+)
+def last_job_only(lines):
+    return right_goodput(lines, lost="last")
+
+
+@goodput.mutant(
+    "Your whole ends with the event that began last. One that began earlier may end later: take the latest end of all."
+)
+def end_of_the_last_start(lines):
+    return right_goodput(lines, ends="of the last start")
 
 
 @goodput.mutant(

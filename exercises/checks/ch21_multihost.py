@@ -58,7 +58,7 @@ LAYOUTS = (
 def layout_cases(t, orders):
     cases = []
     for (sizes, spec), order in itertools.product(LAYOUTS, orders):
-        shape = (8 * int(t.rng.integers(1, 3)), 8)
+        shape = (8 * int(t.rng.integers(1, 3)), 8 * int(t.rng.integers(1, 4)))
         dtype = ["int32", "float32", "int8"][int(t.rng.integers(3))]
         data = t.rng.integers(-100, 100, size=shape).astype(dtype)
         cases.append((sizes, spec, tuple(int(n) for n in order), data))
@@ -338,7 +338,8 @@ def env_of(t, row, processes=None):
         return {"SLURM_JOB_ID": str(t.rng.integers(5000, 10**7)), "SLURM_STEP_NODELIST": "node3,node4",
                 "SLURM_NTASKS": str(n), "SLURM_PROCID": str(i)}  # fmt: skip
     jobs = 1 if n == 1 else int(t.rng.integers(2, 5))
-    return {"JOBSET_NAME": "llama", "REPLICATED_JOB_NAME": "slice", "JOBS": str(jobs),
+    names = f"llama-{t.rng.integers(2, 99)}", f"slice-{t.rng.integers(2, 99)}"
+    return {"JOBSET_NAME": names[0], "REPLICATED_JOB_NAME": names[1], "JOBS": str(jobs),
             "JOB_INDEX": str(jobs - 1), "PODS": str(n), "POD_INDEX": str(i)}  # fmt: skip
 
 

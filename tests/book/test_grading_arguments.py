@@ -46,6 +46,9 @@ NEEDLESS = {  # entries that the right answer doesn't depend on, by exercise
             "scan_layers",
         )
     },
+    "09.spec_puzzle": {"place.mesh.one"},  # an axis of size one is called so
+    "20.mfu": {"mfu.peaks.int8"},  # no model computes in it; it is there for who takes the largest
+    "21.find_coordinator": {"find_job.env.HOME", "find_job.env.PATH"},  # they decide nothing
 }
 NAMES = {  # dictionaries whose keys name the pieces of one whole: freezing one piece says nothing
     "22.overlap": "overlap.seconds.",
@@ -214,5 +217,7 @@ def test_every_argument_is_varied(name):
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_every_argument_of_a_chapter_is_varied(chapter):
     exercises = registry.select(ROOT, [chapter]).values()
-    found = {exercise.id: unvaried(exercise) for exercise in exercises}
+    # What the other processes of an exercise are passed is not seen from here.
+    alone = [exercise for exercise in exercises if exercise.processes == 1]
+    found = {exercise.id: unvaried(exercise) for exercise in alone}
     assert not any(found.values()), {id: paths for id, paths in found.items() if paths}

@@ -146,8 +146,10 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
         seen = mutant.run(to_first_failure=True).failing
         if seen and seen[0].name == first.name:
             rivals.append((distance(first.observed, seen[0].observed), index))
-    names = [check.name for check in attempt.run().failing]
     near = [(far, index) for far, index in rivals if far <= attempt.exercise.compare]
+    if [mutants[index] for _, index in near] == [attempt]:  # a mutant that is tried out
+        return near[0][1]
+    names = [check.name for check in attempt.run().failing]
     near = [(far, index) for far, index in near if _makes(attempt, mutants[index].run())]
     if near:
         return min((_unlike(attempt, mutants[i]), far, i) for far, i in near)[-1]
