@@ -78,19 +78,29 @@ def _look_for_forbidden(module: types.ModuleType, exercise: Exercise) -> None:
             raise Refused(f"this exercise must be solved without {home} (your {name!r})")
 
 
-def start(job: dict[str, Any]) -> tuple[int, socket.socket]:
-    """Forks the answering process of a job; returns its process id and this side of the connection."""
+def start(job: dict[str, Any], join: Callable[[], None] | None = None) -> tuple[int, socket.socket]:
+    """Forks the answering process of a job; returns its process id and this side of the connection.
+
+    `join` joins it to others of its kind, for which it keeps the network.
+    """
     here, there = socket.socketpair()
-    pid = confine.fork_inside(lambda: _answer(job, there))
+    pid = confine.fork_inside(lambda: _answer(job, there, join), network=join is not None)
     there.close()
     return pid, here
 
 
-def _answer(job: dict[str, Any], connection: socket.socket) -> None:
+def _answer(job: dict[str, Any], connection: socket.socket, join: Callable[[], None] | None) -> None:
+    shown = sys.stderr.fileno()
+    for descriptor in (1, 2):
+        if descriptor != shown:
+            os.dup2(shown, descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
     kept = os.dup2(connection.fileno(), 3) if connection.fileno() != 3 else 3
     connection.detach()
     os.closerange(4, 65536 if sys.platform == "darwin" else os.sysconf("SC_OPEN_MAX"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    if join is not None:
+        join()
     root = Path(job["root"])
     roots = (root, root.parent, PACKAGE, PACKAGE.parent)
     hidden = [place / name for place in roots for name in HIDDEN if (place / name).is_dir()]
@@ -99,7 +109,10 @@ def _answer(job: dict[str, Any], connection: socket.socket) -> None:
         sys.path.append(job["folder"])
     for name in ("MINITEXT_EXERCISES", "MINITEXT_LEARNER"):
         os.environ.pop(name, None)
-    confine.restrict_files(confine.readable_places(hidden, []), Path.cwd())
+    # A cache of compiled programs is only given where all answers are trusted.
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    writable = [Path.cwd(), *([Path(cache)] if cache else [])]
+    confine.restrict_files(confine.readable_places(hidden), writable)
     confine.forbid_by_audit(hidden)
 
     from minitext.book.grading.remote import End, line_in

@@ -117,8 +117,8 @@ class _Below(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
-def restrict_files(readable: Iterable[Path], folder: Path) -> None:
-    """From now on the process reads files only below `readable`, and writes only below `folder` (Linux 5.13)."""
+def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
+    """From now on the process reads files only below the given folders, and writes only to some (Linux 5.13)."""
     if sys.platform != "linux":
         return
     libc = _libc()
@@ -134,7 +134,7 @@ def restrict_files(readable: Iterable[Path], folder: Path) -> None:
         return
     files = _READ_FILE | _EXECUTE
     allowed = {Path(name): files for name in _SYSTEM} | dict.fromkeys(readable, files)
-    allowed |= {Path("/dev"): files | _WRITE, folder: rules.files}
+    allowed |= {Path("/dev"): files | _WRITE} | dict.fromkeys(writable, rules.files)
     for path, rights in allowed.items():
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -147,7 +147,7 @@ def restrict_files(readable: Iterable[Path], folder: Path) -> None:
     os.close(handle)
 
 
-def readable_places(hidden: Iterable[Path], extra: Iterable[str]) -> list[Path]:
+def readable_places(hidden: Iterable[Path]) -> list[Path]:
     """Python's own folders and those it imports from, without what lies below `hidden`."""
     hidden = [path.resolve() for path in hidden]
     found: list[Path] = []
@@ -162,7 +162,7 @@ def readable_places(hidden: Iterable[Path], extra: Iterable[str]) -> list[Path]:
         else:
             found.append(path)
 
-    for name in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path, *extra):
+    for name in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path):
         if name and os.path.isdir(name) and Path(name).resolve() != Path("/"):
             add(Path(name).resolve())
     return found

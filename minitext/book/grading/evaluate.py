@@ -9,6 +9,7 @@ from typing import Any
 
 from minitext.book.grading.registry import Check, Exercise
 from minitext.book.grading.trial import Failure, Trial, distance
+from minitext.book.grading.watch import Watched
 
 
 class Gone(BaseException):
@@ -78,8 +79,9 @@ class Attempt:
 
     def _result(self, check: Check) -> CheckResult | None:
         trial = Trial(self.seed, self.learner, f"{self.exercise.id}/{check.name}")
+        fn = self.fn if self.exercise.in_place else Watched(self.fn)
         try:
-            check.run(self.fn, trial)
+            check.run(fn, trial)
         except Failure as failure:
             return CheckResult(check.name, False, str(failure), failure.observed)
         except Gone:

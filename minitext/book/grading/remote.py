@@ -11,6 +11,7 @@ is made by the caller. A mutable object that both sides know is kept the same: e
 import builtins
 import contextlib
 import dataclasses
+import inspect
 import socket
 import threading
 import traceback
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax._src import core, linear_util
+from jax._src import config, core, linear_util, tree_util
 from jax._src import mesh as meshes
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
@@ -35,6 +36,10 @@ DEEPEST = 60  # calls within calls
 
 # Methods that an object's class may have and its stand-in then has too; never `__eq__`, `__array__`, `__bool__`, ...
 _METHODS = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__contains__", "__enter__", "__exit__")  # fmt: skip
+# What the deciding side's objects can do besides; it never asks this of the answer's.
+_MORE = ("__float__", "__int__", "__index__", "__bool__", "__setitem__", "__lt__", "__le__", "__gt__", "__ge__")  # fmt: skip
+# Settings of JAX that tracing reads.
+_SETTINGS = ("enable_x64", "_check_vma", "default_matmul_precision", "remove_size_one_mesh_axis_from_type")  # fmt: skip
 _READY_MADE = {
     name: cls for name, cls in vars(builtins).items() if isinstance(cls, type) and issubclass(cls, BaseException)
 }  # fmt: skip
@@ -81,7 +86,9 @@ def _forward(name: str) -> Callable:
 
 
 class RemoteFunction(Remote):
-    """Stands for a function or class of the other process."""
+    """Stands for a function of the other process."""
+
+    watched = True
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -93,8 +100,46 @@ class RemoteFunction(Remote):
         return f"<function {self.__name__}>"
 
 
+class RemoteType(type):
+    """Stands for a class of the other process: calling it makes an object there."""
+
+    _end: "End"
+    _number: int
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._end.ask(cls._number, "__call__", args, kwargs)
+
+
+class Node:
+    """Stands for an object of a class of the other process that is registered as a pytree: its children and its rest.
+
+    The other process makes the object again, by its own `unflatten`, whenever something is asked of it.
+    """
+
+    children: tuple = ()
+    rest: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        cls: Any = type(self)
+        found = cls._end.ask(cls._number, "attribute", (self, name), {})
+        if not isinstance(found, BoundMethod):
+            return found
+        return lambda *args, **kwargs: cls._end.ask(cls._number, "method", (self, name, *args), kwargs)
+
+
+@dataclasses.dataclass
+class BoundMethod:
+    """What is sent for an attribute that is a method."""
+
+    name: str
+
+
 class RemoteJitted(RemoteFunction):
     """Stands for a function that `jax.jit` returned; it is lowered here."""
+
+    watched = False
 
     def _cache_size(self) -> int:
         return int(self._end.ask(self._number, "_cache_size", (), {}))
@@ -176,6 +221,8 @@ class End:
             self._lent[number] = x
         if hasattr(x, "lower") and hasattr(x, "_cache_size"):
             kind = "jitted"
+        elif isinstance(x, type) and not self.trusted:
+            kind = "class"
         elif isinstance(x, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)) or (
             callable(x) and not _plain_object(x)
         ):  # fmt: skip
@@ -183,21 +230,27 @@ class End:
         else:
             kind = "object"
         name = str(getattr(x, "__name__", "") or type(x).__name__)
-        methods = [m for m in _METHODS if hasattr(type(x), m)] if kind == "object" else []
-        return ["lent", number, kind, name, type(x).__name__, methods]
+        methods = [m for m in self._served() if hasattr(type(x), m)] if kind == "object" else []
+        return ["lent", number, kind, name, type(x).__name__, methods, _argument_names(x)]
 
-    def borrow(self, number: int, kind: str, name: str, cls: str, methods: list) -> Remote:
+    def borrow(self, number: int, kind: str, name: str, cls: str, methods: list, names: list) -> Any:  # fmt: skip
         """The stand-in for an object of the other side; always the same for the same object."""
         if number not in self._borrowed:
             made: Any = {"jitted": RemoteJitted, "function": RemoteFunction}.get(kind)
+            if kind == "class":
+                body = {"_end": self, "_number": number, "argument_names": [str(n) for n in names]}
+                self._borrowed[number] = RemoteType(str(name), (Node,), body)  # pyright: ignore
+                return self._borrowed[number]
             if made is None:
-                allowed = tuple(m for m in _METHODS if m in methods)
+                wanted = _METHODS if self.trusted else _METHODS + _MORE
+                allowed = tuple(m for m in wanted if m in methods)
                 key = (str(cls), allowed)
                 if key not in self._classes:
                     body = {m: _forward(m) for m in allowed}
                     self._classes[key] = type(key[0], (Remote,), body)
                 made = self._classes[key]
             self._borrowed[number] = made(self, number, str(name))
+            self._borrowed[number].__dict__["argument_names"] = [str(n) for n in names]
         return self._borrowed[number]
 
     def mine(self, number: int) -> Any:
@@ -212,7 +265,33 @@ class End:
 
     def is_theirs(self, x: Any) -> bool:
         """Whether an object stands for one of the other side."""
-        return isinstance(x, Remote) and x._end is self  # noqa: SLF001
+        return isinstance(x, (Remote, RemoteType)) and x._end is self  # noqa: SLF001
+
+    def node_of(self, x: Any) -> tuple[type, tuple, Any] | None:
+        """Class, children and rest of an object of a class that the answer registered as a pytree, else None."""
+        if isinstance(x, Node):
+            return type(x), x.children, x.rest
+        entry = None if self.trusted else tree_util._registry.get(type(x))  # noqa: SLF001
+        if entry is None or type(x).__module__.split(".")[0] in ("jax", "flax", "optax", "minitext"):
+            return None
+        children, rest = entry.to_iter(x)
+        return type(x), tuple(children), rest
+
+    def make_node(self, cls: Any, children: tuple, rest: Any) -> Any:
+        """The object of a class with these children."""
+        if not self.trusted:
+            return tree_util._registry[cls].from_iter(rest, children)  # noqa: SLF001
+        if not isinstance(cls, RemoteType):
+            raise Unfit("an object of an unknown class")
+
+        def make(rest: Any, children: Any) -> Node:
+            made = object.__new__(cls)
+            made.children, made.rest = tuple(children), rest
+            return made
+
+        if cls not in tree_util._registry:  # noqa: SLF001
+            jax.tree_util.register_pytree_node(cls, lambda x: (x.children, x.rest), make)
+        return make(rest, children)
 
     def reference_of(self, x: Remote) -> int:
         """The number by which the other side knows its object."""
@@ -301,7 +380,7 @@ class End:
         codec = Codec(self, tracing=True)
         changes = self._changes(codec)
         given = [[codec.encode(a) for a in args], [[k, codec.encode(v)] for k, v in kwargs.items()]]
-        avals = [codec.encode(core.get_aval(x)) for x in codec.tracers]
+        avals = [codec.encode(core.typeof(x)) for x in codec.tracers]
         traced = bool(avals) or not isinstance(core.trace_ctx.trace, core.EvalTrace)
         around = _context(codec) if traced else None
         tracers = codec.tracers
@@ -436,7 +515,7 @@ class End:
     def _constant(self, codec: Codec, x: Any) -> Any:
         if isinstance(x, core.Tracer):
             self._tracers.append(x)
-            return ["tracer", len(self._tracers) - 1, codec.encode(core.get_aval(x))]
+            return ["tracer", len(self._tracers) - 1, codec.encode(core.typeof(x))]
         return codec.encode(x)
 
     def _do(self, thing: Any, what: str, args: list, kwargs: dict[str, Any]) -> Any:
@@ -447,6 +526,12 @@ class End:
             if name.startswith("_") or not self._may_read(thing, name):
                 raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}")
             return getattr(thing, name)
+        if what == "attribute" and not self.trusted:
+            found = getattr(*args)
+            bound = isinstance(found, types.MethodType) and found.__self__ is args[0]
+            return BoundMethod(args[1]) if bound else found
+        if what == "method" and not self.trusted:
+            return getattr(*args[:2])(*args[2:], **kwargs)
         if what == "setattr" and not self.trusted:
             setattr(thing, *args)
             return None
@@ -456,9 +541,12 @@ class End:
             return thing._cache_size()  # noqa: SLF001
         if what in ("jvp", "forward", "backward") and isinstance(thing, wire.Derivative):
             return getattr(thing, what)(*args)
-        if what in _METHODS:
+        if what in self._served():
             return getattr(type(thing), what)(thing, *args, **kwargs)
         raise Unfit("a request of an unknown form")
+
+    def _served(self) -> tuple[str, ...]:
+        return _METHODS + _MORE if self.trusted else _METHODS
 
     def _may_read(self, thing: Any, name: str) -> bool:
         if isinstance(thing, wire.Derivative):
@@ -557,6 +645,13 @@ def _plain_object(x: Any) -> bool:
     return not hasattr(x, "__wrapped__") and bool(getattr(x, "__dict__", None))
 
 
+def _argument_names(x: Any) -> list[str]:
+    try:
+        return list(inspect.signature(x).parameters)[:50] if callable(x) else []
+    except (TypeError, ValueError):
+        return []
+
+
 def _look(x: Any) -> Any:
     return x.is_deleted() if isinstance(x, jax.Array) else wire.fingerprint(x)
 
@@ -572,18 +667,19 @@ def _context(codec: Codec) -> list:
     names = [[codec.encode(k), v] for k, v in axes.axis_sizes.items()]
     explicit = codec.encode(frozenset(axes.explicit_mesh_axis_names))
     mesh = [codec.encode(meshes.get_abstract_mesh()), codec.encode(meshes.get_concrete_mesh())]
-    return [names, explicit, mesh, bool(jax.config.read("jax_enable_x64"))]
+    return [names, explicit, mesh, [getattr(config, name).value for name in _SETTINGS]]
 
 
 @contextlib.contextmanager
 def _within(codec: Codec, around: list) -> Iterator[None]:
-    names, explicit, (abstract, concrete), wide = around
+    names, explicit, (abstract, concrete), settings = around
     sizes = {codec.decode(k): v for k, v in names}
     env = core.AxisEnv(core.FrozenDict(sizes), frozenset(), codec.decode(explicit))
     previous = core.trace_ctx.axis_env
     found = codec.decode(concrete)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(bool(wide)))
+        for name, value in zip(_SETTINGS, settings, strict=True):
+            stack.enter_context(getattr(config, name)(value))
         if isinstance(found, jax.sharding.Mesh) and not found.empty:
             stack.enter_context(jax.set_mesh(found))
         stack.enter_context(meshes.use_abstract_mesh(codec.decode(abstract)))

@@ -7,9 +7,11 @@ nothing of the sender's.
 """
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import fractions
+import importlib
 import pathlib
 import struct
 import sys
@@ -84,6 +86,8 @@ def lookup(module: str, name: str) -> Any:
         return _BUILTINS[name]
     if not (_trusted(module) or module.split(".")[0] in ("numpy", "fractions", "pathlib")):
         raise Unfit(f"a message names {module}.{name}")
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if part.startswith("__") or found is None:
@@ -209,6 +213,9 @@ class Codec:
             return self._encode_mutable(np.asarray(x).view(np.ndarray))
         if self.end.is_theirs(x):
             return ["yours", self.end.reference_of(x)]
+        node = self.end.node_of(x)
+        if node is not None:
+            return ["node", *(self.encode(part) for part in node)]
         if isinstance(x, enum.Enum):
             module, name = _home(type(x))
             if _trusted(module):
@@ -279,13 +286,13 @@ class Codec:
         if place is None:
             place = self._places[id(x)] = len(self.tracers)
             self.tracers.append(x)
-        return ["tracer", place, self.encode(core.get_aval(x))]
+        return ["tracer", place, self.encode(core.typeof(x))]
 
     def _jax_array(self, x: Any) -> Any:
         known = self.end.array_number(x)
         if known is not None:
             return ["same", known]
-        aval = core.get_aval(x)
+        aval = core.typeof(x)
         number = self.end.share(x)
         self.met.append(number)
         sharding = x.sharding if getattr(x, "_committed", True) else None
@@ -493,7 +500,11 @@ class Codec:
             found[index] = self.decode(item)
         return found.reshape(shape)
 
-    def _read_jax(self, dtype: str, shape: list, weak: bool, sharding: Any, value: Any) -> Any:
+    def _read_jax(self, *fields: Any) -> Any:
+        with core.eval_context():  # its data is here, whatever is traced at the moment
+            return self._jax(*fields)
+
+    def _jax(self, dtype: str, shape: list, weak: bool, sharding: Any, value: Any) -> Any:
         where = self.decode(sharding)
         if value is None:
             found = jax.device_put(np.zeros(shape, dtype_of(dtype)), where)
@@ -512,9 +523,10 @@ class Codec:
 
     def _read_global(self, dtype: str, shape: list, sharding: Any, shards: list) -> Any:
         pieces = {tuple(map(tuple, where)): self._read_array(*data[1:]) for where, data in shards}
-        return jax.make_array_from_callback(
-            tuple(shape), self.decode(sharding), lambda index: pieces[_bounds(index, shape)], dtype=dtype_of(dtype)
-        )  # fmt: skip
+        with core.eval_context():
+            return jax.make_array_from_callback(
+                tuple(shape), self.decode(sharding), lambda index: pieces[_bounds(index, shape)], dtype=dtype_of(dtype)
+            )  # fmt: skip
 
     def _read_named(self, module: str, name: str, items: list) -> Any:
         cls = lookup(module, name)
@@ -575,9 +587,7 @@ class Codec:
         return self.values[place]
 
     def _read_primitive(self, module: str, name: str) -> Any:
-        if not module.startswith("jax.") or module not in sys.modules:
-            raise Unfit(f"a message names {module}.{name}")
-        found = vars(sys.modules[module]).get(name)
+        found = lookup(module, name) if module.startswith("jax.") else None
         if not isinstance(found, Primitive) or any(word in found.name for word in _UNFIT):
             raise Unfit(f"the operation {name!r}, which an answer may not use")
         return found
@@ -778,6 +788,7 @@ _READERS: dict[str, Reader] = {
     "scalar": lambda c, dtype, data: np.frombuffer(data, dtype_of(dtype))[0],
     "yours": lambda c, number: c.end.mine(number),
     "lent": lambda c, *rest: c.end.borrow(*rest),
+    "node": lambda c, *parts: c.end.make_node(*c._read_items(list(parts))),
     "enum": Codec._read_enum,
     "dtype": lambda c, name: dtype_of(name),
     "class": Codec._read_class,
