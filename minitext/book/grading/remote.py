@@ -39,7 +39,13 @@ _METHODS = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__con
 # What the deciding side's objects can do besides; it never asks this of the answer's.
 _MORE = ("__float__", "__int__", "__index__", "__bool__", "__setitem__", "__lt__", "__le__", "__gt__", "__ge__")  # fmt: skip
 # Settings of JAX that tracing reads.
-_SETTINGS = ("enable_x64", "_check_vma", "default_matmul_precision", "remove_size_one_mesh_axis_from_type")  # fmt: skip
+_SETTINGS = (
+    "enable_x64",
+    "_check_vma",
+    "default_matmul_precision",
+    "remove_size_one_mesh_axis_from_type",
+    "pallas_tpu_interpret_mode_context_manager",
+)
 _READY_MADE = {
     name: cls for name, cls in vars(builtins).items() if isinstance(cls, type) and issubclass(cls, BaseException)
 }  # fmt: skip
@@ -667,7 +673,8 @@ def _context(codec: Codec) -> list:
     names = [[codec.encode(k), v] for k, v in axes.axis_sizes.items()]
     explicit = codec.encode(frozenset(axes.explicit_mesh_axis_names))
     mesh = [codec.encode(meshes.get_abstract_mesh()), codec.encode(meshes.get_concrete_mesh())]
-    return [names, explicit, mesh, [getattr(config, name).value for name in _SETTINGS]]
+    settings = [codec.encode(getattr(config, name).value) for name in _SETTINGS]
+    return [names, explicit, mesh, settings]
 
 
 @contextlib.contextmanager
@@ -679,7 +686,8 @@ def _within(codec: Codec, around: list) -> Iterator[None]:
     found = codec.decode(concrete)
     with contextlib.ExitStack() as stack:
         for name, value in zip(_SETTINGS, settings, strict=True):
-            stack.enter_context(getattr(config, name)(value))
+            setting = getattr(config, name)
+            stack.callback(setting.set_local, setting.swap_local(codec.decode(value)))
         if isinstance(found, jax.sharding.Mesh) and not found.empty:
             stack.enter_context(jax.set_mesh(found))
         stack.enter_context(meshes.use_abstract_mesh(codec.decode(abstract)))
