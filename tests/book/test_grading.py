@@ -316,7 +316,8 @@ def twins(x):
 # EXERCISE 90.answers_first
 def answers_first(x):
     import msgpack, struct
-    data = msgpack.packb(["return", [], ["array", "<f8", [0], b"", True], None, []])
+    zeros = ["new", 1, ["array", "<f8", [3], bytes(24), True]]
+    data = msgpack.packb(["return", [], zeros, None, []])
     os.write(3, struct.pack("<Q", len(data)) + data)
     return x
 
@@ -388,7 +389,8 @@ def names(x):
 # EXERCISE 90.builds
 def builds(x):
     from minitext.book.grading import wire
-    wire.Codec.encode = lambda self, value: ["data", "minitext.book.grading.evaluate", "CheckResult", [["passed", True]]]
+    made = ["data", "minitext.book.grading.evaluate", "CheckResult", [["passed", True]]]
+    wire.Codec.encode = lambda self, value: made
     return x
 
 # EXERCISE 90.nests
@@ -419,7 +421,6 @@ def kills_all(x):
 # EXERCISE 90.stops
 def stops(x):
     import ctypes
-    ctypes.CDLL(None).raise_ if False else None
     ctypes.CDLL(None).kill(os.getpid(), 19)
     while True:
         pass
@@ -578,8 +579,8 @@ def verdicts(tree):
 
 
 # They change nothing but their own process.
-HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_modules", "patches_builtins", "detaches",
-            "double_fork", "leaves"]  # fmt: skip
+HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_builtins", "detaches", "double_fork",
+            "leaves"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["honest", "helped", *HARMLESS])
@@ -618,6 +619,7 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("patches_trial", "got None, want an array"),
         ("patches_code", "got None, want an array"),
         ("patches_numpy", "want "),
+        ("patches_modules", ""),
         ("network", "refused while grading: the network"),
         ("process", "refused while grading: starting or signalling a process"),
         ("kills", "refused while grading: starting or signalling a process"),
@@ -646,14 +648,14 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("twins", ""),
         ("answers_first", ""),
         ("long_header", "GiB"),
-        ("giant", "GiB"),
-        ("noise", "can't be read"),
-        ("deaf", "took longer than 1 s"),
+        ("giant", "more than 0.5 GiB of memory"),
+        ("noise", ""),
+        ("deaf", "closed its connection"),
         ("reduces", "want an array"),
         ("converts", "want an array"),
         ("equals", "want "),
         ("names", "a message names os.system"),
-        ("builds", "want an array"),
+        ("builds", "a message names minitext.book"),
         ("nests", ""),
         ("circles", ""),
         ("forever", "want an array"),

@@ -89,15 +89,15 @@ def start(job: dict[str, Any], join: Callable[[], None] | None = None) -> tuple[
     return pid, here
 
 
-def _answer(job: dict[str, Any], connection: socket.socket, join: Callable[[], None] | None) -> None:
-    shown = sys.stderr.fileno()
-    for descriptor in (1, 2):
-        if descriptor != shown:
-            os.dup2(shown, descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
-    kept = os.dup2(connection.fileno(), 3) if connection.fileno() != 3 else 3
+def _answer(
+    job: dict[str, Any], connection: socket.socket, join: Callable[[], None] | None
+) -> None:
+    kept, shown = os.dup(connection.fileno()), os.dup(sys.stderr.fileno())
     connection.detach()
-    os.closerange(4, 65536 if sys.platform == "darwin" else os.sysconf("SC_OPEN_MAX"))
+    os.dup2(kept, 3)
+    os.dup2(shown, 4)
+    os.closerange(5, os.sysconf("SC_OPEN_MAX"))
+    sys.stdout = sys.stderr = os.fdopen(4, "w", buffering=1, closefd=False)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     if join is not None:
         join()
@@ -117,15 +117,13 @@ def _answer(job: dict[str, Any], connection: socket.socket, join: Callable[[], N
 
     from minitext.book.grading.remote import End, line_in
 
-    end = End(
-        socket.socket(fileno=kept), trusted=False, line_of=line_in(job["filename"])
-    )
+    end = End(socket.socket(fileno=3), trusted=False, line_of=line_in(job["filename"]))
     exercise = types.SimpleNamespace(**job["exercise"])
     pieces = [source.Piece(*piece) for piece in job["pieces"]]
     try:
         fn = load(pieces, exercise, job["filename"], registered=True)
     except Refused as error:
-        end._send(["refused", str(error)])  # noqa: SLF001
+        end._send(["refused", str(error)])
         os._exit(0)
-    end._send(["loaded", end.lend(fn)])  # noqa: SLF001
+    end._send(["loaded", end.lend(fn)])
     end.serve()

@@ -2,8 +2,8 @@
 
 On Linux: namespaces of its own (its processes end with it, and it sees no others), Landlock (it reads Python, JAX and
 minitext, and writes only to its own folder) and no privileges. Whatever of this a system refuses is left out: the
-verdict doesn't depend on it, since nothing of the answer runs where that is made. `forbid_by_audit` works everywhere and
-words what it refuses for the learner.
+verdict doesn't depend on it, since nothing of the answer runs where that is made. `forbid_by_audit` works everywhere,
+and words what it refuses for the learner.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_NEW_USER, _NEW_PID, _NEW_MOUNTS, _NEW_NET, _NEW_IPC = 0x10000000, 0x20000000, 0x00020000, 0x40000000, 0x08000000  # fmt: skip
+_NEW_USER, _NEW_PID, _NEW_MOUNTS, _NEW_NET, _NEW_IPC = 1 << 28, 1 << 29, 1 << 17, 1 << 30, 1 << 27
 _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
@@ -65,10 +65,7 @@ def fork_inside(body: Callable[[], None], network: bool = False) -> int:
         die_with_parent()
         os.setsid()
         if _unshare(network):
-            inner = os.fork()  # the first process of the new process namespace: all others end with it
-            if inner:
-                _pass_on(inner)
-            die_with_parent()
+            _go_inside()
         body()
     except BaseException:
         traceback.print_exc()  # shown with the answer's own output
@@ -77,16 +74,38 @@ def fork_inside(body: Callable[[], None], network: bool = False) -> int:
     raise AssertionError
 
 
-def _pass_on(inner: int) -> None:
-    for descriptor in range(3, 256):
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _, status = os.waitpid(inner, 0)
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        signal.signal(number, signal.SIG_DFL) if number not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+def _go_inside() -> None:
+    """Forks into the new process namespace; returns there, while the calling process waits and ends likewise.
+
+    The namespace's first process only waits: signals that it doesn't handle don't reach such a process.
+    """
+    read, write = os.pipe()
+    if os.fork():
+        os.close(write)
+        _close_from(3, read)
+        status = int.from_bytes(os.read(read, 4), "little")
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        os._exit(os.WEXITSTATUS(status))
+    die_with_parent()
+    body = os.fork()
+    if body:
+        _close_from(3, write)
+        found, status = 0, 0
+        while found != body:
+            found, status = os.wait()
+        os.write(write, status.to_bytes(4, "little"))
+        os._exit(0)  # and all that is left in the namespace ends
+    os.close(write)
+    die_with_parent()
+
+
+def _close_from(first: int, kept: int) -> None:
+    os.closerange(first, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _unshare(network: bool) -> bool:
@@ -127,19 +146,20 @@ def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     if version < 1:
         return
     changes = _CHANGES | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
-    rules = _Rules(_WRITE | _READ_FILE | _EXECUTE | changes, 0, 3 if version >= 6 else 0)
+    everything = _WRITE | _READ_FILE | _EXECUTE | changes
+    rules = _Rules(everything, 0, 3 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
     handle = libc.syscall(_LANDLOCK_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), 0)
     if handle < 0:
         return
     files = _READ_FILE | _EXECUTE
     allowed = {Path(name): files for name in _SYSTEM} | dict.fromkeys(readable, files)
-    allowed |= {Path("/dev"): files | _WRITE} | dict.fromkeys(writable, rules.files)
+    allowed |= {Path("/dev"): files | _WRITE} | dict.fromkeys(writable, everything)
     for path, rights in allowed.items():
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             if not path.is_dir():
-                rights &= _READ_FILE | _WRITE | _EXECUTE | (1 << 14 if version >= 3 else 0)
+                rights &= files | _WRITE | (1 << 14 if version >= 3 else 0)
             below = _Below(rights, descriptor)
             libc.syscall(_LANDLOCK_ADD, handle, 1, ctypes.byref(below), 0)
             os.close(descriptor)
@@ -177,7 +197,9 @@ def forbid_by_audit(hidden: Iterable[Path]) -> None:
         what = ""
         if event in _FILES:
             for path in args[:2]:
-                if isinstance(path, (str, bytes)) and (realpath(fsdecode(path)) + os.sep).startswith(folders):
+                if isinstance(path, (str, bytes)) and (
+                    realpath(fsdecode(path)) + os.sep
+                ).startswith(folders):
                     what = "opening the solutions or the checks"
         elif event in _NETWORK:
             what = f"the network ({event})"

@@ -1,7 +1,7 @@
 """Real processes for exercises about several processes: a check starts them, joins them into one JAX job and ends them.
 
-Each is a pair like the one that grades any answer: a process that runs the check's body, and one that runs the answer for
-it. The deciding processes are one JAX job, the answering ones another, so that a sharding means the same in both.
+Each is a pair like the one that grades any answer: a process that runs the check's body, and one that runs the answer
+for it. The deciding processes are one JAX job, the answering ones another, so a sharding means the same in both.
 """
 
 import base64
@@ -180,12 +180,12 @@ def _listen(started: list[subprocess.Popen], seconds: float) -> list[Peer]:
                 deadline = time.monotonic() + seconds
         elif kind == "say":
             peers[index].said.append(value)
-        elif kind == "return":
-            peers[index].value, peers[index].done = value, True
-        elif kind == "raise":
-            peers[index].error = value
         else:
             running.discard(index)
+            if kind == "return":
+                peers[index].value, peers[index].done = value, True
+            elif kind == "raise":
+                peers[index].error = value
             if not peers[index].done:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return peers
@@ -218,7 +218,7 @@ def main() -> None:
         confine.adopt_orphans()
     threading.Thread(target=_until_closed, daemon=True).start()
     _join(port, processes, index, devices)
-    if connection is not None:
+    if far is not None and connection is not None:
         fn = remote_function(far, connection)
     lock = threading.Lock()
 
@@ -232,7 +232,7 @@ def main() -> None:
         send("return", body(lambda x: send("say", x), fn, *args))
     except BaseException as error:
         send("raise", (type(error).__name__, _first_line(error)))
-    os._exit(0)  # a normal exit would wait for the others
+    threading.Event().wait()  # until all have said what they did: the first to leave would end the others
 
 
 def remote_function(job: dict[str, Any], connection: socket.socket) -> Any:

@@ -59,7 +59,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write,),
-                env=_environment(self._devices, self._cache),
+                env=_environment(self._devices, self._cache) | {"TMPDIR": folder},
                 cwd=folder,
                 start_new_session=True,
             )
@@ -182,7 +182,9 @@ def children() -> list[psutil.Process]:
 def _kill(process: subprocess.Popen) -> None:
     """Kills the worker and all that it and its children started, in whatever group or session they are."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process.pid, signal.SIGSTOP)  # it adopts orphans as long as it lives, so they can be found
+        os.kill(
+            process.pid, signal.SIGSTOP
+        )  # it adopts orphans as long as it lives, so they can be found
     while len(family := _family(process.pid)) > 1 and any(_end(member) for member in family[1:]):
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError, PermissionError):

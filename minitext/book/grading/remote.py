@@ -4,8 +4,8 @@ An `End` calls the other side's functions and serves calls of its own. What a ca
 or any other object is lent and stays at home. So nothing of an answer ever runs where its verdict is made.
 
 A call whose arguments are traced is traced on the other side, and comes back as a jaxpr, which the caller evaluates on
-its own tracers: the answer can stand under `jit`, `grad`, `vmap`, `scan` and `shard_map`, and what a compiler makes of it
-is made by the caller. A mutable object that both sides know is kept the same: each message carries what has changed.
+its own tracers: the answer can stand under `jit`, `grad`, `vmap`, `scan` and `shard_map`, and it is the caller who
+compiles it. A mutable object that both sides know is kept the same: each message carries what has changed.
 """
 
 import builtins
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax._src import config, core, linear_util, tree_util
 from jax._src import mesh as meshes
+from jax._src.frozen_dict import FrozenDict
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 
@@ -32,12 +33,32 @@ from minitext.book.grading.evaluate import Gone
 from minitext.book.grading.wire import Codec, Unfit
 
 KEPT = 32  # results whose later changes are still passed on
+_CLOSED = "the answer closed its connection to the grader"
 DEEPEST = 60  # calls within calls
 
 # Methods that an object's class may have and its stand-in then has too; never `__eq__`, `__array__`, `__bool__`, ...
-_METHODS = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__contains__", "__enter__", "__exit__")  # fmt: skip
+_METHODS = (
+    "__call__",
+    "__iter__",
+    "__next__",
+    "__len__",
+    "__getitem__",
+    "__contains__",
+    "__enter__",
+    "__exit__",
+)
 # What the deciding side's objects can do besides; it never asks this of the answer's.
-_MORE = ("__float__", "__int__", "__index__", "__bool__", "__setitem__", "__lt__", "__le__", "__gt__", "__ge__")  # fmt: skip
+_MORE = (
+    "__float__",
+    "__int__",
+    "__index__",
+    "__bool__",
+    "__setitem__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+)
 # Settings of JAX that tracing reads.
 _SETTINGS = (
     "enable_x64",
@@ -100,6 +121,7 @@ class RemoteFunction(Remote):
         raise AttributeError(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function there."""
         return self._end.ask(self._number, "__call__", args, kwargs)
 
     def __repr__(self) -> str:
@@ -113,6 +135,7 @@ class RemoteType(type):
     _number: int
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an object there."""
         return cls._end.ask(cls._number, "__call__", args, kwargs)
 
 
@@ -132,7 +155,9 @@ class Node:
         found = cls._end.ask(cls._number, "attribute", (self, name), {})
         if not isinstance(found, BoundMethod):
             return found
-        return lambda *args, **kwargs: cls._end.ask(cls._number, "method", (self, name, *args), kwargs)
+        return lambda *args, **kwargs: cls._end.ask(
+            cls._number, "method", (self, name, *args), kwargs
+        )
 
 
 @dataclasses.dataclass
@@ -171,7 +196,11 @@ class RemoteJitted(RemoteFunction):
         closed = jax.make_jaxpr(flat)(*arrays)
         if len(closed.eqns) == 1 and closed.eqns[0].primitive.name == "jit":
             (eqn,) = closed.eqns
-            given = {v: flag for v, flag in zip(eqn.invars, eqn.params["donated_invars"], strict=True) if isinstance(v, core.Var)}  # fmt: skip
+            given = {
+                v: flag
+                for v, flag in zip(eqn.invars, eqn.params["donated_invars"], strict=True)
+                if isinstance(v, core.Var)
+            }
             donated = [i for i, v in enumerate(closed.jaxpr.invars) if given.get(v, False)]
             settings["donate_argnums"] = tuple(donated)
         return jax.jit(flat, **settings).trace(*arrays)
@@ -239,7 +268,9 @@ class End:
         methods = [m for m in self._served() if hasattr(type(x), m)] if kind == "object" else []
         return ["lent", number, kind, name, type(x).__name__, methods, _argument_names(x)]
 
-    def borrow(self, number: int, kind: str, name: str, cls: str, methods: list, names: list) -> Any:  # fmt: skip
+    def borrow(
+        self, number: int, kind: str, name: str, cls: str, methods: list, names: list
+    ) -> Any:
         """The stand-in for an object of the other side; always the same for the same object."""
         if number not in self._borrowed:
             made: Any = {"jitted": RemoteJitted, "function": RemoteFunction}.get(kind)
@@ -271,14 +302,19 @@ class End:
 
     def is_theirs(self, x: Any) -> bool:
         """Whether an object stands for one of the other side."""
-        return isinstance(x, (Remote, RemoteType)) and x._end is self  # noqa: SLF001
+        return isinstance(x, (Remote, RemoteType)) and x._end is self
 
     def node_of(self, x: Any) -> tuple[type, tuple, Any] | None:
         """Class, children and rest of an object of a class that the answer registered as a pytree, else None."""
         if isinstance(x, Node):
             return type(x), x.children, x.rest
-        entry = None if self.trusted else tree_util._registry.get(type(x))  # noqa: SLF001
-        if entry is None or type(x).__module__.split(".")[0] in ("jax", "flax", "optax", "minitext"):
+        entry = None if self.trusted else tree_util._registry.get(type(x))
+        if entry is None or type(x).__module__.split(".")[0] in (
+            "jax",
+            "flax",
+            "optax",
+            "minitext",
+        ):
             return None
         children, rest = entry.to_iter(x)
         return type(x), tuple(children), rest
@@ -286,22 +322,23 @@ class End:
     def make_node(self, cls: Any, children: tuple, rest: Any) -> Any:
         """The object of a class with these children."""
         if not self.trusted:
-            return tree_util._registry[cls].from_iter(rest, children)  # noqa: SLF001
+            return tree_util._registry[cls].from_iter(rest, children)
         if not isinstance(cls, RemoteType):
             raise Unfit("an object of an unknown class")
 
-        def make(rest: Any, children: Any) -> Node:
-            made = object.__new__(cls)
+        def make(rest: Any, children: Any) -> Any:
+            made: Any = object.__new__(cls)
             made.children, made.rest = tuple(children), rest
             return made
 
-        if cls not in tree_util._registry:  # noqa: SLF001
-            jax.tree_util.register_pytree_node(cls, lambda x: (x.children, x.rest), make)
+        if cls not in tree_util._registry:
+            kind: Any = cls
+            jax.tree_util.register_pytree_node(kind, lambda x: (x.children, x.rest), make)
         return make(rest, children)
 
     def reference_of(self, x: Remote) -> int:
         """The number by which the other side knows its object."""
-        return x._number  # noqa: SLF001
+        return x._number
 
     def shared_number(self, x: Any) -> int | None:
         """The number of an object that both sides have, or None."""
@@ -333,7 +370,9 @@ class End:
         if self._outer is None:
             raise Unfit("a traced value where none can be")
         if number not in self._captured:
-            self._captured[number] = captured_p.bind_with_trace(self._outer, (), (), {"number": number, "aval": aval})  # fmt: skip
+            self._captured[number] = captured_p.bind_with_trace(
+                self._outer, (), (), {"number": number, "aval": aval}
+            )
         return self._captured[number]
 
     def _remember(self, number: int, x: Any) -> None:
@@ -362,7 +401,11 @@ class End:
         found = []
         for number, shared in list(self._shared.items()):
             if shared.seen is not None and _look(shared.thing) != shared.seen:
-                content = ["deleted"] if isinstance(shared.thing, jax.Array) else codec.content(shared.thing)  # fmt: skip
+                content = (
+                    ["deleted"]
+                    if isinstance(shared.thing, jax.Array)
+                    else codec.content(shared.thing)
+                )
                 found.append([number, content])
         return found
 
@@ -396,9 +439,9 @@ class End:
         back = Codec(self)
         try:
             self._apply(back, changes)
-            if kind == "raise":
-                error = self._error(back, *rest)
-            else:
+            error = self._error(back, *rest) if kind == "raise" else None
+            result, said = None, []
+            if error is None:
                 value, jaxpr, said = rest
                 if jaxpr is not None:
                     closed, outer = back.decode(jaxpr[0]), [self._tracers[i] for i in jaxpr[1]]
@@ -410,12 +453,16 @@ class End:
             raise Gone(f"its answer can't be read: {broken}") from broken
         self._settle()
         self._forget(codec.met)
-        if kind == "raise":
+        if error is not None:
             raise error
         self._keep(back.met)
         for category, text in said:
             cls = getattr(builtins, str(category), UserWarning)
-            warnings.warn(str(text), cls if isinstance(cls, type) and issubclass(cls, Warning) else UserWarning, stacklevel=4)  # fmt: skip
+            warnings.warn(
+                str(text),
+                cls if isinstance(cls, type) and issubclass(cls, Warning) else UserWarning,
+                stacklevel=4,
+            )
         return result
 
     def _answer(self) -> list:
@@ -454,7 +501,9 @@ class End:
         finally:
             self._depth -= 1
 
-    def _reply(self, number: int, what: str, changes: list, given: list, avals: list, around: Any) -> list:  # fmt: skip
+    def _reply(
+        self, number: int, what: str, changes: list, given: list, avals: list, around: Any
+    ) -> list:
         taken: list[int] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -486,7 +535,9 @@ class End:
         self._keep(out.met)
         return ["return", changes, value, jaxpr, said]
 
-    def _traced(self, thing: Any, what: str, into: Codec, given: list, avals: list, around: Any) -> tuple:  # fmt: skip
+    def _traced(
+        self, thing: Any, what: str, into: Codec, given: list, avals: list, around: Any
+    ) -> tuple:
         types_ = [into.decode(aval) for aval in avals]
         outs: list[Any] = []
         before = self._outer, self._captured
@@ -544,7 +595,7 @@ class End:
         if what == "setattr":
             raise AttributeError(f"your answer changes {args[0]!r} of its argument")
         if what == "_cache_size" and not self.trusted:
-            return thing._cache_size()  # noqa: SLF001
+            return thing._cache_size()
         if what in ("jvp", "forward", "backward") and isinstance(thing, wire.Derivative):
             return getattr(thing, what)(*args)
         if what in self._served():
@@ -557,7 +608,9 @@ class End:
     def _may_read(self, thing: Any, name: str) -> bool:
         if isinstance(thing, wire.Derivative):
             return name in ("jvp", "forward", "backward")
-        plain = not isinstance(thing, (types.FunctionType, types.MethodType, types.ModuleType, type))
+        plain = not isinstance(
+            thing, (types.FunctionType, types.MethodType, types.ModuleType, type)
+        )
         return not self.trusted or (plain and self._readable(name))
 
     # -------------------------------------------------------------------------------- errors
@@ -610,18 +663,24 @@ class End:
         try:
             self.connection.sendall(wire.pack(message))
         except OSError:
-            raise Gone("it has ended") from None
+            raise Gone(_CLOSED) from None
 
     def _receive(self) -> list:
         size = int.from_bytes(self._exactly(8), "little")
         if size > wire.LARGEST:
-            raise Gone(f"its answer is {size / 2**30:.1f} GiB, want at most {wire.LARGEST / 2**30:g} GiB")  # fmt: skip
+            raise Gone(
+                f"its answer is {size / 2**30:.1f} GiB, want at most {wire.LARGEST / 2**30:g} GiB"
+            )
         try:
             message = wire.unpack(self._exactly(size))
         except Unfit as error:
             raise Gone(f"its answer can't be read: {error}") from None
         lengths = {"ask": (7,), "return": (5,), "raise": (3,), "loaded": (2,), "refused": (2,)}
-        if not isinstance(message, list) or not message or len(message) not in lengths.get(str(message[0]), ()):  # fmt: skip
+        if (
+            not isinstance(message, list)
+            or not message
+            or len(message) not in lengths.get(str(message[0]), ())
+        ):
             raise Gone("its answer can't be read: a message of an unknown form")
         return message
 
@@ -633,7 +692,7 @@ class End:
             except OSError:
                 piece = b""
             if not piece:
-                raise Gone("it has ended")
+                raise Gone(_CLOSED)
             pieces.append(piece)
             missing -= len(piece)
         return b"".join(pieces)
@@ -681,7 +740,7 @@ def _context(codec: Codec) -> list:
 def _within(codec: Codec, around: list) -> Iterator[None]:
     names, explicit, (abstract, concrete), settings = around
     sizes = {codec.decode(k): v for k, v in names}
-    env = core.AxisEnv(core.FrozenDict(sizes), frozenset(), codec.decode(explicit))
+    env = core.AxisEnv(FrozenDict(sizes), frozenset(), codec.decode(explicit))
     previous = core.trace_ctx.axis_env
     found = codec.decode(concrete)
     with contextlib.ExitStack() as stack:

@@ -37,7 +37,9 @@ class Watched:
                 name = place if isinstance(place, str) else _name(self._fn, place)
                 text = f"your answer changes its argument {name}: work on a copy"
                 raise Failure(text, ("changes an argument", place))
-        watched = isinstance(result, types.FunctionType) or getattr(result, "watched", False) is True
+        watched = (
+            isinstance(result, types.FunctionType) or getattr(result, "watched", False) is True
+        )
         return Watched(result) if watched else result
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +89,9 @@ def _same(x: Any, copy: Any, depth: int = DEEPEST) -> bool:
             return x.shape == copy.shape and all(map(_identical, x.flat, copy.flat))
         return x.shape == copy.shape and x.dtype == copy.dtype and x.tobytes() == copy.tobytes()
     if type(x) in (list, tuple):
-        return len(x) == len(copy) and all(_same(a, b, depth - 1) for a, b in zip(x, copy, strict=True))
+        return len(x) == len(copy) and all(
+            _same(a, b, depth - 1) for a, b in zip(x, copy, strict=True)
+        )
     if not isinstance(x, (dict, set, bytearray)):
         parts = _parts(x)
         if parts is None:

@@ -24,7 +24,8 @@ import msgpack
 import numpy as np
 from jax._src import ad_checkpoint, config, core, effects, source_info_util
 from jax._src import mesh as meshes
-from jax._src.sharding_impls import UNSPECIFIED, SingleDeviceSharding, UnspecifiedValue
+from jax._src.named_sharding import UNSPECIFIED, UnspecifiedValue
+from jax._src.sharding_impls import SingleDeviceSharding
 from jax._src.state.types import AbstractRef
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -33,12 +34,17 @@ LARGEST = 2**30  # bytes of one message
 _MUTABLE = (list, dict, set, bytearray, np.ndarray, collections.deque)
 # Classes of these packages may be named in a message; those of others are lent.
 _KNOWN = ("jax", "jaxlib", "ml_dtypes", "minitext", "optax", "flax")
-_BUILTINS = {
-    cls.__name__: cls
-    for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None), object, range, slice)
-}  # fmt: skip
+_SIMPLE = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object, range)
+_BUILTINS = {cls.__name__: cls for cls in (*_SIMPLE, type(None), slice)}  # fmt: skip
 # They run Python, or something that isn't in the jaxpr.
 _UNFIT = ("callback", "ffi_call", "custom_call", "call_exported", "infeed", "outfeed", "triton")
+
+
+class _Leaf:
+    """Stands for any leaf of a pytree; some classes take a number for a part of their structure."""
+
+
+LEAF = _Leaf()
 
 
 class Unfit(Exception):
@@ -84,6 +90,8 @@ def lookup(module: str, name: str) -> Any:
     """
     if module == "builtins" and name in _BUILTINS:
         return _BUILTINS[name]
+    if module.startswith("minitext.book") and name != "BoundMethod":
+        raise Unfit(f"a message names {module}.{name}")
     if not (_trusted(module) or module.split(".")[0] in ("numpy", "fractions", "pathlib")):
         raise Unfit(f"a message names {module}.{name}")
     with contextlib.suppress(ImportError):
@@ -100,14 +108,30 @@ def dtype_of(name: str) -> Any:
     """The dtype with this name; `key<...>` is the dtype of random keys."""
     if name.startswith("key<"):
         return jax.random.key(0, impl=name[4:-1]).dtype
+    if "sem" in name:
+        return _semaphores()[name]()
     try:
         return np.dtype(name)
     except TypeError:
         return jax.numpy.dtype(name)
 
 
+def _semaphores() -> dict[str, type]:
+    """The dtypes of Pallas's semaphores by name."""
+    from jax._src.pallas.core import AbstractSemaphoreTy
+
+    found, rest = {}, [AbstractSemaphoreTy]
+    while rest:
+        cls = rest.pop()
+        rest += cls.__subclasses__()
+        found[getattr(cls, "name", "")] = cls
+    return found
+
+
 def dtype_name(dtype: Any) -> str:
     """A name from which `dtype_of` makes the dtype again."""
+    if _is_key_dtype(dtype):
+        return f"key<{dtype._impl.name}>"
     if isinstance(dtype, np.dtype):
         if dtype.kind in "US" or not dtype.isnative:
             return dtype.str
@@ -123,9 +147,15 @@ def _is_mutable(x: Any) -> bool:
 def fingerprint(x: Any) -> Any:
     """What changes when a mutable container or a NumPy array is changed in place."""
     if isinstance(x, np.ndarray):
-        return (x.shape, str(x.dtype), x.tobytes() if x.dtype.kind != "O" else tuple(map(id, x.flat)))
+        return (
+            x.shape,
+            str(x.dtype),
+            x.tobytes() if x.dtype.kind != "O" else tuple(map(id, x.flat)),
+        )
     if isinstance(x, dict):
-        return tuple((id(k), id(v), v if type(v) in (int, float, str) else None) for k, v in x.items())
+        return tuple(
+            (id(k), id(v), v if type(v) in (int, float, str) else None) for k, v in x.items()
+        )
     if isinstance(x, bytearray):
         return bytes(x)
     if isinstance(x, set):
@@ -134,18 +164,16 @@ def fingerprint(x: Any) -> Any:
 
 
 class Codec:
-    """One message in one direction.
-
-    The arguments say what to do with what isn't data: `lend(x)` gives a reference for an object, `borrow(...)` the
-    object for one; `shared` holds mutable objects known to both sides.
+    """One message in one direction, of one end of the connection (`remote.End`), which knows what isn't data.
 
     Attributes:
+        end: lends this side's objects, and borrows the other's.
         tracers: the tracers met while encoding, in order; the message has their numbers.
         values: what stands for the other side's tracers while decoding.
         met: numbers of the shared objects that this message introduced.
     """
 
-    def __init__(self, end: "End", values: list[Any] | None = None, tracing: bool = False):
+    def __init__(self, end: Any, values: list[Any] | None = None, tracing: bool = False):
         self.end = end
         self.values = values
         self.tracing = tracing
@@ -200,7 +228,13 @@ class Codec:
     def _array(self, x: np.ndarray) -> list:
         if x.dtype.kind == "O":
             return ["objects", list(x.shape), [self.encode(item) for item in x.flat]]
-        return ["array", dtype_name(x.dtype), list(x.shape), np.ascontiguousarray(x).tobytes(), x.flags.writeable]  # fmt: skip
+        return [
+            "array",
+            dtype_name(x.dtype),
+            list(x.shape),
+            np.ascontiguousarray(x).tobytes(),
+            x.flags.writeable,
+        ]
 
     def _encode_other(self, x: Any) -> Any:
         if isinstance(x, core.Tracer):
@@ -220,7 +254,7 @@ class Codec:
             module, name = _home(type(x))
             if _trusted(module):
                 return ["enum", module, name, x.name]
-        if isinstance(x, np.dtype) or isinstance(x, jax.numpy.dtype) or _is_key_dtype(x):
+        if isinstance(x, (np.dtype, jax.numpy.dtype)) or _is_key_dtype(x):
             return ["dtype", dtype_name(x)]
         if isinstance(x, np.random.Generator):
             return self._generator(x)
@@ -233,8 +267,9 @@ class Codec:
         if isinstance(x, pathlib.PurePath):
             return ["path", str(x)]
         if isinstance(x, jax.tree_util.PyTreeDef):
-            leaves = list(range(x.num_leaves))
-            return ["tree", self.encode(jax.tree_util.tree_unflatten(x, leaves))]
+            structure: Any = x
+            leaves = [LEAF] * structure.num_leaves
+            return ["tree", self.encode(jax.tree_util.tree_unflatten(structure, leaves))]
         if isinstance(x, jax.Device):
             return self._device(x)
         for cls, writer in _BASES:
@@ -296,13 +331,22 @@ class Codec:
         number = self.end.share(x)
         self.met.append(number)
         sharding = x.sharding if getattr(x, "_committed", True) else None
-        if isinstance(sharding, SingleDeviceSharding) and x.sharding.device_set == {jax.devices()[0]}:
+        if isinstance(sharding, SingleDeviceSharding) and x.sharding.device_set == {
+            jax.devices()[0]
+        }:
             sharding = None
         if x.is_deleted():
             value: Any = None
         elif not x.is_fully_addressable:
-            value = [[list(_bounds(s.index, x.shape)), self._array(np.asarray(s.data))] for s in x.addressable_shards]
-            return ["new", number, ["global", dtype_name(x.dtype), list(x.shape), self.encode(sharding), value]]  # fmt: skip
+            value = [
+                [list(_bounds(s.index, x.shape)), self._array(np.asarray(s.data))]
+                for s in x.addressable_shards
+            ]
+            return [
+                "new",
+                number,
+                ["global", dtype_name(x.dtype), list(x.shape), self.encode(sharding), value],
+            ]
         elif _is_key_dtype(x.dtype):
             value = self._array(np.asarray(jax.random.key_data(x)))
         else:
@@ -332,24 +376,30 @@ class Codec:
             devices = None
         kinds = [kind.name for kind in x.axis_types] if x.axis_types else None
         names, sizes = [self.encode(n) for n in x.axis_names], list(x.axis_sizes)
-        device = getattr(x if isinstance(x, AbstractMesh) else x.abstract_mesh, "abstract_device", None)  # fmt: skip
+        device = getattr(
+            x if isinstance(x, AbstractMesh) else x.abstract_mesh, "abstract_device", None
+        )
         if devices is None and isinstance(x, Mesh) and x.empty:
             return ["mesh", [[], [0]], names, [], kinds, None]
         return ["mesh", devices, names, sizes, kinds, self.encode(device)]
 
     def _sharding(self, x: NamedSharding) -> Any:
-        kind = x._memory_kind  # noqa: SLF001
+        kind = x._memory_kind
         return ["sharding", self._mesh(x.mesh), self._spec(x.spec), kind]
 
     def _spec(self, x: Any) -> Any:
-        marks = [self.encode(tuple(sorted(getattr(x, name, ())))) for name in ("unreduced", "reduced")]  # fmt: skip
+        marks = [
+            self.encode(tuple(sorted(getattr(x, name, ())))) for name in ("unreduced", "reduced")
+        ]
         return ["spec", [self.encode(part) for part in x], *marks]
 
     def _shaped(self, x: core.ShapedArray) -> Any:
         if type(x) is not core.ShapedArray:
             raise Unfit(f"a {type(x).__name__}")
         mat = x.manual_axis_type
-        marks = [self.encode(frozenset(getattr(mat, n))) for n in ("varying", "unreduced", "reduced")]  # fmt: skip
+        marks = [
+            self.encode(frozenset(getattr(mat, n))) for n in ("varying", "unreduced", "reduced")
+        ]
         shape = [self.encode(n) for n in x.shape]
         rest = [bool(x.weak_type), self._sharding(x.sharding), marks, self.encode(x.memory_space)]
         return ["shaped", shape, dtype_name(x.dtype), *rest]
@@ -392,7 +442,12 @@ class Codec:
         outs = [atom(v) for v in x.outvars]
         shown = x.debug_info
         paths = shown.result_paths if isinstance(shown.result_paths, tuple) else None
-        about = [str(shown.traced_for), str(shown.func_src_info), self.encode(shown.arg_names), self.encode(paths)]  # fmt: skip
+        about = [
+            str(shown.traced_for),
+            str(shown.func_src_info),
+            self.encode(shown.arg_names),
+            self.encode(paths),
+        ]
         result = ["jaxpr", *heads, body, outs, avals, self.encode(frozenset(x.effects)), about]
         self._jaxprs[id(x)] = (len(self._jaxprs), x)
         return result
@@ -400,14 +455,18 @@ class Codec:
     def _literal(self, x: Any) -> Any:
         if isinstance(x, (np.ndarray, np.generic, jax.Array)):
             data = np.asarray(x)
-            return ["literal", type(x) is np.ndarray, dtype_name(data.dtype), list(data.shape), data.tobytes()]  # fmt: skip
+            return [
+                "literal",
+                type(x) is np.ndarray,
+                dtype_name(data.dtype),
+                list(data.shape),
+                data.tobytes(),
+            ]
         return self.encode(x)
 
     def _equation(self, eqn: Any) -> list:
         ctx = [getattr(eqn.ctx, name) for name in _CONTEXT]
-        stack = [
-            [type(part).__name__, part.name] for part in eqn.source_info.name_stack.stack
-        ]
+        stack = [[type(part).__name__, part.name] for part in eqn.source_info.name_stack.stack]
         name = eqn.primitive.name
         if name in ("custom_jvp_call", "custom_vjp_call"):
             params = self._custom(eqn)
@@ -489,7 +548,9 @@ class Codec:
             x.clear()
             (x.update if isinstance(x, set) else x.extend)(items)
 
-    def _read_array(self, dtype: str, shape: list, data: bytes, writeable: bool = True) -> np.ndarray:  # fmt: skip
+    def _read_array(
+        self, dtype: str, shape: list, data: bytes, writeable: bool = True
+    ) -> np.ndarray:
         found = np.frombuffer(data, dtype_of(dtype)).reshape(shape).copy()
         found.flags.writeable = bool(writeable)
         return found
@@ -512,7 +573,9 @@ class Codec:
             return found
         plain = self._read_array(*value[1:])
         if dtype.startswith("key<"):
-            return jax.device_put(jax.random.wrap_key_data(plain, impl=dtype[4:-1]), where)
+            return jax.device_put(
+                jax.random.wrap_key_data(jax.numpy.asarray(plain), impl=dtype[4:-1]), where
+            )
         if weak:
             from jax._src.lax.lax import _convert_element_type
 
@@ -599,7 +662,9 @@ class Codec:
         found = tuple(self.decode(n) for n in names)
         types_ = kinds and tuple(meshes.AxisType[kind] for kind in kinds)
         if devices is None:
-            return AbstractMesh(tuple(sizes), found, axis_types=types_ or None, abstract_device=self.decode(device))  # fmt: skip
+            return AbstractMesh(
+                tuple(sizes), found, axis_types=types_ or None, abstract_device=self.decode(device)
+            )
         if not devices[0]:
             return meshes.empty_concrete_mesh
         by_id = {d.id: d for d in jax.devices()}
@@ -610,7 +675,10 @@ class Codec:
         return NamedSharding(self.decode(mesh), self.decode(spec), memory_kind=kind)
 
     def _read_spec(self, parts: list, unreduced: Any, reduced: Any) -> Any:
-        marks = {"unreduced": set(self.decode(unreduced)), "reduced": set(self.decode(reduced))}
+        marks: dict[str, Any] = {}
+        marks["unreduced"], marks["reduced"] = map(
+            frozenset, self._read_items([unreduced, reduced])
+        )
         return jax.P(*self._read_items(parts), **{k: v for k, v in marks.items() if v})
 
     def _read_shaped(self, shape, dtype, weak, sharding, marks, space) -> Any:
@@ -643,7 +711,17 @@ class Codec:
         eqns = []
         for primitive, params, eqn_effects, ctx, stack, ins, results in body:
             arguments = [atom(v) for v in ins]
-            eqns.append(self._read_equation(primitive, params, eqn_effects, ctx, stack, arguments, [bound(v) for v in results]))  # fmt: skip
+            eqns.append(
+                self._read_equation(
+                    primitive,
+                    params,
+                    eqn_effects,
+                    ctx,
+                    stack,
+                    arguments,
+                    [bound(v) for v in results],
+                )
+            )
         shown = core.DebugInfo(about[0], about[1], self.decode(about[2]), self.decode(about[3]))
         made = core.Jaxpr(
             [variables[i] for i in constvars], [variables[i] for i in invars], [atom(v) for v in outs],
@@ -669,15 +747,19 @@ class Codec:
         parts = {"Scope": source_info_util.Scope, "Transform": source_info_util.Transform}
         names = source_info_util.NameStack(tuple(parts[kind](str(name)) for kind, name in stack))
         where = source_info_util.new_source_info().replace(name_stack=names)
-        context = core.JaxprEqnContext._create(*self._read_items(ctx))  # noqa: SLF001
-        return core.JaxprEqn(arguments, results, operation, given, frozenset(self.decode(effs)), where, context)  # fmt: skip
+        context = core.JaxprEqnContext._create(*self._read_items(ctx))
+        return core.JaxprEqn(
+            arguments, results, operation, given, frozenset(self.decode(effs)), where, context
+        )
 
 
 _CONTEXT = [n for n in core.JaxprEqnContext.__slots__ if n not in ("configs", "__weakref__")]
 
 
 def _bounds(index: Any, shape: Any) -> tuple:
-    return tuple((i.start or 0, n if i.stop is None else i.stop) for i, n in zip(index, shape, strict=True))  # fmt: skip
+    return tuple(
+        (i.start or 0, n if i.stop is None else i.stop) for i, n in zip(index, shape, strict=True)
+    )
 
 
 def _is_key_dtype(x: Any) -> bool:
@@ -734,17 +816,16 @@ def custom_params(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
     if name == "custom_jvp_call":
         made: Any = jax.custom_jvp(call)
-        made.defjvp(lambda primals, tangents: tuple(rule.jvp(list(primals), [jax.custom_derivatives.instantiate_zeros(t) if hasattr(jax.custom_derivatives, "instantiate_zeros") else t for t in tangents])))  # fmt: skip
+        made.defjvp(lambda primals, tangents: tuple(rule.jvp(list(primals), list(tangents))))
     else:
         made = jax.custom_vjp(call)
-        made.defvjp(lambda *args: tuple(rule.forward(*args)), lambda kept, g: tuple(rule.backward(kept, list(g))))  # fmt: skip
-    jaxpr = jax.make_jaxpr(made)(*[_struct(a) for a in inner.in_avals])
+        made.defvjp(
+            lambda *args: tuple(rule.forward(*args)),
+            lambda kept, g: tuple(rule.backward(kept, list(g))),
+        )
+    jaxpr = jax.make_jaxpr(made)(*inner.in_avals)
     (eqn,) = jaxpr.jaxpr.eqns
     return eqn.params
-
-
-def _struct(aval: Any) -> Any:
-    return aval
 
 
 Reader = Callable[..., Any]
@@ -759,8 +840,15 @@ _WRITERS: dict[type, Callable[[Codec, Any], Any]] = {
     core.Jaxpr: Codec._jaxpr,
     core.ClosedJaxpr: Codec._closed,
     core.ShapedArray: Codec._shaped,
-    jax.ShapeDtypeStruct: lambda c, x: ["struct", list(x.shape), dtype_name(x.dtype), c.encode(x.sharding), bool(x.weak_type)],  # fmt: skip
+    jax.ShapeDtypeStruct: lambda c, x: [
+        "struct",
+        list(x.shape),
+        dtype_name(x.dtype),
+        c.encode(x.sharding),
+        bool(x.weak_type),
+    ],
     UnspecifiedValue: lambda c, x: ["unspecified"],
+    _Leaf: lambda c, x: ["leaf"],
     types.MappingProxyType: lambda c, x: c.encode(dict(x)),
     collections.OrderedDict: lambda c, x: c.encode(dict(x)),
     collections.Counter: lambda c, x: c.encode(dict(x)),
@@ -773,7 +861,10 @@ _BASES: tuple[tuple[Any, Callable[[Codec, Any], Any]], ...] = (
     (jax.P, Codec._spec),
     (AbstractRef, Codec._ref),
     (core.AbstractToken, lambda c, x: ["token"]),
-    (ad_checkpoint.SaveOnlyTheseNames, lambda c, x: ["policy", "save_only_these_names", sorted(x.saveable_names)]),  # fmt: skip
+    (
+        ad_checkpoint.SaveOnlyTheseNames,
+        lambda c, x: ["policy", "save_only_these_names", sorted(x.saveable_names)],
+    ),
 )
 _POLICIES = ("save_only_these_names", "save_any_names_but_these")
 _READERS: dict[str, Reader] = {
@@ -799,6 +890,7 @@ _READERS: dict[str, Reader] = {
     "module": Codec._read_module,
     "path": lambda c, text: pathlib.Path(text),
     "tree": Codec._read_tree,
+    "leaf": lambda c: LEAF,
     "named": Codec._read_named,
     "data": Codec._read_data,
     "model": Codec._read_model,
@@ -812,11 +904,15 @@ _READERS: dict[str, Reader] = {
     "shaped": Codec._read_shaped,
     "ref": Codec._read_ref,
     "token": lambda c: core.abstract_token,
-    "policy": lambda c, name, names: getattr(jax.checkpoint_policies, _POLICIES[_POLICIES.index(name)])(*map(str, names)),  # fmt: skip
+    "policy": lambda c, name, names: getattr(
+        jax.checkpoint_policies, _POLICIES[_POLICIES.index(name)]
+    )(*map(str, names)),
     "closed": Codec._read_closed,
     "jaxpr": Codec._read_jaxpr,
     "again": Codec._read_again,
     "literal": Codec._read_literal,
-    "struct": lambda c, shape, dtype, sharding, weak: jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), sharding=c.decode(sharding), weak_type=weak),  # fmt: skip
+    "struct": lambda c, shape, dtype, sharding, weak: jax.ShapeDtypeStruct(
+        tuple(shape), dtype_of(dtype), sharding=c.decode(sharding), weak_type=weak
+    ),
     "unspecified": lambda c: UNSPECIFIED,
 }

@@ -1,8 +1,8 @@
 """The deciding process: grades one answer, or tries out the maintainers' stubs and mutants.
 
 `process` starts it as `python -m minitext.book.grading.worker FD`. It reads its job from standard input and writes JSON
-lines to FD. No line of the learner's runs here: `answering` runs the answer in a process forked for it, which has neither
-FD nor the checks.
+lines to FD. No line of the learner's runs here: `answering` runs the answer in a process forked for it, which has
+neither FD nor the checks.
 """
 
 import contextlib
