@@ -281,6 +281,9 @@ class Codec:
         """A named tuple, a data class or a model of settings by its fields, or a reference."""
         cls = type(x)
         module, name = _home(cls)
+        single = _SINGLE.get(name)
+        if single and module == "jax._src.pallas.core":
+            return ["single", name]
         if _trusted(module) and "<locals>" not in name:
             if isinstance(x, tuple) and hasattr(cls, "_fields"):
                 return ["named", module, name, [self.encode(item) for item in x]]
@@ -828,6 +831,16 @@ def custom_params(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return eqn.params
 
 
+# Objects of which there is one, by the name of its class; Pallas compares them by identity.
+_SINGLE = {"DynamicGridDim": "dynamic_grid_dim", "NoBlockSpec": "no_block_spec"}
+
+
+def _read_single(codec: Codec, name: str) -> Any:
+    from jax._src.pallas import core as pallas
+
+    return getattr(pallas, _SINGLE[name])
+
+
 Reader = Callable[..., Any]
 _WRITERS: dict[type, Callable[[Codec, Any], Any]] = {
     frozenset: lambda c, x: ["frozenset", [c.encode(item) for item in sorted(x, key=repr)]],
@@ -890,6 +903,7 @@ _READERS: dict[str, Reader] = {
     "module": Codec._read_module,
     "path": lambda c, text: pathlib.Path(text),
     "tree": Codec._read_tree,
+    "single": _read_single,
     "leaf": lambda c: LEAF,
     "named": Codec._read_named,
     "data": Codec._read_data,
