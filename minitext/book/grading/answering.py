@@ -13,16 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minitext.book.grading import confine, source
+from minitext.book.grading import confine, evaluate, source
+from minitext.book.grading.evaluate import Refused
 from minitext.book.grading.registry import PACKAGE, Exercise
 
 ANSWER_MODULE = "answer"  # module name under which a learner's source runs
 FILE_BYTES = 2**30  # the largest file that an answer may write
 HIDDEN = ("solutions", "checks", "notebooks", "book", ".git", "_exercises", "_build")
-
-
-class Refused(BaseException):
-    """A verdict that doesn't come from a check; the message is for the learner."""
 
 
 def load(pieces: list[source.Piece], exercise: Any, filename: str, registered: bool) -> Any:
@@ -51,8 +48,6 @@ def load(pieces: list[source.Piece], exercise: Any, filename: str, registered: b
     except BaseException as error:
         if isinstance(error, NotImplementedError) and error.args == (exercise.id,):
             return _stub(exercise.id)
-        from minitext.book.grading import evaluate
-
         result = evaluate.raised("", error, None, filename)
         raise Refused(f"the file fails when it is run: {result.message}") from None
     _look_for_forbidden(module, exercise)

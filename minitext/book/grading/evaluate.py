@@ -12,6 +12,10 @@ from minitext.book.grading.trial import Failure, Trial, distance
 from minitext.book.grading.watch import Watched
 
 
+class Refused(BaseException):
+    """A verdict that doesn't come from a check; the message is for the learner."""
+
+
 class Gone(BaseException):
     """The answering process has ended, or sends what it may not: the grading of this answer is over."""
 

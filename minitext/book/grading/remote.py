@@ -28,8 +28,7 @@ from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 
 from minitext.book.grading import wire
-from minitext.book.grading.answering import Refused
-from minitext.book.grading.evaluate import Gone
+from minitext.book.grading.evaluate import Gone, Refused
 from minitext.book.grading.wire import Codec, Unfit
 
 KEPT = 32  # results whose later changes are still passed on
@@ -748,7 +747,8 @@ def _within(codec: Codec, around: list) -> Iterator[None]:
             setting = getattr(config, name)
             stack.callback(setting.set_local, setting.swap_local(codec.decode(value)))
         if isinstance(found, jax.sharding.Mesh) and not found.empty:
-            stack.enter_context(jax.set_mesh(found))
+            mesh = config.device_context  # `jax.set_mesh` refuses inside of `jit`
+            stack.callback(mesh.set_local, mesh.swap_local(found))
         stack.enter_context(meshes.use_abstract_mesh(codec.decode(abstract)))
         core.trace_ctx.set_axis_env(env)
         try:

@@ -362,7 +362,7 @@ class Codec:
         return self.end.lend(x)
 
     def _primitive(self, x: Any) -> Any:
-        place = primitives().get(id(x))
+        place = _operations().get(id(x))
         if place is None:
             raise Unfit(f"the operation {x.name!r}, which JAX does not have")
         return ["primitive", *place]
@@ -772,7 +772,7 @@ def _is_key_dtype(x: Any) -> bool:
 _PRIMITIVES: dict[int, tuple[str, str]] = {}
 
 
-def primitives() -> dict[int, tuple[str, str]]:
+def _operations() -> dict[int, tuple[str, str]]:
     """Where each of JAX's operations is defined: (module, name) by identity."""
     if not _PRIMITIVES or len(sys.modules) != _PRIMITIVES.get(-1, (0,))[0]:
         for module in [name for name in sys.modules if name.startswith("jax._src.")]:

@@ -66,7 +66,7 @@ def grade_answer(job: dict, send: Send) -> None:
             swallow=BaseException,
             before_check=before_check,
         ).run()
-    except (answering.Refused, evaluate.Gone) as error:
+    except (evaluate.Refused, evaluate.Gone) as error:
         told = str(error)
         if isinstance(error, evaluate.Gone):
             told = _ended(pid) or told
@@ -133,7 +133,7 @@ def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list
     try:
         fn = answering.load(pieces, exercise, f"{job['stem']}.py", registered=False)
         attempt = evaluate.Attempt(exercise, fn, job["seed"], job["learner"]).run()
-    except answering.Refused as error:
+    except evaluate.Refused as error:
         return ["stub", name, False, str(error), 0.0]
     good = attempt.untouched and not attempt.checks
     return ["stub", name, good, "" if good else "counts as an attempt", attempt.seconds]
