@@ -7,7 +7,11 @@ export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 ON_CPU := JAX_PLATFORMS=cpu
 
-.PHONY: help train test audit test-gpu-aot book lab grade check sync clean
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+
+.PHONY: help train test audit notebooks test-gpu-aot book lab grade check sync clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -18,8 +22,14 @@ train: .venv/base  ## train a small language model on your Python's own source t
 test: .venv/test  ## run every test but those of audit, test-gpu-aot and book
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit and not gpu_aot' $(ARGS)
 
-audit: .venv/test  ## long proofs: programs for TPUs against predictions, and all exercises (half an hour)
-	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m audit $(ARGS)
+audit: .venv/test  ## long proofs: programs for TPUs against predictions, properties from fresh seeds, exercises with 20 (hours)
+	@echo "properties and exercises start from SEED=$(SEED): make audit SEED=$(SEED) repeats them"
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m '(audit or hypothesis) and not gpu_aot' --hypothesis-profile=search \
+		--hypothesis-seed=$(SEED) $(ARGS)
+	$(MAKE) notebooks ARGS=
+
+notebooks: .venv/dev  ## run every chapter in environments that its readers would have (two hours; ARGS="--help")
+	$(BIN)/python benchmarks/notebooks.py $(ARGS)
 
 test-gpu-aot: .venv-gpu/made  ## compile every GPU kernel for an H100 without one (installs 4 GB into .venv-gpu)
 	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/kernels/test_gpu.py tests/compiler/test_aot.py $(ARGS)
@@ -49,7 +59,7 @@ sync: .venv/book  ## rewrite exercise stubs, their cells in the chapters, and th
 	$(ON_CPU) $(BIN)/python book/sync.py
 
 clean:  ## remove what can be made again (not runs/)
-	rm -rf .venv .venv-gpu _build book/_generated dist
+	rm -rf .venv .venv-gpu .venv-notebooks _build book/_generated dist
 
 .venv/made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minitext needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

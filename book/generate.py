@@ -5,19 +5,22 @@ Run before the book is built, as `make book` does:
     python book/generate.py
 """
 
+import ast
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import minitext
 from minitext import hardware as hw
-from minitext.config import config
+from minitext.config import config, maxtext
 
 BOOK = Path(__file__).resolve().parent
 OUT = BOOK / "_generated"
@@ -127,7 +130,7 @@ def default_text(value: Any) -> str:
 def configuration() -> str:
     """The page about settings: every key with its type, default and meaning."""
     sections: dict[str, list[list[str]]] = {}
-    for key, field in config.keys().items():
+    for key, field in config.layout().keys.items():
         default = default_text(field.default)
         row = [f"`{key}`", type_text(field.annotation) + limits_text(field), default]
         sections.setdefault(key.split(".")[0], []).append([*row, str(field.description)])
@@ -171,6 +174,71 @@ configuration came from.
 def preset_file(name: str) -> Path:
     """The YAML file of a preset."""
     return Path(config.__file__).parent / "presets" / f"{name}.yml"
+
+
+# In the answers to MaxText's keys: our keys with their values, commands, options, files and environment variables.
+LITERAL = re.compile(
+    r"\b(?:" + "|".join(config.Config.model_fields) + r")\.[\w.]*\w(?:=(?:\w+|\[\w+\]))?"
+    r"|\bminitext\.[\w.]*\w|(?:target|slices)=[\w:]+|RUN/[\w.]*\w|--[\w-]+|\b[A-Z]+_[A-Z_]+\b"
+)
+
+
+def maxtext_keys() -> str:
+    """MaxText's keys and minitext's answers, a section for each group of `minitext/config/maxtext.yml`."""
+
+    def code(text: str) -> str:
+        return LITERAL.sub(lambda found: f"`{found[0]}`", text)
+
+    def names(row: dict[str, Any]) -> str:
+        keys = ", ".join(f"`{key}`" for key in row["maxtext"])
+        return f"{keys} (removed in {row['until']})" if "until" in row else keys
+
+    parts = []
+    for group in maxtext.groups():
+        found = [
+            [names(row), code(row["here"]), code(row.get("note", ""))]
+            for row in group["rows"]
+            if "here" in row
+        ]
+        lacking = [
+            f"- {names(row)}: {code(row['none'])}"
+            + (f" ({code(row['note'])})" if "note" in row else "")
+            for row in group["rows"]
+            if "none" in row
+        ]
+        parts.append(f"### {group['title']}")
+        parts += [table(["There", "Here", "Note"], found)] if found else []
+        parts += ["No key here:\n\n" + "\n".join(lacking)] if lacking else []
+    return "\n\n".join(parts) + "\n"
+
+
+def size() -> str:
+    """How much there is to read: lines of the package's code, without blank lines, comments and docstrings."""
+    files = sorted(Path(minitext.__path__[0]).rglob("*.py"))
+    count = 0
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        words = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        documented = [node for node in ast.walk(ast.parse(source)) if isinstance(node, words)]
+        lines = {
+            line
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type not in LAYOUT
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+        for node in documented:
+            if ast.get_docstring(node, clean=False) is not None:
+                lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        count += len(lines)
+    return (
+        f"The package has {count:,} lines of code in {len(files)} files, without comments and docstrings. "
+        "[The house](house.md) shows which of them a training run passes through.\n"
+    )
+
+
+LAYOUT = {
+    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER
+}  # fmt: skip
 
 
 def letters() -> str:
@@ -276,6 +344,8 @@ def main() -> None:
         "hardware.md": hardware(),
         "configuration.md": configuration(),
         "letters_table.md": letters(),
+        "maxtext_keys.md": maxtext_keys(),
+        "size.md": size(),
         "first_result.md": first_result(),
         **reference(),
         **house.parts(),

@@ -2,7 +2,8 @@
 
     python book/measured.py [RESULTS [OUT]]     (writes OUT/measured.md and OUT/measured.svg)
 
-Numbers on the page are the records' own; nothing is measured here.
+Numbers on the page are the records' own; nothing is measured here. Records of the repository's own commands are in
+benchmarks/results. Those in its folder `elsewhere` are figures taken down on another processor.
 """
 
 import json
@@ -12,7 +13,8 @@ from typing import Any
 
 from generate import OUT, table
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, NOTEBOOKS = ROOT / "benchmarks" / "results", ROOT / "notebooks"
 Record = dict[str, Any]
 
 
@@ -26,6 +28,12 @@ def newest(results: Path) -> dict[str, list[Record]]:
     return {name: sorted(records, key=lambda r: r["date"]) for name, records in found.items()}
 
 
+def elsewhere(results: Path) -> Record:
+    """The newest figures that were taken down on another processor."""
+    newest_of_all = max((results / "elsewhere").glob("*.json"), key=lambda path: path.stem[-10:])
+    return json.loads(newest_of_all.read_text(encoding="utf-8"))
+
+
 def taken_on(records: list[Record]) -> str:
     """A sentence on when, where and with what figures were taken."""
     machine = records[-1]["machine"]
@@ -33,10 +41,8 @@ def taken_on(records: list[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     script = records[-1]["benchmark"]
-    return (
-        f"`benchmarks/{script}.py`, {when}, {machine['cores']} cores of {machine['processor']}; "
-        f"Python {machine['python']}, {versions}."
-    )
+    where = f"`benchmarks/{script}.py`, {when}, {machine['cores']} cores of {machine['processor']}"
+    return f"{where}; Python {machine['python']}, {versions}." if versions else f"{where}."
 
 
 def train_cpu(records: list[Record]) -> str:
@@ -212,6 +218,18 @@ def step_time(records: list[Record]) -> str:
     )
 
 
+def prediction_errors(records: list[Record]) -> str:
+    """How far predicted steps are from published ones, in a sentence or two for the page of limits."""
+    runs = records[-1]["runs"]
+    errors = [f"{run['error']:+.0%} for {name} ({run['kind']})" for name, run in runs.items()]
+    inside = sum(run["published_in_interval"] for run in runs.values())
+    return (
+        f"The record of {records[-1]['date']} has {len(runs)} of them: {inside or 'none'} of the published times "
+        f"{'lies' if inside <= 1 else 'lie'} inside the predicted interval, and the best estimates are off by "
+        f"{', '.join(errors[:-1])} and {errors[-1]}.\n"
+    )
+
+
 def kills(records: list[Record]) -> str:
     """What killed processes cost a run."""
     r = records[-1]
@@ -254,6 +272,133 @@ def observability(records: list[Record]) -> str:
     )
 
 
+ENVIRONMENTS = {"setup": "Its setup cell", "lab": "`make lab`", "lowest": "Lowest versions"}
+
+
+def notebooks(records: list[Record]) -> str:
+    """When each chapter last passed in each kind of environment, and with which versions."""
+    records = sorted(
+        records, key=lambda r: (list(ENVIRONMENTS).index(r["environment"]), r["python"])
+    )
+    links = {
+        path.stem[:2]: f"[](../notebooks/{path.name})"
+        for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    }
+    seen: list[dict[str, str]] = []
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "not run"
+        last = row["passed"]
+        if last and last["versions"] not in seen:
+            seen.append(last["versions"])
+        passed = f"{last['date']} ({letter(last['versions'])})" if last else "never"
+        return f"{passed}; failed {row['failed']['date']}" if row["failed"] else passed
+
+    def letter(versions: dict[str, str]) -> str:
+        return chr(ord("A") + seen.index(versions))
+
+    others = sorted({name for r in records for name in r["rows"]} - set(links))
+    rows = [
+        [links.get(name, name), *(cell(r["rows"].get(name)) for r in records)]
+        for name in [*links, *others]
+    ]
+    header = [
+        "Chapter",
+        *(f"{ENVIRONMENTS[r['environment']]}, Python {r['python']}" for r in records),
+    ]
+    names = list(dict.fromkeys(name for versions in seen for name in versions))
+    versions = [[letter(v), *(v.get(name, "none") for name in names)] for v in seen]
+    return (
+        "When each chapter last ran to its end, from an empty folder with an empty home, in an environment that holds "
+        "nothing but what its own setup cell installs (the newest versions that the Python of the column can have), "
+        "what `make lab` installs, or the lowest versions that `pyproject.toml` allows. A letter stands for the "
+        "versions of the second table. Below the chapters are the commands `minitext train` and `generate`, and the "
+        f"tests that ran with the lowest versions.\n\n{table(header, rows)}\n\n"
+        f"{table(['Versions', *names], versions)}"
+    )
+
+
+def two_processors(found: dict[str, list[Record]], other: Record) -> dict[str, tuple[float, float]]:
+    """Times of others over minitext's, on the processor of the records and on the other one.
+
+    Both train the 10.7M shape on 8 rows of 256 tokens in both types in one run, and generate from it for one text.
+    """
+    trained = next(
+        r
+        for r in found["train_cpu"]
+        if r["shape"] == "10.7M" and r["seq_len"] == 256 and bfloat16_too(r)
+    )
+    decoded = next(r for r in found["decode_cpu"] if r["batch"] == 1)
+    steps = trained["ms_per_step"], other["training"]["ms_per_step"]
+    rates = (
+        {name: side["tokens_per_second"] for name, side in decoded["results"].items()},
+        other["decoding"]["tokens_per_second"],
+    )
+    fastest = [max(rate for name, rate in side.items() if name != "minitext") for side in rates]
+
+    def of_step(dtype: str) -> tuple[float, float]:
+        ours, theirs = f"minitext {dtype}", f"torch eager {dtype}"
+        return steps[0][theirs] / steps[0][ours], steps[1][theirs] / steps[1][ours]
+
+    return {
+        "a training step in float32, beside PyTorch eager": of_step("float32"),
+        "a training step in bfloat16, beside PyTorch eager": of_step("bfloat16"),
+        "generating, beside `generate` as it comes": (
+            rates[0]["minitext"] / rates[0]["transformers"],
+            rates[1]["minitext"] / rates[1]["transformers"],
+        ),
+        "generating, beside the fastest way of `generate`": (
+            rates[0]["minitext"] / fastest[0],
+            rates[1]["minitext"] / fastest[1],
+        ),
+    }
+
+
+def two_processors_table(found: dict[str, list[Record]], other: Record) -> str:
+    """`two_processors` as a table; the README has it too."""
+    ratios = two_processors(found, other)
+    header = [
+        "Times as fast as Hugging Face's Llama",
+        f"{found['train_cpu'][-1]['machine']['processor']}, no AMX",
+        other["machine"]["processor"],
+    ]
+    return table(
+        header, [[name, *(f"{ratio:.1f}" for ratio in pair)] for name, pair in ratios.items()]
+    )
+
+
+def on_another_processor(found: dict[str, list[Record]], other: Record) -> str:
+    """What holds on both processors, and what on one alone."""
+    steps = other["training"]["ms_per_step"]
+    lean = other["training_beside_leaner_torch"]["ms_per_step"]
+    cpp, ours = (
+        other["decoding_beside_llama_cpp"]["tokens_per_second"][n]
+        for n in ("llama.cpp", "minitext")
+    )
+    products, share = (
+        other["products"]["gflops_per_second"],
+        other["training"]["minitext_share_of_own_peak"],
+    )
+    return (
+        f"{two_processors_table(found, other)}\n\nBoth columns are of two cores, 10.7M parameters, rows of 256 tokens "
+        f"and one text. The left is from the records below. The right is of {other['date']} and of the same "
+        f"commands: {other['kept']} (`benchmarks/results/elsewhere`).\n\n"
+        "So the lead in float32 belongs to the AMD processor alone; that in bfloat16 and in generating holds on both, "
+        f"but is smaller on the Intel one. There a step takes minitext {steps['minitext float32']} ms in float32 and "
+        f"{steps['minitext bfloat16']} in bfloat16. A leaner PyTorch program of the same shape, compiled, takes "
+        f"{lean['float32'][0]} to {lean['float32'][1]} and {lean['bfloat16'][0]}, and so is faster in both types. "
+        f"minitext's step reaches {share['float32']:.0%} of that processor's float32 peak, and "
+        f"{share['bfloat16']:.0%} of its bfloat16 peak, which is what AMX raises. llama.cpp is faster too: with "
+        "SmolLM2-135M in float32 it reads "
+        f"{cpp['prefill']:,} tokens/s and writes {cpp['decode']}, where minitext reads {ours['prefill']:,} and writes "
+        f"{ours['decode']}.\n\nAsking for the sum in the type in which it is made pays more there than on AMD: XLA "
+        f"multiplies bfloat16 at {products['jax bfloat16 to float32']:,} GFLOP/s into float32, and at "
+        f"{products['jax bfloat16 to bfloat16']:,} into bfloat16. PyTorch reaches "
+        f"{products['torch bfloat16'][0]:,} to {products['torch bfloat16'][1]:,}."
+    )
+
+
 SECTIONS = {
     "train_cpu": ("Training on a CPU", train_cpu),
     "step_limit": ("What the 10.7M step could reach", step_limit),
@@ -266,17 +411,19 @@ SECTIONS = {
     "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
     "step_time": ("Predicted steps beside published ones", step_time),
+    "notebooks": ("Chapters in their readers' environments", notebooks),
 }
 
 
-def page(found: dict[str, list[Record]]) -> str:
+def page(found: dict[str, list[Record]], other: Record) -> str:
     """The tables, with a section for every benchmark that has a record."""
-    parts = []
+    parts = ["## Two processors", on_another_processor(found, other)]
     for name, (title, section) in SECTIONS.items():
         if name in found:
             parts += [f"## {title}", taken_on(found[name]), section(found[name])]
         if name == "train_cpu" and name in found:
-            alt = "Tokens per second of each system over minitext's, by model"
+            processor = found[name][-1]["machine"]["processor"]
+            alt = f"Tokens per second of each system over minitext's on an {processor}, by model"
             parts.append(f"```{{image}} _generated/measured.svg\n:alt: {alt}\n```")
     return "\n\n".join(parts) + "\n"
 
@@ -320,7 +467,10 @@ def main(results: Path = RESULTS, out: Path = OUT) -> None:
     """Writes the page and its figure."""
     found = newest(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "measured.md").write_text(page(found), encoding="utf-8")
+    (out / "measured.md").write_text(page(found, elsewhere(results)), encoding="utf-8")
+    (out / "prediction_errors.md").write_text(
+        prediction_errors(found["step_time"]), encoding="utf-8"
+    )
     if "train_cpu" in found:
         figure(found["train_cpu"], out / "measured.svg")
     print(f"wrote {out / 'measured.md'}")

@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 class DoesNotFit(UserError):
-    """A program compiled for a chip needs more memory than the chip has."""
+    """A program needs more memory than the chip or the machine has."""
 
     exit_code = 3
 

@@ -1,5 +1,8 @@
 """Files that a crash or a full disk doesn't spoil: atomic writes, sealed folders, and the cache directory.
 
+Every path that a user can name, in a setting, a command or an environment variable, passes through `local_path`, which
+refuses the addresses of buckets and web pages.
+
 `draft`, and what is built on it, writes a file or folder whole or not at all. `seal` also lists a folder's files with
 their checksums, and `verify` checks them: file systems report few of the ways to lose bytes, so a file that a power
 failure cut short or a failing disk changed is usually read without an error.
@@ -15,15 +18,52 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
+import unicodedata
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minitext.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # part of every fingerprint: raise it when the content of cache entries changes
+
+P = TypeVar("P", bound=str | os.PathLike[str] | None)
+# One slash is enough, because `pathlib` makes gs:/bucket of gs://bucket; one letter isn't: C:/ is a drive.
+ADDRESS = re.compile(r"(?i:(gs|gcs)|(s3[an]?)|[a-z][a-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
+
+
+class NotLocal(UserError, ValueError):
+    """An address where a path should be. A `ValueError` too, as pydantic's validators need it."""
+
+
+def local_path(path: P) -> P:
+    """Returns a path as it is, if some file or folder could have it: not the address of a bucket or of a web page.
+
+    minitext reads and writes through the operating system's files. Without this check `gs://bucket/runs` would be a
+    folder called `gs:` in the current one. Checkpoints are committed by renaming a folder, which the mounts named here
+    can do and Mountpoint for S3 can't (book/limits.md).
+
+    Raises:
+        NotLocal: it is an address; the message says how to mount a bucket and what to name instead. Or it's empty, too
+            long, or has a control character.
+    """
+    if not (found := ADDRESS.match(str(path))):
+        if path is not None and (problem := path_problem(str(path))):
+            raise NotLocal(f"{shorten(str(path))} {problem}: name a file or folder")
+        return path
+    google, amazon, bucket, rest = found.groups()
+    bucket = bucket or "BUCKET"
+    mounted = f"/mnt/{bucket}"
+    if google or amazon:
+        rclone = f"rclone mount --vfs-cache-mode writes s3:{bucket}"
+        mount = f"{f'gcsfuse --rename-dir-limit=100000 {bucket}' if google else rclone} {mounted}"
+        fix = f"is in a bucket: mount it, for instance with `{mount}`, and name {mounted}/{rest}"
+    else:
+        fix = "is an address: copy the files to this machine, or mount them, and name their path"
+    raise NotLocal(f"{path} {fix.rstrip('/')}")
 
 
 @contextlib.contextmanager
@@ -59,10 +99,66 @@ def write(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Gives an empty folder to write in, a `draft` of `path`; makes the folders above."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # of a file in a folder's place the system would say this
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename
+        ) from None
     with draft(path) as new:
         new.mkdir()
         yield new
+
+
+def path_problem(path: str) -> str | None:
+    """Says why no file can have this path, such as `is empty`; None if one could.
+
+    File systems allow 255 bytes for a name and Linux 4,095 for a path. Control characters are allowed, NUL aside, but
+    nobody means to type them.
+    """
+    if not path.strip():
+        return "is empty"
+    if any(unicodedata.category(character) == "Cc" for character in path):
+        return "has a control character"
+    try:
+        names = os.fsencode(path).split(b"/")
+    except UnicodeEncodeError:
+        return "has half a character"
+    if (longest := max(map(len, names))) > 255:
+        return f"has a name of {longest} bytes, and 255 is the limit"
+    length = sum(map(len, names)) + len(names) - 1
+    return f"has {length} bytes, and 4095 is the limit" if length > 4095 else None
+
+
+def check_new_file(what: str, path: str | Path) -> None:
+    """Refuses, before anything is computed, a file that couldn't be written afterwards.
+
+    Args:
+        what: the option that names it, for the message.
+        path: of the file, which may exist.
+
+    Raises:
+        UserError: if the path is an address or a folder, or no file can be made beside it.
+    """
+    local_path(path)
+    try:
+        # Try it: permissions say nothing to root, or of a read-only file system.
+        if not Path(path).is_dir() and not str(path).endswith("/"):
+            with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
+                return
+    except OSError:
+        pass
+    raise UserError(
+        f"{what} {shorten(str(path))} cannot be written: name a file in a folder that is there"
+    )
+
+
+def shorten(text: str) -> str:
+    """Returns a text for an error's line: printable, in quotes if it's blank, and without its middle if it's long."""
+    if not text.strip():
+        return repr(text)
+    text = text if len(text) <= 120 else f"{text[:60]}...{text[-40:]}"
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def sync(path: Path) -> None:
@@ -76,7 +172,8 @@ def sync(path: Path) -> None:
 
 def cache_dir() -> Path:
     """Returns `$MINITEXT_CACHE`, or `~/.cache/minitext`; it need not exist yet."""
-    return Path(os.path.expanduser(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext"))
+    named = local_path(os.environ.get("MINITEXT_CACHE") or "~/.cache/minitext")
+    return Path(os.path.expanduser(named))
 
 
 def fingerprint(*parts: Any) -> str:
@@ -157,7 +254,7 @@ def verify(directory: str | os.PathLike[str]) -> str | None:
     if not whole:
         return f"{MANIFEST} is not what was written"
     # Hashing releases the interpreter's lock, so threads use all cores.
-    with ThreadPoolExecutor() as pool:
+    with futures.ThreadPoolExecutor() as pool:
         faults = pool.map(lambda name: _fault(directory / name, files[name]), files)
         return next(
             (f"{name} {fault}" for name, fault in zip(files, faults, strict=True) if fault), None
@@ -190,10 +287,14 @@ def _manifest(files: dict[str, Any]) -> str:
     return json.dumps({"files": files, "sha256": digest}, indent=1) + "\n"
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException, fix: str = "choose a run.dir that can be written") -> str | None:
     """Says what the operating system refused and how to fix it; None if the error is of another kind.
 
     TensorStore, which writes the arrays, gives the system's error number only in its message.
+
+    Args:
+        error: what was raised.
+        fix: what to do, besides freeing space on a full disk.
     """
     found = re.search(r"os_error_code='(\d+)'", str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
@@ -201,7 +302,7 @@ def explain(error: BaseException) -> str | None:
         return None
     space = "free some space or " if number in (errno.ENOSPC, errno.EDQUOT) else ""
     name = errno.errorcode.get(number, number)
-    return f"{os.strerror(number)} ({name}): {space}choose a run.dir that can be written"
+    return f"{os.strerror(number)} ({name}): {space}{fix}"
 
 
 def has_open_files(folder: Path) -> bool:

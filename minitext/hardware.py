@@ -7,6 +7,7 @@ powers of two: sizes here are bytes, and those of TPUs agree with JAX's own tabl
 Chapters: 3.
 """
 
+import contextlib
 import os
 import platform as machine
 import re
@@ -180,6 +181,24 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_TPU
 def find_chip(device: Any) -> Chip | None:
     """Returns the row of a `jax.Device`, real or ahead-of-time, or None if the table has none."""
     return next((chip for chip in CHIPS.values() if device.device_kind in chip.device_kinds), None)
+
+
+def memory_bytes(device: Any) -> int | None:
+    """Returns the bytes that a `jax.Device` of this process has for programs, or None if that isn't known.
+
+    The CPU's devices share the machine's memory evenly, or the part of it that a container may use.
+    """
+    if device.platform == "cpu":
+        import jax
+        import psutil
+
+        limits = [psutil.virtual_memory().total]
+        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups, version 2 and 1
+            with contextlib.suppress(OSError, ValueError):  # none, or "max"
+                limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+        return min(limits) // jax.local_device_count()
+    stats, chip = device.memory_stats() or {}, find_chip(device)
+    return stats.get("bytes_limit") or (chip.usable_bytes if chip else None)
 
 
 def measure_matmul_peak(dtype: str = "float32", *, refresh: bool = False) -> float:

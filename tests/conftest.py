@@ -1,5 +1,6 @@
 """What every test starts from: CPU, eight simulated devices, caches of its own."""
 
+import gc
 import os
 import tempfile
 
@@ -24,14 +25,32 @@ os.environ["XLA_FLAGS"] = f"{FLAGS or ''} {QUICK_FLAGS}"
 devices.start(8)
 os.environ.pop("XLA_FLAGS") if FLAGS is None else os.environ.update(XLA_FLAGS=FLAGS)
 devices.use_compilation_cache()
-# The first example of a property compiles; how long that takes says nothing about the property.
-hypothesis.settings.register_profile("minitext", deadline=None)
-hypothesis.settings.load_profile("minitext")
+# `make test` tries the same examples each time; `make audit` searches, from a seed that it prints. How long a first
+# example compiles says nothing about a property. Shrinking may take as long as a test may run, so a failing example is
+# shown as it was found: `--hypothesis-profile=shrink --timeout=0` shrinks it.
+_AS_FOUND = tuple(phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain"))
+_PROFILES = {
+    "test": {"phases": _AS_FOUND, "derandomize": True},
+    "search": {"phases": _AS_FOUND, "derandomize": False},
+    "shrink": {"derandomize": True},
+}
+for _name, _options in _PROFILES.items():
+    hypothesis.settings.register_profile(_name, deadline=None, database=None, **_options)
+hypothesis.settings.load_profile("test")
 
 TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
     "train.global_batch=8", "train.sample_tokens=0", "data.source=grammar",
 ]  # fmt: skip
+
+
+def pytest_unconfigure():
+    """Lets a worker end at once.
+
+    Pytest then collects garbage in full, which takes seconds over all that the tests compiled; a worker that is not
+    done 5 s after the last test is interrupted, wherever it is.
+    """
+    gc.freeze()
 
 
 def audit_but(kept, cases):

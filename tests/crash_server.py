@@ -1,9 +1,9 @@
 """Runs commands in forked children, each a process of its own that a test can kill.
 
 Importing takes longer than a short training. This process imports everything but starts no JAX backend, and forks one
-child for each line on its stdin: a JSON object with `args` and `output`, a file for the child's stdout and stderr. It
-answers with the child's process id and, when the child has ended, with its exit code (negative for a signal). `args`
-are those of `minitext`, or `sh -c COMMAND`, or a Python script and its arguments.
+child for each line on its stdin: a JSON object with `args`, `output`, a file for the child's stdout and stderr, and
+`folder`, where it runs. It answers with the child's process id and, when the child has ended, with its exit code
+(negative for a signal). `args` are those of `minitext`, or `sh -c COMMAND`, or a Python script and its arguments.
 """
 
 import json
@@ -27,7 +27,8 @@ def cache_everything() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def child(args: list[str], output: str) -> None:
+def child(args: list[str], output: str, folder: str) -> None:
+    os.chdir(folder)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(file, 1)

@@ -148,6 +148,65 @@ def test_shapes_have_the_sizes_they_are_named_after(script, case):
         assert cfg.train.global_batch * cfg.data.seq_len == module.TOKENS
 
 
+def test_chapters_run_with_what_their_setup_cells_install_and_nothing_of_this_shell(monkeypatch):
+    import notebooks
+
+    asked = {notebooks.install_words(path) for path in notebooks.NOTEBOOKS}
+    assert len(notebooks.NOTEBOOKS) >= 22
+    assert all(words[-1].startswith("minitext[book] @ git+https://") for words in asked)
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    alone = "import os; assert not os.listdir() + os.listdir(os.environ['HOME']); print(sorted(os.environ))"
+    _, error = notebooks.run(Path(sys.executable), None, ["-c", f"{alone}; 1 / 0"])
+    assert error == "ZeroDivisionError: division by zero"
+    _, error = notebooks.run(
+        Path(sys.executable), None, ["-c", alone], ["-c", "print('no'); exit(3)"]
+    )
+    assert error == "no"
+    _, error = notebooks.run(
+        Path(sys.executable), None, ["-c", f"{alone}; 'JAX_PLATFORMS' in os.environ and exit(1)"]
+    )
+    assert error is None
+
+
+def test_a_notebook_that_fails_says_why_in_one_line(tmp_path):
+    import nbformat
+
+    import notebooks
+
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell("a = 1\nassert a == 2, 'two\\nlines'")]
+    )
+    nbformat.write(book, tmp_path / "a.ipynb")
+    assert (
+        notebooks.chapter(tmp_path / "a.ipynb", None, Path(sys.executable))[1]
+        == "AssertionError: two"
+    )
+
+
+def test_a_chapter_that_fails_keeps_its_last_pass(tmp_path, monkeypatch):
+    import notebooks
+
+    answers = {"01": None, "02": "KeyError: 'x'"}
+
+    def job(name):
+        return Path(sys.executable), lambda python: (1.25, answers[name])
+
+    assert not notebooks.measure(tmp_path, "setup", {name: job(name) for name in answers})
+    answers["01"] = "AssertionError"
+    assert not notebooks.measure(tmp_path, "setup", {"01": job("01")})
+    (path,) = tmp_path.glob("notebooks-setup-py3*.json")
+    record = json.loads(path.read_text())
+    first, second = record["rows"]["01"], record["rows"]["02"]
+    assert (
+        first["passed"]["seconds"] == 1.2 and first["passed"]["versions"]["jax"] == jax.__version__
+    )
+    assert first["failed"]["error"] == "AssertionError"
+    assert second["passed"] is None and second["failed"]["error"] == "KeyError: 'x'"
+    answers["01"] = None
+    assert notebooks.measure(tmp_path, "setup", {"01": job("01")})
+    assert json.loads(path.read_text())["rows"] == record["rows"] | {"01": first | {"failed": None}}
+
+
 def llama(weights, tokens, heads, eps=1e-6, theta=10_000.0):
     """Llama's logits [T, V] in numpy, from weights as Hugging Face names them."""
 

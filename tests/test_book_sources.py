@@ -87,7 +87,7 @@ def test_defaults_read_as_yaml_writes_them(generate, value, text):
 
 def test_configuration_page_has_every_key(generate):
     page = generate.configuration()
-    for key, field in config.keys().items():
+    for key, field in config.layout().keys.items():
         assert f"`{key}`" in page
         assert field.description.replace("|", r"\|") in page
 
@@ -110,13 +110,95 @@ def test_tables_of_measured_speeds_come_from_the_newest_records(tmp_path, monkey
     monkeypatch.syspath_prepend(str(ROOT / "book"))
     measured = importlib.import_module("measured")
     found = measured.newest(measured.RESULTS)
-    text = measured.page(found)
+    text = measured.page(found, measured.elsewhere(measured.RESULTS))
     assert set(found) >= {"train_cpu", "decode_cpu", "compile", "data", "checkpoint"}
     for name in found.keys() - {"path"}:  # which the page on the house shows
         assert f"## {measured.SECTIONS[name][0]}" in text
         assert f"`benchmarks/{name}.py`, {found[name][-1]['date'][:4]}" in text
     measured.figure(found["train_cpu"], tmp_path / "a.svg")
     assert "</svg>" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_table_says_when_each_chapter_last_passed_and_with_which_versions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    old, new = ({"python": "3.12.1", "jax": version} for version in ("0.11.1", "0.11.2"))
+    rows = {
+        "01": {"passed": {"date": "2026-11-01", "versions": old}, "failed": None},
+        "02": {"passed": {"date": "2026-11-02", "versions": new}, "failed": {"date": "2026-11-03"}},
+        "03": {"passed": None, "failed": {"date": "2026-11-03"}},
+        "tests": {"passed": {"date": "2026-11-02", "versions": new}, "failed": None},
+    }
+    text = measured.notebooks([{"environment": "lab", "python": "3.12", "rows": rows}])
+    for line in (
+        "| Chapter | `make lab`, Python 3.12 |",
+        "| [](../notebooks/01_transformations.ipynb) | 2026-11-01 (A) |",
+        "| [](../notebooks/02_xla.ipynb) | 2026-11-02 (B); failed 2026-11-03 |",
+        "| [](../notebooks/03_rooflines.ipynb) | never; failed 2026-11-03 |",
+        "| [](../notebooks/04_transformer.ipynb) | not run |",
+        "| tests | 2026-11-02 (B) |",
+        "| A | 3.12.1 | 0.11.1 |",
+        "| B | 3.12.1 | 0.11.2 |",
+    ):
+        assert f"{line}\n" in text + "\n", line
+
+
+def test_speeds_of_the_readme_name_both_processors_and_are_the_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    other = measured.elsewhere(measured.RESULTS)
+    lines = measured.two_processors_table(measured.newest(measured.RESULTS), other)
+    assert "AMD" in lines and "Intel" in lines
+    assert lines in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_figures_taken_down_elsewhere_say_when_where_and_by_what_command(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    other = measured.elsewhere(measured.RESULTS)
+    assert other["date"] == "2026-11-23" and {"processor", "cores"} <= set(other["machine"])
+    for part in (part for part in other.values() if isinstance(part, dict) and "command" in part):
+        script = re.match(r"python (benchmarks/\w+\.py)", part["command"] or "")
+        assert (ROOT / script[1]).is_file() if script else part["what"]
+
+
+def test_the_page_of_limits_has_the_errors_of_the_newest_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    records = measured.newest(measured.RESULTS)["step_time"]
+    text = measured.prediction_errors(records)
+    for name, run in records[-1]["runs"].items():
+        assert f"{run['error']:+.0%} for {name}" in text
+    page = (ROOT / "book" / "limits.md").read_text(encoding="utf-8")
+    assert "_generated/prediction_errors.md" in page and "third" not in page
+
+
+def test_the_index_says_how_many_lines_there_are(generate):
+    text = generate.size()
+    count = int(re.search(r"([\d,]+) lines", text)[1].replace(",", ""))
+    assert (
+        5_000
+        < count
+        < sum(
+            len(path.read_text(encoding="utf-8").splitlines())
+            for path in (ROOT / "minitext").rglob("*.py")
+        )
+    )
+    assert "_generated/size.md" in (ROOT / "book" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_map_to_maxtext_has_every_key(generate):
+    from minitext.config import maxtext
+
+    text = generate.maxtext_keys()
+    assert "`train.global_batch`" in text and "(removed in May 2026)" in text
+    for group in maxtext.groups():
+        assert f"### {group['title']}" in text
+        for row in group["rows"]:
+            assert all(f"`{key}`" in text for key in row["maxtext"])
+    assert "_generated/maxtext_keys.md" in (ROOT / "book" / "maxtext.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.fixture
@@ -224,6 +306,47 @@ def test_contributors_are_sent_to_the_house():
     assert "(house.md)" in (ROOT / "book" / "index.md").read_text(encoding="utf-8")
     toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text(encoding="utf-8"))
     assert toc["parts"][-1]["chapters"][0] == {"file": "book/house"}
+
+
+TEXTS = sorted(
+    [*(ROOT / "notebooks").glob("*.md"), *(ROOT / "book").glob("*.md"), ROOT / "README.md"],
+    key=lambda path: path.name,
+)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+def test_keys_and_commands_in_the_texts_exist(page):
+    """Keys in backquotes, and the commands, options and keys of lines that begin with `minitext`."""
+    import typer
+
+    from minitext.cli import main
+    from minitext.config.config import Config, layout
+
+    known, text = layout().keys, page.read_text(encoding="utf-8")
+    sections = "|".join(Config.model_fields)
+    for key in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", text):
+        of_some = any(name.startswith(f"{key}.") for name in known)
+        assert key in known or of_some or key.endswith(".py"), key
+    group = typer.main.get_command(main.app)
+    context = typer.Context(group)
+    for line in re.findall(r"(?:^|`|/bin/)minitext ([a-z][^`\n#]*)", text, re.MULTILINE):
+        first, *words = line.split(" -- ")[0].split()
+        command = group.get_command(context, first)
+        if command is None:  # prose: "minitext keeps JAX's default"
+            assert not re.search(r" --|\.\w+=", line), line
+            continue
+        inner = getattr(command, "commands", {}).get(words[0]) if words else None
+        options = {option for part in (inner or command).params for option in part.opts} | {
+            "--help"
+        }
+        for word in words:
+            assert not word.startswith("--") or word.strip("[],.").partition("=")[0] in options, (
+                line
+            )
+            if found := re.match(rf"((?:{sections})\.[a-z_.]+)=", word):
+                assert found[1] in known or found[1] == "train.stepz", (
+                    line
+                )  # chapter 6 misspells one
 
 
 def test_the_bibliography_can_be_read_and_has_what_is_cited():

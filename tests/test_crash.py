@@ -20,6 +20,7 @@ import pytest
 
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.observability import goodput
+from minitext.training.claim import Claim
 from tests.conftest import QUICK_FLAGS, audit_but
 
 STEPS, SAVE_EVERY = 200, 10
@@ -49,8 +50,9 @@ class Server:
         self.requests, self.answers = self.process.stdin, self.process.stdout
         assert self.answers.readline() == "ready\n"
 
-    def start(self, *args, output):
-        request = {"args": [str(arg) for arg in args], "output": str(output)}
+    def start(self, *args, output, folder="."):
+        words = [str(arg) for arg in args]
+        request = {"args": words, "output": str(Path(output).absolute()), "folder": str(folder)}
         self.requests.write(json.dumps(request) + "\n")
         self.requests.flush()
         return int(self.answers.readline())
@@ -58,8 +60,8 @@ class Server:
     def wait(self):
         return int(self.answers.readline())
 
-    def run(self, *args, output):
-        self.start(*args, output=output)
+    def run(self, *args, output, folder="."):
+        self.start(*args, output=output, folder=folder)
         return self.wait(), Path(output).read_text()
 
     def close(self):
@@ -204,6 +206,52 @@ def test_each_truncated_file_is_reported_and_training_goes_on_from_before(
         (tmp_path / "metrics.jsonl").write_text(case["metrics"])
         assert records(tmp_path) == expected
         assert case["fault"] is None and f"{STEPS}.damaged" in case["checkpoints"]
+
+
+def test_a_run_directory_that_is_deleted_ends_the_training_at_the_next_line(server, tmp_path):
+    run, output = tmp_path / "run", tmp_path / "output"
+    command = ["train", *SETTINGS, f"run.dir={tmp_path}", "run.name=run", "train.steps=100000"]
+    pid = server.start(*command, output=output)
+    wait_until(lambda: count_lines(run) >= 5, pid)
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.rmtree(run, ignore_errors=True)  # a file may have been added meanwhile
+    assert server.wait() == 1, output.read_text()
+    *_, error = output.read_text().splitlines()
+    assert error.startswith(f"error: {run} was deleted or moved while training wrote to it")
+    assert "Traceback" not in output.read_text() and listing(run) == []
+
+
+def test_a_second_training_in_a_run_directory_is_refused_and_changes_nothing(
+    server, finished, tmp_path
+):
+    command = ["train", *SETTINGS, f"run.dir={tmp_path}", "run.name=run", "train.steps=300"]
+    shutil.copytree(finished, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    with Claim(tmp_path / "run"):
+        code, printed = server.run(*command, output=tmp_path / "output")
+    (error,) = printed.splitlines()
+    assert code == 1 and f"run is in use, by process {os.getpid()} on " in error
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert {path for path in after if after[path] != before[path]} <= {tmp_path / "run" / "lock"}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.4, 0.9])
+def test_sigterm_before_the_first_step_is_one_line_and_leaves_no_half_run(
+    server, tmp_path, seconds
+):
+    output = tmp_path / "output"
+    command = ["train", *SETTINGS, f"run.dir={tmp_path}/runs", "run.name=run"]
+    pid = server.start(*command, output=output)
+    wait_until(lambda: output.exists(), pid)
+    time.sleep(0.3 + seconds)  # the handler comes with the command's first words
+    os.kill(pid, signal.SIGTERM)
+    code, said = server.wait(), output.read_text().splitlines()
+    if code == 0:  # it came as far as the first step, and saved
+        assert Checkpointer(tmp_path / "runs" / "run" / "checkpoints").steps(), said
+        assert count_lines(tmp_path / "runs" / "run") > 0
+    else:
+        assert (code, said[-1]) == (143, "stopped by SIGTERM"), said
+        assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.audit

@@ -164,7 +164,15 @@ def test_a_kernels_folder_does_not_hide_its_function():
 
 def test_every_test_file_mirrors_a_module():
     """`tests/ROOM/test_NAME.py` is about `minitext/ROOM/NAME.py`, or about a folder of that name."""
-    about_more = {"structure", "book", "book_sources", "wheel", "crash", "crash_processes"}
+    about_more = {
+        "structure",
+        "book",
+        "book_sources",
+        "wheel",
+        "crash",
+        "crash_processes",
+        "hostile",
+    }
     about_more |= {"book_sync"}  # book/sync.py, a script of the checkout
     about_more |= {"benchmarks", "kernels/gpu"}  # all GPU kernels, which one job compiles
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -203,7 +211,6 @@ TESTED_WITH = {
     "config/model": "config/config",
     "config/section": "config/config",
     "config/sections": "config/config",
-    "config/variants": "config/config",
     "data/array_record": "data/rows",
     "data/grammar": "data/batches",
     "data/packing": "data/batches",
@@ -314,6 +321,13 @@ def test_imports_are_declared():
     for path in SOURCES:
         for name in {i.split(".")[0].lower() for i in imports(path)}:
             assert name in standard or name in known, f"{path.name} imports {name}"
+
+
+def test_what_setup_cells_install_brings_the_compiler_for_tpus():
+    extras = PROJECT["optional-dependencies"]
+    assert "minitext[aot]" in extras["book"] and extras["aot"][0].startswith("libtpu")
+    for path in NOTEBOOKS:
+        assert '"minitext[book] @ git+' in path.read_text(), path.name
 
 
 def test_pinned_versions_name_no_index():

@@ -21,9 +21,9 @@ Write `make_scorer(score, max_length)`. It returns a function that scores a line
 1 to `max_length`, but lets `score` see only lengths that are powers of two.
 
 - Pad a line of `n` tokens to the smallest power of two that holds it: 1, 2, 4, 8, and so on. A line
-  of 16 tokens is not padded at all.
-- Give `score` a mask with 1 where there is a token and 0 where there is padding, so that the answer
-  is that of the line alone.
+  of 16 tokens is not padded at all. Near `max_length` that may be more than `max_length`.
+- Give `score` a float32 mask with 1 where there is a token and 0 where there is padding, so that the
+  answer is that of the line alone.
 - However many lines you score, and whatever their integer dtype, `score` is traced at most once for
   each power of two.
 - An empty line, and one longer than `max_length`, raise `ValueError`.
@@ -46,8 +46,10 @@ class RecordingScore:
         self.value_V = jnp.asarray(rng.normal(size=256), jnp.float32)
         self.lengths = []
         self.traced = []
+        self.masks = []
 
     def __call__(self, tokens_T, mask_T):
+        self.masks.append(str(mask_T.dtype))
         self.lengths.append(int(tokens_T.shape[0]))
         self.traced.append(isinstance(tokens_T, jax.core.Tracer))
         position_T = jnp.arange(1, tokens_T.shape[0] + 1, dtype=jnp.float32)
@@ -78,6 +80,17 @@ def _(fn, t):
         score = RecordingScore(t.rng)
         fn(score, 200)(random_line(t, n))
         t.equal(score.lengths[0], want, why=f"the length that score sees for {n} tokens")
+    for n, want in ((100, 128), (70, 128)):
+        score = RecordingScore(t.rng)
+        fn(score, n)(random_line(t, n))
+        t.equal(score.lengths[0], want, why=f"the length that score sees, max_length={n}")
+
+
+@retracing.check("the mask is float32")
+def _(fn, t):
+    score = RecordingScore(t.rng)
+    fn(score, 64)(random_line(t, 9))
+    t.equal(score.masks[0], "float32", why="the dtype of the mask that score sees")
 
 
 @retracing.check("score runs under jit")
@@ -169,6 +182,35 @@ def one_power_too_far(score, max_length):
     def scorer(line):
         check_length(line, max_length)
         return jitted(*pad_and_mask(line, 1 << len(line).bit_length()))
+
+    return scorer
+
+
+@retracing.mutant(
+    "You pad no further than max_length. That is no power of two, so `score` sees a length of its own "
+    "for the longest lines. Pad to the power of two, also where it is more than max_length."
+)
+def cut_at_max_length(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        return jitted(*pad_and_mask(line, min(next_power(len(line)), max_length)))
+
+    return scorer
+
+
+@retracing.mutant(
+    "Your mask is boolean, as a comparison makes it. `score` was promised float32, and `1 - mask` or "
+    "`-mask` is an error for booleans. Convert it with `.astype(np.float32)`."
+)
+def mask_of_booleans(score, max_length):
+    jitted = jax.jit(score)
+
+    def scorer(line):
+        check_length(line, max_length)
+        tokens_T, mask_T = pad_and_mask(line, next_power(len(line)))
+        return jitted(tokens_T, mask_T > 0)
 
     return scorer
 
@@ -537,6 +579,10 @@ def largest_array(closed_jaxpr):
     return largest
 
 
+def shapes_of(tree):
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+
+
 @hvp.check("the product with a Hessian known on paper")
 def _(fn, t):
     a = t.rng.normal(size=(4, 4)).astype("float32")
@@ -553,6 +599,7 @@ def _(fn, t):
     t.equal(
         str(jax.tree.structure(got)), str(jax.tree.structure(params)), why="the result's structure"
     )
+    t.equal(shapes_of(got), shapes_of(params), why="dtypes and shapes")
     want = dense_product(f, params, vector)
     t.close(ravel(got), want, rtol=1e-4, atol=1e-4, why="against the dense Hessian")
 
@@ -644,7 +691,8 @@ step of differentially private training, DP-SGD.)
 - The norm of an example is one number: the root of the sum of squares over *all* the leaves of its
   gradient, computed in float32 whatever the dtype of the parameters.
 - A gradient whose norm is at most `max_norm` is left as it is. A longer one is multiplied by
-  `max_norm / norm`. A gradient of zeros stays zeros.
+  `max_norm / norm`. A gradient of zeros stays zeros. Norms and bounds of $10^{-6}$ are treated like
+  any others.
 - Return the mean, with the dtypes of `params`, and the norms before clipping.
 - No loop over the batch, neither in Python nor in the jaxpr, whose size does not depend on B.
 """,
@@ -713,6 +761,18 @@ def _(fn, t):
             ravel(gradient), want, rtol=1e-4, atol=1e-5 * max_norm if max_norm < 1e8 else 1e-4,
             why=f"the clipped mean, max_norm={max_norm:.3g}",
         )  # fmt: skip
+    t.equal(shapes_of(gradient), shapes_of(params), why="dtypes and shapes of the mean")
+
+
+@per_example.check("norms of a millionth, and a smaller bound")
+def _(fn, t):
+    loss, params, batch = ragged_model(t, 7)
+    # Gradients that are all clipped have one length, whatever length they had.
+    clipped, norms = clipped_by_loop(loss, params, batch, 1e-9)
+    batch["weight"] = jnp.asarray(batch["weight"] * 3e-6 / norms, jnp.float32)
+    gradient, _ = fn(loss, params, batch, 1e-6)
+    why = "in units of max_norm"
+    t.close(ravel(gradient) / 1e-6, clipped / 1e-9, rtol=1e-3, atol=1e-4, why=why)
 
 
 @per_example.check("a batch of one")
@@ -852,6 +912,17 @@ def divides_zero_by_zero(loss, params, batch, max_norm):
     grads = example_grads(loss, params, batch)
     norms = global_norms(grads)
     return scaled_mean(grads, jnp.minimum(norms, max_norm) / norms, params), norms
+
+
+@per_example.mutant(
+    "You add a constant such as 1e-6 to the norm, to be safe from zero. Where norms are that small it "
+    "changes the result. jnp.minimum(1, max_norm / norm) needs none: max_norm / 0 is inf, and the "
+    "minimum makes it 1."
+)
+def constant_in_the_norm(loss, params, batch, max_norm):
+    grads = example_grads(loss, params, batch)
+    norms = global_norms(grads)
+    return scaled_mean(grads, safe_scale(norms + 1e-6, max_norm), params), norms
 
 
 @per_example.mutant(

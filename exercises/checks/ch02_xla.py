@@ -158,6 +158,7 @@ def counts_bytes(t, fn, text, why):
     got = fn(text)
     t.equal(len(got), 2, why="how many numbers are returned")
     t.equal([int(n) for n in got], list(right_bytes(text)), why=f"bytes read and written by {why}")
+    t.equal([type(n).__name__ for n in got], ["int", "int"], why="the types of the two numbers")
 
 
 def gated(a, b):
@@ -502,7 +503,7 @@ A `reduce-scatter` adds up what all have, and gives each device one part of the 
   Several names in braces, `{'x','y'}`, multiply.
 - Count through loops as in `02.count_bytes`: a body runs `"known_trip_count":{"n":"12"}` times, once
   where nothing is noted, and loops stand in loops. There is no `call` here, and nothing asynchronous.
-- Kinds that do not occur are left out.
+- A count is a Python int. Kinds that do not occur are left out.
 """,
     hints=(
         "Take the loops first: an inner function `walk(name, runs)` that knows how often its computation "
@@ -648,6 +649,8 @@ def sends(t, fn, text, why):
         [want[k][0] for k in sorted(want)],
         why=f"counts, {why}",
     )
+    kinds = sorted({type(got[k][0]).__name__ for k in got})
+    t.equal(kinds, ["int"], why="the types of the counts")
     sent = np.array([float(got[k][1]) for k in sorted(got)])
     right = np.array([want[k][1] for k in sorted(want)])
     t.close(sent, right, rtol=1e-9, why=f"bytes of {', '.join(sorted(want))}, {why}")
@@ -893,8 +896,10 @@ def layers_are(t, fn, L):
     args = draw_layers(t, L)
     got, want = fn(*args), right_layers(*args)
     t.equal(len(got), 2, why="how many values are returned")
-    t.close(got[1], want[1], rtol=1e-3, atol=1e-4, why=f"the sizes of {L} layers")
-    t.close(got[0], want[0], rtol=1e-3, atol=1e-4, why=f"the result of {L} layers")
+    t.close(got[1], want[1], rtol=1e-3, atol=1e-4, why=f"the sizes of {L} layers", dtype=np.float32)
+    t.close(
+        got[0], want[0], rtol=1e-3, atol=1e-4, why=f"the result of {L} layers", dtype=np.float32
+    )
 
 
 @roll_loop.check("an even number of layers")

@@ -66,6 +66,8 @@ def cost_is(t, fn, subscripts, shapes, dtype, result_dtype, what):
     # As text: an integer beyond 64 bits does not fit an array.
     t.equal(str(operator.index(got[0])), str(flops), why=f"FLOPs of {what}")
     t.equal(str(operator.index(got[1])), str(moved), why=f"bytes of {what}")
+    kinds = [type(x).__name__ for x in got]
+    t.equal(kinds, ["int", "int", "float"], why="the types of the three numbers")
     want = flops / moved if moved else 0.0
     t.close(float(got[2]), want, rtol=1e-9, why=f"FLOPs per byte of {what}")
 
@@ -233,7 +235,7 @@ with $a$ bytes for a number in the input and in the result, and $w$ for a number
 - The answer is exact, at sizes of $10^{14}$ FLOP/s and more. At a batch that reaches the ridge
   exactly, it is that batch and not the next one.
 - $w$ may be 0.5 (four-bit weights), or 0 (weights that stay in the chip's own memory). The answer is
-  at least 1.
+  at least 1. With $w = 0$ both times may be equal at every batch; then 1 is large enough.
 """,
     hints=(
         "Bring all that has a B to one side. What does it mean if the number before B is not positive?",
@@ -260,18 +262,27 @@ def draw_layer(t):
     return D, F, peak * 10**12, bandwidth * 10**9
 
 
+def batches_are(t, fn, cases):
+    """Compares all answers at once: two mistakes may agree on one of them."""
+    got, want = [fn(*args) for args in cases], [right_batch(*args) for args in cases]
+    wrong = [args for args, g, w in zip(cases, got, want, strict=True) if g != w]
+    t.equal(got, want, why=f"crossover_batch{wrong[0]}" if wrong else "")
+
+
 @crossover.check("layers in bfloat16 on chips like yours")
 def _(fn, t):
-    for _ in range(16):
-        args = (*draw_layer(t), 2, 2)
-        t.equal(fn(*args), right_batch(*args), why=f"crossover_batch{args}")
+    batches_are(t, fn, [(*draw_layer(t), 2, 2) for _ in range(16)])
 
 
 @crossover.check("weights of one byte, and of a half")
 def _(fn, t):
-    for a, w in ((2, 1), (4, 1), (2, 0.5)):
-        args = (*draw_layer(t), a, w)
-        t.equal(fn(*args), right_batch(*args), why=f"crossover_batch{args}")
+    batches_are(t, fn, [(*draw_layer(t), a, w) for a, w in ((2, 1), (4, 1), (2, 0.5))])
+
+
+@crossover.check("inputs and results of one byte, and of four")
+def _(fn, t):
+    chip = (4096, 4096, 200 * 10**12, 10**12)
+    batches_are(t, fn, [(*chip, a, w) for a, w in ((1, 1), (4, 4), (4, 2), (1, 2))])
 
 
 @crossover.check("peak and bandwidth as floats")
@@ -337,6 +348,9 @@ def _(fn, t):
     D, F, peak, bandwidth = draw_layer(t)
     t.equal(fn(D, F, peak, bandwidth, 2, 0), 1, why="w = 0")
     t.equal(fn(8, 8, peak, bandwidth, 2, 0), None, why="w = 0, D = F = 8")
+    for a in (2, 4):
+        args = (F, F, F * 10**9, a * 10**9, a, 0)
+        t.equal(fn(*args), 1, why=f"crossover_batch{args}, both times are equal at every batch")
 
 
 @crossover.mutant(
@@ -384,6 +398,14 @@ def result_forgotten(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 )
 def weights_like_activations(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     return right_batch(D, F, peak, bandwidth, activation_bytes, activation_bytes)
+
+
+@crossover.mutant(
+    "You take two bytes for every number of the input and the result. How many they are is an argument, "
+    "`activation_bytes`."
+)
+def activations_of_two_bytes(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    return right_batch(D, F, peak, bandwidth, 2, weight_bytes)
 
 
 @crossover.mutant(
@@ -438,6 +460,17 @@ def rounds_before_rounding_up(D, F, peak, bandwidth, activation_bytes, weight_by
         return 1 if gain >= 0 else None
     best = float(peak) * weight_bytes * D * F / gain if gain > 0 else math.nan
     return math.ceil(round(best, 6)) if gain > 0 else None
+
+
+@crossover.mutant(
+    "Where the weights need not be read, both times may be equal at every batch. You return None, but "
+    "equal is enough: the first batch is 1."
+)
+def strictly_longer_without_weights(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * (D + F)
+    if weight_bytes == 0 and gain == 0:
+        return None
+    return right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
 
 
 @crossover.mutant(
@@ -716,7 +749,8 @@ Write `matmul_flops(closed_jaxpr)`: the FLOPs of every `dot_general` that a prog
 `jax.make_jaxpr(fn)(*args)` returns. It is an exact Python integer.
 
 - A `dot_general` has 2 FLOPs for each number of its result and each term of the sum behind it. Which
-  dimensions are summed stands in `eqn.params["dimension_numbers"]`.
+  dimensions are summed stands in `eqn.params["dimension_numbers"]`. Where none is, the sum has one
+  term; where an empty one is, it has none.
 - The body of a `scan` counts `eqn.params["length"]` times, also in a scan within a scan.
 - Look into whatever calls another jaxpr: `jit`, `checkpoint`, functions with `custom_jvp` or
   `custom_vjp`, and any of these within each other. Some parameters hold a jaxpr, some a closed one
@@ -749,6 +783,7 @@ def sizes(t, count, low=2, high=30):
 def counts(t, fn, want, why, f, *args):
     got = fn(jax.make_jaxpr(f)(*args))
     t.equal(str(operator.index(got)), str(want), why=f"FLOPs of {why}")
+    t.equal(type(got).__name__, "int", why="the type of the answer")
 
 
 @count_scan.check("plain products")
@@ -779,6 +814,9 @@ def _(fn, t):
     counts(t, fn, 2 * B * T * S * N * H, "BTNH,NHS->BTS", out, spec(B, T, N, H), spec(N, H, S))
     counts(t, fn, 2 * T, "a row by a column", jnp.matmul, spec(1, T), spec(T, 1))
     counts(t, fn, 0, "an empty batch", jnp.matmul, spec(0, T), spec(T, S))
+    counts(t, fn, 0, "a sum of no terms", jnp.matmul, spec(S, 0), spec(0, T))
+    outer = lambda x, y: jax.lax.dot_general(x, y, (((), ()), ((), ())))  # noqa: E731
+    counts(t, fn, 2 * S * T, "an outer product", outer, spec(S), spec(T))
 
 
 @count_scan.check("inside jit")
@@ -820,6 +858,16 @@ def _(fn, t):
 
     args = (spec(B, D), spec(D, D), spec(dtype=jnp.bool_))
     counts(t, fn, 4 * B * D * D, "one product or two", branch, *args)
+    other = lambda x, w, flag: branch(x, w, ~flag)  # noqa: E731
+    turned = lambda x, w, flag: jax.lax.cond(flag, lambda x: (x @ w) @ w, lambda x: x @ w, x)  # noqa: E731
+    for name, f in (("with the flag turned round", other), ("two products or one", turned)):
+        counts(t, fn, 4 * B * D * D, name, f, *args)
+
+    def three(x, w, n):
+        return jax.lax.switch(n, [lambda x: x, lambda x: x @ w @ w @ w, lambda x: x @ w], x)
+
+    args = (spec(B, D), spec(D, D), spec(dtype=jnp.int32))
+    counts(t, fn, 6 * B * D * D, "none, three or one", three, *args)
 
 
 @count_scan.check("functions with a rule of their own")
@@ -927,6 +975,28 @@ def both_branches(closed_jaxpr):
 )
 def closed_cond(closed_jaxpr):
     return right_flops(closed_jaxpr, pick=lambda branches: 0)
+
+
+@count_scan.mutant(
+    "You always take the same branch of a cond, the first, the last or the smallest. Any of them may "
+    "run: take the one with the most FLOPs."
+)
+def first_branch(closed_jaxpr):
+    return right_flops(closed_jaxpr, pick=lambda branches: next(iter(branches)))
+
+
+@count_scan.mutant(
+    "A sum over an empty dimension has no terms, and you count one. The product of the summed sizes is 1 "
+    "only where no dimension is summed: `math.prod` gets both right."
+)
+def at_least_one_term(closed_jaxpr):
+    def product(eqn):
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        terms = math.prod(left[axis] for axis in contracted)
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * max(1, terms)
+
+    return right_flops(closed_jaxpr, product=product)
 
 
 @count_scan.mutant(

@@ -290,6 +290,7 @@ def _(fn, t):
     x_TD, w_DV = vectors(t, (6, 4)), weights(t, 4, 4)
     got = fn(attention_model(t, heads=4), x_TD)
     t.equal(np.shape(got), (6, 6), why="the shape of the answer for 6 positions")
+    t.equal(str(np.asarray(got).dtype), "bool", why="the dtype of the answer")
     t.equal(got, at(6), why="causal attention")
     running = jax.jit(lambda x: jnp.tanh(jnp.cumsum(x, axis=0) @ w_DV))
     t.equal(fn(running, x_TD), at(6), why="a running sum")
@@ -344,18 +345,22 @@ def _(fn, t):
 
     @jax.jit
     def model(x_TD):
-        return (100 * x_TD @ w_DV).at[0, 1].add(1e-6 * x_TD[3, 2])
+        return (100 * x_TD @ w_DV).at[0, 1].add(1e-30 * x_TD[3, 2])
 
-    t.equal(fn(model, vectors(t, (6, 4))), at(6, (0, 3)), why="a millionth of one feature")
+    t.equal(fn(model, vectors(t, (6, 4))), at(6, (0, 3)), why="a derivative of 1e-30")
 
 
 @leak.check("a leak that shows only at the given point")
 def _(fn, t):
     @jax.jit
     def model(x_TD):
-        return x_TD.at[1].add(x_TD[2] ** 2)
+        leaks = x_TD.at[1].add(x_TD[2] ** 2)  # everywhere but at zero
+        leaks = leaks.at[2].add(jax.nn.relu(x_TD[4, 1] - 5.0))  # beyond 5
+        return leaks.at[0].add(jax.nn.relu(x_TD[3] + 3.0))  # beyond -3: for zeros and ones too
 
-    t.equal(fn(model, vectors(t, (6, 4))), at(6, (1, 2)), why="a leak of squares")
+    x_TD = vectors(t, (6, 4)).at[4, 1].set(t.rng.uniform(6.0, 9.0)).at[3].set(-7.0)
+    why = "leaks of a square, and of ReLUs that are on and off at x_TD"
+    t.equal(fn(model, x_TD), at(6, (1, 2), (2, 4)), why=why)
 
 
 @leak.check("the model is traced, and not once for each position")
@@ -411,15 +416,24 @@ def signed_sum(model, x_TD):
     "compare with 0."
 )
 def threshold(model, x_TD):
-    return jnp.triu(jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)) > 1e-4, k=1)
+    return jnp.triu(jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)) > 1e-10, k=1)
 
 
 @leak.mutant(
-    "You look at a point of your own choosing (zeros or ones) instead of x_TD. There the "
-    "derivative of a square, a product or a ReLU can be zero."
+    "You look at a point of your own choosing, zeros, instead of x_TD. There the derivative of a "
+    "square, a product or a ReLU can be zero."
 )
 def at_zeros(model, x_TD):
     jacobian = jax.jacrev(model)(jnp.zeros_like(x_TD))
+    return jnp.triu(jnp.sum(jnp.abs(jacobian), axis=(1, 3)) > 0, k=1)
+
+
+@leak.mutant(
+    "You look at a point of your own choosing, ones, instead of x_TD. A leak may be there only on one "
+    "side of a threshold: differentiate at x_TD."
+)
+def at_ones(model, x_TD):
+    jacobian = jax.jacrev(model)(jnp.ones_like(x_TD))
     return jnp.triu(jnp.sum(jnp.abs(jacobian), axis=(1, 3)) > 0, k=1)
 
 
@@ -491,8 +505,8 @@ $$
 - The checks run your function under `jax.jit`.
 - The positions come from the caller. They may begin anywhere, start again in the middle of a row
   (packed documents do), differ from row to row, and reach 100,000.
-- Compute angles and rotation in float32 and return the dtype of `x`. bfloat16 can't tell position
-  257 from 256.
+- Compute angles, cosines, sines and the rotation in float32. Only the result is rounded to the dtype
+  of `x`, once. bfloat16 can't tell position 257 from 256.
 """,
     hints=(
         "Which dimensions of `x` does an angle depend on? Give the angles a shape that broadcasts "
@@ -577,6 +591,17 @@ def _(fn, t):
     t.close(got, want, rtol=0.01, atol=0.06, dtype=jnp.bfloat16, why="positions to 100,000")
 
 
+@rope.check("bfloat16 is rounded once")
+def _(fn, t):
+    x, where = vectors(t, (2, 30, 4, 32), jnp.bfloat16), positions(t, 2, 30)
+    got = np.asarray(jitted(fn, x, where))
+    want = rotate_f64(x, where).astype(jnp.bfloat16)
+    t.close(got, want, rtol=0.03, atol=0.06, dtype=jnp.bfloat16, why="the result in bfloat16")
+    off = float(np.mean(got != want))
+    why = f"{100 * off:.0f}% of the values are not the bfloat16 nearest to the true value"
+    t.true(off < 0.01, why=why, observed=got)
+
+
 def turn(x, angle, sign=1.0, dtype=jnp.float32):
     cos, sin = jnp.cos(angle).astype(dtype), (sign * jnp.sin(angle)).astype(dtype)
     a, b = jnp.split(x.astype(dtype), 2, axis=-1)
@@ -637,6 +662,25 @@ def own_theta(x_BTNH, positions_BT, theta=10_000.0):
 )
 def angles_in_the_dtype_of_x(x_BTNH, positions_BT, theta=10_000.0):
     return turn(x_BTNH, angles(x_BTNH, positions_BT, theta, x_BTNH.dtype))
+
+
+@rope.mutant(
+    "You round cos and sin to the dtype of x. In bfloat16 they are off by up to a part in 500, and so is "
+    "every value that they turn. Keep them in float32 and round the result."
+)
+def rounds_cos_and_sin(x_BTNH, positions_BT, theta=10_000.0):
+    angle = angles(x_BTNH, positions_BT, theta)
+    cos, sin = (f(angle).astype(x_BTNH.dtype).astype(jnp.float32) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+@rope.mutant(
+    "You multiply and add in the dtype of x. In bfloat16 both products and their sum are rounded to 8 "
+    "bits. Convert x to float32 before you turn it."
+)
+def turns_in_the_dtype_of_x(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, theta), dtype=x_BTNH.dtype)
 
 
 @rope.mutant("Your result is float32 for a bfloat16 x. Cast it back to the dtype of x at the end.")
@@ -910,7 +954,7 @@ count = Exercise(
     forbid=("minitext.models.transformer", "minitext.models.attention"),
     statement="""
 Before you rent a machine you should know what a model needs on it. Write `predict_cost(cfg, new,
-cached)`, which takes a model's sizes and returns three whole numbers, exact to the last digit:
+cached)`, which takes a model's sizes and returns three Python integers, exact to the last digit:
 
 1. **parameters**: everything that is trained, norm scales and both tables included. With
    `cfg.tie_embeddings` there is one table.
@@ -978,7 +1022,7 @@ def whole(t, fn, cfg, new, cached, which):
         observed=str(got),
     )
     value = got[which]
-    t.true(float(value) == int(value), why="a count must be whole", observed=value)
+    t.true(isinstance(value, int), why=f"got {value!r}, want a Python int", observed=value)
     return int(value)
 
 

@@ -55,18 +55,20 @@ where $\\lambda w$ is there only for parameters that `decays` marks with True.
 )
 
 
-SHAPES = {"stack": {"w": (3, 5, 4), "scale": (3, 5)}, "b": (7,), "gain": (), "none": (0, 4)}
-DECAYS = {"stack": {"w": True, "scale": False}, "b": True, "gain": False, "none": True}
+SHAPES = {"stack": {"w": (3, 5, 4), "scale": (3, 5), "none": (0, 4)}, "b": (7,), "gain": ()}
 
 
 class Descent:
-    """Ragged parameters, a stream of gradients for them, and the definition in float64."""
+    """Ragged parameters, a stream of gradients for them, and the definition in float64.
 
-    decays = DECAYS
+    Two of the four parameters that have entries decay, drawn anew each time.
+    """
 
     def __init__(self, rng, dtype=jnp.float32):
         self.rng, self.dtype = rng, dtype
         self.params = self.draw(jnp.float32)
+        w, scale, b, gain = (bool(x) for x in rng.permutation([True, True, False, False]))
+        self.decays = {"stack": {"w": w, "scale": scale, "none": not w}, "b": b, "gain": gain}
 
     def draw(self, dtype=None, scale=1.0):
         is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
@@ -108,24 +110,25 @@ def follow(fn, t, problem, updates, why, rate=0.01, **settings):
         want, want_state = adamw_by_numpy(
             grads, want_state, params, rate, problem.decays, **settings
         )
-        t.close(got, want, rtol=2e-4, atol=2e-6 * rate, why=f"update {number}, {why}")
+        why_here = f"update {number}, {why}"
+        t.close(got, want, rtol=2e-4, atol=2e-6 * rate, why=why_here, dtype=np.float32)
         params = jax.tree.map(lambda p, u: p + u, params, got)
 
 
 @adamw.check("the first step is as long as the rate")
 def _(fn, t):
     rate = float(t.rng.uniform(1e-3, 1e-2))
-    grads = {"w": jnp.asarray(t.rng.choice([-40.0, -1.0, 0.01, 3.0], (4, 5)), jnp.float32)}
+    grads = {"b": jnp.asarray(t.rng.choice([-40.0, -1.0, 0.01, 3.0], (4, 5)), jnp.float32)}
     zeros = jax.tree.map(jnp.zeros_like, grads)
     state = {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": zeros}
-    got, _ = fn(grads, state, grads, rate, {"w": False})
-    want = -rate * np.sign(grads["w"])
-    t.close(got["w"], want, rtol=1e-4, why="m / sqrt(v) is the gradient's sign at t = 1")
+    got, _ = fn(grads, state, grads, rate, {"b": False})
+    want = -rate * np.sign(grads["b"])
+    t.close(got["b"], want, rtol=1e-4, why="m / sqrt(v) is the gradient's sign at t = 1")
 
 
 @adamw.check("five updates without decay")
 def _(fn, t):
-    follow(fn, t, Descent(t.rng), 5, "no decay", weight_decay=0.0, b2=0.99)
+    follow(fn, t, Descent(t.rng), 5, "b1=0.8, b2=0.99", weight_decay=0.0, b1=0.8, b2=0.99)
 
 
 @adamw.check("decay, and where there is none")
@@ -153,8 +156,9 @@ def _(fn, t):
 def _(fn, t):
     problem = Descent(t.rng, jnp.bfloat16)
     grads, state = problem.draw(), problem.fresh()
-    _, new = fn(grads, state, problem.params, 0.01, problem.decays)
+    updates, new = fn(grads, state, problem.params, 0.01, problem.decays)
     t.equal(shapes_of(new), shapes_of(state), why="dtypes and shapes of the new state")
+    t.equal(shapes_of(updates), shapes_of(state["mu"]), why="dtypes and shapes of the updates")
     want = jax.tree.map(lambda g: 0.05 * np.asarray(g, np.float64) ** 2, grads)
     t.close(new["nu"], want, rtol=1e-4, atol=1e-12, why="the second moment, b2=0.95")
 
@@ -184,10 +188,13 @@ def adamw_variant(
     sign=-1,
     keep_corrected=False,
     dtype=jnp.float32,
+    own_b1=None,
+    own_b2=None,
 ):
     """A correct adamw_update but for what is passed."""
 
     def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1):  # fmt: skip
+        b1, b2 = own_b1 or b1, own_b2 or b2
         count = state["count"] + 1
         t = (state["count"] + first_t).astype(jnp.float32)
         share = jax.tree.map(lambda d: weight_decay * (d or not masked), decays)
@@ -244,6 +251,16 @@ wrong_adamw(
     "You keep the corrected moments in the state, so the next update corrects them again. The state "
     "holds the plain averages; the corrected ones live for one update only.",
     keep_corrected=True,
+)
+wrong_adamw(
+    "b1_written_in",
+    "You take 0.9 for b1, whatever is given. It is an argument, like b2, eps and weight_decay.",
+    own_b1=0.9,
+)
+wrong_adamw(
+    "b2_written_in",
+    "You take 0.95 for b2, whatever is given. It is an argument, like b1, eps and weight_decay.",
+    own_b2=0.95,
 )
 wrong_adamw(
     "decay_in_the_gradient",
@@ -713,14 +730,17 @@ $$
 )  # fmt: skip
 
 
-def newton_schulz_by_svd(x, rounds=5):
+GIVEN = 3.4445, -4.7750, 2.0315
+
+
+def newton_schulz_by_svd(x, rounds=5, coefficients=GIVEN):
     """What the polynomial does to the singular values, in float64."""
     x = np.asarray(x, np.float64)
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     norm = np.sqrt((s**2).sum(axis=-1, keepdims=True))
     s = s / np.where(norm > 0, norm, 1.0)
     for _ in range(rounds):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        s = sum(c * s**power for c, power in zip(coefficients, (1, 3, 5), strict=True))
     return (u * s[..., None, :]) @ vt
 
 
@@ -739,6 +759,15 @@ def _(fn, t):
     x = matrices(t, 6, 10)
     compare_with_svd(fn, t, x, "one round on a wide matrix", rounds=1)
     compare_with_svd(fn, t, x, "five rounds on a wide matrix")
+
+
+@orthogonalize.check("other coefficients")
+def _(fn, t):
+    for coefficients in ((2.0, -1.5, 0.5), (1.5, -0.5, 0.0), (3.0, -3.2, 1.2)):
+        x = matrices(t, 6, 10)
+        want = newton_schulz_by_svd(x, 3, coefficients)
+        why = f"three rounds with a, b, c = {coefficients}"
+        t.close(fn(x, 3, *coefficients), want, rtol=0, atol=1e-3, why=why, dtype=np.float32)
 
 
 @orthogonalize.check("a tall matrix, a row and a column")
@@ -808,7 +837,7 @@ def turned(x):
 
 
 def schulz_variant(
-    coefficients=(3.4445, -4.7750, 2.0315),
+    coefficients=None,
     norm=lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7,
     turn=turned,
     turn_tall=True,
@@ -819,8 +848,8 @@ def schulz_variant(
 ):
     """A correct newton_schulz but for what is passed."""
 
-    def newton_schulz(x, rounds=5):
-        a, b, c = coefficients
+    def newton_schulz(x, rounds=5, a=GIVEN[0], b=GIVEN[1], c=GIVEN[2]):
+        a, b, c = coefficients or (a, b, c)
         x = x.astype(dtype or x.dtype)
         tall = turn_tall and x.shape[-2] > x.shape[-1]
         x = turn(x) if tall else x
@@ -856,6 +885,12 @@ wrong_schulz(
     "You use the classical polynomial 1.5 s - 0.5 s^3. It needs many more rounds to lift a small "
     "singular value; take the three coefficients that are given.",
     coefficients=(1.5, -0.5, 0.0),
+)
+wrong_schulz(
+    "coefficients_written_in",
+    "You write the three coefficients into the loop. They are arguments, `a`, `b` and `c`; only their "
+    "defaults are those of the paper.",
+    coefficients=GIVEN,
 )
 wrong_schulz(
     "gram_not_squared",

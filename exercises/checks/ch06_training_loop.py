@@ -24,6 +24,7 @@ both as float32 scalars. The division is somebody else's.
 
 - Compute in float32, also where the logits are bfloat16. Logits of $\\pm 90$, of $\\pm 10^4$, and
   entries of $-\\infty$ (a vocabulary padded to a round number) give the exact loss.
+- A mask of any dtype is a yes or a no: 0.25, 2 and -1 count in full, as 1 does.
 - A position with mask 0 is not there. Its logits may be nan or infinite and its target out of
   range, as in the padding of a real batch, and yet neither the sum nor the **gradient** notices:
   the gradient is exactly 0 there and right everywhere else.
@@ -93,6 +94,19 @@ def _(fn, t):
         t.close(count, mask.sum(), why=f"the count with a mask of {np.dtype(dtype)}")
 
 
+@cross_entropy.check("a mask that is neither 0 nor 1 counts in full")
+def _(fn, t):
+    logits, targets, _ = text_batch(t, (3, 6, 10))
+    values = np.array([0, 1, 0.25, 0.5, 2, -1, -0.5, 3, 0] * 2, np.float32).reshape(3, 6)
+    for dtype in (np.float32, np.int8):
+        mask = values.astype(dtype)
+        total, count = fn(logits, targets, mask)
+        why = f"with masks of {', '.join(map(str, np.unique(mask)))}"
+        t.close(count, (mask != 0).sum(), why=f"the count {why}", dtype=np.float32)
+        want = nll_by_numpy(logits, targets, mask != 0)[0]
+        t.close(total, want, rtol=1e-5, why=f"the sum {why}", dtype=np.float32)
+
+
 @cross_entropy.check("logits of +-90 and of +-10,000")
 def _(fn, t):
     for size in (90.0, 1e4):
@@ -101,6 +115,11 @@ def _(fn, t):
         want = nll_by_numpy(logits, targets, mask != 0)[0]
         total = fn(logits, targets, mask)[0]
         t.close(total, want, rtol=1e-5, atol=1e-4, why=f"logits of +-{size:g}")
+    # Rows far apart: what is right for one overflows or vanishes in another.
+    logits, targets, mask = text_batch(t, (3, 6, 10), share=1.0)
+    logits = logits + jnp.asarray([90.0, 0.0, -90.0])[:, None, None]
+    want = nll_by_numpy(logits, targets, mask != 0)[0]
+    t.close(fn(logits, targets, mask)[0], want, rtol=1e-5, why="rows of +90, of 0 and of -90")
 
 
 @cross_entropy.check("a vocabulary padded with -inf")
@@ -173,6 +192,66 @@ def naive_exponentials(logits_BTV, targets_BT, mask_BT):
 
     counts = mask_BT != 0
     return jnp.sum(careful_nll(logits_BTV, targets_BT, counts, loss)), jnp.sum(counts, dtype=float)
+
+
+@cross_entropy.mutant(
+    "You subtract the largest logit of the whole array. In a row that lies far below it every "
+    "exponential is 0, and its logarithm is -inf. Each row has its own largest logit: axis=-1, "
+    "keepdims=True."
+)
+def one_maximum_for_all(logits_BTV, targets_BT, mask_BT):
+    def loss(x, targets):
+        top = jax.lax.stop_gradient(jnp.max(x))
+        target = jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
+        return jnp.log(jnp.sum(jnp.exp(x - top), axis=-1)) + top - target
+
+    counts = mask_BT != 0
+    return jnp.sum(careful_nll(logits_BTV, targets_BT, counts, loss)), jnp.sum(counts, dtype=float)
+
+
+@cross_entropy.mutant(
+    "You let a position count only where its mask is exactly 1. It counts where the mask is not 0: "
+    "compare with `!= 0`."
+)
+def counts_ones(logits_BTV, targets_BT, mask_BT):
+    counts = mask_BT == 1
+    return jnp.sum(careful_nll(logits_BTV, targets_BT, counts)), jnp.sum(counts, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "You let a position count where its mask is above 0. A negative mask is not 0 either: compare with "
+    "`!= 0`."
+)
+def counts_above_zero(logits_BTV, targets_BT, mask_BT):
+    counts = mask_BT > 0
+    return jnp.sum(careful_nll(logits_BTV, targets_BT, counts)), jnp.sum(counts, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "You let a position count from a mask of a half on, or round it. It counts where the mask is not 0, "
+    "however small it is."
+)
+def counts_from_a_half(logits_BTV, targets_BT, mask_BT):
+    counts = mask_BT >= 0.5
+    return jnp.sum(careful_nll(logits_BTV, targets_BT, counts)), jnp.sum(counts, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "You add up the mask to count the positions. That is their number only if every mask is 0 or 1: "
+    "count where it is not 0."
+)
+def adds_up_the_mask(logits_BTV, targets_BT, mask_BT):
+    loss = careful_nll(logits_BTV, targets_BT, mask_BT != 0)
+    return jnp.sum(loss), jnp.sum(mask_BT, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "You multiply the loss by the mask, so a mask of 0.25 counts a quarter. It is a yes or a no: choose "
+    "with `jnp.where(mask != 0, ...)`."
+)
+def weighs_by_the_mask(logits_BTV, targets_BT, mask_BT):
+    loss = careful_nll(logits_BTV, targets_BT, mask_BT != 0)
+    return jnp.sum(loss * mask_BT), jnp.sum(mask_BT != 0, dtype=jnp.float32)
 
 
 @cross_entropy.mutant(
@@ -343,10 +422,10 @@ def quietly(step, *args):
 
 @donation.check("the step is a step of momentum")
 def _(fn, t):
-    problem = Regression(t.rng)
+    problem, rate = Regression(t.rng), float(t.rng.uniform(0.1, 0.5))
     state, batch = problem.state(), problem.batch()
-    step = fn(problem.loss, 0.05)
-    want_state, want_metrics = expected_step(problem, state, batch, 0.05)
+    step = fn(problem.loss, rate)
+    want_state, want_metrics = expected_step(problem, state, batch, rate)
     (new, metrics), _ = quietly(step, state, batch)
     for name in ("velocity", "params"):
         for key, want in want_state[name].items():
@@ -882,7 +961,7 @@ class Recorder:
         self.logged.append((number, values))
 
     def run(self, fn, steps):
-        state = {"taken": self.start, "seen": []}
+        state = {"taken": self.start, "seen": list(range(1, self.start + 1))}
         return fn(self.step, state, self.batches(), self.start, steps, self.log)
 
 
@@ -892,7 +971,7 @@ def _(fn, t):
         r = Recorder(t.rng, start)
         state = r.run(fn, steps)
         t.equal(state["taken"], steps, why=f"the last state's step, from {start} to {steps}")
-        t.equal(state["seen"], list(range(start + 1, steps + 1)), why="the batches, in order")
+        t.equal(state["seen"], list(range(1, steps + 1)), why="the batches, in order")
 
 
 @loop.check("each step is logged once, in order, under its own number")
@@ -1081,8 +1160,8 @@ rerun = Exercise(
     points=10,
     statement="""
 Write `train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None)`. It trains for `steps`
-steps and returns the losses and what is needed to go on. The stub's docstring says which rows and
-which key belong to step i. What counts here is bit-equality:
+steps and returns the losses, Python floats, and what is needed to go on. The stub's docstring says
+which rows and which key belong to step i. What counts here is bit-equality:
 
 - Two calls with equal arguments give equal losses and equal parameters, bit for bit, whatever was
   drawn from `np.random` in between. Another seed gives another run.
@@ -1112,18 +1191,19 @@ Compile one step, not one for each step. Your function keeps nothing between cal
 class NoisyFit:
     """A loss whose value depends on parameters, rows and key; and all that train_rows needs."""
 
-    def __init__(self, rng, R=14, T=5, seed=None):
-        self.rows = rng.normal(size=(R, T)).astype(np.float32)
-        self.params = {"w": jnp.asarray(rng.normal(size=(T, 3)), jnp.float32), "b": jnp.zeros(3)}
+    def __init__(self, rng, R=14, T=5, seed=None, optimizer=None, power=2):
+        self.rows, self.power = rng.normal(size=(R, T)).astype(np.float32), power
+        shapes = {"w": (T, 3), "b": (3,)}
+        self.params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
         self.seed = int(rng.integers(1, 10**6)) if seed is None else seed
-        self.optimizer = optax.adam(0.05)
+        self.optimizer = optimizer or optax.adam(0.05)
         self.traces = 0
 
     def loss(self, params, rows, key):
         self.traces += 1
         keep = jax.random.bernoulli(key, 0.7, (4, 3))
         hidden = jnp.tanh(rows @ params["w"] + params["b"]) * keep
-        return jnp.mean((jnp.sum(hidden, axis=1) - rows[:, 0]) ** 2)
+        return jnp.mean((jnp.sum(hidden, axis=1) - rows[:, 0]) ** self.power)
 
     def call(self, fn, steps, saved=None, **changes):
         args = {"params": self.params, "rows": self.rows, "seed": self.seed} | changes
@@ -1154,11 +1234,18 @@ def to_numpy(tree):
 @rerun.check("the steps are those that seed and number define")
 def _(fn, t):
     problem = NoisyFit(t.rng)
-    losses, saved = problem.call(fn, 7)  # two epochs of three steps, and one step more
-    want, params = problem.expected(7)
-    t.equal(len(losses), 7, why="the number of losses")
-    t.close(losses, want, rtol=1e-4, atol=1e-5, why="the losses of seven steps")
-    t.close(saved["params"], params, rtol=1e-3, atol=1e-4, why="the parameters after seven steps")
+    losses, saved = problem.call(fn, 5)  # an epoch of three steps, and two steps of the next
+    want, params = problem.expected(5)
+    t.equal(len(losses), 5, why="the number of losses")
+    kinds = sorted({type(value).__name__ for value in losses})
+    t.equal(kinds, ["float"], why="the types of the losses")
+    t.close(losses, want, rtol=1e-4, atol=1e-5, why="the losses of five steps")
+    t.close(saved["params"], params, rtol=1e-3, atol=1e-4, why="the parameters after five steps")
+    problem = NoisyFit(t.rng, optimizer=optax.sgd(0.02, momentum=0.5), power=4)
+    losses, saved = problem.call(fn, 2)
+    want, params = problem.expected(2)
+    t.close(losses, want, rtol=1e-4, atol=1e-5, why="the losses of another problem and optimizer")
+    t.close(saved["params"], params, rtol=1e-3, atol=1e-4, why="its parameters after two steps")
 
 
 @rerun.check("again, bit for bit")

@@ -279,7 +279,7 @@ rows than the stream fills, or fewer.
     forbid=("minitext.data",),
 )
 
-NAMES = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
+NAMES = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 
 def pack_variant(
@@ -296,14 +296,14 @@ def pack_variant(
     pad_from_input=False,
     clear=True,
     float_mask=True,
+    kind=np.int32,
 ):
     """A correct pack_documents, written place by place, but for what is passed."""
 
     def pack_documents(documents, rows, T, eod):
         kept = [document for document in documents if document or keep_empty]
         stream = [x for document in kept for x in [*document, *[eod] * ends]]
-        kinds = {name: np.int32 for name in NAMES}
-        out = {name: np.zeros((rows, T), kind) for name, kind in kinds.items()}
+        out = {name: np.zeros((rows, T), kind) for name in NAMES}
         document = 0
         began = 0
         for row in range(rows - short):
@@ -327,7 +327,7 @@ def pack_variant(
                 document += token == eod
         if not clear:
             empty = out["segment_ids"] == 0
-            out["positions"] = np.where(empty, np.arange(T), out["positions"]).astype(np.int32)
+            out["positions"] = np.where(empty, np.arange(T), out["positions"]).astype(kind)
         if float_mask:
             out["loss_mask"] = out["loss_mask"].astype(np.float32)
         return out
@@ -342,8 +342,10 @@ def same_rows(t, fn, documents, rows, T, eod, why):
     want = right_pack(documents, rows, T, eod)
     got = fn([list(document) for document in documents], rows, T, eod)
     t.equal(sorted(got), sorted(want), why="the names of the arrays")
-    for name in NAMES:
-        t.close(got[name], want[name], rtol=0, atol=0, why=f"{name}, {why}", dtype=want[name].dtype)
+    dtypes = {name: str(np.asarray(got[name]).dtype) for name in NAMES}
+    t.equal(dtypes, {name: str(want[name].dtype) for name in NAMES}, why="dtypes")
+    for name in NAMES:  # under its name, so that a mistake in one is not taken for one in another
+        t.close({name: got[name]}, {name: want[name]}, rtol=0, atol=0, why=why)
 
 
 def draw_documents(rng, count, longest, eod):
@@ -354,9 +356,9 @@ def draw_documents(rng, count, longest, eod):
 @packing.check("one document in one row")
 def _(fn, t):
     eod = int(t.rng.integers(50, 90))
-    documents = draw_documents(t.rng, 1, 9, eod)
-    T = len(documents[0])
-    same_rows(t, fn, documents, 1, T, eod, f"a document of {T} in a row of {T}")
+    n = int(t.rng.integers(4, 9))
+    documents = [[int(x) for x in t.rng.integers(0, eod, n)]]
+    same_rows(t, fn, documents, 1, n + 3, eod, f"a document of {n} in a row of {n + 3}")
 
 
 @packing.check("short documents in one row")
@@ -487,6 +489,26 @@ wrong_pack(
     "Your loss mask is an array of integers. The loss multiplies by it: make it float32.",
     float_mask=False,
 )
+wrong_pack(
+    "int64",
+    "Your arrays of integers are int64, which NumPy makes unless told otherwise. JAX computes in int32: "
+    "pass `np.int32` where you make them.",
+    kind=np.int64,
+)
+
+
+@packing.mutant(
+    "You give each document a row of its own. The documents are laid end to end first, and rows are cut "
+    "from that stream wherever they fall: a row has pieces of several documents, without gaps."
+)
+def a_row_for_each_document(documents, rows, T, eod):
+    out = right_pack([], rows, T, eod)
+    for row, document in enumerate(documents[:rows]):
+        alone = right_pack([document], 1, T, eod)
+        for name in NAMES:
+            out[name][row] = alone[name][0]
+    return out
+
 
 # ----------------------------------------------------------------------------- process_shard
 
@@ -549,11 +571,11 @@ right_shard = shard_variant()
 
 
 def same_shards(t, fn, k, B, count, total, why):
-    for process in range(count):
-        got = fn(k, B, process, count, total)
-        want = right_shard(k, B, process, count, total)
-        where = f"process {process} of {count}, batch {k} of {B} rows, {why}"
-        t.close(got, want, rtol=0, atol=0, why=where, dtype=np.int64)
+    # All of them at once: two mistakes may give one process the same rows.
+    got = {process: fn(k, B, process, count, total) for process in range(count)}
+    want = {process: right_shard(k, B, process, count, total) for process in range(count)}
+    where = f"by process, of {count}, batch {k} of {B} rows, {why}"
+    t.close(got, want, rtol=0, atol=0, why=where, dtype=np.int64)
 
 
 @process_shard.check("the first batch")
@@ -571,7 +593,14 @@ def _(fn, t):
 
 @process_shard.check("a number of processes that does not divide")
 def _(fn, t):
-    for B, count in ((7, 3), (9, 4), (5, 8), (1, 3), (int(t.rng.integers(20, 40)) * 6 + 1, 6)):
+    for B, count in (
+        (8, 3),
+        (7, 3),
+        (9, 4),
+        (5, 8),
+        (1, 3),
+        (int(t.rng.integers(20, 40)) * 6 + 1, 6),
+    ):
         same_shards(t, fn, int(t.rng.integers(0, 5)), B, count, 10**6, "plenty of data")
 
 
@@ -600,7 +629,9 @@ def _(fn, t):
 
 @process_shard.check("far into the data")
 def _(fn, t):
-    same_shards(t, fn, 10**14 + int(t.rng.integers(1, 1000)), 96, 5, 10**17, "k is large")
+    # Odd and above 2^53, so no float holds it.
+    k = 9 * 10**16 + 2 * int(t.rng.integers(1, 1000)) + 1
+    same_shards(t, fn, k, 96, 5, 9 * 10**18, "k is large")
 
 
 def wrong_shard(name, hint, **changes):
@@ -645,6 +676,16 @@ wrong_shard(
     "You give what is left over to the last processes. It goes to the first.",
     places=lambda B, process, count: np.arange(
         process * B // count, (process + 1) * B // count, dtype=np.int64
+    ),
+)
+wrong_shard(
+    "all_that_is_left_to_the_last",
+    "You give all that is left over to the last process, which then has up to twice as much to do. The "
+    "first B mod count processes take one row more each.",
+    places=lambda B, process, count: np.arange(
+        process * (B // count),
+        (process + 1) * (B // count) if process < count - 1 else B,
+        dtype=np.int64,
     ),
 )
 wrong_shard(
@@ -694,7 +735,8 @@ $e = 0, 1, \\ldots$ has every row once, in the order
   whether forwards or back, in the same object or in another that was made with the same arguments.
   The rows from there on are those that the first iterator went on to give.
 - The state is small, and does not grow with the number of rows or with the rows that were taken.
-- A state that you have handed out does not change when the iterator goes on.
+- A state that you have handed out does not change when the iterator goes on or is asked again.
+- Row numbers are Python ints, which JSON can hold too.
 - Going to a place costs no more than one permutation. A run may be resumed in its millionth epoch.
 - An epoch is permuted once, not once a row.
 """,
@@ -775,6 +817,8 @@ def _(fn, t):
     rows, seed = int(t.rng.integers(20, 60)), int(t.rng.integers(1, 1000))
     got = take(iter(fn(rows, seed)), rows)
     t.close(got, right_rows(rows, seed, 0, rows), atol=0, why=f"{rows} rows, seed {seed}")
+    kinds = sorted({type(row).__name__ for row in got})
+    t.equal(kinds, ["int"], why="the types of the row numbers")
 
 
 @resume.check("the epochs after it")
@@ -821,6 +865,9 @@ def _(fn, t):
     before = json.dumps(state)
     take(it, 9)
     t.equal(json.dumps(state), before, why="the state, nine rows later")
+    it.get_state()
+    again = {"asked again": json.dumps(state)}
+    t.equal(again, {"asked again": before}, why="the first state, after another was asked for")
     it.set_state(state)
     take(it, 3)
     t.equal(json.dumps(state), before, why="the state that was set, three rows later")
@@ -1015,6 +1062,29 @@ class SharedState(CorrectRows):
 
 
 @resume.mutant(
+    "`get_state` fills one dict again and hands it out each time, so the states it gave before change "
+    "with it. Return a new dict."
+)
+class OneDict(CorrectRows):
+    def __init__(self, rows, seed):
+        super().__init__(rows, seed)
+        self.state = {}
+
+    def get_state(self):
+        self.state["taken"] = self.taken
+        return self.state
+
+
+@resume.mutant(
+    "Your row numbers are NumPy's integers, as they stand in the permutation. JSON cannot hold them: "
+    "return `int(...)`."
+)
+class NumpyIntegers(CorrectRows):
+    def __next__(self):
+        return np.int64(super().__next__())
+
+
+@resume.mutant(
     "You permute all rows again for each row that you return. Keep the order of the current epoch; it is "
     "no part of the state."
 )
@@ -1034,7 +1104,7 @@ mixture = Exercise(
     points=15,
     statement="""
 Write `row_of_mixture(weights, i)`: which part row $i$ of a mixture comes from, and which row of that
-part it is. Let $W$ be the sum of the weights $w_p$. The rule is that of a timetable:
+part it is, two Python ints. Let $W$ be the sum of the weights $w_p$. The rule is that of a timetable:
 
 - Row $j$ of part $p$ *may come* from place $\\lfloor jW / w_p \\rfloor$ of the mixture on, and must have
   come *before* place $\\lceil (j + 1)W / w_p \\rceil$.
@@ -1106,6 +1176,8 @@ def draw_weights(rng, parts, largest=9):
 def _(fn, t):
     for weights in ([3, 1], [1, int(t.rng.integers(4, 9))], [5, 5]):
         same_mixture(t, fn, weights, range(sum(weights)), "the first round")
+    kinds = [type(x).__name__ for x in fn([3, 1], 2)]
+    t.equal(kinds, ["int", "int"], why="the types of part and row")
 
 
 @mixture.check("after one round")

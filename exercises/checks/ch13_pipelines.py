@@ -598,6 +598,15 @@ def _(fn, t):
         plan_is_right(t, fn, "gpipe", S, 1, Fraction(S - 1, M + S - 1), 1.0, 2.0, 0.01)
 
 
+@bubble.check("rounded up")
+def _(fn, t):
+    # Of these M is 8.5, 10.1 and 10.9 before it is rounded, and 12 in a circular pipeline of one group.
+    for wanted in (Fraction(6, 23), Fraction(30, 131), Fraction(30, 139)):
+        plan_is_right(t, fn, "gpipe", 4, 1, wanted, 1.0, 2.0, 0.01)
+        plan_is_right(t, fn, "circular", 4, 1, wanted, 1.0, 2.0, 0.01)
+        plan_is_right(t, fn, "circular", 4, 2, wanted, 1.0, 2.0, 0.01)
+
+
 @bubble.check("a single stage")
 def _(fn, t):
     for schedule in ("gpipe", "1f1b", "circular"):

@@ -361,13 +361,13 @@ def _(fn, t):
 
 @block_mask.check("a window")
 def _(fn, t):
-    for window in (1, 8, 9, 17):
+    for window in (1, 8, 9, 15, 16, 17):  # the farthest pair of two neighbours is 15 apart
         kinds_are_right(fn, t, 48, 8, 8, window, 0)
 
 
 @block_mask.check("a window and a prefix")
 def _(fn, t):
-    for prefix in (1, 8, 11, 100):
+    for prefix in (1, 7, 8, 9, 11, 100):  # of 7, key 7 is the first that isn't in it
         kinds_are_right(fn, t, 48, 8, 8, 10, prefix)
     # Keys 8 to 10 are in the prefix, 11 to 15 in the window of queries 16 to 23.
     kinds_are_right(fn, t, 48, 8, 8, 13, 11)
@@ -377,6 +377,8 @@ def _(fn, t):
 def _(fn, t):
     kinds_are_right(fn, t, 33, 8, 10, 40, 3)
     kinds_are_right(fn, t, 33, 8, 10, 35, 0)  # the last queries see all, those beyond T would not
+    kinds_are_right(fn, t, 24, 3, 4, 24, 0)  # query 3 is the first of its block, key 3 the last
+    kinds_are_right(fn, t, 7, 1, 1, 3, 2)
     for _ in range(12):
         T, window = (int(x) for x in t.rng.integers(20, 60, 2))
         block_q, block_kv, prefix = (int(x) for x in t.rng.integers(2, 20, 3))
@@ -394,7 +396,9 @@ def _(fn, t):
     t.equal(int((got != want).sum()), 0, why="blocks that are wrong for T = 131072")
 
 
-def kinds_with(*, some=None, whole=None, ragged=True, clipped=True, prefix_whole=True, later=True):
+def kinds_with(
+    *, some=None, whole=None, ragged=True, clipped=True, prefix_whole=True, later=True, wider=0, longer=0,
+):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(T, block_q, block_kv, window, prefix):
@@ -418,9 +422,9 @@ def kinds_with(*, some=None, whole=None, ragged=True, clipped=True, prefix_whole
             farthest = first_q - first_kv
         elif whole == "apart":
             farthest = last_q - first_kv
-        inside = farthest < window
+        inside = farthest < window + wider
         if prefix_whole:
-            inside = inside | (last_kv < prefix)
+            inside = inside | (last_kv < prefix + longer)
         every = (last_kv <= first_q) & inside
         if ragged:
             every &= first_kv + block_kv <= T
@@ -461,6 +465,19 @@ mistaken(
     "A block can be whole although neither condition covers it: its first keys are in the prefix, and the others "
     "in the window. The worst pair is the last query and the first key that is *not* in the prefix.",
     kinds_with(whole="apart"),
+)
+mistaken(
+    block_mask,
+    "window_too_wide_by_one",
+    "You call a block whole whose farthest pair is `window` apart. A query sees keys at distances 0 to window - 1.",
+    kinds_with(wider=1),
+)
+mistaken(
+    block_mask,
+    "prefix_too_long_by_one",
+    "You take key `prefix` for one of the prefix. Its keys are 0 to prefix - 1, so all of a block is in it if its last "
+    "key is less than `prefix`.",
+    kinds_with(longer=1),
 )
 mistaken(
     block_mask,
@@ -1114,6 +1131,18 @@ def _(fn, t):
     got = fn(out, lse, extra)
     t.close(got[0], want, 5e-3, 1e-6, "a bfloat16 output", jnp.bfloat16)
     t.equal(got[1].dtype.name, "float32", why="the type of the logsumexp")
+    # The nearest bfloat16 of the product. An error in float32 moves one in thousands to its neighbour, a share that
+    # is rounded to bfloat16 moves a third of them.
+    out, lse, extra = (
+        numbers(t, 4, 32, 8, 8, dtype=jnp.bfloat16),
+        numbers(t, 4, 32, 8),
+        numbers(t, 8),
+    )
+    share = 1 / (1 + np.exp(np.asarray(extra, np.float64) - np.asarray(lse)))
+    want = jnp.asarray(np.asarray(out, np.float64) * share[..., None], jnp.bfloat16)
+    off = np.mean(np.asarray(fn(out, lse, extra)[0] != want))
+    text = f"{off:.0%} of a bfloat16 output's numbers are not the nearest to the right one"
+    t.true(off < 0.02, text, float(off))
 
 
 @sinks.mutant(
@@ -1179,6 +1208,14 @@ def gradient_stopped(out_BTNH, lse_BTN, sinks_N):
     new, share = _new_and_share(lse_BTN, sinks_N)
     share = jax.lax.stop_gradient(share)
     return (out_BTNH * share[..., None]).astype(out_BTNH.dtype), new
+
+
+@sinks.mutant(
+    "You round the share to bfloat16 before you multiply. Compute in float32 to the end, and round the product."
+)
+def share_in_bfloat16(out_BTNH, lse_BTN, sinks_N):
+    new, share = _new_and_share(lse_BTN, sinks_N)
+    return out_BTNH * share.astype(out_BTNH.dtype)[..., None], new
 
 
 @sinks.mutant(

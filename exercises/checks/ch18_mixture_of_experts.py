@@ -82,6 +82,8 @@ def _(fn, t):
     routes(fn, t, "sigmoid, k = 3 of 6", logits, 3, "sigmoid", False)
     routes(fn, t, "sigmoid, k = 3 of 6, normalised", logits, 3, "sigmoid", True)
     routes(fn, t, "sigmoid, k = 1, normalised", logits, 1, "sigmoid", True)
+    routes(fn, t, "sigmoid, k = 1, as it is", logits, 1, "sigmoid", False)
+    routes(fn, t, "sigmoids of about a millionth, normalised", logits - 14, 3, "sigmoid", True)
 
 
 @router.check("a bias chooses and does not weigh")
@@ -213,6 +215,16 @@ def never_normalised(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
+    "You add a small number to the sum that you divide by. Where all scores are small it is a good part of the sum, "
+    "and the weights sum to less than 1. A sum of scores is never 0."
+)
+def with_an_epsilon(logits, k, kind, normalize, bias=None):
+    experts, weights = right_router(logits, k, kind, False, bias)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + 1e-6
+    return experts, weights / total if normalize else weights
+
+
+@router.mutant(
     "You normalise sigmoids over all E experts. With `normalize` the k chosen ones sum to 1; without it nothing is "
     "divided."
 )
@@ -303,7 +315,7 @@ slots from `e * C` to `e * C + C - 1`. Also count what is dropped.
 """,
     hints=(
         "Flatten the assignments, so that those of earlier tokens come first. The place of one among its expert's is "
-        "how many before it have the same expert.",
+        "how many before it have the same expert: an exact count, for thousands of them too.",
         "A table [X*k, E] of hits, summed along the first axis: `jnp.cumsum` has at each row how many assignments "
         "each expert has got so far, this one included.",
         "`before_AE = jnp.cumsum(hits_AE, axis=0) - hits_AE` with integers, and "
@@ -371,9 +383,10 @@ def _(fn, t):
 def _(fn, t):
     X, E, C = 24, 4, 8
     experts = choices(t, X, E, 2, 2.0)
-    whole, _ = fn(jnp.asarray(experts), E, C)
+    place = jax.jit(fn, static_argnums=(1, 2))
+    whole, _ = place(jnp.asarray(experts), E, C)
     for cut in (5, 15):
-        part, _ = fn(jnp.asarray(experts[:cut]), E, C)
+        part, _ = place(jnp.asarray(experts[:cut]), E, C)
         t.equal(
             np.asarray(whole)[:cut].tolist(),
             np.asarray(part).tolist(),
@@ -431,7 +444,9 @@ def variables(jaxpr):
         yield from equation.outvars
 
 
-def right_place(experts, E, C, *, first=0, dtype=jnp.int32, clip=False, order="tokens"):
+def right_place(
+    experts, E, C, *, first=0, dtype=jnp.int32, clip=False, order="tokens", exact_load=False
+):
     X, k = experts.shape
     flat = experts.T.reshape(-1) if order == "choices" else experts.reshape(-1)
     flat = flat[::-1] if order == "backwards" else flat
@@ -441,7 +456,7 @@ def right_place(experts, E, C, *, first=0, dtype=jnp.int32, clip=False, order="t
     slots = jnp.where(rank < C, flat * C + rank, E * C)
     if clip:
         slots = flat * C + jnp.minimum(rank, C - 1)
-    load = jnp.sum(hits, axis=0, dtype=dtype).astype(jnp.int32)
+    load = jnp.sum(hits, axis=0, dtype=jnp.int32 if exact_load else dtype).astype(jnp.int32)
     slots = slots[::-1] if order == "backwards" else slots
     slots = slots.reshape(k, X).T if order == "choices" else slots.reshape(X, k)
     return slots.astype(jnp.int32), jnp.maximum(load - C, 0)
@@ -468,6 +483,21 @@ def counts_in_bfloat16(experts, E, C):
     flat = experts.reshape(-1)
     slots = jnp.where(rank < C, flat * C + rank, E * C).reshape(experts.shape)
     return slots.astype(jnp.int32), jnp.maximum(load.astype(jnp.int32) - C, 0)
+
+
+@capacity.mutant(
+    "Your table of hits is bfloat16, and so are its running sums: above 256 they are rounded. Make it int32."
+)
+def sums_in_bfloat16(experts, E, C):
+    return right_place(experts, E, C, dtype=jnp.bfloat16)
+
+
+@capacity.mutant(
+    "Your loads are exact and your ranks are not: they are running sums in bfloat16, which has no odd numbers above "
+    "256. Sum integers."
+)
+def ranks_in_bfloat16(experts, E, C):
+    return right_place(experts, E, C, dtype=jnp.bfloat16, exact_load=True)
 
 
 @capacity.mutant(
@@ -591,10 +621,10 @@ Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ 
 - With $k = E$ the loss is 1 and the gradient 0. Logits of +-90 are possible.
 """,
     hints=(
-        "Write the loss as one sum over tokens and experts: E/X times the sum of f_e p_xe. Since f is a constant, what "
-        "is the derivative of that by one p_xe?",
-        "It is E f_e / X. The derivative of a softmax takes any such g_xe to p_xe times (g_xe minus the sum over j of "
-        "p_xj g_xj).",
+        "Write the loss as one sum over the n tokens that count and over experts: E/n times the sum of f_e p_xe. Since "
+        "f is a constant, what is its derivative by one p_xe, and what then by one logit?",
+        "By p_xe it is E f_e / n. The derivative of a softmax takes any such g_xe to p_xe times (g_xe minus the sum "
+        "over j of p_xj g_xj).",
         "`E / count * mask * p_XE * (f_E - jnp.sum(f_E * p_XE, axis=1, keepdims=True))`, with "
         "`count = jnp.maximum(jnp.sum(mask), 1)`.",
     ),
@@ -603,7 +633,7 @@ Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ 
 
 def right_balance(
     logits, k, mask, *, factor=True, chosen=None, assignments=True, slope=True, mean=True,
-    masked=True, safe=True, moving=False, norm=True,
+    masked=True, safe=True, moving=False, norm=True, counts=("load", "mean", "gradient"), jacobian="whole",
 ):  # fmt: skip
     E = logits.shape[1]
     mask = mask.astype(jnp.float32)[:, None] if masked else jnp.ones((len(logits), 1))
@@ -611,10 +641,15 @@ def right_balance(
     exps = jnp.exp(logits)
     p = jax.nn.softmax(logits) if norm else exps / jnp.sum(exps, axis=1, keepdims=True)
     hits = jnp.sum(jax.nn.one_hot(jax.lax.top_k(logits, chosen or k)[1], E), axis=1)
-    f = jnp.sum(hits * mask, axis=0) / count / ((chosen or k) if assignments else 1)
-    P_E = jnp.sum(p * mask, axis=0) / count
+    number = {
+        part: count if part in counts else len(logits) for part in ("load", "mean", "gradient")
+    }
+    f = jnp.sum(hits * mask, axis=0) / number["load"] / ((chosen or k) if assignments else 1)
+    P_E = jnp.sum(p * mask, axis=0) / number["mean"]
     loss = (E if factor else 1) * jnp.sum((P_E if moving else f) * P_E)
-    g = (2 * P_E if moving else f) * (E if factor else 1) / (count if mean else 1)
+    g = (2 * P_E if moving else f) * (E if factor else 1) / (number["gradient"] if mean else 1)
+    if jacobian != "whole":
+        return loss, mask * g * (p * (1 - p) if jacobian == "diagonal" else jnp.ones_like(p))
     inner = g - jnp.sum(g * p, axis=1, keepdims=True) if slope else g
     return loss, mask * p * inner
 
@@ -714,6 +749,45 @@ def padding_counts(logits, k, mask):
     return right_balance(logits, k, mask, masked=False)
 
 
+@load_balance.mutant(
+    "You sum over the tokens that count and divide by all X. Load, mean and gradient are divided by the number of "
+    "tokens that count."
+)
+def divided_by_all(logits, k, mask):
+    return right_balance(logits, k, mask, counts=())
+
+
+@load_balance.mutant(
+    "Your loss is too small: one of f and P is divided by all X tokens. Both are over the tokens that count."
+)
+def one_divided_by_all(logits, k, mask):
+    return right_balance(logits, k, mask, counts=("mean",))
+
+
+@load_balance.mutant(
+    "Your loss is right, and its gradient is divided by all X tokens. P is a mean over those that count: divide by "
+    "their number."
+)
+def gradient_divided_by_all(logits, k, mask):
+    return right_balance(logits, k, mask, counts=("load", "mean"))
+
+
+@load_balance.mutant(
+    "Your gradient is by the probabilities: E f_e over the number of tokens. By the logits it goes through the softmax "
+    "as well, which takes any g_xe to p_xe times (g_xe minus the sum over j of p_xj g_xj)."
+)
+def by_probabilities(logits, k, mask):
+    return right_balance(logits, k, mask, jacobian="none")
+
+
+@load_balance.mutant(
+    "You derive each probability by its own logit alone, p (1 - p). A logit moves all the probabilities of its token: "
+    "those of other experts by -p_xe p_xj."
+)
+def diagonal_alone(logits, k, mask):
+    return right_balance(logits, k, mask, jacobian="diagonal")
+
+
 @load_balance.mutant("Nothing divided by nothing: without a token that counts you return NaN.")
 def nothing_by_nothing(logits, k, mask):
     return right_balance(logits, k, mask, safe=False)
@@ -776,7 +850,7 @@ and bring the results back to where their slots were.
 """,
     hints=(
         "Which dimension of [E, C, D] is divided over devices during the computation, and which before and after it? "
-        "An all-to-all moves a division from one dimension to another.",
+        "An all-to-all moves a division from one dimension to another, and the way back is its mirror image.",
         "There: split the experts, and concatenate what arrives along the slots. Back: the other way round. The "
         "transpose of an all-to-all is an all-to-all, so the gradient needs nothing from you.",
         "`jax.lax.all_to_all(slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True)` is [E/n, n*C, D]; the way "
@@ -994,3 +1068,29 @@ def call_by_call(slots, compute, axis):
     there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
     y = jnp.concatenate([compute(part) for part in jnp.split(there, n, axis=1)], axis=1)
     return jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+@all_to_all.mutant(
+    "On the way back you reshape the results as if they were sorted by sender, and they are sorted by expert: swap the "
+    "two dimensions before you send them, or split along the slots."
+)
+def not_swapped_back(slots, compute, axis):
+    E, C, _ = slots.shape
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(compute(there).reshape(E, C, -1), axis, 0, 0, tiled=True)
+
+
+@all_to_all.mutant(
+    "You give the results the slots' width D. What `compute` returns has F numbers in a row, and F may differ from D."
+)
+def width_of_the_slots(slots, compute, axis):
+    return both_ways(slots, compute, axis).reshape(slots.shape)
+
+
+@all_to_all.mutant(
+    "Your way back is the way there once more: it splits the experts, and concatenates along the slots. Results are "
+    "divided by experts and go back to slots: split_axis=1, concat_axis=0."
+)
+def there_twice(slots, compute, axis):
+    there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(compute(there), axis, split_axis=0, concat_axis=1, tiled=True)

@@ -305,6 +305,7 @@ $$
   `seq_len / 2` keys.
 - The backward pass is twice the forward pass. What `model.remat` computes again is work, and not the model's need.
 - The peak is that of `model.dtype`. Tied embeddings change memory and not FLOPs.
+- More than 1 can't be, and says that the seconds or the peak are wrong: return it as it is.
 """,
     hints=(
         "Count for one token first: weights of one layer, times the layers, and the output layer once. Then attention "
@@ -351,8 +352,8 @@ def right_mfu(
     return flops / (seconds * (chips if all_chips else 1) * peaks[dtype or m.dtype])
 
 
-def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6):
-    seconds = float(t.rng.uniform(0.05, 20))
+def measures(fn, t, model, rows, seq_len, why, chips=1, rtol=1e-6, seconds=None):
+    seconds = seconds or float(t.rng.uniform(0.05, 20))
     args = rows, seq_len, seconds, PEAKS, chips
     got = fn(model, *args)
     # Relative to the right one: what is off by a factor shows the same factor in every draw.
@@ -402,6 +403,18 @@ def _(fn, t):
 def _(fn, t):
     chips = int(t.rng.integers(2, 500))
     measures(fn, t, drawn_model(t), 1024, 2048, f"{chips} chips", chips=chips)
+
+
+@mfu.check("a step that is too fast to be true")
+def _(fn, t):
+    measures(fn, t, drawn_model(t), 1024, 2048, "a step of a microsecond", seconds=1e-6)
+
+
+@mfu.mutant(
+    "You cut the result off at 1. A share above 1 tells that a number is wrong, and is lost that way."
+)
+def cut_off(*args):
+    return min(1.0, right_mfu(*args))
 
 
 @mfu.mutant(
@@ -498,7 +511,9 @@ def always_bfloat16(*args):
     return right_mfu(*args, dtype="bfloat16")
 
 
-@mfu.mutant("You divide by one chip's peak. All chips work for this step, so all count.")
+@mfu.mutant(
+    "Your result is too large by the number of chips. `rows` are those of all chips together, and so is the peak."
+)
 def one_chip(*args):
     return right_mfu(*args, all_chips=False)
 

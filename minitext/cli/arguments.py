@@ -4,11 +4,14 @@ Chapters: 6.
 """
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from minitext import files
 from minitext.errors import UserError
 
 Settings = Annotated[
@@ -17,8 +20,50 @@ Settings = Annotated[
         metavar="[PRESET] [KEY=VALUE]...", help="preset, then settings such as train.steps=300"
     ),
 ]
-RunDir = Annotated[str, typer.Argument(metavar="RUN", help="run directory, such as runs/NAME")]
-Plot = Annotated[str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png")]
+
+
+def check_run(path: str) -> str:
+    """Refuses what can't be a run directory, before JAX starts."""
+    files.local_path(path)
+    try:
+        problem = None if stat.S_ISDIR(os.stat(path).st_mode) else "is a file"
+        if problem is None and not os.access(path, os.R_OK | os.X_OK):
+            problem = "cannot be read (Permission denied)"
+    except FileNotFoundError:  # `watch` waits for it
+        problem = None
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise UserError(f"{files.shorten(path)} {problem}: name a run directory, such as runs/NAME")
+    return path
+
+
+def check_new(path: str) -> str:
+    """Refuses what can't be a new folder, before anything is computed for it."""
+    if os.path.lexists(files.local_path(path)):
+        raise UserError(f"{path} exists: name a folder that does not")
+    return path
+
+
+def check_plot(path: str | None) -> str | None:
+    """Refuses a file that couldn't be drawn into, before anything is computed for it."""
+    if path is not None:
+        files.check_new_file("--plot", path)
+        if not path.lower().endswith(PICTURES):
+            raise UserError(
+                f"--plot {files.shorten(path)} is no kind of picture: end its name in {' or '.join(PICTURES)}"
+            )
+    return path
+
+
+PICTURES = (".svg", ".png", ".pdf")
+RunDir = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="run directory, such as runs/NAME", callback=check_run),
+]
+Plot = Annotated[
+    str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png, .pdf", callback=check_plot)
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 
 
@@ -30,11 +75,11 @@ def load(settings: list[str] | None):
     pairs = [s for s in settings or [] if "=" in s]
     if len(words) > 1:
         raise UserError(
-            f"one preset at most: got {', '.join(words)}; settings are written KEY=VALUE"
+            f"one preset at most: got {', '.join(map(repr, words))}; settings are written KEY=VALUE"
         )
-    named = words[0] if words else None
     from_file = any(p.startswith("config=") for p in pairs)
-    return load_config(named if named or from_file else DEFAULT_PRESET, pairs)
+    named = words[0] if words else None if from_file else DEFAULT_PRESET
+    return load_config(named, pairs)
 
 
 def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str]]:
@@ -43,11 +88,19 @@ def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str
     return values, [s for s in settings or [] if not s.startswith(f"{key}=")]
 
 
+def take_chip(settings: list[str] | None) -> tuple[str | None, list[str]]:
+    """Takes `chip=NAME` out of the settings: returns the name or names, and the rest."""
+    chips, rest = split_off(settings, "chip")
+    if len(chips) > 1:
+        raise UserError(f"chip={' and chip='.join(chips)}: name a chip once")
+    return (chips[0] if chips else None), rest
+
+
 def take_target(settings: list[str] | None) -> tuple[str | None, list[str]]:
     """Takes `target=CHIP:SHAPE` and `slices=N` out of the settings: returns both as one target, and the rest."""
     targets, rest = split_off(settings, "target")
     slices, rest = split_off(rest, "slices")
-    if len(targets) > 1 or len(slices) > 1:
+    if len(targets) > 1 or len(slices) > 1 or (targets and not targets[0].strip()):
         raise UserError("name one target, such as target=v5e:2x4 or target=v5e:16x16 slices=2")
     if slices and not targets:
         raise UserError(

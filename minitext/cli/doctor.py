@@ -8,6 +8,7 @@ import jax
 import psutil
 
 from minitext import hardware
+from minitext.compiler.targets import libtpu_advice
 from minitext.distributed.devices import has_gpu_plugin
 from minitext.files import cache_dir
 
@@ -27,7 +28,7 @@ def examine() -> dict[str, str]:
         "matmul peak (f32)": f"{hardware.measure_matmul_peak('float32') / 1e9:.0f} GFLOP/s, measured",
         "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
         "cache": str(cache_dir()),
-        "compile for TPU": "yes" if versions["libtpu"] else "no: pip install 'minitext[aot]'",
+        "compile for TPU": "yes" if versions["libtpu"] else f"no: {libtpu_advice()}",
         "compile for GPU": "yes" if has_gpu_plugin() else "no: pip install 'minitext[aot-gpu]'",
         **{name: version or "not installed" for name, version in versions.items()},
     }

@@ -6,6 +6,7 @@ Chapters: 21.
 """
 
 import datetime
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,22 +15,35 @@ from typing import Annotated, Any
 
 import typer
 
+from minitext.cli.arguments import load
 from minitext.errors import UserError
+
+
+def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
+    """Refuses an empty name, or one of several words, which whoever gets it would take for something else."""
+    if value is not None and not re.fullmatch(r"\S+", value):
+        raise UserError(f"{param.opts[0]} {value!r} is not a name: give one word")
+    return value
+
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- train ...", help="the train command, after two hyphens")
 ]
 Name = Annotated[str, typer.Option(help="of the job, and of the run: a restart resumes it")]
 Restarts = Annotated[int, typer.Option(min=0, help="of the whole job after a failure, to resume")]
-Image = Annotated[str, typer.Option(help="container image with minitext installed")]
+Image = Annotated[
+    str, typer.Option(help="container image with minitext installed", callback=check_word)
+]
 
 
 def local(
     command: Command,
-    processes: Annotated[int, typer.Option(min=1, help="processes to start")] = 2,
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="processes to start")] = 2,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU devices each simulates; without: the GPU of its number"),
+        typer.Option(
+            min=1, max=1024, help="CPU devices each simulates; without: the GPU of its number"
+        ),
     ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="how often to start again after a failure, to resume")
@@ -46,6 +60,7 @@ def local(
     from minitext.distributed.launch import local
 
     words = launch.with_run_name(command, datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
+    load(words[1:])  # a fault in them is said once, not by every process
     sys.exit(local.launch(words, processes=processes, devices=devices, restarts=restarts))
 
 
@@ -59,7 +74,9 @@ def slurm(
     ] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs to ask for")] = 0,
     time: Annotated[str, typer.Option(help="limit of the job")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="of the cluster")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="of the cluster", callback=check_word)
+    ] = None,
     restarts: Restarts = 3,
     submit: Annotated[
         bool, typer.Option("--submit/--dry-run", help="hand it to sbatch, or print it")
@@ -79,12 +96,16 @@ def xpk(
     ctx: typer.Context,
     command: Command,
     name: Name,
-    cluster: Annotated[str, typer.Option(help="GKE cluster")],
-    tpu_type: Annotated[str, typer.Option(help="of a slice, as xpk calls it: v5litepod-256")],
+    cluster: Annotated[str, typer.Option(help="GKE cluster", callback=check_word)],
+    tpu_type: Annotated[
+        str, typer.Option(help="of a slice, as xpk calls it: v5litepod-256", callback=check_word)
+    ],
     image: Image,
     slices: Annotated[int, typer.Option(min=1, help="TPU slices")] = 1,
-    project: Annotated[str | None, typer.Option(help="Google Cloud project")] = None,
-    zone: Annotated[str | None, typer.Option(help="of the cluster")] = None,
+    project: Annotated[
+        str | None, typer.Option(help="Google Cloud project", callback=check_word)
+    ] = None,
+    zone: Annotated[str | None, typer.Option(help="of the cluster", callback=check_word)] = None,
     restarts: Restarts = 3,
     submit: Annotated[
         bool, typer.Option("--submit/--dry-run", help="start it, or let xpk print what it would do")
@@ -118,7 +139,10 @@ def k8s(
     processes: Annotated[int, typer.Option(min=1, help="pods")] = 2,
     gpus: Annotated[int, typer.Option(min=0, help="of each pod")] = 0,
     claim: Annotated[
-        str | None, typer.Option(help="PersistentVolumeClaim to mount at /runs in all pods")
+        str | None,
+        typer.Option(
+            help="PersistentVolumeClaim to mount at /runs in all pods", callback=check_word
+        ),
     ] = None,
     restarts: Restarts = 3,
 ) -> None:
@@ -143,4 +167,9 @@ def _arguments(ctx: typer.Context) -> dict[str, Any]:
 
     options = {key: value for key, value in ctx.params.items() if key != "submit"}
     name = launch.check_name(options["name"])
-    return options | {"command": launch.with_run_name(options["command"], name)}
+    words = launch.with_run_name(options["command"], name)
+    if not any(
+        word.startswith("config=") for word in words
+    ):  # its file may be on the cluster alone
+        load(words[1:])
+    return options | {"command": words}

@@ -1,11 +1,13 @@
 """The command line: `minitext` and `python -m minitext`.
 
 Commands parse, call one function, and print; JAX is imported only by the commands that compute. Exit codes: 0 done,
-1 failed, 2 bad input, 3 does not fit, 130 interrupted.
+1 failed, 2 bad input, 3 does not fit, 130 interrupted, 143 ended by SIGTERM with nothing to save.
 
 Chapters: 6.
 """
 
+import os
+import signal
 import sys
 from typing import Any
 
@@ -94,6 +96,7 @@ def main() -> None:
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("minitext").setLevel(logging.INFO)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         # By itself typer would draw a box around an error.
         sys.exit(app(prog_name="minitext", standalone_mode=False) or 0)
@@ -101,9 +104,14 @@ def main() -> None:
         if error.format_message():  # none where a command's help was printed, for want of words
             print(f"error: {_in_one_line(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(1)
-    except UserError as error:
+    except typer.Abort:  # of Ctrl-C
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, PermissionError) as error:
+        if isinstance(error, PermissionError):
+            error = UserError(
+                f"{error.filename}: {error.strerror}: name what you may use, or change who may"
+            )
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         job.finish(error)
@@ -111,6 +119,15 @@ def main() -> None:
     except BaseException as error:  # also of a command that is done
         job.finish(error)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(*_: object) -> None:
+    """Ends the command on SIGTERM by way of its `finally` blocks; a training loop has `stopping.Stopper` instead."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the way out
+    os.write(2, b"stopped by SIGTERM\n")
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _in_one_line(error: Any) -> str:

@@ -1,24 +1,37 @@
 """The commands that say what a configuration needs and does, before it runs."""
 
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, Plot, Settings, answer, load, split_off, start, take_target
+from minitext.cli.arguments import Json, Plot, Settings, answer, load, start, take_chip, take_target
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
+from minitext.files import check_new_file, shorten
 
 if TYPE_CHECKING:
     from minitext.config.config import Config
+
+
+def check_save(path: str | None) -> str | None:
+    """Refuses a file that couldn't be written, before JAX starts."""
+    if path is not None:
+        check_new_file("--save", path)
+    return path
 
 
 def compile_(
     settings: Settings = None,
     save: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="write the compiled step, for train.executable=FILE"),
+        typer.Option(
+            metavar="FILE",
+            help="write the compiled step, for train.executable=FILE",
+            callback=check_save,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -38,7 +51,7 @@ def compile_(
     from minitext.compiler.report import print_report
     from minitext.training.compile import compile_preset, save_for
 
-    report = save_for(cfg, target, save) if save else compile_preset(cfg, target)
+    report = compile_preset(cfg, target) if save is None else save_for(cfg, target, save)
     answer(report, as_json, print_report)
     if not report.fits:
         raise typer.Exit(3)
@@ -110,12 +123,12 @@ def roofline(
     On a chip the step is shared evenly by the devices of mesh.*, and communication takes no time. This
     machine's peak and bandwidth are measured once a day.
     """
-    chips, settings = split_off(settings, "chip")
+    chip, settings = take_chip(settings)
     cfg = load(settings)
     start()
     from minitext.perf import roofline
 
-    prediction = roofline.predict_step(cfg, chips[-1] if chips else None)
+    prediction = roofline.predict_step(cfg, chip)
     answer(
         prediction, as_json, lambda found: roofline.print_prediction(found, cfg.model.dtype, rows)
     )
@@ -174,7 +187,11 @@ def comms(settings: Settings = None, as_json: Json = False) -> None:
     """Predict what devices send each other in a step, beside the program for simulated ones or for target=v5e:2x4."""
     target, settings = take_target(settings)
     cfg = load(settings)
-    start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate or 8))
+    if target:
+        start()
+    else:  # at least eight devices, if none are asked for: one sends nothing
+        needed = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
+        start(cfg.mesh.simulate or max(needed or 1, 8))
     from minitext.perf import comms_audit
 
     found = comms_audit.audit_preset(cfg, target)
@@ -197,7 +214,7 @@ def llo(
     one chip also a strip. Several kernels or chips make one table: llo matmul jax_megablox_gmm chip=v5e,v6e m=256.
     Without a name all kernels are compiled.
     """
-    chips, rest = split_off(settings, "chip")
+    chips, rest = take_chip(settings)
     names = [word for word in rest if "=" not in word]
     blocks = _lengths([word for word in rest if "=" in word])
     start()
@@ -207,7 +224,7 @@ def llo(
     from minitext.compiler.llo import compile_case
     from minitext.kernels.cases import CASES
 
-    where = (chips[-1] if chips else "v5e").split(",")
+    where = ("v5e" if chips is None else chips).split(",")
     pairs = [(name, chip) for name in names or CASES for chip in where]
     with terminal.bar() as bar:
         found = [
@@ -241,8 +258,14 @@ def tune(
     Candidates are measured if the chip is here (that needs minitext[tune]). Otherwise each is compiled for it, and they
     are ranked by what the compiler's code and the copies of its blocks should take.
     """
-    chips, names = split_off(settings, "chip")
-    if len(chips) != 1 or len(names) != 1:
+    chip, words = take_chip(settings)
+    names = [word for word in words if "=" not in word]
+    if lengths := [word for word in words if "=" in word]:
+        raise UserError(
+            f"{' '.join(lengths)}: tune tries block lengths of its own; see one with minitext llo "
+            f"{' '.join(names[:1] or ['OP'])} {' '.join(lengths)}"
+        )
+    if chip is None or len(names) != 1:
         raise UserError("name one operation and one chip, such as: minitext tune matmul chip=v5e")
     start()
 
@@ -251,15 +274,15 @@ def tune(
     from minitext.perf import tune
 
     with terminal.bar() as bar:
-        task = bar.add_task(f"{names[0]} for {chips[0]}", total=None)
+        task = bar.add_task(f"{names[0]} for {chip}", total=None)
         found = tune.tune(
-            names[0], chips[0], lambda done, total: bar.update(task, completed=done, total=total)
+            names[0], chip, lambda done, total: bar.update(task, completed=done, total=total)
         )
     rows = [candidate.to_json() for candidate in found] if as_json else found
-    answer(rows, as_json, lambda found: tune.print_candidates(names[0], chips[0], found))
+    answer(rows, as_json, lambda found: tune.print_candidates(names[0], chip, found))
     if write:
         try:
-            block_shapes.write(names[0], chips[0], tune.best(names[0], found).blocks)
+            block_shapes.write(names[0], chip, tune.best(names[0], found).blocks)
         except OSError as error:
             raise UserError(f"cannot write {block_shapes.FILE}: {error.strerror}") from error
 
@@ -268,9 +291,9 @@ def _lengths(words: list[str]) -> dict[str, int]:
     """Reads `BLOCK=LENGTH` words."""
     pairs = [word.partition("=")[::2] for word in words]
     for name, length in pairs:
-        if not length.isdecimal():
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", length):
             raise UserError(
-                f"{name}={length}: a block's length is a whole number, such as {name}=512"
+                f"{name}={shorten(length)}: a block's length is a whole number, such as {name}=512"
             )
     return {name: int(length) for name, length in pairs}
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, RunDir, Settings, answer, load, start
+from minitext.cli.arguments import Json, RunDir, Settings, answer, check_new, load, start
 from minitext.distributed.devices import simulate_for
 
 
@@ -51,7 +51,9 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="draw among the most likely tokens that sum to this probability")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="the same seed gives the same text")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with a trained model, using a key-value cache."""
@@ -81,7 +83,10 @@ def generate(
 def export(
     directory: RunDir,
     target: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="where to write; must not exist")
+        str,
+        typer.Argument(
+            metavar="DIRECTORY", help="where to write; must not exist", callback=check_new
+        ),
     ],
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""

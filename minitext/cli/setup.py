@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minitext.cli.arguments import Json, Settings, answer, load, start
+from minitext.cli.arguments import Json, Settings, answer, check_new, load, start
 
 
 def config_show(settings: Settings = None, as_json: Json = False) -> None:
@@ -27,17 +27,16 @@ def config_explain(
     settings: Settings = None,
 ) -> None:
     """Explain keys: type, default, meaning, and the value in a preset."""
-    from minitext.config.config import ConfigError, keys
-    from minitext.errors import did_you_mean
+    from minitext.config.config import ConfigError, layout, unknown_key
 
     cfg = load(settings)
     found = {
         name: field
-        for name, field in keys().items()
+        for name, field in layout().keys.items()
         if name == key or name.startswith(key.rstrip(".") + ".")
     }
     if not found:
-        raise ConfigError([f"unknown key {key!r}{did_you_mean(key, keys())}"])
+        raise ConfigError([unknown_key(key, "command line")])
     for name, field in found.items():
         value: Any = cfg
         for part in name.split("."):
@@ -55,9 +54,12 @@ def config_presets() -> None:
 
 
 def data_pack(
-    target: Annotated[str, typer.Argument(metavar="FOLDER", help="where to write; must not exist")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="FOLDER", help="where to write; must not exist", callback=check_new),
+    ],
     settings: Settings = None,
-    shards: Annotated[int, typer.Option(min=1, help="files of training rows")] = 4,
+    shards: Annotated[int, typer.Option(min=1, max=10_000, help="files of training rows")] = 4,
 ) -> None:
     """Tokenise a preset's text once, into ArrayRecord files that data.source=arrayrecord data.path=FOLDER reads."""
     cfg = load(settings)

@@ -55,7 +55,9 @@ def profile(
 def watch(
     directory: RunDir,
     once: Annotated[bool, typer.Option("--once", help="print the current state and exit")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="seconds between updates")] = 1.0,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="seconds between updates")
+    ] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Watch a run: loss, tokens/s, MFU, goodput, memory, last checkpoint, time left. Ends with the run, or by Ctrl-C.

@@ -8,6 +8,7 @@ import glob
 import importlib.util
 import math
 import os
+import platform
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -191,9 +192,17 @@ def topology_mesh(target: str | Target, mesh_cfg: MeshConfig | None = None) -> M
     return make_mesh(mesh_cfg, topology_devices(parsed))
 
 
+def libtpu_advice() -> str:
+    """Says how to get libtpu on this machine. Its wheels are for Linux on x86-64 alone."""
+    here = platform.system(), platform.machine()
+    if here == ("Linux", "x86_64"):
+        return "pip install 'minitext[aot]'"
+    return f"it exists for Linux on x86-64 only, and this is {here[0]} on {here[1]}: Colab has such machines"
+
+
 def _tpu_devices(target: Target) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("compiling for TPUs needs libtpu: pip install 'minitext[aot]'")
+        raise UserError(f"compiling for TPUs needs libtpu: {libtpu_advice()}")
     # libtpu takes a lock file, which would crash a second process.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):

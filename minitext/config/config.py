@@ -15,16 +15,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import PrivateAttr, ValidationError
+from pydantic.fields import FieldInfo
 
-from minitext.config import sections, variants
+from minitext.config import sections
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
-from minitext.config.section import Section, setting
+from minitext.config.section import Section, choices, setting
 from minitext.errors import UserError, did_you_mean
+from minitext.files import local_path
 
 
 class Config(Section):
@@ -78,6 +80,8 @@ class Config(Section):
         return resolve([("replaced", dict(values))], base=self)
 
 
+DEPTH = 4  # names in a key; the longest keys have three
+
 DEFAULT_PRESET = "laptop"
 PRESETS = resources.files("minitext.config.presets")
 
@@ -90,18 +94,52 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
-    """Returns every dotted key with its pydantic field, in order; of a section with variants, the keys of all."""
-    found: dict[str, Any] = {}
+class Layout(NamedTuple):
+    """What can be set.
+
+    Attributes:
+      keys: every dotted key with its pydantic field, in order; of a section with variants, the keys of all.
+      variants: the dotted key of each section with variants -> kind -> class, the default kind first.
+    """
+
+    keys: dict[str, Any]
+    variants: dict[str, dict[str, type[Section]]]
+
+
+def layout(section: type[Section] = Config, prefix: str = "") -> Layout:
+    """Returns every key and every choice below a section. The key `kind` chooses among a section's variants."""
+    found, variants = {}, {}
     for name, field in section.model_fields.items():
-        kinds = variants.sections_of(field)
+        kinds = choices(field)
         if not kinds:
             found[prefix + name] = field
-        for kind in kinds:
-            found |= keys(kind, f"{prefix}{name}.")
+        for kind in kinds.values():
+            below = layout(kind, f"{prefix}{name}.")
+            found |= below.keys
+            variants |= below.variants
         if len(kinds) > 1:
-            found[f"{prefix}{name}.kind"] = variants.choice_of(kinds)
-    return found
+            variants[prefix + name] = kinds
+            of_each = (f"{kind}: {s.model_fields['kind'].description}" for kind, s in kinds.items())
+            found[f"{prefix}{name}.kind"] = FieldInfo(
+                annotation=Literal[tuple(kinds)],  # pyright: ignore[reportArgumentType]
+                default=next(iter(kinds)),
+                description="; ".join(of_each),
+            )
+    return Layout(found, variants)
+
+
+def unknown_key(key: str, where: str) -> str:
+    """Returns one line on a key that does not exist: what minitext says for MaxText's, or else the most similar key.
+
+    Args:
+      key: the key.
+      where: where it was found, such as `command line`.
+    """
+    from minitext.config import maxtext  # no run whose keys are known needs it
+
+    if ours := maxtext.answer(key):
+        return f"{key} ({where}) {ours}"
+    return f"{_short(key)} ({where}): unknown key{did_you_mean(key, layout().keys)}"
 
 
 def presets() -> list[str]:
@@ -150,12 +188,12 @@ def to_yaml(cfg: Config, *, provenance: bool = False) -> str:
     text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     if not provenance:
         return text
-    lines, path = [], []
+    lines, path, known = [], [], layout().keys
     for line in text.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         path = [*path[:depth], line.strip().split(":")[0]]
         key = ".".join(path)
-        lines.append(f"{line:<40}# {cfg.provenance(key)}" if key in keys() else line)
+        lines.append(f"{line:<40}# {cfg.provenance(key)}" if key in known else line)
     return "\n".join(lines) + "\n"
 
 
@@ -165,23 +203,26 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     Raises:
       ConfigError: with every unknown key, else every bad value, else every broken rule between values.
     """
-    known = keys()
+    known, variants = layout()
     tree = base.model_dump() if base else {}
     origin = dict(base._provenance) if base else {}
-    problems = []
-    for layer, values in layers:
-        variants.change_kinds(Config, tree, origin, values)
+    age, problems = {}, []
+    for number, (layer, values) in enumerate(layers):
         for key, value in values.items():
             if key not in known:
-                problems.append(f"{_short(key)} ({layer}): unknown key{did_you_mean(key, known)}")
+                problems.append(unknown_key(key, layer))
                 continue
+            if isinstance(value, bool) and known[key].annotation is not bool:  # true isn't 1
+                problems.append(
+                    f"{key}={str(value).lower()} ({layer}): it is neither true nor false"
+                )
             node = tree
             *path, leaf = key.split(".")
             for part in path:
                 node = node.setdefault(part, {})
             node[leaf] = value
-            origin[key] = layer
-    if problems := problems or list(variants.check_kinds(Config, tree, origin, _short)):
+            origin[key], age[key] = layer, number
+    if problems := problems or list(_settle_kinds(variants, tree, origin, age)):
         raise ConfigError(problems)
     try:
         cfg = Config.model_validate(tree, context={"whole": True})
@@ -193,13 +234,38 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     return cfg
 
 
+def _settle_kinds(
+    variants: Mapping[str, Any], tree: dict, origin: dict[str, str], age: Mapping[str, int]
+) -> Iterator[str]:
+    """Fills in default kinds, and leaves each section only its own kind's settings.
+
+    A setting of another kind is dropped if it is older than the choice of this one; else it is a problem.
+    """
+    for key, kinds in variants.items():
+        section = tree
+        for part in key.split("."):
+            section = section.setdefault(part, {})
+        kind = section.setdefault("kind", next(iter(kinds)))
+        known = isinstance(kind, str) and kind in kinds
+        for name in sorted(set(section) - set(kinds[kind].model_fields)) if known else ["kind"]:
+            setting = f"{key}.{name}"
+            where = f"{setting}={_short(section[name])} ({origin.get(setting, 'default')})"
+            if not known:
+                yield f"{where}: choose {' or '.join(kinds)}"
+            elif age.get(setting, -1) < age.get(f"{key}.kind", -1):
+                del section[name]
+                origin.pop(setting, None)
+            else:
+                others = " or ".join(k for k, s in kinds.items() if name in s.model_fields)
+                yield f"{where} has no effect with {key}.kind={kind}: set {key}.kind={others}"
+
+
 def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     """Turns one of pydantic's errors into one line: key, value, layer, rule."""
-    key, rest, kinds = "", [], variants.find(Config)
+    key, rest, variants = "", [], layout().variants
     for part in map(str, error["loc"]):
-        if part not in kinds.get(
-            key, ()
-        ):  # pydantic puts a variant's kind into the path, keys don't
+        # pydantic puts a variant's kind into the path, keys don't
+        if part not in variants.get(key, ()):
             key = f"{key}.{part}" if key else part
     while key not in known and "." in key:
         key, _, last = key.rpartition(".")
@@ -209,6 +275,8 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
     rule = error["msg"][:1].lower() + error["msg"][1:]
     if error["type"] == "extra_forbidden":  # yet a known key: another variant's
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
+    if error["type"] == "value_error":  # of `local_path`, which begins with the value
+        return f"{where}={error['ctx']['error']}"
     return f"{where}={_short(error['input'])} ({origin.get(key, 'default')}): {rule}"
 
 
@@ -235,7 +303,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _read(file: str) -> Any:
-    path = Path(file).expanduser()
+    path = Path(local_path(file)).expanduser()
     try:
         return _parse(path.read_text(encoding="utf-8"), f"file {file}")
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -245,7 +313,14 @@ def _read(file: str) -> Any:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns nested mappings as one mapping of dotted keys."""
+    """Returns nested mappings as one mapping of dotted keys.
+
+    Raises:
+      ConfigError: if `tree` is no mapping, or its mappings are nested deeper than any key, such as one that a YAML
+        alias makes contain itself.
+    """
+    if prefix.count(".") > DEPTH:
+        raise ConfigError([f"{_short(prefix[:-1])} is nested deeper than any key"])
     if not isinstance(tree, Mapping):
         if tree is None and not prefix:
             return {}

@@ -8,9 +8,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from minitext.config.section import Section, setting
+from minitext.config.section import OptionalPath, Section, setting
+from minitext.files import shorten
 
 Indexed = Literal["stdlib", "grammar", "files", "arrayrecord", "tfds"]
+
+READ_BY = {  # key -> the sources that read it
+    "path": ("files", "arrayrecord", "tfds", "hf"),
+    "tfds_name": ("tfds",),
+    "hf_name": ("hf",),
+}
 
 NEEDS = {  # source -> the key it can't do without, and what to set it to
     "files": ("path", "a file, a folder or a glob"),
@@ -26,7 +33,7 @@ class MixturePart(Section):
 
     weight: float = Field(gt=0, description="share of the rows, relative to the other weights")
     source: Indexed = Field(description="as data.source")
-    path: str | None = setting(None, "as data.path")
+    path: OptionalPath = setting(None, "as data.path")
     text_key: str = setting("text", "as data.text_key")
     tfds_name: str | None = setting(None, "as data.tfds_name")
     tfds_split: str = setting("train", "as data.tfds_split")
@@ -43,7 +50,7 @@ class DataConfig(Section):
         (),
         "mixture: parts such as [{weight: 3, source: files, path: a}, {weight: 1, source: stdlib}]",
     )
-    path: str | None = setting(
+    path: OptionalPath = setting(
         None, "files: a file, folder or glob of text; arrayrecord: the folder; tfds: the data_dir"
     )
     seq_len: int = setting(256, "tokens per row (T)", ge=2, le=2**24)
@@ -64,6 +71,12 @@ class DataConfig(Section):
         key, example = NEEDS.get(self.source, ("source", ""))
         if not getattr(self, key):
             yield f"data.source={self.source} needs data.{key}: set it to {example}"
+        for key, sources in READ_BY.items():
+            if getattr(self, key) is not None and self.source not in sources:
+                yield (
+                    f"data.{key}={shorten(getattr(self, key))} has no effect with data.source={self.source}: set "
+                    f"data.source={' or '.join(sources)}"
+                )
         if self.source == "grammar" and self.tokenizer != "byte":
             yield (
                 f"data.tokenizer={self.tokenizer} does not work with data.source=grammar, whose entropy rate is "

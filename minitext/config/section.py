@@ -8,12 +8,20 @@ Chapters: 6.
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
+
+from minitext.files import local_path
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+# Keys that name a file or a folder.
+LocalPath = Annotated[str, AfterValidator(local_path)]
+OptionalPath = Annotated[str | None, AfterValidator(local_path)]
 
 
 def setting(default: T, description: str, **limits: Any) -> T:
@@ -36,6 +44,14 @@ class Section(BaseModel):
         if not (info.context and info.context.get("whole")) and (found := list(self.problems())):
             raise ValueError("; ".join(found))
         return self
+
+
+def choices(field: FieldInfo) -> dict[str, type[Section]]:
+    """Returns the sections that a field may hold, by the default of their key `kind`; none for a plain value."""
+    union = get_origin(field.annotation) in (Union, UnionType)
+    kinds = get_args(field.annotation) if union else [field.annotation]
+    sections = [k for k in kinds if isinstance(k, type) and issubclass(k, Section)]
+    return {s.model_fields["kind"].default if union else "": s for s in sections}
 
 
 def cached(fn: Callable[P, T]) -> Callable[P, T]:

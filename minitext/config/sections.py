@@ -6,20 +6,31 @@ Chapters: 6.
 from collections.abc import Iterator
 from typing import Literal
 
-from minitext.config.section import Section, divisors, setting
+from minitext.config.section import LocalPath, OptionalPath, Section, divisors, setting
+from minitext.files import path_problem, shorten
 
 
 class RunConfig(Section):
     """Where a run keeps its files."""
 
-    dir: str = setting("runs", "folder that holds run directories")
+    dir: LocalPath = setting("runs", "folder that holds run directories")
     name: str | None = setting(None, "run directory in run.dir; null: named after its start time")
+
+    def problems(self) -> Iterator[str]:
+        """Checks that the name is that of one folder, which run.dir then holds."""
+        if self.name is None:
+            return
+        problem = path_problem(self.name)
+        if problem is None and ("/" in self.name or self.name in (".", "..")):
+            problem = "is not the name of a folder in run.dir"
+        if problem:
+            yield f"run.name={shorten(self.name)} {problem}: choose a name such as run.name=a1"
 
 
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: int = setting(1000, "optimizer steps in the whole run", ge=1)
+    steps: int = setting(1000, "optimizer steps in the whole run", ge=1, lt=2**31)
     global_batch: int = setting(16, "sequences per step, over all devices and microbatches", ge=1)
     microbatches: int = setting(1, "parts of a batch whose gradients are accumulated", ge=1)
     save_every: int = setting(100, "steps between checkpoints", ge=1)
@@ -36,10 +47,11 @@ class TrainConfig(Section):
     on_nan: Literal["stop", "skip"] = setting("stop", "when a loss or gradient isn't finite")
     hang_seconds: float | None = setting(
         None,
-        "seconds without a finished step until processes write stack traces; null: never",
+        "seconds without a finished step, compiling too, until stacks are written and the job ends; null: never",
         gt=0,
+        le=1e6,
     )
-    executable: str | None = setting(
+    executable: OptionalPath = setting(
         None, "file from minitext compile --save that replaces compiling the step; null: compile"
     )
 
@@ -113,7 +125,7 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = setting(
         "cosine", "shape of the learning rate after warm-up"
     )
-    warmup_steps: int = setting(100, "steps of linear warm-up", ge=0)
+    warmup_steps: int = setting(100, "steps of linear warm-up", ge=0, lt=2**31)
     decay_share: float = setting(0.2, "wsd: final share of the steps that decay", gt=0, le=1)
     min_ratio: float = setting(0.1, "final learning rate as a share of the peak", ge=0, le=1)
     b1: float = setting(0.9, "decay of the first moment, or of sgd's and muon's sum", ge=0, lt=1)
@@ -131,14 +143,14 @@ class CheckpointConfig(Section):
 
     keep: int = setting(3, "newest checkpoints to keep", ge=1)
     keep_every: int | None = setting(None, "also keep multiples of this step; null: none", ge=1)
-    local_dir: str | None = setting(
+    local_dir: OptionalPath = setting(
         None, "folder on each process's own disk for copies between checkpoints; null: none"
     )
     local_every: int = setting(10, "steps between copies in checkpoint.local_dir", ge=1)
-    load_full_state: str | None = setting(
+    load_full_state: OptionalPath = setting(
         None, "run whose parameters, optimizer state and step a new run continues from"
     )
-    load_parameters: str | None = setting(
+    load_parameters: OptionalPath = setting(
         None, "run or export whose parameters a new run starts from, at step 0"
     )
 

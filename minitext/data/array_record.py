@@ -54,6 +54,7 @@ def write_rows(
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
+    fix = "name a folder where one can be made"
     if target.exists():
         raise UserError(f"{target} exists: name a folder that does not")
     counts = {split: len(rows) for split, rows in splits.items()}
@@ -78,7 +79,7 @@ def write_rows(
             tokenizer.save(new / TOKENIZER)
             files.write(new / ABOUT, json.dumps(about, indent=1))
     except OSError as error:
-        raise UserError(f"cannot write {target}: {files.explain(error) or error}") from error
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return counts
 
 

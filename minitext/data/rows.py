@@ -24,7 +24,7 @@ from minitext.data import array_record, grammar, packing, sources, text_files, t
 from minitext.data.placement import Split
 from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
-from minitext.files import cache_dir, fingerprint, new_cache_entry
+from minitext.files import cache_dir, fingerprint, local_path, new_cache_entry
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def pack_source(
     held_out, _ = _text_windows(cfg, tokenizer, "validation")
     digest = fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)
     splits = {"train": rows, "validation": held_out}
-    return array_record.write_rows(Path(target), cfg.seq_len, tokenizer, splits, digest, shards)
+    return array_record.write_rows(
+        Path(local_path(target)), cfg.seq_len, tokenizer, splits, digest, shards
+    )
 
 
 def _text_windows(cfg: DataConfig, tokenizer: Tokenizer, split: Split) -> tuple[Any, str]:

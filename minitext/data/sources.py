@@ -4,6 +4,7 @@ Chapters: 7.
 """
 
 import glob
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -70,8 +71,8 @@ def _file_pieces(
 
 
 def _tfds_pieces(cfg: DataConfig, records: Any) -> Iterator[tuple[text_files.Piece, float]]:
-    for number in range(len(records)):
-        record = dict(records[number])
+    for number, read in enumerate(records):
+        record = dict(read)
         where = f"data.tfds_name={cfg.tfds_name} record {number}"
         if isinstance(text := record.get(cfg.text_key), bytes):
             try:
@@ -114,7 +115,10 @@ def sample(cfg: DataConfig, size: float = SAMPLE_BYTES) -> Iterator[str]:
 
 
 def open_tfds(cfg: DataConfig) -> Any:
-    """Opens a TensorFlow dataset as a sequence of dicts, preparing it first if it isn't on disk.
+    """Opens a TensorFlow dataset, preparing it first if it isn't on disk.
+
+    Returns:
+        An iterable of dicts with a length and a `dataset_info`.
 
     Raises:
         UserError: the library isn't installed, or the dataset can't be opened.
@@ -128,9 +132,58 @@ def open_tfds(cfg: DataConfig) -> Any:
     assert cfg.tfds_name, "checked by the config"
     folder = os.path.expanduser(cfg.path) if cfg.path else None
     try:
-        return tfds.data_source(cfg.tfds_name, split=cfg.tfds_split, data_dir=folder)
+        builder: Any = tfds.builder(cfg.tfds_name, data_dir=folder)
+        if not builder.is_prepared():
+            # By itself it would write TFRecord files, and for that it needs TensorFlow.
+            builder = tfds.builder(cfg.tfds_name, data_dir=folder, file_format="array_record")
+            builder.download_and_prepare()
+        if {found.value for found in builder.info.available_file_formats()} == {"tfrecord"}:
+            return TFRecords(builder.info, cfg.tfds_split)
+        return builder.as_data_source(split=cfg.tfds_split)
+    except NotImplementedError as error:
+        raise UserError(
+            f"data.tfds_name={cfg.tfds_name} is on disk in a format that can't be read without TensorFlow: prepare it "
+            f"in another folder, with: tfds build {cfg.tfds_name} --file_format=array_record --data_dir=FOLDER"
+        ) from error
     except Exception as error:  # the library raises many kinds, all about the request
         raise _cannot_open(cfg, error, "tfds_name", "tfds_split", "path") from error
+
+
+class TFRecords:
+    """A split of a TensorFlow dataset in TFRecord files, which its own library reads only with TensorFlow.
+
+    Grain's reader doesn't compare the records' checksums.
+
+    Attributes:
+        dataset_info: what TensorFlow Datasets knows of it.
+    """
+
+    def __init__(self, dataset_info: Any, split: str) -> None:
+        """Finds the files; a split such as train[:10%] takes a part of some."""
+        self.dataset_info = dataset_info
+        self._parts = dataset_info.splits[split].file_instructions
+
+    def __len__(self) -> int:
+        return sum(part.take for part in self._parts)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        import grain
+        from google.protobuf.message import DecodeError
+
+        for part in self._parts:
+            records = iter(grain.experimental.TFRecordIterDataset(part.filename))
+            taken = itertools.islice(records, part.skip, part.skip + part.take)
+            found = 0
+            try:
+                for record in taken:
+                    found += 1
+                    yield self.dataset_info.features.deserialize_example_np(record)
+            except (OSError, ValueError, MemoryError, OverflowError, DecodeError) as error:
+                raise UserError(f"cannot read {part.filename}: {_first_line(error)}") from error
+            if found < part.take:
+                raise UserError(
+                    f"{part.filename} ends after {found:,} of {part.take:,} records: prepare it again"
+                )
 
 
 def open_hf(cfg: DataConfig) -> Any:
@@ -147,6 +200,8 @@ def open_hf(cfg: DataConfig) -> Any:
         if not given["data_files"]:
             raise UserError(f"data.path={cfg.path} does not exist: set it to a file or a glob")
     assert cfg.hf_name, "checked by the config"
+    if not cfg.path and not os.path.exists(cfg.hf_name):
+        _check_hub(cfg.hf_name)
     try:
         return datasets.load_dataset(
             cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **given
@@ -155,10 +210,38 @@ def open_hf(cfg: DataConfig) -> Any:
         raise _cannot_open(cfg, error, "hf_name", "hf_subset", "hf_split") from error
 
 
+def _check_hub(name: str) -> None:
+    """Asks the Hub once for a dataset, because `datasets` would ask for half a minute and warn of every attempt.
+
+    Raises:
+        UserError: the Hub can't be reached, or has no such dataset.
+    """
+    from huggingface_hub import HfApi, errors
+
+    api = HfApi()
+    try:
+        api.dataset_info(name, expand=["gated"], timeout=10)
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"data.hf_name={name} is not a dataset of {api.endpoint} that you may read: check the name; for a private "
+            "one, log in with: hf auth login"
+        ) from error
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, errors.HFValidationError):
+        return  # `datasets` asks again, looks into its cache, or says what is wrong with the name
+    except Exception as error:  # of the HTTP library, which differs between versions
+        raise UserError(
+            f"cannot look for data.hf_name={name}, because {api.endpoint} does not answer "
+            f"({_first_line(error)}): check the network, or set HF_HUB_OFFLINE=1 to use what was downloaded before"
+        ) from error
+
+
 def _cannot_open(cfg: DataConfig, error: Exception, *keys: str) -> UserError:
     asked = " ".join(f"data.{key}={getattr(cfg, key)}" for key in keys)
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return UserError(f"cannot open {asked}: {reason}")
+    return UserError(f"cannot open {asked}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _take(texts: Iterable[str], size: float) -> Iterator[str]:

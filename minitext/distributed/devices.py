@@ -21,6 +21,7 @@ from minitext.distributed import job
 from minitext.distributed.cluster import find_cluster, number
 from minitext.errors import UserError
 
+MOST_SIMULATED = 1024  # CPU devices, the limit of mesh.simulate too
 _GPU_PLUGINS = ("xla_cuda", "xla_rocm")
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
@@ -88,10 +89,20 @@ def simulate_for(sizes: Sequence[int], asked: int | None) -> int | None:
     Args:
       sizes: of the mesh's axes; -1 takes what is there.
       asked: `mesh.simulate`.
+
+    Raises:
+      UserError: if the mesh needs more than can be simulated.
     """
     needed = math.prod(size for size in sizes if size != -1)
     on_cpu = os.environ.get("JAX_PLATFORMS", "" if accelerator_is_visible() else "cpu") == "cpu"
-    return asked if asked or needed == 1 or not on_cpu else needed
+    if asked or needed == 1 or not on_cpu:
+        return asked
+    if needed > MOST_SIMULATED:
+        raise UserError(
+            f"the sizes of the mesh, mesh.*, ask for {needed:,} devices, and a CPU can simulate {MOST_SIMULATED:,}: "
+            "make them smaller, or let minitext compile, comms or predict compile for chips, as in target=v5p:8x8x16"
+        )
+    return needed
 
 
 def accelerator_is_visible() -> bool:
@@ -156,8 +167,9 @@ def quick_compile(platform: str) -> dict[str, Any]:
     """
     if platform != "cpu":
         return {}
-    return {
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }
+    import jax
+
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+    if jax.__version_info__ < (0, 11):  # later ones have no others
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options

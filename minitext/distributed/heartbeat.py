@@ -262,13 +262,13 @@ async def _read_line(reader: asyncio.StreamReader) -> str:
     return ""
 
 
-def open_server(host: str) -> socket.socket:
-    """Opens the hub's socket on a free port: on all interfaces, unless `host` means this machine alone."""
+def open_server(host: str, port: int = 0) -> socket.socket:
+    """Opens a port, by default a free one: on all interfaces, unless `host` means this machine alone."""
     if host in LOCAL:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=ipv6, backlog=1024)
+    return socket.create_server(("", port), family=family, dualstack_ipv6=ipv6, backlog=1024)
 
 
 def one_line(text: str) -> str:

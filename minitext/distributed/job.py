@@ -21,7 +21,8 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from minitext.distributed import heartbeat
 from minitext.distributed.cluster import Cluster, find_cluster
@@ -46,6 +47,7 @@ class _Job:
     hosts: list[str] = field(default_factory=list)
     rounds: Counter = field(default_factory=Counter)  # how often each name was used
     advice: str = ""
+    folder: Path | None = None
 
 
 _job: _Job | None = None
@@ -61,12 +63,14 @@ def start(cluster: Cluster | None = None, seconds: int = START_SECONDS) -> None:
       seconds: how long to wait for the other processes.
 
     Raises:
-      UserError: if the environment contradicts itself.
+      UserError: if the environment contradicts itself, or the coordinator can't have its port.
       JobFailed: if the coordinator doesn't answer or a process doesn't come.
     """
     global _job
     if _job is not None or (cluster := cluster or find_cluster()) is None:
         return
+    if cluster.index == 0 and cluster.coordinator is not None:
+        _check_port(cluster.coordinator)
     import jax
     from jax._src import distributed as service  # the client has no public name
 
@@ -116,10 +120,15 @@ def name_of(index: int) -> str:
     return f"process {index} of {_job.processes}{host}"
 
 
-def advise(advice: str) -> None:
-    """Sets the end of the line that is printed when a process is lost, such as `resume with: ...`."""
+def advise(advice: str, folder: Path) -> None:
+    """Prepares for the loss of a process.
+
+    Args:
+      advice: the end of the line that is printed then, such as `resume with: ...`.
+      folder: where what JAX prints then goes.
+    """
     if _job is not None:
-        _job.advice = advice
+        _job.advice, _job.folder = advice, folder
 
 
 def barrier(name: str, seconds: float = START_SECONDS) -> None:
@@ -227,6 +236,25 @@ def finish(error: BaseException | None = None) -> None:
     os._exit(code)
 
 
+def abort(why: str) -> NoReturn:
+    """Ends this process with one line and exit code 1, after telling the rest of its job why, from any thread."""
+    if _job is not None:
+        _job.heart.fail(why)
+    _end(why)
+
+
+def _check_port(coordinator: str) -> None:
+    """Opens the coordinator's port and closes it again: where that fails, JAX's C++ server crashes (SIGSEGV)."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        heartbeat.open_server(host, int(port)).close()
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot open port {port} for the coordinator {coordinator} ({error.strerror}): end what has "
+            "the port, or give all processes another one"
+        ) from error
+
+
 def _arguments(cluster: Cluster, seconds: int) -> dict[str, Any]:
     """Returns the arguments of `jax.distributed.initialize`, whose own heartbeat stays slower than ours."""
     common = {"initialization_timeout": seconds, "shutdown_timeout_seconds": 60}
@@ -246,7 +274,7 @@ def _arguments(cluster: Cluster, seconds: int) -> dict[str, Any]:
 def _start_heartbeat(state: Any, seconds: int) -> heartbeat.Heartbeat:
     """Connects this process to process 0, which leaves its port and a secret in the coordination service."""
     key, host = "minitext/heartbeat", state.coordinator_address.rpartition(":")[0].strip("[]")
-    rest = state.process_id, state.num_processes, os.uname().nodename, _end
+    rest = state.process_id, state.num_processes, os.uname().nodename, _lost
     if state.process_id == 0:
         server, token = heartbeat.open_server(host), secrets.token_hex(16)
         state.client.key_value_set(key, f"{server.getsockname()[1]} {token}")
@@ -264,9 +292,28 @@ def _start_heartbeat(state: Any, seconds: int) -> heartbeat.Heartbeat:
     return heart
 
 
-def _end(line: str) -> None:
-    """Ends this process because another was lost; called by the heartbeat's thread."""
+def _lost(line: str) -> NoReturn:
+    """Ends this process because another was lost; called by the heartbeat's thread.
+
+    JAX's C++ client notices at the same moment, and prints a dozen lines before it aborts. They go into a file, so that
+    ours stay together; those that it has printed already are between them.
+    """
+    os.write(2, f"{line}; this process ends too\n".encode())
+    stderr, aside = os.dup(2), ""
+    if _job is not None and _job.folder is not None:
+        path = _job.folder / f"{_job.index}-lost.txt"
+        with contextlib.suppress(OSError):  # there may be no run directory yet, or no disk any more
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
+                os.dup2(file.fileno(), 2)
+            aside = f"; what JAX says of it is in {path}"
     time.sleep(_SETTLE)
+    os.dup2(stderr, 2)
+    _end(f"{line}{aside}")
+
+
+def _end(line: str) -> NoReturn:
+    """Ends this process with one line, from any thread."""
     shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress bar hides the cursor
     # Not through sys.stderr, which the main thread may hold.
     os.write(2, f"{shown}error: {line}{_tail()}\n".encode())

@@ -20,9 +20,10 @@ from flax import nnx
 from minitext import hardware
 from minitext.config.model import ModelConfig
 from minitext.config.section import cached
-from minitext.errors import UserError
+from minitext.errors import DoesNotFit, UserError
 from minitext.inference.cpu_decode import split_projections, unstack_layers
 from minitext.models.transformer import Cache, Transformer, make_cache
+from minitext.terminal import show_bytes
 
 # Prompts are padded to a multiple of this: prompts of similar length then share a compiled prefill.
 PROMPT_BUCKET = 64
@@ -133,7 +134,7 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
         return sample(last_BV, key, sampling), cache._replace(length=prompt_length)
 
     # A step that reads the cache and then writes to it needs no copy of it. XLA's CPU backend sees that only when it
-    # compares their order; otherwise a token after 2,000 others takes five times as long.
+    # compares their order; otherwise a token after 2,000 others took five times as long on an AMD EPYC.
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
     options = in_place if hardware.platform() == "cpu" else None
 
@@ -176,6 +177,7 @@ class Generator:
 
         Raises:
           UserError: for an empty prompt or a token outside the vocabulary.
+          DoesNotFit: for more tokens than the device has memory for.
         """
         prompt_BT = np.asarray(prompt_BT, np.int32)
         T = prompt_BT.shape[1]
@@ -185,6 +187,7 @@ class Generator:
             raise UserError(
                 f"the prompt holds token {prompt_BT.max()}, and the model's vocabulary has {self.cfg.vocab}"
             )
+        check_length(self.cfg, len(prompt_BT), T, max_tokens, "max_tokens")
         programs = self._prepare(len(prompt_BT))
         padded_BT = np.pad(prompt_BT, ((0, 0), (0, -T % PROMPT_BUCKET)))
         length = padded_BT.shape[1] + max_tokens
@@ -206,6 +209,38 @@ class Generator:
         if self.programs is not programs:
             self.programs, self.arrays = programs, programs.lay_out(self.params)
         return programs
+
+
+def check_length(cfg: ModelConfig, batch: int, prompt: int, max_tokens: int, key: str) -> None:
+    """Refuses texts whose cache, or whose attention in prefill, the first device can't hold, before memory is taken.
+
+    Args:
+      cfg: the model.
+      batch: texts.
+      prompt: tokens in each prompt.
+      max_tokens: that follow each.
+      key: what sets `max_tokens`, for the message.
+
+    Raises:
+      DoesNotFit: if so.
+    """
+    limit = hardware.memory_bytes(jax.local_devices()[0])
+    if limit is None:
+        return
+    one = jax.eval_shape(lambda: make_cache(cfg, 1, 1))
+    cache = (
+        batch * (prompt + max_tokens) * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
+    )
+    # On CPUs a quarter of the queries (`blocked_attention`) meets all keys at once, in float32.
+    scores = batch * cfg.heads * prompt**2 if hardware.platform() == "cpu" else 0
+    if cache + scores > limit:
+        long, much = (f"a prompt of {prompt:,} tokens", scores) if scores > cache else (
+            f"{key}={max_tokens:,} after a prompt of {prompt:,}", cache
+        )  # fmt: skip
+        raise DoesNotFit(
+            f"{long} needs {'attention scores' if scores > cache else 'a key-value cache'} of {show_bytes(much)}, and "
+            f"the device has {show_bytes(limit)}: ask for less"
+        )
 
 
 def generate(

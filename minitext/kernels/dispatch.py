@@ -84,11 +84,12 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     **_pallas("paged_attention", "paged_attention"),
 }
 
-# The order in which `auto` tries implementations on each platform. It leaves out our own GPU kernels where XLA or a
-# library has one: ours have been compiled for an H100 but never timed on one.
+# The order in which `auto` tries implementations on each platform. Our own GPU kernels have been compiled for an H100
+# but never timed on one. So `auto` takes them only where the compiler's program plainly does more: XLA keeps all logits
+# of attention, and multiplies the rows of a grouped product by the matrices of all groups.
 ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
-    # Ours is for what cuDNN doesn't compute: masks, soft-caps, sinks, float32.
+    # After cuDNN's, for what it doesn't compute: masks, soft-caps, sinks, float32.
     ("attention", "gpu"): ("cudnn", "pallas_gpu", "xla"),
     ("attention", "tpu"): ("pallas_tpu", "xla"),
     ("grouped_matmul", "cpu"): ("xla_blocked",),

@@ -19,6 +19,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
 from jax.experimental.pallas import tpu as pltpu
 
+from minitext.errors import UserError
+
 
 class Fault(Exception):
     """An error in a kernel, described in one line."""
@@ -71,11 +73,14 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
       cores: TensorCores per chip: 2 as in v4 and v5p, 1 as in v5e and v6e.
       seed: determines the order of parallel steps.
 
+    `jax.vmap` adds a dimension to the front of a kernel's grid, which is parallel.
+
     Yields:
       A list to which each Pallas call adds a `Run` when it begins.
 
     Raises:
       Fault: for the first race, at the end; for any other error, where it happens.
+      UserError: for `jax.vmap` of a kernel that takes an array whole (`pl.ANY`), which JAX's simulator can't batch.
     """
     runs: list[Run] = []
 
@@ -98,9 +103,19 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
     printed, log = io.StringIO(), logging.getLogger("jax._src.callback")
     log.addFilter(_is_not_ours)
     try:
-        with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(params):
+        with (
+            contextlib.redirect_stdout(printed),
+            pltpu.force_tpu_interpret_mode(params),
+            _vmapped_dimensions_are_parallel(),
+        ):
             yield runs
             jax.effects_barrier()
+    except ValueError as error:
+        if "does not have trivial BlockSpec" not in str(error):
+            raise
+        raise UserError(
+            "jax.vmap of a kernel that takes an array whole (pl.ANY) can't be simulated: use jax.lax.map"
+        ) from None
     except jax.errors.JaxRuntimeError as error:
         if not (line := _explain(str(error))):
             raise
@@ -114,7 +129,24 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
         raise Fault(_describe(races[0]))
 
 
-_ACCESS = r"(read|write) of \('(\w+)', \d+, \d+, \d+\)\[(.*)\] from (\d+),\s*(\d+),?\s+(.*)\n"
+@contextlib.contextmanager
+def _vmapped_dimensions_are_parallel() -> Iterator[None]:
+    """Adds the dimensions of `jax.vmap` to the kernel's own semantics, as Mosaic does and JAX's simulator doesn't."""
+    original = interpreter._get_parallel_dim_semantics
+
+    def complete(params, dimensions: int) -> tuple[bool, ...]:
+        given = original(params, dimensions)
+        return (True,) * (dimensions - len(given)) + given
+
+    interpreter._get_parallel_dim_semantics = complete
+    try:
+        yield
+    finally:
+        interpreter._get_parallel_dim_semantics = original
+
+
+# JAX 0.11 writes a core as (device, core); earlier ones without parentheses.
+_ACCESS = r"(read|write) of \('(\w+)', \d+, \d+, \d+\)\[(.*)\] from \(?(\d+),\s*(\d+)\)?,?\s+(.*)\n"
 _RACE = re.compile(rf"RACE DETECTED\n  {_ACCESS}  clock: .*\n  {_ACCESS}  clock: .*\n\n?")
 _FIRST_COPY = 100  # JAX's reports give copies device numbers, from here on
 

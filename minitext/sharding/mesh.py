@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from minitext.config.sections import MeshConfig
+from minitext.distributed.devices import MOST_SIMULATED
 from minitext.errors import UserError
 from minitext.hardware import Chip
 
@@ -38,9 +39,10 @@ def resolve_axes(cfg: MeshConfig, device_count: int) -> dict[str, int]:
     free = -1 in sizes.values()
     if device_count % fixed or (device_count != fixed and not free):
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+        try_it = f", or set mesh.simulate={fixed} to try it on simulated CPU devices"
         raise UserError(
             f"mesh {shown or 'all axes 1'} needs {'a multiple of ' if free else ''}{fixed} device(s) and there "
-            f"are {device_count}: change mesh.*, or set mesh.simulate={fixed} to try it on simulated CPU devices"
+            f"are {device_count}: change mesh.*{try_it if fixed <= MOST_SIMULATED else ''}"
         )
     return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
 

@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -112,7 +111,7 @@ def save(cfg: Config, mesh: Mesh, path: str | Path) -> dict[str, Any]:
     Raises:
       UserError: if the step can't be compiled for the mesh, or the file can't be written.
     """
-    _check_place(path)
+    files.check_new_file("--save", path)
     step = make_train_step(cfg, mesh)
     args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
     with jax.set_mesh(mesh), aot.no_cache():
@@ -129,7 +128,7 @@ def save_for(cfg: Config, target: str, path: str | Path) -> Report:
     Raises:
       UserError: also if the file can't be written.
     """
-    _check_place(path)
+    files.check_new_file("--save", path)
     parsed = parse_target(target)
 
     def keep(_: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: str) -> None:
@@ -258,18 +257,6 @@ def _write(
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return manifest
-
-
-def _check_place(path: str | Path) -> None:
-    """Refuses, before minutes of compiling, a file that couldn't be written afterwards."""
-    try:
-        # Try it: permissions say nothing to root, or of a read-only file system.
-        with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
-            writable = not Path(path).is_dir()
-    except OSError:
-        writable = False
-    if not writable:
-        raise UserError(f"--save {path} cannot be written: name a file in a folder that is there")
 
 
 def _sources() -> str:

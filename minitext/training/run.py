@@ -33,6 +33,8 @@ from minitext.observability.goodput import Ledger
 from minitext.observability.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import make_mesh
+from minitext.training.capacity import check_memory
+from minitext.training.claim import Claim
 from minitext.training.loop import Action, Line, Loop
 from minitext.training.nonfinite import Guard
 from minitext.training.run_dir import (
@@ -49,7 +51,7 @@ from minitext.training.samples import Samples
 from minitext.training.saving import Save, SaveCopy, local_copies, restore
 from minitext.training.step import Batch, TrainState, evaluate, make_eval_step, make_train_step
 from minitext.training.stopping import Interrupted, Stopper
-from minitext.training.watchdog import Watchdog
+from minitext.training.watchdog import STACKS, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
 
     Raises:
       UserError: for a mesh, data or directory that can't be used, or a disk that can't be written.
+      DoesNotFit: for a model or batch that this machine's memory can't hold.
+      RunDirLost: if another process trains in the run directory, or if the directory is deleted.
       Interrupted: after SIGTERM or Ctrl-C, once the state is saved.
       NonFinite: for a loss, gradient or parameter that isn't finite.
     """
@@ -85,7 +89,7 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     if not directory.exists():
         _check_enough(cfg, batches, 0)
     with disk_errors(directory), jax.set_mesh(mesh), contextlib.ExitStack() as stack:
-        directory.mkdir(parents=True, exist_ok=True)
+        claim = stack.enter_context(Claim(directory, first))
         ledger = stack.enter_context(Ledger(directory, began, writes=first))
         keep = cfg.checkpoint.keep, cfg.checkpoint.keep_every
         checkpointer = stack.enter_context(Checkpointer(directory / CHECKPOINTS, *keep))
@@ -116,14 +120,16 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
                 train_step,
                 batches,
                 validate=_validation(cfg, held_out, say),
-                writers=(log, watchdog.step_ended, guard.check),
+                writers=(claim.check, log, watchdog.step_ended, guard.check),
                 actions=(*saves, samples, *_trace(cfg, directory, start, stack)),
                 meter=meter,
                 stopper=stopper,
                 checkpointer=checkpointer,
                 ledger=ledger,
             )
+            claim.begin()
             step = loop.run(state, start)
+            claim.check()
             if step < cfg.train.steps:
                 raise Interrupted(step, directory, stopper.number)
     return directory
@@ -137,7 +143,8 @@ def _name(cfg: Config) -> Config:
     cfg = cfg.replace({"run.name": name})
     if job.joined():
         _check_agreement(cfg)
-        job.advise(f"resume with: {resume_command(Path(cfg.run.dir) / name)}")
+        directory = Path(cfg.run.dir) / name
+        job.advise(f"resume with: {resume_command(directory)}", directory / STACKS)
     return cfg
 
 
@@ -156,6 +163,7 @@ def _check_agreement(cfg: Config) -> None:
 def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
     """Refuses everything that can be refused before the run directory exists."""
     check_mesh(cfg, mesh)
+    check_memory(cfg, mesh)
     check_same_run(cfg, directory)
     if cfg.profile != ProfileConfig():
         from minitext.observability import profiler
@@ -228,7 +236,10 @@ def _log(cfg: Config, directory: Path, start: int, floor: float | None, console:
 
 
 def _watchdog(cfg: Config, directory: Path) -> Watchdog:
-    return Watchdog(directory, jax.process_index(), logger.warning, cfg.train.hang_seconds)
+    def end(why: str) -> None:
+        job.abort(why if job.joined() else f"{why}; resume with: {resume_command(directory)}")
+
+    return Watchdog(directory, jax.process_index(), logger.warning, cfg.train.hang_seconds, end)
 
 
 def _make_step(cfg: Config, mesh: Mesh) -> Callable:

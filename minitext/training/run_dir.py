@@ -8,6 +8,7 @@
       profile/         a trace of some steps, if asked for (`minitext.observability.profiler`)
       tensorboard/     the same as TensorBoard events
       samples.txt      text sampled at the start, middle and end
+      lock             who trains here (`minitext.training.claim`)
       checkpoints/     state, position in the data and configuration, by step
 
 Chapters: 6, 8.
@@ -16,6 +17,7 @@ Chapters: 6, 8.
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from minitext.data.batches import Batches, make_batches
 from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.errors import UserError
 from minitext.sharding.mesh import make_mesh
+from minitext.training.capacity import check_memory
 from minitext.training.step import TrainState, abstract_state, init_state, make_eval_step
 
 CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
@@ -40,6 +43,12 @@ RESUMABLE = (
     "train.sample_tokens", "train.microbatches", "train.on_nan", "train.hang_seconds",
     "train.executable", "model.scan_layers", "model.remat", "model.attention.impl",
     "model.attention.context", "optim.", "mesh.", "sharding.", "checkpoint.", "profile.", "run.",
+)  # fmt: skip
+
+
+# What may change when a run is evaluated: the data, and how the loss is computed, not what it is.
+EVALUABLE = (
+    "data.", "train.global_batch", "train.loss_chunks", "train.loss_impl", "model.dtype", "model.attention.impl",
 )  # fmt: skip
 
 
@@ -127,7 +136,7 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     Raises:
       UserError: if the directory holds no usable checkpoint, or the target exists or can't be written.
     """
-    target = Path(target)
+    target = Path(files.local_path(target))
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     cfg, params, tokenizer, step = load_run(directory)
@@ -139,7 +148,8 @@ def export_run(directory: Path | str, target: Path | str) -> int:
                 state, config = {"params": params}, cfg.model_dump(mode="json")
                 checkpointer.save(step, state, {}, config, wait=True)
     except OSError as error:
-        raise UserError(f"cannot write {target}: {files.explain(error) or error}") from error
+        fix = "name a directory where one can be made"
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return step
 
 
@@ -165,10 +175,23 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
     Returns:
       `step`, `loss` in nats per token, `perplexity`, `bits_per_byte`, `tokens` (targets), and
       `floor` (None where the entropy rate is unknown).
+
+    Raises:
+      UserError: what `load_run` raises, or for an override that would have no effect.
+      DoesNotFit: for batches that are too large.
     """
-    _, params, tokenizer, step = load_run(directory)
     cfg = read_config(directory, overrides)
+    theirs = flatten(read_config(directory).model_dump())
+    for key, value in flatten(cfg.model_dump()).items():
+        fixed = key == "data.tokenizer" or not key.startswith(EVALUABLE)
+        if fixed and theirs.get(key) != value:
+            raise UserError(
+                f"{key}={value} would have no effect on {directory}, a run with {key}={theirs.get(key)}: to evaluate, "
+                "set data.* or train.global_batch alone"
+            )
     mesh = make_mesh(devices=jax.devices()[:1])
+    check_memory(cfg, mesh, training=False)
+    _, params, tokenizer, step = load_run(directory)
     rows = make_batches(
         cfg.data,
         mesh,
@@ -208,7 +231,9 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"cannot write to {directory}: {files.explain(error)}; checkpoints already saved are "
-            f"intact, resume with: {resume_command(directory)}"
-        ) from error
+        saved = (
+            f"; checkpoints already saved are intact, resume with: {resume_command(directory)}"
+            if os.path.exists(directory / CONFIG)
+            else ""
+        )
+        raise UserError(f"cannot write to {directory}: {files.explain(error)}{saved}") from error

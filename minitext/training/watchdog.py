@@ -1,13 +1,14 @@
-"""What every thread was doing when training hung.
+"""What every thread was doing when training hung, and the end of a job that hangs.
 
 If no step ends for `train.hang_seconds`, and on SIGUSR1, the stack traces of all threads are written to
 RUN/stacks/PROCESS-TIME.txt. A hang rarely starts where it shows: one process waits for its disk, and all the others
 wait for that process. So when one process dumps its stacks, all do: each looks once a second at a file in the run
 directory.
 
-`faulthandler` writes the traces in C, so they also appear when the main thread is deep in a compiler or a collective
-and runs no Python. The timer is in C too. A thread here resets it as long as steps end; if that thread is stuck as
-well, nothing resets the timer.
+After a hang the job then ends with exit code 1, which every launcher restarts; after SIGUSR1 it goes on. A thread here
+does both while the main thread is deep in a compiler or a collective and runs no Python. Should no thread be able to
+run Python, `faulthandler`, whose timer and traces are in C, writes the stacks and ends the process `GRACE` later,
+without the line that says so.
 
 Chapters: 21.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 STACKS = "stacks"
 REQUEST = "request"  # a process that has dumped touches it, so the others dump too
 POLL = 1.0  # seconds
+GRACE = 30.0  # seconds after train.hang_seconds in which the thread should have ended the job
 QUIET = 10.0  # seconds after a dump in which requests are ignored: all may have hung, and asked, at once
 
 
@@ -34,7 +36,8 @@ class Watchdog:
       directory: the run directory, which all processes see.
       process: this process's index.
       say: prints a line.
-      seconds: dump the stacks when no step has ended for so long; None dumps only on request.
+      seconds: dump the stacks and end when no step has ended for so long; None dumps only on request.
+      end: called after a hang with a line that says so; it ends the job.
 
     Attributes:
       path: this process's file of stacks, removed at the end if nothing was dumped.
@@ -46,13 +49,16 @@ class Watchdog:
         process: int,
         say: Callable[[str], None],
         seconds: float | None = None,
+        end: Callable[[str], None] = lambda why: None,
         poll: float = POLL,
     ):
         self._folder, self._say, self._seconds, self._poll = directory / STACKS, say, seconds, poll
+        self._end_job = end
         moment = time.strftime("%Y%m%d-%H%M%S")
         self._mine = f"{process}-"
         self.path = self._folder / f"{self._mine}{moment}.txt"
         self._steps = self._seen = 0
+        self._since = time.monotonic()  # when the last step was seen to end
         self._size, self._quiet_until = 0, 0.0
         self._end = threading.Event()
 
@@ -92,16 +98,19 @@ class Watchdog:
                 self._folder.rmdir()
 
     def _arm(self) -> None:
+        self._since = time.monotonic()
         if self._seconds is not None:
-            faulthandler.dump_traceback_later(self._seconds, file=self._file)
+            faulthandler.dump_traceback_later(self._seconds + GRACE, file=self._file, exit=True)
 
     def _watch(self) -> None:
         while not self._end.wait(self._poll):
             if self._seen != self._steps:
                 self._seen = self._steps
                 self._arm()
+            elif self._seconds is not None and time.monotonic() - self._since > self._seconds:
+                self._end_hang()
             size, request = os.fstat(self._file.fileno()).st_size, self._requested()
-            if size != self._size:  # by the timer, or by SIGUSR1
+            if size != self._size:  # by SIGUSR1
                 self._tell("stacks of all threads")
                 self._ask_others()
             elif request != self._request and time.monotonic() > self._quiet_until:
@@ -109,6 +118,17 @@ class Watchdog:
                 self._tell("another process asked for the stacks of all threads")
             self._request = self._requested() if size != self._size else request
             self._size = os.fstat(self._file.fileno()).st_size
+
+    def _end_hang(self) -> None:
+        """Dumps the stacks, gives the other processes the time to do so too, and ends the job."""
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        self._ask_others()
+        if not self._end.wait(2 * self._poll):  # else training has ended meanwhile
+            self._end_job(
+                f"no step has ended for train.hang_seconds={self._seconds:g}: stacks of all threads are in {self.path}"
+            )
+        self._size, self._request = os.fstat(self._file.fileno()).st_size, self._requested()
+        self._arm()
 
     def _tell(self, what: str) -> None:
         self._quiet_until = time.monotonic() + max(QUIET, 2 * self._poll)

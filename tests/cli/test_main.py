@@ -1,14 +1,21 @@
 """The command line: help, exit codes, and one clear line for bad input."""
 
+import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import typing
+from pathlib import Path
 
 import pytest
+import typer
 
+from minitext.book.grading.command import grade
 from minitext.cli import main
+from minitext.training import run
 from tests.conftest import QUICK_FLAGS
 
 
@@ -124,6 +131,34 @@ def test_doctor_answers_in_json(minitext):
         (["train", "--sped"], "No such option: --sped: see minitext train --help"),
         (["watch", "a", "b"], "argument(s) (b)"),
         (["generate"], "RUN"),
+        (["train", ""], "unknown preset ''"),
+        (["train", "train.steps"], "train.steps"),
+        (["train", "run.name=../../x"], "run.name=../../x is not the name of a folder in run.dir"),
+        (["train", f"run.name={'x' * 400}"], "has a name of 400 bytes"),
+        (["train", 'run.name="a\\0b"'], "has a control character"),
+        (["train", "run.dir=\"\""], "run.dir='' is empty"),
+        (["train", "data.source=files", "data.path=" + "x/" * 3000], "has 6000 bytes"),
+        (["train", "mesh.data=1000000"], "ask for 1,000,000 devices"),
+        (["comms", "mesh.data=1000000"], "ask for 1,000,000 devices"),
+        (["generate", "", "--prompt", "x"], "'' is empty"),
+        (["generate", "x" * 400, "--prompt", "x"], "has a name of 400 bytes"),
+        (["generate", "/", "--prompt", "x", "--seed", "9" * 20], "--seed 99999999999999999999"),
+        (["generate", "/", "--prompt", "x", "--seed", "-1"], "--seed -1"),
+        (["watch", "/dev/null", "--once"], "/dev/null is a file"),
+        (["watch", "/", "--every", "inf"], "--every"),
+        (["goodput", "/", "--plot", ""], "'' is empty"),
+        (["goodput", "/", "--plot", "/tmp"], "--plot /tmp cannot be written"),
+        (["goodput", "/", "--plot", "plain"], "end its name in .svg or .png or .pdf"),
+        (["shard", "--plot", "/nowhere/x.svg"], "name a file in a folder that is there"),
+        (["export", "/", "/tmp"], "/tmp exists"),
+        (["data", "pack", "/tmp"], "/tmp exists"),
+        (["tune", "matmul", "chip=v5e", "m=0"], "tune tries block lengths of its own"),
+        (["llo", "matmul", "m=0"], "m=0: a block's length"),
+        (["llo", "matmul", "chip=v5e", "chip=v6e"], "chip=v5e and chip=v6e"),
+        (["launch", "local", "--", "train", "laptp"], "did you mean laptop"),
+        (["launch", "slurm", "--name", "a", "--", "train", "model.headz=1"], "did you mean model.heads"),
+        (["launch", "k8s", "--name", "a", "--image", "", "--", "train"], "--image '' is not a name"),
+        (["launch", "local", "--processes", "1000000", "--", "train"], "less than or equal to 1024"),
         (["launch", "local", "--processes", "0", "--", "train"], "--processes 0: input should be greater"),
         (["grade", "--seed", "soon"], "--seed soon: input should be a valid integer"),
     ],
@@ -132,6 +167,149 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(minitext, words, named):
     code, out, err = minitext(*words)
     assert code == 2
     assert named in err and out == "" and err.count("\n") == 1
+
+
+def test_a_yaml_alias_that_contains_itself_is_one_line(minitext, tmp_path):
+    for text in ("train: &a {steps: *a}", "train: &a [*a]", "run: {name: &a [*a]}"):
+        (tmp_path / "c.yml").write_text(text)
+        code, out, err = minitext("train", f"config={tmp_path / 'c.yml'}")
+        assert code == 2 and out == "" and err.count("\n") == 1
+
+
+def test_eval_refuses_what_it_would_ignore(minitext, trained):
+    for setting in ("model.layers=3", "optim.learning_rate=1.0", "run.name=b", "mesh.fsdp=2"):
+        code, out, err = minitext("eval", trained, setting)
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert err.startswith(f"error: {setting} would have no effect on {trained}")
+    for setting, named in {
+        "data.tokenizer=bpe": "data.tokenizer=bpe",
+        "data.path=my.txt": "data.path=my.txt has no effect with data.source=grammar",
+    }.items():
+        code, out, err = minitext("eval", trained, setting)
+        assert code == 2 and named in err and out == "" and err.count("\n") == 1
+    assert minitext("eval", trained, "model.layers=1", "train.global_batch=4")[0] == 0
+
+
+def test_what_memory_cannot_hold_is_refused_before_it_is_taken(minitext, trained, tmp_path):
+    asked = {
+        "train.global_batch=100000000": ["train", *SMALL, "train.global_batch=100000000"],
+        "lower them": ["eval", trained, "train.global_batch=100000000"],
+        "choose a smaller one": ["train", *SMALL, "model.embed=400000"],
+        "train.sample_tokens=100,000,000,000": ["train", *SMALL, "train.sample_tokens=100000000000"],
+        "a prompt of 1,000,000 tokens": ["generate", trained, "--prompt", "x" * 1_000_000],
+        "max_tokens=100,000,000,000": [
+            "generate", trained, "--prompt", "x", "--max-tokens", "100000000000"
+        ],
+    }  # fmt: skip
+    for named, words in asked.items():
+        more = [f"run.dir={tmp_path}/runs"] if words[0] == "train" else []
+        began = time.perf_counter()
+        code, out, err = minitext(*words, *more)
+        assert code == 3 and named in err and out == "" and err.count("\n") == 1, err
+        assert time.perf_counter() - began < 5 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("moment", ["_refuse", "_write_config", "_introduce", "_log"])
+def test_sigterm_before_the_first_step_is_one_line_and_leaves_nothing(
+    minitext, tmp_path, monkeypatch, moment
+):
+    real = getattr(run, moment)
+
+    def then_stop(*args):
+        done = real(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return done
+
+    monkeypatch.setattr(run, moment, then_stop)
+    code, out, err = minitext("train", f"run.dir={tmp_path}/runs", "run.name=a", *SMALL)
+    assert code == 143 and out == "" and os.listdir(tmp_path) == [], err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "events.jsonl")
+
+    # As root, who runs tests in containers, everything may be read.
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, how: False)
+        code, out, err = minitext("goodput", trained)
+        assert code == 2 and out == "" and f"{trained} cannot be read" in err
+    monkeypatch.setattr("minitext.observability.goodput.measure", refuse)
+    code, out, err = minitext("goodput", trained)
+    assert code == 2 and out == "" and err.startswith("error: events.jsonl: Permission denied")
+
+
+# Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
+WORDS = {
+    "prompt", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image", "project",
+    "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
+}  # fmt: skip
+ADDRESS = "ADDRESS"
+
+
+def commands(app, *names):
+    """Every command's words and function, found in the command line itself."""
+    for command in app.registered_commands:
+        yield [*names, command.name], command.callback
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance, *names, group.name)
+
+
+def ways_to_name_a_path():
+    """The words of the command line for every argument, option and setting that may name one."""
+    for names, function in [*commands(main.app), (["grade"], grade)]:
+        given, types = {}, typing.get_type_hints(function)
+        parameters = inspect.signature(function).parameters
+        for name, about in typing.get_type_hints(function, include_extras=True).items():
+            if not hasattr(about, "__metadata__"):  # the context, or what is returned
+                continue
+            option = isinstance(about.__metadata__[0], typer.models.OptionInfo)
+            flag = [f"--{name.strip('_').replace('_', '-')}"] if option else []
+            value = {"settings": [], "command": ["--", "train"]}.get(name, ["x"])
+            given[name] = [*flag, *value]
+        needed = [
+            n
+            for n, p in parameters.items()
+            if n in given and (p.default is p.empty or n == "settings")
+        ]
+        for name in given:
+            texts = {str, Path, list[str]} & {types[name], *typing.get_args(types[name])}
+            if not texts or {name, f"{names[-1]} {name}"} & WORDS:
+                continue
+            if name in ("settings", "command"):
+                target = ["target=v5e:2x2"] * (names[0] in ("compile", "plan", "predict"))
+                words = [*given[name], f"config={ADDRESS}", *target]
+            else:
+                words = [*given[name][:-1], ADDRESS]
+            words = {n: given[n] for n in needed} | {name: words}
+            last = words.pop("command", [])  # after all options
+            yield [*names, *(word for value in words.values() for word in value), *last]
+    yield ["grade", "--start", ADDRESS]
+
+
+@pytest.mark.parametrize("words", list(ways_to_name_a_path()), ids=" ".join)
+def test_an_address_where_a_path_should_be_is_one_line(minitext, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for address, fix in {
+        "gs://b/e": "`gcsfuse --rename-dir-limit=100000 b /mnt/b`, and name /mnt/b/e",
+        "s3://b/e/f": "`rclone mount --vfs-cache-mode writes s3:b /mnt/b`, and name /mnt/b/e/f",
+        "https://h/e": "copy the files to this machine",
+    }.items():
+        code, out, err = minitext(*(word.replace(ADDRESS, address) for word in words))
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert address.split("//")[1] in err and fix in err
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["MINITEXT_CACHE", "MINITEXT_EXERCISES"])
+def test_an_address_in_the_environment_is_one_line(minitext, variable, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "gs://b/e")
+    command = ["doctor"] if variable == "MINITEXT_CACHE" else ["grade", "05"]
+    code, _, err = minitext(*command)
+    assert code == 2 and err.count("\n") == 1 and "gs://b/e is in a bucket" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_command_without_words_shows_its_help(minitext):
@@ -153,6 +331,23 @@ def test_bad_data_files_are_one_line(minitext, tmp_path):
         )
         assert code == 2 and words in err and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("place", ["/proc", "/dev/null", "a file"])
+def test_where_no_folder_can_be_made_the_system_says_why(minitext, trained, tmp_path, place):
+    (tmp_path / "a file").touch()
+    place = tmp_path / place  # an absolute one stays as it is
+    said = "No such file or directory" if place.name == "proc" else "Not a directory"
+    for words in (
+        ["data", "pack", place / "e", "data.source=files", f"data.path={__file__}"],
+        ["export", trained, place / "e"],
+        ["train", *SMALL, f"run.dir={place}", "run.name=e"],
+    ):
+        code, out, err = minitext(*words)
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert f"cannot write {'to ' * (words[0] == 'train')}{place}/e: {said}" in err
+        assert ("run.dir" in err) == (words[0] == "train") and "resume" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
 def test_a_run_of_another_model_is_refused_and_left_alone(minitext, trained):

@@ -66,6 +66,22 @@ def test_bad_targets(text, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "advice"),
+    [
+        ("Linux", "x86_64", r"pip install 'minitext\[aot\]'$"),
+        ("Darwin", "arm64", "only, and this is Darwin on arm64: Colab"),
+        ("Linux", "aarch64", "only, and this is Linux on aarch64: Colab"),
+    ],
+)
+def test_without_libtpu_it_says_what_would_help_here(monkeypatch, system, machine, advice):
+    monkeypatch.setattr(targets.platform, "system", lambda: system)
+    monkeypatch.setattr(targets.platform, "machine", lambda: machine)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"^compiling for TPUs needs libtpu: .*{advice}"):
+        topology_mesh("v5e:2x2")
+
+
 @given(st.text() | st.from_regex(r"\A(v5e|v5p|h100|x):[0-9x ]{0,12}( slices=[0-9]{0,3})?"))
 def test_any_text_is_a_target_or_a_line(text):
     try:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minitext.config.config import Config, ConfigError, keys, load_config, presets, to_yaml
+from minitext.config.config import Config, ConfigError, layout, load_config, presets, to_yaml
 from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
 from minitext.errors import UserError
 
@@ -48,15 +48,48 @@ def test_configuration_is_frozen():
 
 
 def test_every_key_is_described_and_there_are_not_too_many():
-    assert len(keys()) <= 120
-    for key, field in keys().items():
+    assert len(layout().keys) <= 120
+    for key, field in layout().keys.items():
         assert field.description, key
+
+
+NAMES = {
+    "run.name", "data.text_key", "data.tfds_name", "data.tfds_split", "data.hf_name", "data.hf_subset", "data.hf_split",
+}  # fmt: skip
+
+
+def test_every_key_that_names_a_path_refuses_addresses():
+    paths = [
+        k
+        for k, field in layout().keys.items()
+        if field.annotation in (str, str | None) and k not in NAMES
+    ]
+    assert {"run.dir", "data.path", "checkpoint.local_dir"} < set(paths)
+    for key in paths:
+        source = ["data.source=files"] if key == "data.path" else []
+        assert load_config("laptop", [f"{key}=a:b/c.x", *source])
+        for address in (
+            "gs://b/a c",
+            "S3://b/x",
+            "gs:/b",
+            "file:/x",
+            "https://h/x",
+            "hdfs://h:90/x",
+        ):
+            (line,) = problems(f"{key}={address}")
+            assert line.startswith(f"{key}={address} is ")
+    (line,) = problems(
+        "data.source=mixture", "data.mixture=[{weight: 1, source: files, path: 'gs://b/x'}]"
+    )
+    assert line.startswith("data.mixture.0.path=gs://b/x is in a bucket")
+    (line,) = problems("run.dir=gs://b/runs")
+    assert line.endswith("100000 b /mnt/b`, and name /mnt/b/runs")
 
 
 def test_unknown_names_get_a_suggestion():
     assert "did you mean laptop" in problems(preset="laptp")[0]
     assert "did you mean model.heads" in problems("model.headz=3")[0]
-    assert "did you mean optim.learning_rate" in problems("learning_rate=3")[0]
+    assert "did you mean optim.learning_rate" in problems("learning_rte=3")[0]
 
 
 def test_all_problems_are_reported_together():
@@ -94,7 +127,7 @@ _values = st.one_of(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(list(keys())), _values, max_size=4))
+@given(st.dictionaries(st.sampled_from(list(layout().keys)), _values, max_size=4))
 def test_any_value_for_a_real_key_resolves_or_says_why(values):
     overrides = [
         f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in values.items()
@@ -139,7 +172,7 @@ def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
     assert cfg.model.attention == GQAConfig(impl="xla")
     assert cfg.provenance("model.attention.kv_rank") == "default"
     assert cfg.replace({"model.attention.kind": "mla"}).model.attention.impl == "xla"
-    field = keys()["model.attention.kind"]
+    field = layout().keys["model.attention.kind"]
     assert get_args(field.annotation) == ("gqa", "mla") and field.default == "gqa"
     assert ModelConfig(attention={"impl": "xla"}).attention == GQAConfig(impl="xla")
 

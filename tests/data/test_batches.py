@@ -1,14 +1,17 @@
 """Data: nothing lost, nothing twice, nothing across documents, and the same after a restart."""
 
 import hashlib
+import http.server
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -777,6 +780,56 @@ def test_streamed_epochs_differ_in_the_order_of_shards(tmp_path):
     assert len({tuple(dict.fromkeys(order)) for order in orders}) > 1
     plain = streamed(cfg.model_copy(update={"shuffle": False}), "train", windows=60)
     assert plain[0].startswith("<0.0>") and plain[20].startswith("<0.")
+
+
+@pytest.fixture
+def empty_hub(monkeypatch):
+    """A Hub on this machine that has no datasets; gives the requests it got."""
+    from huggingface_hub import constants
+
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield asked
+        server.shutdown()
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_one_line(empty_hub, caplog):
+    cfg = DataConfig(source="hf", hf_name="no/such", seq_len=16)
+    with pytest.raises(
+        UserError, match="data.hf_name=no/such is not a dataset of .*check the name"
+    ) as error:
+        batches(cfg)
+    assert "\n" not in str(error.value) and not caplog.records
+    assert len([path for path in empty_hub if "no/such" in path]) == 1
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(monkeypatch, caplog):
+    from huggingface_hub import constants
+
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        start = time.perf_counter()
+        with pytest.raises(
+            UserError, match=f"{address} does not answer .*HF_HUB_OFFLINE=1"
+        ) as error:
+            batches(DataConfig(source="hf", hf_name="no/such", seq_len=16))
+    assert "\n" not in str(error.value) and not caplog.records
+    assert time.perf_counter() - start < 5
 
 
 def test_jsonl_through_datasets_and_its_errors(tmp_path):

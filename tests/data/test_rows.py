@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shutil
+import struct
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from minitext.config.data import DataConfig
 from minitext.data import sources
 from minitext.data.batches import LocalWindows, make_batches
 from minitext.data.rows import make_tokenizer, open_rows, pack_source
+from minitext.data.token_file import open_token_file
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
 from minitext.training.run import train
@@ -264,6 +267,23 @@ def test_one_packed_file_feeds_any_number_of_processes(folder, processes, batch)
 # --- TensorFlow Datasets -----------------------------------------------------------------------
 
 
+def as_tfrecord(tales):
+    """Writes `tales` again, in a folder beside, as the TFRecord files that TensorFlow would write."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    made = tales.parents[1] / "tfrecord" / "tales" / "1.2.0"
+    made.mkdir(parents=True)
+    for path in tales.iterdir():
+        if "array_record" not in path.name:
+            text = path.read_text().replace("array_record", "tfrecord")
+            (made / path.name).write_text(text)
+            continue
+        reader = ArrayRecordReader(str(path))
+        records = [reader.read([i])[0] for i in range(reader.num_records())]
+        framed = [struct.pack("<QI", len(r), 0) + r + bytes(4) for r in records]  # no checksums
+        (made / path.name.replace("array_record", "tfrecord")).write_bytes(b"".join(framed))
+
+
 @pytest.fixture(scope="module")
 def tales(tmp_path_factory):
     """A folder with the TensorFlow dataset `tales`, prepared without TensorFlow or a network."""
@@ -288,6 +308,7 @@ def tales(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tfds")
     Tales(data_dir=str(folder), file_format="array_record").download_and_prepare()
+    as_tfrecord(folder / "tales" / "1.2.0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINITEXT_CACHE", str(folder / "cache"))
         yield folder
@@ -311,6 +332,52 @@ def test_tensorflow_datasets_are_read_whole_without_tensorflow(tales):
     assert "tensorflow" not in sys.modules
     half = batches(from_tfds(tales, tfds_split="train[:50%]", epochs=1)).count
     assert 0 < half < batches(from_tfds(tales, epochs=1)).count
+
+
+@pytest.mark.parametrize("split", ["train", "test", "train[10%:50%]"])
+def test_tfrecord_is_read_as_the_same_text(tales, split):
+    ours, theirs = (
+        text_digest(from_tfds(f, tfds_split=split)) for f in (tales / "tfrecord", tales)
+    )
+    assert ours == theirs
+    assert "tensorflow" not in sys.modules
+
+
+def text_digest(cfg):
+    return open_token_file(cfg, BYTES).digest
+
+
+def test_a_dataset_that_is_not_on_disk_is_prepared_without_tensorflow(tales, tmp_path):
+    cfg = from_tfds(tmp_path)
+    assert text_digest(cfg) == text_digest(from_tfds(tales))
+    assert list(tmp_path.rglob("*train.array_record*")) and "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data[:-20], r"cannot read .*tales-train.tfrecord-.*: Not a valid TFRecord"),
+        (lambda data: data[: 12 + data[0] + 4], "ends after 1 of 60 records"),
+        (lambda data: b"\xff" * 7 + b"\x0f" + data[8:], "cannot read .*tales-train.tfrecord"),
+        (lambda data: data[:12] + b"\xff" * data[0] + data[12 + data[0] :], "cannot read .*tales-train"),
+    ],
+    ids=["cut", "short", "length", "record"],
+)  # fmt: skip
+def test_a_damaged_tfrecord_file_is_one_line(tales, tmp_path, change, told):
+    shutil.copytree(tales / "tfrecord", tmp_path / "d")
+    (path,) = tmp_path.rglob("*train.tfrecord*")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=told) as error:
+        text_digest(from_tfds(tmp_path / "d"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_format_that_cannot_be_read_says_how_to_prepare_another(tales, tmp_path):
+    shutil.copytree(tales / "tfrecord", tmp_path / "d")
+    (about,) = tmp_path.rglob("dataset_info.json")
+    about.write_text(about.read_text().replace("tfrecord", "riegeli"))
+    with pytest.raises(UserError, match="with: tfds build tales --file_format=array_record"):
+        text_digest(from_tfds(tmp_path / "d"))
 
 
 def test_tensorflow_datasets_mix_and_are_packed(tales, folder, tmp_path):

@@ -33,7 +33,14 @@ class Job:
             rest = index, processes, f"host{index}", told[index], silence
             self.parts.append(Member(address, TOKEN, *rest))
             self.parts[-1].start()
-        time.sleep(0.3)  # until all have said hello
+        members = self.parts[1:]
+        end = time.monotonic() + 20
+        while len(hub._peers) < len(members) or any(
+            "host0" not in [peer.host for peer in list(member._peers.values())]
+            for member in members
+        ):
+            assert time.monotonic() < end, "not all have said hello"
+            time.sleep(0.01)
 
     def line(self, index):
         return self.lines[index].get(timeout=10)

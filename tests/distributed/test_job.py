@@ -14,8 +14,11 @@ from rich.console import Console
 
 from minitext.config.config import load_config
 from minitext.data.batches import make_batches
+from minitext.distributed import heartbeat
 from minitext.distributed import job as distributed
-from minitext.distributed.launch.local import environment_of, free_port
+from minitext.distributed.cluster import Cluster
+from minitext.distributed.launch.local import FINAL, environment_of, free_port
+from minitext.errors import UserError
 from minitext.observability.metrics import read_metrics
 from minitext.sharding.mesh import make_mesh
 from minitext.training import run
@@ -95,6 +98,15 @@ def test_alone_everything_agrees_with_itself():
     assert distributed.agree("x", 7) == [7] and distributed.share("y", "z") == ["z"]
     distributed.barrier("here")
     distributed.finish(ValueError("nobody hears it"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "node01", "[::1]"])
+def test_a_coordinator_whose_port_is_taken_is_refused_before_jax_hears_of_it(host):
+    with heartbeat.open_server("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot open port {port} .*Address already in use"):
+            distributed.start(Cluster("explicit", f"{host}:{port}", 2, 0))
+    assert not distributed.joined() and jax.distributed.is_initialized() is False
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +213,36 @@ def test_a_lost_process_ends_the_others_with_one_line(processes, victim, how, wo
             assert told[-1].startswith(f"error: process {victim} of {processes} ("), told[-5:]
             assert word in told[-1] and "resume with: minitext train config=" in told[-1]
             assert not any("Traceback" in line for line in told)
+            # What JAX's C++ client prints is in a file, or between our two lines if it was quicker.
+            ours = [number for number, line in enumerate(told) if f"process {victim} of" in line]
+            assert len(ours) == 2 and len(told) - ours[0] < 20, told
             print(f"process {index} ended {time.monotonic() - began:.1f} s after", told[-1])
     finally:
         for process in job:
             process.kill()
             process.wait()
+
+
+@pytest.mark.audit
+def test_a_hang_ends_the_job_with_stacks_and_a_code_that_launchers_retry(tmp_path):
+    settings = settings_of(
+        tmp_path, "a", "train.steps=1000000", "train.save_every=1000", "mesh.fsdp=1"
+    )
+    command = ["-m", "minitext", "train", *settings, "train.hang_seconds=15"]
+    job = start(2, 1, command)
+    wait_for(lambda: len(read_metrics(tmp_path / "a")) > 3, job)
+    job[1].send_signal(signal.SIGSTOP)
+    try:
+        told = job[0].communicate(timeout=60)[1].splitlines()
+    finally:
+        for process in job:
+            process.kill()
+            process.wait()
+    assert job[0].returncode == 1 and 1 not in FINAL
+    assert told[-1].startswith("error: no step has ended for train.hang_seconds=15: stacks of all")
+    assert "resume with: minitext train config=" in told[-1]
+    (stacks,) = (tmp_path / "a" / "stacks").glob("0-2*.txt")
+    assert "minitext/training/loop.py" in stacks.read_text()
 
 
 @pytest.mark.audit

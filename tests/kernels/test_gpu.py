@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from minitext import kernels
 from minitext.compiler.targets import topology_mesh
 from minitext.config.sections import MeshConfig
 from minitext.kernels import tiles_gpu
@@ -20,6 +21,7 @@ from minitext.kernels.attention import gpu_blocks as walks
 from minitext.kernels.attention import xla as reference
 from minitext.kernels.attention.mask import ALL, NONE, Mask
 from minitext.kernels.grouped_matmul import gpu as grouped
+from minitext.kernels.grouped_matmul import xla as xla_grouped
 from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
 from minitext.kernels.paged_attention import gpu as paged
 from minitext.kernels.rms_norm import gpu as norm
@@ -410,6 +412,27 @@ def test_kernels_compile_for_eight_h100s():
     with jax.set_mesh(mesh):
         text = jax.jit(compilable(run)).lower(*args).compile().as_text()
     assert "flash_attention_dkv" in text and "all-to-all" not in text and "all-gather" not in text
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("G", [2, 8])
+def test_xla_multiplies_all_rows_by_all_matrices(G):
+    """Why `auto` takes our grouped product on a GPU: for an H100, XLA's is G times as wide, and ours is not."""
+    M, D, F = 4096, 512, 768
+    chip = topology_mesh("h100:1x1x1", MeshConfig()).devices.reshape(-1)
+    place = NamedSharding(jax.sharding.Mesh(chip, ("one",)), P())
+    shapes = [((M, D), "bfloat16"), ((G, D, F), "bfloat16"), ((G,), "int32")]
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+    theirs, ours = (
+        jax.jit(f).lower(*args).compile()
+        for f in (xla_grouped.grouped_matmul, grouped.grouped_matmul)
+    )
+    wide = f"bf16[{M},{G * D}]"
+    assert wide in theirs.as_text() and wide not in ours.as_text()
+    copy = 2 * M * G * D
+    assert theirs.memory_analysis().temp_size_in_bytes >= copy
+    assert ours.memory_analysis().temp_size_in_bytes < copy / 8
+    assert kernels.ORDER["grouped_matmul", "gpu"][0] == "pallas_gpu"
 
 
 @pytest.mark.gpu_aot

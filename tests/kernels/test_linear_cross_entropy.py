@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minitext import kernels
@@ -69,6 +69,8 @@ def far(got, want):
     size=st.sampled_from([3.0, 90.0]), cores=st.sampled_from([1, 2]),
 )  # fmt: skip
 @settings(max_examples=3)
+# A token whose largest logit is 77, which float32 holds to 4e-6: the backward pass must not sum it in another order.
+@example(seed=0, X=1, D=256, V=128, dtype="float32", size=90.0, cores=1)
 def test_values_and_gradients_are_the_definition(seed, X, D, V, dtype, size, cores):
     args = inputs(seed, X, D, V, dtype, size)
     got = simulate(with_gradients(fused), *args, seed=seed, cores=cores)

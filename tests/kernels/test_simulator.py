@@ -1,5 +1,6 @@
 """The strict simulator: it passes what is right in any order, and refuses each thing that is wrong."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from minitext.errors import UserError
 from minitext.kernels.simulator import Fault, strict
 
 ROWS, COLUMNS = 3, 4  # blocks
@@ -139,6 +141,21 @@ def test_two_cores_that_write_one_block_race(capsys):
     printed = capsys.readouterr().out
     assert printed.count("a print") == COLUMNS and "RACE" not in printed
     np.testing.assert_array_equal(simulate(lambda x: last(x, "arbitrary"), X)[0], X[:, -128:])
+
+
+def test_a_vmapped_kernel_is_simulated():
+    """`jax.vmap` adds a parallel dimension to the grid, as it does on a TPU."""
+    both = jnp.stack([X, 2 * X])
+    out, (run,) = simulate(jax.vmap(row_sums), both)
+    np.testing.assert_allclose(out, both.sum(2, keepdims=True), rtol=1e-5, atol=1e-5)
+    points = sorted(point for _, point in run.visits)
+    assert points == list(itertools.product(range(2), range(ROWS), range(COLUMNS)))
+    assert {core for core, _ in run.visits} == {0, 1}
+    right = functools.partial(copied, too_early=False)
+    with pytest.raises(UserError, match=r"\(pl.ANY\) can't be simulated: use jax.lax.map"):
+        simulate(jax.vmap(right), both)
+    out, _ = simulate(functools.partial(jax.lax.map, right), both)
+    np.testing.assert_array_equal(out, 2 * both[:, :8, :128])
 
 
 def test_errors_that_are_not_the_simulators_pass_through():

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,29 +21,30 @@ def a_thread_with_a_name_to_be_found(event):
     event.wait()
 
 
-def test_a_hang_writes_the_stacks_of_all_threads_and_makes_the_other_process_do_so(tmp_path):
-    said, others, event = [], [], threading.Event()
+def test_a_hang_ends_the_job_after_both_processes_have_written_the_stacks_of_all_threads(tmp_path):
+    ended, others, event = [], [], threading.Event()
     thread = threading.Thread(target=a_thread_with_a_name_to_be_found, args=[event])
     thread.start()
     # Another process's watchdog, with the thread that answers and without the timer, of which there is one a process.
     with (
         Watchdog(tmp_path, 1, others.append, poll=0.02) as other,
-        Watchdog(tmp_path, 0, said.append, 0.1, poll=0.02) as mine,
+        Watchdog(tmp_path, 0, print, 0.1, ended.append, poll=0.02) as mine,
     ):
-        assert wait_for(lambda: said and others)
+        assert wait_for(lambda: ended and others)
     event.set()
     thread.join()
     text = mine.path.read_text()
-    assert "Timeout" in text and "a_thread_with_a_name_to_be_found" in text
-    assert "in test_a_hang_writes" in text  # where the main thread waits
+    assert "a_thread_with_a_name_to_be_found" in text
+    assert "in test_a_hang_ends" in text  # where the main thread waits
     assert "a_thread_with_a_name_to_be_found" in other.path.read_text()
-    assert str(mine.path) in said[0] and "another process asked" in others[0]
+    assert "train.hang_seconds=0.1" in ended[0] and str(mine.path) in ended[0]
+    assert "another process asked" in others[0]
     assert mine.path.name.startswith("0-") and other.path.name.startswith("1-")
 
 
 def test_while_steps_end_nothing_is_written_and_nothing_is_left(tmp_path):
     said = []
-    with Watchdog(tmp_path, 0, said.append, 0.5, poll=0.02) as watchdog:
+    with Watchdog(tmp_path, 0, said.append, 0.5, said.append, poll=0.02) as watchdog:
         for _ in range(40):
             time.sleep(0.02)
             watchdog.step_ended()
@@ -65,3 +68,20 @@ def test_an_empty_file_of_a_killed_process_is_removed_and_a_full_one_stays(tmp_p
     with Watchdog(tmp_path, 0, print, poll=0.02):
         pass
     assert sorted(os.listdir(folder)) == ["0-2.txt", "1-1.txt"]
+
+
+STUCK = """
+import ctypes, sys
+from pathlib import Path
+from minitext.training import watchdog
+watchdog.GRACE = 0.3
+with watchdog.Watchdog(Path(sys.argv[1]), 0, print, 0.1, print):
+    ctypes.PyDLL(None).sleep(60)  # in C and without releasing Python's lock, so no other thread runs
+"""
+
+
+def test_a_process_in_which_no_thread_can_run_python_ends_too(tmp_path):
+    done = subprocess.run([sys.executable, "-c", STUCK, tmp_path], timeout=30, check=False)
+    assert done.returncode == 1
+    (path,) = (tmp_path / STACKS).glob("0-*.txt")
+    assert "Timeout" in path.read_text() and 'File "<string>"' in path.read_text()

@@ -14,6 +14,7 @@ import typer
 
 from minitext import terminal
 from minitext.errors import UserError
+from minitext.files import check_new_file, local_path
 
 
 def grade(
@@ -58,9 +59,14 @@ def grade(
     seed = secrets.randbits(31) if seed is None else seed
     kinds = ["solution", "stub"] * solutions + ["mutant"] * mutants
     try:
+        for path in (answers, notebook, json_, gradescope):
+            local_path(path)
         if start:
             _start(which or [])
             return
+        for option, file in (("--json", json_), ("--gradescope", gradescope)):
+            if file not in (None, "-"):
+                check_new_file(option, file)
         from minitext.book.grading import registry, runner
 
         number = registry.learner_number(learner)
@@ -71,10 +77,9 @@ def grade(
             good = _try_out(grading, exercises, kinds)
         else:
             tasks = _tasks(grading.root, exercises, names, answers, notebook)
-            who = learner or registry.learner_name()
-            good = _grade(grading, tasks, who, json_, gradescope)
+            good = _grade(grading, tasks, learner or registry.learner_name(), json_, gradescope)
     except UserError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if good else 1)
 
@@ -85,7 +90,7 @@ def _start(names: list[str]) -> None:
 
     if len(names) > 1:
         raise UserError(f"--start takes one folder, not {len(names)}: {' '.join(names)}")
-    folder = Path(names[0] if names else "exercises")
+    folder = Path(local_path(names[0]) if names else "exercises")
     copied, kept = start(exercises_root(), folder)
     if copied:
         where = "" if folder == Path("exercises") else f" --answers {folder}"

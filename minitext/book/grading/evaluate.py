@@ -139,10 +139,11 @@ def choose_hint(attempt: Attempt) -> str:
 def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
     """Index of the mutant that makes the same mistake as an answer, or None.
 
-    It is the mutant that first fails the same check with the same value or exception. Among several, one that fails
-    the same set of checks is preferred, then the nearest in all observed values. If there is none and the answer
-    raised, it is the only mutant that raises the same type of exception in the same checks. Any other wrong value is
-    another mistake. Each mutant runs only as far as this comparison needs.
+    It is the mutant that first fails the same check with the same value or exception, if the answer fails all the
+    checks that the mutant fails, most of them with the same value: two mistakes may agree by chance in one check. Among
+    several, one that fails the same set of checks is preferred, then the nearest in all observed values. If there is
+    none and the answer raised, it is the only mutant that raises the same type of exception in the same checks. Any
+    other wrong value is another mistake. Each mutant runs only as far as this comparison needs.
     """
     failing = attempt.run(to_first_failure=True).failing
     if not failing:
@@ -153,12 +154,11 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
         seen = mutant.run(to_first_failure=True).failing
         if seen and seen[0].name == first.name:
             rivals.append((distance(first.observed, seen[0].observed), index))
-    near = [(far, index) for far, index in rivals if far <= attempt.exercise.compare]
-    if len(near) == 1:
-        return near[0][1]
     names = [check.name for check in attempt.run().failing]
+    near = [(far, index) for far, index in rivals if far <= attempt.exercise.compare]
+    near = [(far, index) for far, index in near if _makes(attempt, mutants[index].run())]
     if near:
-        return min((_unlike(attempt, mutants[i].run()), far, i) for far, i in near)[-1]
+        return min((_unlike(attempt, mutants[i]), far, i) for far, i in near)[-1]
     if not _kind(first):
         return None
     alike = []
@@ -167,6 +167,15 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
         if [check.name for check in other] == names and _kind(other[0]) == _kind(first):
             alike.append(index)
     return alike[0] if len(alike) == 1 else None
+
+
+def _makes(attempt: Attempt, mutant: Attempt) -> bool:
+    """Whether an answer fails all the checks that a mutant fails, and most of them with the same value."""
+    seen = {check.name: check.observed for check in attempt.failing}
+    if not all(check.name in seen for check in mutant.failing):
+        return False
+    same = [distance(seen[c.name], c.observed) <= attempt.exercise.compare for c in mutant.failing]
+    return 2 * sum(same) > len(same)
 
 
 def _unlike(a: Attempt, b: Attempt) -> tuple[bool, float]:

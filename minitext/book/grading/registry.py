@@ -17,6 +17,7 @@ from typing import Any
 
 from minitext.book.grading.source import sections
 from minitext.errors import UserError, did_you_mean
+from minitext.files import local_path
 
 ID_PATTERN = re.compile(r"\d\d\.[a-z][a-z0-9_]*")
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -128,7 +129,8 @@ def exercises_root() -> Path:
         UserError: if none of them has a `checks` folder.
     """
     named = os.environ.get("MINITEXT_EXERCISES")
-    places = [Path(named)] if named else [PACKAGE.parent / "exercises", PACKAGE / "_exercises"]
+    usual = [PACKAGE.parent / "exercises", PACKAGE / "_exercises"]
+    places = [Path(local_path(named))] if named else usual
     for place in places:
         if (place / "checks").is_dir():
             return place.resolve()

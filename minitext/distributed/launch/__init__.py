@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from minitext.errors import UserError
+from minitext.files import ADDRESS, local_path
 
 
 def with_run_name(command: Sequence[str], name: str) -> list[str]:
@@ -21,13 +22,16 @@ def with_run_name(command: Sequence[str], name: str) -> list[str]:
       name: of the run.
 
     Raises:
-      UserError: if it isn't the train command.
+      UserError: if it isn't the train command, or names a bucket's address.
     """
     if not command or command[0] != "train":
         raise UserError(
             f"{' '.join(command) or 'nothing'} cannot be launched: put the train command after --, as in "
             "minitext launch local --processes 2 -- train laptop"
         )
+    for word in command:
+        if ADDRESS.match(value := word.partition("=")[2]):
+            local_path(value)
     named = any(word.startswith(("run.name=", "config=")) for word in command)
     return [*command] if named else [*command, f"run.name={name}"]
 

@@ -164,6 +164,7 @@ def _backward_product(args, blocks: Blocks, *, for_x: bool):
     """Returns the gradient of x or of w. The blocks of it run along the grid's first dimension."""
     x_XD, w_DV = args[:2]
     (X, D), V = x_XD.shape, w_DV.shape[1]
+    embed = _divisor(D, blocks.embed)
     narrow = pl.cdiv(D * (8 if x_XD.dtype == jnp.float32 else 1), 4096)
     kept, passing = blocks.kept // narrow, blocks.passing // narrow
     x, v = (kept, passing) if for_x else (passing, kept)
@@ -174,7 +175,7 @@ def _backward_product(args, blocks: Blocks, *, for_x: bool):
     w_spec = pl.BlockSpec((D, v), lambda i, j: (0, order(i, j)[1]))
     like, spec, shape = (x_XD, x_spec, (x, D)) if for_x else (w_DV, w_spec, (D, v))
     return pl.pallas_call(
-        partial(_backward_kernel, order=order, X=X, V=V, for_x=for_x),
+        partial(_backward_kernel, order=order, embed=embed, X=X, V=V, for_x=for_x),
         grid=order(pl.cdiv(X, x), pl.cdiv(V, v)),
         in_specs=[x_spec, w_spec, *(pl.BlockSpec((x, n), by_token) for n in (1, 1, 2))],
         out_specs=spec,
@@ -189,7 +190,7 @@ def _backward_product(args, blocks: Blocks, *, for_x: bool):
 
 
 def _backward_kernel(
-    x_ref, w_ref, target_ref, max_ref, grads_ref, out_ref, *sum_refs, order, X, V, for_x
+    x_ref, w_ref, target_ref, max_ref, grads_ref, out_ref, *sum_refs, order, embed, X, V, for_x
 ):
     i, j = order(pl.program_id(0), pl.program_id(1))
     (sum_ref,) = sum_refs or (out_ref,)
@@ -199,7 +200,11 @@ def _backward_kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     x_xD, w_Dv = x_ref[...], w_ref[...]
-    logits_xv = dot(x_xD, w_Dv)
+    # The forward pass's logits to the bit, whose maximum and sum these are: float32 holds a logit of 90 only to 4e-6,
+    # and another order of summation would be off by several times that.
+    logits_xv: Any = sum(
+        dot(x_xD[:, k : k + embed], w_Dv[k : k + embed]) for k in range(0, x_xD.shape[1], embed)
+    )
     id_xv = positions(logits_xv.shape, 1, j)
     grad_xv = jnp.exp(logits_xv - max_ref[...]) * grads_ref[:, :1]
     grad_xv -= jnp.where(id_xv == target_ref[...], grads_ref[:, 1:], 0.0)

@@ -1,0 +1,70 @@
+"""The hint that a wrong answer gets is that of its own mistake, or none in particular."""
+
+import numpy as np
+import pytest
+
+from minitext.book.grading import Exercise, evaluate
+
+SEED, LEARNER = 3, 1
+
+
+def rounding():
+    """Round to the nearest even number, with two mutants."""
+    exercise = Exercise("90.rounded", "Rounded", "rounded", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("one number")
+    def _(fn, t):
+        t.close(fn(np.array([2.5])), np.array([2.0]))
+
+    @exercise.check("negative numbers")
+    def _(fn, t):
+        t.close(fn(np.array([-2.5, -3.7, -0.2])), np.array([-2.0, -4.0, 0.0]))
+
+    @exercise.check("large numbers")
+    def _(fn, t):
+        t.close(fn(np.array([1000.5, 1001.6])), np.array([1000.0, 1002.0]))
+
+    @exercise.check("no numbers")
+    def _(fn, t):
+        t.equal(len(fn(np.zeros(0))), 0)
+
+    @exercise.mutant("You round half up.")
+    def half_up(x):
+        return np.floor(x + 0.5)
+
+    @exercise.mutant("You never round down.")
+    def up(x):
+        return np.ceil(x)
+
+    return exercise
+
+
+def half_up_in_another_way(x):
+    return x + 0.5 - (x + 0.5) % 1
+
+
+def half_up_and_of_no_numbers_none(x):
+    return half_up_in_another_way(x) if len(x) else [0.0]
+
+
+def half_up_below_a_thousand(x):  # passes a check that both mutants fail
+    return np.where(x > 999, np.round(x), np.floor(x + 0.5))
+
+
+def always_three(x):  # agrees with both mutants in the first check alone
+    return np.full(len(x), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (np.ceil, "You never round down."),
+        (half_up_in_another_way, "You round half up."),
+        (half_up_and_of_no_numbers_none, "You round half up."),  # and makes another mistake besides
+        (half_up_below_a_thousand, "first"),
+        (always_three, "first"),
+    ],
+)
+def test_one_value_in_common_with_a_mutant_is_not_its_mistake(answer, hint):
+    attempt = evaluate.Attempt(rounding(), answer, SEED, LEARNER).run()
+    assert evaluate.choose_hint(attempt) == hint

@@ -1,0 +1,268 @@
+"""Three hundred hostile command lines over all commands: each is refused in one line, quickly, and writes nothing."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY
+from tests.test_crash import Server
+
+LONG = "x" * 400
+DEEP = "/".join(["deep"] * 1200)
+HUGE = "9" * 20
+NUL, BELL, HALF = (f'"a\\{escape}b"' for escape in ("0", "u0007", "ud800"))  # as YAML reads them
+PATHS = ["", LONG, DEEP, "{file}/below"]
+FILES = [*PATHS, "{folder}", "x.docx"]
+NOWHERE = [LONG, DEEP, '""', NUL, "nowhere", "{folder}", "/dev/null"]
+SMALL = [*TINY, "train.steps=2", "train.eval_batches=1"]
+GENERATE = ["generate", "{run}", "--prompt", "x"]
+LOCAL, SLURM = ["launch", "local"], ["launch", "slurm", "--name", "a"]
+XPK = ["launch", "xpk", "--name", "a", "--image", "i"]
+
+# Words in braces are folders and files that the fixture makes.
+READERS = {
+    "generate": ["--prompt", "x"],
+    "export": ["out"],
+    "eval": [],
+    "goodput": [],
+    "profile": [],
+    "watch": ["--once"],
+}
+PREDICTORS = ["compile", "plan", "predict", "memory", "comms"]
+
+# Settings that train must refuse, added to SMALL.
+SETTINGS = {
+    "run.name": [
+        LONG,
+        "../../x",
+        "a/b",
+        "/tmp/x",
+        "..",
+        ".",
+        '""',
+        NUL,
+        "[1]",
+        BELL,
+        HALF,
+        "é" * 200,
+    ],
+    "run.dir": [LONG, DEEP, '""', NUL, "{file}", "{file}/below", "1", "[]"],
+    "checkpoint.load_parameters": NOWHERE,
+    "checkpoint.load_full_state": NOWHERE,
+    "train.executable": NOWHERE,
+    "config": [LONG, DEEP, '""', NUL, "nowhere", "{folder}"],
+    "checkpoint.local_dir": [LONG, '""', NUL, "{file}"],
+    "train.global_batch": ["100000000", HUGE, "0", "-8", "nan", "1e9", "true", "null", '""'],
+    "train.steps": [HUGE, "0", "-1", ".inf", "1.5"],
+    "train.seed": [HUGE, "-1"],
+    "data.seed": [HUGE, "-1"],
+    "train.sample_tokens": [HUGE, "100000000000", "-1"],
+    "train.hang_seconds": ["0", "-1", ".nan", ".inf", "1e300"],
+    "optim.learning_rate": [".nan", ".inf", "-1", "0", "1e400"],
+    "optim.b1": [HUGE, "1", "-1"],
+    "optim.warmup_steps": [HUGE, "-1"],
+    "model.vocab": [HUGE, "2000000000"],
+    "model.layers": [HUGE, "100000000"],
+    "model.embed": [HUGE, "400000"],
+    "model.mlp": [HUGE, "1000000000"],
+    "model.heads": [HUGE],
+    "model.head_dim": [HUGE],
+    "mesh.simulate": ["0", "-1", "100000", HUGE],
+    "mesh.data": ["0", "-2", HUGE, "1000000"],
+    "mesh.fsdp": ["1000000"],
+    "mesh.tensor": ["1000000"],
+    "mesh.stage": ["1000000"],
+}
+IGNORED = [  # by eval
+    "model.layers=3", "optim.learning_rate=1", "train.steps=9", "run.name=b", "mesh.fsdp=2", "data.tokenizer=bpe",
+    "data.seq_len=1", "config={other}", "model.headz=1", "laptop", "", "=", "checkpoint.keep=9", "data.path=nowhere",
+]  # fmt: skip
+LLO = [
+    "nonsense",
+    "",
+    "matmul chip=v9",
+    "matmul chip=",
+    "matmul m=0",
+    "matmul m=-1",
+    f"matmul m={HUGE}",
+    "matmul z=8",
+]
+TUNE = [
+    "",
+    "matmul",
+    "matmul chip=v9",
+    "nonsense chip=v5e",
+    "matmul chip=v5e m=0",
+    "matmul chip=h100",
+    "matmul chip=",
+]
+LINES = [
+    # A run that is none.
+    *([name, path, *rest] for name, rest in READERS.items() for path in [*PATHS, "{file}", "/dev/null"]),
+    *([name, path, *rest] for name, rest in READERS.items() if name != "watch" for path in ["nowhere", "{folder}"]),
+    *([name] for name in READERS),
+    *([name, "{run}", *rest, "--nonsense"] for name, rest in READERS.items()),
+    ["watch", "{file}"],
+    ["watch", "{file}", "--json"],
+    # Numbers out of range.
+    *([*GENERATE, "--seed", seed] for seed in [HUGE, "-1", "1.5", "nan", ""]),
+    *([*GENERATE, "--max-tokens", n] for n in [HUGE, "100000000000", "0", "-5", "1e3", ""]),
+    *([*GENERATE, "--temperature", t] for t in ["nan", "inf", "-1", "hot", ""]),
+    *([*GENERATE, "--top-p", p] for p in ["nan", "0", "1.5", "-inf"]),
+    *([*GENERATE, "--top-k", k] for k in ["-1", "1.5"]),
+    ["generate", "{run}", "--prompt", ""],
+    ["generate", "{run}", "--prompt", "not UTF-8: \udcff"],
+    ["eval", "not UTF-8: \udcff"],
+    ["train", *SMALL, "run.name=\udcff"],
+    ["train", "\udcff"],
+    ["generate", "{run}", "--prompt", "x" * 100_000, "--max-tokens", "100000000"],
+    ["generate", "{wide}", "--prompt", "x" * 100_000],
+    *(["watch", "{run}", "--every", s] for s in ["0", "-1", "nan", "inf", "1e300", ""]),
+    *(["profile", "{run}", "--rows", n] for n in ["-1", "x"]),
+    *(["data", "pack", "out", *SMALL, "--shards", n] for n in ["0", "-1", HUGE, "1000000000"]),
+    *([*LOCAL, "--processes", n, "--", "train"] for n in ["0", "-1", HUGE, "1000000"]),
+    *([*LOCAL, "--devices", n, "--", "train"] for n in ["0", HUGE, "1000000"]),
+    [*LOCAL, "--restarts", "-1", "--", "train"],
+    *(["grade", "--seed", s] for s in ["-1", "soon"]),
+    *(["grade", "--jobs", n] for n in ["0", "-1", "x"]),
+    # Files that can't be written, before anything is computed.
+    *(["goodput", "{run}", "--plot", file] for file in [*FILES, "{folder}/", "plain", "no/such/x.svg"]),
+    *(["roofline", *SMALL, "--plot", file] for file in FILES),
+    *(["shard", *SMALL, "--plot", file] for file in FILES),
+    *(["llo", "matmul", "--plot", file] for file in FILES),
+    *(["compile", *SMALL, "--save", file] for file in [*PATHS, "{folder}", "no/such/x.bin"]),
+    *(["compile", *SMALL, "target=v5e:2x2", "--save", file] for file in ["", "{folder}", LONG]),
+    *(["export", "{run}", path] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
+    *(["data", "pack", path, *SMALL] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
+    *(["grade", "01", option, "{folder}"] for option in ["--json", "--gradescope"]),
+    # Settings.
+    *(["train", *SMALL, f"{key}={value}"] for key, values in SETTINGS.items() for value in values),
+    *(["train", *SMALL, f"data.source={source}", f"data.path={path}"] for source in ["files", "arrayrecord"]
+      for path in [LONG, DEEP, '""', NUL, "nowhere", "{folder}", "/dev/null"]),
+    *(["train", f"config={{{file}}}"] for file in ["selfref", "bomb", "binary", "loop", "python", "list"]),
+    ["config", "show", "config={selfref}"],
+    *(["train", word] for word in ["", " ", "=", "=1", "train.steps", "a b", "é", LONG, "laptop ", "../x"]),
+    ["train", "laptop", ""],
+    ["train", *SMALL, "data.seq_len=16777216", "train.global_batch=1024"],
+    *(["config", "show", word] for word in ["", "=", "laptp"]),
+    *(["config", "explain", word] for word in ["", ".", LONG, "nonsense"]),
+    *(["eval", "{run}", word] for word in IGNORED),
+    # Targets, chips and kernels.
+    *([name, *SMALL, f"target={target}"] for name in PREDICTORS
+      for target in ["", "v9:2x2", f"v5e:{HUGE}x2", "v5e:0x0", "v5e"]),
+    *([name, *SMALL, "slices=2"] for name in PREDICTORS),
+    *(["compile", *SMALL, "target=v5e:2x2", f"slices={n}"] for n in ["x", "-1", HUGE]),
+    ["plan", *SMALL, "target=v5e:2x2", "--compile", "0"],
+    *([name, *SMALL, "mesh.data=1000000"] for name in ["comms", "memory"]),
+    ["compile", *SMALL, "mesh.data=1000000", "--save", "x.bin"],
+    *(["roofline", *SMALL, f"chip={chip}"] for chip in ["", "v9", LONG]),
+    ["roofline", *SMALL, "chip=v5e", "chip=v6e"],
+    ["llo", "matmul", "chip=v5e", "chip=v6e"],
+    *(["llo", *words.split(" ")] for words in LLO),
+    *(["tune", *words.split(" ")] for words in TUNE),
+    # Launchers.
+    *([*LOCAL, "--", word] for word in ["generate", ""]),
+    *([*LOCAL, "--", "train", word] for word in ["laptp", "model.headz=1", ""]),
+    *(["launch", "slurm", "--name", name, "--", "train"] for name in ["", "A", "../x", LONG, "a b", "-x"]),
+    *([*SLURM, "--time", t, "--", "train"] for t in ["", "soon", "-1"]),
+    *([*SLURM, "--partition", p, "--", "train"] for p in ["", "x\ny"]),
+    [*SLURM, "--nodes", "0", "--", "train"],
+    [*SLURM, "--", "train", "laptp"],
+    ["launch", "k8s", "--name", "a", "--image", "", "--", "train"],
+    ["launch", "k8s", "--name", "a", "--image", "i", "--claim", "", "--", "train"],
+    [*XPK, "--cluster", "", "--tpu-type", "v5p-8", "--", "train"],
+    [*XPK, "--cluster", "c", "--tpu-type", "", "--", "train"],
+    # Grading.
+    *(["grade", word] for word in ["99", "", "01.nothing", LONG, "../x", "é"]),
+    *(["grade", "01", "--answers", path] for path in ["{file}", "nowhere"]),
+    *(["grade", "01", "--notebook", path] for path in ["", "nowhere.ipynb", "{folder}", "{binary}", "/dev/null"]),
+    ["grade", "--start", "a", "b"],
+    ["grade", "--start", "{file}"],
+    # Words that no command has.
+    ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
+    ["config", "presets", "x"],
+    ["optim", "memory", "laptp"],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def places(server, tmp_path_factory):
+    """What the lines name: runs, files of many kinds, and an empty folder."""
+    home = tmp_path_factory.mktemp("places")
+    for name, more in {"run": [], "wide": ["model.heads=16"]}.items():
+        words = [*SMALL, *more, f"run.dir={home}", f"run.name={name}"]
+        code, printed = server.run("train", *words, output=home / "output")
+        assert code == 0, printed
+    texts = {
+        "file": b"a plain file\n",
+        "selfref": b"train: &a {steps: *a}\n",
+        "loop": b"train: &a [*a]\n",
+        "list": b"- 1\n",
+        "python": b"train: !!python/object/apply:os.system ['touch hacked']\n",
+        "binary": bytes(range(256)),
+        "other": b"train: {steps: 9}\n",
+        "bomb": "\n".join(
+            ["a0: &a0 {x: 1}"]
+            + [f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}" for i in range(1, 12)]
+        ).encode(),
+    }  # fmt: skip
+    for name, content in texts.items():
+        (home / name).write_bytes(content)
+    (home / "folder").mkdir()
+    return {"home": str(home)} | {
+        name: str(home / name) for name in [*texts, "run", "wide", "folder"]
+    }
+
+
+def everything(folder):
+    return {str(path) for path in Path(folder).rglob("*")}
+
+
+def test_there_are_three_hundred():
+    assert len(LINES) >= 300 and len({tuple(line) for line in LINES}) == len(LINES)
+
+
+@pytest.mark.audit
+@pytest.mark.timeout(3000)
+def test_each_is_refused_in_one_line(server, places, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    faults = []
+    for line in LINES:
+        before = everything(tmp_path) | everything(places["home"])
+        began = time.monotonic()
+        pid = server.start(
+            *(word.format(**places) for word in line),
+            output=places["home"] + "/output",
+            folder=here,
+        )
+        killer = threading.Timer(
+            30, os.kill, [pid, signal.SIGKILL]
+        )  # one that isn't refused goes on
+        killer.start()
+        code = server.wait()
+        killer.cancel()
+        seconds = time.monotonic() - began
+        printed = Path(places["home"], "output").read_text(errors="replace")
+        written = (everything(tmp_path) | everything(places["home"])) - before
+        said = printed.splitlines()
+        # A configuration's problems are reported together, each in its line.
+        one_line = 1 <= len(said) <= 2 and len(printed) < 1000
+        one_line &= all(text.startswith("error: ") for text in said)
+        shown = " ".join(repr(word[:60]) for word in line if word not in SMALL)
+        result = f"{seconds:.1f} s, exit code {code}, {len(said)} lines, {len(written)} files: {printed[-1000:]}"
+        print(shown, result)
+        if code not in (2, 3) or not one_line or seconds > 5 or written:
+            faults.append(f"{shown}: {result}{sorted(written)[:3]}")
+    assert not faults, f"{len(faults)} of {len(LINES)}:\n" + "\n".join(faults)
