@@ -27,7 +27,7 @@ import sys
 import numpy as np
 
 '''
-ANSWERS = '''
+ANSWERS = r'''
 # EXERCISE 90.honest
 def honest(x):
     return 2 * x
@@ -174,7 +174,7 @@ def links(x):
 def forges(x):
     for fd in range(3, 60):
         try:
-            os.write(fd, b'{"kind": "result", "status": "passed", "nonce": "0"}\\n')
+            os.write(fd, b'{"kind": "result", "status": "passed"}\n')
         except OSError:
             pass
     os._exit(0)
@@ -237,6 +237,254 @@ def helped(x):
 def nothing(x):
     return None
 
+# EXERCISE 90.properties
+def properties(x):
+    import minitext.book.grading.evaluate as e
+    e.Attempt.passed = e.CheckResult.passed = property(lambda self: True, lambda self, value: None)
+    return x
+
+# EXERCISE 90.getattribute
+def getattribute(x):
+    import minitext.book.grading.trial as t
+    t.Trial.__getattribute__ = lambda self, name: (lambda *a, **k: None)
+    return x
+
+# EXERCISE 90.generator
+def generator(x):
+    np.random.default_rng = lambda seed: type("Rng", (), {"normal": lambda self, size: np.zeros(size)})()
+    return np.zeros_like(x)
+
+# EXERCISE 90.walks
+def walks(x):
+    code = """
+import sys, os, json
+frame = sys._getframe()
+while frame:
+    for name, value in list(frame.f_locals.items()):
+        if name == "want":
+            found = value
+        if name == "send":
+            value("result", status="passed", message="", checks=[], seconds=0.0)
+            value("done")
+            os._exit(0)
+    frame = frame.f_back
+"""
+    exec(compile(code, "elsewhere.py", "exec"), {})
+    return x
+
+# EXERCISE 90.relative
+def relative(x):
+    folder = os.open(os.environ["TREE"], os.O_RDONLY)
+    file = os.open("solutions/ch90_hostile.py", os.O_RDONLY, dir_fd=folder)
+    os.read(file, 100)
+    return 2 * x
+
+# EXERCISE 90.rewrites
+def rewrites(x):
+    folder = os.open(os.environ["TREE"], os.O_RDONLY)
+    file = os.open("checks/ch90_hostile.py", os.O_WRONLY | os.O_APPEND, dir_fd=folder)
+    os.write(file, b"# mine")
+    return 2 * x
+
+# EXERCISE 90.notebooks
+def notebooks(x):
+    return open(os.path.dirname(os.environ["TREE"]) + "/notebooks/90_hostile.md").read()
+
+# EXERCISE 90.detaches
+def detaches(x):
+    import ctypes
+    ctypes.CDLL(None).system(b"setsid sleep 333 & (sleep 334 &)")
+    return 2 * x
+
+# EXERCISE 90.double_fork
+def double_fork(x):
+    import ctypes
+    libc = ctypes.CDLL(None)
+    if libc.fork() == 0:
+        libc.setsid()
+        if libc.fork() == 0:
+            libc.sleep(333)
+        libc._exit(0)
+    return 2 * x
+
+# EXERCISE 90.twins
+def twins(x):
+    import ctypes
+    twin = ctypes.CDLL(None).fork() == 0
+    return 2 * x if twin else x
+
+# EXERCISE 90.answers_first
+def answers_first(x):
+    import msgpack, struct
+    zeros = ["new", 1, ["array", "<f8", [3], bytes(24), True]]
+    data = msgpack.packb(["return", [], zeros, None, []])
+    os.write(3, struct.pack("<Q", len(data)) + data)
+    return x
+
+# EXERCISE 90.long_header
+def long_header(x):
+    os.write(3, b"\xff" * 7 + b"\x7f")
+    return 2 * x
+
+# EXERCISE 90.giant
+def giant(x):
+    return np.ones(2**28)
+
+# EXERCISE 90.noise
+def noise(x):
+    import threading, time
+    def write():
+        while True:
+            os.write(3, b"garbage")
+    threading.Thread(target=write, daemon=True).start()
+    time.sleep(0.2)
+    return 2 * x
+
+# EXERCISE 90.deaf
+def deaf(x):
+    os.close(3)
+    while True:
+        pass
+
+# EXERCISE 90.floods
+def floods(x):
+    import threading
+    def write():
+        while True:
+            os.write(1, b"spam" * 1000)
+    threading.Thread(target=write, daemon=True).start()
+    return 2 * x
+
+# EXERCISE 90.reduces
+def reduces(x):
+    class Array:
+        shape = (0,)
+        def __reduce__(self):
+            return os.system, ("touch " + os.environ["TREE"] + "/left",)
+    return Array()
+
+# EXERCISE 90.converts
+def converts(x):
+    class Array:
+        shape, dtype, ndim = x.shape, x.dtype, 1
+        def __array__(self, *args, **kwargs):
+            return 2 * x
+    return Array()
+
+# EXERCISE 90.equals
+def equals(x):
+    class Array(np.ndarray):
+        def __eq__(self, other):
+            return True
+        def __array_ufunc__(self, *args, **kwargs):
+            return np.ones((), bool)
+    return np.asarray(x).view(Array)
+
+# EXERCISE 90.names
+def names(x):
+    from minitext.book.grading import wire
+    wire.Codec.encode = lambda self, value: ["class", "os", "system"]
+    return x
+
+# EXERCISE 90.builds
+def builds(x):
+    from minitext.book.grading import wire
+    made = ["data", "minitext.book.grading.evaluate", "CheckResult", [["passed", True]]]
+    wire.Codec.encode = lambda self, value: made
+    return x
+
+# EXERCISE 90.nests
+def nests(x):
+    found = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+# EXERCISE 90.circles
+def circles(x):
+    found = []
+    found.append(found)
+    return found
+
+# EXERCISE 90.forever
+def forever(x):
+    return iter(int, 1)
+
+# EXERCISE 90.kills_all
+def kills_all(x):
+    import ctypes
+    libc = ctypes.CDLL(None)
+    for pid in (os.getppid(), -1):
+        libc.kill(pid, 9)
+    return x
+
+# EXERCISE 90.stops
+def stops(x):
+    import ctypes
+    ctypes.CDLL(None).kill(os.getpid(), 19)
+    while True:
+        pass
+
+# EXERCISE 90.traces
+def traces(x):
+    import ctypes
+    libc = ctypes.CDLL(None)
+    pid = os.getppid()
+    attached = libc.ptrace(16, pid, None, None)
+    open(f"/proc/{pid}/mem", "rb+").close()
+    return x
+
+# EXERCISE 90.memory
+def memory(x):
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            open(f"/proc/{name}/mem", "rb+").close()
+    return x
+
+# EXERCISE 90.environment
+def environment(x):
+    parent = os.getppid()
+    text = open(f"/proc/{parent}/environ").read()
+    return x
+
+# EXERCISE 90.descriptors
+def descriptors(x):
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if int(fd) > 2 and int(pid) != os.getpid():
+                    os.write(os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY), b'{"kind": "done"}\n')
+    return x
+
+# EXERCISE 90.shouts
+def shouts(x):
+    class Loud(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+    raise Loud(object())
+
+# EXERCISE 90.leaves
+def leaves(x):
+    places = [".", "/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~")]
+    for place in places:
+        try:
+            open(place + "/left-by-an-answer", "w").close()
+        except OSError:
+            pass
+    return 2 * x
+
+# EXERCISE 90.changes
+def changes(x):
+    x *= 2
+    return x
+
+# EXERCISE 90.asks
+def asks(x):
+    import msgpack, struct
+    data = msgpack.packb(["ask", 0, "getattr", [], [["__globals__"], []], [], None])
+    os.write(3, struct.pack("<Q", len(data)) + data)
+    return x
+
 # EXERCISE 90.scratch
 def helper(x):
     return two() * x
@@ -258,7 +506,7 @@ def make(name):
     exercise = Exercise(
         "90." + name, title="Twice", function=name, minutes=10, points=4, statement="Double it.",
         hints=("first", "second", "third"), memory_gib=0.5,
-        seconds=1.0 if name in ("loops", "stuck", "sleeps") else 60.0,
+        seconds=1.0 if name in ("loops", "stuck", "sleeps", "deaf", "stops", "forever") else 60.0,
         forbid=("math",) if name in ("forbidden", "hidden", "fetched") else (),
     )
 
@@ -312,6 +560,8 @@ def tree(tmp_path_factory) -> Path:
     (root / "checks" / "ch90_hostile.py").write_text(CHECKS.format(names=NAMES))
     (root / "solutions" / "ch90_hostile.py").write_text(PREAMBLE + "".join(map(solved, NAMES)))
     (root / "ch90_hostile.py").write_text(PREAMBLE + ANSWERS)
+    (root.parent / "notebooks").mkdir()
+    (root.parent / "notebooks" / "90_hostile.md").write_text("a solution")
     return root
 
 
@@ -328,11 +578,28 @@ def verdicts(tree):
     return {result.exercise.id[3:]: result for result in results}
 
 
-@pytest.mark.parametrize("name", ["honest", "prints", "threads", "helped"])
+# They change nothing but their own process.
+HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_builtins", "detaches", "double_fork",
+            "leaves"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["honest", "helped", *HARMLESS])
 def test_right_answers_pass_whatever_else_they_do(verdicts, name):
     result = verdicts[name]
     assert (result.status, result.points) == ("passed", 4), result.explanation()
     assert len(result.output) <= 2000
+
+
+def test_hostile_answers_leave_nothing_behind(tree, verdicts):
+    assert verdicts["honest"].status == "passed"
+    words = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    assert not [w for w in words if w[:1] == ["sleep"] and w[1:] in (["333"], ["334"])]
+    assert not any("minitext.book.grading.worker" in w for w in words)
+    for place in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~")):
+        assert not os.path.exists(f"{place}/left-by-an-answer")
+    files = {path.name: path.read_text() for path in tree.rglob("*.py")}
+    assert set(files) == {"ch90_hostile.py"} and "# mine" not in "".join(files.values())
+    assert (tree / "checks" / "ch90_hostile.py").read_text() == CHECKS.format(names=NAMES)
 
 
 @pytest.mark.parametrize("name", ["untouched", "halfway"])
@@ -349,12 +616,10 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("exits", "called sys.exit(0)"),
         ("dies", "ended with exit code 0"),
         ("aborts", "killed by SIGABRT"),
-        ("patches_trial", "changed the checker (minitext.book.grading.trial.Trial.close)"),
-        ("patches_code", "changing running code"),
-        ("patches_numpy", "changed the checker (numpy.abs)"),
-        ("patches_testing", "changed the checker (numpy.testing.assert_allclose)"),
-        ("patches_builtins", "changed the checker (builtins.max)"),
-        ("patches_modules", "changed the checker (numpy)"),
+        ("patches_trial", "got None, want an array"),
+        ("patches_code", "got None, want an array"),
+        ("patches_numpy", "want "),
+        ("patches_modules", ""),
         ("network", "refused while grading: the network"),
         ("process", "refused while grading: starting or signalling a process"),
         ("kills", "refused while grading: starting or signalling a process"),
@@ -363,8 +628,8 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("links", "refused while grading: opening the solutions"),
         ("fills", "OSError: [Errno 27]"),
         ("forges", "ended with exit code 0"),
-        ("peeks", "refused while grading: looking into the checker"),
-        ("climbs", "refused while grading: looking into the checker"),
+        ("peeks", "KeyError: want"),
+        ("climbs", "KeyError: want"),
         ("forbidden", "must be solved without math"),
         ("hidden", "must be solved without math"),
         ("fetched", "must be solved without math"),
@@ -373,6 +638,36 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("raising", "RuntimeError: at import (line"),
         ("renamed", "no function 'renamed'"),
         ("nothing", "got None, want an array"),
+        ("properties", "want "),
+        ("getattribute", "want "),
+        ("generator", "want "),
+        ("walks", "want "),
+        ("relative", "Permission denied"),
+        ("rewrites", "Permission denied"),
+        ("notebooks", "refused while grading: opening the solutions"),
+        ("twins", ""),
+        ("answers_first", ""),
+        ("long_header", "GiB"),
+        ("giant", "more than 0.5 GiB of memory"),
+        ("noise", ""),
+        ("deaf", "closed its connection"),
+        ("reduces", "want an array"),
+        ("converts", "want an array"),
+        ("equals", "want "),
+        ("names", "a message names os.system"),
+        ("builds", "a message names minitext.book"),
+        ("nests", ""),
+        ("circles", ""),
+        ("forever", "want an array"),
+        ("kills_all", ""),
+        ("stops", "took longer than 1 s"),
+        ("traces", ""),
+        ("memory", ""),
+        ("environment", ""),
+        ("descriptors", ""),
+        ("shouts", "Loud"),
+        ("changes", "your answer changes its argument `x`: work on a copy"),
+        ("asks", ""),
     ],
 )
 def test_hostile_answers_cost_only_themselves(verdicts, name, says):

@@ -9,8 +9,15 @@ from typing import Any
 
 from minitext.book.grading.registry import Check, Exercise
 from minitext.book.grading.trial import Failure, Trial, distance
+from minitext.book.grading.watch import Watched
 
-ANSWER_MODULE = "answer"  # module name under which a learner's source runs
+
+class Refused(BaseException):
+    """A verdict that doesn't come from a check; the message is for the learner."""
+
+
+class Gone(BaseException):
+    """The answering process has ended, or sends what it may not: the grading of this answer is over."""
 
 
 @dataclasses.dataclass
@@ -35,7 +42,6 @@ class Attempt:
         source: file name in the answer's frames, which tells its errors from the check's.
         swallow: exceptions that count as the answer's; SystemExit always does.
         before_check: called with each check's name.
-        after_check: called after each check; an exception from it ends the evaluation.
         checks: results of the checks run so far, in order.
         untouched: whether the stub's own NotImplementedError was raised; no further check runs then.
         seconds: how long the checks took.
@@ -48,7 +54,6 @@ class Attempt:
     source: str = ""
     swallow: type[BaseException] = Exception
     before_check: Callable[[str], None] = lambda name: None
-    after_check: Callable[[], None] = lambda: None
     checks: list[CheckResult] = dataclasses.field(default_factory=list)
     untouched: bool = False
     seconds: float = 0.0
@@ -71,7 +76,6 @@ class Attempt:
                 break
             self.before_check(check.name)
             result = self._result(check)
-            self.after_check()
             if result is not None:
                 self.checks.append(result)
         self.seconds += time.perf_counter() - begun
@@ -79,10 +83,13 @@ class Attempt:
 
     def _result(self, check: Check) -> CheckResult | None:
         trial = Trial(self.seed, self.learner, f"{self.exercise.id}/{check.name}")
+        fn = self.fn if self.exercise.in_place else Watched(self.fn)
         try:
-            check.run(self.fn, trial)
+            check.run(fn, trial)
         except Failure as failure:
             return CheckResult(check.name, False, str(failure), failure.observed)
+        except Gone:
+            raise
         except (self.swallow, SystemExit, NotImplementedError) as error:
             if isinstance(error, NotImplementedError) and error.args == (self.exercise.id,):
                 self.untouched = True
@@ -103,8 +110,9 @@ def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult
         message = f"the answer called sys.exit({error.code!r})"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if source and frame.filename == source]
-    if lines:
-        message += f" (line {lines[-1]} of {source})"
+    line = getattr(error, "line", 0) if hasattr(error, "origin") else lines[-1] if lines else 0
+    if line:
+        message += f" (line {line} of {source})"
     return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)))
 
 

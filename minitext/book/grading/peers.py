@@ -1,13 +1,13 @@
 """Real processes for exercises about several processes: a check starts them, joins them into one JAX job and ends them.
 
-The worker that grades an answer may start only one kind of process: exactly this module's command. Such a process
-installs the same guard before it reads the answer. It talks to the others only on 127.0.0.1 and only from JAX's own
-code; Python's sockets stay blocked.
+Each is a pair like the one that grades any answer: a process that runs the check's body, and one that runs the answer
+for it. The deciding processes are one JAX job, the answering ones another, so a sharding means the same in both.
 """
 
 import base64
 import contextlib
 import dataclasses
+import functools
 import os
 import queue
 import re
@@ -17,14 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from minitext.book.grading.guard import arm
+from minitext.book.grading import answering, confine
 from minitext.book.grading.registry import PACKAGE
+from minitext.book.grading.remote import End, Remote
 from minitext.book.grading.trial import Failure
+from minitext.book.grading.watch import Watched
 
 STARTUP_SECONDS = 90.0  # for imports and connecting, on a busy machine
 GRACE_SECONDS = 1.5  # after one has failed, for the others to end by themselves
@@ -47,14 +48,13 @@ class Peer:
     error: tuple[str, str] | None = None
 
 
-def command(protected: Sequence[Path]) -> list[str]:
-    """The only command that a guarded worker may start."""
-    folders = [str(folder) for folder in protected]
-    return [sys.executable, "-P", "-m", "minitext.book.grading.peers", *folders]
+_COMMAND = [sys.executable, "-P", "-m", "minitext.book.grading.peers"]
+# The job whose answer the processes run; None where the answer is trusted and travels with the body.
+answer: dict[str, Any] | None = None
 
 
-def environment() -> dict[str, str]:
-    """The environment of that command: CPU only; the job sets the number of devices."""
+def _environment() -> dict[str, str]:
+    """CPU only; the job sets the number of devices."""
     flags = re.sub(
         r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
     )
@@ -67,17 +67,6 @@ def environment() -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",  # or the others' C++ code logs a page when a process dies
         "XLA_FLAGS": flags.strip(),
     }
-
-
-# Set before any answer runs, because the guard compares with them.
-_command, _environment = command([]), environment()
-
-
-def guard(protected: Sequence[Path], source: str) -> None:
-    """Arms this process's guard; the only process it allows is the command above for these folders."""
-    global _command, _environment
-    _command, _environment = command(protected), environment()
-    arm(protected, source, (_command, _environment))
 
 
 def run_in_processes(
@@ -103,12 +92,15 @@ def run_in_processes(
     if module is not None and not hasattr(module, "__file__") and module.__name__ != "__main__":
         # The other processes can't import a learner's file.
         cloudpickle.register_pickle_by_value(module)
-    job = cloudpickle.dumps((body, fn, args))
+    far = isinstance(getattr(fn, "_fn", fn), Remote)
+    job = cloudpickle.dumps((body, None if far else fn, args, answer if far else None))
     started = [_start() for _ in range(processes)]
     try:
-        port, *_ = [_port(process) for process in started]
+        ports = [_port(process) for process in started]
+        if processes == 1:
+            ports += [0]
         for index, process in enumerate(started):
-            head = f"{port} {processes} {index} {devices} {len(job)}\n"
+            head = f"{ports[0]} {ports[1]} {processes} {index} {devices} {len(job)}\n"
             with contextlib.suppress(BrokenPipeError):
                 _write(process, head.encode() + job)
         peers = _listen(started, seconds)
@@ -145,7 +137,7 @@ def returned(peers: Sequence[Peer]) -> list[Any]:
 
 def _start() -> subprocess.Popen:
     return subprocess.Popen(
-        _command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment
+        _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
     )
 
 
@@ -162,7 +154,7 @@ def _write(process: subprocess.Popen, data: bytes) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Closes the pipe that the process watches, so it exits; a guarded worker can't send signals."""
+    """Closes the pipe that the process watches, so it exits."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.wait()
@@ -188,12 +180,12 @@ def _listen(started: list[subprocess.Popen], seconds: float) -> list[Peer]:
                 deadline = time.monotonic() + seconds
         elif kind == "say":
             peers[index].said.append(value)
-        elif kind == "return":
-            peers[index].value, peers[index].done = value, True
-        elif kind == "raise":
-            peers[index].error = value
         else:
             running.discard(index)
+            if kind == "return":
+                peers[index].value, peers[index].done = value, True
+            elif kind == "raise":
+                peers[index].error = value
             if not peers[index].done:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return peers
@@ -208,7 +200,7 @@ def _hear(index: int, process: subprocess.Popen, heard: queue.Queue) -> None:
 
 def main() -> None:
     """The new process: reports a free port, gets its job, joins the others, runs the job and reports the outcome."""
-    pipe, protected = os.fdopen(os.dup(1), "wb"), [Path(folder) for folder in sys.argv[1:]]
+    pipe = os.fdopen(os.dup(1), "wb")
     # What an answer prints is passed on; the output of gloo and gRPC would only confuse its author.
     sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     for descriptor in (1, 2):
@@ -217,10 +209,17 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         pipe.write(b"%d\n" % probe.getsockname()[1])
         pipe.flush()
-    port, processes, index, devices, size = map(int, sys.stdin.buffer.readline().split())
-    job = sys.stdin.buffer.read(size)
+    port, other, processes, index, devices, size = map(int, sys.stdin.buffer.readline().split())
+    body, fn, args, far = cloudpickle.loads(sys.stdin.buffer.read(size))
+    connection = None
+    if far is not None:
+        join = functools.partial(_join, other, processes, index, devices)
+        _, connection = answering.start(far, join)
+        confine.adopt_orphans()
     threading.Thread(target=_until_closed, daemon=True).start()
     _join(port, processes, index, devices)
+    if far is not None and connection is not None:
+        fn = remote_function(far, connection)
     lock = threading.Lock()
 
     def send(kind: str, value: Any = None) -> None:
@@ -228,15 +227,19 @@ def main() -> None:
             pipe.write(base64.b64encode(cloudpickle.dumps((kind, value))) + b"\n")
             pipe.flush()
 
-    if protected:
-        arm(protected, "")
     send("ready")
-    body, fn, args = cloudpickle.loads(job)
     try:
         send("return", body(lambda x: send("say", x), fn, *args))
     except BaseException as error:
         send("raise", (type(error).__name__, _first_line(error)))
-    os._exit(0)  # a normal exit would wait for the others
+    threading.Event().wait()  # until all have said what they did: the first to leave would end the others
+
+
+def remote_function(job: dict[str, Any], connection: socket.socket) -> Any:
+    """The function of an answering process, watched as the exercise asks."""
+    words = frozenset(job["words"])
+    fn = End(connection, trusted=True, readable=words.__contains__).loaded()
+    return fn if job["in_place"] else Watched(fn)
 
 
 def _until_closed() -> None:

@@ -1,10 +1,9 @@
-"""Starts a worker process, watches its time and memory, accepts only messages with its nonce, and kills it."""
+"""Starts a worker process, watches the time and memory of it and its children, and kills them all."""
 
 import contextlib
 import json
 import os
 import re
-import secrets
 import selectors
 import signal
 import subprocess
@@ -22,7 +21,6 @@ POLL_SECONDS = 0.05
 STARTUP_SECONDS = 120.0  # for imports, on a machine that is busy with other answers
 PATIENCE = 3.0  # wall time allowed, in multiples of the limit, while CPU time stays below it
 OUTPUT_BYTES = 2_000  # kept of an answer's output; all of it is read, so the answer never blocks
-REPLY_BYTES = 4_000_000  # an unfinished line longer than this isn't from the worker
 GIB = 2**30
 
 
@@ -33,7 +31,7 @@ class Worker:
     for none).
 
     Attributes:
-        messages: the messages with the right nonce, in order.
+        messages: its messages, in order.
         output: the last part of what it printed.
         death: why it ended before it was done, worded for the learner; "" if it finished.
     """
@@ -44,8 +42,7 @@ class Worker:
         self.messages: list[dict[str, Any]] = []
         self.output = ""
         self.death = ""
-        self._nonce = secrets.token_hex(16)
-        self._job = {**job, "nonce": self._nonce}
+        self._job = job
         self._devices, self._seconds, self._memory = devices, seconds, memory_gib
         self._cache = cache
         self._reply = b""
@@ -62,7 +59,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write,),
-                env=_environment(self._devices, self._cache),
+                env=_environment(self._devices, self._cache) | {"TMPDIR": folder},
                 cwd=folder,
                 start_new_session=True,
             )
@@ -104,7 +101,7 @@ class Worker:
                     self._hear(_rest(read))
                     self._overhear(_rest(process.stdout.fileno()))
                     if self._last() != "done":
-                        self.death = _how_it_ended(process.returncode)
+                        self.death = how_it_ended(process.returncode)
                     return
                 if stop.is_set():
                     self.death = "interrupted"
@@ -117,28 +114,24 @@ class Worker:
 
     def _hear(self, data: bytes) -> None:
         *lines, self._reply = (self._reply + data).split(b"\n")
-        if len(self._reply) > REPLY_BYTES:
-            self._reply = b""
         for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(message, dict) and message.pop("nonce", None) == self._nonce:
-                self.messages.append(message)
-                if message["kind"] != "check":  # each stage gets the full time
-                    self._stage_began, self._stage_cpu = time.monotonic(), None
+            message = json.loads(line)
+            self.messages.append(message)
+            if message["kind"] != "check":  # each stage gets the full time
+                self._stage_began, self._stage_cpu = time.monotonic(), None
 
     def _overhear(self, data: bytes) -> None:
         self.output = (self.output + data.decode("utf-8", "replace"))[-OUTPUT_BYTES:]
 
     def _check_limits(self, pid: int) -> None:
         limit = self._seconds if self.messages else STARTUP_SECONDS
-        memory = cpu = 0.0
+        sizes, cpu = [0], 0.0
         for process in _family(pid):
             with contextlib.suppress(psutil.Error):
-                memory += process.memory_info().rss
+                sizes.append(process.memory_info().rss)
                 cpu += sum(process.cpu_times()[:2])
+        # They are forked, so what the smallest holds is nearly all shared: it counts once.
+        memory = sum(sizes) - max(0, len(sizes) - 2) * min(sizes[1:], default=0)
         if self._stage_cpu is None:
             self._stage_cpu = cpu
         wall = time.monotonic() - self._stage_began
@@ -181,17 +174,35 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
+def children() -> list[psutil.Process]:
+    """The calling process's children and theirs, also those adopted."""
+    return _family(os.getpid())[1:]
+
+
 def _kill(process: subprocess.Popen) -> None:
-    """Kills the worker's process group and any process it started outside the group."""
-    family = _family(process.pid)
+    """Kills the worker and all that it and its children started, in whatever group or session they are."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(
+            process.pid, signal.SIGSTOP
+        )  # it adopts orphans as long as it lives, so they can be found
+    while len(family := _family(process.pid)) > 1 and any(_end(member) for member in family[1:]):
+        time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    for member in family:
-        with contextlib.suppress(psutil.Error):
-            member.kill()
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
+
+
+def _end(process: psutil.Process) -> bool:
+    """Kills a process; False if it has ended and only waits to be collected."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        process.kill()
+        return True
+    except psutil.Error:
+        return False
 
 
 def _rest(fd: int) -> bytes:
@@ -202,12 +213,13 @@ def _rest(fd: int) -> bytes:
             more = os.read(fd, 65536)
         except BlockingIOError:
             return data
-        if not more or len(data) > REPLY_BYTES:
+        if not more:
             return data
         data += more
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """A sentence for the learner; a negative code is a signal's number."""
     if code >= 0:
         return f"the process ended with exit code {code} before it was graded"
     try:

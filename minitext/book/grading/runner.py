@@ -62,6 +62,7 @@ def grade_one(
         "pieces": [[piece.id, piece.text, piece.line] for piece in answer.pieces],
         "filename": answer.filename,
         "folder": answer.folder,
+        "exercise": {"id": exercise.id, "function": exercise.function, "forbid": exercise.forbid},
     }
     limits = exercise.seconds, exercise.memory_gib
     worker = Worker(job, exercise.devices, *limits, grading.cache).run(stop)

@@ -1,124 +1,83 @@
-"""The child process: grades one answer, or tries out the maintainers' stubs and mutants.
+"""The deciding process: grades one answer, or tries out the maintainers' stubs and mutants.
 
-`process` starts it as `python -m minitext.book.grading.worker FD`. It reads its job and a nonce from standard input
-before any of the learner's code runs, and writes JSON lines with the nonce to FD.
+`process` starts it as `python -m minitext.book.grading.worker FD`. It reads its job from standard input and writes JSON
+lines to FD. No line of the learner's runs here: `answering` runs the answer in a process forked for it, which has
+neither FD nor the checks.
 """
 
+import contextlib
 import json
 import os
+import re
 import resource
+import signal
 import sys
-import types
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minitext.book.grading import evaluate, guard, peers, registry, source
+from minitext.book.grading import answering, confine, evaluate, process, registry, source
 from minitext.book.grading.registry import Exercise
 
-FILE_BYTES = 2**30  # the largest file that an answer may write
+PATIENCE = 2.0  # seconds for an answering process that closed its connection to end
+Send = Callable[..., None]
 
 
-class Refused(BaseException):
-    """A verdict that doesn't come from a check; the message is for the learner."""
-
-
-def _sender(fd: int, nonce: str) -> Callable[..., None]:
-    # Bound here, so an answer that replaces json.dumps or os.write has no effect.
-    write, dumps = os.write, json.JSONEncoder().encode
-
+def _sender(fd: int) -> Send:
     def send(kind: str, **fields: Any) -> None:
-        data = dumps({"nonce": nonce, "kind": kind, **fields}).encode() + b"\n"
+        data = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         while data:
-            data = data[write(fd, data) :]
+            data = data[os.write(fd, data) :]
 
     return send
 
 
-def load(pieces: list[source.Piece], exercise: Exercise, filename: str, guarded: bool) -> Any:
-    """Runs an answer's source as the module `answer` and returns the exercise's function.
-
-    Raises:
-        Refused: if it doesn't parse, uses something forbidden, or doesn't define the function.
-    """
-    try:
-        tree = source.compose(pieces, exercise.id, filename)
-        used = source.forbidden(tree, exercise.forbid)
-        if used:
-            raise Refused(f"this exercise must be solved without {used}")
-        code = compile(tree, filename, "exec", dont_inherit=True)
-    except (SyntaxError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
-        where = f" (line {line} of {filename})" if line else ""
-        raise Refused(f"not Python: {getattr(error, 'msg', error)}{where}") from None
-    module = types.ModuleType(evaluate.ANSWER_MODULE)
-    if guarded:  # dataclasses and pickle look up their module
-        sys.modules[module.__name__] = module
-    try:
-        exec(code, module.__dict__)
-    except BaseException as error:
-        if isinstance(error, NotImplementedError) and error.args == (exercise.id,):
-            return _stub(exercise.id)
-        result = evaluate.raised("", error, None, filename)
-        raise Refused(f"the file fails when it is run: {result.message}") from None
-    _look_for_forbidden(module, exercise)
-    fn = vars(module).get(exercise.function)
-    if not callable(fn):
-        raise Refused(f"there is no function {exercise.function!r} in {filename}")
-    return fn
-
-
-def _stub(id: str) -> Callable:
-    def untouched(*args, **kwargs):
-        raise NotImplementedError(id)
-
-    return untouched
-
-
-def _look_for_forbidden(module: types.ModuleType, exercise: Exercise) -> None:
-    """Catches what the syntax doesn't show: a forbidden module or function under another name."""
-    for name, value in vars(module).items():
-        home = value.__name__ if isinstance(value, types.ModuleType) else None
-        home = home or f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
-        if any(f"{home}.".startswith(f"{forbidden}.") for forbidden in exercise.forbid):
-            raise Refused(f"this exercise must be solved without {home} (your {name!r})")
-
-
-def grade_answer(job: dict, send: Callable[..., None]) -> None:
+def grade_answer(job: dict, send: Send) -> None:
     """Grades one answer: sends `ready`, a `check` before each check, `result`, and perhaps `hint`."""
-    root = Path(job["root"])
+    from minitext.book.grading.remote import End
+
+    pid, connection = answering.start(job)  # before any check is read
+    confine.adopt_orphans()
+    root, begun = Path(job["root"]), ""
     checks = registry.load_module(root / "checks" / f"{job['stem']}.py")
     exercise = next(e for e in registry.exercises_of(checks, job["stem"]) if e.id == job["id"])
-    pieces = [source.Piece(*piece) for piece in job["pieces"]]
-    filename, seed, learner = job["filename"], job["seed"], job["learner"]
-    if job["folder"]:  # an answer may import the learner's other files
-        sys.path.append(job["folder"])
-    broken = guard.Seal(exercise, checks).broken
     send("ready")
-    protected = [root / "solutions", root / "checks"]
-    (peers.guard if exercise.processes > 1 else guard.arm)(protected, filename)
+    words = frozenset(re.findall(r"[A-Za-z_]\w*", exercise.statement))
+    if exercise.processes > 1:
+        from minitext.book.grading import peers
 
-    def verify() -> None:
-        what = broken()
-        if what:
-            raise Refused(f"the answer changed the checker ({what}), so its result does not count")
+        peers.answer = job | {"words": sorted(words), "in_place": exercise.in_place}
+    end = End(connection, trusted=True, readable=words.__contains__)
+
+    def before_check(name: str) -> None:
+        nonlocal begun
+        begun = name
+        send("check", name=name)
 
     try:
-        fn = load(pieces, exercise, filename, guarded=True)
-        verify()
+        fn = end.loaded()
         attempt = evaluate.Attempt(
             exercise,
             fn,
-            seed,
-            learner,
-            filename,
+            job["seed"],
+            job["learner"],
+            job["filename"],
             swallow=BaseException,
-            before_check=lambda name: send("check", name=name),
-            after_check=verify,
+            before_check=before_check,
         ).run()
-    except Refused as error:
-        send("result", status="failed", message=str(error), checks=[], seconds=0.0)
+    except (evaluate.Refused, evaluate.Gone) as error:
+        told = str(error)
+        if isinstance(error, evaluate.Gone):
+            told = _ended(pid) or told
+            told += f" in the check {begun!r}" if begun else ""
+        _end_all(pid)
+        hint = exercise.hints[0] if begun else ""
+        send("result", status="failed", message=told, checks=[], seconds=0.0)
+        if hint:
+            send("hint", hint=hint)
         return
+    _end_all(pid)
     rows = [[check.name, check.passed, check.message] for check in attempt.checks]
     status = "not attempted" if attempt.untouched else "passed" if attempt.passed else "failed"
     send("result", status=status, message="", checks=rows, seconds=attempt.seconds)
@@ -126,7 +85,31 @@ def grade_answer(job: dict, send: Callable[..., None]) -> None:
         send("hint", hint=evaluate.choose_hint(attempt))
 
 
-def try_out(job: dict, send: Callable[..., None]) -> None:
+def _ended(pid: int) -> str:
+    """How the answering process ended, or "" if it goes on."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return process.how_it_ended(os.waitstatus_to_exitcode(status))
+        time.sleep(0.01)
+    return ""
+
+
+def _end_all(pid: int) -> None:
+    """Kills the answering process, and collects it with whatever it left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    while children := process.children():
+        for child in children:
+            child.kill()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.002)
+
+
+def try_out(job: dict, send: Send) -> None:
     """The maintainers' test of one file's stubs and mutants: sends each exercise's rows as a `result`.
 
     A row is (exercise, kind, name, passed, message, seconds).
@@ -148,9 +131,9 @@ def try_out(job: dict, send: Callable[..., None]) -> None:
 def _try_stub(job: dict, exercise: Exercise, pieces: list[source.Piece]) -> list:
     name = exercise.function
     try:
-        fn = load(pieces, exercise, f"{job['stem']}.py", guarded=False)
+        fn = answering.load(pieces, exercise, f"{job['stem']}.py", registered=False)
         attempt = evaluate.Attempt(exercise, fn, job["seed"], job["learner"]).run()
-    except Refused as error:
+    except evaluate.Refused as error:
         return ["stub", name, False, str(error), 0.0]
     good = attempt.untouched and not attempt.checks
     return ["stub", name, good, "" if good else "counts as an attempt", attempt.seconds]
@@ -180,14 +163,12 @@ def _try_mutants(job: dict, exercise: Exercise) -> list[list]:
 def main() -> None:
     """Reads the job, closes standard input and does the job; skips Python's own clean-up at exit."""
     job = json.load(sys.stdin)
-    send = _sender(int(sys.argv[1]), job.pop("nonce"))
+    send = _sender(int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    end = os._exit
     (grade_answer if job["mode"] == "answer" else try_out)(job, send)
     send("done")
-    end(0)  # threads and exit handlers left behind by an answer don't get to run
+    os._exit(0)
 
 
 if __name__ == "__main__":

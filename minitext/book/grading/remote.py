@@ -1,0 +1,768 @@
+"""One end of the pipe between the process that decides and the process that answers.
+
+An `End` calls the other side's functions and serves calls of its own. What a call passes is data (`wire`); a function
+or any other object is lent and stays at home. So nothing of an answer ever runs where its verdict is made.
+
+A call whose arguments are traced is traced on the other side, and comes back as a jaxpr, which the caller evaluates on
+its own tracers: the answer can stand under `jit`, `grad`, `vmap`, `scan` and `shard_map`, and it is the caller who
+compiles it. A mutable object that both sides know is kept the same: each message carries what has changed.
+"""
+
+import builtins
+import contextlib
+import dataclasses
+import inspect
+import socket
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src import config, core, linear_util, tree_util
+from jax._src import mesh as meshes
+from jax._src.frozen_dict import FrozenDict
+from jax._src.interpreters import partial_eval
+from jax.extend.core import Primitive
+
+from minitext.book.grading import wire
+from minitext.book.grading.evaluate import Gone, Refused
+from minitext.book.grading.wire import Codec, Unfit
+
+KEPT = 32  # results whose later changes are still passed on
+_CLOSED = "the answer closed its connection to the grader"
+DEEPEST = 60  # calls within calls
+
+# Methods that an object's class may have and its stand-in then has too; never `__eq__`, `__array__`, `__bool__`, ...
+_METHODS = (
+    "__call__",
+    "__iter__",
+    "__next__",
+    "__len__",
+    "__getitem__",
+    "__contains__",
+    "__enter__",
+    "__exit__",
+)
+# What the deciding side's objects can do besides; it never asks this of the answer's.
+_MORE = (
+    "__float__",
+    "__int__",
+    "__index__",
+    "__bool__",
+    "__setitem__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+)
+# Settings of JAX that tracing reads.
+_SETTINGS = (
+    "enable_x64",
+    "_check_vma",
+    "default_matmul_precision",
+    "remove_size_one_mesh_axis_from_type",
+    "pallas_tpu_interpret_mode_context_manager",
+)
+_READY_MADE = {
+    name: cls for name, cls in vars(builtins).items() if isinstance(cls, type) and issubclass(cls, BaseException)
+}  # fmt: skip
+
+
+captured_p = Primitive("captured")
+captured_p.def_abstract_eval(lambda *, number, aval: aval)
+
+
+def trace(function: Callable, avals: list[Any]) -> tuple[core.Jaxpr, list[Any]]:
+    """The jaxpr of a function of flat lists, and its constants."""
+    debug = linear_util.DebugInfo("answer", function.__name__, None, None)
+    wrapped = linear_util.wrap_init(lambda *xs: function(*xs), debug_info=debug)
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
+    return jaxpr, list(consts)
+
+
+class Remote:
+    """Stands for an object of the other process."""
+
+    def __init__(self, end: "End", number: int, name: str):
+        state = self.__dict__
+        state["_end"], state["_number"] = end, number
+        state["__name__"] = state["__qualname__"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name.startswith("_jax") or name.startswith("_tree"):
+            raise AttributeError(name)
+        return self._end.ask(self._number, "getattr", (name,), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._end.ask(self._number, "setattr", (name, value), {})
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+def _forward(name: str) -> Callable:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._end.ask(self._number, name, args, kwargs)
+
+    method.__name__ = name
+    return method
+
+
+class RemoteFunction(Remote):
+    """Stands for a function of the other process."""
+
+    watched = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function there."""
+        return self._end.ask(self._number, "__call__", args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<function {self.__name__}>"
+
+
+class RemoteType(type):
+    """Stands for a class of the other process: calling it makes an object there."""
+
+    _end: "End"
+    _number: int
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an object there."""
+        return cls._end.ask(cls._number, "__call__", args, kwargs)
+
+
+class Node:
+    """Stands for an object of a class of the other process that is registered as a pytree: its children and its rest.
+
+    The other process makes the object again, by its own `unflatten`, whenever something is asked of it.
+    """
+
+    children: tuple = ()
+    rest: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        cls: Any = type(self)
+        found = cls._end.ask(cls._number, "attribute", (self, name), {})
+        if not isinstance(found, BoundMethod):
+            return found
+        return lambda *args, **kwargs: cls._end.ask(
+            cls._number, "method", (self, name, *args), kwargs
+        )
+
+
+@dataclasses.dataclass
+class BoundMethod:
+    """What is sent for an attribute that is a method."""
+
+    name: str
+
+
+class RemoteJitted(RemoteFunction):
+    """Stands for a function that `jax.jit` returned; it is lowered here."""
+
+    watched = False
+
+    def _cache_size(self) -> int:
+        return int(self._end.ask(self._number, "_cache_size", (), {}))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The program as this process lowers it, with the donations and shardings of the other's `jit`."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The program as this process traces it."""
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+        settings: dict[str, Any] = {}
+
+        def flat(*xs: Any) -> Any:
+            full = list(leaves)
+            for place, x in zip(places, xs, strict=True):
+                full[place] = x
+            positional, named = jax.tree_util.tree_unflatten(tree, full)
+            return self._end.ask(self._number, "__call__", positional, named)
+
+        arrays = [leaves[i] for i in places]
+        closed = jax.make_jaxpr(flat)(*arrays)
+        if len(closed.eqns) == 1 and closed.eqns[0].primitive.name == "jit":
+            (eqn,) = closed.eqns
+            given = {
+                v: flag
+                for v, flag in zip(eqn.invars, eqn.params["donated_invars"], strict=True)
+                if isinstance(v, core.Var)
+            }
+            donated = [i for i, v in enumerate(closed.jaxpr.invars) if given.get(v, False)]
+            settings["donate_argnums"] = tuple(donated)
+        return jax.jit(flat, **settings).trace(*arrays)
+
+
+@dataclasses.dataclass
+class _Shared:
+    thing: Any
+    seen: Any
+
+
+class End:
+    """One side of the connection.
+
+    Args:
+        connection: a connected stream socket.
+        trusted: whether this side decides; then the other may only call what it was lent.
+        readable: names of attributes of this side's objects that the other may read.
+        line_of: the answer's line in which an exception was raised, or 0.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        trusted: bool,
+        readable: Callable[[str], bool] = lambda name: False,
+        line_of: Callable[[BaseException], int] = lambda error: 0,
+    ):
+        self.connection = connection
+        self.trusted = trusted
+        self._readable, self._line_of = readable, line_of
+        self._lent: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+        self._borrowed: dict[int, Remote] = {}
+        self._shared: dict[int, _Shared] = {}
+        self._shared_numbers: dict[int, int] = {}
+        self._next_shared = 0 if trusted else 1
+        self._kept: list[list[int]] = []
+        self._tracers: list[Any] = []
+        self._outer: Any = None
+        self._captured: dict[int, Any] = {}
+        self._depth = 0
+        self._classes: dict[tuple, type] = {}
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------ what is shared
+
+    def lend(self, x: Any) -> Any:
+        """A reference to an object of this side."""
+        number = self._numbers.get(id(x))
+        if number is None:
+            number = self._numbers[id(x)] = len(self._lent)
+            self._lent[number] = x
+        if hasattr(x, "lower") and hasattr(x, "_cache_size"):
+            kind = "jitted"
+        elif isinstance(x, type) and not self.trusted:
+            kind = "class"
+        elif isinstance(x, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)) or (
+            callable(x) and not _plain_object(x)
+        ):  # fmt: skip
+            kind = "function"
+        else:
+            kind = "object"
+        name = str(getattr(x, "__name__", "") or type(x).__name__)
+        methods = [m for m in self._served() if hasattr(type(x), m)] if kind == "object" else []
+        return ["lent", number, kind, name, type(x).__name__, methods, _argument_names(x)]
+
+    def borrow(
+        self, number: int, kind: str, name: str, cls: str, methods: list, names: list
+    ) -> Any:
+        """The stand-in for an object of the other side; always the same for the same object."""
+        if number not in self._borrowed:
+            made: Any = {"jitted": RemoteJitted, "function": RemoteFunction}.get(kind)
+            if kind == "class":
+                body = {"_end": self, "_number": number, "argument_names": [str(n) for n in names]}
+                self._borrowed[number] = RemoteType(str(name), (Node,), body)  # pyright: ignore
+                return self._borrowed[number]
+            if made is None:
+                wanted = _METHODS if self.trusted else _METHODS + _MORE
+                allowed = tuple(m for m in wanted if m in methods)
+                key = (str(cls), allowed)
+                if key not in self._classes:
+                    body = {m: _forward(m) for m in allowed}
+                    self._classes[key] = type(key[0], (Remote,), body)
+                made = self._classes[key]
+            self._borrowed[number] = made(self, number, str(name))
+            self._borrowed[number].__dict__["argument_names"] = [str(n) for n in names]
+        return self._borrowed[number]
+
+    def mine(self, number: int) -> Any:
+        """This side's own object, which the other side refers to.
+
+        Raises:
+            Unfit: if it was never lent.
+        """
+        if number not in self._lent:
+            raise Unfit("a reference to nothing")
+        return self._lent[number]
+
+    def is_theirs(self, x: Any) -> bool:
+        """Whether an object stands for one of the other side."""
+        return isinstance(x, (Remote, RemoteType)) and x._end is self
+
+    def node_of(self, x: Any) -> tuple[type, tuple, Any] | None:
+        """Class, children and rest of an object of a class that the answer registered as a pytree, else None."""
+        if isinstance(x, Node):
+            return type(x), x.children, x.rest
+        entry = None if self.trusted else tree_util._registry.get(type(x))
+        if entry is None or type(x).__module__.split(".")[0] in (
+            "jax",
+            "flax",
+            "optax",
+            "minitext",
+        ):
+            return None
+        children, rest = entry.to_iter(x)
+        return type(x), tuple(children), rest
+
+    def make_node(self, cls: Any, children: tuple, rest: Any) -> Any:
+        """The object of a class with these children."""
+        if not self.trusted:
+            return tree_util._registry[cls].from_iter(rest, children)
+        if not isinstance(cls, RemoteType):
+            raise Unfit("an object of an unknown class")
+
+        def make(rest: Any, children: Any) -> Any:
+            made: Any = object.__new__(cls)
+            made.children, made.rest = tuple(children), rest
+            return made
+
+        if cls not in tree_util._registry:
+            kind: Any = cls
+            jax.tree_util.register_pytree_node(kind, lambda x: (x.children, x.rest), make)
+        return make(rest, children)
+
+    def reference_of(self, x: Remote) -> int:
+        """The number by which the other side knows its object."""
+        return x._number
+
+    def shared_number(self, x: Any) -> int | None:
+        """The number of an object that both sides have, or None."""
+        number = self._shared_numbers.get(id(x))
+        return number
+
+    array_number = shared_number
+
+    def share(self, x: Any) -> int:
+        """Gives an object a number, under which the other side will have a copy."""
+        number, self._next_shared = self._next_shared, self._next_shared + 2
+        self._remember(number, x)
+        return number
+
+    def take(self, number: int, x: Any) -> None:
+        """Remembers the copy of an object that the other side has given a number."""
+        if not isinstance(number, int) or number in self._shared or number % 2 != self.trusted:
+            raise Unfit("a number twice")
+        self._remember(number, x)
+
+    def known(self, number: int) -> Any:
+        """The object with this number."""
+        if number not in self._shared:
+            raise Unfit("a reference to nothing")
+        return self._shared[number].thing
+
+    def captured(self, number: int, aval: Any) -> Any:
+        """A traced value that stands for one of the other side's, from outside of the traced call."""
+        if self._outer is None:
+            raise Unfit("a traced value where none can be")
+        if number not in self._captured:
+            self._captured[number] = captured_p.bind_with_trace(
+                self._outer, (), (), {"number": number, "aval": aval}
+            )
+        return self._captured[number]
+
+    def _remember(self, number: int, x: Any) -> None:
+        self._shared[number] = _Shared(x, None)
+        self._shared_numbers[id(x)] = number
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            shared = self._shared.pop(number, None)
+            if shared is not None:
+                self._shared_numbers.pop(id(shared.thing), None)
+
+    def _keep(self, numbers: list[int]) -> None:
+        """Results stay known to both sides for a while."""
+        if numbers:
+            self._kept.append(numbers)
+        while len(self._kept) > KEPT:
+            self._forget(self._kept.pop(0))
+
+    def _settle(self) -> None:
+        """Notes how everything shared looks now, when both sides have it alike."""
+        for shared in self._shared.values():
+            shared.seen = _look(shared.thing)
+
+    def _changes(self, codec: Codec) -> list:
+        found = []
+        for number, shared in list(self._shared.items()):
+            if shared.seen is not None and _look(shared.thing) != shared.seen:
+                content = (
+                    ["deleted"]
+                    if isinstance(shared.thing, jax.Array)
+                    else codec.content(shared.thing)
+                )
+                found.append([number, content])
+        return found
+
+    def _apply(self, codec: Codec, changes: list) -> None:
+        for number, content in changes:
+            thing = self.known(number)
+            codec.fill(thing, content)
+
+    # -------------------------------------------------------------------------------- asking
+
+    def ask(self, number: int, what: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Has the other side do something with one of its objects, and returns what comes of it.
+
+        Raises:
+            Gone: if the other side has ended.
+        """
+        with self._lock:
+            return self._ask(number, what, args, kwargs)
+
+    def _ask(self, number: int, what: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        codec = Codec(self, tracing=True)
+        changes = self._changes(codec)
+        given = [[codec.encode(a) for a in args], [[k, codec.encode(v)] for k, v in kwargs.items()]]
+        avals = [codec.encode(core.typeof(x)) for x in codec.tracers]
+        traced = bool(avals) or not isinstance(core.trace_ctx.trace, core.EvalTrace)
+        around = _context(codec) if traced else None
+        tracers = codec.tracers
+        self._settle()
+        self._send(["ask", number, what, changes, given, avals, around])
+        kind, changes, *rest = self._answer()
+        back = Codec(self)
+        try:
+            self._apply(back, changes)
+            error = self._error(back, *rest) if kind == "raise" else None
+            result, said = None, []
+            if error is None:
+                value, jaxpr, said = rest
+                if jaxpr is not None:
+                    closed, outer = back.decode(jaxpr[0]), [self._tracers[i] for i in jaxpr[1]]
+                    back.values = core.eval_jaxpr(closed.jaxpr, closed.consts, *tracers, *outer)
+                result = back.decode(value)
+        except (Unfit, LookupError, TypeError, ValueError, AttributeError) as broken:
+            if not self.trusted:
+                raise
+            raise Gone(f"its answer can't be read: {broken}") from broken
+        self._settle()
+        self._forget(codec.met)
+        if error is not None:
+            raise error
+        self._keep(back.met)
+        for category, text in said:
+            cls = getattr(builtins, str(category), UserWarning)
+            warnings.warn(
+                str(text),
+                cls if isinstance(cls, type) and issubclass(cls, Warning) else UserWarning,
+                stacklevel=4,
+            )
+        return result
+
+    def _answer(self) -> list:
+        while True:
+            message = self._receive()
+            if message[0] != "ask":
+                return message
+            self._serve(message)
+
+    def loaded(self) -> Any:
+        """The answer's function, once its file has been run.
+
+        Raises:
+            Refused: if it couldn't be.
+            Gone: if the answering process ended.
+        """
+        kind, what = self._receive()
+        if kind == "refused":
+            raise Refused(str(what))
+        try:
+            return Codec(self).decode(what)
+        except Unfit as error:
+            raise Gone(f"its answer can't be read: {error}") from None
+
+    def serve(self) -> None:
+        """Serves the other side's calls until it closes the connection."""
+        while True:
+            self._serve(self._receive())
+
+    def _serve(self, message: list) -> None:
+        if self._depth >= DEEPEST:
+            raise Gone("calls within calls without end")
+        self._depth += 1
+        try:
+            self._send(self._reply(*message[1:]))
+        finally:
+            self._depth -= 1
+
+    def _reply(
+        self, number: int, what: str, changes: list, given: list, avals: list, around: Any
+    ) -> list:
+        taken: list[int] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                thing = self.mine(number)
+                into = Codec(self)
+                self._apply(into, changes)
+                jaxpr = None
+                if around is None:
+                    args, kwargs = _arguments(into, given)
+                    taken = into.met
+                    self._settle()
+                    out = Codec(self)
+                    value = out.encode(self._do(thing, what, args, kwargs))
+                else:
+                    value, jaxpr, out, taken = self._traced(thing, what, into, given, avals, around)
+            except Gone:
+                raise
+            except BaseException as error:
+                out = Codec(self)
+                reply = ["raise", self._changes(out), *self._encode_error(out, error)]
+                self._settle()
+                self._forget(taken)
+                return reply
+        said = [] if self.trusted else [[w.category.__name__, str(w.message)] for w in caught[:20]]
+        changes = self._changes(out)
+        self._settle()
+        self._forget(taken)
+        self._keep(out.met)
+        return ["return", changes, value, jaxpr, said]
+
+    def _traced(
+        self, thing: Any, what: str, into: Codec, given: list, avals: list, around: Any
+    ) -> tuple:
+        types_ = [into.decode(aval) for aval in avals]
+        outs: list[Any] = []
+        before = self._outer, self._captured
+
+        def flat(*xs: Any) -> list[Any]:
+            if before[0] is None:
+                self._outer, self._captured = core.trace_ctx.trace, {}
+            into.values = list(xs)
+            args, kwargs = _arguments(into, given)
+            self._settle()
+            out = Codec(self, tracing=True)
+            outs[:] = [out, out.encode(self._do(thing, what, args, kwargs))]
+            return out.tracers
+
+        flat.__name__ = getattr(thing, "__name__", "answer")
+        try:
+            with _within(into, around):
+                jaxpr, consts = trace(flat, types_)
+        finally:
+            self._outer, self._captured = before
+        out, value = outs
+        inner = [e for e in jaxpr.eqns if e.primitive is captured_p]
+        if inner:
+            jaxpr = jaxpr.replace(
+                eqns=[e for e in jaxpr.eqns if e.primitive is not captured_p],
+                invars=[*jaxpr.invars, *(e.outvars[0] for e in inner)],
+                debug_info=jaxpr.debug_info._replace(arg_names=None),
+            )
+        closed = ["closed", out.encode(jaxpr), [self._constant(out, c) for c in consts]]
+        return value, [closed, [e.params["number"] for e in inner]], out, into.met
+
+    def _constant(self, codec: Codec, x: Any) -> Any:
+        if isinstance(x, core.Tracer):
+            self._tracers.append(x)
+            return ["tracer", len(self._tracers) - 1, codec.encode(core.typeof(x))]
+        return codec.encode(x)
+
+    def _do(self, thing: Any, what: str, args: list, kwargs: dict[str, Any]) -> Any:
+        if what == "__call__":
+            return thing(*args, **kwargs)
+        if what == "getattr":
+            (name,) = args
+            if name.startswith("_") or not self._may_read(thing, name):
+                raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}")
+            return getattr(thing, name)
+        if what == "attribute" and not self.trusted:
+            found = getattr(*args)
+            bound = isinstance(found, types.MethodType) and found.__self__ is args[0]
+            return BoundMethod(args[1]) if bound else found
+        if what == "method" and not self.trusted:
+            return getattr(*args[:2])(*args[2:], **kwargs)
+        if what == "setattr" and not self.trusted:
+            setattr(thing, *args)
+            return None
+        if what == "setattr":
+            raise AttributeError(f"your answer changes {args[0]!r} of its argument")
+        if what == "_cache_size" and not self.trusted:
+            return thing._cache_size()
+        if what in ("jvp", "forward", "backward") and isinstance(thing, wire.Derivative):
+            return getattr(thing, what)(*args)
+        if what in self._served():
+            return getattr(type(thing), what)(thing, *args, **kwargs)
+        raise Unfit("a request of an unknown form")
+
+    def _served(self) -> tuple[str, ...]:
+        return _METHODS + _MORE if self.trusted else _METHODS
+
+    def _may_read(self, thing: Any, name: str) -> bool:
+        if isinstance(thing, wire.Derivative):
+            return name in ("jvp", "forward", "backward")
+        plain = not isinstance(
+            thing, (types.FunctionType, types.MethodType, types.ModuleType, type)
+        )
+        return not self.trusted or (plain and self._readable(name))
+
+    # -------------------------------------------------------------------------------- errors
+
+    def _encode_error(self, codec: Codec, error: BaseException) -> list:
+        origin = getattr(error, "origin", None) if isinstance(error, _FromAfar) else None
+        if origin is not None:
+            return [["yours", origin]]
+        try:
+            parts = [codec.encode(part) for part in error.args]
+            wire.pack(parts)
+        except Exception:
+            parts = None
+        cls = type(error)
+        base = next(c.__name__ for c in cls.__mro__ if c.__module__ == "builtins")
+        try:
+            text = str(error)
+        except Exception:
+            text = ""
+        line = self._line_of(error)
+        reference = None
+        if self.trusted:
+            reference = codec.end.lend(error)[1]
+        return [["new", cls.__name__, base, parts, text, line, reference]]
+
+    def _error(self, codec: Codec, described: list) -> BaseException:
+        if described[0] == "yours":
+            found = self.mine(described[1])
+            if not isinstance(found, BaseException):
+                raise Unfit("an exception that is none")
+            return found
+        name, base, parts, text, line, reference = described[1:]
+        cls: Any = _READY_MADE.get(base, Exception)
+        if cls in (KeyboardInterrupt, GeneratorExit):
+            cls = Exception
+        if name != base:
+            cls = type(str(name), (_FromAfar, cls), {"__str__": lambda self: self.text})
+        else:
+            cls = type(str(name), (_FromAfar, cls), {})
+        try:
+            error = cls(*(codec.decode(part) for part in parts)) if parts is not None else cls(text)
+        except (Unfit, TypeError):
+            error = cls(text)
+        error.text, error.line, error.origin = str(text), int(line), reference
+        return error
+
+    # ----------------------------------------------------------------------------- the pipe
+
+    def _send(self, message: list) -> None:
+        try:
+            self.connection.sendall(wire.pack(message))
+        except OSError:
+            raise Gone(_CLOSED) from None
+
+    def _receive(self) -> list:
+        size = int.from_bytes(self._exactly(8), "little")
+        if size > wire.LARGEST:
+            raise Gone(
+                f"its answer is {size / 2**30:.1f} GiB, want at most {wire.LARGEST / 2**30:g} GiB"
+            )
+        try:
+            message = wire.unpack(self._exactly(size))
+        except Unfit as error:
+            raise Gone(f"its answer can't be read: {error}") from None
+        lengths = {"ask": (7,), "return": (5,), "raise": (3,), "loaded": (2,), "refused": (2,)}
+        if (
+            not isinstance(message, list)
+            or not message
+            or len(message) not in lengths.get(str(message[0]), ())
+        ):
+            raise Gone("its answer can't be read: a message of an unknown form")
+        return message
+
+    def _exactly(self, size: int) -> bytes:
+        pieces, missing = [], size
+        while missing:
+            try:
+                piece = self.connection.recv(min(missing, 2**20))
+            except OSError:
+                piece = b""
+            if not piece:
+                raise Gone(_CLOSED)
+            pieces.append(piece)
+            missing -= len(piece)
+        return b"".join(pieces)
+
+
+class _FromAfar:
+    """An exception of the other process: its text, the answer's line, and its number there."""
+
+    text = ""
+    line = 0
+    origin: int | None = None
+
+
+def _plain_object(x: Any) -> bool:
+    return not hasattr(x, "__wrapped__") and bool(getattr(x, "__dict__", None))
+
+
+def _argument_names(x: Any) -> list[str]:
+    try:
+        return list(inspect.signature(x).parameters)[:50] if callable(x) else []
+    except (TypeError, ValueError):
+        return []
+
+
+def _look(x: Any) -> Any:
+    return x.is_deleted() if isinstance(x, jax.Array) else wire.fingerprint(x)
+
+
+def _arguments(codec: Codec, given: list) -> tuple[list, dict[str, Any]]:
+    args = [codec.decode(a) for a in given[0]]
+    return args, {str(k): codec.decode(v) for k, v in given[1]}
+
+
+def _context(codec: Codec) -> list:
+    """What JAX's operations read besides their arguments: the mesh, named axes, the precision."""
+    axes = core.trace_ctx.axis_env
+    names = [[codec.encode(k), v] for k, v in axes.axis_sizes.items()]
+    explicit = codec.encode(frozenset(axes.explicit_mesh_axis_names))
+    mesh = [codec.encode(meshes.get_abstract_mesh()), codec.encode(meshes.get_concrete_mesh())]
+    settings = [codec.encode(getattr(config, name).value) for name in _SETTINGS]
+    return [names, explicit, mesh, settings]
+
+
+@contextlib.contextmanager
+def _within(codec: Codec, around: list) -> Iterator[None]:
+    names, explicit, (abstract, concrete), settings = around
+    sizes = {codec.decode(k): v for k, v in names}
+    env = core.AxisEnv(FrozenDict(sizes), frozenset(), codec.decode(explicit))
+    previous = core.trace_ctx.axis_env
+    found = codec.decode(concrete)
+    with contextlib.ExitStack() as stack:
+        for name, value in zip(_SETTINGS, settings, strict=True):
+            setting = getattr(config, name)
+            stack.callback(setting.set_local, setting.swap_local(codec.decode(value)))
+        if isinstance(found, jax.sharding.Mesh) and not found.empty:
+            mesh = config.device_context  # `jax.set_mesh` refuses inside of `jit`
+            stack.callback(mesh.set_local, mesh.swap_local(found))
+        stack.enter_context(meshes.use_abstract_mesh(codec.decode(abstract)))
+        core.trace_ctx.set_axis_env(env)
+        try:
+            yield
+        finally:
+            core.trace_ctx.set_axis_env(previous)
+
+
+def line_in(source: str) -> Callable[[BaseException], int]:
+    """A function that finds the line of a file in which an exception was raised, or 0."""
+
+    def find(error: BaseException) -> int:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if source and frame.filename == source]
+        return (lines[-1] or 0) if lines else 0
+
+    return find
