@@ -186,7 +186,11 @@ def measure(results: Path, kind: str, jobs: dict[str, tuple[Path, Job]]) -> bool
         figures = {"environment": kind, "python": minor, "rows": dict(sorted(rows.items()))}
         # The versions are those of the rows; this process has others.
         machine = common.machine() | {"versions": {}}
-        common.write_record(results, "notebooks", details, {"machine": machine, **figures})
+        # Rows come from several runs, each with chapters and folders of its own.
+        command = f"python benchmarks/notebooks.py --environment {kind}"
+        command += f" --python {minor}" if kind == "setup" else ""
+        record = {"command": command, "machine": machine, **figures}
+        common.write_record(results, "notebooks", details, record)
     return good
 
 
