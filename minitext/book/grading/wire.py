@@ -643,7 +643,7 @@ class Codec:
     def _read_tree(self, node: Any, children: list) -> Any:
         try:
             return self._tree_of(jax.tree_util.default_registry, node, children)
-        except ValueError:  # views of references are nodes while tracing only
+        except RuntimeError:  # views of references are nodes while tracing only
             return self._tree_of(tree_util.tracing_registry, node, children)
 
     def _tree_of(self, registry: Any, node: Any, children: list) -> Any:
