@@ -506,7 +506,7 @@ def make(name):
     exercise = Exercise(
         "90." + name, title="Twice", function=name, minutes=10, points=4, statement="Double it.",
         hints=("first", "second", "third"), memory_gib=0.5,
-        seconds=1.0 if name in ("loops", "stuck", "sleeps", "deaf", "stops", "forever") else 60.0,
+        seconds=1.0 if name in ("loops", "stuck", "sleeps", "stops") else 60.0,
         forbid=("math",) if name in ("forbidden", "hidden", "fetched") else (),
     )
 
