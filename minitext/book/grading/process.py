@@ -185,7 +185,7 @@ def _kill(process: subprocess.Popen) -> None:
         os.kill(
             process.pid, signal.SIGSTOP
         )  # it adopts orphans as long as it lives, so they can be found
-    while len(family := _family(process.pid)) > 1 and any(_end(member) for member in family[1:]):
+    while len(family := _family(process.pid)) > 1 and any(end(member) for member in family[1:]):
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -194,7 +194,7 @@ def _kill(process: subprocess.Popen) -> None:
     process.stdout.close()
 
 
-def _end(process: psutil.Process) -> bool:
+def end(process: psutil.Process) -> bool:
     """Kills a process; False if it has ended and only waits to be collected."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import msgpack
 import numpy as np
-from jax._src import ad_checkpoint, config, core, effects, source_info_util
+from jax._src import ad_checkpoint, config, core, effects, source_info_util, tree_util
 from jax._src import mesh as meshes
 from jax._src.named_sharding import UNSPECIFIED, UnspecifiedValue
 from jax._src.sharding_impls import SingleDeviceSharding
@@ -38,13 +38,6 @@ _SIMPLE = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozen
 _BUILTINS = {cls.__name__: cls for cls in (*_SIMPLE, type(None), slice)}  # fmt: skip
 # They run Python, or something that isn't in the jaxpr.
 _UNFIT = ("callback", "ffi_call", "custom_call", "call_exported", "infeed", "outfeed", "triton")
-
-
-class _Leaf:
-    """Stands for any leaf of a pytree; some classes take a number for a part of their structure."""
-
-
-LEAF = _Leaf()
 
 
 class Unfit(Exception):
@@ -267,15 +260,18 @@ class Codec:
         if isinstance(x, pathlib.PurePath):
             return ["path", str(x)]
         if isinstance(x, jax.tree_util.PyTreeDef):
-            structure: Any = x
-            leaves = [LEAF] * structure.num_leaves
-            return ["tree", self.encode(jax.tree_util.tree_unflatten(structure, leaves))]
+            return self._tree(x)
         if isinstance(x, jax.Device):
             return self._device(x)
         for cls, writer in _BASES:
             if isinstance(x, cls):
                 return writer(self, x)
         return self._structure(x)
+
+    def _tree(self, x: Any) -> list:
+        data = x.node_data()
+        node = None if data is None else [self.encode(data[0]), self.encode(data[1])]
+        return ["tree", node, [self._tree(child) for child in x.children()]]
 
     def _structure(self, x: Any) -> Any:
         """A named tuple, a data class or a model of settings by its fields, or a reference."""
@@ -644,8 +640,19 @@ class Codec:
             raise Unfit(f"a message names {name}")
         return sys.modules[name]
 
-    def _read_tree(self, skeleton: Any) -> Any:
-        return jax.tree_util.tree_structure(self.decode(skeleton))
+    def _read_tree(self, node: Any, children: list) -> Any:
+        try:
+            return self._tree_of(jax.tree_util.default_registry, node, children)
+        except RuntimeError:  # views of references are nodes while tracing only
+            return self._tree_of(tree_util.tracing_registry, node, children)
+
+    def _tree_of(self, registry: Any, node: Any, children: list) -> Any:
+        data = None if node is None else (self.decode(node[0]), self.decode(node[1]))
+        below = [self._tree_of(registry, *child[1:]) for child in children]
+        if data is not None and hasattr(data[0], "_fields"):  # a named tuple is in no registry
+            inner = [jax.tree_util.tree_unflatten(t, [object()] * t.num_leaves) for t in below]
+            return jax.tree_util.tree_structure(tuple.__new__(data[0], inner))
+        return jax.tree_util.PyTreeDef.from_node_data_and_children(registry, data, below)
 
     def _read_tracer(self, place: int, aval: Any) -> Any:
         if self.values is None:
@@ -861,7 +868,7 @@ _WRITERS: dict[type, Callable[[Codec, Any], Any]] = {
         bool(x.weak_type),
     ],
     UnspecifiedValue: lambda c, x: ["unspecified"],
-    _Leaf: lambda c, x: ["leaf"],
+    types.SimpleNamespace: lambda c, x: ["simple", c.encode(tuple(vars(x).items()))],
     types.MappingProxyType: lambda c, x: c.encode(dict(x)),
     collections.OrderedDict: lambda c, x: c.encode(dict(x)),
     collections.Counter: lambda c, x: c.encode(dict(x)),
@@ -903,8 +910,8 @@ _READERS: dict[str, Reader] = {
     "module": Codec._read_module,
     "path": lambda c, text: pathlib.Path(text),
     "tree": Codec._read_tree,
+    "simple": lambda c, fields: types.SimpleNamespace(**dict(c.decode(fields))),
     "single": _read_single,
-    "leaf": lambda c: LEAF,
     "named": Codec._read_named,
     "data": Codec._read_data,
     "model": Codec._read_model,

@@ -102,7 +102,7 @@ def _end_all(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     while children := process.children():
         for child in children:
-            child.kill()
+            process.end(child)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
