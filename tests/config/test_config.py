@@ -82,6 +82,8 @@ def test_every_key_that_names_a_path_refuses_addresses():
         "data.source=mixture", "data.mixture=[{weight: 1, source: files, path: 'gs://b/x'}]"
     )
     assert line.startswith("data.mixture.0.path=gs://b/x is in a bucket")
+    (line,) = problems("data.source=files", f"data.path={'n' * 300}.txt")
+    assert "304 bytes, and 255 is the limit" in line
     (line,) = problems("run.dir=gs://b/runs")
     assert line.endswith("100000 b /mnt/b`, and name /mnt/b/runs")
 

@@ -125,13 +125,11 @@ class Worker:
 
     def _check_limits(self, pid: int) -> None:
         limit = self._seconds if self.messages else STARTUP_SECONDS
-        sizes, cpu = [0], 0.0
+        memory = cpu = 0.0
         for process in _family(pid):
             with contextlib.suppress(psutil.Error):
-                sizes.append(process.memory_info().rss)
+                memory += _own_memory(process)
                 cpu += sum(process.cpu_times()[:2])
-        # They are forked, so what the smallest holds is nearly all shared: it counts once.
-        memory = sum(sizes) - max(0, len(sizes) - 2) * min(sizes[1:], default=0)
         if self._stage_cpu is None:
             self._stage_cpu = cpu
         wall = time.monotonic() - self._stage_began
@@ -140,6 +138,13 @@ class Worker:
             self.death = f"took longer than {limit:.0f} s"
         if memory > self._memory * GIB:
             self.death = f"used more than {self._memory:g} GiB of memory"
+
+
+def _own_memory(process: psutil.Process) -> float:
+    """Bytes of a process's memory; what forked processes share is divided between them, where the system tells."""
+    with contextlib.suppress(psutil.AccessDenied, AttributeError):
+        return process.memory_full_info().pss  # Linux
+    return process.memory_info().rss
 
 
 def _environment(devices: int, cache: str) -> dict[str, str]:
