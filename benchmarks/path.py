@@ -3,8 +3,9 @@
     python benchmarks/path.py [--label NAME]
 
 The command line's own `main` runs two steps on the CPU under `sys.setprofile` and `threading.setprofile`, and the counts
-are taken twice: when the first train step has been traced and dispatched, and when the first checkpoint is on disk (the
-text sampled after step 1 comes before that). A run before it, not counted, fills the caches.
+are taken three times: before the first train step is called; when it has been traced, compiled and dispatched, so with
+the model's own code; and when the first checkpoint is on disk (the text sampled after step 1 comes before that). A run
+before it, not counted, fills the caches.
 
 - A function is a `def`, `async def` or `lambda` in a file of the package; generator functions count, and each counts once
   however often it's called. Comprehensions and generator expressions are counted apart, since newer Pythons inline most
@@ -32,7 +33,11 @@ from typing import Any
 
 from common import in_subprocess, parser, write_record
 
-STAGES = {"first_step": "first step dispatched", "first_save": "first save on disk"}
+STAGES = {
+    "before_step": "before the first step",
+    "first_step": "first step dispatched",
+    "first_save": "first save on disk",
+}
 
 
 class Trace:
@@ -62,6 +67,7 @@ class Trace:
         if event == "call":
             if self.loop is None and code.co_qualname == "StepTraceAnnotation.__init__":
                 self.loop = frame.f_back
+                self.reach("before_step")
             if self.ours(code):
                 if self.loop is not None and frame.f_back is self.loop:
                     self.reach("first_step")  # what the loop itself calls next
@@ -149,12 +155,12 @@ def report(stages: dict[str, dict[str, Any]]) -> str:
         f"{counts['files']} files, {counts['file_changes']} changes of file, {counts['modules']} modules imported"
         for stage, counts in stages.items()
     ]
-    step, save = (stages[stage]["functions_by_file"] for stage in STAGES)
+    by_stage = [stages[stage]["functions_by_file"] for stage in STAGES]
+    lines += ["", "functions by each of these, file in the order of first entry"]
     lines += [
-        "",
-        "functions by the first step, by the first save, file in the order of first entry",
+        "".join(f"{files.get(name, 0):6}" for files in by_stage) + f"  {name}"
+        for name in by_stage[-1]
     ]
-    lines += [f"{step.get(name, 0):5} {count:5}  {name}" for name, count in save.items()]
     return "\n".join(lines)
 
 

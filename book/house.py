@@ -315,7 +315,11 @@ def readme_text() -> str:
     return f"```python\n{code}\n```\n\n{table(['In these lines', 'Defined in'], rows)}\n"
 
 
-STAGES = {"first_step": "Up to the first step", "first_save": "Up to the first save"}
+STAGES = {
+    "before_step": "Before the first step",
+    "first_step": "With the first step, traced and dispatched",
+    "first_save": "Up to the first save",
+}
 
 
 def path_text(results: Path = ROOT / "benchmarks" / "results") -> str:
