@@ -50,7 +50,7 @@ if __name__ == "__main__":
     root = sys.argv[1]
     exercise = {"id": "90.peers", "function": "answer", "forbid": ()}
     job = {"root": root, "folder": "", "filename": "answer.py", "pieces": [["", ANSWER, 1]], "exercise": exercise}
-    peers.answer = job | {"words": [], "in_place": False}
+    peers.answer = job | {"words": []}
     pid, connection = answering.start(job)
     fn = peers.remote_function(peers.answer, connection)
     both = peers.run_in_processes(body, fn, root + "/solutions/secret", processes=2, devices=3, seconds=60)

@@ -239,7 +239,7 @@ def remote_function(job: dict[str, Any], connection: socket.socket) -> Any:
     """The function of an answering process, watched as the exercise asks."""
     words = frozenset(job["words"])
     fn = End(connection, trusted=True, readable=words.__contains__).loaded()
-    return fn if job["in_place"] else Watched(fn)
+    return Watched(fn)
 
 
 def _until_closed() -> None:

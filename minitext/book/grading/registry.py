@@ -58,7 +58,6 @@ class Exercise:
             waits has three times as long.
         memory_gib: limit on the resident memory of the answer's process.
         forbid: dotted names of modules or functions that the answer may not use.
-        in_place: whether the statement asks the answer to change its arguments; otherwise a change is a mistake.
         compare: how close an observed value must be to a mutant's, relative to its largest entry, for the two to count
             as the same mistake.
 
@@ -78,7 +77,6 @@ class Exercise:
     seconds: float = 60.0
     memory_gib: float = 3.0
     forbid: tuple[str, ...] = ()
-    in_place: bool = False
     compare: float = 1e-4
     checks: list[Check] = dataclasses.field(default_factory=list)
     mutants: list[Mutant] = dataclasses.field(default_factory=list)

@@ -47,7 +47,7 @@ def grade_answer(job: dict, send: Send) -> None:
     if exercise.processes > 1:
         from minitext.book.grading import peers
 
-        peers.answer = job | {"words": sorted(words), "in_place": exercise.in_place}
+        peers.answer = job | {"words": sorted(words)}
     end = End(connection, trusted=True, readable=words.__contains__)
 
     def before_check(name: str) -> None:
