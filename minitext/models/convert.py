@@ -85,12 +85,15 @@ TRANSPOSED = View(order=(1, 0))  # a projection's [out, in] as our [in, out]
 class Row:
     """One parameter of ours and the tensors that it's made of; several rows may take their parts of the same tensors.
 
+    Where no single view of theirs is our parameter, several rows fill their parts of it.
+
     Attributes:
       name: of their tensors, such as `model.layers.{layer}.mlp.experts.{expert}.up_proj.weight`.
       path: of our parameter, such as `blocks.ffn.up`.
       view: how one of their tensors is seen as ours.
       layers: the numbers that `{layer}` stands for, in the order of our first dimension.
       experts: how many numbers `{expert}` stands for; they are our next dimension.
+      into: the part of our parameter (of one layer and one expert) that the view fills, in its order; by default all.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Row:
     view: View = KEEP
     layers: Sequence[int] = ()
     experts: int = 0
+    into: View = KEEP
 
     def __post_init__(self):
         if ("{layer}" in self.name) != bool(self.layers):
@@ -124,7 +128,7 @@ class Table:
     """All names of one model.
 
     Attributes:
-      rows: one for each of our parameters.
+      rows: those of each of our parameters.
       ignored: patterns (`fnmatch`) of tensors that are read by nobody, such as `*.rotary_emb.inv_freq`.
       copies: a tensor that may be there, and the one it must then be equal to, such as a tied output layer.
     """
