@@ -9,17 +9,17 @@ Sources: the configurations and models in transformers 5.23, read and compared n
 Chapters: 23.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
+from flax import nnx
 
-from minitext.config.model import MLAConfig, ModelConfig
+from minitext.config.model import MLAConfig, ModelConfig, MoEConfig
 from minitext.errors import UserError, did_you_mean
+from minitext.models import convert
+from minitext.models.convert import KEEP, TRANSPOSED, Table, View
 from minitext.models.hf_keys import (
     EmbedScale,
-    Experts,
     Fixed,
     HeadDim,
     Implied,
@@ -42,32 +42,30 @@ from minitext.models.hf_keys import (
     listed,
     read,
     short,
+    stacked,
     write,
 )
+from minitext.models.transformer import Transformer
 
 LAYER = "model.layers.{layer}."
-# Frequencies that older files hold, which follow from config.json.
-FREQUENCIES = r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
 class Tensor(NamedTuple):
-    """One tensor of a checkpoint, or the part of it that is one parameter of ours.
+    """One of our parameters, or a part of it, and the tensors of a checkpoint that hold it.
 
     Attributes:
-      theirs: its name; `{layer}` and `{expert}` stand for numbers. Rows with the same name fill it together.
-      ours: the parameter, of a layer if `theirs` has `{layer}`. The row holds for the layers that have it.
-      transpose: whether its last two dimensions are swapped: theirs [out, in], ours [in, out].
-      part: (layer's configuration, size of the axis) -> indices of theirs along `axis`, in our order; None: all.
-      axis: the axis of theirs that `part` is about.
-      reshape: whether theirs has a dimension of 1 in front, [1, D] for our [D].
+      name: of their tensors; `{layer}` and `{expert}` stand for numbers.
+      ours: the parameter, below its layer if `name` has `{layer}`. The row counts where a layer has this parameter.
+      view: how one of their tensors is seen as ours, or a layer's configuration -> this.
+      into: the part of ours that it fills, or a layer's configuration -> this.
+      when: whether the row counts for a layer's configuration.
     """
 
-    theirs: str
+    name: str
     ours: str
-    transpose: bool = False
-    part: Callable[[ModelConfig, int], np.ndarray] | None = None
-    axis: int = 0
-    reshape: bool = False
+    view: View | Callable[[ModelConfig], View] = KEEP
+    into: View | Callable[[ModelConfig], View] = KEEP
+    when: Callable[[ModelConfig], bool] = lambda _: True
 
 
 class Family(NamedTuple):
@@ -77,31 +75,72 @@ class Family(NamedTuple):
       architecture: the class of transformers that config.json names.
       keys: rows between config.json and our keys.
       tensors: rows between the checkpoint and our parameters.
-      unread: pattern of the names of tensors that aren't part of the model.
+      further_layers: layers after the model's own, which predict further tokens; minitext doesn't read them.
     """
 
     architecture: str
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
-    unread: str = FREQUENCIES
+    further_layers: int = 0
 
 
-# Parts of tensors.
+# Views of tensors. Letters as in the book; U, P, R and W are those of `minitext.models.mla`.
+
+ALL = slice(None)
 
 
-def _halves(width: int) -> np.ndarray:
-    """Returns where the features of our two halves are in a layout of neighbouring pairs."""
-    return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
+def _rows(part: Callable[[ModelConfig], tuple[int, slice]]) -> Callable[[ModelConfig], View]:
+    """Returns the view of some rows of a tensor [rows, D], transposed."""
+
+    def view(cfg: ModelConfig) -> View:
+        rows, taken = part(cfg)
+        return View(shape=(rows, cfg.embed), part=(taken,), order=(1, 0))
+
+    return view
 
 
-def _by_head(heads: int, width: int, features: np.ndarray) -> np.ndarray:
-    """Returns the indices of some features of each head of `width`."""
-    return (np.arange(heads)[:, None] * width + features).reshape(-1)
+def _qkv(cfg: ModelConfig) -> tuple[int, int, int]:
+    q = cfg.heads * cfg.H
+    return q, q + cfg.K * cfg.H, q + 2 * cfg.K * cfg.H
 
 
-def _paired_heads(cfg: ModelConfig, size: int) -> np.ndarray:
-    """All features of each head, from neighbouring pairs to halves."""
-    return _by_head(size // cfg.H, cfg.H, _halves(cfg.H))
+_QUERIES = _rows(lambda cfg: (_qkv(cfg)[2], slice(0, _qkv(cfg)[0])))
+_KEYS = _rows(lambda cfg: (_qkv(cfg)[2], slice(*_qkv(cfg)[:2])))
+_VALUES = _rows(lambda cfg: (_qkv(cfg)[2], slice(*_qkv(cfg)[1:])))
+_GATE_ROWS = _rows(lambda cfg: (2 * cfg.mlp, slice(0, cfg.mlp)))
+_UP_ROWS = _rows(lambda cfg: (2 * cfg.mlp, slice(cfg.mlp, None)))
+
+
+def _experts_part(
+    taken: Callable[[int], slice], bias: bool = False
+) -> Callable[[ModelConfig], View]:
+    """Returns the view of some of the 2F features of all experts in one tensor [E, D, 2F], or of its bias [E, 2F]."""
+
+    def view(cfg: ModelConfig) -> View:
+        assert isinstance(cfg.ffn, MoEConfig)
+        middle = () if bias else (cfg.embed,)
+        part = (ALL,) * (1 + len(middle)) + (taken(cfg.mlp),)
+        return View(shape=(cfg.ffn.experts, *middle, 2 * cfg.mlp), part=part)
+
+    return view
+
+
+_EVEN, _ODD = (lambda F: slice(0, None, 2)), (lambda F: slice(1, None, 2))
+_FIRST, _SECOND = (lambda F: slice(0, F)), (lambda F: slice(F, None))
+
+
+def _pairs(
+    heads: Callable[[ModelConfig], int], bias: bool = False
+) -> Callable[[ModelConfig], View]:
+    """Returns the view of heads' features, of which theirs rotates neighbours and ours the halves with each other."""
+
+    def view(cfg: ModelConfig) -> View:
+        N, H, D = heads(cfg), cfg.H, cfg.embed
+        if bias:
+            return View(shape=(N * H,), split=(N, H // 2, 2), order=(0, 2, 1))
+        return View(shape=(N * H, D), split=(N, H // 2, 2, D), order=(3, 0, 2, 1))
+
+    return view
 
 
 def _mla(cfg: ModelConfig) -> MLAConfig:
@@ -109,63 +148,73 @@ def _mla(cfg: ModelConfig) -> MLAConfig:
     return cfg.attention
 
 
-def _paired_queries(cfg: ModelConfig, _: int) -> np.ndarray:
-    a = _mla(cfg)
-    features = np.concatenate([np.arange(a.nope_dim), a.nope_dim + _halves(a.rope_dim)])
-    return _by_head(cfg.heads, a.nope_dim + a.rope_dim, features)
+def _latent_queries(name: str, **more: Any) -> tuple[Tensor, ...]:
+    """Returns rows for queries: of each head U features as they are, and P features from pairs to halves."""
+
+    def row(theirs: Callable[[int, int], slice], ours: Callable[[int, int], slice]) -> Tensor:
+        def sizes(cfg: ModelConfig) -> tuple[int, int, int, int]:
+            a = _mla(cfg)
+            return cfg.heads, a.nope_dim, a.rope_dim, a.q_rank or cfg.embed
+
+        def view(cfg: ModelConfig) -> View:
+            N, U, P, D = sizes(cfg)
+            split = N, U + P, D
+            return View((N * (U + P), D), split, (ALL, theirs(U, P)), (2, 0, 1))
+
+        def into(cfg: ModelConfig) -> View:
+            N, U, P, D = sizes(cfg)
+            return View((D, N * (U + P)), (D, N, U + P), (ALL, ALL, ours(U, P)))
+
+        return Tensor(f"{LAYER}self_attn.{name}.weight", "attention.q.w", view, into, **more)
+
+    return (
+        row(lambda U, P: slice(0, U), lambda U, P: slice(0, U)),
+        row(lambda U, P: slice(U, None, 2), lambda U, P: slice(U, U + P // 2)),
+        row(lambda U, P: slice(U + 1, None, 2), lambda U, P: slice(U + P // 2, None)),
+    )
 
 
-def _paired_key(cfg: ModelConfig, _: int) -> np.ndarray:
-    a = _mla(cfg)
-    return np.concatenate([np.arange(a.kv_rank), a.kv_rank + _halves(a.rope_dim)])
+def _latents() -> tuple[Tensor, ...]:
+    """Returns rows for the latent of R features and the rotary key, whose P features go from pairs to halves."""
+
+    def row(theirs: Callable[[int, int], slice], ours: Callable[[int, int], slice]) -> Tensor:
+        def view(cfg: ModelConfig) -> View:
+            R, P = _mla(cfg).kv_rank, _mla(cfg).rope_dim
+            return View(shape=(R + P, cfg.embed), part=(theirs(R, P),), order=(1, 0))
+
+        def into(cfg: ModelConfig) -> View:
+            R, P = _mla(cfg).kv_rank, _mla(cfg).rope_dim
+            return View(shape=(cfg.embed, R + P), part=(ALL, ours(R, P)))
+
+        name = f"{LAYER}self_attn.kv_a_proj_with_mqa.weight"
+        return Tensor(name, "attention.kv_down.w", view, into)
+
+    return (
+        row(lambda R, P: slice(0, R), lambda R, P: slice(0, R)),
+        row(lambda R, P: slice(R, None, 2), lambda R, P: slice(R, R + P // 2)),
+        row(lambda R, P: slice(R + 1, None, 2), lambda R, P: slice(R + P // 2, None)),
+    )
 
 
-def _latent_keys(cfg: ModelConfig, _: int) -> np.ndarray:
-    a = _mla(cfg)
-    return _by_head(cfg.heads, a.nope_dim + a.v_dim, np.arange(a.nope_dim))
+def _from_latents(ours: str, taken: Callable[[MLAConfig], slice]) -> Tensor:
+    """Returns the row for what makes keys or values of the latent: in each head first U features, then W."""
 
+    def view(cfg: ModelConfig) -> View:
+        a, N = _mla(cfg), cfg.heads
+        both = a.nope_dim + a.v_dim
+        return View((N * both, a.kv_rank), (N, both, a.kv_rank), (ALL, taken(a)), (2, 0, 1))
 
-def _latent_values(cfg: ModelConfig, _: int) -> np.ndarray:
-    a = _mla(cfg)
-    return _by_head(cfg.heads, a.nope_dim + a.v_dim, a.nope_dim + np.arange(a.v_dim))
-
-
-def _queries(cfg: ModelConfig, _: int) -> np.ndarray:
-    return np.arange(cfg.heads * cfg.H)
-
-
-def _keys(cfg: ModelConfig, _: int) -> np.ndarray:
-    return cfg.heads * cfg.H + np.arange(cfg.K * cfg.H)
-
-
-def _values(cfg: ModelConfig, _: int) -> np.ndarray:
-    return (cfg.heads + cfg.K) * cfg.H + np.arange(cfg.K * cfg.H)
-
-
-def _first_half(_: ModelConfig, size: int) -> np.ndarray:
-    return np.arange(size // 2)
-
-
-def _second_half(_: ModelConfig, size: int) -> np.ndarray:
-    return np.arange(size // 2, size)
-
-
-def _even(_: ModelConfig, size: int) -> np.ndarray:
-    return np.arange(0, size, 2)
-
-
-def _odd(_: ModelConfig, size: int) -> np.ndarray:
-    return np.arange(1, size, 2)
+    return Tensor(f"{LAYER}self_attn.kv_b_proj.weight", ours, view)
 
 
 # Rows of tensors that several families share.
 
 
-def _weight(theirs: str, ours: str, **more: Any) -> tuple[Tensor, ...]:
+def _weight(theirs: str, ours: str) -> tuple[Tensor, ...]:
     """A projection, with its bias where the layer has one."""
     return (
-        Tensor(f"{LAYER}{theirs}.weight", f"{ours}.w", transpose=True, **more),
-        Tensor(f"{LAYER}{theirs}.bias", f"{ours}.b", **more),
+        Tensor(f"{LAYER}{theirs}.weight", f"{ours}.w", TRANSPOSED),
+        Tensor(f"{LAYER}{theirs}.bias", f"{ours}.b"),
     )
 
 
@@ -176,7 +225,7 @@ def _norm(theirs: str, ours: str) -> Tensor:
 ENDS = (
     Tensor("model.embed_tokens.weight", "embed.table"),
     Tensor("model.norm.weight", "norm.scale"),
-    Tensor("lm_head.weight", "unembed.w", transpose=True),
+    Tensor("lm_head.weight", "unembed.w", TRANSPOSED),
 )
 QKV = tuple(row for x in "qkv" for row in _weight(f"self_attn.{x}_proj", f"attention.{x}"))
 OUT = _weight("self_attn.o_proj", "attention.o")
@@ -197,7 +246,9 @@ BOTH = (
 
 
 def _gated(theirs: str, ours: str) -> tuple[Tensor, ...]:
-    return tuple(r for x in ("gate", "up", "down") for r in _weight(f"{theirs}.{x}_proj", f"{ours}.{x}"))
+    return tuple(
+        r for x in ("gate", "up", "down") for r in _weight(f"{theirs}.{x}_proj", f"{ours}.{x}")
+    )
 
 
 MLP = _gated("mlp", "ffn")
@@ -206,13 +257,13 @@ MLP = _gated("mlp", "ffn")
 def _experts(theirs: str, **names: str) -> tuple[Tensor, ...]:
     """A tensor for each matrix of each expert."""
     return tuple(
-        Tensor(f"{LAYER}{theirs}.experts.{{expert}}.{name}.weight", f"ffn.{ours}", transpose=True)
+        Tensor(f"{LAYER}{theirs}.experts.{{expert}}.{name}.weight", f"ffn.{ours}", TRANSPOSED)
         for ours, name in names.items()
     )
 
 
 def _router(theirs: str) -> Tensor:
-    return Tensor(f"{LAYER}{theirs}.weight", "ffn.router", transpose=True)
+    return Tensor(f"{LAYER}{theirs}.weight", "ffn.router", TRANSPOSED)
 
 
 EXPERTS = (
@@ -263,12 +314,12 @@ def _base(
     )
 
 
-def _gqa(head_dim: Row = HeadDim(), **ours: Any) -> tuple[Row, ...]:
+def _gqa(head_dim: Row | None = None, **ours: Any) -> tuple[Row, ...]:
     """Grouped-query attention, with settings of ours that the family always has."""
     return (
         Fixed(**{"attention__kind": "gqa", "ffn__kind": "swiglu"} | ours),
         Same("num_key_value_heads", "kv_heads", default=None),
-        head_dim,
+        head_dim or HeadDim(),
     )
 
 
@@ -288,7 +339,8 @@ SPARSE = Fixed(ffn__kind="moe")
 QWEN_WINDOWS = Types(
     lambda source, layers: [
         "sliding_attention"
-        if source.values.get("use_sliding_window") and i >= source.take("max_window_layers", int, 28)
+        if source.values.get("use_sliding_window")
+        and i >= source.take("max_window_layers", int, 28)
         else "full_attention"
         for i in range(len(layers))
     ],
@@ -416,16 +468,23 @@ FAMILIES: dict[str, Family] = {
             *LLAMA,
             *EXPERTS,
             *_gated("mlp.shared_expert", "ffn.shared"),
-            Tensor(f"{LAYER}mlp.shared_expert_gate.weight", "ffn.shared_gate", reshape=True),
+            Tensor(
+                f"{LAYER}mlp.shared_expert_gate.weight",
+                "ffn.shared_gate",
+                lambda cfg: View(shape=(1, cfg.embed)),
+            ),
         ),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         (
             *_base(
-                tied=True, activation="hidden_activation", first="gelu_pytorch_tanh",
-                norms="both", offset=True,
-            ),  # fmt: skip
+                tied=True,
+                activation="hidden_activation",
+                first="gelu_pytorch_tanh",
+                norms="both",
+                offset=True,
+            ),
             *_gqa(HeadDim(256)),
             *GEMMA,
             *SOFTCAPS,
@@ -438,9 +497,12 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         (
             *_base(
-                tied=True, activation="hidden_activation", first="gelu_pytorch_tanh",
-                norms="both", offset=True,
-            ),  # fmt: skip
+                tied=True,
+                activation="hidden_activation",
+                first="gelu_pytorch_tanh",
+                norms="both",
+                offset=True,
+            ),
             *_gqa(HeadDim(256), attention__qk_norm="head"),
             *GEMMA,
             *SOFTCAPS,
@@ -480,18 +542,20 @@ FAMILIES: dict[str, Family] = {
             *_gqa(HeadDim(written=False)),
             _dense(),
             Window(),
-            Rope(kinds=("default", "longrope"), fraction=1.0, original=4096, old={"su": "longrope"}),
+            Rope(
+                kinds=("default", "longrope"), fraction=1.0, original=4096, old={"su": "longrope"}
+            ),
             Only(attention_bias=False),
         ),
         (
             *ENDS,
             *BEFORE,
             *OUT,
-            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.q.w", True, _queries),
-            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.k.w", True, _keys),
-            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.v.w", True, _values),
-            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.gate.w", True, _first_half),
-            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.up.w", True, _second_half),
+            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.q.w", _QUERIES),
+            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.k.w", _KEYS),
+            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.v.w", _VALUES),
+            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.gate.w", _GATE_ROWS),
+            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.up.w", _UP_ROWS),
             *_weight("mlp.down_proj", "ffn.down"),
         ),
     ),
@@ -522,21 +586,20 @@ FAMILIES: dict[str, Family] = {
             *ENDS,
             *BEFORE,
             *OUT,
-            Tensor(f"{LAYER}self_attn.q_proj.weight", "attention.q.w", True, _paired_queries),
+            *_latent_queries("q_proj", when=lambda cfg: _mla(cfg).q_rank is None),
+            *_latent_queries("q_b_proj", when=lambda cfg: _mla(cfg).q_rank is not None),
             *_weight("self_attn.q_a_proj", "attention.q_down"),
             _norm("self_attn.q_a_layernorm", "attention.q_norm"),
-            Tensor(f"{LAYER}self_attn.q_b_proj.weight", "attention.q.w", True, _paired_queries),
-            Tensor(
-                f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", "attention.kv_down.w", True, _paired_key
-            ),
+            *_latents(),
             _norm("self_attn.kv_a_layernorm", "attention.kv_norm"),
-            Tensor(f"{LAYER}self_attn.kv_b_proj.weight", "attention.k_up.w", True, _latent_keys),
-            Tensor(f"{LAYER}self_attn.kv_b_proj.weight", "attention.v_up.w", True, _latent_values),
+            _from_latents("attention.k_up.w", lambda a: slice(0, a.nope_dim)),
+            _from_latents("attention.v_up.w", lambda a: slice(a.nope_dim, None)),
             *MLP,
             *EXPERTS,
             CHOICE_BIAS,
             *_gated("mlp.shared_experts", "ffn.shared"),
         ),
+        further_layers=1,
     ),
     # GLM-4.5, GLM-4.6 and GLM-4.5-Air.
     "glm4_moe": Family(
@@ -545,9 +608,12 @@ FAMILIES: dict[str, Family] = {
             *_base(eps=1e-5),
             *_gqa(),
             Same(
-                "use_qk_norm", "attention.qk_norm", kind=bool, default=False,
+                "use_qk_norm",
+                "attention.qk_norm",
+                kind=bool,
+                default=False,
                 codes={True: "head", False: "none"},
-            ),  # fmt: skip
+            ),
             _switch("attention_bias", "attention.qkv_bias"),
             first_dense(1),
             *_moe("n_routed_experts", 8),
@@ -561,6 +627,7 @@ FAMILIES: dict[str, Family] = {
             CHOICE_BIAS,
             *_gated("mlp.shared_experts", "ffn.shared"),
         ),
+        further_layers=1,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -581,8 +648,12 @@ FAMILIES: dict[str, Family] = {
             Rope(
                 150_000.0,
                 default={
-                    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                    "truncate": False, "original_max_position_embeddings": 4096,
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
                 },
             ),
         ),
@@ -592,12 +663,16 @@ FAMILIES: dict[str, Family] = {
             *OUT,
             Tensor(f"{LAYER}self_attn.sinks", "attention.sinks"),
             *BEFORE,
-            Tensor(f"{LAYER}mlp.router.weight", "ffn.router", transpose=True),
+            Tensor(f"{LAYER}mlp.router.weight", "ffn.router", TRANSPOSED),
             Tensor(f"{LAYER}mlp.router.bias", "ffn.router_bias"),
-            Tensor(f"{LAYER}mlp.experts.gate_up_proj", "ffn.gate", part=_even, axis=2),
-            Tensor(f"{LAYER}mlp.experts.gate_up_proj", "ffn.up", part=_odd, axis=2),
-            Tensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "ffn.gate_bias", part=_even, axis=1),
-            Tensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "ffn.up_bias", part=_odd, axis=1),
+            Tensor(f"{LAYER}mlp.experts.gate_up_proj", "ffn.gate", _experts_part(_EVEN)),
+            Tensor(f"{LAYER}mlp.experts.gate_up_proj", "ffn.up", _experts_part(_ODD)),
+            Tensor(
+                f"{LAYER}mlp.experts.gate_up_proj_bias", "ffn.gate_bias", _experts_part(_EVEN, True)
+            ),
+            Tensor(
+                f"{LAYER}mlp.experts.gate_up_proj_bias", "ffn.up_bias", _experts_part(_ODD, True)
+            ),
             Tensor(f"{LAYER}mlp.experts.down_proj", "ffn.down"),
             Tensor(f"{LAYER}mlp.experts.down_proj_bias", "ffn.down_bias"),
         ),
@@ -623,23 +698,35 @@ FAMILIES: dict[str, Family] = {
             ),
             listed(),
             *_moe(
-                "num_local_experts", 1,
-                router="sigmoid", normalize=False, scale_input=True, shared_experts=1,
+                "num_local_experts",
+                1,
+                router="sigmoid",
+                normalize=False,
+                scale_input=True,
+                shared_experts=1,
             ),
         ),
         (
             *ENDS,
-            *(
-                row
-                for x, part in (("q", _paired_heads), ("k", _paired_heads), ("v", None))
-                for row in _weight(f"self_attn.{x}_proj", f"attention.{x}", part=part)
+            Tensor(
+                f"{LAYER}self_attn.q_proj.weight", "attention.q.w", _pairs(lambda cfg: cfg.heads)
             ),
+            Tensor(
+                f"{LAYER}self_attn.q_proj.bias",
+                "attention.q.b",
+                _pairs(lambda cfg: cfg.heads, True),
+            ),
+            Tensor(f"{LAYER}self_attn.k_proj.weight", "attention.k.w", _pairs(lambda cfg: cfg.K)),
+            Tensor(
+                f"{LAYER}self_attn.k_proj.bias", "attention.k.b", _pairs(lambda cfg: cfg.K, True)
+            ),
+            *_weight("self_attn.v_proj", "attention.v"),
             *OUT,
             *BEFORE,
             *_gated("feed_forward", "ffn"),
-            Tensor(f"{LAYER}feed_forward.router.weight", "ffn.router", transpose=True),
-            Tensor(f"{LAYER}feed_forward.experts.gate_up_proj", "ffn.gate", part=_first_half, axis=2),
-            Tensor(f"{LAYER}feed_forward.experts.gate_up_proj", "ffn.up", part=_second_half, axis=2),
+            Tensor(f"{LAYER}feed_forward.router.weight", "ffn.router", TRANSPOSED),
+            Tensor(f"{LAYER}feed_forward.experts.gate_up_proj", "ffn.gate", _experts_part(_FIRST)),
+            Tensor(f"{LAYER}feed_forward.experts.gate_up_proj", "ffn.up", _experts_part(_SECOND)),
             Tensor(f"{LAYER}feed_forward.experts.down_proj", "ffn.down"),
             *_gated("feed_forward.shared_expert", "ffn.shared"),
         ),
@@ -667,34 +754,34 @@ FAMILIES: dict[str, Family] = {
         ),
         LLAMA,
     ),
-}  # fmt: skip
+}
 
 # The same models under another name.
 ALIASES = {"kimi_k2": "deepseek_v3"}
-# Layers that predict further tokens, after the model's own.
-FURTHER_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers")
 
 
-def family_of(config: Mapping[str, Any]) -> str:
+def family_of(values: Mapping[str, Any]) -> str:
     """Returns the family, a key of `FAMILIES`, of a config.json.
 
     Raises:
       UserError: if minitext doesn't have it.
     """
-    name = config.get("model_type")
+    name = values.get("model_type")
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in FAMILIES:
         hint = did_you_mean(name, FAMILIES) if isinstance(name, str) else ""
         known = ", ".join([*FAMILIES, *ALIASES])
-        raise UserError(f"config.json: model_type={short(name)} isn't known{hint}: minitext has {known}")
+        raise UserError(
+            f"config.json: model_type={short(name)} isn't known{hint}: minitext has {known}"
+        )
     return name
 
 
-def from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+def config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns our keys for a model, such as `model.embed`, from its config.json.
 
     Args:
-      config: config.json, parsed.
+      values: config.json, parsed.
 
     Returns:
       Dotted keys with values for `minitext.config.config.resolve`.
@@ -702,8 +789,8 @@ def from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: for a family, a key or a value that minitext doesn't have, naming it.
     """
-    name = family_of(config)
-    return read(FAMILIES[name].keys, config, name)
+    name = family_of(values)
+    return read(FAMILIES[name].keys, values, name)
 
 
 def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str, Any]:
@@ -739,7 +826,7 @@ def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str
 
 
 def model_of(keys: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model that `from_hf`'s keys describe, with defaults for all others.
+    """Returns the model that `config`'s keys describe, with defaults for all others.
 
     Raises:
       ConfigError: for values that don't go together.
@@ -749,15 +836,49 @@ def model_of(keys: Mapping[str, Any]) -> ModelConfig:
     return resolve([("config.json", dict(keys))]).model
 
 
-def is_unread(name: str, config: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint's tensor isn't part of the model, so that it may stay unread.
+def table(model: ModelConfig, name: str | None = None) -> Table:
+    """Returns the names of a model's parameters in a checkpoint of a family.
 
-    Such are stored frequencies, the output layer of a model that ties it, and layers that predict further tokens.
+    Args:
+      model: the model.
+      name: the family, a key of `FAMILIES`; None: the one that `to_hf` finds.
+
+    Raises:
+      UserError: if the family has no name for one of the model's parameters.
     """
-    family = FAMILIES[family_of(config)]
-    if re.fullmatch(family.unread, name):
-        return True
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    further = sum(int(config.get(key) or 0) for key in FURTHER_LAYERS)
-    first = int(config["num_hidden_layers"])
-    return layer is not None and first <= int(layer[1]) < first + further
+    family = FAMILIES[name or to_hf(model, 1)["model_type"]]
+    shapes = parameter_paths(model)
+    rows: list[convert.Row] = []
+    for path, layers, cfg in stacked(model):
+        for tensor in family.tensors:
+            ours = f"{path}.{tensor.ours}"
+            if LAYER in tensor.name and ours in shapes and tensor.when(cfg):
+                experts = cfg.ffn.experts if "{expert}" in tensor.name else 0  # pyright: ignore
+                rows.append(_row(tensor, ours, cfg, layers=layers, experts=experts))
+    for tensor in family.tensors:
+        if LAYER not in tensor.name and tensor.ours in shapes:
+            rows.append(_row(tensor, tensor.ours, model))
+    if missing := sorted(shapes - {row.path for row in rows}):
+        raise UserError(f"{family.architecture} has no tensor for the parameter {missing[0]}")
+    further = range(model.layers, model.layers + family.further_layers)
+    ignored = "*rotary_emb.inv_freq", *(f"model.layers.{layer}.*" for layer in further)
+    copies = (("lm_head.weight", "model.embed_tokens.weight"),) if model.tie_embeddings else ()
+    return Table(tuple(rows), ignored, copies)
+
+
+def _row(tensor: Tensor, path: str, cfg: ModelConfig, **more: Any) -> convert.Row:
+    view, into = (v if isinstance(v, View) else v(cfg) for v in (tensor.view, tensor.into))
+    return convert.Row(tensor.name, path, view, into=into, **more)
+
+
+def parameter_paths(model: ModelConfig) -> set[str]:
+    """Returns the paths of a model's parameters, such as `blocks.attention.q.w`."""
+    abstract = nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))), nnx.Param)
+    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(abstract)}
+
+
+def logit_factor(model: ModelConfig) -> float:
+    """Returns the factor on a model's logits, which no family has: the final norm's scale takes it."""
+    if model.logit_scale is not None:
+        return model.logit_scale
+    return model.embed**-0.5 if model.tie_embeddings else 1.0

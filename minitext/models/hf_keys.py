@@ -5,7 +5,7 @@ writes them back from a configuration of ours. `read` runs the rows, refuses a k
 layers into the keys of `model`: a dense prefix, a period, and what all layers share. `write` runs them the other way;
 reading the result again must give the same layers, so a setting that a family has no key for can't get lost.
 
-Both spellings of rotary positions are read: `rope_theta` with `rope_scaling`, and the `rope_parameters` of transformers 5.
+Both spellings of rotary positions are read: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
 
 Chapters: 23.
 """
@@ -24,15 +24,17 @@ MAX_LAYERS = 10_000  # more is a damaged file, and would only take memory
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
 # Keys that don't change what a model computes: names, files, training, generation, output.
-WITHOUT_EFFECT = frozenset(
-    """_name_or_path _attn_implementation_autoset _sliding_window_pattern architectures attention_dropout attn_implementation auto_map
-    aux_loss_alpha bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id ep_size
-    experts_per_token hidden_dropout id2label initial_context_length initializer_range is_llama_config label2id
-    max_position_embeddings max_window_layers model_type num_mtp_layers num_nextn_predict_layers output_attentions
-    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop return_dict
-    router_aux_loss_coef router_jitter_noise seq_aux tokenizer_class torch_dtype transformers.js_config
-    transformers_version unk_token_id use_cache""".split()
-)
+WITHOUT_EFFECT = {
+    "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "architectures",
+    "attention_dropout", "attn_implementation", "auto_map", "aux_loss_alpha", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "ep_size",
+    "experts_per_token", "hidden_dropout", "id2label", "initial_context_length", "initializer_range",
+    "is_llama_config", "label2id", "max_position_embeddings", "max_window_layers", "model_type",
+    "num_mtp_layers", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "tokenizer_class",
+    "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+}  # fmt: skip
 
 # Settings that say how a model runs or trains, and that config.json has no place for.
 _OF_A_RUN = ("attention.impl", "attention.context", "ffn.capacity_factor", "ffn.balance_loss")
@@ -133,7 +135,11 @@ def settings(layer: ModelConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name in type(layer).model_fields:
         value = getattr(layer, name)
-        inner = {f"{name}.{k}": getattr(value, k) for k in type(value).model_fields} if isinstance(value, Section) else {}
+        inner = (
+            {f"{name}.{k}": getattr(value, k) for k in type(value).model_fields}
+            if isinstance(value, Section)
+            else {}
+        )
         flat |= inner or {name: value}
     for key in (*_OF_A_RUN, *_OF_THE_MODEL):
         flat.pop(key, None)
@@ -149,29 +155,38 @@ def settings(layer: ModelConfig) -> dict[str, Any]:
     return flat
 
 
-class Place(NamedTuple):
-    """Where a layer's parameters are.
+class Stacked(NamedTuple):
+    """Layers whose parameters are stacked together.
 
     Attributes:
       path: of the module, such as `blocks` or `blocks.layers.1`.
-      index: of the layer among those stacked there.
-      cfg: the layer's configuration.
+      layers: their numbers, in the order of the stack.
+      cfg: the configuration of each of them.
     """
 
     path: str
-    index: int
+    layers: Sequence[int]
     cfg: ModelConfig
 
 
-def places(model: ModelConfig) -> list[Place]:
-    """Returns where each layer's parameters are, in the order of the layers."""
-    found = []
+def stacked(model: ModelConfig) -> list[Stacked]:
+    """Returns where a model keeps its layers."""
+    found, first = [], 0
     for name, stack in model.stacks.items():
-        several = len(model.period) > 1 and name != "prefix"
-        for index in range(stack.repeats):
-            for i, cfg in enumerate(stack.layers):
-                found.append(Place(f"{name}.layers.{i}" if several else name, index, cfg))
+        together = len(stack.layers)
+        after = first + stack.repeats * together
+        for i, cfg in enumerate(stack.layers):
+            apart = len(model.period) > 1 and name != "prefix"
+            path = f"{name}.layers.{i}" if apart else name
+            found.append(Stacked(path, range(first + i, after, together), cfg))
+        first = after
     return found
+
+
+def each_layer(model: ModelConfig) -> list[ModelConfig]:
+    """Returns the configuration of each layer."""
+    numbered = {number: s.cfg for s in stacked(model) for number in s.layers}
+    return [numbered[number] for number in range(model.layers)]
 
 
 class Row(Protocol):
@@ -196,7 +211,9 @@ def read(rows: Sequence[Row], values: Mapping[str, Any], name: str) -> dict[str,
     if "quantization_config" in values:
         how = values["quantization_config"]
         how = how.get("quant_method") if isinstance(how, Mapping) else how
-        raise UserError(f"config.json: the weights are quantized ({short(how)}): dequantize them first")
+        raise UserError(
+            f"config.json: the weights are quantized ({short(how)}): dequantize them first"
+        )
     Only(is_encoder_decoder=False, add_cross_attention=False).read(source, [])
     count = source.take("num_hidden_layers", int)
     if not 1 <= count <= MAX_LAYERS:
@@ -206,7 +223,9 @@ def read(rows: Sequence[Row], values: Mapping[str, Any], name: str) -> dict[str,
         row.read(source, layers)
     for key in sorted(source.unread - WITHOUT_EFFECT):
         if values[key] is not None:
-            raise source.refuse(key, f"minitext doesn't know this key of {name}; if it changes nothing, remove it")
+            raise source.refuse(
+                key, f"minitext doesn't know this key of {name}; if it changes nothing, remove it"
+            )
     return fold(layers)
 
 
@@ -216,7 +235,7 @@ def write(rows: Sequence[Row], model: ModelConfig, length: int) -> dict[str, Any
     Raises:
       UserError: for a setting that the rows can't express.
     """
-    target = Target([place.cfg for place in places(model)], length)
+    target = Target(each_layer(model), length)
     values: dict[str, Any] = {"num_hidden_layers": model.layers, "max_position_embeddings": length}
     for row in rows:
         values |= row.write(target)
@@ -225,7 +244,7 @@ def write(rows: Sequence[Row], model: ModelConfig, length: int) -> dict[str, Any
 
 def differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Returns the keys in which any layer of two models with as many layers differs, as `model.key=a's value`."""
-    pairs = zip((p.cfg for p in places(a)), (p.cfg for p in places(b)), strict=True)
+    pairs = zip(each_layer(a), each_layer(b), strict=True)
     found: dict[str, Any] = {}
     for one, other in pairs:
         mine, theirs = settings(one), settings(other)
@@ -274,7 +293,9 @@ def _known(layer: dict[str, Any]) -> dict[str, Any]:
 def _as_prefix(layer: dict[str, Any], base: dict[str, Any]) -> bool:
     """Returns whether a dense layer differs from the base only as those of the dense prefix do."""
     kept = ("ffn.activation", "ffn.bias")
-    others = [k for k in layer | base if not (k == "mlp" or (k.startswith("ffn.") and k not in kept))]
+    others = [
+        k for k in layer | base if not (k == "mlp" or (k.startswith("ffn.") and k not in kept))
+    ]
     return all(layer.get(k) == base.get(k) for k in others)
 
 
@@ -420,7 +441,9 @@ class Implied:
         """Refuses another value."""
         want = self.value(layers[0])
         if source.take(self.hf, int, want) != want:
-            raise source.refuse(self.hf, f"minitext knows {want} alone, which follows from the other keys")
+            raise source.refuse(
+                self.hf, f"minitext knows {want} alone, which follows from the other keys"
+            )
 
     def write(self, target: Target) -> dict[str, Any]:
         """Returns the value."""
@@ -478,7 +501,9 @@ class Window:
     def write(self, target: Target) -> dict[str, Any]:
         """Returns the window and its switch."""
         window = target.one("attention.window")
-        return {"sliding_window": window} | ({self.switch: window is not None} if self.switch else {})
+        return {"sliding_window": window} | (
+            {self.switch: window is not None} if self.switch else {}
+        )
 
 
 LIMITS = {
@@ -515,10 +540,14 @@ class Types:
                 sizes[kind] = given if on else None
         types = source.take("layer_types", list, None) or self.default(source, layers)
         if len(types) != len(layers):
-            raise UserError(f"config.json: layer_types has {len(types)} entries for {len(layers)} layers")
+            raise UserError(
+                f"config.json: layer_types has {len(types)} entries for {len(layers)} layers"
+            )
         for layer, kind in zip(layers, types, strict=True):
             if kind not in self.known:
-                raise source.refuse("layer_types", f"of {short(kind)}, minitext knows {', '.join(self.known)}")
+                raise source.refuse(
+                    "layer_types", f"of {short(kind)}, minitext knows {', '.join(self.known)}"
+                )
             if LIMITS[kind] and not sizes[kind]:
                 raise source.refuse(LIMITS[kind][0], f"layer_types names {kind}: give its length")
             layer |= {"type": kind, "attention.window": None, "attention.chunk": None}
@@ -535,7 +564,9 @@ class Types:
             each = target.each(ours)
             if lengths := {length for length in each if length is not None}:
                 if len(lengths) > 1:
-                    raise UserError(f"model.{ours} has several lengths, and config.json has one: {sorted(lengths)}")
+                    raise UserError(
+                        f"model.{ours} has several lengths, and config.json has one: {sorted(lengths)}"
+                    )
                 values[key] = lengths.pop()
                 values["layer_types"] = [
                     kind if length else old
@@ -633,7 +664,9 @@ class Experts:
         width = source.take(self.width, int) if any(sparse) else source.take(self.width, int, None)
         dense = source.take(self.dense, int, REQUIRED if not all(sparse) else None)
         for layer, has in zip(layers, sparse, strict=True):
-            layer |= {"ffn.kind": "moe", "mlp": width} if has else {"ffn.kind": "swiglu", "mlp": dense}
+            layer |= (
+                {"ffn.kind": "moe", "mlp": width} if has else {"ffn.kind": "swiglu", "mlp": dense}
+            )
 
     def write(self, target: Target) -> dict[str, Any]:
         """Returns which layers have experts, and both widths."""
@@ -643,7 +676,9 @@ class Experts:
         for key, want in ((self.width, True), (self.dense, False)):
             found = {width for has, width in widths if has == want}
             if len(found) > 1:
-                raise UserError(f"model.mlp has several widths, and config.json has one {key}: {sorted(found)}")
+                raise UserError(
+                    f"model.mlp has several widths, and config.json has one {key}: {sorted(found)}"
+                )
             values |= {key: found.pop()} if found else {}
         return values
 
@@ -666,7 +701,10 @@ def every_step() -> Experts:
     """Returns the row of a family in which each n-th layer has experts, but for some (Qwen)."""
 
     def sparse(source: Source, layers: Layers) -> list[bool]:
-        step, dense = source.take("decoder_sparse_step", int, 1), source.take("mlp_only_layers", list, [])
+        step, dense = (
+            source.take("decoder_sparse_step", int, 1),
+            source.take("mlp_only_layers", list, []),
+        )
         if step < 1:
             raise source.refuse("decoder_sparse_step", "choose 1 or more")
         return [i not in dense and (i + 1) % step == 0 for i in range(len(layers))]
@@ -705,14 +743,18 @@ class SharedWidth:
         width = source.take(self.KEY, int)
         one = next((layer["mlp"] for layer in layers if layer["ffn.kind"] == "moe"), width)
         if width < 1 or width % one:
-            raise source.refuse(self.KEY, f"minitext knows multiples of moe_intermediate_size={one} alone")
+            raise source.refuse(
+                self.KEY, f"minitext knows multiples of moe_intermediate_size={one} alone"
+            )
         _all(layers, **{"ffn.shared_experts": width // one})
 
     def write(self, target: Target) -> dict[str, Any]:
         """Returns the width."""
         widths = [
             count * mlp
-            for count, mlp in zip(target.each("ffn.shared_experts"), target.each("mlp"), strict=True)
+            for count, mlp in zip(
+                target.each("ffn.shared_experts"), target.each("mlp"), strict=True
+            )
             if count is not None
         ]
         return {self.KEY: widths[0]} if widths else {}
@@ -788,7 +830,9 @@ class Rope:
     def write(self, target: Target) -> dict[str, Any]:
         """Returns both spellings."""
         parameters, length = rope_parameters(_rotated(target.layers), self)
-        scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        scaling = {
+            k: v for k, v in parameters.items() if k not in ("rope_theta", "partial_rotary_factor")
+        }
         values = {"rope_theta": parameters["rope_theta"], "rope_parameters": parameters}
         values["rope_scaling"] = None if parameters["rope_type"] == "default" else scaling
         if self.fraction is not None:
@@ -820,7 +864,9 @@ class TypedRope:
         """Sets the rotary positions of each layer by its type."""
         new = source.take("rope_parameters", dict, None) or {}
         if unknown := sorted(set(new) - set(LIMITS)):
-            raise source.refuse("rope_parameters", f"minitext knows {' and '.join(LIMITS)}, not {unknown[0]}")
+            raise source.refuse(
+                "rope_parameters", f"minitext knows {' and '.join(LIMITS)}, not {unknown[0]}"
+            )
         given = {}
         for kind in ("full_attention", "sliding_attention"):
             given[kind] = dict(checked(f"rope_parameters.{kind}", new.get(kind) or {}, dict))
@@ -840,7 +886,11 @@ class TypedRope:
         local = source.take(self.local_key, float, None) if self.local_key else theta
         if local is None:
             return
-        if self.local_key is None and "rope_theta" not in given["sliding_attention"] and local != self.local:
+        if (
+            self.local_key is None
+            and "rope_theta" not in given["sliding_attention"]
+            and local != self.local
+        ):
             # Versions of transformers read it differently for layers with a window.
             raise source.refuse("rope_theta", "give rope_parameters for each type of layer")
         old = given["sliding_attention"].setdefault("rope_theta", local)
@@ -893,9 +943,13 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
         )
     fraction = left.pop("partial_rotary_factor", family.fraction)
     if family.fraction is None and fraction not in (None, 1.0):
-        raise UserError(f"config.json: partial_rotary_factor={short(fraction)}: {source.name} rotates all features")
+        raise UserError(
+            f"config.json: partial_rotary_factor={short(fraction)}: {source.name} rotates all features"
+        )
     found: dict[str, Any] = {"kind": kind, "theta": theta}
-    found["fraction"] = checked("partial_rotary_factor", 1.0 if fraction is None else fraction, float)
+    found["fraction"] = checked(
+        "partial_rotary_factor", 1.0 if fraction is None else fraction, float
+    )
     longest = source.take("max_position_embeddings", int, None)
     if kind in _WITH_LENGTH:
         inner = left.pop(_ORIGINAL, None)
@@ -910,7 +964,9 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
         found[ours] = value if value is None else checked(theirs, value, type_)
     if left:
         key = sorted(left)[0]
-        raise UserError(f"config.json: {key}={short(left[key])} has no meaning with rope_type={kind}: remove it")
+        raise UserError(
+            f"config.json: {key}={short(left[key])} has no meaning with rope_type={kind}: remove it"
+        )
     _lengths(found, longest)
     return {f"rope.{key}": value for key, value in found.items()}
 
@@ -919,7 +975,10 @@ def _lengths(found: dict[str, Any], longest: int | None) -> None:
     """Resolves what transformers computes from lengths: YaRN's factor, and LongRoPE's longest text."""
     if found["kind"] == "yarn":
         # Both count for nothing unless both are there and not 0, but for the scale of MLA's logits.
-        found["factor"] = found["factor"] or checked("max_position_embeddings", longest, int) / found["original_length"]
+        found["factor"] = (
+            found["factor"]
+            or checked("max_position_embeddings", longest, int) / found["original_length"]
+        )
     if found["kind"] == "longrope":
         factor, original = found.pop("factor"), found["original_length"]
         for key in ("short_factor", "long_factor"):
