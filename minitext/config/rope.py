@@ -1,6 +1,6 @@
 """The rotary positions of a layer: their frequencies, and how a model trained on short texts stretches them.
 
-Chapters: 4, 23.
+Chapters: 23.
 """
 
 from collections.abc import Iterator

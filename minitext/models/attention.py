@@ -159,7 +159,7 @@ class GQA(nnx.Module):
             qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
             out_BTNH = attend(*qkvs, self.cfg, self.rules, sinks_N=sinks)
         else:
-            more = seen(self.options) | ({} if sinks is None else {"sinks_N": sinks})
+            more = attention_options(self.options) | ({} if sinks is None else {"sinks_N": sinks})
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache, **more)
         if self.options.gate:
             sizes = self.cfg.heads, self.cfg.H
@@ -202,7 +202,7 @@ def _temperature(a: GQAConfig, positions_BT: jax.Array) -> jax.Array:
     return (1 + a.temperature_scale * jnp.log1p(lengths))[:, :, None, None]
 
 
-def seen(options: GQAConfig | MLAConfig) -> dict[str, Any]:
+def attention_options(options: GQAConfig | MLAConfig) -> dict[str, Any]:
     """Returns the keyword arguments of attention's implementations that tell a layer from plain causal attention."""
     if isinstance(options, MLAConfig):
         return {}
@@ -222,7 +222,7 @@ def attend(
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention's output [B, T, N, H] over these tokens alone; the sequence may be split over devices."""
-    qkvs, more = (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT), seen(cfg.attention)
+    qkvs, more = (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT), attention_options(cfg.attention)
     more |= {} if sinks_N is None else {"sinks_N": sinks_N}
     if rules.splits("seq"):
         return context_attention(*qkvs, rules=rules, method=cfg.attention.context, **more)

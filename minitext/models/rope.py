@@ -5,7 +5,7 @@ at all. A text longer than those of training brings the slow pairs to angles tha
 stretching divides frequencies so that these angles come back into the known range; they differ in which pairs they
 spare, since the fast ones, which tell neighbours apart, have met every angle already.
 
-Chapters: 4, 23.
+Chapters: 4.
 """
 
 import math
