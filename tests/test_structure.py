@@ -209,6 +209,7 @@ TESTED_WITH = {
     "compiler/llo_compiler": "compiler/llo",
     "config/data": "config/config",
     "config/model": "config/config",
+    "config/rope": "models/rope",
     "config/section": "config/config",
     "config/sections": "config/config",
     "data/array_record": "data/rows",

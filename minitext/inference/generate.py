@@ -21,7 +21,7 @@ from minitext import hardware
 from minitext.config.model import ModelConfig
 from minitext.config.section import cached
 from minitext.errors import DoesNotFit, UserError
-from minitext.inference.cpu_decode import split_projections, unstack_layers
+from minitext.inference.cpu_decode import split_projections, unstack_cache, unstack_layers
 from minitext.models.transformer import Cache, Transformer, make_cache
 from minitext.terminal import show_bytes
 
@@ -118,8 +118,7 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
 
     def empty_cache(batch, length):
         cache = make_cache(cfg, batch, length)
-        # Layers apart, as the model's are.
-        return cache if cfg.scan_layers else cache._make((*map(tuple, cache[:-1]), cache.length))
+        return cache if cfg.scan_layers else unstack_cache(cache)
 
     @jax.jit
     def lay_out(params):
