@@ -239,7 +239,6 @@ TESTED_WITH = {
     "perf/figures": "book/notebook",
     "perf/sizes": "perf/memory",
     "sharding/check": "training/step",
-    "sharding/context_parallel": "book/equality",
     "sharding/pipeline_schedule": "sharding/pipeline",
     "sharding/pipeline_stages": "sharding/pipeline",
     "training/loop": "training/run",

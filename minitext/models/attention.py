@@ -159,7 +159,8 @@ class GQA(nnx.Module):
             qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
             out_BTNH = attend(*qkvs, self.cfg, self.rules, sinks_N=sinks)
         else:
-            more = attention_options(self.options) | ({} if sinks is None else {"sinks_N": sinks})
+            more: Any = attention_options(self.options)
+            more |= {} if sinks is None else {"sinks_N": sinks}
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache, **more)
         if self.options.gate:
             sizes = self.cfg.heads, self.cfg.H

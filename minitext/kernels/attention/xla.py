@@ -38,7 +38,7 @@ def attention(
     if softcap is not None:
         logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
     sinks_KG11 = None if sinks_N is None else _like_heads(sinks_N, q_BTNH, (K, -1, 1, 1))
-    probs_BKGTS = _softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_KG11)
+    probs_BKGTS = masked_softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_KG11)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
@@ -191,14 +191,21 @@ def cached_attention(
     if sinks_N is not None:
         sinks_KG1 = _like_heads(sinks_N, q_BTNH, (K, -1, 1))
         sinks_KX1 = jnp.repeat(sinks_KG1, T, axis=1)
-    probs = _softmax(both, jnp.tile(mask_TS, (N // K, 1)), sinks_KX1).astype(v_BKTH.dtype)
+    probs = masked_softmax(both, jnp.tile(mask_TS, (N // K, 1)), sinks_KX1).astype(v_BKTH.dtype)
     out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs[..., :S], cached_v_BKSH)
     out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", probs[..., S:], v_BKTH)
     out_BKGTH = jnp.reshape(out_BKXH, (B, K, -1, T, H))
     return _heads_last(out_BKGTH).astype(q_BTNH.dtype)
 
 
-def _softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Returns the weights of a softmax over the last dimension.
+
+    Args:
+      logits: [..., S] float32.
+      mask: booleans that broadcast to the logits': which take part.
+      sinks: float32 that broadcast to [..., 1]: one more logit for each row, whose weight isn't returned. Or None.
+    """
     logits = jnp.where(mask, logits, MASKED)
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
