@@ -232,6 +232,7 @@ TESTED_WITH = {
     "kernels/tiles_tpu": "kernels/matmul",
     "models/flops": "models/transformer",
     "observability/device_time": "observability/profiler",
+    "models/hf_keys": "models/families",
     "observability/goodput_export": "observability/goodput",
     "observability/profile_report": "observability/profiler",
     "observability/xplane": "observability/profiler",

@@ -574,12 +574,9 @@ FAMILIES: dict[str, Family] = {
             *_moe("n_routed_experts", 8),
             *GROUPED,
             Rope(),
-            Implied("num_key_value_heads", lambda layer: layer["heads"]),
-            Implied("head_dim", lambda layer: layer["attention.rope_dim"]),
-            Implied(
-                "qk_head_dim",
-                lambda layer: layer["attention.nope_dim"] + layer["attention.rope_dim"],
-            ),
+            Implied("num_key_value_heads", ("heads",)),
+            Implied("head_dim", ("attention.rope_dim",)),
+            Implied("qk_head_dim", ("attention.nope_dim", "attention.rope_dim")),
             Only(attention_bias=False, rope_interleave=True),
         ),
         (

@@ -427,19 +427,19 @@ class HeadDim:
 
 @dataclass(frozen=True)
 class Implied:
-    """A key of config.json that follows from settings of ours.
+    """A key of config.json that is a sum of settings of ours, and so can't have another value.
 
     Attributes:
       hf: the key.
-      value: a layer's settings -> its value.
+      ours: ours, below `model`.
     """
 
     hf: str
-    value: Callable[[Mapping[str, Any]], Any]
+    ours: tuple[str, ...]
 
     def read(self, source: Source, layers: Layers) -> None:
         """Refuses another value."""
-        want = self.value(layers[0])
+        want = sum(layers[0][key] for key in self.ours)
         if source.take(self.hf, int, want) != want:
             raise source.refuse(
                 self.hf, f"minitext knows {want} alone, which follows from the other keys"
@@ -447,7 +447,8 @@ class Implied:
 
     def write(self, target: Target) -> dict[str, Any]:
         """Returns the value."""
-        return {self.hf: self.value(settings(target.layers[0]))}
+        found = [target.one(key) for key in self.ours]
+        return {} if None in found else {self.hf: sum(found)}
 
 
 class EmbedScale:
@@ -476,7 +477,8 @@ class QueryScalar:
 
     def write(self, target: Target) -> dict[str, Any]:
         """Returns the number, which transformers wants as an integer."""
-        return {self.KEY: round(target.one("attention.scale") ** -2)}
+        scale = target.one("attention.scale")
+        return {} if scale is None else {self.KEY: round(scale**-2)}
 
 
 @dataclass(frozen=True)
