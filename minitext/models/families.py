@@ -506,7 +506,7 @@ FAMILIES: dict[str, Family] = {
             *_gqa(HeadDim(256), attention__qk_norm="head"),
             *GEMMA,
             *SOFTCAPS,
-            Types(lambda s, layers: every(s.take("sliding_window_pattern", int, 6))(s, layers)),
+            Types(every(6, "sliding_window_pattern")),
             TypedRope(1e6, 1e4, "rope_local_base_freq"),
         ),
         (*ENDS, *QKV, *OUT, *QK_NORM, *BOTH, *MLP),

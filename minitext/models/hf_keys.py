@@ -456,7 +456,7 @@ class EmbedScale:
 
     def read(self, source: Source, layers: Layers) -> None:
         """Sets the factor."""
-        _all(layers, embed_scale=math.sqrt(layers[0]["embed"]))
+        _all(layers, embed_scale=math.sqrt(max(layers[0]["embed"], 0)))
 
     def write(self, target: Target) -> dict[str, Any]:
         """Returns nothing."""
@@ -579,9 +579,17 @@ class Types:
         return values
 
 
-def every(n: int, kind: str = "sliding_attention") -> Callable[[Source, Layers], list[str]]:
-    """Returns a default of `Types`: all but each n-th layer have a window."""
-    return lambda _, layers: [kind if (i + 1) % n else "full_attention" for i in range(len(layers))]
+def every(n: int, key: str | None = None) -> Callable[[Source, Layers], list[str]]:
+    """Returns a default of `Types`: all but each n-th layer have a window; `key` may set another n."""
+
+    def types(source: Source, layers: Layers) -> list[str]:
+        step = source.take(key, int, n) if key else n
+        if step < 1:
+            raise source.refuse(str(key), "choose 1 or more")
+        kinds = ("full_attention", "sliding_attention")
+        return [kinds[(i + 1) % step != 0] for i in range(len(layers))]
+
+    return types
 
 
 @dataclass(frozen=True)
@@ -744,7 +752,7 @@ class SharedWidth:
         """Sets their number."""
         width = source.take(self.KEY, int)
         one = next((layer["mlp"] for layer in layers if layer["ffn.kind"] == "moe"), width)
-        if width < 1 or width % one:
+        if min(width, one) < 1 or width % one:
             raise source.refuse(
                 self.KEY, f"minitext knows multiples of moe_intermediate_size={one} alone"
             )
@@ -938,7 +946,8 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
     theta = checked("rope_theta", left.pop("rope_theta", family.theta), float)
     kind, older = left.pop("rope_type", None), left.pop("type", None)
     kind = older if kind is None else kind
-    kind = "default" if kind is None else (family.old or {}).get(kind, kind)
+    kind = "default" if kind is None else checked("rope_type", kind, str)
+    kind = (family.old or {}).get(kind, kind)
     if kind not in family.kinds:
         raise UserError(
             f"config.json: rope_type={short(kind)} ({source.name}): minitext knows {', '.join(family.kinds)}"
@@ -957,6 +966,8 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
         inner = left.pop(_ORIGINAL, None)
         original = source.take(_ORIGINAL, int, None) or inner or family.original or longest
         found["original_length"] = checked(_ORIGINAL, original, int)
+        if found["original_length"] < 2:
+            raise UserError(f"config.json: {_ORIGINAL}={original}: choose 2 or more")
     elif _ORIGINAL in source.values:  # without scaling it has no effect
         source.unread.discard(_ORIGINAL)
     for theirs, ours, type_, default in ROPE_KEYS[kind]:

@@ -298,6 +298,10 @@ def test_both_spellings_of_rope(name, old, new):
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 25},
          "shared_expert_intermediate_size=25"),
+        ("llama", {"rope_scaling": {"type": ["yarn"]}}, "rope_type=['yarn']"),
+        ("llama", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1}},
+         "original_max_position_embeddings=1"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
     ],
 )  # fmt: skip
