@@ -199,7 +199,10 @@ def test_every_module_is_tested():
 UNTESTED = {"errors"}
 # Modules whose behaviour is tested through another.
 TESTED_WITH = {
+    "checkpoint/gguf": "checkpoint/weights",
     "checkpoint/leaves": "checkpoint/checkpointer",
+    "checkpoint/safetensors": "checkpoint/weights",
+    "checkpoint/stored": "checkpoint/weights",
     "cli/arguments": "cli/main",
     "cli/launching": "cli/main",
     "cli/reports": "cli/main",
@@ -305,7 +308,7 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune", "goodput")
+        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert")
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
@@ -317,6 +320,7 @@ def test_imports_are_declared():
         "pygments",
         "nbformat",
         "jax_plugins",
+        "ml_dtypes",
         "cloudpickle",
     }
     for path in SOURCES:
