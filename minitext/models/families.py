@@ -741,7 +741,9 @@ FAMILIES: dict[str, Family] = {
             Types(
                 lambda source, layers: [
                     "sliding_attention"
-                    if layer["rope.kind"] == "none" and source.values.get("use_sliding_window")
+                    if layer["rope.kind"] == "none"
+                    and source.values.get("use_sliding_window")
+                    and source.values.get("sliding_window")
                     else "full_attention"
                     for layer in layers
                 ],
@@ -794,8 +796,8 @@ def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str
     """Returns the config.json of a model: that of the first family that has all its settings.
 
     Args:
-      model: the model. Factors on its logits or token vectors that the family lacks are folded into parameters
-        (`folded`).
+      model: the model. A factor on its logits, which no family has, goes into the final norm's scale
+        (`logit_factor`).
       max_length: tokens of the longest text, unless the rotary positions say it.
       first: the family to try first, such as the one that the model came from.
 
