@@ -685,6 +685,7 @@ FAMILIES: dict[str, Family] = {
             Unrotated(),
             L2Norm(),
             Temperature(),
+            Only(for_llm_compressor=False),
             Types(
                 lambda _, layers: [
                     "full_attention" if layer["rope.kind"] == "none" else "chunked_attention"
