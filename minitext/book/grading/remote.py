@@ -391,27 +391,26 @@ class End:
         while len(self._kept) > KEPT:
             self._forget(self._kept.pop(0))
 
-    def _settle(self) -> None:
-        """Notes how everything shared looks now, when both sides have it alike."""
-        for shared in self._shared.values():
-            shared.seen = _look(shared.thing)
+    def _settle(self, numbers: list[int]) -> None:
+        """Notes how these objects look now, when both sides have them alike."""
+        for number in numbers:
+            shared = self._shared.get(number)
+            if shared is not None:
+                shared.seen = wire.snapshot(shared.thing)
 
     def _changes(self, codec: Codec) -> list:
+        """What this side has changed since both had it alike; the other will have applied it."""
         found = []
         for number, shared in list(self._shared.items()):
-            if shared.seen is not None and _look(shared.thing) != shared.seen:
-                content = (
-                    ["deleted"]
-                    if isinstance(shared.thing, jax.Array)
-                    else codec.content(shared.thing)
-                )
-                found.append([number, content])
+            if shared.seen is not None and not wire.is_as(shared.thing, shared.seen):
+                found.append([number, codec.content(shared.thing)])
+                shared.seen = wire.snapshot(shared.thing)
         return found
 
     def _apply(self, codec: Codec, changes: list) -> None:
         for number, content in changes:
-            thing = self.known(number)
-            codec.fill(thing, content)
+            codec.fill(self.known(number), content)
+            self._settle([number])
 
     # -------------------------------------------------------------------------------- asking
 
@@ -432,7 +431,7 @@ class End:
         traced = bool(avals) or not isinstance(core.trace_ctx.trace, core.EvalTrace)
         around = _context(codec) if traced else None
         tracers = codec.tracers
-        self._settle()
+        self._settle(codec.met)
         self._send(["ask", number, what, changes, given, avals, around])
         kind, changes, *rest = self._answer()
         back = Codec(self)
@@ -450,7 +449,7 @@ class End:
             if not self.trusted:
                 raise
             raise Gone(f"its answer can't be read: {broken}") from broken
-        self._settle()
+        self._settle(back.met)
         self._forget(codec.met)
         if error is not None:
             raise error
@@ -514,7 +513,7 @@ class End:
                 if around is None:
                     args, kwargs = _arguments(into, given)
                     taken = into.met
-                    self._settle()
+                    self._settle(taken)
                     out = Codec(self)
                     value = out.encode(self._do(thing, what, args, kwargs))
                 else:
@@ -524,12 +523,12 @@ class End:
             except BaseException as error:
                 out = Codec(self)
                 reply = ["raise", self._changes(out), *self._encode_error(out, error)]
-                self._settle()
+                self._settle(out.met)
                 self._forget(taken)
                 return reply
         said = [] if self.trusted else [[w.category.__name__, str(w.message)] for w in caught[:20]]
         changes = self._changes(out)
-        self._settle()
+        self._settle(out.met)
         self._forget(taken)
         self._keep(out.met)
         return ["return", changes, value, jaxpr, said]
@@ -546,7 +545,7 @@ class End:
                 self._outer, self._captured = core.trace_ctx.trace, {}
             into.values = list(xs)
             args, kwargs = _arguments(into, given)
-            self._settle()
+            self._settle(into.met)
             out = Codec(self, tracing=True)
             outs[:] = [out, out.encode(self._do(thing, what, args, kwargs))]
             return out.tracers
@@ -714,10 +713,6 @@ def _argument_names(x: Any) -> list[str]:
         return list(inspect.signature(x).parameters)[:50] if callable(x) else []
     except (TypeError, ValueError):
         return []
-
-
-def _look(x: Any) -> Any:
-    return x.is_deleted() if isinstance(x, jax.Array) else wire.fingerprint(x)
 
 
 def _arguments(codec: Codec, given: list) -> tuple[list, dict[str, Any]]:

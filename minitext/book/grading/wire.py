@@ -12,11 +12,12 @@ import dataclasses
 import enum
 import fractions
 import importlib
+import operator
 import pathlib
 import struct
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -137,23 +138,35 @@ def _is_mutable(x: Any) -> bool:
     return type(x) in _MUTABLE
 
 
-def fingerprint(x: Any) -> Any:
-    """What changes when a mutable container or a NumPy array is changed in place."""
+def snapshot(x: Any) -> Any:
+    """What `is_as` needs to tell later whether a mutable object was changed in place."""
+    if isinstance(x, jax.Array):
+        return x.is_deleted()
     if isinstance(x, np.ndarray):
-        return (
-            x.shape,
-            str(x.dtype),
-            x.tobytes() if x.dtype.kind != "O" else tuple(map(id, x.flat)),
-        )
+        return x.shape, x.dtype, list(x.flat) if x.dtype.kind == "O" else x.tobytes()
     if isinstance(x, dict):
-        return tuple(
-            (id(k), id(v), v if type(v) in (int, float, str) else None) for k, v in x.items()
-        )
-    if isinstance(x, bytearray):
-        return bytes(x)
+        return list(x), list(x.values())
+    return bytes(x) if isinstance(x, bytearray) else x.copy()
+
+
+def is_as(x: Any, seen: Any) -> bool:
+    """Whether a mutable object is as it was at its `snapshot`: the same objects in the same places."""
+    if isinstance(x, (jax.Array, bytearray)):
+        return snapshot(x) == seen
+    if isinstance(x, np.ndarray):
+        shape, dtype, items = seen
+        if (x.shape, x.dtype) != (shape, dtype):
+            return False
+        return _same(x.flat, items) if dtype.kind == "O" else x.tobytes() == items
+    if isinstance(x, dict):
+        return len(x) == len(seen[0]) and _same(x, seen[0]) and _same(x.values(), seen[1])
     if isinstance(x, set):
-        return frozenset(map(id, x))
-    return tuple((id(v), v if type(v) in (int, float, str) else None) for v in x)
+        return len(x) == len(seen) and set(map(id, x)) == set(map(id, seen))
+    return len(x) == len(seen) and _same(x, seen)
+
+
+def _same(x: Iterable[Any], y: Iterable[Any]) -> bool:
+    return all(map(operator.is_, x, y))
 
 
 class Codec:
@@ -210,6 +223,8 @@ class Codec:
 
     def content(self, x: Any) -> Any:
         """What a mutable object holds now."""
+        if isinstance(x, jax.Array):
+            return ["deleted"]  # nothing else can change in it
         if isinstance(x, np.ndarray):
             return self._array(x)
         if isinstance(x, dict):

@@ -19,6 +19,7 @@ from typing import Any
 
 from minitext.book.grading import answering, confine, evaluate, process, registry, source
 from minitext.book.grading.registry import Exercise
+from minitext.distributed.devices import compile_quickly
 
 PATIENCE = 2.0  # seconds for an answering process that closed its connection to end
 Send = Callable[..., None]
@@ -37,6 +38,7 @@ def grade_answer(job: dict, send: Send) -> None:
     """Grades one answer: sends `ready`, a `check` before each check, `result`, and perhaps `hint`."""
     from minitext.book.grading.remote import End
 
+    compile_quickly()
     pid, connection = answering.start(job)  # before any check is read
     confine.adopt_orphans()
     root, begun = Path(job["root"]), ""
@@ -117,6 +119,7 @@ def try_out(job: dict, send: Send) -> None:
     root, stem = Path(job["root"]), job["stem"]
     text = (root / "solutions" / f"{stem}.py").read_text(encoding="utf-8")
     stubs = source.split(source.stub(text))
+    compile_quickly()
     found = registry.exercises_of(registry.load_module(root / "checks" / f"{stem}.py"), stem)
     send("ready")
     for exercise in found:
