@@ -181,7 +181,7 @@ def compile_quickly() -> None:
     It must be called before JAX starts its backends: XLA reads its flags once. The environment stays as it is, because
     libtpu refuses flags that it doesn't know.
     """
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     before = os.environ.get("XLA_FLAGS")
     flags = [f"--{name}={str(value).lower()}" for name, value in quick_compile("cpu").items()]
