@@ -5,6 +5,7 @@ Text that is truncated or comes from another version gives fewer entries, never 
 Chapters: 2, 10, 22.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ _TYPE = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.+)$")
 _OPCODE = re.compile(r" ([a-z][a-z\-]*)\(([^()]*)")
+_OPERAND = re.compile(r"%(([\w.\-]+)(?:#(\d+))?)")
 _CALLED = re.compile(r"\b(calls|to_apply|condition|body|(?:true|false)_computation)=%([\w.\-]+)")
 _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -80,22 +82,50 @@ def show_type(aval: Any) -> str:
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
-    """Returns the instructions of each computation of a module by its name, and the entry computation's name if any."""
-    found: dict[str, list[Instruction]] = {}
+    """Returns the instructions of each computation of a module by its name, and the entry computation's name if any.
+
+    Newer compilers write `%loop#1` for an element of a tuple and leave the `get-tuple-element` out. It is put back
+    here, before its first use and with `loop#1` as its name, so that the texts of all versions read the same.
+    """
+    found: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
-            current = found.setdefault(header["name"], [])
+            current = found.setdefault(header["name"], {})
             entry = header["name"] if header["entry"] else entry
         elif line.startswith("}"):
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
             rest = match["rest"]
             if opcode := _OPCODE.search(" " + rest):
-                operands = tuple(re.findall(r"%([\w.\-]+)", opcode[2]))
+                operands = _OPERAND.findall(opcode[2])
+                for name, whole, index in operands:
+                    if index and name not in current and whole in current:
+                        current[name] = _element(name, current[whole], int(index))
+                names = tuple(name for name, _, _ in operands)
                 size = type_bytes(rest[: opcode.start()])
-                current.append(Instruction(match["name"], opcode[1], size, operands, rest))
-    return found, entry
+                current[match["name"]] = Instruction(match["name"], opcode[1], size, names, rest)
+    return {name: list(rows.values()) for name, rows in found.items()}, entry
+
+
+def _element(name: str, whole: Instruction, index: int) -> Instruction:
+    """Returns the instruction that takes an element of a tuple."""
+    kind = "".join(_element_types(whole.type)[index : index + 1])
+    line = f"{kind} get-tuple-element(%{whole.name}), index={index}"
+    return Instruction(name, "get-tuple-element", type_bytes(kind), (whole.name,), line)
+
+
+@functools.lru_cache(maxsize=64)
+def _element_types(text: str) -> tuple[str, ...]:
+    """Returns the types of a tuple's elements, which may be tuples; commas in brackets don't divide them."""
+    parts, depth = [""], 0
+    for c in text.strip()[1:-1]:
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return tuple(re.sub(r"/\*.*?\*/", "", part).strip() for part in parts)
 
 
 class Fusion(NamedTuple):

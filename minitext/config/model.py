@@ -203,10 +203,10 @@ class MoEConfig(Section):
 
 def _flat(value: Any) -> Any:
     """Returns a layer's differences, nested mappings or pairs, as pairs of dotted keys and values."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(tuple, value))
+    if isinstance(value, tuple):
+        return value
     if not isinstance(value, Mapping):
-        raise ValueError("it is not a mapping of keys to values")
+        raise ValueError(f"{value}: it is not a mapping of keys to values")
     pairs = []
     for key, inner in value.items():
         if isinstance(inner, Mapping):
@@ -293,18 +293,6 @@ class ModelConfig(Section):
         kind = cls.model_fields[info.field_name].default.kind
         return {"kind": kind} | value if isinstance(value, dict) else value
 
-    @field_validator("period")
-    @classmethod
-    def _known_keys(cls, period: tuple[Differences, ...]) -> tuple[Differences, ...]:
-        for place, differences in enumerate(period):
-            for key, _ in differences:
-                if key.partition(".")[0] not in LAYER_KEYS:
-                    known = f"a layer may set {', '.join(LAYER_KEYS)}"
-                    raise ValueError(
-                        f"{key} of layer {place}{did_you_mean(key, LAYER_KEYS)}: {known}"
-                    )
-        return period
-
     @property
     def saved(self) -> tuple[str, ...]:
         """The named tensors that a rematerialised layer keeps for its backward pass."""
@@ -358,12 +346,27 @@ class ModelConfig(Section):
                 "model.layers"
             )
         for place, differences in enumerate(self.period):
-            try:
-                self.with_layer(differences)
-            except ValidationError as error:
-                for e in error.errors():
-                    where = ".".join(str(part) for part in e["loc"])
-                    yield f"model.period[{place}]{'.' + where if where else ''}: {e['msg']}"
+            yield from self._layer_problems(f"model.period[{place}]", differences)
+
+    def _layer_problems(self, where: str, differences: Differences) -> Iterator[str]:
+        for key, value in differences:
+            if (first := key.partition(".")[0]) not in LAYER_KEYS:
+                hint, known = did_you_mean(first, LAYER_KEYS), ", ".join(LAYER_KEYS)
+                yield f"{where}.{key}={value}: a layer cannot set it{hint}: choose among {known}"
+                return
+        try:
+            self.with_layer(differences)
+        except ValidationError as error:
+            for e in error.errors():
+                parts = [str(part) for part in e["loc"]]
+                if len(parts) > 1:  # pydantic puts a variant's kind into the path, keys don't
+                    del parts[1]
+                reason = e["msg"][:1].lower() + e["msg"][1:]
+                if e["type"] == "extra_forbidden":
+                    section = getattr(self, parts[0], None)
+                    known = list(type(section).model_fields) if section is not None else []
+                    reason = f"unknown key{did_you_mean(parts[-1], known)}"
+                yield ".".join([where, *parts]) + f": {reason.removeprefix('value error, ')}"
 
     def problems(self) -> Iterator[str]:
         """Checks the rematerialised names, the variants and the pattern of layers."""

@@ -48,9 +48,9 @@ class Llama3RopeConfig(RopeConfig):
 
     def problems(self) -> Iterator[str]:
         """Checks the order of the two wavelengths."""
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             yield (
-                f"model.rope.low_freq_factor={self.low_freq_factor} is not below "
+                f"model.rope.low_freq_factor={self.low_freq_factor} is above "
                 f"model.rope.high_freq_factor={self.high_freq_factor}: choose a smaller one"
             )
 

@@ -289,6 +289,8 @@ def update_bias(params: Any, load_LE: jax.Array, cfg: ModelConfig) -> Any:
     params, done = jax.tree.map(lambda x: x, params), 0
     for name, stack in cfg.stacks.items():
         routed = [i for i, one in enumerate(stack.layers) if isinstance(one.ffn, MoEConfig)]
+        if not routed:
+            continue
         here = stack.repeats * len(routed)
         load = jnp.reshape(load_LE[done : done + here], (stack.repeats, len(routed), -1))
         done += here

@@ -82,9 +82,9 @@ def stretch(cfg: RopeConfig, half: int, positions_BT: Any) -> Any:
             return jnp.full(half, 1 / cfg.factor, jnp.float32)
         case Llama3RopeConfig():
             wavelength = 2 * np.pi * cfg.theta ** (np.arange(half) / half)
-            # 1 keeps a frequency, 0 divides it by the factor; between the two wavelengths lies a ramp.
+            # 1 keeps a frequency, 0 divides it by the factor; between the two wavelengths lies a ramp, if they differ.
             low, high = cfg.low_freq_factor, cfg.high_freq_factor
-            keep = np.clip((cfg.original_length / wavelength - low) / (high - low), 0, 1)
+            keep = np.clip((cfg.original_length / wavelength - low) / max(high - low, 1e-9), 0, 1)
             return jnp.asarray(keep + (1 - keep) / cfg.factor, jnp.float32)
         case YarnRopeConfig():
             keep = 1 - _ramp(cfg, half)

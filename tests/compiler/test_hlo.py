@@ -79,6 +79,54 @@ def test_collectives_of_a_loop_count_as_often_as_it_turns():
     }
 
 
+SUGARED = """\
+HloModule elements, num_partitions=4
+
+%body (carry: (s32[], f32[64,8], (f32[2], bf16[4,8]))) -> (s32[], f32[64,8], (f32[2], bf16[4,8])) {
+  %carry = (s32[]{:T(128)}, f32[64,8]{1,0:T(8,128)}, (f32[2]{0}, /*index=1*/bf16[4,8]{1,0})) parameter(0)
+  %all-reduce.1 = f32[64,8]{1,0} all-reduce(%carry#1), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  %fusion.1 = f32[64,8]{1,0} fusion(%carry#1, %carry#2, %carry#1), kind=kLoop, calls=%inside
+  ROOT %tuple = (s32[], f32[64,8], (f32[2], bf16[4,8])) tuple(%carry#0, %fusion.1, %carry#2)
+}
+
+%condition (carry.1: (s32[], f32[64,8], (f32[2], bf16[4,8]))) -> pred[] {
+  %carry.1 = (s32[]{:T(128)}, f32[64,8]{1,0}, (f32[2]{0}, bf16[4,8]{1,0})) parameter(0)
+  %bound = s32[]{:T(128)} constant(40)
+  ROOT %less = pred[]{:T(512)} compare(%carry.1#0, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[64,8], y: (f32[2], bf16[4,8])) -> f32[64,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %y = (f32[2]{0}, bf16[4,8]{1,0}) parameter(1)
+  %one = s32[] constant(1)
+  %start = (s32[], f32[64,8]{1,0}, (f32[2]{0}, bf16[4,8]{1,0})) tuple(%one, %x, %y)
+  %loop = (s32[], f32[64,8]{1,0}, (f32[2]{0}, bf16[4,8]{1,0})) while(%start), condition=%condition, body=%body
+  ROOT %out = f32[64,8]{1,0} negate(%loop#1)
+}
+"""
+
+
+def test_an_element_of_a_tuple_may_be_written_without_an_instruction():
+    module = hlo.Module(SUGARED)
+    (loop,), (fusion,) = module.loops(), module.fusions()
+    assert loop.trips == 39  # counted from 1
+    assert fusion.read == 64 * 8 * 4 + (
+        2 * 4 + 4 * 8 * 2
+    )  # an operand that is read twice counts once
+    assert hlo.collectives(SUGARED) == {"all-reduce": (39, 39 * 64 * 8 * 4)}
+    body = {i.name: i for i in module.computations["body"]}
+    assert body["carry#1"].type == "f32[64,8]{1,0:T(8,128)}"
+    assert list(body) == [
+        "carry",
+        "carry#1",
+        "all-reduce.1",
+        "carry#2",
+        "fusion.1",
+        "carry#0",
+        "tuple",
+    ]
+
+
 def test_collectives_of_one_channel_count_each():
     """JAX gives all collectives inside shard_map channel 1."""
     again = LOOP.replace(
