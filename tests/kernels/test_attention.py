@@ -22,6 +22,7 @@ from minitext.kernels.attention import xla as reference
 from minitext.kernels.attention.mask import ALL, NONE, Mask
 from minitext.kernels.attention.tpu_grid import FIRST, LAST, BlockShape, Task, Tile, plan
 from tests.conftest import audit_but
+from tests.kernels import dense
 
 # Blocks that no chip would take but the simulator does, so that few tokens are many blocks.
 SMALL = BlockShape(16, 16, forward=Tile(8, 8, ahead=3), dq=Tile(8, 16, ahead=1), dkv=Tile(16, 8))
@@ -116,6 +117,32 @@ def test_it_equals_the_reference_in_value_and_gradient(
     want = jax.jit(run(reference.attention))(q, k, v, *logits)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+@pytest.mark.parametrize("switches", audit_but(["chunk", "all"], dense.SWITCHES))
+@pytest.mark.parametrize("segmented", [False, True])
+def test_each_switch_is_that_of_the_reference(switches, segmented):
+    limits = dict(dense.SWITCHES[switches])
+    softcap, sinks = limits.pop("softcap", None), limits.pop("sinks", False)
+    q, k, v = inputs(1, 1, 40, 4, 2, size=3.0)
+    segments = packed(1, 1, 40) if segmented else None
+    logits = (jnp.linspace(-2.0, 2.0, 4),) if sinks else ()
+    probe = jax.random.normal(jax.random.key(1), q.shape)
+
+    def run(attention, **options):
+        def f(q, k, v, *logits):
+            sinks_N = logits[0] if logits else None
+            return attention(q, k, v, segments, sinks_N=sinks_N, **options)
+
+        return functools.partial(value_and_gradients, f, probe)
+
+    options = {"mask": Mask(**limits), "softcap": softcap}
+    got = simulate(run(flash, **options), q, k, v, *logits)
+    want = jax.jit(run(reference.attention, **options))(q, k, v, *logits)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+    plain = jax.jit(run(reference.attention))(q, k, v)
+    assert all(jnp.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
 
 
 @pytest.mark.parametrize("size", audit_but([3.0], [1.0, 3.0]))  # the larger, the fewer keys count
@@ -270,8 +297,9 @@ def test_masks_that_are_none_and_options_that_an_implementation_lacks_are_refuse
             kernels.attention(q, k, v, mask=mask)
     with pytest.raises(UserError, match="softcap=-1"):
         kernels.attention(q, k, v, softcap=-1.0)
-    with pytest.raises(UserError, match=r"xla_blocked.*without mask, softcap"):
-        kernels.attention(q, k, v, mask=Mask(window=3), softcap=1.0, impl="xla_blocked")
+    for mask, word in ((Mask(causal=False), "causal=False"), (Mask(blocks=((True,),)), "blocks")):
+        with pytest.raises(UserError, match=f"xla_blocked.*the mask has {word}"):
+            kernels.attention(q, k, v, mask=mask, impl="xla_blocked")
     windowed = kernels.attention(q, k, v, mask=Mask(window=1))  # auto finds one that can
     np.testing.assert_allclose(windowed, jnp.repeat(v, 2, axis=2), atol=1e-6)
 
@@ -300,7 +328,7 @@ def compile_for(target, B, T, N, K, H, dtype="bfloat16", segmented=True, **optio
 
 
 def test_it_compiles_for_v5e():
-    mask = Mask(window=200, blocks=((True, False), (True, True)), block=256)
+    mask = Mask(window=200, chunk=150, blocks=((True, False), (True, True)), block=256)
     compile_for("v5e:2x2", 1, 384, 2, 1, 128, mask=mask, softcap=30.0)
 
 
@@ -309,6 +337,7 @@ def test_it_compiles_for_v5e():
 def test_it_compiles_for_every_chip_at_the_shape_of_llama3_8b(target):
     compile_for(target, 1, 8192, 32, 8, 128)
     compile_for(target, 1, 1000, 4, 2, 64, dtype="float32", mask=Mask(causal=False, window=300))
+    compile_for(target, 1, 1000, 4, 2, 128, mask=Mask(causal=False, chunk=400))
 
 
 def temporary_bytes(B, T):

@@ -138,33 +138,41 @@ def switched(window=None, chunk=None, softcap=None, sinks=False, heads=4):
     return options, logits, {"window": window, "chunk": chunk}
 
 
+# The blocked one has two blocks of 64, or four.
+PLACES = [
+    ("xla", 40, False),
+    ("xla", 40, True),
+    ("xla_blocked", 128, False),
+    ("xla_blocked", 128, True),
+]
+
+
 @pytest.mark.parametrize("switches", dense.SWITCHES)
-@pytest.mark.parametrize("where", ["one device", "mesh"])
-def test_switches_are_their_definition_in_value_and_gradient(where, switches):
+@pytest.mark.parametrize(("impl", "T", "mesh"), [*PLACES, ("xla_blocked", 512, False)])
+def test_switches_are_their_definition_in_value_and_gradient(impl, T, mesh, switches):
     options, sinks, limits = switched(**dense.SWITCHES[switches])
-    q, k, v, segments = inputs(0, 4, 40, 4, 2, 8, 3.0)
+    q, k, v, segments = inputs(0, 2, T, 4, 2, 8, 3.0)
     probe = jax.random.normal(jax.random.key(1), q.shape)
     args = [x for x in (q, k, v, sinks) if x is not None]
 
     def loss(q, k, v, sinks=None):
-        out = kernels.attention(q, k, v, segments, **options, sinks_N=sinks)
+        out = kernels.attention(q, k, v, segments, **options, sinks_N=sinks, impl=impl)
         return jnp.sum(probe * out), out
 
     run = jax.jit(jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True))
-    if where == "mesh":
-        mesh = make_mesh(MeshConfig(data=2, tensor=2), devices=jax.devices()[:4])
-        with jax.set_mesh(mesh):
+    if mesh:
+        with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=2), devices=jax.devices()[:4])):
             spec = jax.P("data", None, "tensor")
             args = [jax.device_put(x, jax.P() if x.ndim == 1 else spec) for x in args]
             segments, probe = jax.device_put(segments, jax.P("data")), jax.device_put(probe, spec)
             (_, out), grads = run(*args)
     else:
         (_, out), grads = run(*args)
-    seen = dense.seen(40, np.asarray(segments), **limits)
+    seen = dense.seen(T, np.asarray(segments), **limits)
     want = dense.value_and_gradients(q, k, v, probe, seen, options["softcap"], sinks)
     for got, exact in zip((out, *grads), want, strict=True):
         np.testing.assert_allclose(got, exact, atol=2e-5 * max(1.0, np.abs(exact).max()))
-    plain = dense.value_and_gradients(q, k, v, probe, dense.seen(40, np.asarray(segments)))
+    plain = dense.value_and_gradients(q, k, v, probe, dense.seen(T, np.asarray(segments)))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
 
 
@@ -190,7 +198,7 @@ def test_cached_attention_refuses_what_it_cannot():
     q, k = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 2, 1, 8))
     for mask, word in (
         (Mask(causal=False), "causal=False"),
-        (Mask(blocks=((True,),)), "with blocks"),
+        (Mask(blocks=((True,),)), "blocks of 128"),
         (Mask(window=0), "window=0"),
         (Mask(chunk=0), "chunk=0"),
     ):
@@ -218,6 +226,8 @@ def test_cudnn_says_what_it_needs():
     segments = jnp.ones((2, 64), jnp.int32)
     supports = cudnn.supports
     assert supports(half, half, half, segments) is None
+    given = {"mask": Mask(window=9), "softcap": 2.0, "sinks_N": jnp.zeros(4)}
+    assert "without window=9, softcap=2.0, sinks" in supports(half, half, half, **given)
     assert "model.dtype=bfloat16" in supports(single, single, single)
     assert "even" in supports(half[:, :63], half, half, segments[:, :63])
     assert "got 63" in supports(half[..., :63], half, half)

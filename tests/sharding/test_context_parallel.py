@@ -105,7 +105,7 @@ def test_what_it_cannot_take_is_refused(method):
         run = lambda **o: context_attention(q, k, v, None, rules=RULES_ALL, method=method, **o)  # noqa: E731
         for mask, word in (
             (Mask(causal=False), "causal=False"),
-            (Mask(blocks=((True,),)), "with blocks"),
+            (Mask(blocks=((True,),)), "blocks of 128"),
             (Mask(window=0), "window=0"),
         ):
             with pytest.raises(UserError, match=f"context attention.*{word}"):

@@ -34,7 +34,12 @@ def attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> jax.Array:
 def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None, **options) -> str | None:
     """Returns why cuDNN can't compute this, or None."""
     if options:
-        return f"it computes causal attention without {', '.join(options)}"
+        # The library knows windows, but nothing here can show that its gradients honour them.
+        named = {"mask": "{}", "softcap": "softcap={}", "sinks_N": "sinks"}
+        given = ", ".join(named[name].format(value) for name, value in options.items())
+        return (
+            f"it computes plain causal attention, without {given}: set the implementation to auto"
+        )
     T, H = q_BTNH.shape[1::2]
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return (

@@ -55,6 +55,14 @@ class Mask:
             return f"{covered} tokens don't cover T={T}: give {-(-T // self.block)}"
         return None
 
+    def __str__(self) -> str:
+        """Names what tells this mask from a causal one: `window=7`."""
+        given = {"window": self.window, "chunk": self.chunk}
+        words = [f"{name}={x}" for name, x in given.items() if x is not None]
+        words += [] if self.causal else ["causal=False"]
+        words += [] if self.blocks is None else [f"blocks of {self.block}"]
+        return ", ".join(words) or "causal"
+
     def within(self, T: int) -> "Mask":
         """Returns the same mask of T tokens without a window or a chunk that holds them all."""
         limits = {"window": self.window, "chunk": self.chunk}
@@ -141,7 +149,8 @@ def check_options(op: str, T: int, mask: Mask, softcap: float | None, *, causal:
     if reason := mask.problem(T):
         raise UserError(f"{op}'s mask: {reason}")
     if causal and (not mask.causal or mask.blocks is not None):
-        given = "blocks" if mask.causal else "causal=False"
-        raise UserError(f"{op} cannot take a mask with {given}: choose among window and chunk")
+        raise UserError(
+            f"{op} computes causal attention, perhaps with a window or a chunk: the mask has {mask}"
+        )
     if softcap is not None and not softcap > 0:
         raise UserError(f"{op}'s softcap={softcap}: choose a positive number, or None")

@@ -4,6 +4,7 @@ Chapters: 4, 17.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,52 +44,74 @@ def attention(
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
 
-@jax.custom_vjp
-def blocked_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None) -> jax.Array:
-    """Computes causal attention in blocks of queries, each against only the keys it can see.
+def blocked_attention(
+    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=None, *, mask: Mask = CAUSAL, softcap=None, sinks_N=None
+) -> jax.Array:
+    """Computes causal attention in blocks of queries, each against only the keys that some of it can see.
 
-    With n blocks the matrix products do (1 + 1/n)/2 of the full square's work, and the logits of one block stay in
-    cache. But each block is code of its own to compile, load and set up, and on short rows two are as fast as four.
-    The gradient is written by hand, as in a flash kernel (Dao et al. 2022), because passes over the logits take longer
-    than the products: weights are normalised after the values are summed, and the sum that softmax's gradient needs
-    is taken over H products instead of S.
+    With n blocks the matrix products do (1 + 1/n)/2 of the full square's work, or less with a window or a chunk, and
+    the logits of one block stay in cache. But each block is code of its own to compile, load and set up, and on short
+    rows two are as fast as four. The gradient is written by hand, as in a flash kernel (Dao et al. 2022), because
+    passes over the logits take longer than the products: weights are normalised after the values are summed, and the
+    sum that softmax's gradient needs is taken over H products instead of S.
     """
-    return _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)[0]
+    sinks_KG11 = None
+    if sinks_N is not None:
+        sinks_KG11 = _like_heads(sinks_N, q_BTNH, (k_BSKH.shape[2], -1, 1, 1))
+    return _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_KG11, mask, softcap)
 
 
-def blocked_supports(q_BTNH, _k, _v, _segment_ids_BT=None, **options) -> str | None:
+def blocked_supports(
+    q_BTNH, _k, _v, _segment_ids_BT=None, *, mask: Mask = CAUSAL, **_options
+) -> str | None:
     """Returns why `blocked_attention` can't compute this, or None."""
-    if options:
-        return f"it computes causal attention without {', '.join(options)}"
+    if not mask.causal or mask.blocks is not None:
+        return (
+            f"it computes causal attention, perhaps with a window or a chunk: the mask has {mask}"
+        )
     T = q_BTNH.shape[1]
     if T % 4 or T < 128:
         return f"it needs at least 128 tokens, in a number divisible by 4: got T={T}"
     return None
 
 
-def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_KG11, mask, softcap):
+    args = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_KG11
+    return _blocked_forward(*args, mask, softcap)[0]
+
+
+def _blocked_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_KG11, mask, softcap):
     K, H = k_BSKH.shape[2:]
     q_BKGTH = _heads_first(q_BTNH / math.sqrt(H), K)
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     outs, kept = [], []
-    for low, high in _bounds(q_BTNH.shape[1]):
-        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
-        logits = _wide("BKGTH,BKSH->BKGTS", q, k)
-        mask_BTS = (jnp.arange(low, high)[:, None] >= jnp.arange(high))[None]
+    for start, low, high in _bounds(q_BTNH.shape[1], mask):
+        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, start:high], v_BKSH[:, :, start:high]
+        logits, slope, sink = _wide("BKGTH,BKSH->BKGTS", q, k), None, None
+        if softcap is not None:
+            bounded = jnp.tanh(logits / softcap)
+            logits, slope = softcap * bounded, 1 - bounded * bounded
+        mask_BTS = mask.sees(jnp.arange(low, high)[:, None], jnp.arange(start, high))[None]
         if segment_ids_BT is not None:
-            same = segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, :high]
+            same = segment_ids_BT[:, low:high, None] == segment_ids_BT[:, None, start:high]
             mask_BTS = mask_BTS & same
         logits = jnp.where(mask_BTS[:, None, None], logits, MASKED)
-        exps = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        if sinks_KG11 is not None:
+            top = jnp.maximum(top, sinks_KG11)
+            sink = jnp.exp(sinks_KG11 - top)
+        exps = jnp.exp(logits - top)
         total = jnp.sum(exps, axis=-1, keepdims=True)
+        total = total if sink is None else total + sink
         exps = exps.astype(v.dtype)
         outs.append(_wide("BKGTS,BKSH->BKGTH", exps, v) / total)
-        kept.append((exps, total))
+        kept.append((exps, total, slope, sink))
     out_BTNH = _heads_last(jnp.concatenate(outs, axis=3)).astype(q_BTNH.dtype)
     return out_BTNH, (q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept)
 
 
-def _blocked_backward(residuals, grad_BTNH):
+def _blocked_backward(mask, _softcap, residuals, grad_BTNH):
     q_BKGTH, k_BKSH, v_BKSH, out_BTNH, kept = residuals
     (K, T), H = q_BKGTH.shape[1:4:2], q_BKGTH.shape[4]
     delta_BTN1 = jnp.sum(
@@ -98,12 +121,21 @@ def _blocked_backward(residuals, grad_BTNH):
     grad_q: list[jax.Array] = []
     grad_k: Any = None
     grad_v: Any = None
-    # The last block sees all keys. Each earlier one adds to the gradients of the first of them.
-    for (low, high), (exps, total) in reversed(list(zip(_bounds(T), kept, strict=True))):
-        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, :high], v_BKSH[:, :, :high]
+    grad_sinks: Any = None
+    # The last block's keys end where all do. Each earlier one adds to the gradients of keys before its own end.
+    bounds = _bounds(T, mask)
+    for (start, low, high), parts in reversed(list(zip(bounds, kept, strict=True))):
+        exps, total, slope, sink = parts
+        q, k, v = q_BKGTH[:, :, :, low:high], k_BKSH[:, :, start:high], v_BKSH[:, :, start:high]
         grad = (grad_BKGTH[:, :, :, low:high] / total).astype(v.dtype)
         grad_probs = _wide("BKGTH,BKSH->BKGTS", grad, v)
-        grad_logits = exps * (grad_probs - delta_BKGT1[:, :, :, low:high] / total)
+        delta = delta_BKGT1[:, :, :, low:high] / total
+        grad_logits = exps * (grad_probs - delta)
+        if slope is not None:
+            grad_logits = grad_logits * slope
+        if sink is not None:
+            part = -jnp.sum(sink * delta, axis=(0, 3))[..., None]
+            grad_sinks = part if grad_sinks is None else grad_sinks + part
         grad_logits = grad_logits.astype(q.dtype)
         grad_q.append(_wide("BKGTS,BKSH->BKGTH", grad_logits, k))
         q_BKHGT, grad_BKHGT = (
@@ -111,30 +143,37 @@ def _blocked_backward(residuals, grad_BTNH):
             jax.lax.optimization_barrier(jnp.transpose(x, (0, 1, 4, 2, 3))[None])[0]
             for x in (q, grad)
         )
-        grad_k = _add_to_prefix(grad_k, _wide("BKHGT,BKGTS->BKHS", q_BKHGT, grad_logits))
-        grad_v = _add_to_prefix(grad_v, _wide("BKHGT,BKGTS->BKHS", grad_BKHGT, exps))
+        grad_k = _add_from(start, grad_k, _wide("BKHGT,BKGTS->BKHS", q_BKHGT, grad_logits))
+        grad_v = _add_from(start, grad_v, _wide("BKHGT,BKGTS->BKHS", grad_BKHGT, exps))
     grad_q_BTNH = _heads_last(jnp.concatenate(grad_q[::-1], axis=3)) / math.sqrt(H)
     grads = grad_q_BTNH, *(jnp.transpose(grad, (0, 3, 1, 2)) for grad in (grad_k, grad_v))
-    return *(grad.astype(v_BKSH.dtype) for grad in grads), None
+    return *(grad.astype(v_BKSH.dtype) for grad in grads), None, grad_sinks
 
 
-blocked_attention.defvjp(_blocked_forward, _blocked_backward)
+_blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _wide(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-def _bounds(T: int) -> list[tuple[int, int]]:
+def _bounds(T: int, mask: Mask) -> list[tuple[int, int, int]]:
+    """Returns for each block its first key, its first query, and the end of both."""
     size = T // (2 if T < 512 else 4)
-    return [(low, low + size) for low in range(0, T, size)]
+    found = []
+    for low in range(0, T, size):
+        start = 0 if mask.window is None else max(0, low - mask.window + 1)
+        start = start if mask.chunk is None else max(start, low // mask.chunk * mask.chunk)
+        found.append((start, low, low + size))
+    return found
 
 
-def _add_to_prefix(total_BKHS, part_BKHs):
+def _add_from(start: int, total_BKHS, part_BKHs):
     if total_BKHS is None:
-        return part_BKHs
-    added = total_BKHS[..., : part_BKHs.shape[3]] + part_BKHs
-    return jax.lax.dynamic_update_slice(total_BKHS, added, (0, 0, 0, 0))
+        return jnp.pad(part_BKHs, [(0, 0)] * 3 + [(start, 0)]) if start else part_BKHs
+    end = start + part_BKHs.shape[3]
+    added = total_BKHS[..., start:end] + part_BKHs
+    return jax.lax.dynamic_update_slice(total_BKHS, added, (0, 0, 0, start))
 
 
 def cached_attention(
