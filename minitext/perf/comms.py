@@ -21,7 +21,7 @@ from minitext.compiler.hlo import ring_bytes
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes
+from minitext.perf.sizes import Sizes, check_plain
 from minitext.sharding.pipeline_schedule import stored_groups
 
 LANES = 128  # elements in a row of a TPU's vector register
@@ -78,7 +78,11 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
 
     Returns:
       The terms that are not empty. `notes` says where they may be wrong.
+
+    Raises:
+      UserError: for a model whose layers are not plain and alike.
     """
+    check_plain(cfg.model, "what devices send")
     s = Sizes(cfg, mesh, backend)
     terms = [
         *_fsdp(s), *_gradients(s), *_zero(s), *_tensor(s), *_loss(s), *_context(s), *_pipeline(s), *_experts(s)

@@ -29,7 +29,7 @@ from minitext.config.config import Config
 from minitext.hardware import find_chip
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes
+from minitext.perf.sizes import Sizes, check_plain
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.pipeline_schedule import groups_per_stage
 from minitext.terminal import print_tables, show_bytes, table
@@ -357,7 +357,11 @@ def predict(
       platform: `cpu`, `gpu` or `tpu`.
       vmem_bytes: a TPU's vector memory, to which the largest arrays of a layer go if they fit. If all temporaries of
         the step fit into it, the prediction counts both memories. By default none.
+
+    Raises:
+      UserError: for a model whose layers are not plain and alike.
     """
+    check_plain(cfg.model, "memory")
     state = abstract_state(cfg, mesh)
 
     def stored(tree, wanted=lambda x: True):

@@ -27,6 +27,7 @@ from minitext.errors import UserError
 from minitext.hardware import Chip
 from minitext.models.flops import count_params
 from minitext.perf import comms, memory, roofline, step_time
+from minitext.perf.sizes import check_plain
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
@@ -260,13 +261,15 @@ def search(
       progress: called with the current activity, the steps done and the steps in total.
 
     Raises:
-      UserError: for a bad target, GPUs, or if no mesh suits the model and the keys that were set.
+      UserError: for a bad target, GPUs, a model whose layers are not plain and alike, or if no mesh suits the model and
+        the keys that were set.
     """
     parsed = parse_target(target)
     if parsed.chip.platform != "tpu":
         raise UserError(
             f"target={target}: plan knows the memory and the network of TPUs only: use minitext compile to try settings"
         )
+    check_plain(cfg.model, "memory and what devices send")
     found = []
     choices = list(enumerate_settings(cfg, parsed))
     work = Work(cfg, parsed)

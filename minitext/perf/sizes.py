@@ -8,9 +8,50 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
-from minitext.config.model import MoEConfig
+from minitext.config.model import ModelConfig, MoEConfig
+from minitext.errors import UserError
+from minitext.models.flops import all_layers
 from minitext.sharding import pipeline_schedule as schedule
 from minitext.sharding.rules import RULES
+
+# Settings of a layer, and the values for which a formula holds; any other brings arrays that it does not count.
+PLAIN = {
+    "norms": ("before",),
+    "attention.qkv_bias": (False,),
+    "attention.out_bias": (False,),
+    "attention.qk_norm": ("none", "l2"),
+    "attention.gate": (False,),
+    "attention.sinks": (False,),
+    "ffn.bias": (False,),
+    "ffn.router_bias": (False,),
+    "ffn.shared_gate": (False,),
+    "ffn.scale_input": (False,),
+}
+
+
+def check_plain(model: ModelConfig, what: str) -> None:
+    """Refuses a model whose layers differ, or have what the formulas don't count.
+
+    Args:
+      model: the model.
+      what: what the formulas would predict, for the message.
+
+    Raises:
+      UserError: naming the settings.
+    """
+    found = [f"model.dense_layers={model.dense_layers}"] if model.dense_layers else []
+    found += ["model.period"] if any(model.period) else []
+    for _, layer in all_layers(model):
+        for key, known in PLAIN.items():
+            section, _, name = key.rpartition(".")
+            value = getattr(getattr(layer, section) if section else layer, name, known[0])
+            if value not in known:
+                found.append(f"model.{key}={str(value).lower()}")
+    if found:
+        raise UserError(
+            f"{', '.join(dict.fromkeys(found))}: the formulas for {what} know only layers that are all alike and have "
+            "none of these: `minitext compile ... target=v5e:2x4` measures it"
+        )
 
 
 class Runs(NamedTuple):
