@@ -102,7 +102,7 @@ def torch_stream(case, cache, compiled):
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=shape["vocab"], hidden_size=shape["embed"], intermediate_size=shape["mlp"],
         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["heads"],
-        rms_norm_eps=cfg.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
+        rms_norm_eps=cfg.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": cfg.rope.theta},
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )).eval()  # fmt: skip
     with np.load(case["weights"]) as file:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tokenize
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import minitext
 from minitext import hardware as hw
@@ -102,6 +102,11 @@ def type_text(annotation: Any) -> str:
         bool: "true or false",
         type(None): "null",
     }
+    if get_origin(annotation) is tuple:
+        first = get_args(annotation)[0]
+        return (
+            "list of mappings" if get_origin(first) is Annotated else f"list of {type_text(first)}s"
+        )
     kinds = get_args(annotation) or (annotation,)
     return " or ".join(names.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
 

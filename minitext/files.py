@@ -10,6 +10,7 @@ failure cut short or a failing disk changed is usually read without an error.
 Chapters: 8.
 """
 
+import collections
 import contextlib
 import errno
 import hashlib
@@ -18,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -217,6 +219,41 @@ def write_cache(name: str, entries: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):  # at worst the same work is done again next time
         cache_dir().mkdir(parents=True, exist_ok=True)
         write(cache_dir() / name, json.dumps(dict(entries), indent=1))
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Reads a JSON file that somebody else wrote.
+
+    Args:
+        path: of the file.
+        limit: in bytes; a longer file isn't read.
+
+    Raises:
+        UserError: it can't be read, is too long or too deep, has a name twice, or isn't JSON.
+    """
+    shown = shorten(str(path))
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{shown} is not a file: name one")
+        with open(path, "rb") as file:
+            text = file.read(limit + 1)
+        if len(text) > limit:
+            raise UserError(f"{shown} has more than {limit:,} bytes, the limit: it can't be meant")
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror})") from error
+    except RecursionError as error:
+        raise UserError(f"{shown} has too many brackets in brackets: it can't be meant") from error
+    except ValueError as error:
+        raise UserError(f"{shown} is not JSON: {shorten(str(error))}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice} is there twice")
+    return found
 
 
 def seal(directory: Path) -> None:

@@ -24,10 +24,8 @@ from minitext.sharding.mesh import make_mesh
 # Tests compile small programs most of the time. This process does it quickly, and so do commands that are given
 # QUICK_FLAGS. Others don't see them: libtpu refuses flags that it doesn't know.
 QUICK_FLAGS = " ".join(f"--{k}={str(v).lower()}" for k, v in devices.quick_compile("cpu").items())
-FLAGS = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = f"{FLAGS or ''} {QUICK_FLAGS}"
+devices.compile_quickly()
 devices.start(8)
-os.environ.pop("XLA_FLAGS") if FLAGS is None else os.environ.update(XLA_FLAGS=FLAGS)
 devices.use_compilation_cache()
 # `make test` tries the same examples each time; `make audit` searches, from a seed that it prints. How long a first
 # example compiles says nothing about a property. Shrinking may take as long as a test may run, so a failing example is

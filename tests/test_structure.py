@@ -199,7 +199,10 @@ def test_every_module_is_tested():
 UNTESTED = {"errors"}
 # Modules whose behaviour is tested through another.
 TESTED_WITH = {
+    "checkpoint/gguf": "checkpoint/weights",
     "checkpoint/leaves": "checkpoint/checkpointer",
+    "checkpoint/safetensors": "checkpoint/weights",
+    "checkpoint/stored": "checkpoint/weights",
     "cli/arguments": "cli/main",
     "cli/launching": "cli/main",
     "cli/reports": "cli/main",
@@ -209,6 +212,7 @@ TESTED_WITH = {
     "compiler/llo_compiler": "compiler/llo",
     "config/data": "config/config",
     "config/model": "config/config",
+    "config/rope": "models/rope",
     "config/section": "config/config",
     "config/sections": "config/config",
     "data/array_record": "data/rows",
@@ -231,6 +235,7 @@ TESTED_WITH = {
     "kernels/tiles_tpu": "kernels/matmul",
     "models/flops": "models/transformer",
     "observability/device_time": "observability/profiler",
+    "models/hf_keys": "models/families",
     "observability/goodput_export": "observability/goodput",
     "observability/profile_report": "observability/profiler",
     "observability/xplane": "observability/profiler",
@@ -238,7 +243,6 @@ TESTED_WITH = {
     "perf/figures": "book/notebook",
     "perf/sizes": "perf/memory",
     "sharding/check": "training/step",
-    "sharding/context_parallel": "book/equality",
     "sharding/pipeline_schedule": "sharding/pipeline",
     "sharding/pipeline_stages": "sharding/pipeline",
     "training/loop": "training/run",
@@ -304,7 +308,7 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune", "goodput")
+        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert")
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
@@ -316,6 +320,7 @@ def test_imports_are_declared():
         "pygments",
         "nbformat",
         "jax_plugins",
+        "ml_dtypes",
         "cloudpickle",
     }
     for path in SOURCES:

@@ -489,7 +489,7 @@ rope = Exercise(
     function="rotate",
     minutes=20,
     points=10,
-    forbid=("minitext.models.layers",),
+    forbid=("minitext.models.layers", "minitext.models.rope"),
     statement="""
 Write `rotate(x_BTNH, positions_BT, theta)`. Pair feature $i$ of each head with feature $i + H/2$,
 for $i = 0, \\ldots, H/2 - 1$, and turn each pair by the angle $p\\,\\theta^{-2i/H}$, where $p$ is

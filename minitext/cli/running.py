@@ -97,6 +97,34 @@ def export(
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
 
 
+def parity(
+    directory: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="a Hugging Face folder: config.json and safetensors"),
+    ],
+    length: Annotated[int, typer.Option(min=1, max=1 << 20, help="tokens of the text")] = 32,
+    continued: Annotated[
+        int, typer.Option("--continue", min=1, max=4096, help="tokens that follow it")
+    ] = 16,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="of the text's random tokens")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare a checkpoint's model here with transformers' on the same files: layers, logits, greedy tokens.
+
+    Both compute in float32, so this needs memory for both. Exits with 1, naming the first layer that departs, if they
+    differ by more than rounding. Needs the extra parity.
+    """
+    start()
+    from minitext.inference import parity
+
+    found = parity.compare(directory, length=length, continued=continued, seed=seed)
+    answer(found, as_json, parity.print_parity)
+    if not found.holds:
+        raise typer.Exit(1)
+
+
 def evaluate(
     directory: RunDir,
     settings: Annotated[

@@ -280,7 +280,7 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
         rest.insert(0, last)
     # In a list, such as data.mixture, name the item and its field; elsewhere the rest is a kind.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
-    rule = error["msg"][:1].lower() + error["msg"][1:]
+    rule = error["msg"][:1].lower() + error["msg"][1:].replace("valid tuple", "list")
     if error["type"] == "extra_forbidden":  # yet a known key: another variant's
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
     if error["type"] == "value_error":  # of `local_path`, which begins with the value

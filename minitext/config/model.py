@@ -3,22 +3,35 @@
 Chapters: 6.
 """
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import field_validator
+from pydantic import BeforeValidator, PlainSerializer, ValidationError, field_validator
 
-from minitext.config.section import Section, divisors, setting
+from minitext.config.rope import (
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    NoRopeConfig,
+    RopeConfig,
+    YarnRopeConfig,
+)
+from minitext.config.section import Section, cached, divisors, setting
+from minitext.errors import did_you_mean
 
 # A layer's tensors that `model.remat_save` can keep; the layers mark them with `checkpoint_name`.
 REMAT_NAMES = ("qkv", "attention", "attention_out", "gate_up", "hidden", "latents")
 # Results of products with weights that the backward pass reads; attention's own products are recomputed.
 PRODUCTS = ("latents", "qkv", "attention_out", "gate_up")
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 AttentionImpl = Literal["auto", "xla", "xla_blocked", "cudnn", "pallas_tpu", "pallas_gpu"]
 ContextMethod = Literal["ring", "allgather"]
 _IMPL = "implementation of the attention kernel"
 _CONTEXT = "how tokens attend to the rest of a sequence split over mesh.context"
+_ACTIVATION = "of the gate; clamped: silu(1.702 gate) of bounded inputs, as in gpt-oss"
+# What a layer of a period may set for itself.
+LAYER_KEYS = ("heads", "kv_heads", "head_dim", "mlp", "rope", "attention", "ffn")
 
 
 class GQAConfig(Section):
@@ -27,6 +40,28 @@ class GQAConfig(Section):
     kind: Literal["gqa"] = setting("gqa", "grouped-query attention")
     impl: AttentionImpl = setting("auto", _IMPL)
     context: ContextMethod = setting("ring", _CONTEXT)
+    window: int | None = setting(None, "gqa: a token sees itself and the window-1 before it", ge=1)
+    chunk: int | None = setting(None, "gqa: a token sees its own chunk of so many positions", ge=1)
+    softcap: float | None = setting(None, "gqa: bound of the logits, c tanh(logits / c)", gt=0)
+    sinks: bool = setting(False, "gqa: one learned logit per head without a value")
+    scale: float | None = setting(None, "gqa: factor on q.k; null: 1/sqrt(head_dim)", gt=0)
+    qkv_bias: bool = setting(False, "gqa: biases of queries, keys and values")
+    out_bias: bool = setting(False, "gqa: bias of the output projection")
+    qk_norm: Literal["none", "head", "whole", "l2"] = setting(
+        "none", "gqa: RMSNorm of queries and keys: by head, over all heads, or by head, unscaled and after rope"
+    )  # fmt: skip
+    gate: bool = setting(False, "gqa: multiply each head's output by a sigmoid of the input")
+    temperature_length: int | None = setting(
+        None, "gqa: queries grow by the logarithm of their position over this", ge=1
+    )
+    temperature_scale: float = setting(0.1, "gqa: how much they grow", gt=0)
+
+    def problems(self) -> Iterator[str]:
+        """Checks that the settings don't exclude each other."""
+        if self.window is not None and self.chunk is not None:
+            yield (
+                f"model.attention.window={self.window} and model.attention.chunk={self.chunk}: set one of them to null"
+            )
 
     def problems_in(self, model: "ModelConfig") -> Iterator[str]:
         """Checks the model's heads and widths, and that no latents are to be kept."""
@@ -35,11 +70,8 @@ class GQAConfig(Section):
                 f"model.embed={model.embed} is not divisible by model.heads={model.heads}: choose model.heads "
                 f"among {divisors(model.embed)}, or set model.head_dim"
             )
-        elif model.H % 2:
-            yield (
-                f"model.head_dim={model.H} is odd, and rotary positions rotate pairs: choose model.heads so that "
-                "embed / heads is even, or set an even model.head_dim"
-            )
+        else:
+            yield from _odd_rope(model, model.H, "model.head_dim")
         if model.heads % model.K:
             yield (
                 f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}: choose "
@@ -71,16 +103,11 @@ class MLAConfig(Section):
     rope_dim: int = setting(16, "mla: width of the rotary part; its key serves all heads", ge=2)
     v_dim: int = setting(32, "mla: width of a head's values", ge=1)
 
-    def problems(self) -> Iterator[str]:
-        """Checks that the rotary width is even."""
-        if self.rope_dim % 2:
-            yield (
-                f"model.attention.rope_dim={self.rope_dim} is odd, and rotary positions rotate pairs: choose an "
-                "even one"
-            )
+    latent_eps: float = setting(1e-6, "mla: added to the mean square of the latents", gt=0)
 
     def problems_in(self, model: "ModelConfig") -> Iterator[str]:
-        """Checks that the model sets nothing that only GQA uses."""
+        """Checks that the model sets nothing that only GQA uses, and that the rotary part has pairs."""
+        yield from _odd_rope(model, self.rope_dim, "model.attention.rope_dim")
         if model.kv_heads is not None:
             yield (
                 f"model.kv_heads={model.kv_heads} has no effect with model.attention.kind=mla, in which each head has "
@@ -98,16 +125,39 @@ class MLAConfig(Section):
         return {f"model.attention.{name}": size for name, size in sizes.items()}
 
 
+def _odd_rope(model: "ModelConfig", width: int, key: str) -> Iterator[str]:
+    """Checks that the features of a head that rotate come in pairs."""
+    if width % 2:
+        more = " so that embed / heads is even, or set an even model.head_dim"
+        choose = f"model.heads{more}" if key == "model.head_dim" else "an even one"
+        yield f"{key}={width} is odd, and rotary positions rotate pairs: choose {choose}"
+    elif isinstance(model.rope, NoRopeConfig):
+        return
+    elif (rotated := model.rope.rotated(width)) % 2 or not rotated:
+        yield (
+            f"model.rope.fraction={model.rope.fraction} rotates {rotated} of {width} features, and rotary "
+            f"positions rotate pairs: choose for instance {max(2, rotated // 2 * 2) / width:g}"
+        )
+    elif isinstance(model.rope, LongRopeConfig):
+        for name in ("short_factor", "long_factor"):
+            if (n := len(getattr(model.rope, name))) != rotated // 2:
+                yield f"model.rope.{name} has {n} numbers for {rotated // 2} rotated pairs: give one for each"
+
+
 class SwiGLUConfig(Section):
     """Gated feed-forward layer (Shazeer 2020); `model.mlp` is its width."""
 
-    kind: Literal["swiglu"] = setting("swiglu", "gated linear unit with SiLU")
+    kind: Literal["swiglu"] = setting("swiglu", "gated linear unit")
+    activation: Activation = setting("silu", _ACTIVATION)
+    bias: bool = setting(False, "biases of the projections")
 
 
 class MoEConfig(Section):
     """Mixture of experts: many SwiGLU layers, each `model.mlp` wide; every token uses a few of them."""
 
     kind: Literal["moe"] = setting("moe", "mixture of experts")
+    activation: Activation = setting("silu", _ACTIVATION)
+    bias: bool = setting(False, "biases of the projections")
     experts: int = setting(8, "feed-forward layers to choose from (E)", ge=2)
     experts_per_token: int = setting(2, "experts per token (k)", ge=1)
     shared_experts: int = setting(0, "more experts, run by every token as one wide layer", ge=0)
@@ -116,6 +166,11 @@ class MoEConfig(Section):
     scaling: float = setting(1.0, "factor on the weights", gt=0)
     groups: int = setting(1, "groups of experts, such as those on one machine", ge=1)
     groups_per_token: int = setting(1, "groups from which a token's experts come", ge=1)
+    router_bias: bool = setting(False, "bias of the router's logits")
+    shared_gate: bool = setting(
+        False, "multiply the shared experts' output by a sigmoid of the input"
+    )
+    scale_input: bool = setting(False, "the weights multiply the experts' input, not their output")
     capacity_factor: float | None = setting(
         None, "an expert's slots in even shares of a row; the rest is dropped; null: dropless", gt=0
     )
@@ -142,6 +197,49 @@ class MoEConfig(Section):
                 f"model.ffn.groups_per_token={g} of {E // G} experts each are fewer than "
                 f"model.ffn.experts_per_token={k}: choose model.ffn.groups_per_token={-(-k * G // E)} or more"
             )
+        if self.shared_gate and not self.shared_experts:
+            yield "model.ffn.shared_gate=true has no effect with model.ffn.shared_experts=0: set it to false"
+
+
+def _flat(value: Any) -> Any:
+    """Returns a layer's differences, nested mappings or pairs, as pairs of dotted keys and values."""
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value}: it is not a mapping of keys to values")
+    pairs = []
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            pairs += [(f"{key}.{name}", leaf) for name, leaf in inner.items()]
+        else:
+            pairs.append((str(key), tuple(inner) if isinstance(inner, list) else inner))
+    return tuple(pairs)
+
+
+def _nested(pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
+
+
+# Pairs, because a section must hash.
+Differences = Annotated[
+    tuple[tuple[str, Any], ...], BeforeValidator(_flat), PlainSerializer(_nested)
+]
+
+
+class Stack(NamedTuple):
+    """Layers that repeat.
+
+    Attributes:
+      repeats: how often.
+      layers: the configuration of each layer of one repetition.
+    """
+
+    repeats: int
+    layers: tuple["ModelConfig", ...]
 
 
 class ModelConfig(Section):
@@ -154,9 +252,22 @@ class ModelConfig(Section):
     kv_heads: int | None = setting(None, "key and value heads (K); null: as many as heads", ge=1)
     head_dim: int | None = setting(None, "width of a head (H); null: embed / heads", ge=2)
     mlp: int = setting(512, "width of the feed-forward layer, or of each expert (F)", ge=1)
-    rope_theta: float = setting(10_000.0, "base of the rotary frequencies", gt=0)
+    dense_layers: int = setting(0, "first layers that are dense, ahead of the others", ge=0)
+    dense_mlp: int | None = setting(None, "width of their feed-forward layer; null: mlp", ge=1)
+    period: tuple[Differences, ...] = setting(
+        (), "what each layer of a repeating pattern sets for itself: [{}, {attention: {window: 8}}]"
+    )
+    norms: Literal["before", "after", "both"] = setting(
+        "before", "normalise the input of attention and feed-forward layer, their output, or both"
+    )
     norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", gt=0)
+    norm_offset: bool = setting(False, "RMSNorm multiplies by 1 + its scale")
+    embed_scale: float | None = setting(None, "factor on token vectors; null: 1", gt=0)
     tie_embeddings: bool = setting(False, "use the transposed embedding table as the output layer")
+    logit_scale: float | None = setting(
+        None, "factor on the logits; null: 1/sqrt(embed) if embeddings are tied, else 1", gt=0
+    )
+    logit_softcap: float | None = setting(None, "bound of the logits, c tanh(logits / c)", gt=0)
     dtype: Literal["float32", "bfloat16"] = setting("float32", "compute type; parameters: float32")
     scan_layers: bool = setting(True, "run layers by lax.scan (compiles once) instead of unrolling")
     remat: Literal["none", "dots", "names", "full"] = setting(
@@ -165,13 +276,22 @@ class ModelConfig(Section):
     remat_save: tuple[str, ...] = setting(
         (), f"remat=names: a layer's tensors to keep, among {', '.join(REMAT_NAMES)}"
     )
+    rope: (
+        RopeConfig
+        | LinearRopeConfig
+        | Llama3RopeConfig
+        | YarnRopeConfig
+        | LongRopeConfig
+        | NoRopeConfig
+    ) = setting(RopeConfig(), "rotary positions", discriminator="kind")
     attention: GQAConfig | MLAConfig = setting(GQAConfig(), "attention", discriminator="kind")
     ffn: SwiGLUConfig | MoEConfig = setting(SwiGLUConfig(), "feed-forward", discriminator="kind")
 
-    @field_validator("attention", mode="before")
+    @field_validator("attention", "rope", "ffn", mode="before")
     @classmethod
-    def _gqa_by_default(cls, value: Any) -> Any:
-        return {"kind": "gqa"} | value if isinstance(value, dict) else value
+    def _first_kind(cls, value: Any, info: Any) -> Any:
+        kind = cls.model_fields[info.field_name].default.kind
+        return {"kind": kind} | value if isinstance(value, dict) else value
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -188,9 +308,72 @@ class ModelConfig(Section):
         """Width of a head, resolved."""
         return self.head_dim or self.embed // self.heads
 
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        """The model's layers by the name of the module that holds them, in order.
+
+        `prefix` has the dense first layers, `blocks` whole periods, `suffix` the rest of the last one.
+        """
+        return _stacks(self)
+
+    def with_layer(self, differences: Differences) -> "ModelConfig":
+        """Returns the configuration of a layer that differs from the model's in a few keys.
+
+        Raises:
+          ValidationError: for a key or value that doesn't exist.
+        """
+        tree = self.model_dump() | {"period": (), "dense_layers": 0, "dense_mlp": None}
+        for name, value in _nested(differences).items():
+            if not isinstance(value, dict):
+                tree[name] = value
+            elif value.get("kind", tree[name]["kind"]) == tree[name]["kind"]:
+                tree[name] = tree[name] | value
+            else:
+                tree[name] = value
+        return ModelConfig.model_validate(tree)
+
+    def _pattern_problems(self) -> Iterator[str]:
+        if self.dense_layers and self.dense_layers >= self.layers:
+            yield (
+                f"model.dense_layers={self.dense_layers} leaves none of model.layers={self.layers}: choose fewer, or "
+                "model.ffn.kind=swiglu"
+            )
+        if self.dense_mlp and not self.dense_layers:
+            yield f"model.dense_mlp={self.dense_mlp} has no effect with model.dense_layers=0: set it to null"
+        if len(self.period) > self.layers - self.dense_layers:
+            yield (
+                f"model.period has {len(self.period)} layers for {self.layers - self.dense_layers}: choose more "
+                "model.layers"
+            )
+        for place, differences in enumerate(self.period):
+            yield from self._layer_problems(f"model.period[{place}]", differences)
+
+    def _layer_problems(self, where: str, differences: Differences) -> Iterator[str]:
+        for key, value in differences:
+            if (first := key.partition(".")[0]) not in LAYER_KEYS:
+                hint, known = did_you_mean(first, LAYER_KEYS), ", ".join(LAYER_KEYS)
+                yield f"{where}.{key}={value}: a layer cannot set it{hint}: choose among {known}"
+                return
+        try:
+            self.with_layer(differences)
+        except ValidationError as error:
+            for e in error.errors():
+                parts = [str(part) for part in e["loc"]]
+                if len(parts) > 1:  # pydantic puts a variant's kind into the path, keys don't
+                    del parts[1]
+                reason = e["msg"][:1].lower() + e["msg"][1:]
+                if e["type"] == "extra_forbidden":
+                    section = getattr(self, parts[0], None)
+                    known = list(type(section).model_fields) if section is not None else []
+                    reason = f"unknown key{did_you_mean(parts[-1], known)}"
+                yield ".".join([where, *parts]) + f": {reason.removeprefix('value error, ')}"
+
     def problems(self) -> Iterator[str]:
-        """Checks the rematerialised names and both variants."""
+        """Checks the rematerialised names, the variants and the pattern of layers."""
+        if broken := list(self._pattern_problems()):
+            yield from broken
         yield from self.ffn.problems()
+        yield from self.rope.problems()
         save = ",".join(self.remat_save)
         if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
             yield (
@@ -206,3 +389,17 @@ class ModelConfig(Section):
             yield f"model.remat_save=[{save}] has no effect with model.remat={self.remat}: set model.remat=names"
         yield from self.attention.problems()
         yield from self.attention.problems_in(self)
+
+
+@cached
+def _stacks(cfg: ModelConfig) -> dict[str, Stack]:
+    layers = [cfg.with_layer(differences) for differences in cfg.period or ((),)]
+    repeats, rest = divmod(cfg.layers - cfg.dense_layers, len(layers))
+    dense = [("mlp", cfg.dense_mlp or cfg.mlp), ("ffn.kind", "swiglu")]
+    dense += [(f"ffn.{name}", getattr(cfg.ffn, name)) for name in ("activation", "bias")]
+    found = {
+        "prefix": Stack(cfg.dense_layers, (cfg.with_layer(tuple(dense)),)),
+        "blocks": Stack(repeats, tuple(layers)),
+        "suffix": Stack(1, tuple(layers[:rest])),
+    }
+    return {name: stack for name, stack in found.items() if stack.repeats and stack.layers}

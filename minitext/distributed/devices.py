@@ -173,3 +173,18 @@ def quick_compile(platform: str) -> dict[str, Any]:
     if jax.__version_info__ < (0, 11):  # later ones have no others
         options["xla_cpu_use_fusion_emitters"] = False
     return options
+
+
+def compile_quickly() -> None:
+    """Makes XLA compile all that this process and those forked from it run on the CPU with `quick_compile`'s options.
+
+    It must be called before JAX starts its backends: XLA reads its flags once. The environment stays as it is, because
+    libtpu refuses flags that it doesn't know.
+    """
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    before = os.environ.get("XLA_FLAGS")
+    flags = [f"--{name}={str(value).lower()}" for name, value in quick_compile("cpu").items()]
+    os.environ["XLA_FLAGS"] = " ".join([*filter(None, [before]), *flags])
+    xla_client.CompileOptions().executable_build_options.debug_options  # noqa: B018 - reads the flags
+    os.environ.pop("XLA_FLAGS") if before is None else os.environ.update(XLA_FLAGS=before)

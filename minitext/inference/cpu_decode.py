@@ -4,13 +4,14 @@ Chapters: 6, 24.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from minitext.models.layers import Linear
-from minitext.models.transformer import Transformer
+from minitext.models.transformer import PatternCache, Period, Transformer, places
 
 
 class SplitLinear(nnx.Module):
@@ -25,6 +26,8 @@ class SplitLinear(nnx.Module):
         w_DF = linear.w.get_value()
         groups = linear.heads or math.gcd(groups, w_DF.shape[1])
         self.w = nnx.Param(jnp.stack(jnp.split(w_DF, groups, axis=1)))
+        if hasattr(linear, "b"):
+            self.b = linear.b
 
     def by_head(self) -> jax.Array:
         """Returns the weight as [N, D, H], which is how it is stored."""
@@ -35,20 +38,34 @@ class SplitLinear(nnx.Module):
         w_GDF = self.w.get_value().astype(x_XD.dtype)
         x_GXD = jnp.broadcast_to(x_XD, (w_GDF.shape[0], *x_XD.shape))
         y_GXF = jnp.einsum("GXD,GDF->GXF", x_GXD, w_GDF)
-        return jnp.reshape(jnp.swapaxes(y_GXF, 0, 1), (x_XD.shape[0], -1))
+        y_XF = jnp.reshape(jnp.swapaxes(y_GXF, 0, 1), (x_XD.shape[0], -1))
+        return y_XF + self.b.get_value().astype(y_XF.dtype) if hasattr(self, "b") else y_XF
 
 
 def unstack_layers(model: Transformer) -> Transformer:
-    """Returns the model with a list of layers in place of the stack, for use with a cache of tuples of layers."""
-    graphdef, params = nnx.split(model.blocks)
-    layers = [
-        nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], params))
-        for i in range(model.cfg.layers)
-    ]
+    """Returns the model with lists of layers in place of its stacks, for use with `unstack_cache`."""
+
+    def unstacked(stack: Any, repeats: int) -> nnx.List:
+        graphdef, params = nnx.split(stack)
+        return nnx.List(
+            nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], params)) for i in range(repeats)
+        )
+
     rest, others = nnx.split(model)
     apart = nnx.merge(rest, others)
-    apart.blocks = nnx.List(layers)
+    for name, stack in model.cfg.stacks.items():
+        blocks = getattr(model, name)
+        lists = [unstacked(one, stack.repeats) for one in places(blocks)]
+        setattr(apart, name, Period(lists) if isinstance(blocks, Period) else lists[0])
     return apart
+
+
+def unstack_cache(cache: Any) -> Any:
+    """Returns a cache with tuples of layers in place of stacks."""
+    if isinstance(cache, PatternCache):
+        parts = tuple(tuple(map(unstack_cache, part)) for part in cache.parts)
+        return cache._replace(parts=parts)
+    return cache._make((*map(tuple, cache[:-1]), cache.length))
 
 
 def split_projections(model: Transformer, groups: int) -> Transformer:

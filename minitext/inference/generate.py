@@ -19,9 +19,10 @@ from flax import nnx
 
 from minitext import hardware
 from minitext.config.model import ModelConfig
+from minitext.config.rope import LongRopeConfig
 from minitext.config.section import cached
 from minitext.errors import DoesNotFit, UserError
-from minitext.inference.cpu_decode import split_projections, unstack_layers
+from minitext.inference.cpu_decode import split_projections, unstack_cache, unstack_layers
 from minitext.models.transformer import Cache, Transformer, make_cache
 from minitext.terminal import show_bytes
 
@@ -113,13 +114,13 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
     treedef = jax.tree.structure(abstract)
 
-    def run(arrays, tokens_BT, cache):
-        return nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))(tokens_BT, cache=cache)
+    def run(arrays, tokens_BT, cache, positions_BT=None):
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+        return model(tokens_BT, positions_BT, cache=cache)
 
     def empty_cache(batch, length):
         cache = make_cache(cfg, batch, length)
-        # Layers apart, as the model's are.
-        return cache if cfg.scan_layers else cache._make((*map(tuple, cache[:-1]), cache.length))
+        return cache if cfg.scan_layers else unstack_cache(cache)
 
     @jax.jit
     def lay_out(params):
@@ -127,7 +128,10 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
 
     @partial(jax.jit, static_argnames="length")
     def prefill(arrays, prompt_BT, prompt_length, key, *, length):
-        logits_BTV, new = run(arrays, prompt_BT, empty_cache(prompt_BT.shape[0], 0))
+        # Padding stays within the prompt's positions: LongRoPE goes by the largest.
+        positions_T = jnp.minimum(jnp.arange(prompt_BT.shape[1]), prompt_length - 1)
+        positions_BT = jnp.broadcast_to(positions_T, prompt_BT.shape)
+        logits_BTV, new = run(arrays, prompt_BT, empty_cache(prompt_BT.shape[0], 0), positions_BT)
         last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, 1, keepdims=False)
         cache = empty_cache(prompt_BT.shape[0], length).append(new)
         # Slots after the prompt hold padding, which new tokens overwrite before anything reads it.
@@ -189,13 +193,23 @@ class Generator:
             )
         check_length(self.cfg, len(prompt_BT), T, max_tokens, "max_tokens")
         programs = self._prepare(len(prompt_BT))
-        padded_BT = np.pad(prompt_BT, ((0, 0), (0, -T % PROMPT_BUCKET)))
-        length = padded_BT.shape[1] + max_tokens
         key, arrays = jax.random.key(seed), self.arrays
-        token_B, cache = programs.prefill(arrays, padded_BT, T, key, length=length)
-        for _ in range(max_tokens - 1):
-            # The next step is dispatched before this one's tokens are waited for.
-            next_B, cache = programs.decode(arrays, token_B, cache, key)
+
+        def read(text_BT: np.ndarray, key: jax.Array) -> tuple[jax.Array, Cache]:
+            padded_BT = np.pad(text_BT, ((0, 0), (0, -text_BT.shape[1] % PROMPT_BUCKET)))
+            length = padded_BT.shape[1] + T + max_tokens - text_BT.shape[1]
+            return programs.prefill(arrays, padded_BT, text_BT.shape[1], key, length=length)
+
+        switches, text_BT = switch_lengths(self.cfg), prompt_BT
+        token_B, cache = read(prompt_BT, key)
+        for place in range(T, T + max_tokens - 1):
+            if any(place <= switch for switch in switches):
+                text_BT = np.concatenate([text_BT, np.asarray(token_B)[:, None]], axis=1)
+            if place in switches:  # the keys in the cache have other rotations than this text's
+                next_B, cache = read(text_BT, jax.random.fold_in(key, place))
+            else:
+                # The next step is dispatched before this one's tokens are waited for.
+                next_B, cache = programs.decode(arrays, token_B, cache, key)
             yield np.asarray(token_B)
             token_B = next_B
         yield np.asarray(token_B)
@@ -209,6 +223,12 @@ class Generator:
         if self.programs is not programs:
             self.programs, self.arrays = programs, programs.lay_out(self.params)
         return programs
+
+
+def switch_lengths(cfg: ModelConfig) -> set[int]:
+    """Returns the lengths beyond which the rotary positions of a whole text are others (LongRoPE)."""
+    ropes = [layer.rope for stack in cfg.stacks.values() for layer in stack.layers]
+    return {rope.original_length for rope in ropes if isinstance(rope, LongRopeConfig)}
 
 
 def check_length(cfg: ModelConfig, batch: int, prompt: int, max_tokens: int, key: str) -> None:

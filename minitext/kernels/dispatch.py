@@ -16,7 +16,7 @@ import jax
 
 from minitext.errors import UserError
 from minitext.hardware import platform
-from minitext.kernels.attention.mask import CAUSAL, Mask
+from minitext.kernels.attention.mask import CAUSAL, Mask, check_options
 from minitext.kernels.linear.xla import Specs
 
 log = logging.getLogger("minitext.kernels")
@@ -135,10 +135,9 @@ def attention(
       UserError: if the mask doesn't fit T tokens, or the named implementation doesn't exist or can't take these
         arguments.
     """
-    if reason := mask.problem(q_BTNH.shape[1]):
-        raise UserError(f"attention's mask: {reason}")
-    if softcap is not None and not softcap > 0:
-        raise UserError(f"attention's softcap={softcap}: choose a positive number, or None")
+    T = q_BTNH.shape[1]
+    check_options("attention", T, mask, softcap)
+    mask = mask.within(T)
     # Pass only what differs from plain causal attention: an implementation needn't name what it can't do.
     options: dict[str, Any] = {} if mask == CAUSAL else {"mask": mask}
     options |= {} if softcap is None else {"softcap": softcap}

@@ -3,6 +3,7 @@
 Chapters: 4.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from minitext import kernels
-from minitext.config.model import ModelConfig
-from minitext.models.layers import Linear, rope
+from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
+from minitext.kernels.attention.mask import Mask
+from minitext.models.layers import Linear, RMSNorm, rms_norm
+from minitext.models.rope import rope
 from minitext.sharding.context_parallel import context_attention
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
@@ -89,24 +92,44 @@ class GQA(nnx.Module):
     """Causal self-attention whose N query heads share K key and value heads (Ainslie et al. 2023)."""
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
-        D, N, K, H = cfg.embed, cfg.heads, cfg.K, cfg.H
+        assert isinstance(cfg.attention, GQAConfig)
+        a, D, N, K, H = cfg.attention, cfg.embed, cfg.heads, cfg.K, cfg.H
         linear, scale = partial(Linear, rules=rules), (2 * cfg.layers) ** -0.5  # as in SwiGLU
-        self.q = linear(D, N * H, ("embed", "heads"), key=rngs.params())
-        self.k = linear(D, K * H, ("embed", "kv_heads"), key=rngs.params())
-        self.v = linear(D, K * H, ("embed", "kv_heads"), key=rngs.params())
-        self.o = linear(N * H, D, ("heads", "embed"), key=rngs.params(), scale=scale)
-        self.cfg, self.rules = cfg, rules
+        bias = a.qkv_bias
+        self.q = linear(D, N * H, ("embed", "heads"), key=rngs.params(), bias=bias)
+        self.k = linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), bias=bias)
+        self.v = linear(D, K * H, ("embed", "kv_heads"), key=rngs.params(), bias=bias)
+        self.o = linear(
+            N * H, D, ("heads", "embed"), key=rngs.params(), scale=scale, bias=a.out_bias
+        )
+        if a.gate:
+            self.gate = linear(D, N * H, ("embed", "heads"), key=rngs.params())
+        if a.qk_norm in ("head", "whole"):
+            whole = a.qk_norm == "whole"
+            norm = partial(RMSNorm, eps=cfg.norm_eps, rules=rules, offset=cfg.norm_offset)
+            self.q_norm = norm(N * H if whole else H, axis="heads" if whole else "head_dim")
+            self.k_norm = norm(K * H if whole else H, axis="kv_heads" if whole else "head_dim")
+        if a.sinks:
+            self.sinks = nnx.Param(jnp.zeros((N,), jnp.float32), axes=("heads",))
+        self.cfg, self.options, self.rules = cfg, a, rules
 
     @staticmethod
     def count(cfg: ModelConfig) -> Counts:
-        """Counts four projections, and two products of N heads of H features with each key."""
-        q, k = cfg.heads * cfg.H, cfg.K * cfg.H
-        return Counts(cfg.embed * (2 * q + 2 * k), 0, 0, 4 * q, q, k, k, q, 0)
+        """Counts four projections (a fifth for the gate), and two products of N heads of H features with each key."""
+        assert isinstance(cfg.attention, GQAConfig)
+        a, q, k = cfg.attention, cfg.heads * cfg.H, cfg.K * cfg.H
+        scales = (q + 2 * k if a.qkv_bias else 0) + (cfg.embed if a.out_bias else 0)
+        scales += {"head": 2 * cfg.H, "whole": q + k}.get(a.qk_norm, 0)
+        scales += cfg.heads if a.sinks else 0
+        split = cfg.embed * ((3 if a.gate else 2) * q + 2 * k)
+        return Counts(split, 0, scales, 4 * q, q, k, k, q, 0)
 
     @staticmethod
-    def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> KVCache:
-        """Returns an empty cache for `length` tokens of each of `batch` rows, in the compute type."""
-        empty = jnp.zeros((cfg.layers, batch, cfg.K, length, cfg.H), cfg.dtype)
+    def make_cache(
+        cfg: ModelConfig, layers: int, batch: int, length: int, rules: ShardingRules
+    ) -> KVCache:
+        """Returns an empty cache for `length` tokens of each of `batch` rows in some layers, in the compute type."""
+        empty = jnp.zeros((layers, batch, cfg.K, length, cfg.H), cfg.dtype)
         k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
         return KVCache(k, v, jnp.zeros((), jnp.int32))
 
@@ -129,21 +152,65 @@ class GQA(nnx.Module):
         Returns:
           [B*T, D], and a cache of these tokens alone.
         """
-        cfg, rules, B = self.cfg, self.rules, positions_BT.shape[0]
-        heads = {"rules": rules, "sizes": (cfg.heads, cfg.H)}
-        kv_heads = {"rules": rules, "sizes": (cfg.K, cfg.H)}
-        q_BTNH = unflatten_tokens(self.q(x_XD, "heads"), B, "heads", "head_dim", **heads)
-        k_BTKH = unflatten_tokens(self.k(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
-        v_BTKH = unflatten_tokens(self.v(x_XD, "kv_heads"), B, "kv_heads", "head_dim", **kv_heads)
-        q_BTNH = rope(q_BTNH, positions_BT, cfg.rope_theta)
-        k_BTKH = rope(k_BTKH, positions_BT, cfg.rope_theta)
-        q_BTNH, k_BTKH, v_BTKH = checkpoint_name((q_BTNH, k_BTKH, v_BTKH), "qkv")
+        q_BTNH, k_BTKH, v_BTKH = checkpoint_name(self._projections(x_XD, positions_BT), "qkv")
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
+        sinks = self.sinks.get_value() if self.options.sinks else None
         if cache is None or not cache.k.shape[2]:  # there are no earlier tokens
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, cfg, rules)
+            qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
+            out_BTNH = attend(*qkvs, self.cfg, self.rules, sinks_N=sinks)
         else:
-            out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache)
-        return project_out(out_BTNH, self.o, rules), new
+            more: Any = attention_options(self.options)
+            more |= {} if sinks is None else {"sinks_N": sinks}
+            out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache, **more)
+        if self.options.gate:
+            sizes = self.cfg.heads, self.cfg.H
+            gate = self._by_head(self.gate(x_XD, "heads"), len(positions_BT), "heads", sizes)
+            out_BTNH = out_BTNH * jax.nn.sigmoid(gate)
+        return project_out(out_BTNH, self.o, self.rules), new
+
+    def _by_head(self, x: jax.Array, batch: int, name: str, sizes: tuple[int, int]) -> jax.Array:
+        return unflatten_tokens(x, batch, name, "head_dim", sizes=sizes, rules=self.rules)
+
+    def _projections(
+        self, x_XD: jax.Array, positions_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [B, T, N, H] and keys [B, T, K, H], normalised and rotated, and values [B, T, K, H]."""
+        cfg, a, B = self.cfg, self.options, len(positions_BT)
+        q, k, v = self.q(x_XD, "heads"), self.k(x_XD, "kv_heads"), self.v(x_XD, "kv_heads")
+        if a.qk_norm == "whole":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTNH = self._by_head(q, B, "heads", (cfg.heads, cfg.H))
+        k_BTKH = self._by_head(k, B, "kv_heads", (cfg.K, cfg.H))
+        v_BTKH = self._by_head(v, B, "kv_heads", (cfg.K, cfg.H))
+        if a.qk_norm == "head":
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        # The kernels divide logits by sqrt(H); the queries carry what makes another scale of it.
+        scale = 1.0 if a.scale is None else a.scale * math.sqrt(cfg.H)
+        q_BTNH = rope(q_BTNH, positions_BT, cfg.rope, scale=scale)
+        k_BTKH = rope(k_BTKH, positions_BT, cfg.rope)
+        if a.qk_norm == "l2":
+            ones = jnp.ones(cfg.H, jnp.float32)
+            q_BTNH = rms_norm(q_BTNH, scale * ones, cfg.norm_eps)
+            k_BTKH = rms_norm(k_BTKH, ones, cfg.norm_eps)
+        if a.temperature_length is not None:
+            q_BTNH = q_BTNH * _temperature(a, positions_BT).astype(q_BTNH.dtype)
+        return q_BTNH, k_BTKH, v_BTKH
+
+
+def _temperature(a: GQAConfig, positions_BT: jax.Array) -> jax.Array:
+    """Returns the factors [B, T, 1, 1] by which queries grow, against attention that fades in long texts (Llama 4)."""
+    lengths = jnp.floor((positions_BT + 1.0) / (a.temperature_length or 1))
+    return (1 + a.temperature_scale * jnp.log1p(lengths))[:, :, None, None]
+
+
+def attention_options(options: GQAConfig | MLAConfig) -> dict[str, Any]:
+    """Returns the keyword arguments of attention's implementations that tell a layer from plain causal attention."""
+    if isinstance(options, MLAConfig):
+        return {}
+    more: dict[str, Any] = {}
+    if options.window is not None or options.chunk is not None:
+        more["mask"] = Mask(window=options.window, chunk=options.chunk)
+    return more | ({} if options.softcap is None else {"softcap": options.softcap})
 
 
 def attend(
@@ -153,12 +220,14 @@ def attend(
     segment_ids_BT: jax.Array | None,
     cfg: ModelConfig,
     rules: ShardingRules,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention's output [B, T, N, H] over these tokens alone; the sequence may be split over devices."""
-    qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
+    qkvs, more = (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT), attention_options(cfg.attention)
+    more |= {} if sinks_N is None else {"sinks_N": sinks_N}
     if rules.splits("seq"):
-        return context_attention(*qkvs, rules=rules, method=cfg.attention.context)
-    return kernels.attention(*qkvs, impl=cfg.attention.impl)
+        return context_attention(*qkvs, rules=rules, method=cfg.attention.context, **more)
+    return kernels.attention(*qkvs, impl=cfg.attention.impl, **more)
 
 
 def project_out(out_BTNH: jax.Array, o: Linear, rules: ShardingRules) -> jax.Array:

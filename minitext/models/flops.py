@@ -3,6 +3,8 @@
 Chapters: 4.
 """
 
+from collections.abc import Iterator
+
 from minitext.config.model import ModelConfig
 from minitext.models.attention import Counts
 from minitext.models.transformer import VARIANTS
@@ -11,26 +13,31 @@ from minitext.models.transformer import VARIANTS
 def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     """Returns the number of parameters by formula.
 
-    Each layer has those of attention (D*H*(2N + 2K) for GQA), of its feed-forward layer (3*D*F, or `MoE.count`) and of
-    two norms, 2*D. Outside the layers are the embedding V*D, the output layer V*D unless tied, and the last norm D.
+    Each layer has those of attention (D*H*(2N + 2K) for plain GQA), of its feed-forward layer (3*D*F, or `MoE.count`)
+    and of two norms, 2*D, or four. Outside the layers are the embedding V*D, the output layer V*D unless tied, and the
+    last norm D.
 
     Args:
       cfg: the model.
       active: whether to count only the experts that a token uses.
     """
-    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
-    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=active)
-    layer = attention.weights + attention.scales + ffn + 2 * D
-    return cfg.layers * layer + V * D * (1 if cfg.tie_embeddings else 2) + D
+    D, V = cfg.embed, cfg.vocab
+    norms = (4 if cfg.norms == "both" else 2) * D
+    layers = 0
+    for repeats, layer in all_layers(cfg):
+        attention, ffn = count_attention(layer), VARIANTS[type(layer.ffn)]
+        scales = attention.scales + norms
+        layers += repeats * (attention.weights + scales + ffn.count(layer, active=active))
+    return layers + V * D * (1 if cfg.tie_embeddings else 2) + D
 
 
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
     """Returns the floating-point operations of one training step: forward, and backward at twice the forward.
 
     A token's matrix product with P weights takes 2*P operations; only the experts that the token uses count. The two
-    products of GQA take 4*N*H*S per token for S keys, and a causal token sees half of the keys on average. Norms,
-    rotations, softmax and rematerialisation are not counted, so a utilisation computed from this is MFU (Chowdhery et
-    al. 2022).
+    products of GQA take 4*N*H*S per token for S keys, and a causal token sees half of the keys on average, or what its
+    window or chunk leaves. Norms, rotations, softmax and rematerialisation are not counted, so a utilisation computed
+    from this is MFU (Chowdhery et al. 2022).
 
     Args:
       cfg: the model.
@@ -38,11 +45,30 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
       seq_len: length of a row.
       causal: count only the half of the attention square that is used.
     """
-    D, V, attention = cfg.embed, cfg.vocab, count_attention(cfg)
-    ffn = VARIANTS[type(cfg.ffn)].count(cfg, active=True)
-    weights = cfg.layers * (attention.weights + ffn) + V * D
-    keys = seq_len / (2 if causal else 1)
-    return int(3 * tokens * (2 * weights + cfg.layers * attention.per_key * keys))
+    total = 2.0 * cfg.vocab * cfg.embed
+    for repeats, layer in all_layers(cfg):
+        attention = count_attention(layer)
+        weights = attention.weights + VARIANTS[type(layer.ffn)].count(layer, active=True)
+        keys = keys_seen(layer, seq_len) if causal else seq_len
+        total += repeats * (2 * weights + attention.per_key * keys)
+    return int(3 * tokens * total)
+
+
+def all_layers(cfg: ModelConfig) -> Iterator[tuple[int, ModelConfig]]:
+    """Yields how often a layer occurs in the model, and its configuration, for each kind of layer in order."""
+    for stack in cfg.stacks.values():
+        for layer in stack.layers:
+            yield stack.repeats, layer
+
+
+def keys_seen(cfg: ModelConfig, seq_len: int) -> float:
+    """Returns how many keys one token of a row sees in this layer, on average."""
+    window = getattr(cfg.attention, "window", None)
+    chunk = min(getattr(cfg.attention, "chunk", None) or seq_len, seq_len)
+    if window is not None and window < seq_len:
+        return window - window**2 / (2 * seq_len)
+    whole, rest = divmod(seq_len, chunk)
+    return (whole * chunk**2 + rest**2) / (2 * seq_len)
 
 
 def count_attention(cfg: ModelConfig) -> Counts:

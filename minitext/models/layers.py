@@ -1,4 +1,4 @@
-"""The small parts that layers are made of: projections, RMSNorm, embedding and rotary positions.
+"""The small parts that layers are made of: projections, RMSNorm and embedding.
 
 Shapes use one letter table: B batch, T query length, D model width, N query heads, H head width, F feed-forward
 width, V vocabulary. Parameters are float32 and are cast to the compute type where they are used; norms and rotations
@@ -55,47 +55,39 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float = 1e-6) -> jax.Array:
     return kernels.rms_norm(x, scale_D, eps, impl="xla")
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotates pairs of features by angles that grow with position (Su et al. 2021).
-
-    Feature i is paired with feature i + H/2, as in Llama's published weights for Hugging Face and in MaxText. After
-    the rotation, the product of a query and a key depends only on the difference of their positions.
+class RMSNorm(nnx.Module):
+    """RMSNorm with a learned scale per feature.
 
     Args:
-      x_BTNH: [B, T, N, H], H even.
-      positions_BT: [B, T], integers.
-      theta: base; pair i rotates by theta**(-2i/H) radians per position.
-
-    Returns:
-      [B, T, N, H] in x's type; angles and rotation are computed in float32.
+      width: features.
+      eps: added to the mean square.
+      rules: the sharding rules.
+      axis: the features' dimension name, for the rules.
+      offset: multiply by 1 + scale, as Gemma does; an untrained scale is then 0.
     """
-    half = x_BTNH.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
-    # The length is 1 up to rounding. XLA considers a cosine cheap, so its CPU backend recomputes it for each head of
-    # each layer, forward and backward. It considers a division expensive and keeps the result.
-    length = jnp.sqrt(cos * cos + sin * sin)
-    cos, sin = cos / length, sin / length
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
-
-class RMSNorm(nnx.Module):
-    """RMSNorm with a learned scale per feature."""
-
-    def __init__(self, width: int, *, eps: float, rules: ShardingRules):
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), axes=("embed",))
-        self.eps, self.rules = eps, rules
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float,
+        rules: ShardingRules,
+        axis: str = "embed",
+        offset: bool = False,
+    ):
+        start = jnp.zeros if offset else jnp.ones
+        self.scale = nnx.Param(start((width,), jnp.float32), axes=(axis,))
+        self.eps, self.rules, self.axis, self.offset = eps, rules, axis, offset
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension of x [..., D]."""
-        return rms_norm(x, self.rules.gather(self.scale.get_value(), "embed"), self.eps)
+        scale_D = self.rules.gather(self.scale.get_value(), self.axis)
+        return rms_norm(x, 1 + scale_D if self.offset else scale_D, self.eps)
 
 
 class Linear(nnx.Module):
-    """A bias-free projection of the last dimension, `y_XF = x_XD @ w_DF` with all leading dimensions in X.
+    """A projection of the last dimension, `y_XF = x_XD @ w_DF` with all leading dimensions in X; a bias is optional.
 
     The caller flattens [B, T, D] to [B*T, D] once per layer (`flatten_tokens`) where rows are whole. XLA's CPU backend
     then sees plain two-dimensional products in the forward and the backward pass; with two leading dimensions the
@@ -112,7 +104,10 @@ class Linear(nnx.Module):
         rules: ShardingRules,
         scale: float = 1.0,
         heads: int | None = None,
+        bias: bool = False,
     ):
+        if bias:
+            self.b = nnx.Param(jnp.zeros((outputs,), jnp.float32), axes=(axes[1],))
         self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
         self.axes, self.rules, self.heads = axes, rules, heads
 
@@ -136,7 +131,11 @@ class Linear(nnx.Module):
             rules.out(*self.axes, drop=STORAGE_AXES),
             rules.out(*_token_names(x, residual=out == "act"), out),
         )
-        return kernels.linear(x, self.w.get_value(), specs)
+        y = kernels.linear(x, self.w.get_value(), specs)
+        if not hasattr(self, "b"):
+            return y
+        b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])
+        return y + rules.shard(b_F, out)
 
 
 def _token_names(x: jax.Array, residual: bool = False) -> tuple[str, ...]:
@@ -163,9 +162,8 @@ class Embedding(nnx.Module):
         return self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Returns the products of x [..., D] with every token vector, [..., V], scaled by 1/sqrt(D)."""
+        """Returns the products of x [..., D] with every token vector, [..., V]."""
         rules, names = self.rules, _token_names(x)
         table_VD = self.gathered(x.dtype)
         x = rules.shard(x, *names, "act")
-        logits = jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))
-        return logits / math.sqrt(x.shape[-1])
+        return jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))

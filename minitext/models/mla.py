@@ -27,7 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext.config.model import MLAConfig, ModelConfig
 from minitext.kernels.attention.xla import MASKED
 from minitext.models.attention import Counts, append_tokens, attend, project_out
-from minitext.models.layers import Linear, RMSNorm, rope
+from minitext.models.layers import Linear, RMSNorm
+from minitext.models.rope import logits_factor, rope
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
 
@@ -60,10 +61,10 @@ class MLA(nnx.Module):
         # A matrix with latents as its rows calls them `embed`, since fsdp splits these for storage only.
         if a.q_rank is not None:
             self.q_down = linear(D, a.q_rank, ("embed", "rank"))
-            self.q_norm = RMSNorm(a.q_rank, eps=cfg.norm_eps, rules=rules)
+            self.q_norm = RMSNorm(a.q_rank, eps=a.latent_eps, rules=rules)
         self.q = linear(a.q_rank or D, N * (a.nope_dim + a.rope_dim), ("embed", "heads"))
         self.kv_down = linear(D, a.kv_rank + a.rope_dim, ("embed", "rank"))
-        self.kv_norm = RMSNorm(a.kv_rank, eps=cfg.norm_eps, rules=rules)
+        self.kv_norm = RMSNorm(a.kv_rank, eps=a.latent_eps, rules=rules)
         self.k_up = linear(a.kv_rank, N * a.nope_dim, ("embed", "heads"), heads=N)
         self.v_up = linear(a.kv_rank, N * a.v_dim, ("embed", "heads"), heads=N)
         self.o = linear(N * a.v_dim, D, ("heads", "embed"), scale=(2 * cfg.layers) ** -0.5)
@@ -82,11 +83,13 @@ class MLA(nnx.Module):
         )
 
     @staticmethod
-    def make_cache(cfg: ModelConfig, batch: int, length: int, rules: ShardingRules) -> LatentCache:
-        """Returns an empty cache for `length` tokens of each of `batch` rows, in the compute type."""
+    def make_cache(
+        cfg: ModelConfig, layers: int, batch: int, length: int, rules: ShardingRules
+    ) -> LatentCache:
+        """Returns an empty cache for `length` tokens of each of `batch` rows in some layers, in the compute type."""
 
         def empty(width: int) -> jax.Array:
-            zeros = jnp.zeros((cfg.layers, batch, length, width), cfg.dtype)
+            zeros = jnp.zeros((layers, batch, length, width), cfg.dtype)
             return rules.shard(zeros, "layers", "batch", None, "rank")
 
         a: Any = cfg.attention
@@ -125,14 +128,17 @@ class MLA(nnx.Module):
         sizes = (a.kv_rank + a.rope_dim,)
         both = unflatten_tokens(both, len(positions_BT), "rank", sizes=sizes, rules=rules)
         latent_BTR, key_BTP = jnp.split(both, [a.kv_rank], axis=-1)
-        key_BT1P = rope(key_BTP[:, :, None], positions_BT, self.cfg.rope_theta)
+        key_BT1P = rope(key_BTP[:, :, None], positions_BT, self.cfg.rope)
         return queries, self.kv_norm(latent_BTR), key_BT1P[:, :, 0]
 
     def _queries(self, x, positions_BT: jax.Array) -> jax.Array:
         """Returns queries [B, T, N, U + P], the last P features rotated."""
         q_BTNH = self._by_head(self.q(x, "heads"), len(positions_BT), self.cfg.heads)
         q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.widths.nope_dim], axis=-1)
-        return jnp.concatenate([q_BTNU, rope(q_BTNP, positions_BT, self.cfg.rope_theta)], axis=-1)
+        if (factor := logits_factor(self.cfg.rope)) != 1.0:
+            q_BTNU = (q_BTNU * factor).astype(q_BTNU.dtype)
+        q_BTNP = rope(q_BTNP, positions_BT, self.cfg.rope, scale=factor)
+        return jnp.concatenate([q_BTNU, q_BTNP], axis=-1)
 
     def _keys_and_values(self, latent_BTR, key_BTP) -> tuple[jax.Array, jax.Array]:
         """Returns keys [B, T, N, U + P], with the last P features equal in all heads, and values [B, T, N, W]."""

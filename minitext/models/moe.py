@@ -19,6 +19,10 @@ from minitext.models.layers import make_param
 from minitext.sharding.expert_parallel import Layout, exchange, on_each_device
 from minitext.sharding.rules import ShardingRules
 
+# A layer's parameters that its experts use, in the compute type, and those of its router, in float32.
+EXPERTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+ROUTER = ("router", "router_bias", "bias")
+
 
 class Routing(NamedTuple):
     """Statistics of a layer's router over the tokens of all devices; stacked for several layers.
@@ -113,9 +117,17 @@ class MoE(nnx.Module):
         self.down = new(rngs.params(), (E, F, D), out, fan_in=F, scale=scale)
         if moe.bias_rate:
             self.bias = nnx.Param(jnp.zeros((E,), jnp.float32), axes=(None,))
+        if moe.router_bias:
+            self.router_bias = nnx.Param(jnp.zeros((E,), jnp.float32), axes=(None,))
+        if moe.bias:
+            self.gate_bias = nnx.Param(jnp.zeros((E, F), jnp.float32), axes=("expert", "mlp"))
+            self.up_bias = nnx.Param(jnp.zeros((E, F), jnp.float32), axes=("expert", "mlp"))
+            self.down_bias = nnx.Param(jnp.zeros((E, D), jnp.float32), axes=("expert", "embed"))
         if moe.shared_experts:
             wide = cfg.model_copy(update={"mlp": moe.shared_experts * F})
             self.shared = SwiGLU(wide, rules=rules, rngs=rngs)
+        if moe.shared_gate:
+            self.shared_gate = new(rngs.params(), (D,), ("embed",), fan_in=D)
         self.cfg, self.rules, self.regather = moe, rules, cfg.remat == "none"
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
@@ -134,10 +146,10 @@ class MoE(nnx.Module):
         """
         cfg, rules = self.cfg, self.rules
         slots = capacity(cfg, math.prod(x.shape[:-1]) // rows)
-        names = ("router", "gate", "up", "down", "bias")[: 5 if cfg.bias_rate else 4]
+        names = [name for name in EXPERTS + ROUTER if hasattr(self, name)]
         params = {name: getattr(self, name).get_value() for name in names}
         # Cast weights before sending them; the router stays float32.
-        params |= {name: params[name].astype(x.dtype) for name in names[1:4]}
+        params |= {name: params[name].astype(x.dtype) for name in names if name in EXPERTS}
         y, routing = on_each_device(
             partial(_route_and_compute, cfg=cfg),
             x,
@@ -147,20 +159,33 @@ class MoE(nnx.Module):
             rules=rules,
             regather=self.regather,
         )
-        return (y + self.shared(x) if cfg.shared_experts else y), routing
+        return (y + self._shared(x) if cfg.shared_experts else y), routing
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """Returns the output of the experts that every token uses."""
+        y = self.shared(x)
+        if not self.cfg.shared_gate:
+            return y
+        gate_D = self.rules.gather(self.shared_gate.get_value(), "embed").astype(x.dtype)
+        return y * jax.nn.sigmoid(jnp.sum(x * gate_D, axis=-1, keepdims=True))
 
     @staticmethod
     def count(cfg: ModelConfig, *, active: bool = False) -> int:
-        """Returns the number of parameters of one layer: 3*D*F for each expert, D*E for the router, E biases.
+        """Returns the number of parameters of one layer: 3*D*F for each expert, D*E for the router, and biases.
 
         `active` counts only what a token uses: k experts, the shared ones and the router, without biases.
         """
         assert isinstance(cfg.ffn, MoEConfig)
-        ffn = cfg.ffn
+        ffn, D, F = cfg.ffn, cfg.embed, cfg.mlp
         routed = ffn.experts_per_token if active else ffn.experts
-        biases = ffn.experts if ffn.bias_rate and not active else 0
-        one = 3 * cfg.embed * cfg.mlp
-        return one * (routed + ffn.shared_experts) + cfg.embed * ffn.experts + biases
+        weights = 3 * D * F * (routed + ffn.shared_experts) + D * (ffn.experts + ffn.shared_gate)
+        if active:
+            return weights
+        biases = ffn.experts * (bool(ffn.bias_rate) + ffn.router_bias)
+        if ffn.bias:
+            biases += ffn.experts * (2 * F + D)
+            biases += 2 * F * ffn.shared_experts + D if ffn.shared_experts else 0
+        return weights + biases
 
 
 def _route_and_compute(
@@ -170,8 +195,20 @@ def _route_and_compute(
     # In float32, because small differences decide which experts are chosen.
     wide, highest = x.astype(jnp.float32), jax.lax.Precision.HIGHEST
     logits = jnp.einsum("...D,DE->...E", wide, params["router"], precision=highest)
+    if cfg.router_bias:
+        logits = logits + params["router_bias"]
     choice = route(logits, cfg, params.get("bias"))
-    y = exchange(partial(swiglu_experts, params), x, choice.experts, choice.weights, layout)
+    if cfg.bias:  # devices that share an expert's features sum their outputs
+        parts = math.prod(jax.lax.axis_size(axis) for axis in layout.features)
+        params = params | {"down_bias": params["down_bias"] / parts}
+    compute = partial(swiglu_experts, params, activation=cfg.activation)
+    if cfg.scale_input:
+        # Each assignment is a token of its own, already weighted.
+        x_kD = (wide[..., None, :] * choice.weights[..., None]).astype(x.dtype)
+        ones = jnp.ones_like(choice.weights)[..., None]
+        y = jnp.sum(exchange(compute, x_kD, choice.experts[..., None], ones, layout), axis=-2)
+    else:
+        y = exchange(compute, x, choice.experts, choice.weights, layout)
     return y, _routing(logits, choice, layout, cfg)
 
 
@@ -195,13 +232,17 @@ def _routing(logits: jax.Array, choice: Choice, layout: Layout, cfg: MoEConfig) 
     return Routing(loss, balance, z, load_E, dropped)
 
 
-def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -> jax.Array:
+def swiglu_experts(
+    params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None, *, activation: str = "silu"
+) -> jax.Array:
     """Applies a device's experts to their rows and returns [M, D].
 
     Args:
-      params: `gate` and `up` [E, D, F], `down` [E, F, D], in the compute type.
+      params: `gate` and `up` [E, D, F], `down` [E, F, D], in the compute type; with biases also `gate_bias` and
+        `up_bias` [E, F], `down_bias` [E, D].
       rows_MD: [M, D] sorted by expert.
       sizes_E: the number of each expert's rows; None if all have M / E.
+      activation: of the gate.
     """
     E, M, D = len(params["gate"]), *rows_MD.shape
     if sizes_E is None and hardware.platform() == "cpu":
@@ -211,10 +252,21 @@ def swiglu_experts(params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None) -
         rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
     else:
         rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
-    gate, up = product(rows, params["gate"]), product(rows, params["up"])
-    gate, up = checkpoint_name((gate, up), "gate_up")
-    hidden = checkpoint_name(gated(gate, up), "hidden")
-    return jnp.reshape(product(hidden, params["down"]), rows_MD.shape)
+
+    def project(x: jax.Array, name: str) -> jax.Array:
+        y = product(x, params[name])
+        if (bias := params.get(f"{name}_bias")) is None:
+            return y
+        if sizes_E is None:
+            return y + bias[:, None]
+        # Rows beyond the last expert's belong to nobody, and nobody reads them.
+        ends_E = jnp.cumsum(sizes_E)
+        expert_M = jnp.searchsorted(ends_E, jnp.arange(M), side="right")
+        return y + bias[jnp.minimum(expert_M, E - 1)]
+
+    gate, up = checkpoint_name((project(rows, "gate"), project(rows, "up")), "gate_up")
+    hidden = checkpoint_name(gated(gate, up, activation), "hidden")
+    return jnp.reshape(project(hidden, "down"), rows_MD.shape)
 
 
 def scaled(routing: Routing, factor: jax.Array) -> Routing:
@@ -223,23 +275,36 @@ def scaled(routing: Routing, factor: jax.Array) -> Routing:
     return routing._replace(loss=loss, balance=balance, z=z)
 
 
-def update_bias(params: Any, load_LE: jax.Array, rate: float) -> Any:
+def update_bias(params: Any, load_LE: jax.Array, cfg: ModelConfig) -> Any:
     """Raises the bias of experts with less than an even share of assignments and lowers the others' (Wang et al. 2024).
 
     Args:
-      params: a model's parameters, with `blocks.ffn.bias` [L, E].
-      load_LE: [L, E] assignments of a step.
-      rate: the size of each change.
+      params: the model's parameters; a stack of layers has `ffn.bias` [L, E].
+      load_LE: [L, E] assignments of a step, of all layers that have experts.
+      cfg: the model, whose `ffn.bias_rate` is the size of each change.
 
     Returns:
-      The parameters with the new bias.
+      The parameters with the new biases.
     """
-    params = jax.tree.map(lambda x: x, params)
-    bias = params["blocks"]["ffn"]["bias"]
-    mean_L1 = jnp.mean(load_LE.astype(jnp.float32), axis=1, keepdims=True)
-    new = bias.get_value() + rate * jnp.sign(mean_L1 - load_LE)
-    params["blocks"]["ffn"]["bias"] = bias.replace(new)
+    params, done = jax.tree.map(lambda x: x, params), 0
+    for name, stack in cfg.stacks.items():
+        routed = [i for i, one in enumerate(stack.layers) if isinstance(one.ffn, MoEConfig)]
+        if not routed:
+            continue
+        here = stack.repeats * len(routed)
+        load = jnp.reshape(load_LE[done : done + here], (stack.repeats, len(routed), -1))
+        done += here
+        for number, place in enumerate(routed):
+            blocks = params[name]
+            ffn = (blocks["layers"][place] if "layers" in blocks else blocks)["ffn"]
+            if "bias" in ffn:
+                ffn["bias"] = _updated(ffn["bias"], load[:, number], stack.layers[place].ffn)
     return params
+
+
+def _updated(bias: Any, load_LE: jax.Array, cfg: Any) -> Any:
+    mean_L1 = jnp.mean(load_LE.astype(jnp.float32), axis=1, keepdims=True)
+    return bias.replace(bias.get_value() + cfg.bias_rate * jnp.sign(mean_L1 - load_LE))
 
 
 def metrics(routing: Routing) -> dict[str, jax.Array]:

@@ -4,18 +4,28 @@ Layers are stacked: every layer parameter has a leading dimension L. The stack c
 unrolled (the compiler sees all layers) and reads the same checkpoints either way. Generation splits the stack into a
 list (`unstack_layers`), because slicing a stack makes a copy as expensive as the product that reads it.
 
-Chapters: 4, 14.
+Layers may differ in a repeating pattern, such as five that see a window and one that sees everything. Each place in the
+period then has a stack of its own, and one scan runs over the periods (`ModelConfig.stacks`).
+
+Chapters: 4, 14, 23.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from minitext.config.model import GQAConfig, MLAConfig, ModelConfig, MoEConfig, SwiGLUConfig
+from minitext.config.model import (
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    Stack,
+    SwiGLUConfig,
+)
 from minitext.config.section import Section
 from minitext.config.sections import PipelineConfig
 from minitext.models.attention import GQA, KVCache
@@ -35,7 +45,34 @@ VARIANTS: dict[type[Section], Any] = {
     MoEConfig: MoE,
 }
 
-Cache = KVCache | LatentCache
+LayerCache = KVCache | LatentCache
+
+
+class PatternCache(NamedTuple):
+    """The caches of a model whose layers differ.
+
+    Attributes:
+      parts: for each of `ModelConfig.stacks`, and in it for each place in the period, a cache of its layers, whose own
+        length doesn't count.
+      length: the number of tokens stored.
+    """
+
+    parts: tuple[tuple[LayerCache, ...], ...]
+    length: jax.Array | int
+
+    def append(self, new: "PatternCache") -> "PatternCache":
+        """Returns a cache with the tokens of another one appended after its first `length` tokens."""
+        parts = tuple(
+            tuple(
+                old._replace(length=self.length).append(late)
+                for old, late in zip(*both, strict=True)
+            )
+            for both in zip(self.parts, new.parts, strict=True)
+        )
+        return PatternCache(parts, self.length + new.length)
+
+
+Cache = LayerCache | PatternCache
 
 
 def remat(layer: Callable, cfg: ModelConfig) -> Callable:
@@ -47,12 +84,19 @@ def remat(layer: Callable, cfg: ModelConfig) -> Callable:
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention and feed-forward, each with a norm before it and added to the residual stream."""
+    """One decoder layer: attention and feed-forward, each added to the residual stream.
+
+    What each takes is normalised, or what it adds, or both (`model.norms`).
+    """
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
-        self.norm_attention = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        norm = partial(RMSNorm, cfg.embed, eps=cfg.norm_eps, rules=rules, offset=cfg.norm_offset)
+        self.before, self.after = cfg.norms != "after", cfg.norms != "before"
+        if self.before:
+            self.norm_attention, self.norm_ffn = norm(), norm()
+        if self.after:
+            self.norm_attention_out, self.norm_ffn_out = norm(), norm()
         self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)
-        self.norm_ffn = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
         self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)
 
     def __call__(
@@ -60,13 +104,27 @@ class Block(nnx.Module):
         x_XD: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache, Routing | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache, Routing | None]:
         """Returns the residual stream [B*T, D] after the layer, a cache of these tokens, and the experts' routing."""
-        mixed, new = self.attention(self.norm_attention(x_XD), positions_BT, segment_ids_BT, cache)
-        x_XD = x_XD + mixed
-        y_XD, routing = self.ffn.routed(self.norm_ffn(x_XD), positions_BT.shape[0])
-        return x_XD + y_XD, new, routing
+        into = self.norm_attention(x_XD) if self.before else x_XD
+        mixed, new = self.attention(into, positions_BT, segment_ids_BT, cache)
+        x_XD = x_XD + (self.norm_attention_out(mixed) if self.after else mixed)
+        into = self.norm_ffn(x_XD) if self.before else x_XD
+        y_XD, routing = self.ffn.routed(into, positions_BT.shape[0])
+        return x_XD + (self.norm_ffn_out(y_XD) if self.after else y_XD), new, routing
+
+
+class Period(nnx.Module):
+    """The stacks of layers that repeat together: the first layer of every period, the second of every period, ..."""
+
+    def __init__(self, layers: Sequence[Any]):
+        self.layers = nnx.List(layers)
+
+
+def places(blocks: Any) -> Sequence[Any]:
+    """Returns the stack of each place in the period: those of a `Period`, or the one stack of equal layers."""
+    return blocks.layers if isinstance(blocks, Period) else (blocks,)
 
 
 class Transformer(nnx.Module):
@@ -77,7 +135,13 @@ class Transformer(nnx.Module):
       rules: sharding rules; they matter only if a mesh is set.
       pipeline: the pipeline's schedule; it matters only if the mesh splits the layers.
       rngs: `nnx.Rngs(seed)`; draws the parameters.
+
+    Attributes:
+      blocks: the stack of layers, or a `Period` of stacks; `unstack_layers` makes lists of them. `prefix` and `suffix`
+        are like it, where `ModelConfig.stacks` has them.
     """
+
+    blocks: Any
 
     def __init__(
         self,
@@ -89,17 +153,31 @@ class Transformer(nnx.Module):
     ):
         self.cfg, self.rules, self.pipeline = cfg, rules, pipeline or PipelineConfig()
         self.embed = Embedding(cfg.vocab, cfg.embed, key=rngs.params(), rules=rules)
-        stacked = nnx.vmap(lambda r: Block(cfg, rules=rules, rngs=r))
-        # Each device draws only the layers that it keeps.
-        each = jax.tree.map(lambda keys: rules.shard(keys, "layers"), rngs.split(cfg.layers))
-        self.blocks: Any = stacked(each)  # or an nnx.List, made by unstack_layers
-        self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules)
+        for name, stack in cfg.stacks.items():
+            setattr(self, name, self._draw(stack, rngs))
+        self.norm = RMSNorm(cfg.embed, eps=cfg.norm_eps, rules=rules, offset=cfg.norm_offset)
         if not cfg.tie_embeddings:
             # Small initial logits: to an untrained model all V tokens should be about equally likely, ln(V) nats.
             self.unembed = Linear(
                 cfg.embed, cfg.vocab, ("embed", "vocab"),
                 key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
             )  # fmt: skip
+
+    def _draw(self, stack: Stack, rngs: nnx.Rngs) -> Any:
+        """Returns a stack of layers, or a `Period` of stacks if the layers of a repetition differ."""
+
+        def draw(layer: ModelConfig) -> Any:
+            stacked = nnx.vmap(lambda r: Block(layer, rules=self.rules, rngs=r))
+            # Each device draws only the layers that it keeps.
+            keys = rngs.split(stack.repeats)
+            return stacked(jax.tree.map(lambda keys: self.rules.shard(keys, "layers"), keys))
+
+        drawn = [draw(layer) for layer in stack.layers]
+        return (
+            Period(drawn)
+            if len(self.cfg.period) > 1 and stack is not self.cfg.stacks.get("prefix")
+            else drawn[0]
+        )
 
     def __call__(
         self,
@@ -152,10 +230,19 @@ class Transformer(nnx.Module):
             seen: Any = positions_BT, segment_ids_BT
             x_XD = pipelined(layers, params, x_XD, seen, cfg=self.pipeline, rules=rules)
             return self.final_norm(x_XD, B), None, None
-        x_XD, new, routing = self.apply_layers(
-            self.blocks, x_XD, positions_BT, segment_ids_BT, cache
-        )
-        return self.final_norm(x_XD, B), new, routing
+        parts, news, routings = _parts(cache), [], []
+        for number, name in enumerate(self.cfg.stacks):
+            old = None if parts is None else parts[number]
+            x_XD, new, routing = self.apply_layers(
+                getattr(self, name), x_XD, positions_BT, segment_ids_BT, old
+            )
+            news.append(new)
+            routings += [] if routing is None else [routing]
+        new = None
+        if cache is not None:
+            whole = isinstance(cache, PatternCache)
+            new = PatternCache(tuple(news), T) if whole else news[0][0]
+        return self.final_norm(x_XD, B), new, _joined(routings)
 
     @property
     def _ring(self) -> bool:
@@ -168,7 +255,10 @@ class Transformer(nnx.Module):
 
     def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns the residual stream before the first layer, [B*T, D], for tokens in the layers' order."""
-        return flatten_tokens(self.embed(tokens_BT, jnp.dtype(self.cfg.dtype)), self.rules)
+        x_BTD = self.embed(tokens_BT, jnp.dtype(self.cfg.dtype))
+        if self.cfg.embed_scale is not None:
+            x_BTD = x_BTD * jnp.asarray(self.cfg.embed_scale, x_BTD.dtype)
+        return flatten_tokens(x_BTD, self.rules)
 
     def final_norm(self, x_XD: jax.Array, batch: int) -> jax.Array:
         """Maps the residual stream after the last layer to the input of the output layer, [B, T, D]."""
@@ -180,9 +270,15 @@ class Transformer(nnx.Module):
 
     def output_weight(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the output layer's weight [D, V] in `dtype`, split at most by vocabulary."""
-        if self.cfg.tie_embeddings:
-            return self.embed.gathered(dtype).T / self.cfg.embed**0.5
-        return self.unembed.gathered(dtype)
+        tied = self.cfg.tie_embeddings
+        return self._scaled(self.embed.gathered(dtype).T if tied else self.unembed.gathered(dtype))
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        """Multiplies logits, or the weight that makes them, by `model.logit_scale`."""
+        cfg = self.cfg
+        if cfg.logit_scale is not None:
+            return x if cfg.logit_scale == 1 else x * jnp.asarray(cfg.logit_scale, x.dtype)
+        return x / cfg.embed**0.5 if cfg.tie_embeddings else x
 
     @jax.named_scope("logits")
     def logits(self, x_BTD: jax.Array) -> jax.Array:
@@ -191,50 +287,112 @@ class Transformer(nnx.Module):
         x_XD = flatten_tokens(x_BTD, rules)
         logits_XV = self.embed.attend(x_XD) if cfg.tie_embeddings else self.unembed(x_XD, "vocab")
         # Softmax follows, and bfloat16 logits would lose more accuracy than their memory is worth.
-        return unflatten_tokens(
-            logits_XV.astype(jnp.float32), len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules
-        )
+        logits_XV = self._scaled(logits_XV).astype(jnp.float32)
+        if cfg.logit_softcap is not None:
+            logits_XV = cfg.logit_softcap * jnp.tanh(logits_XV / cfg.logit_softcap)
+        return unflatten_tokens(logits_XV, len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules)
 
     def apply_layers(
-        self, blocks: Any, x_XD, positions_BT, segment_ids_BT, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None, Routing | None]:
-        """Runs layers: a list one by one, a stack scanned or unrolled.
+        self,
+        blocks: Any,
+        x_XD,
+        positions_BT,
+        segment_ids_BT,
+        caches: Sequence[LayerCache] | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None, Routing | None]:
+        """Runs a stack of layers, or a period of stacks: lists of layers one by one, stacks scanned or unrolled.
 
-        Returns x, a cache of these tokens if there is a cache, and the experts' stacked routing (not for a list).
+        Args:
+          blocks: the stack, or a `Period`.
+          x_XD: residual stream.
+          positions_BT: as in `Block`.
+          segment_ids_BT: as in `Block`.
+          caches: the layers' caches of earlier tokens, for each place in the period.
+
+        Returns:
+          x, caches of these tokens if there are caches, and the experts' stacked routing (not for lists).
         """
-        kept: Any = None if cache is None else cache[:-1]  # all but its length
+        stacks = places(blocks)
+        # All but their lengths, which no layer has for itself.
+        kept: Any = [None] * len(stacks) if caches is None else [cache[:-1] for cache in caches]
 
-        def run(block: Any, x, kept: Any):
+        def run(place: int, block: Any, x, kept: Any):
             """Runs one layer with its part of the cache, and returns the new tokens' part too."""
-            one = None if cache is None else cache._make((*kept, cache.length))
+            one = None if caches is None else caches[place]._make((*kept, caches[place].length))
             x, new, routing = block(x, positions_BT, segment_ids_BT, one)
-            return x, (None if cache is None else new[:-1], routing)
+            return x, (None if caches is None else new[:-1], routing)
 
         def together(news: Any) -> Any:
-            return None if cache is None else cache._make((*news, positions_BT.shape[1]))
+            if caches is None:
+                return None
+            T = positions_BT.shape[1]
+            return tuple(c._make((*new, T)) for c, new in zip(caches, news, strict=True))
 
-        if isinstance(blocks, nnx.List):
-            news = []
-            for block, *one in zip(blocks, *kept, strict=True):
-                x_XD, (new, _) = run(block, x_XD, one)
-                news.append(new)
-            return x_XD, together(zip(*news, strict=True)), None
-        graphdef, params = nnx.split(blocks)
+        if isinstance(stacks[0], nnx.List):
+            lists: list[Any] = [[] for _ in stacks]
+            for number in range(len(stacks[0])):
+                for place, stack in enumerate(stacks):
+                    one = None if caches is None else [x[number] for x in kept[place]]
+                    x_XD, (new, _) = run(place, stack[number], x_XD, one)
+                    lists[place].append(new)
+            news = None if caches is None else [tuple(zip(*each, strict=True)) for each in lists]
+            return x_XD, together(news), None
+        split = [nnx.split(stack) for stack in stacks]
 
-        def layer(x, inputs):
-            params_l, kept_l = inputs
-            return run(nnx.merge(graphdef, params_l), x, kept_l)
+        def layer(place: int):
+            def one(x, inputs):
+                params_l, kept_l = inputs
+                return run(place, nnx.merge(split[place][0], params_l), x, kept_l)
 
-        layer = remat(layer, self.cfg)
-        x_XD, (new, routing) = _run_stack(layer, x_XD, (params, kept), self.cfg.scan_layers)
-        return x_XD, together(new), routing
+            return remat(one, self.cfg)
+
+        layers = [layer(place) for place in range(len(stacks))]
+
+        def period(x, inputs):
+            outputs = []
+            for one, its in zip(layers, inputs, strict=True):
+                x, output = one(x, its)
+                outputs.append(output)
+            return x, outputs
+
+        inputs = [(params, old) for (_, params), old in zip(split, kept, strict=True)]
+        x_XD, outputs = _run_stack(period, x_XD, inputs, self.cfg.scan_layers)
+        return x_XD, together([new for new, _ in outputs]), _interleaved([r for _, r in outputs])
 
 
 def make_cache(
     cfg: ModelConfig, batch: int, length: int, rules: ShardingRules = RULES["all"]
 ) -> Cache:
     """Returns an empty cache for `length` tokens of each of `batch` rows, as the model's attention needs it."""
-    return VARIANTS[type(cfg.attention)].make_cache(cfg, batch, length, rules)
+
+    def empty(stack: Stack) -> tuple[LayerCache, ...]:
+        sizes = stack.repeats, batch, length, rules
+        return tuple(VARIANTS[type(one.attention)].make_cache(one, *sizes) for one in stack.layers)
+
+    parts: Any = tuple(empty(stack) for stack in cfg.stacks.values())
+    whole = len(parts) > 1 or len(parts[0]) > 1
+    return PatternCache(parts, jnp.zeros((), jnp.int32)) if whole else parts[0][0]
+
+
+def _parts(cache: Cache | None) -> Any:
+    """Returns the caches of each stack and place in the period, with the length that they share."""
+    if isinstance(cache, PatternCache):
+        return [[one._replace(length=cache.length) for one in part] for part in cache.parts]
+    return None if cache is None else [[cache]]
+
+
+def _interleaved(routings: Sequence[Routing | None]) -> Routing | None:
+    """Returns the routing of a stack's layers in their order, from that of each place in the period, or None."""
+    found = [routing for routing in routings if routing is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return jax.tree.map(lambda *xs: jnp.concatenate(jnp.stack(xs, axis=1)), *found)
+
+
+def _joined(routings: Sequence[Routing]) -> Routing | None:
+    if len(routings) < 2:
+        return routings[0] if routings else None
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *routings)
 
 
 def _run_stack(layer, carry, inputs: Any, scan: bool) -> Any:

@@ -73,7 +73,7 @@ def _check_loss(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> Non
 
 def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
     sizes = [
-        ("layers", "model.layers", cfg.model.layers),
+        ("layers", *_layers(cfg)),
         ("embed", "model.embed", cfg.model.embed),
         *(("embed", *more) for more in cfg.model.attention.embed_sizes().items()),
         ("heads", "model.heads", cfg.model.heads),
@@ -101,6 +101,14 @@ def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> No
             )
 
 
+def _layers(cfg: Config) -> tuple[str, int]:
+    """Returns what a pipeline splits: layers, or whole periods of them."""
+    period = len(cfg.model.period)
+    if period < 2:
+        return "model.layers", cfg.model.layers
+    return f"model.layers={cfg.model.layers} in periods of {period}", cfg.model.layers // period
+
+
 def _check_combinations(cfg: Config, shape: dict[str, int]) -> None:
     ffn, stages, context = cfg.model.ffn, shape["stage"], shape["context"]
     if isinstance(ffn, MoEConfig) and stages > 1:
@@ -120,6 +128,16 @@ def _check_combinations(cfg: Config, shape: dict[str, int]) -> None:
         # the gradient of attention's shard_map nested in the stage's.
         raise UserError(
             f"mesh.context={context} cannot be combined with mesh.stage={stages}: set one of them to 1"
+        )
+    if stages > 1 and len(cfg.model.stacks) > 1:
+        raise UserError(
+            f"mesh.stage={stages} cannot be combined with model.dense_layers={cfg.model.dense_layers} or layers that "
+            f"model.period of {len(cfg.model.period)} leaves over: set mesh.stage=1"
+        )
+    if cfg.train.loss_impl != "xla" and cfg.model.logit_softcap is not None:
+        raise UserError(
+            f"train.loss_impl={cfg.train.loss_impl} cannot be combined with model.logit_softcap="
+            f"{cfg.model.logit_softcap}: set train.loss_impl=xla"
         )
 
 

@@ -8,7 +8,8 @@ has, so a device holds at most three parts: its own, the one it computes with an
 Causal work is a triangle. If the sequence were cut into equal pieces in order, the first device would have almost no
 work and the last one the most. So the ring cuts it into twice as many pieces and gives device i the pieces i and 2c-1-i
 of c devices ("zigzag"; Brandon et al. 2023 stripe it instead). The work between any two devices is then always half of
-the square: all queries against the first piece, or the second piece's queries against all keys.
+the square: all queries against the first piece, or the second piece's queries against all keys. A window or a chunk
+hides some of these blocks from all of their queries; they travel, but aren't computed with.
 
 Chapters: 12.
 """
@@ -20,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from minitext.kernels.attention.mask import CAUSAL, Mask, check_options
+from minitext.kernels.attention.xla import MASKED, masked_softmax
 from minitext.sharding.rules import ShardingRules
 
 AXIS = "context"
-MASKED = -1e30
 
 
 def context_attention(
@@ -34,6 +36,9 @@ def context_attention(
     *,
     rules: ShardingRules,
     method: str,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention over a split sequence.
 
@@ -44,26 +49,44 @@ def context_attention(
       segment_ids_BT: [B, T] or None; tokens attend within their own segment.
       rules: the sharding rules.
       method: `allgather` or `ring`.
+      mask: which keys a query sees: causal, perhaps with a window or a chunk, of positions before `zigzag`.
+      softcap: c > 0 to bound logits as c tanh(logits / c), or None.
+      sinks_N: [N] one logit per query head that joins the softmax and has no value, or None.
 
     Returns:
       [B, T, N, H] in the queries' type and sharding and the values' width.
+
+    Raises:
+      UserError: if the mask isn't causal, has blocks or isn't one, or the soft-cap isn't positive.
     """
+    T = q_BTNH.shape[1]
+    check_options("context attention", T, mask, softcap, causal=True)
+    mask = mask.within(T)
+    if sinks_N is not None:
+        sinks_N = rules.shard(sinks_N.astype(jnp.float32), "heads")
     if segment_ids_BT is None:
         segment_ids_BT = rules.shard(jnp.zeros(q_BTNH.shape[:2], jnp.int32), "batch", "seq")
     if method == "allgather":
-        run = _on_each_device(_gathered_attention, "qkvs", "q", rules)
-        return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
-    return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, rules)
+        attend = partial(_gathered_attention, mask, softcap)
+        run = _on_each_device(attend, "qkvsn", "q", rules)
+        return run(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
+    return _ring_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N, rules, mask, softcap)
 
 
 def _on_each_device(function: Any, inputs: str, outputs: str, rules: ShardingRules) -> Any:
-    """Dimension names of attention's arrays, each called by one letter; `l` is the log-sum-exp of the logits."""
+    """Returns `function`, run by each device on its part of attention's arrays.
+
+    `inputs` and `outputs` have a letter for each array. `l` is the log-sum-exp of the logits, `n` a number for each
+    head, `p` one for each head from each device's tokens.
+    """
     names = {
         "q": ("batch", "seq", "heads", "head_dim"),
         "k": ("batch", "seq", "kv_heads", "head_dim"),
         "v": ("batch", "seq", "kv_heads", "head_dim"),
         "s": ("batch", "seq"),
         "l": ("batch", "kv_heads", None, "seq"),
+        "n": ("heads",),
+        "p": ("batch", "seq", "heads"),
     }
     ins = tuple(rules.spec(names[letter]) for letter in inputs)
     outs: Any = tuple(rules.spec(names[letter]) for letter in outputs)
@@ -117,45 +140,53 @@ def _exchange(x: jax.Array, back: bool) -> jax.Array:
 # --- one block of queries against one block of keys ------------------------------------------------
 
 
-def _logits(q_BTNH, k_BSKH, seen_BTS):
-    """Returns masked logits [B, K, G, T, S] in float32."""
+def _logits(q_BTNH, k_BSKH, softcap):
+    """Returns logits [B, K, G, T, S] in float32."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = jnp.reshape(q_BTNH, (B, T, K, N // K, H))
     logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    return jnp.where(seen_BTS[:, None, None], logits / math.sqrt(H), MASKED)
+    logits = logits / math.sqrt(H)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _gathered_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def _gathered_attention(mask, softcap, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
     k_BSKH, v_BSKH, segments_BS = (
         jax.lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k_BTKH, v_BTKH, segments_BT)
     )
-    T = q_BTNH.shape[1]
+    T, K = k_BTKH.shape[1:3]
     position_T = jax.lax.axis_index(AXIS) * T + jnp.arange(T)
-    seen = position_T[:, None] >= jnp.arange(k_BSKH.shape[1])
+    seen = mask.sees(position_T[:, None], jnp.arange(k_BSKH.shape[1]))
     seen_BTS = seen & (segments_BT[:, :, None] == segments_BS[:, None])
-    probs = jax.nn.softmax(_logits(q_BTNH, k_BSKH, seen_BTS), axis=-1).astype(v_BSKH.dtype)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v_BSKH)
+    sinks_KG11 = None if sinks_N is None else jnp.reshape(sinks_N, (K, -1, 1, 1))
+    logits_BKGTS = _logits(q_BTNH, k_BSKH, softcap)
+    probs_BKGTS = masked_softmax(logits_BKGTS, seen_BTS[:, None, None], sinks_KG11)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
     return jnp.reshape(out_BTKGH, (*q_BTNH.shape[:3], -1)).astype(q_BTNH.dtype)
 
 
 # --- the ring --------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, rules):
-    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, rules)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _ring_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, rules, mask, softcap):
+    args = q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+    return _ring_forward(*args, rules, mask, softcap)[0]
 
 
-def _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, rules):
-    run = _on_each_device(_ring_of_outputs, "qkvs", "ql", rules)
-    out_BTNH, lse_BKGT = run(q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT)
+def _ring_forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, rules, mask, softcap):
+    run = _on_each_device(partial(_ring_of_outputs, mask, softcap), "qkvsn", "ql", rules)
+    args = q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+    out_BTNH, lse_BKGT = run(*args)
+    return out_BTNH, (*args, out_BTNH, lse_BKGT)
 
 
-def _ring_backward(rules, residuals, grad_BTNH):
-    run = _on_each_device(_ring_of_gradients, "qkvsqlq", "qkv", rules)
-    return *run(*residuals, grad_BTNH), None
+def _ring_backward(rules, mask, softcap, residuals, grad_BTNH):
+    run = _on_each_device(partial(_ring_of_gradients, mask, softcap), "qkvsnqlq", "qkvp", rules)
+    *grads, grad_sinks = run(*residuals, grad_BTNH)
+    if grad_sinks is not None:
+        grad_sinks = jnp.sum(grad_sinks, axis=(0, 1))
+    return *grads, None, grad_sinks
 
 
 _ring_attention.defvjp(_ring_forward, _ring_backward)
@@ -167,12 +198,16 @@ def _shift(tree: Any) -> Any:
     return jax.lax.ppermute(tree, AXIS, [(d, (d + 1) % c) for d in range(c)])
 
 
-def _own_mask(T: int) -> jax.Array:
-    """Returns the causal mask [T, T] of a device's queries and its own keys, in zigzag order."""
-    c, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
-    half = jnp.arange(T // 2)
-    position_T = jnp.concatenate([me * (T // 2) + half, (2 * c - 1 - me) * (T // 2) + half])
-    return position_T[:, None] >= position_T
+def _positions(T: int, device: Any) -> jax.Array:
+    """Returns the positions in the sequence of a device's T tokens in zigzag order."""
+    c, half = jax.lax.axis_size(AXIS), jnp.arange(T // 2)
+    return jnp.concatenate([device * (T // 2) + half, (2 * c - 1 - device) * (T // 2) + half])
+
+
+def _own_mask(T: int, mask: Mask) -> jax.Array:
+    """Returns the mask [T, T] of a device's queries and its own keys, in zigzag order."""
+    position_T = _positions(T, jax.lax.axis_index(AXIS))
+    return mask.sees(position_T[:, None], position_T)
 
 
 def _around(visit, carry, travelling, back=None):
@@ -203,20 +238,43 @@ def _around(visit, carry, travelling, back=None):
     return carry, _shift(back)
 
 
-def _is_earlier(iteration) -> jax.Array:
-    """Whether the arrays come from a device with a lower number, whose first piece all queries see."""
-    c, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
-    return (me - iteration) % c < me
+def _block_seen(
+    iteration, T: int, mask: Mask, first_piece: Any, second_piece: Any, hidden: Any
+) -> Any:
+    """Computes with the arrays that arrived in an iteration.
+
+    Args:
+      iteration: how many devices before this one the arrays' owner is.
+      T: tokens on a device.
+      mask: which keys a query sees.
+      first_piece: called where all queries come after the owner's first piece, which alone they see.
+      second_piece: called where the queries of this device's second piece alone come after the owner's tokens. Both get
+        a mask of their block, [T, T/2] or [T/2, T]; None if all of it is seen, as in plain causal attention.
+      hidden: what to return if nothing of the block is seen.
+    """
+    me = jax.lax.axis_index(AXIS)
+    owner = (me - iteration) % jax.lax.axis_size(AXIS)
+
+    def branch(piece: Any, low: int, keys: int) -> Any:
+        if mask == CAUSAL:
+            return lambda: piece(None)
+        t, s = _positions(T, me)[low:], _positions(T, owner)[:keys]
+        # If any pair is seen, then the nearest: the first query and the last key.
+        nearest = mask.sees(t[0], s[-1])
+        run = lambda: piece(mask.sees(t[:, None], s))  # noqa: E731
+        return lambda: jax.lax.cond(nearest, run, lambda: hidden)
+
+    return jax.lax.cond(owner < me, branch(first_piece, 0, T // 2), branch(second_piece, T // 2, T))
 
 
-def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    T = q_BTNH.shape[1]
-    segments = segments_BT
+def _ring_of_outputs(mask, softcap, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
+    T, K, segments = q_BTNH.shape[1], k_BTKH.shape[2], segments_BT
 
-    def block(q, q_segments, k, v, k_segments, mask=None):
-        """Returns the unnormalised output, maximum and sum of a block."""
-        seen = q_segments[:, :, None] == k_segments[:, None]
-        logits = _logits(q, k, seen if mask is None else seen & mask)
+    def block(low, k, v, k_segments, limits: jax.Array | None):
+        """Returns the unnormalised output, maximum and sum of a block, for the queries from `low` on."""
+        seen = segments[:, low:, None] == k_segments[:, None]
+        seen = seen if limits is None else seen & limits
+        logits = jnp.where(seen[:, None, None], _logits(q_BTNH[:, low:], k, softcap), MASKED)
         top = jnp.max(logits, axis=-1)
         exps = jnp.exp(logits - top[..., None])
         out = jnp.einsum(
@@ -233,29 +291,35 @@ def _ring_of_outputs(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     def visit(iteration, total, arrived, back):
         k, v, k_segments = arrived
 
-        def first_piece():
-            part = block(q_BTNH, segments, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
+        def first_piece(limits):
+            part = block(0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2], limits)
             return merge(total, part)
 
-        def second_piece():
+        def second_piece(limits):
             late = [x[..., T // 2 :, :] if x.ndim == 5 else x[..., T // 2 :] for x in total]
-            part = block(q_BTNH[:, T // 2 :], segments[:, T // 2 :], k, v, k_segments)
-            merged = merge(late, part)
+            merged = merge(late, block(T // 2, k, v, k_segments, limits))
             return tuple(
                 jax.lax.dynamic_update_slice_in_dim(x, y, T // 2, axis=3)
                 for x, y in zip(total, merged, strict=True)
             )
 
-        return jax.lax.cond(_is_earlier(iteration), first_piece, second_piece), back
+        return _block_seen(iteration, T, mask, first_piece, second_piece, total), back
 
-    own = block(q_BTNH, segments, k_BTKH, v_BTKH, segments, _own_mask(T))
-    (out, top, size), _ = _around(visit, own, (k_BTKH, v_BTKH, segments))
+    total = block(0, k_BTKH, v_BTKH, segments, _own_mask(T, mask))
+    total, _ = _around(visit, total, (k_BTKH, v_BTKH, segments))
+    if sinks_N is not None:  # one more key for each query, whose value is zero
+        out, top, size = total
+        sinks_KG1 = jnp.broadcast_to(jnp.reshape(sinks_N, (K, -1, 1)), top.shape)
+        total = merge(total, (jnp.zeros_like(out), sinks_KG1, jnp.ones_like(size)))
+    out, top, size = total
     out_BTKGH = jnp.transpose(out / size[..., None], (0, 3, 1, 2, 4))
     out_BTNH = jnp.reshape(out_BTKGH, (*q_BTNH.shape[:3], -1))
     return out_BTNH.astype(q_BTNH.dtype), top + jnp.log(size)
 
 
-def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, grad_BTNH):
+def _ring_of_gradients(
+    mask, softcap, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, out_BTNH, lse_BKGT, grad_BTNH
+):
     B, T, N, H = q_BTNH.shape
     K, segments = k_BTKH.shape[2], segments_BT
     wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -266,14 +330,18 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
     delta_BTN = jnp.sum(grad_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
     delta_BKGT = jnp.transpose(jnp.reshape(delta_BTN, (B, T, K, N // K)), (0, 2, 3, 1))
 
-    def block(low, k, v, k_segments, mask=None):
+    def block(low, k, v, k_segments, limits: jax.Array | None):
         """Returns gradients of the queries from `low` on, and of keys and values, in float32."""
-        q, grad, q_segments = q_BTNH[:, low:], heads(grad_BTNH[:, low:]), segments[:, low:]
-        seen = q_segments[:, :, None] == k_segments[:, None]
-        logits = _logits(q, k, seen if mask is None else seen & mask)
-        probs = jnp.exp(logits - lse_BKGT[..., low:, None])
+        q, grad = q_BTNH[:, low:], heads(grad_BTNH[:, low:])
+        seen = segments[:, low:, None] == k_segments[:, None]
+        seen = seen if limits is None else seen & limits
+        logits = _logits(q, k, softcap)
+        shown = jnp.where(seen[:, None, None], logits, MASKED)
+        probs = jnp.exp(shown - lse_BKGT[..., low:, None])
         grad_probs = wide("BTKGH,BSKH->BKGTS", grad, v)
         grad_logits = probs * (grad_probs - delta_BKGT[..., low:, None]) / math.sqrt(H)
+        if softcap is not None:
+            grad_logits = grad_logits * (1 - (logits / softcap) ** 2)
         grad_logits, probs = grad_logits.astype(k.dtype), probs.astype(v.dtype)
         return (
             wide("BKGTS,BSKH->BTKGH", grad_logits, k),
@@ -284,21 +352,27 @@ def _ring_of_gradients(q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BKGT, 
     def visit(iteration, grad_q, arrived, back):
         k, v, k_segments = arrived
 
-        def first_piece():
-            part_q, *part_kv = block(0, k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2])
+        def first_piece(limits):
+            first = k[:, : T // 2], v[:, : T // 2], k_segments[:, : T // 2]
+            part_q, *part_kv = block(0, *first, limits)
             added = [x.at[:, : T // 2].add(y) for x, y in zip(back, part_kv, strict=True)]
             return grad_q + part_q, tuple(added)
 
-        def second_piece():
-            part_q, *part_kv = block(T // 2, k, v, k_segments)
+        def second_piece(limits):
+            part_q, *part_kv = block(T // 2, k, v, k_segments, limits)
             added = [x + y for x, y in zip(back, part_kv, strict=True)]
             return grad_q.at[:, T // 2 :].add(part_q), tuple(added)
 
-        return jax.lax.cond(_is_earlier(iteration), first_piece, second_piece)
+        return _block_seen(iteration, T, mask, first_piece, second_piece, (grad_q, back))
 
-    grad_q, *own = block(0, k_BTKH, v_BTKH, segments, _own_mask(T))
+    grad_q, *own = block(0, k_BTKH, v_BTKH, segments, _own_mask(T, mask))
     back = tuple(jnp.zeros_like(x) for x in own)
     grad_q, home = _around(visit, grad_q, (k_BTKH, v_BTKH, segments), back)
     grad_k, grad_v = (x + y for x, y in zip(own, home, strict=True))
     grad_q = jnp.reshape(grad_q, q_BTNH.shape)
-    return grad_q.astype(q_BTNH.dtype), grad_k.astype(k_BTKH.dtype), grad_v.astype(v_BTKH.dtype)
+    grad_sinks = None
+    if sinks_N is not None:
+        lse_BTN = jnp.reshape(jnp.transpose(lse_BKGT, (0, 3, 1, 2)), (B, T, N))
+        grad_sinks = -jnp.sum(jnp.exp(sinks_N - lse_BTN) * delta_BTN, (0, 1), keepdims=True)
+    grads = (grad_q, q_BTNH), (grad_k, k_BTKH), (grad_v, v_BTKH)
+    return *(grad.astype(x.dtype) for grad, x in grads), grad_sinks

@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.checkpoint import stacks
 from minitext.config.config import Config
-from minitext.config.model import MoEConfig
 from minitext.config.section import cached
 from minitext.models import moe
 from minitext.models.transformer import Transformer
@@ -267,9 +266,8 @@ def make_step_fn(
         old = state.params, opt_state
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = reshard_tree(optax.apply_updates(params, updates), rules)
-        ffn = cfg.model.ffn
-        if isinstance(ffn, MoEConfig) and ffn.bias_rate and sums.routing is not None:
-            params = moe.update_bias(params, sums.routing.load_E, ffn.bias_rate)
+        if sums.routing is not None:
+            params = moe.update_bias(params, sums.routing.load_E, cfg.model)
         metrics = {
             "loss": sums.nll * share,
             "grad_norm": optax.tree.norm(grads),

@@ -21,6 +21,28 @@ MLA = (
     "model.kv_heads=null model.attention.kind=mla model.attention.q_rank=24 model.attention.kv_rank=16 "
     "model.attention.nope_dim=4 model.attention.rope_dim=4 model.attention.v_dim=6"
 )
+# What tells published families apart: each in one of these.
+PATTERNS = {
+    "windows": [
+        "model.layers=5", "model.period=[{}, {attention: {window: null}, rope: {theta: 1.0e6}}]", "model.norms=both",
+        "model.attention.window=5", "model.attention.softcap=20.0", "model.attention.scale=0.3",
+        "model.attention.qk_norm=head", "model.norm_offset=true", "model.embed_scale=8.0", "model.logit_scale=0.1",
+        "model.logit_softcap=10.0",
+    ],
+    "experts": [
+        "model.layers=5", "model.period=[{}, {ffn: {kind: swiglu}}]", "model.dense_layers=1", "model.dense_mlp=96",
+        "model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.router_bias=true", "model.ffn.bias=true",
+        "model.ffn.activation=clamped", "model.ffn.shared_experts=1", "model.ffn.shared_gate=true",
+        "model.attention.sinks=true", "model.attention.qkv_bias=true", "model.attention.out_bias=true",
+    ],
+    "chunks": [
+        "model.layers=2",
+        "model.period=[{}, {rope: {kind: none}, attention: {chunk: null, temperature_length: 4}}]",
+        "model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.router=sigmoid", "model.ffn.scale_input=true",
+        "model.attention.qk_norm=l2", "model.attention.chunk=12", "model.attention.gate=true",
+    ],
+    "whole norms": ["model.layers=2", "model.norms=after", "model.attention.qk_norm=whole", "model.ffn.bias=true"],
+}  # fmt: skip
 QUICK = ("fsdp x tp x cp", "fsdp x tp x pp")
 OF_MLA = ("pp, 1f1b", "fsdp x tp x cp")
 
@@ -41,6 +63,21 @@ def test_three_steps_are_those_of_one_device(tiny, layout):
 @pytest.mark.parametrize("layout", audit_but(["fsdp x tp x cp"], OF_MLA))
 def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
     steps_are_those_of_one_device(tiny, LAYOUTS[layout], *MLA.split())
+
+
+OF_PATTERNS = ("fsdp x tp x cp", "cp, all-gather", "fsdp x tp", "zero2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", audit_but(["fsdp x tp x cp"], OF_PATTERNS))
+@pytest.mark.parametrize("pattern", audit_but(["windows"], PATTERNS))
+def test_three_steps_of_a_pattern_are_those_of_one_device(tiny, pattern, layout):
+    want = one_device(tiny, False, *PATTERNS[pattern])
+    cfg = tiny(*SIZES, *PATTERNS[pattern], *LAYOUTS[layout].split())
+    found = differences(run_steps(cfg, make_mesh(cfg.mesh)), want)
+    # Not the parameters: biases start at zero, and AdamW's first steps are the signs of gradients as small as rounding.
+    for name in ("loss", *(name for name in found if name.startswith("gradient of"))):
+        assert found[name] < (1e-6 if name == "loss" else 2e-5), name
 
 
 def steps_are_those_of_one_device(tiny, layout, *model):

@@ -37,12 +37,20 @@ NEEDLESS = {  # entries that the right answer doesn't depend on, by exercise
         f"predict_cost.cfg.{key}"  # a matrix product costs the same with any of these
         for key in (
             "attention",
+            "dense_layers",
+            "dense_mlp",
             "dtype",
+            "embed_scale",
             "ffn",
+            "logit_scale",
+            "logit_softcap",
             "norm_eps",
+            "norm_offset",
+            "norms",
+            "period",
             "remat",
             "remat_save",
-            "rope_theta",
+            "rope",
             "scan_layers",
         )
     },

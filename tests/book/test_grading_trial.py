@@ -230,8 +230,8 @@ def test_stub_and_sections():
     [
         ("import minitext.models.layers", True),
         ("from minitext.models import layers as l", True),
-        ("from minitext.models.layers import rope", True),
-        ("import minitext as mt\nmt.models.layers.rope", True),
+        ("from minitext.models.layers import Linear", True),
+        ("import minitext as mt\nmt.models.layers.Linear", True),
         ("import importlib\nimportlib.import_module('minitext.models.layers')", True),
         ("import minitext\nminitext.layers_too", False),
         ("import minitext\nminitext.mesh", False),

@@ -86,7 +86,8 @@ def masks(draw, T):
         row = st.tuples(*[st.booleans()] * side)
         blocks = draw(st.tuples(*[row] * side))
     window = draw(st.sampled_from([None, None, 1, 7, 20]))
-    return Mask(draw(st.booleans()), window, blocks, 32)
+    chunk = draw(st.sampled_from([None, None, 1, 5, 16, 24, 50]))
+    return Mask(draw(st.booleans()), window, chunk, blocks, 32)
 
 
 @given(
@@ -261,6 +262,7 @@ def test_masks_that_are_none_and_options_that_an_implementation_lacks_are_refuse
     q, k, v = inputs(0, 1, 128, 2, 1)
     for mask, word in (
         (Mask(window=0), "window=0"),
+        (Mask(chunk=0), "chunk=0"),
         (Mask(blocks=((True,),), block=64), "give 2"),
         (Mask(blocks=((True,), (True, True)), block=64), "columns"),
     ):

@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitext import kernels
+from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.kernels import dispatch
 from minitext.kernels.attention import cudnn
+from minitext.kernels.attention.mask import Mask
+from minitext.sharding.mesh import make_mesh
 from tests.conftest import TINY
+from tests.kernels import dense
 
 IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
 
@@ -125,6 +129,87 @@ def test_cached_attention_sees_what_is_filled_and_itself(cached):
         q[:, cached:], k_BKSH[:, :, cached:], v_BKSH[:, :, cached:], *places, cached
     )
     np.testing.assert_allclose(late, oracle(q, k, v, None)[:, cached:], atol=2e-5)
+
+
+def switched(window=None, chunk=None, softcap=None, sinks=False, heads=4):
+    """The options of attention, and those of the dense reference, for a row of `dense.SWITCHES`."""
+    logits = jnp.linspace(-2.0, 2.0, heads) if sinks else None
+    options = {"mask": Mask(window=window, chunk=chunk), "softcap": softcap}
+    return options, logits, {"window": window, "chunk": chunk}
+
+
+@pytest.mark.parametrize("switches", dense.SWITCHES)
+@pytest.mark.parametrize("where", ["one device", "mesh"])
+def test_switches_are_their_definition_in_value_and_gradient(where, switches):
+    options, sinks, limits = switched(**dense.SWITCHES[switches])
+    q, k, v, segments = inputs(0, 4, 40, 4, 2, 8, 3.0)
+    probe = jax.random.normal(jax.random.key(1), q.shape)
+    args = [x for x in (q, k, v, sinks) if x is not None]
+
+    def loss(q, k, v, sinks=None):
+        out = kernels.attention(q, k, v, segments, **options, sinks_N=sinks)
+        return jnp.sum(probe * out), out
+
+    run = jax.jit(jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True))
+    if where == "mesh":
+        mesh = make_mesh(MeshConfig(data=2, tensor=2), devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            spec = jax.P("data", None, "tensor")
+            args = [jax.device_put(x, jax.P() if x.ndim == 1 else spec) for x in args]
+            segments, probe = jax.device_put(segments, jax.P("data")), jax.device_put(probe, spec)
+            (_, out), grads = run(*args)
+    else:
+        (_, out), grads = run(*args)
+    seen = dense.seen(40, np.asarray(segments), **limits)
+    want = dense.value_and_gradients(q, k, v, probe, seen, options["softcap"], sinks)
+    for got, exact in zip((out, *grads), want, strict=True):
+        np.testing.assert_allclose(got, exact, atol=2e-5 * max(1.0, np.abs(exact).max()))
+    plain = dense.value_and_gradients(q, k, v, probe, dense.seen(40, np.asarray(segments)))
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
+
+
+@pytest.mark.parametrize("switches", dense.SWITCHES)
+@pytest.mark.parametrize("cached", [5, 17, 39])
+def test_cached_attention_takes_the_switches(switches, cached):
+    options, sinks, limits = switched(**dense.SWITCHES[switches])
+    q, k, v, _ = inputs(1, 2, 40, 4, 2, 8, 3.0)
+    late = [jnp.swapaxes(x[:, cached:], 1, 2) for x in (k, v)]
+    filled = [
+        jnp.full((2, 2, 44, 8), 1e9).at[:, :, :cached].set(jnp.swapaxes(x[:, :cached], 1, 2))
+        for x in (k, v)
+    ]
+    run = jax.jit(functools.partial(kernels.cached_attention, **options))
+    got = run(q[:, cached:], *late, *filled, cached, sinks_N=sinks)
+    with jax.enable_x64(True):
+        exact = (np.asarray(x, np.float64) for x in (q, k, v))
+        want = dense.attention(*exact, dense.seen(40, **limits), options["softcap"], sinks)
+    np.testing.assert_allclose(got, want[:, cached:], atol=2e-5)
+
+
+def test_cached_attention_refuses_what_it_cannot():
+    q, k = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 2, 1, 8))
+    for mask, word in (
+        (Mask(causal=False), "causal=False"),
+        (Mask(blocks=((True,),)), "with blocks"),
+        (Mask(window=0), "window=0"),
+        (Mask(chunk=0), "chunk=0"),
+    ):
+        with pytest.raises(UserError, match=f"cached_attention.*{word}"):
+            kernels.cached_attention(q, k, k, k, k, 0, mask=mask)
+    with pytest.raises(UserError, match="softcap=0"):
+        kernels.cached_attention(q, k, k, k, k, 0, softcap=0.0)
+
+
+def test_limits_that_hold_all_tokens_leave_the_plain_program():
+    """A model with chunks of 8192 that trains on rows of 128 runs what any other does."""
+    q, k, v, _ = inputs(0, 1, 128, 2, 1, 8)
+
+    def program(**options):
+        return jax.jit(functools.partial(kernels.attention, **options)).lower(q, k, v).as_text()
+
+    plain = program()
+    assert program(mask=Mask(window=128, chunk=8192)) == plain
+    assert program(mask=Mask(window=127)) != plain != program(mask=Mask(chunk=127))
 
 
 def test_cudnn_says_what_it_needs():

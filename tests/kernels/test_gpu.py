@@ -78,9 +78,8 @@ def attention_inputs(seed, T, N, K, H=16, B=1, dtype=jnp.float32):
 def masks(draw, T=64):
     size = -(-T // 32)
     blocks = st.lists(st.tuples(*[st.booleans()] * size), min_size=size, max_size=size).map(tuple)
-    return Mask(
-        draw(st.booleans()), draw(st.none() | st.integers(1, T)), draw(st.none() | blocks), 32
-    )
+    limits = st.none() | st.integers(1, T)
+    return Mask(draw(st.booleans()), draw(limits), draw(limits), draw(st.none() | blocks), 32)
 
 
 @given(
@@ -120,7 +119,8 @@ def test_flash_attention_in_bfloat16_is_about_as_exact_as_the_reference():
 
 def test_what_a_block_sparse_mask_excludes_is_not_loaded():
     q, k, v, *_ = attention_inputs(0, 96, 2, 1)
-    mask = Mask(False, None, ((True, False, True), (True, False, False), (True, False, True)), 32)
+    blocks = ((True, False, True), (True, False, False), (True, False, True))
+    mask = Mask(causal=False, blocks=blocks, block=32)
     bad_k, bad_v = (x.at[:, 32:64].set(jnp.nan) for x in (k, v))
     run = functools.partial(flash.flash_attention, mask=mask, blocks=SMALL)
     with interpreted():
@@ -141,13 +141,13 @@ def visited(walk_of, i, tile, T, mask):
 
 @given(
     T=st.integers(1, 200), causal=st.booleans(), window=st.none() | st.integers(1, 220),
-    q=st.sampled_from([16, 32, 64]), k=st.sampled_from([16, 32, 64]),
+    chunk=st.none() | st.integers(1, 220), q=st.sampled_from([16, 32, 64]), k=st.sampled_from([16, 32, 64]),
 )  # fmt: skip
 @settings(max_examples=20)
 def test_only_blocks_that_are_seen_are_visited_and_only_whole_ones_unmasked(
-    T, causal, window, q, k
+    T, causal, window, chunk, q, k
 ):
-    tile, mask = walks.Tile(q, k, 4, 2), Mask(causal, window)
+    tile, mask = walks.Tile(q, k, 4, 2), Mask(causal, window, chunk)
     kinds = mask.kinds(T, q, k)
     for walk_of, of_block in ((walks.keys_of, kinds), (walks.queries_of, kinds.T)):
         for i, row in enumerate(of_block):
@@ -313,7 +313,8 @@ def attention_case(T=4096, dtype="bfloat16", packed=False, sinks=False, blocks=N
     """Attention's gradients at llama3-8b's heads, as a function and its arguments' shapes."""
     q, k = ((4096 // T or 1, T, n, 128) for n in (32, 8))
     shapes = [(q, dtype), (k, dtype), (k, dtype), ((q[0], T), "int32"), ((32,), "float32")]
-    mask = Mask(options.pop("causal", True), options.pop("window", None), blocks)
+    limits = (options.pop(name, None) for name in ("window", "chunk"))
+    mask = Mask(options.pop("causal", True), *limits, blocks)
 
     def run(q, k, v, segments, sinks_N):
         segments, sinks_N = segments if packed else None, sinks_N if sinks else None
@@ -354,6 +355,7 @@ CASES = {
     "flash-8192": attention_case(T=8192),
     "flash-ragged": attention_case(T=1000, packed=True),
     "flash-variants": attention_case(packed=True, sinks=True, window=1024, softcap=50.0),
+    "flash-chunked": attention_case(window=2048, chunk=1000),
     "flash-bidirectional": attention_case(causal=False),
     "flash-sparse": attention_case(blocks=DIAGONAL),
     "flash-f32": attention_case(dtype="float32", packed=True),

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from minitext import kernels
+from minitext.config.rope import RopeConfig
 from minitext.kernels.linear.xla import Specs
-from minitext.models.layers import Linear, make_param, rms_norm, rope
+from minitext.models.layers import Linear, make_param, rms_norm
+from minitext.models.rope import rope
 from minitext.sharding.rules import RULES, flatten_tokens, unflatten_tokens
 
 RULE = RULES["fsdp"]
@@ -64,7 +66,7 @@ def test_rope_at_position_zero_changes_nothing():
 def test_rope_pairs_feature_i_with_i_plus_half():
     x = np.zeros((1, 1, 1, 4), np.float32)
     x[..., 1] = 1.0
-    turned = rope(x, np.array([[3]]), theta=100.0)[0, 0, 0]
+    turned = rope(x, np.array([[3]]), RopeConfig(theta=100.0))[0, 0, 0]
     angle = 3 * 100.0 ** (-1 / 2)
     np.testing.assert_allclose(turned, [0, np.cos(angle), 0, np.sin(angle)], atol=1e-6)
 

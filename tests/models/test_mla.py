@@ -54,11 +54,11 @@ def oracle(cfg, weights, x_BTD, positions, segments):
     a, out = cfg.attention, np.zeros_like(x_BTD)
 
     def norm(x, scale):
-        return x / np.sqrt(np.mean(x * x) + cfg.norm_eps) * scale
+        return x / np.sqrt(np.mean(x * x) + cfg.attention.latent_eps) * scale
 
     def turned(x, place):
         half = len(x) // 2
-        angles = place * cfg.rope_theta ** (-np.arange(half) / half)
+        angles = place * cfg.rope.theta ** (-np.arange(half) / half)
         z = (x[:half] + 1j * x[half:]) * np.exp(1j * angles)
         return np.concatenate([z.real, z.imag])
 

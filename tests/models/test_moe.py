@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from minitext.book.equality import packed_batch
 from minitext.config.config import ConfigError
-from minitext.config.model import ModelConfig, MoEConfig
+from minitext.config.model import ModelConfig, MoEConfig, SwiGLUConfig
 from minitext.errors import UserError
 from minitext.kernels.grouped_matmul.cpu import grouped_matmul
 from minitext.models import moe
@@ -266,7 +266,8 @@ def test_biases_move_towards_the_even_share():
         {"blocks": {"ffn": {"bias": nnx.Param(jnp.zeros((2, 3)), axes=(None,))}}}
     )
     load = jnp.array([[3, 2, 1], [0, 6, 0]])
-    new: Any = moe.update_bias(params, load, 0.1)
+    cfg = ModelConfig(layers=2, ffn=MoEConfig(experts=3, bias_rate=0.1))
+    new: Any = moe.update_bias(params, load, cfg)
     new = new["blocks"]["ffn"]["bias"].get_value()
     np.testing.assert_allclose(new, [[-0.1, 0, 0.1], [0.1, -0.1, 0.1]])
     assert not np.any(params["blocks"]["ffn"]["bias"].get_value())
@@ -354,7 +355,7 @@ def test_settings_that_do_not_go_together_are_one_line(tiny, override, named):
 
 def test_another_kind_takes_nothing_of_the_layers_below(tiny):
     cfg = tiny(*MOE).replace({"model.ffn.kind": "swiglu"})
-    assert cfg.model.ffn.model_dump() == {"kind": "swiglu"}
+    assert cfg.model.ffn == SwiGLUConfig()
     assert tiny("model.ffn.experts=4", "model.ffn.kind=moe").model.ffn.experts == 4
 
 

@@ -8,6 +8,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
+from pydantic import ValidationError
 
 from minitext.config.config import load_config, presets
 from minitext.config.model import ModelConfig
@@ -205,3 +206,85 @@ def test_causal_attention_counts_half():
     full, half = (count_flops(CFG, 24, 12, causal=c) for c in (False, True))
     weights = 3 * 24 * 2 * (count_params(CFG) - 40 * 24 - 24 - 3 * 2 * 24)
     assert full - weights == 2 * (half - weights)
+
+
+PATTERNS = {
+    "windows": {
+        "layers": 5,
+        "period": [{}, {"attention": {"window": None}, "rope": {"theta": 1e6}}],
+        "attention": {"window": 3, "softcap": 20.0, "scale": 0.3, "qk_norm": "head"},
+        "norms": "both",
+        "norm_offset": True,
+        "embed_scale": 8.0,
+        "logit_scale": 0.1,
+        "logit_softcap": 10.0,
+        "tie_embeddings": True,
+    },
+    "experts": {
+        "layers": 5,
+        "dense_layers": 1,
+        "dense_mlp": 96,
+        "ffn": {
+            "kind": "moe",
+            "experts": 4,
+            "router_bias": True,
+            "bias": True,
+            "activation": "clamped",
+            "shared_experts": 1,
+            "shared_gate": True,
+            "bias_rate": 0.001,
+        },
+        "attention": {"sinks": True, "qkv_bias": True, "out_bias": True},
+        "period": [{}, {"ffn": {"kind": "swiglu"}}],
+    },
+    "chunks": {
+        "layers": 2,
+        "ffn": {"kind": "moe", "experts": 4, "router": "sigmoid", "scale_input": True},
+        "attention": {"qk_norm": "l2", "chunk": 4, "gate": True},
+        "period": [
+            {},
+            {"rope": {"kind": "none"}, "attention": {"chunk": None, "temperature_length": 4}},
+        ],
+    },
+    "whole norms": {"layers": 2, "norms": "after", "attention": {"qk_norm": "whole"}},
+}
+
+
+@pytest.fixture(params=PATTERNS)
+def pattern(request):
+    sizes = {"vocab": 64, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 32}
+    return ModelConfig.model_validate(sizes | PATTERNS[request.param])
+
+
+def test_patterns_are_counted_and_decode_as_they_read(pattern):
+    """The same logits at once, token by token from a cache, and with the layers unrolled."""
+    model = Transformer(pattern, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    assert count_params(pattern) == sum(x.size for x in jax.tree.leaves(params))
+    tokens = jax.random.randint(jax.random.key(1), (2, 11), 0, pattern.vocab)
+    want = model(tokens)
+    unrolled = pattern.model_copy(update={"scan_layers": False})
+    flat = nnx.merge(nnx.graphdef(Transformer(unrolled, rngs=nnx.Rngs(0))), params)
+    np.testing.assert_allclose(flat(tokens), want, atol=2e-5)
+    logits, new = model(tokens[:, :6], cache=make_cache(pattern, 2, 0))
+    got, cache = [logits], make_cache(pattern, 2, 16).append(new)
+    step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
+    for t in range(6, 11):
+        logits, new = step(model, tokens[:, t : t + 1], cache)
+        cache = cache.append(new)
+        got.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(got, axis=1), want, atol=2e-5)
+
+
+def test_a_pattern_that_cannot_be_is_refused():
+    def problems(**settings):
+        with pytest.raises(ValidationError) as error:
+            ModelConfig.model_validate(settings)
+        return str(error.value)
+
+    assert "windw" in problems(period=[{}, {"attention": {"windw": 3}}])
+    assert "layer 0" in problems(period=[{"vocab": 3}])
+    assert "6 layers for 4" in problems(period=[{}] * 6)
+    assert "leaves none" in problems(dense_layers=4)
+    assert "set one of them to null" in problems(attention={"window": 3, "chunk": 4})
+    assert "pairs" in problems(rope={"fraction": 0.1})

@@ -26,6 +26,7 @@ from minitext.book.grading.registry import PACKAGE
 from minitext.book.grading.remote import End, Remote
 from minitext.book.grading.trial import Failure
 from minitext.book.grading.watch import Watched
+from minitext.distributed.devices import compile_quickly
 
 STARTUP_SECONDS = 90.0  # for imports and connecting, on a busy machine
 GRACE_SECONDS = 1.5  # after one has failed, for the others to end by themselves
@@ -211,6 +212,7 @@ def main() -> None:
         pipe.flush()
     port, other, processes, index, devices, size = map(int, sys.stdin.buffer.readline().split())
     body, fn, args, far = cloudpickle.loads(sys.stdin.buffer.read(size))
+    compile_quickly()
     connection = None
     if far is not None:
         join = functools.partial(_join, other, processes, index, devices)

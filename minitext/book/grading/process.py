@@ -125,10 +125,11 @@ class Worker:
 
     def _check_limits(self, pid: int) -> None:
         limit = self._seconds if self.messages else STARTUP_SECONDS
-        memory = cpu = 0.0
-        for process in _family(pid):
+        resident = cpu = 0.0
+        family = _family(pid)
+        for process in family:
             with contextlib.suppress(psutil.Error):
-                memory += _own_memory(process)
+                resident += process.memory_info().rss
                 cpu += sum(process.cpu_times()[:2])
         if self._stage_cpu is None:
             self._stage_cpu = cpu
@@ -136,15 +137,21 @@ class Worker:
         # An answer that had to share the cores with others gets extra time.
         if wall > limit and (cpu - self._stage_cpu > limit or wall > PATIENCE * limit):
             self.death = f"took longer than {limit:.0f} s"
-        if memory > self._memory * GIB:
+        # Resident memory counts shared pages in each process; dividing them halts a process for milliseconds.
+        if resident > self._memory * GIB and _own_memory(family) > self._memory * GIB:
             self.death = f"used more than {self._memory:g} GiB of memory"
 
 
-def _own_memory(process: psutil.Process) -> float:
-    """Bytes of a process's memory; what forked processes share is divided between them, where the system tells."""
-    with contextlib.suppress(psutil.AccessDenied, AttributeError):
-        return process.memory_full_info().pss  # Linux
-    return process.memory_info().rss
+def _own_memory(family: list[psutil.Process]) -> float:
+    """Bytes of the memory of processes; what they share is divided between them, where the system tells."""
+    total = 0.0
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            try:
+                total += process.memory_full_info().pss  # Linux
+            except (psutil.AccessDenied, AttributeError):
+                total += process.memory_info().rss
+    return total
 
 
 def _environment(devices: int, cache: str) -> dict[str, str]:

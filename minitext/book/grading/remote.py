@@ -9,23 +9,16 @@ compiles it. A mutable object that both sides know is kept the same: each messag
 """
 
 import builtins
-import contextlib
 import dataclasses
 import inspect
 import socket
+import sys
 import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import jax
-from jax._src import config, core, linear_util, tree_util
-from jax._src import mesh as meshes
-from jax._src.frozen_dict import FrozenDict
-from jax._src.interpreters import partial_eval
-from jax.extend.core import Primitive
 
 from minitext.book.grading import wire
 from minitext.book.grading.evaluate import Gone, Refused
@@ -58,29 +51,9 @@ _MORE = (
     "__gt__",
     "__ge__",
 )
-# Settings of JAX that tracing reads.
-_SETTINGS = (
-    "enable_x64",
-    "_check_vma",
-    "default_matmul_precision",
-    "remove_size_one_mesh_axis_from_type",
-    "pallas_tpu_interpret_mode_context_manager",
-)
 _READY_MADE = {
     name: cls for name, cls in vars(builtins).items() if isinstance(cls, type) and issubclass(cls, BaseException)
 }  # fmt: skip
-
-
-captured_p = Primitive("captured")
-captured_p.def_abstract_eval(lambda *, number, aval: aval)
-
-
-def trace(function: Callable, avals: list[Any]) -> tuple[core.Jaxpr, list[Any]]:
-    """The jaxpr of a function of flat lists, and its constants."""
-    debug = linear_util.DebugInfo("answer", function.__name__, None, None)
-    wrapped = linear_util.wrap_init(lambda *xs: function(*xs), debug_info=debug)
-    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
-    return jaxpr, list(consts)
 
 
 class Remote:
@@ -180,29 +153,9 @@ class RemoteJitted(RemoteFunction):
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The program as this process traces it."""
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-        settings: dict[str, Any] = {}
+        from minitext.book.grading import tracing
 
-        def flat(*xs: Any) -> Any:
-            full = list(leaves)
-            for place, x in zip(places, xs, strict=True):
-                full[place] = x
-            positional, named = jax.tree_util.tree_unflatten(tree, full)
-            return self._end.ask(self._number, "__call__", positional, named)
-
-        arrays = [leaves[i] for i in places]
-        closed = jax.make_jaxpr(flat)(*arrays)
-        if len(closed.eqns) == 1 and closed.eqns[0].primitive.name == "jit":
-            (eqn,) = closed.eqns
-            given = {
-                v: flag
-                for v, flag in zip(eqn.invars, eqn.params["donated_invars"], strict=True)
-                if isinstance(v, core.Var)
-            }
-            donated = [i for i, v in enumerate(closed.jaxpr.invars) if given.get(v, False)]
-            settings["donate_argnums"] = tuple(donated)
-        return jax.jit(flat, **settings).trace(*arrays)
+        return tracing.trace_jitted(self, args, kwargs)
 
 
 @dataclasses.dataclass
@@ -238,9 +191,9 @@ class End:
         self._shared_numbers: dict[int, int] = {}
         self._next_shared = 0 if trusted else 1
         self._kept: list[list[int]] = []
-        self._tracers: list[Any] = []
-        self._outer: Any = None
-        self._captured: dict[int, Any] = {}
+        self.outer: Any = None
+        self.captured: dict[int, Any] = {}
+        self.tracers: list[Any] = []
         self._depth = 0
         self._classes: dict[tuple, type] = {}
         self._lock = threading.RLock()
@@ -307,7 +260,11 @@ class End:
         """Class, children and rest of an object of a class that the answer registered as a pytree, else None."""
         if isinstance(x, Node):
             return type(x), x.children, x.rest
-        entry = None if self.trusted else tree_util._registry.get(type(x))
+        if self.trusted or "jax" not in sys.modules:
+            return None
+        from jax._src import tree_util
+
+        entry = tree_util._registry.get(type(x))
         if entry is None or type(x).__module__.split(".")[0] in (
             "jax",
             "flax",
@@ -320,6 +277,9 @@ class End:
 
     def make_node(self, cls: Any, children: tuple, rest: Any) -> Any:
         """The object of a class with these children."""
+        import jax
+        from jax._src import tree_util
+
         if not self.trusted:
             return tree_util._registry[cls].from_iter(rest, children)
         if not isinstance(cls, RemoteType):
@@ -334,6 +294,12 @@ class End:
             kind: Any = cls
             jax.tree_util.register_pytree_node(kind, lambda x: (x.children, x.rest), make)
         return make(rest, children)
+
+    def of_jax(self) -> Any:
+        """The module that writes and reads JAX's own values; it imports JAX."""
+        from minitext.book.grading import wire_jax
+
+        return wire_jax
 
     def reference_of(self, x: Remote) -> int:
         """The number by which the other side knows its object."""
@@ -364,16 +330,6 @@ class End:
             raise Unfit("a reference to nothing")
         return self._shared[number].thing
 
-    def captured(self, number: int, aval: Any) -> Any:
-        """A traced value that stands for one of the other side's, from outside of the traced call."""
-        if self._outer is None:
-            raise Unfit("a traced value where none can be")
-        if number not in self._captured:
-            self._captured[number] = captured_p.bind_with_trace(
-                self._outer, (), (), {"number": number, "aval": aval}
-            )
-        return self._captured[number]
-
     def _remember(self, number: int, x: Any) -> None:
         self._shared[number] = _Shared(x, None)
         self._shared_numbers[id(x)] = number
@@ -391,27 +347,26 @@ class End:
         while len(self._kept) > KEPT:
             self._forget(self._kept.pop(0))
 
-    def _settle(self) -> None:
-        """Notes how everything shared looks now, when both sides have it alike."""
-        for shared in self._shared.values():
-            shared.seen = _look(shared.thing)
+    def _settle(self, numbers: list[int]) -> None:
+        """Notes how these objects look now, when both sides have them alike."""
+        for number in numbers:
+            shared = self._shared.get(number)
+            if shared is not None:
+                shared.seen = wire.snapshot(shared.thing)
 
     def _changes(self, codec: Codec) -> list:
+        """What this side has changed since both had it alike; the other will have applied it."""
         found = []
         for number, shared in list(self._shared.items()):
-            if shared.seen is not None and _look(shared.thing) != shared.seen:
-                content = (
-                    ["deleted"]
-                    if isinstance(shared.thing, jax.Array)
-                    else codec.content(shared.thing)
-                )
-                found.append([number, content])
+            if shared.seen is not None and not wire.is_as(shared.thing, shared.seen):
+                found.append([number, codec.content(shared.thing)])
+                shared.seen = wire.snapshot(shared.thing)
         return found
 
     def _apply(self, codec: Codec, changes: list) -> None:
         for number, content in changes:
-            thing = self.known(number)
-            codec.fill(thing, content)
+            codec.fill(self.known(number), content)
+            self._settle([number])
 
     # -------------------------------------------------------------------------------- asking
 
@@ -428,11 +383,12 @@ class End:
         codec = Codec(self, tracing=True)
         changes = self._changes(codec)
         given = [[codec.encode(a) for a in args], [[k, codec.encode(v)] for k, v in kwargs.items()]]
-        avals = [codec.encode(core.typeof(x)) for x in codec.tracers]
-        traced = bool(avals) or not isinstance(core.trace_ctx.trace, core.EvalTrace)
-        around = _context(codec) if traced else None
-        tracers = codec.tracers
-        self._settle()
+        avals, around = [], None
+        if "jax" in sys.modules:
+            from minitext.book.grading import tracing
+
+            avals, around = tracing.encode_context(codec)
+        self._settle(codec.met)
         self._send(["ask", number, what, changes, given, avals, around])
         kind, changes, *rest = self._answer()
         back = Codec(self)
@@ -443,14 +399,15 @@ class End:
             if error is None:
                 value, jaxpr, said = rest
                 if jaxpr is not None:
-                    closed, outer = back.decode(jaxpr[0]), [self._tracers[i] for i in jaxpr[1]]
-                    back.values = core.eval_jaxpr(closed.jaxpr, closed.consts, *tracers, *outer)
+                    from minitext.book.grading import tracing
+
+                    back.values = tracing.evaluate(back, jaxpr, codec.tracers)
                 result = back.decode(value)
         except (Unfit, LookupError, TypeError, ValueError, AttributeError) as broken:
             if not self.trusted:
                 raise
             raise Gone(f"its answer can't be read: {broken}") from broken
-        self._settle()
+        self._settle(back.met)
         self._forget(codec.met)
         if error is not None:
             raise error
@@ -514,65 +471,34 @@ class End:
                 if around is None:
                     args, kwargs = _arguments(into, given)
                     taken = into.met
-                    self._settle()
+                    self._settle(taken)
                     out = Codec(self)
                     value = out.encode(self._do(thing, what, args, kwargs))
                 else:
-                    value, jaxpr, out, taken = self._traced(thing, what, into, given, avals, around)
+                    from minitext.book.grading import tracing
+
+                    def call(codec: Codec, thing: Any = thing) -> Any:
+                        args, kwargs = _arguments(codec, given)
+                        self._settle(codec.met)
+                        return self._do(thing, what, args, kwargs)
+
+                    call.__name__ = getattr(thing, "__name__", "answer")
+                    value, jaxpr, out = tracing.trace_call(call, into, avals, around)
+                    taken = into.met
             except Gone:
                 raise
             except BaseException as error:
                 out = Codec(self)
                 reply = ["raise", self._changes(out), *self._encode_error(out, error)]
-                self._settle()
+                self._settle(out.met)
                 self._forget(taken)
                 return reply
         said = [] if self.trusted else [[w.category.__name__, str(w.message)] for w in caught[:20]]
         changes = self._changes(out)
-        self._settle()
+        self._settle(out.met)
         self._forget(taken)
         self._keep(out.met)
         return ["return", changes, value, jaxpr, said]
-
-    def _traced(
-        self, thing: Any, what: str, into: Codec, given: list, avals: list, around: Any
-    ) -> tuple:
-        types_ = [into.decode(aval) for aval in avals]
-        outs: list[Any] = []
-        before = self._outer, self._captured
-
-        def flat(*xs: Any) -> list[Any]:
-            if before[0] is None:
-                self._outer, self._captured = core.trace_ctx.trace, {}
-            into.values = list(xs)
-            args, kwargs = _arguments(into, given)
-            self._settle()
-            out = Codec(self, tracing=True)
-            outs[:] = [out, out.encode(self._do(thing, what, args, kwargs))]
-            return out.tracers
-
-        flat.__name__ = getattr(thing, "__name__", "answer")
-        try:
-            with _within(into, around):
-                jaxpr, consts = trace(flat, types_)
-        finally:
-            self._outer, self._captured = before
-        out, value = outs
-        inner = [e for e in jaxpr.eqns if e.primitive is captured_p]
-        if inner:
-            jaxpr = jaxpr.replace(
-                eqns=[e for e in jaxpr.eqns if e.primitive is not captured_p],
-                invars=[*jaxpr.invars, *(e.outvars[0] for e in inner)],
-                debug_info=jaxpr.debug_info._replace(arg_names=None),
-            )
-        closed = ["closed", out.encode(jaxpr), [self._constant(out, c) for c in consts]]
-        return value, [closed, [e.params["number"] for e in inner]], out, into.met
-
-    def _constant(self, codec: Codec, x: Any) -> Any:
-        if isinstance(x, core.Tracer):
-            self._tracers.append(x)
-            return ["tracer", len(self._tracers) - 1, codec.encode(core.typeof(x))]
-        return codec.encode(x)
 
     def _do(self, thing: Any, what: str, args: list, kwargs: dict[str, Any]) -> Any:
         if what == "__call__":
@@ -716,45 +642,9 @@ def _argument_names(x: Any) -> list[str]:
         return []
 
 
-def _look(x: Any) -> Any:
-    return x.is_deleted() if isinstance(x, jax.Array) else wire.fingerprint(x)
-
-
 def _arguments(codec: Codec, given: list) -> tuple[list, dict[str, Any]]:
     args = [codec.decode(a) for a in given[0]]
     return args, {str(k): codec.decode(v) for k, v in given[1]}
-
-
-def _context(codec: Codec) -> list:
-    """What JAX's operations read besides their arguments: the mesh, named axes, the precision."""
-    axes = core.trace_ctx.axis_env
-    names = [[codec.encode(k), v] for k, v in axes.axis_sizes.items()]
-    explicit = codec.encode(frozenset(axes.explicit_mesh_axis_names))
-    mesh = [codec.encode(meshes.get_abstract_mesh()), codec.encode(meshes.get_concrete_mesh())]
-    settings = [codec.encode(getattr(config, name).value) for name in _SETTINGS]
-    return [names, explicit, mesh, settings]
-
-
-@contextlib.contextmanager
-def _within(codec: Codec, around: list) -> Iterator[None]:
-    names, explicit, (abstract, concrete), settings = around
-    sizes = {codec.decode(k): v for k, v in names}
-    env = core.AxisEnv(FrozenDict(sizes), frozenset(), codec.decode(explicit))
-    previous = core.trace_ctx.axis_env
-    found = codec.decode(concrete)
-    with contextlib.ExitStack() as stack:
-        for name, value in zip(_SETTINGS, settings, strict=True):
-            setting = getattr(config, name)
-            stack.callback(setting.set_local, setting.swap_local(codec.decode(value)))
-        if isinstance(found, jax.sharding.Mesh) and not found.empty:
-            mesh = config.device_context  # `jax.set_mesh` refuses inside of `jit`
-            stack.callback(mesh.set_local, mesh.swap_local(found))
-        stack.enter_context(meshes.use_abstract_mesh(codec.decode(abstract)))
-        core.trace_ctx.set_axis_env(env)
-        try:
-            yield
-        finally:
-            core.trace_ctx.set_axis_env(previous)
 
 
 def line_in(source: str) -> Callable[[BaseException], int]:

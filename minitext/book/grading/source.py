@@ -195,7 +195,7 @@ def _targets(node: ast.AST) -> set[str]:
 def forbidden(tree: ast.Module, forbid: Iterable[str]) -> str | None:
     """The first use of a forbidden module or function in a tree, or None.
 
-    Imports and their aliases are followed (`import minitext as mt; mt.layers.rope`). A string that names the module,
+    Imports and their aliases are followed (`import minitext as mt; mt.models.rope`). A string that names the module,
     as in `importlib.import_module("minitext.models.layers")`, counts as a use.
     """
     names = tuple(forbid)

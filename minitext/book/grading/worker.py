@@ -19,6 +19,7 @@ from typing import Any
 
 from minitext.book.grading import answering, confine, evaluate, process, registry, source
 from minitext.book.grading.registry import Exercise
+from minitext.book.grading.remote import End
 
 PATIENCE = 2.0  # seconds for an answering process that closed its connection to end
 Send = Callable[..., None]
@@ -35,12 +36,14 @@ def _sender(fd: int) -> Send:
 
 def grade_answer(job: dict, send: Send) -> None:
     """Grades one answer: sends `ready`, a `check` before each check, `result`, and perhaps `hint`."""
-    from minitext.book.grading.remote import End
-
+    if any("jax" in text for _, text, _ in job["pieces"]):  # both processes need it: imported once
+        _prepare_jax()
     pid, connection = answering.start(job)  # before any check is read
     confine.adopt_orphans()
     root, begun = Path(job["root"]), ""
     checks = registry.load_module(root / "checks" / f"{job['stem']}.py")
+    if "jax" in sys.modules:
+        _prepare_jax()
     exercise = next(e for e in registry.exercises_of(checks, job["stem"]) if e.id == job["id"])
     send("ready")
     words = frozenset(re.findall(r"[A-Za-z_]\w*", exercise.statement))
@@ -85,6 +88,14 @@ def grade_answer(job: dict, send: Send) -> None:
         send("hint", hint=evaluate.choose_hint(attempt))
 
 
+def _prepare_jax() -> None:
+    """Imports what calls between the processes need of JAX; before JAX starts."""
+    from minitext.book.grading import tracing, wire_jax  # noqa: F401
+    from minitext.distributed.devices import compile_quickly
+
+    compile_quickly()
+
+
 def _ended(pid: int) -> str:
     """How the answering process ended, or "" if it goes on."""
     deadline = time.monotonic() + PATIENCE
@@ -117,6 +128,7 @@ def try_out(job: dict, send: Send) -> None:
     root, stem = Path(job["root"]), job["stem"]
     text = (root / "solutions" / f"{stem}.py").read_text(encoding="utf-8")
     stubs = source.split(source.stub(text))
+    _prepare_jax()
     found = registry.exercises_of(registry.load_module(root / "checks" / f"{stem}.py"), stem)
     send("ready")
     for exercise in found:

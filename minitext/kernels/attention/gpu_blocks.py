@@ -1,8 +1,8 @@
 """Which blocks a flash attention kernel on a GPU visits, and how it loads and stores them.
 
-Blocks that a mask excludes aren't visited. Causality and windows leave an interval of blocks, whose bounds a program
-computes. It compares positions only at the ends of the interval, as the blocks between are seen whole. A block-sparse
-mask leaves a list of blocks, which a program reads.
+Blocks that a mask excludes aren't visited. Causality, windows and chunks leave an interval of blocks, whose bounds a
+program computes. It compares positions only at the ends of the interval, as the blocks between are seen whole. A
+block-sparse mask leaves a list of blocks, which a program reads.
 
 Chapters: 17.
 """
@@ -61,7 +61,14 @@ def keys_of(i, tile: Tile, T: int, mask: Mask, table=None) -> Walk:
     if mask.window is not None:
         low = jnp.maximum(first - mask.window + 1, 0) // tile.k
         whole_low = pl.cdiv(jnp.maximum(last - mask.window + 1, 0), tile.k)
-    ends = mask.window is not None, mask.causal or T % tile.k > 0
+    if mask.chunk is not None:
+        start, last_start = (t // mask.chunk * mask.chunk for t in (first, last))
+        low = jnp.maximum(low, start // tile.k)
+        whole_low = jnp.maximum(whole_low, pl.cdiv(last_start, tile.k))
+        high = jnp.minimum(high, pl.cdiv(last_start + mask.chunk, tile.k))
+        whole_high = jnp.minimum(whole_high, (start + mask.chunk) // tile.k)
+    limited = mask.window is not None or mask.chunk is not None
+    ends = limited, mask.causal or mask.chunk is not None or T % tile.k > 0
     return _interval(low, whole_low, whole_high, high, *ends)
 
 
@@ -76,7 +83,14 @@ def queries_of(j, tile: Tile, T: int, mask: Mask, table=None) -> Walk:
     if mask.window is not None:
         high = jnp.minimum(high, (last + mask.window - 1) // tile.q + 1)
         whole_high = jnp.minimum(whole_high, (first + mask.window) // tile.q)
-    ends = mask.causal, mask.window is not None or T % tile.q > 0
+    if mask.chunk is not None:
+        start, last_start = (s // mask.chunk * mask.chunk for s in (first, last))
+        low = jnp.maximum(low, start // tile.q)
+        whole_low = jnp.maximum(whole_low, pl.cdiv(last_start, tile.q))
+        high = jnp.minimum(high, pl.cdiv(last_start + mask.chunk, tile.q))
+        whole_high = jnp.minimum(whole_high, (start + mask.chunk) // tile.q)
+    limited = mask.window is not None or mask.chunk is not None
+    ends = mask.causal or mask.chunk is not None, limited or T % tile.q > 0
     return _interval(low, whole_low, whole_high, high, *ends)
 
 
@@ -121,7 +135,7 @@ def sparse_table(tile: Tile, T: int, mask: Mask, of_keys: bool = False):
 def visible(t, s, T: int, mask: Mask, masked: bool, t_segments, s_segments):
     """Returns which keys at positions s the queries at positions t see, as booleans that broadcast; None if all."""
     conditions = []
-    if masked and (mask.causal or mask.window is not None):
+    if masked and (mask.causal or mask.window is not None or mask.chunk is not None):
         conditions.append(mask.sees(t, s))
     if masked and not mask.causal:
         conditions.append(s < T)

@@ -6,10 +6,13 @@ seen. Segments of packed rows are known only at run time and aren't part of it.
 Chapters: 4, 17.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from minitext.errors import UserError
 
 NONE, SOME, ALL = 0, 1, 2
 
@@ -22,6 +25,8 @@ class Mask:
       causal: whether s <= t is required.
       window: requires s > t - window: a token sees itself and the window-1 before it (Beltagy et al. 2020). None means
         no limit.
+      chunk: requires t and s to lie in the same chunk of that many positions, t // chunk == s // chunk (Llama 4, 2025).
+        None means no limit.
       blocks: [T/block][T/block] booleans: which squares of `block` x `block` tokens are seen at all (Child et al.
         2019). None means all.
       block: tokens along the side of such a square.
@@ -29,6 +34,7 @@ class Mask:
 
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     blocks: tuple[tuple[bool, ...], ...] | None = None
     block: int = 128
 
@@ -36,6 +42,8 @@ class Mask:
         """Returns why this can't be a mask for T tokens, or None."""
         if self.window is not None and self.window < 1:
             return f"window={self.window}: a token sees at least itself; choose 1 or more"
+        if self.chunk is not None and self.chunk < 1:
+            return f"chunk={self.chunk}: a chunk holds at least one token; choose 1 or more"
         if self.blocks is None:
             return None
         if self.block < 1:
@@ -47,10 +55,24 @@ class Mask:
             return f"{covered} tokens don't cover T={T}: give {-(-T // self.block)}"
         return None
 
+    def within(self, T: int) -> "Mask":
+        """Returns the same mask of T tokens without a window or a chunk that holds them all."""
+        limits = {"window": self.window, "chunk": self.chunk}
+        reached = {name: x if x is not None and x < T else None for name, x in limits.items()}
+        return dataclasses.replace(self, **reached)
+
     def sees(self, t: Any, s: Any) -> Any:
         """Returns which positions t of queries see which s of keys (arrays that broadcast), regardless of `blocks`."""
         seen = (s <= t) if self.causal else (s == s) & (t == t)
-        return seen if self.window is None else seen & (s > t - self.window)
+        if self.window is not None:
+            seen = seen & (s > t - self.window)
+        if self.chunk is not None:
+            # Kernels have few queries' positions in a register and many keys': only the former are divided.
+            start = t - t % self.chunk
+            seen = seen & (s >= start)
+            if not self.causal:
+                seen = seen & (s < start + self.chunk)
+        return seen
 
     def of_blocks(self, T: int) -> np.ndarray:
         """Returns [T, T] booleans for `blocks` alone."""
@@ -78,8 +100,20 @@ class Mask:
         least, most = first_q - last_kv, last_q - first_kv
         low = 0 if self.causal else -T
         high = T if self.window is None else self.window - 1
-        some = np.maximum(least, low) <= np.minimum(most, high)
         every = (least >= low) & (most <= high) & (first_kv + block_kv <= T)
+        some = np.maximum(least, low) <= np.minimum(most, high)
+        if self.chunk is not None:
+            first, last = np.minimum(first_q, first_kv), np.maximum(last_q, last_kv)
+            every &= first // self.chunk == last // self.chunk
+            # If any token is seen, then one of the first chunk that queries and keys share: where they share more, both
+            # reach its end.
+            start = np.maximum(first_q, first_kv) // self.chunk * self.chunk
+            end = start + self.chunk - 1
+            first_q, first_kv = np.maximum(first_q, start), np.maximum(first_kv, start)
+            last_q, last_kv = np.minimum(last_q, end), np.minimum(last_kv, end)
+            least, most = first_q - last_kv, last_q - first_kv
+            some = np.maximum(least, low) <= np.minimum(most, high)
+            some &= (first_q <= last_q) & (first_kv <= last_kv)
         kinds = some.astype(np.int32) + (some & every)
         if self.blocks is not None:
             assert self.block % block_q == 0 and self.block % block_kv == 0
@@ -89,3 +123,25 @@ class Mask:
 
 
 CAUSAL = Mask()
+
+
+def check_options(op: str, T: int, mask: Mask, softcap: float | None, *, causal: bool = False):
+    """Checks what attention is asked for, beside its arrays.
+
+    Args:
+      op: the function that is asked, to be named in an error.
+      T: number of tokens.
+      mask: which keys a query sees.
+      softcap: the bound on logits, or None.
+      causal: whether the function needs a causal mask without `blocks`.
+
+    Raises:
+      UserError: for a mask that isn't one for T tokens or that the function doesn't take, and a soft-cap not above 0.
+    """
+    if reason := mask.problem(T):
+        raise UserError(f"{op}'s mask: {reason}")
+    if causal and (not mask.causal or mask.blocks is not None):
+        given = "blocks" if mask.causal else "causal=False"
+        raise UserError(f"{op} cannot take a mask with {given}: choose among window and chunk")
+    if softcap is not None and not softcap > 0:
+        raise UserError(f"{op}'s softcap={softcap}: choose a positive number, or None")

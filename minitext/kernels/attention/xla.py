@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from minitext.kernels.attention.mask import CAUSAL, Mask
+from minitext.kernels.attention.mask import CAUSAL, Mask, check_options
+from minitext.kernels.per_device import split
 
 # Finite, because a row whose keys are all masked would otherwise compute inf - inf.
 MASKED = -1e30
@@ -35,7 +37,8 @@ def attention(
     logits_BKGTS = _wide("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) / math.sqrt(H)
     if softcap is not None:
         logits_BKGTS = softcap * jnp.tanh(logits_BKGTS / softcap)
-    probs_BKGTS = _softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_N)
+    sinks_KG11 = None if sinks_N is None else _like_heads(sinks_N, q_BTNH, (K, -1, 1, 1))
+    probs_BKGTS = masked_softmax(logits_BKGTS, mask_BTS[:, None, None], sinks_KG11)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
     return _merge_heads(out_BTKGH).astype(q_BTNH.dtype)
 
@@ -141,10 +144,15 @@ def cached_attention(
     cached_k_BKSH: jax.Array,
     cached_v_BKSH: jax.Array,
     length: jax.Array | int,
+    *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention for T new tokens that follow the first `length` tokens of a cache.
 
-    The cache is read in place. Only logits are concatenated, never keys or values.
+    The cache is read in place. Only logits are concatenated, never keys or values. All S slots are read, also those
+    that a window or a chunk hides.
 
     Args:
       q_BTNH: [B, T, N, H] queries.
@@ -152,36 +160,65 @@ def cached_attention(
       v_BKTH: [B, K, T, H] values of the new tokens.
       cached_k_BKSH: [B, K, S, H] keys of the earlier tokens; slots from `length` on are ignored.
       cached_v_BKSH: [B, K, S, H] values of the earlier tokens, likewise.
-      length: the number of filled slots.
+      length: the number of filled slots. New token t is at position `length` + t, and slot s at s.
+      mask: which keys a query sees: causal, perhaps with a window or a chunk.
+      softcap: c > 0 to bound logits as c tanh(logits / c), or None.
+      sinks_N: [N] one logit per query head that joins the softmax and has no value, or None.
 
     Returns:
       [B, T, N, H] in the queries' type.
+
+    Raises:
+      UserError: if the mask isn't causal, has blocks or isn't one, or the soft-cap isn't positive.
     """
     B, T, N, H = q_BTNH.shape
     K, S = cached_k_BKSH.shape[1:3]
+    check_options("cached_attention", S + T, mask, softcap, causal=True)
+    mask = mask.within(S + T)
     # All X = G*T queries of a key head are rows of one product.
     q_BKXH = jnp.reshape(_heads_first(q_BTNH, K), (B, K, -1, H))
 
     logits = (_wide("BKXH,BKSH->BKXS", q_BKXH, keys) for keys in (cached_k_BKSH, k_BKTH))
     both = jnp.concatenate([x / math.sqrt(H) for x in logits], axis=-1)
+    if softcap is not None:
+        both = softcap * jnp.tanh(both / softcap)
     filled_TS = jnp.broadcast_to(jnp.arange(S) < length, (T, S))
     mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
-    probs = _softmax(both, jnp.tile(mask_TS, (N // K, 1))).astype(v_BKTH.dtype)
+    if mask != CAUSAL:
+        places_T = length + jnp.arange(T)
+        mask_TS &= mask.sees(places_T[:, None], jnp.concatenate([jnp.arange(S), places_T]))
+    sinks_KX1 = None
+    if sinks_N is not None:
+        sinks_KG1 = _like_heads(sinks_N, q_BTNH, (K, -1, 1))
+        sinks_KX1 = jnp.repeat(sinks_KG1, T, axis=1)
+    probs = masked_softmax(both, jnp.tile(mask_TS, (N // K, 1)), sinks_KX1).astype(v_BKTH.dtype)
     out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs[..., :S], cached_v_BKSH)
     out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", probs[..., S:], v_BKTH)
     out_BKGTH = jnp.reshape(out_BKXH, (B, K, -1, T, H))
     return _heads_last(out_BKGTH).astype(q_BTNH.dtype)
 
 
-def _softmax(logits: jax.Array, mask: jax.Array, sinks_N: jax.Array | None = None) -> jax.Array:
+def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Returns the weights of a softmax over the last dimension.
+
+    Args:
+      logits: [..., S] float32.
+      mask: booleans that broadcast to the logits': which take part.
+      sinks: float32 that broadcast to [..., 1]: one more logit for each row, whose weight isn't returned. Or None.
+    """
     logits = jnp.where(mask, logits, MASKED)
-    if sinks_N is None:
+    if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
-    B, K, G, T, S = logits.shape
-    column = jnp.broadcast_to(
-        jnp.reshape(sinks_N.astype(logits.dtype), (1, K, G, 1, 1)), (B, K, G, T, 1)
-    )
-    return jax.nn.softmax(jnp.concatenate([logits, column], axis=-1), axis=-1)[..., :S]
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))
+    exps = jnp.exp(logits - top)
+    return exps / (jnp.sum(exps, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+
+
+def _like_heads(sinks_N: jax.Array, q_BTNH: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the sinks in float32 and another shape, on a mesh split as the query heads are."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        sinks_N = jax.sharding.reshard(sinks_N, P(split(q_BTNH)[2]))
+    return jnp.reshape(sinks_N.astype(jnp.float32), shape)
 
 
 def _split_heads(x_BTNH: jax.Array, K: int) -> jax.Array:

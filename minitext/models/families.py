@@ -1,0 +1,881 @@
+"""The published families of models, each as data: what its config.json means, and what its tensors are called.
+
+One decoder computes them all. A family is two lists of rows. Those of `keys` go between config.json and our settings;
+`minitext.models.hf_keys` has their kinds. Those of `tensors` go between the names in a checkpoint and our parameters.
+Each row serves both directions, so what comes in goes out as it was.
+
+Sources: the configurations and models in transformers 5.23, read and compared number by number (`minitext parity`).
+
+Chapters: 23.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from minitext.config.model import MLAConfig, ModelConfig, MoEConfig
+from minitext.errors import UserError, did_you_mean
+from minitext.models import convert
+from minitext.models.convert import KEEP, TRANSPOSED, Table, View
+from minitext.models.hf_keys import (
+    EmbedScale,
+    Fixed,
+    HeadDim,
+    Implied,
+    L2Norm,
+    Only,
+    QueryScalar,
+    Rope,
+    Row,
+    Same,
+    SharedWidth,
+    Temperature,
+    TypedRope,
+    Types,
+    Unrotated,
+    Window,
+    differences,
+    every,
+    every_step,
+    first_dense,
+    listed,
+    read,
+    short,
+    stacked,
+    write,
+)
+from minitext.models.transformer import Transformer
+
+LAYER = "model.layers.{layer}."
+
+
+class Tensor(NamedTuple):
+    """One of our parameters, or a part of it, and the tensors of a checkpoint that hold it.
+
+    Attributes:
+      name: of their tensors; `{layer}` and `{expert}` stand for numbers.
+      ours: the parameter, below its layer if `name` has `{layer}`. The row counts where a layer has this parameter.
+      view: how one of their tensors is seen as ours, or a layer's configuration -> this.
+      into: the part of ours that it fills, or a layer's configuration -> this.
+      when: whether the row counts for a layer's configuration.
+    """
+
+    name: str
+    ours: str
+    view: View | Callable[[ModelConfig], View] = KEEP
+    into: View | Callable[[ModelConfig], View] = KEEP
+    when: Callable[[ModelConfig], bool] = lambda _: True
+
+
+class Family(NamedTuple):
+    """A family.
+
+    Attributes:
+      architecture: the class of transformers that config.json names.
+      keys: rows between config.json and our keys.
+      tensors: rows between the checkpoint and our parameters.
+      further_layers: layers after the model's own, which predict further tokens; minitext doesn't read them.
+    """
+
+    architecture: str
+    keys: tuple[Row, ...]
+    tensors: tuple[Tensor, ...]
+    further_layers: int = 0
+
+
+# Views of tensors. Letters as in the book; U, P, R and W are those of `minitext.models.mla`.
+
+ALL = slice(None)
+
+
+def _rows(part: Callable[[ModelConfig], tuple[int, slice]]) -> Callable[[ModelConfig], View]:
+    """Returns the view of some rows of a tensor [rows, D], transposed."""
+
+    def view(cfg: ModelConfig) -> View:
+        rows, taken = part(cfg)
+        return View(shape=(rows, cfg.embed), part=(taken,), order=(1, 0))
+
+    return view
+
+
+def _qkv(cfg: ModelConfig) -> tuple[int, int, int]:
+    q = cfg.heads * cfg.H
+    return q, q + cfg.K * cfg.H, q + 2 * cfg.K * cfg.H
+
+
+_QUERIES = _rows(lambda cfg: (_qkv(cfg)[2], slice(0, _qkv(cfg)[0])))
+_KEYS = _rows(lambda cfg: (_qkv(cfg)[2], slice(*_qkv(cfg)[:2])))
+_VALUES = _rows(lambda cfg: (_qkv(cfg)[2], slice(*_qkv(cfg)[1:])))
+_GATE_ROWS = _rows(lambda cfg: (2 * cfg.mlp, slice(0, cfg.mlp)))
+_UP_ROWS = _rows(lambda cfg: (2 * cfg.mlp, slice(cfg.mlp, None)))
+
+
+def _experts_part(
+    taken: Callable[[int], slice], bias: bool = False
+) -> Callable[[ModelConfig], View]:
+    """Returns the view of some of the 2F features of all experts in one tensor [E, D, 2F], or of its bias [E, 2F]."""
+
+    def view(cfg: ModelConfig) -> View:
+        assert isinstance(cfg.ffn, MoEConfig)
+        middle = () if bias else (cfg.embed,)
+        part = (ALL,) * (1 + len(middle)) + (taken(cfg.mlp),)
+        return View(shape=(cfg.ffn.experts, *middle, 2 * cfg.mlp), part=part)
+
+    return view
+
+
+_EVEN, _ODD = (lambda F: slice(0, None, 2)), (lambda F: slice(1, None, 2))
+_FIRST, _SECOND = (lambda F: slice(0, F)), (lambda F: slice(F, None))
+
+
+def _pairs(
+    heads: Callable[[ModelConfig], int], bias: bool = False
+) -> Callable[[ModelConfig], View]:
+    """Returns the view of heads' features, of which theirs rotates neighbours and ours the halves with each other."""
+
+    def view(cfg: ModelConfig) -> View:
+        N, H, D = heads(cfg), cfg.H, cfg.embed
+        if bias:
+            return View(shape=(N * H,), split=(N, H // 2, 2), order=(0, 2, 1))
+        return View(shape=(N * H, D), split=(N, H // 2, 2, D), order=(3, 0, 2, 1))
+
+    return view
+
+
+def _mla(cfg: ModelConfig) -> MLAConfig:
+    assert isinstance(cfg.attention, MLAConfig)
+    return cfg.attention
+
+
+def _latent_queries(name: str, **more: Any) -> tuple[Tensor, ...]:
+    """Returns rows for queries: of each head U features as they are, and P features from pairs to halves."""
+
+    def row(theirs: Callable[[int, int], slice], ours: Callable[[int, int], slice]) -> Tensor:
+        def sizes(cfg: ModelConfig) -> tuple[int, int, int, int]:
+            a = _mla(cfg)
+            return cfg.heads, a.nope_dim, a.rope_dim, a.q_rank or cfg.embed
+
+        def view(cfg: ModelConfig) -> View:
+            N, U, P, D = sizes(cfg)
+            split = N, U + P, D
+            return View((N * (U + P), D), split, (ALL, theirs(U, P)), (2, 0, 1))
+
+        def into(cfg: ModelConfig) -> View:
+            N, U, P, D = sizes(cfg)
+            return View((D, N * (U + P)), (D, N, U + P), (ALL, ALL, ours(U, P)))
+
+        return Tensor(f"{LAYER}self_attn.{name}.weight", "attention.q.w", view, into, **more)
+
+    return (
+        row(lambda U, P: slice(0, U), lambda U, P: slice(0, U)),
+        row(lambda U, P: slice(U, None, 2), lambda U, P: slice(U, U + P // 2)),
+        row(lambda U, P: slice(U + 1, None, 2), lambda U, P: slice(U + P // 2, None)),
+    )
+
+
+def _latents() -> tuple[Tensor, ...]:
+    """Returns rows for the latent of R features and the rotary key, whose P features go from pairs to halves."""
+
+    def row(theirs: Callable[[int, int], slice], ours: Callable[[int, int], slice]) -> Tensor:
+        def view(cfg: ModelConfig) -> View:
+            R, P = _mla(cfg).kv_rank, _mla(cfg).rope_dim
+            return View(shape=(R + P, cfg.embed), part=(theirs(R, P),), order=(1, 0))
+
+        def into(cfg: ModelConfig) -> View:
+            R, P = _mla(cfg).kv_rank, _mla(cfg).rope_dim
+            return View(shape=(cfg.embed, R + P), part=(ALL, ours(R, P)))
+
+        name = f"{LAYER}self_attn.kv_a_proj_with_mqa.weight"
+        return Tensor(name, "attention.kv_down.w", view, into)
+
+    return (
+        row(lambda R, P: slice(0, R), lambda R, P: slice(0, R)),
+        row(lambda R, P: slice(R, None, 2), lambda R, P: slice(R, R + P // 2)),
+        row(lambda R, P: slice(R + 1, None, 2), lambda R, P: slice(R + P // 2, None)),
+    )
+
+
+def _from_latents(ours: str, taken: Callable[[MLAConfig], slice]) -> Tensor:
+    """Returns the row for what makes keys or values of the latent: in each head first U features, then W."""
+
+    def view(cfg: ModelConfig) -> View:
+        a, N = _mla(cfg), cfg.heads
+        both = a.nope_dim + a.v_dim
+        return View((N * both, a.kv_rank), (N, both, a.kv_rank), (ALL, taken(a)), (2, 0, 1))
+
+    return Tensor(f"{LAYER}self_attn.kv_b_proj.weight", ours, view)
+
+
+# Rows of tensors that several families share.
+
+
+def _weight(theirs: str, ours: str) -> tuple[Tensor, ...]:
+    """A projection, with its bias where the layer has one."""
+    return (
+        Tensor(f"{LAYER}{theirs}.weight", f"{ours}.w", TRANSPOSED),
+        Tensor(f"{LAYER}{theirs}.bias", f"{ours}.b"),
+    )
+
+
+def _norm(theirs: str, ours: str) -> Tensor:
+    return Tensor(f"{LAYER}{theirs}.weight", f"{ours}.scale")
+
+
+ENDS = (
+    Tensor("model.embed_tokens.weight", "embed.table"),
+    Tensor("model.norm.weight", "norm.scale"),
+    Tensor("lm_head.weight", "unembed.w", TRANSPOSED),
+)
+QKV = tuple(row for x in "qkv" for row in _weight(f"self_attn.{x}_proj", f"attention.{x}"))
+OUT = _weight("self_attn.o_proj", "attention.o")
+QK_NORM = (
+    _norm("self_attn.q_norm", "attention.q_norm"),
+    _norm("self_attn.k_norm", "attention.k_norm"),
+)
+BEFORE = (_norm("input_layernorm", "norm_attention"), _norm("post_attention_layernorm", "norm_ffn"))
+AFTER = (
+    _norm("post_attention_layernorm", "norm_attention_out"),
+    _norm("post_feedforward_layernorm", "norm_ffn_out"),
+)
+BOTH = (
+    _norm("input_layernorm", "norm_attention"),
+    _norm("pre_feedforward_layernorm", "norm_ffn"),
+    *AFTER,
+)
+
+
+def _gated(theirs: str, ours: str) -> tuple[Tensor, ...]:
+    return tuple(
+        r for x in ("gate", "up", "down") for r in _weight(f"{theirs}.{x}_proj", f"{ours}.{x}")
+    )
+
+
+MLP = _gated("mlp", "ffn")
+
+
+def _experts(theirs: str, **names: str) -> tuple[Tensor, ...]:
+    """A tensor for each matrix of each expert."""
+    return tuple(
+        Tensor(f"{LAYER}{theirs}.experts.{{expert}}.{name}.weight", f"ffn.{ours}", TRANSPOSED)
+        for ours, name in names.items()
+    )
+
+
+def _router(theirs: str) -> Tensor:
+    return Tensor(f"{LAYER}{theirs}.weight", "ffn.router", TRANSPOSED)
+
+
+EXPERTS = (
+    _router("mlp.gate"),
+    *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+)
+CHOICE_BIAS = Tensor(f"{LAYER}mlp.gate.e_score_correction_bias", "ffn.bias")
+LLAMA = (*ENDS, *QKV, *OUT, *BEFORE, *MLP)
+
+# Rows of keys that several families share.
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+BIASES = ("attention.qkv_bias", "attention.out_bias")
+
+
+def _same_float(hf: str, ours: str, default: Any) -> Same:
+    return Same(hf, ours, kind=float, default=default)
+
+
+def _switch(hf: str, *ours: str, default: bool = False) -> Same:
+    return Same(hf, *ours, kind=bool, default=default)
+
+
+def _base(
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    activation: str = "hidden_act",
+    first: str = "silu",
+    norms: str = "before",
+    offset: bool = False,
+) -> tuple[Row, ...]:
+    """Sizes, activation and norms, with transformers' values where config.json has none."""
+    return (
+        Same("vocab_size", "vocab"),
+        Same("hidden_size", "embed"),
+        Same("num_attention_heads", "heads"),
+        _same_float("rms_norm_eps", "norm_eps", eps),
+        _switch("tie_word_embeddings", "tie_embeddings", default=tied),
+        Same(activation, "ffn.activation", kind=str, default=first, codes=ACTIVATIONS),
+        Fixed(norms=norms, norm_offset=offset, logit_scale=1.0),
+    )
+
+
+def _gqa(head_dim: Row | None = None, **ours: Any) -> tuple[Row, ...]:
+    """Grouped-query attention, with settings of ours that the family always has."""
+    return (
+        Fixed(**{"attention__kind": "gqa", "ffn__kind": "swiglu"} | ours),
+        Same("num_key_value_heads", "kv_heads", default=None),
+        head_dim or HeadDim(),
+    )
+
+
+def _dense() -> Row:
+    return Same("intermediate_size", "mlp")
+
+
+def _moe(experts: str = "num_experts", per_token: int | object = 8, **ours: Any) -> tuple[Row, ...]:
+    return (
+        Same(experts, "ffn.experts"),
+        Same("num_experts_per_tok", "ffn.experts_per_token", default=per_token),
+        Fixed(**{f"ffn__{key}": value for key, value in ours.items()}),
+    )
+
+
+SPARSE = Fixed(ffn__kind="moe")
+QWEN_WINDOWS = Types(
+    lambda source, layers: [
+        "sliding_attention"
+        if source.values.get("use_sliding_window")
+        and i >= source.take("max_window_layers", int, 28)
+        else "full_attention"
+        for i in range(len(layers))
+    ],
+    switch="use_sliding_window",
+)
+# Sigmoid scores in groups, with a bias that only chooses (DeepSeek-V3, GLM-4.5).
+GROUPED = (
+    Same("n_group", "ffn.groups", default=1),
+    Same("topk_group", "ffn.groups_per_token", default=1),
+    _same_float("routed_scaling_factor", "ffn.scaling", 1.0),
+    _switch("norm_topk_prob", "ffn.normalize", default=True),
+    Same("n_shared_experts", "ffn.shared_experts", default=1),
+    Only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+    # Their biases exist, and move by this much in DeepSeek-V3's training.
+    Fixed(ffn__router="sigmoid", ffn__bias_rate=0.001),
+)
+SOFTCAPS = (
+    Same("attn_logit_softcapping", "attention.softcap", kind=float, default=None),
+    Same("final_logit_softcapping", "logit_softcap", kind=float, default=None),
+)
+GEMMA = (
+    EmbedScale(),
+    QueryScalar(),
+    _switch("attention_bias", *BIASES),
+    _dense(),
+    Only(hidden_act=("gelu_pytorch_tanh", "gelu"), use_bidirectional_attention=False),
+)
+
+
+FAMILIES: dict[str, Family] = {
+    # Llama 2, 3, 3.1, 3.2; SmolLM2.
+    "llama": Family(
+        "LlamaForCausalLM",
+        (
+            *_base(),
+            *_gqa(),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            _switch("mlp_bias", "ffn.bias"),
+            Rope(),
+            Only(rope_interleaved=False),
+        ),
+        LLAMA,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        (*_base(), *_gqa(), _dense(), Window(4096), Rope()),
+        LLAMA,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        (
+            *_base(eps=1e-5),
+            *_gqa(),
+            SPARSE,
+            _dense(),
+            *_moe("num_local_experts", 2),
+            Window(),
+            Rope(1e6),
+        ),
+        (
+            *ENDS,
+            *QKV,
+            *OUT,
+            *BEFORE,
+            _router("block_sparse_moe.gate"),
+            *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        ),
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        (*_base(), *_gqa(attention__qkv_bias=True), _dense(), QWEN_WINDOWS, Rope()),
+        LLAMA,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        (
+            *_base(),
+            *_gqa(HeadDim(128), attention__qk_norm="head"),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            QWEN_WINDOWS,
+            Rope(),
+        ),
+        (*LLAMA, *QK_NORM),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (
+            *_base(),
+            *_gqa(attention__qk_norm="head"),
+            every_step(),
+            *_moe(),
+            _switch("norm_topk_prob", "ffn.normalize"),
+            _switch("attention_bias", *BIASES),
+            Window(4096, "use_sliding_window"),
+            Rope(),
+        ),
+        (*LLAMA, *QK_NORM, *EXPERTS),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        (
+            *_base(),
+            *_gqa(),
+            every_step(),
+            *_moe(per_token=4, shared_gate=True),
+            SharedWidth(),
+            _switch("norm_topk_prob", "ffn.normalize"),
+            _switch("qkv_bias", "attention.qkv_bias", default=True),
+            Types(
+                lambda source, layers: [
+                    "sliding_attention"
+                    if source.values.get("use_sliding_window")
+                    and i % 2 == 0
+                    and i < source.take("max_window_layers", int, 28)
+                    else "full_attention"
+                    for i in range(len(layers))
+                ],
+                switch="use_sliding_window",
+            ),
+            Rope(),
+        ),
+        (
+            *LLAMA,
+            *EXPERTS,
+            *_gated("mlp.shared_expert", "ffn.shared"),
+            Tensor(
+                f"{LAYER}mlp.shared_expert_gate.weight",
+                "ffn.shared_gate",
+                lambda cfg: View(shape=(1, cfg.embed)),
+            ),
+        ),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        (
+            *_base(
+                tied=True,
+                activation="hidden_activation",
+                first="gelu_pytorch_tanh",
+                norms="both",
+                offset=True,
+            ),
+            *_gqa(HeadDim(256)),
+            *GEMMA,
+            *SOFTCAPS,
+            Types(every(2)),
+            Rope(),
+        ),
+        (*ENDS, *QKV, *OUT, *BOTH, *MLP),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        (
+            *_base(
+                tied=True,
+                activation="hidden_activation",
+                first="gelu_pytorch_tanh",
+                norms="both",
+                offset=True,
+            ),
+            *_gqa(HeadDim(256), attention__qk_norm="head"),
+            *GEMMA,
+            *SOFTCAPS,
+            Types(lambda s, layers: every(s.take("sliding_window_pattern", int, 6))(s, layers)),
+            TypedRope(1e6, 1e4, "rope_local_base_freq"),
+        ),
+        (*ENDS, *QKV, *OUT, *QK_NORM, *BOTH, *MLP),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        (
+            *_base(eps=1e-5, norms="after"),
+            *_gqa(attention__qk_norm="whole"),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            Rope(),
+        ),
+        (*ENDS, *QKV, *OUT, *QK_NORM, *AFTER, *MLP),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        (
+            *_base(eps=1e-5, norms="after"),
+            *_gqa(attention__qk_norm="whole"),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            Types(every(4)),
+            TypedRope(5e5, 5e5),
+        ),
+        (*ENDS, *QKV, *OUT, *QK_NORM, *AFTER, *MLP),
+    ),
+    # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini.
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        (
+            *_base(eps=1e-5),
+            *_gqa(HeadDim(written=False)),
+            _dense(),
+            Window(),
+            Rope(
+                kinds=("default", "longrope"), fraction=1.0, original=4096, old={"su": "longrope"}
+            ),
+            Only(attention_bias=False),
+        ),
+        (
+            *ENDS,
+            *BEFORE,
+            *OUT,
+            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.q.w", _QUERIES),
+            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.k.w", _KEYS),
+            Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.v.w", _VALUES),
+            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.gate.w", _GATE_ROWS),
+            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.up.w", _UP_ROWS),
+            *_weight("mlp.down_proj", "ffn.down"),
+        ),
+    ),
+    # DeepSeek-V3 and R1; Kimi K2.
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        (
+            *_base(),
+            Fixed(attention__kind="mla", attention__latent_eps=1e-6),
+            Same("q_lora_rank", "attention.q_rank", default=None),
+            Same("kv_lora_rank", "attention.kv_rank", default=512),
+            Same("qk_nope_head_dim", "attention.nope_dim", default=128),
+            Same("qk_rope_head_dim", "attention.rope_dim", default=64),
+            Same("v_head_dim", "attention.v_dim", default=128),
+            first_dense(3),
+            *_moe("n_routed_experts", 8),
+            *GROUPED,
+            Rope(),
+            Implied("num_key_value_heads", ("heads",)),
+            Implied("head_dim", ("attention.rope_dim",)),
+            Implied("qk_head_dim", ("attention.nope_dim", "attention.rope_dim")),
+            Only(attention_bias=False, rope_interleave=True),
+        ),
+        (
+            *ENDS,
+            *BEFORE,
+            *OUT,
+            *_latent_queries("q_proj", when=lambda cfg: _mla(cfg).q_rank is None),
+            *_latent_queries("q_b_proj", when=lambda cfg: _mla(cfg).q_rank is not None),
+            *_weight("self_attn.q_a_proj", "attention.q_down"),
+            _norm("self_attn.q_a_layernorm", "attention.q_norm"),
+            *_latents(),
+            _norm("self_attn.kv_a_layernorm", "attention.kv_norm"),
+            _from_latents("attention.k_up.w", lambda a: slice(0, a.nope_dim)),
+            _from_latents("attention.v_up.w", lambda a: slice(a.nope_dim, None)),
+            *MLP,
+            *EXPERTS,
+            CHOICE_BIAS,
+            *_gated("mlp.shared_experts", "ffn.shared"),
+        ),
+        further_layers=1,
+    ),
+    # GLM-4.5, GLM-4.6 and GLM-4.5-Air.
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        (
+            *_base(eps=1e-5),
+            *_gqa(),
+            Same(
+                "use_qk_norm",
+                "attention.qk_norm",
+                kind=bool,
+                default=False,
+                codes={True: "head", False: "none"},
+            ),
+            _switch("attention_bias", "attention.qkv_bias"),
+            first_dense(1),
+            *_moe("n_routed_experts", 8),
+            *GROUPED,
+            Rope(fraction=0.5),
+        ),
+        (
+            *LLAMA,
+            *QK_NORM,
+            *EXPERTS,
+            CHOICE_BIAS,
+            *_gated("mlp.shared_experts", "ffn.shared"),
+        ),
+        further_layers=1,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        (
+            Same("vocab_size", "vocab"),
+            Same("hidden_size", "embed"),
+            Same("num_attention_heads", "heads"),
+            _same_float("rms_norm_eps", "norm_eps", 1e-5),
+            _switch("tie_word_embeddings", "tie_embeddings"),
+            Only(hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0),
+            Fixed(norms="before", norm_offset=False, logit_scale=1.0),
+            *_gqa(HeadDim(64), attention__sinks=True),
+            _switch("attention_bias", *BIASES, default=True),
+            SPARSE,
+            _dense(),
+            *_moe("num_local_experts", 4, activation="clamped", bias=True, router_bias=True),
+            Types(every(2), 128),
+            Rope(
+                150_000.0,
+                default={
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            ),
+        ),
+        (
+            *ENDS,
+            *QKV,
+            *OUT,
+            Tensor(f"{LAYER}self_attn.sinks", "attention.sinks"),
+            *BEFORE,
+            Tensor(f"{LAYER}mlp.router.weight", "ffn.router", TRANSPOSED),
+            Tensor(f"{LAYER}mlp.router.bias", "ffn.router_bias"),
+            Tensor(f"{LAYER}mlp.experts.gate_up_proj", "ffn.gate", _experts_part(_EVEN)),
+            Tensor(f"{LAYER}mlp.experts.gate_up_proj", "ffn.up", _experts_part(_ODD)),
+            Tensor(
+                f"{LAYER}mlp.experts.gate_up_proj_bias", "ffn.gate_bias", _experts_part(_EVEN, True)
+            ),
+            Tensor(
+                f"{LAYER}mlp.experts.gate_up_proj_bias", "ffn.up_bias", _experts_part(_ODD, True)
+            ),
+            Tensor(f"{LAYER}mlp.experts.down_proj", "ffn.down"),
+            Tensor(f"{LAYER}mlp.experts.down_proj_bias", "ffn.down_bias"),
+        ),
+    ),
+    # Llama 4 Scout and Maverick, their language model.
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        (
+            *_base(eps=1e-5),
+            *_gqa(HeadDim(128)),
+            _switch("attention_bias", *BIASES),
+            Rope(5e5),
+            Unrotated(),
+            L2Norm(),
+            Temperature(),
+            Types(
+                lambda _, layers: [
+                    "full_attention" if layer["rope.kind"] == "none" else "chunked_attention"
+                    for layer in layers
+                ],
+                8192,
+                known=("full_attention", "chunked_attention"),
+            ),
+            listed(),
+            *_moe(
+                "num_local_experts",
+                1,
+                router="sigmoid",
+                normalize=False,
+                scale_input=True,
+                shared_experts=1,
+            ),
+        ),
+        (
+            *ENDS,
+            Tensor(
+                f"{LAYER}self_attn.q_proj.weight", "attention.q.w", _pairs(lambda cfg: cfg.heads)
+            ),
+            Tensor(
+                f"{LAYER}self_attn.q_proj.bias",
+                "attention.q.b",
+                _pairs(lambda cfg: cfg.heads, True),
+            ),
+            Tensor(f"{LAYER}self_attn.k_proj.weight", "attention.k.w", _pairs(lambda cfg: cfg.K)),
+            Tensor(
+                f"{LAYER}self_attn.k_proj.bias", "attention.k.b", _pairs(lambda cfg: cfg.K, True)
+            ),
+            *_weight("self_attn.v_proj", "attention.v"),
+            *OUT,
+            *BEFORE,
+            *_gated("feed_forward", "ffn"),
+            Tensor(f"{LAYER}feed_forward.router.weight", "ffn.router", TRANSPOSED),
+            Tensor(f"{LAYER}feed_forward.experts.gate_up_proj", "ffn.gate", _experts_part(_FIRST)),
+            Tensor(f"{LAYER}feed_forward.experts.gate_up_proj", "ffn.up", _experts_part(_SECOND)),
+            Tensor(f"{LAYER}feed_forward.experts.down_proj", "ffn.down"),
+            *_gated("feed_forward.shared_expert", "ffn.shared"),
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        (
+            *_base(tied=True),
+            *_gqa(),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            _switch("mlp_bias", "ffn.bias"),
+            Rope(2e6),
+            Unrotated(),
+            Types(
+                lambda source, layers: [
+                    "sliding_attention"
+                    if layer["rope.kind"] == "none" and source.values.get("use_sliding_window")
+                    else "full_attention"
+                    for layer in layers
+                ],
+                None,
+                switch="use_sliding_window",
+            ),
+        ),
+        LLAMA,
+    ),
+}
+
+# The same models under another name.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+
+
+def family_of(values: Mapping[str, Any]) -> str:
+    """Returns the family, a key of `FAMILIES`, of a config.json.
+
+    Raises:
+      UserError: if minitext doesn't have it.
+    """
+    name = values.get("model_type")
+    name = ALIASES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = did_you_mean(name, FAMILIES) if isinstance(name, str) else ""
+        known = ", ".join([*FAMILIES, *ALIASES])
+        raise UserError(
+            f"config.json: model_type={short(name)} isn't known{hint}: minitext has {known}"
+        )
+    return name
+
+
+def config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns our keys for a model, such as `model.embed`, from its config.json.
+
+    Args:
+      values: config.json, parsed.
+
+    Returns:
+      Dotted keys with values for `minitext.config.config.resolve`.
+
+    Raises:
+      UserError: for a family, a key or a value that minitext doesn't have, naming it.
+    """
+    name = family_of(values)
+    return read(FAMILIES[name].keys, values, name)
+
+
+def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str, Any]:
+    """Returns the config.json of a model: that of the first family that has all its settings.
+
+    Args:
+      model: the model. Factors on its logits or token vectors that the family lacks are folded into parameters
+        (`folded`).
+      max_length: tokens of the longest text, unless the rotary positions say it.
+      first: the family to try first, such as the one that the model came from.
+
+    Raises:
+      UserError: if no family has them all; names the settings that are in the way of the closest one.
+    """
+    closest: tuple[int, str, str] | None = None
+    for name in dict.fromkeys([first, *FAMILIES]):
+        family = FAMILIES[name]
+        try:
+            values = write(family.keys, model, max_length)
+            back = model_of(read(family.keys, values, name))
+        except UserError as error:
+            wrong = [str(error)]
+            far = 1000
+        else:
+            wrong = differences(model, back)
+            far = len(wrong)
+            if not wrong:
+                return {"architectures": [family.architecture], "model_type": name} | values
+        if closest is None or far < closest[0]:
+            closest = far, name, ", ".join(wrong)
+    assert closest is not None
+    raise UserError(f"no family of Hugging Face's has this model: {closest[1]} lacks {closest[2]}")
+
+
+def model_of(keys: Mapping[str, Any]) -> ModelConfig:
+    """Returns the model that `config`'s keys describe, with defaults for all others.
+
+    Raises:
+      ConfigError: for values that don't go together.
+    """
+    from minitext.config.config import resolve
+
+    return resolve([("config.json", dict(keys))]).model
+
+
+def table(model: ModelConfig, name: str | None = None) -> Table:
+    """Returns the names of a model's parameters in a checkpoint of a family.
+
+    Args:
+      model: the model.
+      name: the family, a key of `FAMILIES`; None: the one that `to_hf` finds.
+
+    Raises:
+      UserError: if the family has no name for one of the model's parameters.
+    """
+    family = FAMILIES[name or to_hf(model, 1)["model_type"]]
+    shapes = parameter_paths(model)
+    rows: list[convert.Row] = []
+    for path, layers, cfg in stacked(model):
+        for tensor in family.tensors:
+            ours = f"{path}.{tensor.ours}"
+            if LAYER in tensor.name and ours in shapes and tensor.when(cfg):
+                experts = cfg.ffn.experts if "{expert}" in tensor.name else 0  # pyright: ignore
+                rows.append(_row(tensor, ours, cfg, layers=layers, experts=experts))
+    for tensor in family.tensors:
+        if LAYER not in tensor.name and tensor.ours in shapes:
+            rows.append(_row(tensor, tensor.ours, model))
+    if missing := sorted(shapes - {row.path for row in rows}):
+        raise UserError(f"{family.architecture} has no tensor for the parameter {missing[0]}")
+    further = range(model.layers, model.layers + family.further_layers)
+    ignored = "*rotary_emb.inv_freq", *(f"model.layers.{layer}.*" for layer in further)
+    copies = (("lm_head.weight", "model.embed_tokens.weight"),) if model.tie_embeddings else ()
+    return Table(tuple(rows), ignored, copies)
+
+
+def _row(tensor: Tensor, path: str, cfg: ModelConfig, **more: Any) -> convert.Row:
+    view, into = (v if isinstance(v, View) else v(cfg) for v in (tensor.view, tensor.into))
+    return convert.Row(tensor.name, path, view, into=into, **more)
+
+
+def parameter_paths(model: ModelConfig) -> set[str]:
+    """Returns the paths of a model's parameters, such as `blocks.attention.q.w`."""
+    abstract = nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))), nnx.Param)
+    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(abstract)}
+
+
+def logit_factor(model: ModelConfig) -> float:
+    """Returns the factor on a model's logits, which no family has: the final norm's scale takes it."""
+    if model.logit_scale is not None:
+        return model.logit_scale
+    return model.embed**-0.5 if model.tie_embeddings else 1.0

@@ -1,0 +1,371 @@
+"""Published families: config.json and tensors in and out, and every number against transformers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import minitext as mt
+from minitext.config.config import presets
+from minitext.errors import UserError
+from minitext.inference.generate import Sampling, generate
+from minitext.models import convert, families, flops
+from minitext.models.hf_keys import each_layer, fold, settings
+from minitext.models.transformer import Transformer
+from tests.conftest import audit_but
+from tests.models import tiny_models
+from tests.models.tiny_models import CASES, ORIGINAL, PLAIN, SIZES, tokens
+
+# Between them: scaled rotations, windows and periods, latents, groups and a dense prefix, sinks and biases.
+QUICK = ("llama3", "gemma3", "deepseek", "gpt-oss")
+LENGTH = 24  # beyond each window, chunk and original length of `CASES`
+WITHIN = 2e-5  # of the largest logit
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("families")
+    return lambda case: tiny_models.pair(case, parent)
+
+
+forward = nnx.jit(lambda model, tokens_BT: model(tokens_BT))
+
+
+def theirs(model, tokens_BT):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.as_tensor(tokens_BT), use_cache=False).logits.numpy()
+
+
+def apart(a, b):
+    """The largest difference, in parts of the largest number."""
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+@pytest.mark.parametrize("case", audit_but(QUICK, CASES))
+def test_logits(case, pair):
+    both, tokens_BT = pair(case), tokens(LENGTH)
+    assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("case", CASES)
+def test_logits_at_every_length(case, pair):
+    both = pair(case)
+    for length in range(1, LENGTH + 1):
+        tokens_BT = tokens(length)
+        assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN, length
+
+
+@pytest.mark.parametrize("case", audit_but(("gemma3",), CASES))
+@pytest.mark.parametrize("length", [3, ORIGINAL - 2])
+def test_greedy_tokens(case, length, pair):
+    import torch
+
+    both, prompt = pair(case), tokens(length, 1)
+    made = both.theirs.generate(
+        torch.as_tensor(prompt), max_new_tokens=12, do_sample=False, use_cache=True
+    )
+    greedy = Sampling(temperature=0)
+    ours = generate(
+        both.cfg, nnx.state(both.ours), prompt[0].tolist(), max_tokens=12, sampling=greedy
+    )
+    assert list(ours) == made[0, length:].tolist()
+
+
+@pytest.mark.parametrize("case", audit_but(("llama3",), CASES))
+def test_gradients(case, pair):
+    both, tokens_BT = pair(case), tokens(LENGTH)
+    names = [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+    ]
+    found = gradients_of_theirs(both.theirs, tokens_BT)
+
+    def loss(model):
+        logits_BTV = jax.nn.log_softmax(model(tokens_BT)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logits_BTV, tokens_BT[:, 1:, None], axis=-1))
+
+    state = nnx.jit(nnx.grad(loss))(both.ours)
+    table = families.table(both.cfg, both.name)
+    ours = dict(zip(convert.tensors(table, state), convert.values(table, state), strict=True))
+    for name in names:
+        assert apart(ours[name], found[name]) < 1e-4, name
+
+
+def gradients_of_theirs(model, tokens_BT):
+    import torch
+
+    model.zero_grad()
+    rows = torch.as_tensor(tokens_BT)
+    logits = model(rows, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1)
+    ).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", audit_but(QUICK, CASES))
+def test_what_comes_in_goes_out(case, pair):
+    from minitext.checkpoint.weights import open_weights
+
+    both = pair(case)
+    table = families.table(both.cfg, both.name)
+    state = nnx.state(both.ours)
+    out = dict(zip(convert.tensors(table, state), convert.values(table, state), strict=True))
+    with open_weights(both.folder) as weights:
+        assert set(out) == set(weights.tensors)
+        for name, array in out.items():
+            assert np.array_equal(array, weights.read(name)), name
+    config = families.to_hf(both.cfg, 64, both.name)
+    assert config["model_type"] == both.name
+    again = families.model_of(families.config(config))
+    assert each_layer(again) == each_layer(both.cfg)
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_reads_what_goes_out(case, pair, tmp_path):
+    from safetensors.numpy import save_file
+    from transformers import AutoModelForCausalLM
+
+    both, tokens_BT = pair(case), tokens(LENGTH)
+    table, state = families.table(both.cfg, both.name), nnx.state(both.ours)
+    out = dict(zip(convert.tensors(table, state), convert.values(table, state), strict=True))
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in out.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    (tmp_path / "config.json").write_text(json.dumps(families.to_hf(both.cfg, 64, both.name)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert np.array_equal(theirs(model, tokens_BT), theirs(both.theirs, tokens_BT))
+
+
+# A setting -> another value; the size of each parameter stays.
+OTHER = {
+    "norms": {"both": "before"},
+    "ffn.activation": {"silu": "gelu", "gelu": "silu", "gelu_tanh": "gelu", "clamped": "silu"},
+    "ffn.router": {"softmax": "sigmoid", "sigmoid": "softmax"},
+    "attention.qk_norm": {"l2": "none"},
+}
+
+
+def flips(cfg):
+    """Yields each setting of a model's layers that can change while all parameters keep their shapes, changed once."""
+    values = {}
+    for layer in each_layer(cfg):
+        for key, value in settings(layer).items():
+            values.setdefault(key, []).append(value)
+    for key, found in sorted(values.items()):
+        value = next((v for v in found if v is not None), None)
+        if key in OTHER:
+            if value in OTHER[key]:
+                yield key, OTHER[key][value]
+        elif isinstance(value, bool):
+            yield key, not value
+        elif isinstance(value, float):
+            yield key, value * 1.5 if key != "norm_eps" else 0.1
+        elif isinstance(value, int) and key in SMALLER:
+            yield key, value - 1
+        elif isinstance(value, tuple) and value:
+            yield key, value[::-1]
+
+
+SMALLER = (
+    "attention.window", "attention.chunk", "attention.temperature_length", "ffn.experts_per_token",
+    "ffn.groups_per_token", "rope.original_length", "rope.max_length",
+)  # fmt: skip
+# What a tiny model or a short text can't tell: YaRN's corrections reach pairs that it doesn't have, ...
+BLIND = {"rope.beta_fast", "rope.beta_slow", "rope.truncate"}
+
+
+def flipped(cfg, key, value):
+    """Returns a model's configuration with a setting changed in every layer that has it."""
+    layers = []
+    for layer in each_layer(cfg):
+        own = settings(layer) | {"ffn.bias_rate": 0.001 * settings(layer).get("ffn.bias_rate", 0)}
+        layers.append(own | ({key: value} if own.get(key) is not None else {}))
+    return families.model_of(fold(layers))
+
+
+@pytest.mark.audit
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("case", CASES)
+def test_every_switch_counts(case, pair):
+    both, tokens_BT = pair(case), tokens(LENGTH)
+    want, seen = theirs(both.theirs, tokens_BT), set()
+    shapes = jax.tree.map(jnp.shape, nnx.state(both.ours))
+    for key, value in flips(both.cfg):
+        try:
+            cfg = flipped(both.cfg, key, value)
+        except UserError:  # a rule forbids it, so that it can't be wrong unnoticed
+            continue
+        graphdef, abstract = nnx.split(
+            nnx.eval_shape(lambda cfg=cfg: Transformer(cfg, rngs=nnx.Rngs(0)))
+        )
+        if jax.tree.map(jnp.shape, abstract) != shapes:  # a tensor would be missing or left over
+            continue
+        model = nnx.merge(graphdef, nnx.state(both.ours))
+        if key not in BLIND:
+            assert apart(forward(model, tokens_BT), want) > WITHIN, f"{key}={value} changes nothing"
+        seen.add(key)
+    assert {"norm_eps", "ffn.activation"} <= seen
+
+
+OLD = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+NEW = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+
+
+def config(name="llama", **more):
+    return {"model_type": name} | SIZES | more
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("llama", OLD, NEW),
+        ("mixtral", {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("gemma3_text",
+         {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+         {"rope_parameters": {
+             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}),
+        ("phi3",
+         {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+          "original_max_position_embeddings": 16},
+         {"rope_parameters": {
+             "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4,
+             "partial_rotary_factor": 1.0}, "original_max_position_embeddings": 16}),
+        ("gpt_oss", {"rope_theta": 15e4}, {"rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096, "rope_theta": 15e4}}),
+    ],
+)  # fmt: skip
+def test_both_spellings_of_rope(name, old, new):
+    more = {"num_local_experts": 4} if name in ("mixtral", "gpt_oss") else {}
+    found = families.config(config(name, **more, **old))
+    assert found == families.config(config(name, **more, **new))
+    # What goes out has both spellings, and they say the same.
+    out = families.to_hf(families.model_of(found), 64, name)
+    without = {
+        k: v
+        for k, v in out.items()
+        if k not in ("rope_scaling", "rope_theta", "rope_local_base_freq")
+    }
+    assert families.config(without) == families.config(out)
+    if name != "gemma3_text":
+        assert families.config(
+            {k: v for k, v in out.items() if k != "rope_parameters"}
+        ) == families.config(out)
+
+
+@pytest.mark.parametrize(
+    "name, more, word",
+    [
+        ("gpt2", {}, "model_type='gpt2'"),
+        (None, {}, "model_type=None"),
+        (["llama"], {}, "model_type=['llama']"),
+        ("llama", {"hidden_act": "relu2"}, "hidden_act='relu2'"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("llama", OLD | {"rope_parameters": NEW["rope_parameters"] | {"factor": 3.0}}, "factor"),
+        ("llama", {"rope_theta": 2e4} | NEW, "rope_theta"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 1}}, "beta_fast=1"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("llama", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("llama", {"hidden_size": "many"}, "hidden_size='many'"),
+        ("llama", {"hidden_size": True}, "hidden_size=True"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
+        ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries"),
+        ("gemma2", {"layer_types": ["linear_attention"] * 3}, "'linear_attention'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters"),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta=10000.0"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ("gpt_oss", {"num_local_experts": 4, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts": 8}, "num_local_experts"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 25},
+         "shared_expert_intermediate_size=25"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(name, more, word):
+    moe = {
+        "kv_lora_rank": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "num_key_value_heads": 4,
+    }
+    values = config(name, **(moe if name == "deepseek_v3" else {}) | more)
+    with pytest.raises(UserError) as error:
+        families.config(values)
+    assert word in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_that_no_family_has():
+    cfg = mt.load_config("laptop", ["model.norms=after", "model.embed_scale=3.0"]).model
+    with pytest.raises(UserError, match="norms|embed_scale"):
+        families.to_hf(cfg, 64)
+
+
+def test_models_of_minitext_go_out():
+    for preset, name in [("laptop", "llama"), ("moe-laptop", "mixtral"), ("gpt2-124m", "llama")]:
+        cfg = mt.load_config(preset).model
+        assert families.to_hf(cfg, 64)["model_type"] == name
+        assert families.logit_factor(cfg) == (768**-0.5 if preset == "gpt2-124m" else 1.0)
+
+
+def test_layers_fold_and_unfold():
+    values = config(
+        "gemma3_text", num_hidden_layers=8, layer_types=["full_attention", "sliding_attention"] * 4
+    )
+    cfg = families.model_of(families.config(values))
+    assert len(cfg.period) == 2
+    values["layer_types"][5] = "full_attention"
+    layers = each_layer(families.model_of(families.config(values)))
+    windows = [settings(layer)["attention.window"] is not None for layer in layers]
+    assert windows == [kind == "sliding_attention" for kind in values["layer_types"]]
+    prefix = config("glm4_moe", num_hidden_layers=7, first_k_dense_replace=3, n_routed_experts=8,
+                    moe_intermediate_size=24)  # fmt: skip
+    cfg = families.model_of(families.config(prefix))
+    assert (cfg.dense_layers, cfg.dense_mlp, cfg.mlp, cfg.period) == (3, 48, 24, ())
+    assert [settings(layer)["ffn.kind"] for layer in each_layer(cfg)] == ["swiglu"] * 3 + [
+        "moe"
+    ] * 4
+
+
+# Billions of parameters: as published, or the sum of the published tensors' sizes.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616, "llama2-70b": 68_976_648_192, "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248, "llama3.1-405b": 405_853_388_800, "llama3.2-1b": 1_235_814_400,
+    "smollm2-135m": 134_515_008, "mistral-7b": 7_241_732_096, "mixtral-8x7b": 46_702_792_704,
+    "gemma2-9b": 9_241_705_984, "gemma3-4b": 3_880_263_168, "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624, "olmo2-7b": 7_298_617_344,
+    "phi3-mini": 3_821_079_552, "phi4": 14_659_507_200, "deepseek-v3": 671_026_419_200,
+    "kimi-k2": 1_026_408_232_448, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "glm4.5": 352_797_829_024, "llama4-scout": 107_769_861_120,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_their_published_size_and_family(preset):
+    cfg = mt.load_config(preset).model
+    assert flops.count_params(cfg) == PUBLISHED[preset]
+    families.to_hf(cfg, 4096)
+
+
+def test_every_published_preset_is_counted():
+    ours = {"laptop", "moe-laptop", "gpt2-124m", "gpt3-175b"}
+    assert set(presets()) == set(PUBLISHED) | ours
