@@ -1,8 +1,12 @@
 """What every test starts from: CPU, eight simulated devices, caches of its own."""
 
 import gc
+import json
 import os
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 # The first process of a session makes the folder; its workers and the commands they start share it.
 os.environ.setdefault("MINITEXT_CACHE", tempfile.mkdtemp(prefix="minitext-test-"))
@@ -58,6 +62,49 @@ def audit_but(kept, cases):
         pytest.param(case, id=str(case), marks=() if case in kept else pytest.mark.audit)
         for case in cases
     ]
+
+
+class Server:
+    """`crash_server.py` in a process of its own, under the command `prefix`."""
+
+    def __init__(self, *prefix):
+        here = Path(__file__).parent
+        env = os.environ | {
+            "PYTHONPATH": str(here.parent), "JAX_PLATFORMS": "cpu", "COLUMNS": "300", "XLA_FLAGS": QUICK_FLAGS,
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(here / "crash_server.py")],
+            env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.requests, self.answers = self.process.stdin, self.process.stdout
+        assert self.answers.readline() == "ready\n"
+
+    def start(self, *args, output, folder="."):
+        words = [str(arg) for arg in args]
+        request = {"args": words, "output": str(Path(output).absolute()), "folder": str(folder)}
+        self.requests.write(json.dumps(request) + "\n")
+        self.requests.flush()
+        return int(self.answers.readline())
+
+    def wait(self):
+        return int(self.answers.readline())
+
+    def run(self, *args, output, folder="."):
+        self.start(*args, output=output, folder=folder)
+        return self.wait(), Path(output).read_text()
+
+    def close(self):
+        self.requests.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A server for commands, which imports everything once."""
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture

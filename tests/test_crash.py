@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import pytest
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.observability import goodput
 from minitext.training.claim import Claim
-from tests.conftest import QUICK_FLAGS, audit_but
+from tests.conftest import Server, audit_but
 
 STEPS, SAVE_EVERY = 200, 10
 SETTINGS = [
@@ -34,51 +33,9 @@ TIMING = {"tokens_per_second", "seconds", "mfu", "host_bytes", "device_bytes"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class Server:
-    """`crash_server.py` in a process of its own, under the command `prefix`."""
-
-    def __init__(self, *prefix):
-        here = Path(__file__).parent
-        env = os.environ | {
-            "PYTHONPATH": str(here.parent), "JAX_PLATFORMS": "cpu", "COLUMNS": "300", "XLA_FLAGS": QUICK_FLAGS,
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(here / "crash_server.py")],
-            env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.requests, self.answers = self.process.stdin, self.process.stdout
-        assert self.answers.readline() == "ready\n"
-
-    def start(self, *args, output, folder="."):
-        words = [str(arg) for arg in args]
-        request = {"args": words, "output": str(Path(output).absolute()), "folder": str(folder)}
-        self.requests.write(json.dumps(request) + "\n")
-        self.requests.flush()
-        return int(self.answers.readline())
-
-    def wait(self):
-        return int(self.answers.readline())
-
-    def run(self, *args, output, folder="."):
-        self.start(*args, output=output, folder=folder)
-        return self.wait(), Path(output).read_text()
-
-    def close(self):
-        self.requests.close()
-        self.process.wait()
-
-
 def alive(pid):
     # A child that has ended is gone: the server waits for it.
     return Path(f"/proc/{pid}").exists()
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

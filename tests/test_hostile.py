@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.test_crash import Server
 
 LONG = "x" * 400
 DEEP = "/".join(["deep"] * 1200)
@@ -187,13 +186,6 @@ LINES = [
     ["config", "presets", "x"],
     ["optim", "memory", "laptp"],
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -81,17 +81,23 @@ class Config(Section):
 
 
 DEPTH = 4  # names in a key; the longest keys have three
+SHOWN = 12  # problems in a message
 
 DEFAULT_PRESET = "laptop"
 PRESETS = resources.files("minitext.config.presets")
 
 
 class ConfigError(UserError):
-    """One or more problems in a configuration, one line each."""
+    """One or more problems in a configuration, one line each; the message has the first `SHOWN` of them."""
 
     def __init__(self, problems: Iterable[str]):
         self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        lines = list(self.problems[:SHOWN])
+        if (more := len(self.problems) - SHOWN) > 0:
+            lines.append(
+                f"and {more} more; if these are MaxText's keys, book/maxtext.md says what minitext has for each"
+            )
+        super().__init__("\n".join(lines))
 
 
 class Layout(NamedTuple):

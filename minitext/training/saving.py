@@ -4,6 +4,7 @@ Chapters: 6, 8.
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from minitext.checkpoint.emergency import LocalCopies, restore_newest
 from minitext.config.config import Config
 from minitext.data.batches import Batches
 from minitext.distributed import job
+from minitext.errors import UserError
 from minitext.observability.goodput import Ledger
 from minitext.training.nonfinite import Guard
 from minitext.training.run_dir import CONFIG
@@ -23,10 +25,19 @@ from minitext.training.step import TrainState, abstract_state
 def local_copies(
     cfg: Config, directory: Path
 ) -> contextlib.AbstractContextManager[LocalCopies | None]:
-    """Returns the process's own copies if `checkpoint.local_dir` asks for them."""
+    """Returns the process's own copies if `checkpoint.local_dir` asks for them.
+
+    Raises:
+      UserError: if it names a file, or a folder in one.
+    """
     where, is_new = cfg.checkpoint.local_dir, not (directory / CONFIG).exists()
     if where is None:
         return contextlib.nullcontext()
+    for path in (Path(where), *Path(where).parents):
+        if os.path.isfile(path):
+            raise UserError(
+                f"checkpoint.local_dir={where}: {path} is a file: name a folder on each process's own disk"
+            )
     return LocalCopies(where, cfg.checkpoint.local_every, directory, is_new)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.emergency import LocalCopies, from_peers, restore_newest
+from minitext.errors import UserError
 from minitext.observability.metrics import read_metrics
 from minitext.training import run
 from tests.conftest import QUICK_FLAGS
@@ -103,6 +105,17 @@ def test_a_run_goes_on_from_its_copies_bit_for_bit(tiny, tmp_path):
     run.train(tiny(*settings, *local), console)
     assert "resuming after step 8" in console.export_text()
     assert curve() == whole and len(whole) == 9
+
+
+@pytest.mark.parametrize("below", ["", "/copies/of"])
+def test_a_file_in_the_folders_place_is_named(below, tiny, tmp_path):
+    file = tmp_path / "disk"
+    file.touch()
+    cfg = tiny(f"run.dir={tmp_path}", "run.name=a", f"checkpoint.local_dir={file}{below}")
+    said = f"checkpoint.local_dir={file}{below}: {file} is a file: name a folder"
+    with pytest.raises(UserError, match=re.escape(said)):
+        run.train(cfg, Console(quiet=True))
+    assert list(tmp_path.iterdir()) == [file]
 
 
 TWO_PROCESSES = """

@@ -76,13 +76,18 @@ def test_the_answers_are_well_formed():
     assert not set(found) & set(layout().keys)
 
 
-def refused(monkeypatch, capsys, *words: str) -> str:
-    """The one line with which a command refuses its words."""
+def refused_in_lines(monkeypatch, capsys, *words: str) -> list[str]:
+    """The lines with which a command refuses its words."""
     monkeypatch.setattr("sys.argv", ["minitext", *words])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    line = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and "\n" not in line
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def refused(monkeypatch, capsys, *words: str) -> str:
+    """The one line with which a command refuses its words."""
+    (line,) = refused_in_lines(monkeypatch, capsys, *words)
     return line
 
 
@@ -107,6 +112,19 @@ def test_files_python_and_explain_answer_too(tmp_path):
         assert f"(file {file}) is MaxText's name" in problem and ours in problem
     with pytest.raises(ConfigError, match="mesh.fsdp"):
         load_config("laptop").replace({"ici_fsdp_parallelism": 4})
+
+
+def test_a_whole_file_of_maxtext_is_answered_on_one_screen(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "base.yml"
+    keys = [row["maxtext"][0] for row in ROWS]
+    file.write_text("".join(f"{key}: 1\n" for key in keys))
+    lines = refused_in_lines(monkeypatch, capsys, "train", f"config={file}")
+    assert len(lines) == 13
+    assert all(key in line for key, line in zip(keys[:12], lines[:12], strict=True))
+    assert f"and {len(keys) - 12} more" in lines[-1] and "book/maxtext.md" in lines[-1]
+    with pytest.raises(ConfigError) as every:
+        load_config("laptop", [f"config={file}"])
+    assert len(every.value.problems) == len(keys)  # Python has them all
 
 
 def test_explain_answers_too(monkeypatch, capsys):
