@@ -768,6 +768,10 @@ TABLE = {
     "batch": ("data", "fsdp"), "seq": ("context",), "embed": ("fsdp",), "heads": ("tensor",),
     "mlp": ("tensor",), "vocab": ("tensor", "context"), "layers": (),
 }  # fmt: skip
+OTHER_TABLE = {
+    "batch": ("context",), "seq": ("tensor", "data"), "embed": ("data",), "heads": (),
+    "mlp": ("fsdp", "context"), "vocab": ("fsdp",), "layers": ("data", "tensor"),
+}  # fmt: skip
 
 
 def right_spec(
@@ -801,6 +805,7 @@ def maps_to(t, fn, names, sizes, drop=(), table=TABLE):
     got = fn(names, table, sizes, drop) if drop else fn(names, table, sizes)
     t.true(isinstance(got, P), why=f"got a {type(got).__name__}, want a PartitionSpec")
     why = f"{names} with sizes {sizes}" + (f", without {sorted(drop)}" if drop else "")
+    why += "" if table == TABLE else f" and the table {table}"
     t.equal(list(got), list(want), why=why)
 
 
@@ -860,6 +865,13 @@ def _(fn, t):
     for names in (("embed", "heads"), ("embed", "mlp"), ("batch", "seq")):
         maps_to(t, fn, names, sizes, table=table)
     t.equal(table, TABLE, why="your function changed the table")
+
+
+@rules.check("another table")
+def _(fn, t):
+    for name in NAMES:
+        maps_to(t, fn, (name, None), axis_sizes(t), table=OTHER_TABLE)
+    maps_to(t, fn, ("layers", "mlp"), axis_sizes(t), table=OTHER_TABLE)
 
 
 @rules.mutant(

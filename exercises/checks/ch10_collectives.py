@@ -507,6 +507,9 @@ def _(fn, t):
         M, N = n * t.rng.choice(np.arange(2, 7), 2, replace=False)
         x = t.rng.normal(size=(M, N)).astype(np.float32)
         t.close(transposes(fn, mesh_of(n), "a", x), x.T, rtol=0, atol=0, why=f"[{M}, {N}] on {n}")
+    n, mesh = 4, mesh_of(2, 4)
+    x = t.rng.normal(size=(n * M, n * N)).astype(np.float32)
+    t.close(transposes(fn, mesh, "b", x), x.T, rtol=0, atol=0, why="the axis b of a mesh of 2 by 4")
 
 
 @all_to_all_transpose.check("there and back, in bfloat16")
@@ -650,8 +653,9 @@ a `shard_map`.
 MATMUL = P("a", None), P(None, "a")
 
 
-def multiplies(fn, mesh):
-    return split(lambda x, w: fn(x, w, "a"), mesh, MATMUL, P(None, "a"))
+def multiplies(fn, mesh, axis="a"):
+    specs = P(axis, None), P(None, axis)
+    return split(lambda x, w: fn(x, w, axis), mesh, specs, P(None, axis))
 
 
 def drawn_matrices(t, n):
@@ -668,6 +672,9 @@ def _(fn, t):
         got = np.asarray(multiplies(fn, mesh)(put(mesh, MATMUL[0], x), put(mesh, MATMUL[1], w)))
         want = x.astype(np.float64) @ w
         t.close(got, want, rtol=1e-4, atol=1e-4, why=f"{x.shape} by {w.shape} on {n} devices")
+    both = mesh_of(2, 4)
+    got = np.asarray(multiplies(fn, both, "b")(put(both, P("b"), x), put(both, P(None, "b"), w)))
+    t.close(got, want, rtol=1e-4, atol=1e-4, why="over the axis b of a mesh of 2 by 4")
     args = [spec_of(mesh, s, a.shape, "bfloat16") for s, a in zip(MATMUL, (x, w), strict=True)]
     found = str(jax.eval_shape(multiplies(fn, mesh), *args).dtype)
     t.equal(found, "bfloat16", why="the result's dtype for bfloat16 arguments")

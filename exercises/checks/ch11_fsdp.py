@@ -367,7 +367,8 @@ def _(fn, t):
 
 @fsdp_rules.check("one device")
 def _(fn, t):
-    params = drawn_params(t, 1) | {"odd": (("embed", "embed"), (7, 7))}
+    size = number(t, 3, 12)
+    params = drawn_params(t, 1) | {"odd": (("embed", "embed"), (size, size))}
     got = fn(params, "fsdp", 1)
     want = right_state(params, "fsdp", 1)
     t.equal(plain_specs(got[0]), plain_specs(want[0]), why="no axis of one device is named")
@@ -376,14 +377,16 @@ def _(fn, t):
 
 @fsdp_rules.check("what cannot be cut")
 def _(fn, t):
-    bad = {"odd.w": (("layers", "embed"), (8, 8 * number(t, 2, 9) + 4))}
-    square = {"square.w": (("embed", "embed"), (16, 16))}
+    bad = {"odd.w": (("layers", "embed"), (8, 8 * number(t, 2, 99) + 4))}
+    size = 8 * number(t, 1, 99)
+    square = {"square.w": (("embed", "embed"), (size, size))}
     for scheme in ("zero1", "zero2", "fsdp"):
         t.raises(ValueError, fn, bad, scheme, 8, why=f"{scheme}: uneven parts", match="odd.w")
         t.raises(ValueError, fn, square, scheme, 8, why=f"{scheme}: cut twice", match="square.w")
     for params in (bad, square):
-        got = fn(params, "dp", 8)
-        t.equal(plain_specs(got[0]), plain_specs(right_state(params, "dp", 8)[0]), why="dp")
+        got, want = fn(params, "dp", 8), right_state(params, "dp", 8)
+        t.equal(plain_specs(got[0]), plain_specs(want[0]), why="dp")
+        t.equal([int(x) for x in got[1]], list(want[1]), why="bytes on each device under dp")
 
 
 def state_mutant(hint, **wrong):

@@ -709,24 +709,31 @@ by all tokens.
 
 
 def linear_grads(params, part):
-    """The gradient of sum of mask * (w * x + b), as a bfloat16 model would return it."""
+    """The gradient of sum of mask * b * (w @ x), as a bfloat16 model would return it; all of it is exact."""
     x, mask = part
-    count = jnp.sum(mask)
-    w = jnp.sum(mask[:, None] * x, axis=0, dtype=jnp.float32).astype(jnp.bfloat16)
-    return {"w": w, "b": count.astype(params["b"].dtype)}, count.astype(jnp.bfloat16)
+    total = jnp.sum(mask[:, None] * x, axis=0, dtype=jnp.float32)
+    w = (params["b"] * total).astype(jnp.bfloat16)
+    b = jnp.sum(params["w"] * total).astype(params["b"].dtype)
+    return {"w": w, "b": b}, jnp.sum(mask).astype(jnp.bfloat16)
 
 
 def draw_parts(t, M, rows=4, width=5):
     x = (1 + 0.25 * t.rng.integers(0, 3, size=(M, rows, width))).astype(np.float32)
     mask = (t.rng.random((M, rows)) < 0.5).astype(np.float32)
     mask[:, 0] = 1
-    params = {"w": jnp.zeros(width, jnp.float32), "b": jnp.zeros((), jnp.bfloat16)}
-    return params, (jnp.asarray(x), jnp.asarray(mask))
+    w = np.zeros(width, np.float32)
+    w[t.rng.integers(width)] = 1
+    b = jnp.asarray(2.0 ** t.rng.integers(-2, 3), jnp.bfloat16)
+    return {"w": jnp.asarray(w), "b": b}, (jnp.asarray(x), jnp.asarray(mask))
+
+
+def mean_of(parts):
+    x, mask = (np.asarray(a, np.float64) for a in parts)
+    return (mask[..., None] * x).sum((0, 1)) / mask.sum()
 
 
 def right_mean(params, parts):
-    x, mask = (np.asarray(a, np.float64) for a in parts)
-    return (mask[..., None] * x).sum((0, 1)) / mask.sum()
+    return float(params["b"]) * mean_of(parts)
 
 
 @f32_accumulators.check("a few microbatches")
@@ -753,21 +760,25 @@ def _(fn, t):
         got = fn(linear_grads, params, parts)
         want = right_mean(params, parts)
         t.close(got["w"], want, rtol=1e-4, why=f"the mean over {M} parts, parameters float32")
-        t.close(got["b"].astype(jnp.float32), 1.0, rtol=4e-3, why=f"{M} parts, a bfloat16 leaf")
+        b = float(np.asarray(params["w"], np.float64) @ mean_of(parts))
+        t.close(got["b"].astype(jnp.float32), b, rtol=4e-3, why=f"{M} parts, a bfloat16 leaf")
 
 
 @f32_accumulators.check("rounded once")
 def _(fn, t):
     def grads(params, part):
         count = jnp.sum(part[1])
-        return {"e": jnp.sum(part[1] * part[0].T, axis=1)}, count.astype(jnp.bfloat16)
+        total = jnp.sum(part[1] * part[0].T, axis=1)
+        return {"e": params["e"].astype(jnp.float32) * total}, count.astype(jnp.bfloat16)
 
     x = (1 + 0.25 * t.rng.integers(0, 30, size=(40, 3, 200))).astype(np.float32)
     mask = (t.rng.random((40, 3)) < 0.7).astype(np.float32)
     mask[:, 0] = 1
-    got = fn(grads, {"e": jnp.zeros(200, jnp.bfloat16)}, (jnp.asarray(x), jnp.asarray(mask)))
+    e = 2.0 ** t.rng.integers(-3, 4, 200)
+    params = {"e": jnp.asarray(e, jnp.bfloat16)}
+    got = fn(grads, params, (jnp.asarray(x), jnp.asarray(mask)))
     got = np.asarray(got["e"].astype(jnp.float32))
-    want = np.asarray(jnp.asarray(right_mean(None, (x, mask)), jnp.bfloat16).astype(jnp.float32))
+    want = np.asarray(jnp.asarray(e * mean_of((x, mask)), jnp.bfloat16).astype(jnp.float32))
     off = int(np.sum(got != want))
     why = f"{off} of 200 numbers differ from the mean rounded once to bfloat16"
     t.true(off <= 4, why=why, observed=off / 200)

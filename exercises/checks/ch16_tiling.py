@@ -329,6 +329,8 @@ def _(fn, t):
     run = gates(fn, t, 32, 256, 256, (16, 128, 128), scale=0.25)
     t.equal(run.loads[:-1], [8, 8, 8], why="tiles of x, gate and up that 8 steps load")
     t.equal(run.stores[-1], 4, why="tiles of the result that are stored")
+    run = gates(fn, t, 32, 512, 256, (32, 256, 256), scale=0.25)
+    t.equal(run.loads[:-1], [2, 2, 2], why="tiles of x, gate and up that 2 steps load")
 
 
 @fused_epilogue.check("gates of -90 and 90")
@@ -768,6 +770,11 @@ def _(fn, t):
 @double_buffering.check("five parts")
 def _(fn, t):
     streams(fn, t, 24, 640, 256, 128)
+
+
+@double_buffering.check("larger parts")
+def _(fn, t):
+    streams(fn, t, 16, 768, 128, 256)
 
 
 @double_buffering.check("no copy is started that is not needed")

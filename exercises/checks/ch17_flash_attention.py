@@ -849,6 +849,8 @@ def gradients_are_right(fn, t, G, T, H, block, why, scale=1.0, dtype=jnp.float32
 @backward.check("one head")
 def _(fn, t):
     gradients_are_right(fn, t, 1, 24, 16, 8, "one head and three blocks")
+    run = gradients_are_right(fn, t, 1, 32, 16, 16, "one head and two blocks of 16")
+    t.equal(run.stores[-2:], [2, 2], why="blocks of dk and dv that are stored")
 
 
 @backward.check("heads that share keys, and what is loaded")

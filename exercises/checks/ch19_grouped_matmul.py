@@ -334,7 +334,9 @@ contraction comes in blocks, and each group has a bias.
 )
 
 
-def linear(fn, t, sizes, rows, why, *, K=256, N=24, dtype=jnp.float32, tile=8, scale=1.0):
+def linear(
+    fn, t, sizes, rows, why, *, K=256, N=24, dtype=jnp.float32, tile=8, tile_k=128, scale=1.0
+):
     sizes, own = np.asarray(sizes, np.int32), owners(sizes, rows)
     x, w = numbers(t, rows, K, dtype=dtype), numbers(t, len(sizes), K, N, dtype=dtype)
     b = np.asarray(scale * t.rng.normal(size=(len(sizes), N)), np.float32)
@@ -344,7 +346,7 @@ def linear(fn, t, sizes, rows, why, *, K=256, N=24, dtype=jnp.float32, tile=8, s
         want[m] = x[m].astype(np.float64) @ w[own[m]].astype(np.float64) + b[own[m]]
 
     def call(x, w, b, sizes):
-        return fn(x, w, b, table_of(sizes, rows, tile, empty=False), tile_m=tile, tile_k=128)
+        return fn(x, w, b, table_of(sizes, rows, tile, empty=False), tile_m=tile, tile_k=tile_k)
 
     got, run = simulate(t, call, x, w, b, sizes, steps=sizes.any())
     rtol = 5e-3 if dtype == jnp.bfloat16 else 1e-4
@@ -367,6 +369,14 @@ def _(fn, t):
 @masked_store.check("rows that no group owns")
 def _(fn, t):
     linear(fn, t, [int(t.rng.integers(1, 7)), 0, 4], 29, "rows past the last group are NaN in x")
+
+
+@masked_store.check("other tiles")
+def _(fn, t):
+    sizes = [int(t.rng.integers(17, 22)), 3, 12]
+    run = linear(fn, t, sizes, 40, "tiles of 16 rows and 256 of K", K=512, tile=16, tile_k=256)
+    steps = 2 * len(visits_by_hand(sizes, 16))
+    t.equal(len(run.visits), steps, why="steps of the grid with tile_m=16, tile_k=256 and K=512")
 
 
 @masked_store.check("no group has rows")
@@ -583,6 +593,11 @@ def _(fn, t):
     grads(fn, t, [int(t.rng.integers(1, 7)), 0, 4], 29, "rows past the last group are NaN")
 
 
+@backward.check("larger tiles")
+def _(fn, t):
+    grads(fn, t, [int(t.rng.integers(9, 15)), 0, 20], 40, "tiles of 16 rows", tile=16)
+
+
 @backward.check("bfloat16, summed in float32")
 def _(fn, t):
     grads(fn, t, [200, 3], 203, "bfloat16, a group of 26 tiles", dtype=jnp.bfloat16, K=8, N=16)
@@ -784,13 +799,14 @@ tile=8)`, which mends it.
 )
 
 
-def means(fn, t, sizes, rows, why, *, N=40, spoiled=None):
+def means(fn, t, sizes, rows, why, *, N=40, spoiled=None, tile=8):
     sizes, own = np.asarray(sizes, np.int32), owners(sizes, rows)
     x = np.where(own[:, None] >= 0, numbers(t, rows, N), np.nan).astype(np.float32)
     if spoiled is not None:
         x[np.flatnonzero(own == spoiled)[0]] = np.nan
     want = np.stack([x[own == g].mean(0) if size else np.zeros(N) for g, size in enumerate(sizes)])
-    got, run = simulate(t, fn, x, sizes, steps=None)
+    call = fn if tile == 8 else lambda x, sizes: fn(x, sizes, tile)
+    got, run = simulate(t, call, x, sizes, steps=None)
     where = f"{why}: sizes {sizes.tolist()}, {rows} rows"
     if np.shape(got) == want.shape:
         stored = run.stores[-1] if run else 0
@@ -810,6 +826,10 @@ def _(fn, t):
     run = means(fn, t, sizes, 32, "nothing empty, nothing left over")
     t.equal(run.stores[-1], 4, why="stores of the result: one for each group")
     t.true(run.loads[0] <= len(visits_by_hand(sizes, 8)), "x is loaded too often", run.loads[0])
+    sizes = [int(t.rng.integers(33, 48)), 1]
+    run = means(fn, t, sizes, 48, "tiles of 16 rows", tile=16)
+    why = f"x is loaded {run.loads[0]} times in tiles of 16 rows"
+    t.true(run.loads[0] <= len(visits_by_hand(sizes, 16)), why, run.loads[0])
 
 
 @empty_groups.check("empty groups: first, between, last")

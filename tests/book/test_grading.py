@@ -605,6 +605,37 @@ def test_hostile_answers_leave_nothing_behind(tree, verdicts):
     assert (tree / "checks" / "ch90_hostile.py").read_text() == CHECKS.format(names=NAMES)
 
 
+WITHOUT = {
+    "namespaces": "confine._unshare = lambda network: False",
+    "Landlock": "confine.restrict_files = lambda readable, writable: None",
+}
+
+
+@pytest.mark.parametrize("missing", [["namespaces"], ["Landlock"], ["namespaces", "Landlock"]])
+def test_verdicts_do_not_hang_on_what_the_system_offers(tree, monkeypatch, missing):
+    lines = [WITHOUT[what] for what in missing]
+    code = "; ".join(["from minitext.book.grading import confine, worker", *lines, "worker.main()"])
+    start = subprocess.Popen
+
+    def without(command, **settings):
+        if command[2:4] == ["-m", "minitext.book.grading.worker"]:
+            command = [*command[:2], "-c", code, *command[4:]]
+        return start(command, **settings)
+
+    monkeypatch.setattr("minitext.book.grading.process.subprocess.Popen", without)
+    monkeypatch.setenv("TREE", str(tree))
+    names = ["honest", "double_fork", "forges", "properties", "network", "descriptors"]
+    exercises = {f"90.{name}": registry.load_exercises(tree)[f"90.{name}"] for name in names}
+    found = answers.from_folder(tree, tree, exercises.values())
+    tasks = [(exercises[id], found[id]) for id in exercises]
+    grading = runner.Grading(tree, seed=7, learner=1, jobs=2)
+    results = runner.grade_many(grading, tasks, lambda done, total: None)
+    passed = [result.exercise.id[3:] for result in results if result.status == "passed"]
+    assert passed == ["honest", "double_fork"], {r.exercise.id: r.explanation() for r in results}
+    running = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    assert not [w for w in running if w[:1] == ["sleep"] and w[1:] in (["333"], ["334"])]
+
+
 @pytest.mark.parametrize("name", ["untouched", "halfway"])
 def test_a_stub_is_not_attempted(verdicts, name):
     assert verdicts[name].status == "not attempted"

@@ -55,6 +55,7 @@ NEEDLESS = {  # entries that the right answer doesn't depend on, by exercise
         )
     },
     "09.spec_puzzle": {"place.mesh.one"},  # an axis of size one is called so
+    "11.fsdp_rules": {"place_state.params.temperature"},  # a scalar, with nothing to vary
     "20.mfu": {"mfu.peaks.int8"},  # no model computes in it; it is there for who takes the largest
     "21.find_coordinator": {"find_job.env.HOME", "find_job.env.PATH"},  # they decide nothing
 }
