@@ -38,10 +38,10 @@ from minitext.models.hf_keys import (
     differences,
     every,
     every_step,
+    expert_rows,
     first_dense,
-    listed,
+    quoted,
     read,
-    short,
     stacked,
     write,
 )
@@ -694,7 +694,7 @@ FAMILIES: dict[str, Family] = {
                 8192,
                 known=("full_attention", "chunked_attention"),
             ),
-            listed(),
+            expert_rows(),
             *_moe(
                 "num_local_experts",
                 1,
@@ -772,7 +772,7 @@ def family_of(values: Mapping[str, Any]) -> str:
         hint = did_you_mean(name, FAMILIES) if isinstance(name, str) else ""
         known = ", ".join([*FAMILIES, *ALIASES])
         raise UserError(
-            f"config.json: model_type={short(name)} isn't known{hint}: minitext has {known}"
+            f"config.json: model_type={quoted(name)} isn't known{hint}: minitext has {known}"
         )
     return name
 

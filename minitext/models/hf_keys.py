@@ -70,7 +70,7 @@ class Source:
             self.unread.discard(name)
             other = self.values.get(name)
             if value is not None and other not in (None, value):
-                raise self.refuse(name, f"{key} is {short(value)}")
+                raise self.refuse(name, f"{key} is {quoted(value)}")
             value = other if value is None else value
         if value is None:
             if default is REQUIRED:
@@ -80,7 +80,7 @@ class Source:
 
     def refuse(self, key: str, why: str) -> UserError:
         """Returns the error for a key's value."""
-        return UserError(f"config.json: {key}={short(self.values.get(key))} ({self.name}): {why}")
+        return UserError(f"config.json: {key}={quoted(self.values.get(key))} ({self.name}): {why}")
 
 
 def checked(key: str, value: Any, kind: type) -> Any:
@@ -93,11 +93,11 @@ def checked(key: str, value: Any, kind: type) -> Any:
         value = float(value)
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not right or (kind is float and not math.isfinite(value)):
-        raise UserError(f"config.json: {key}={short(value)} is not {WORDS.get(kind, 'a mapping')}")
+        raise UserError(f"config.json: {key}={quoted(value)} is not {WORDS.get(kind, 'a mapping')}")
     return value
 
 
-def short(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Returns a value of config.json in at most 60 characters."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -212,7 +212,7 @@ def read(rows: Sequence[Row], values: Mapping[str, Any], name: str) -> dict[str,
         how = values["quantization_config"]
         how = how.get("quant_method") if isinstance(how, Mapping) else how
         raise UserError(
-            f"config.json: the weights are quantized ({short(how)}): dequantize them first"
+            f"config.json: the weights are quantized ({quoted(how)}): dequantize them first"
         )
     Only(is_encoder_decoder=False, add_cross_attention=False).read(source, [])
     count = source.take("num_hidden_layers", int)
@@ -249,7 +249,7 @@ def differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     for one, other in pairs:
         mine, theirs = settings(one), settings(other)
         found |= {k: mine.get(k) for k in sorted(mine | theirs) if mine.get(k) != theirs.get(k)}
-    return [f"model.{key}={short(value)}" for key, value in found.items()]
+    return [f"model.{key}={quoted(value)}" for key, value in found.items()]
 
 
 # Layers to the keys of `model`.
@@ -548,7 +548,7 @@ class Types:
         for layer, kind in zip(layers, types, strict=True):
             if kind not in self.known:
                 raise source.refuse(
-                    "layer_types", f"of {short(kind)}, minitext knows {', '.join(self.known)}"
+                    "layer_types", f"of {quoted(kind)}, minitext knows {', '.join(self.known)}"
                 )
             if LIMITS[kind] and not sizes[kind]:
                 raise source.refuse(LIMITS[kind][0], f"layer_types names {kind}: give its length")
@@ -726,7 +726,7 @@ def every_step() -> Experts:
     return Experts(sparse, back)
 
 
-def listed() -> Experts:
+def expert_rows() -> Experts:
     """Returns the row of a family that lists its layers with experts (Llama 4)."""
 
     def sparse(source: Source, layers: Layers) -> list[bool]:
@@ -834,7 +834,7 @@ class Rope:
         for key in ("rope_theta", "partial_rotary_factor"):
             value = source.take(key, float, None)
             if value is not None and given.setdefault(key, value) != value:
-                raise source.refuse(key, f"rope_parameters has {key}={short(given[key])}")
+                raise source.refuse(key, f"rope_parameters has {key}={quoted(given[key])}")
         _all(layers, **rope_settings(given, source, self))
 
     def write(self, target: Target) -> dict[str, Any]:
@@ -931,7 +931,7 @@ def _rotated(layers: Sequence[ModelConfig]) -> ModelConfig:
     rotated = [layer for layer in layers if layer.rope.kind != "none"]
     if not rotated:
         raise UserError("model.rope.kind=none in all layers has no place in config.json")
-    if len({layer.rope for layer in rotated}) > 1:
+    if any(layer.rope != rotated[0].rope for layer in rotated):
         raise UserError("model.rope differs between layers, and config.json has one")
     return rotated[0]
 
@@ -950,12 +950,12 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
     kind = (family.old or {}).get(kind, kind)
     if kind not in family.kinds:
         raise UserError(
-            f"config.json: rope_type={short(kind)} ({source.name}): minitext knows {', '.join(family.kinds)}"
+            f"config.json: rope_type={quoted(kind)} ({source.name}): minitext knows {', '.join(family.kinds)}"
         )
     fraction = left.pop("partial_rotary_factor", family.fraction)
     if family.fraction is None and fraction not in (None, 1.0):
         raise UserError(
-            f"config.json: partial_rotary_factor={short(fraction)}: {source.name} rotates all features"
+            f"config.json: partial_rotary_factor={quoted(fraction)}: {source.name} rotates all features"
         )
     found: dict[str, Any] = {"kind": kind, "theta": theta}
     found["fraction"] = checked(
@@ -978,7 +978,7 @@ def rope_settings(given: Mapping[str, Any], source: Source, family: Rope) -> dic
     if left:
         key = sorted(left)[0]
         raise UserError(
-            f"config.json: {key}={short(left[key])} has no meaning with rope_type={kind}: remove it"
+            f"config.json: {key}={quoted(left[key])} has no meaning with rope_type={kind}: remove it"
         )
     _lengths(found, longest)
     return {f"rope.{key}": value for key, value in found.items()}
