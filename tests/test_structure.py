@@ -234,6 +234,7 @@ TESTED_WITH = {
     "kernels/tiles_gpu": "kernels/gpu",
     "kernels/tiles_tpu": "kernels/matmul",
     "models/flops": "models/transformer",
+    "models/gguf_names": "training/interchange",
     "observability/device_time": "observability/profiler",
     "models/hf_keys": "models/families",
     "observability/goodput_export": "observability/goodput",
@@ -308,7 +309,7 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert")
+        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert", "parity")
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
