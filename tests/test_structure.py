@@ -234,6 +234,7 @@ TESTED_WITH = {
     "kernels/tiles_gpu": "kernels/gpu",
     "kernels/tiles_tpu": "kernels/matmul",
     "models/flops": "models/transformer",
+    "models/gguf_names": "training/interchange",
     "observability/device_time": "observability/profiler",
     "models/hf_keys": "models/families",
     "observability/goodput_export": "observability/goodput",

@@ -58,6 +58,7 @@ app.add_typer(launch_app, name="launch")
 
 app.command("train")(running.train)
 app.command("generate")(running.generate)
+app.command("import")(running.import_)
 app.command("export")(running.export)
 app.command("eval")(running.evaluate)
 app.command("parity")(running.parity)

@@ -5,12 +5,13 @@ Chapters: 6.
 
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from minitext.cli.arguments import Json, RunDir, Settings, answer, check_new, load, start
 from minitext.distributed.devices import simulate_for
+from minitext.errors import UserError
 
 
 def train(settings: Settings = None) -> None:
@@ -80,6 +81,40 @@ def generate(
     answer(found, as_json, lambda found: print(found["text"][len(shown) :]))
 
 
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="Hugging Face folder, GGUF file, or smollm2"),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="run directory to make; must not exist", callback=check_new
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="settings of the run, such as mesh.fsdp=4"),
+    ] = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="read NaN and infinite numbers as they are")
+    ] = False,
+) -> None:
+    """Make a run of a published checkpoint, for generate, eval and checkpoint.load_parameters."""
+    from minitext.config.config import load_config
+
+    mesh = load_config(None, [s for s in settings or [] if s.startswith("mesh.")]).mesh
+    start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
+    from minitext.terminal import show_bytes
+    from minitext.training import interchange
+
+    found = interchange.import_run(source, target, settings or [], allow_nonfinite)
+    print(
+        f"{found.parameters:,} parameters ({found.family}) are in {target}; peak memory {show_bytes(found.peak_bytes)}",
+        file=sys.stderr,
+    )
+
+
 def export(
     directory: RunDir,
     target: Annotated[
@@ -88,12 +123,25 @@ def export(
             metavar="DIRECTORY", help="where to write; must not exist", callback=check_new
         ),
     ],
+    format_: Annotated[
+        Literal["orbax", "hf"], typer.Option("--format", help="minitext's own, or Hugging Face's")
+    ] = "orbax",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="hf: type of the numbers")
+    ] = "float32",
 ) -> None:
-    """Write a run's parameters alone, a third of its checkpoint, for generate, eval and checkpoint.load_parameters."""
+    """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them."""
+    if format_ == "orbax" and dtype != "float32":
+        raise UserError(f"--dtype {dtype} has no effect with --format orbax: add --format hf")
     start()
-    from minitext.training import run_dir
+    from minitext.training import interchange, run_dir
 
-    step = run_dir.export_run(directory, target)
+    hf = format_ == "hf"
+    step = (
+        interchange.export_hf(directory, target, dtype)
+        if hf
+        else run_dir.export_run(directory, target)
+    )
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
-"""Text to token ids and back: UTF-8 bytes, or byte-level byte-pair encoding.
+"""Text to token ids and back: UTF-8 bytes, byte-level byte-pair encoding, or what a published model came with.
 
-Both are lossless (`decode(encode(text)) == text` for any Unicode text), and both have one id that no
+The first two are lossless (`decode(encode(text)) == text` for any Unicode text), and have one id that no
 text encodes to: the end-of-document id `eod_id`, the last of the vocabulary. A tokenizer saves itself
 as one small JSON file, so a trained model works without its training text.
 
@@ -125,6 +125,70 @@ class BPETokenizer(Tokenizer):
         return {"kind": "bpe", "bpe": json.loads(self._model.to_str())}
 
 
+class PublishedTokenizer(Tokenizer):
+    """The tokenizer of a published model, in the format of the `tokenizers` library.
+
+    Special tokens are found in text that spells them, as chat templates need it.
+    """
+
+    def __init__(self, model: Any, eod_id: int) -> None:
+        """Wraps `model`, a `tokenizers.Tokenizer`; `eod_id` ends a document."""
+        self._model, self.eod_id = model, eod_id
+        self.vocab_size = max(model.get_vocab_size(), eod_id + 1)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, after the token that the model expects at the beginning, if it expects one."""
+        _utf8(text)
+        return self._model.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns a uint32 array for each text, without special tokens at its ends."""
+        for text in texts:
+            _utf8(text)
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids` without special tokens; ids beyond the vocabulary are left out."""
+        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
+        return self._model.decode(known, skip_special_tokens=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the library's format and the id that ends a document."""
+        return {
+            "kind": "published",
+            "eod_id": self.eod_id,
+            "published": json.loads(self._model.to_str()),
+        }
+
+
+def read_published(text: str, eod: str | int, where: str) -> PublishedTokenizer:
+    """Returns the tokenizer of a published model.
+
+    Args:
+        text: the content of tokenizer.json.
+        eod: the token that ends a document, or its id.
+        where: it comes from, for messages.
+
+    Raises:
+        UserError: the library can't read it, or it lacks the token.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        model = Tokenizer.from_str(text)
+    except Exception as error:  # a bare Exception for unknown JSON
+        raise UserError(
+            f"{where} is not a tokenizer that the tokenizers library reads: {error}"
+        ) from error
+    model.no_truncation()
+    model.no_padding()
+    found = model.token_to_id(eod) if isinstance(eod, str) else eod
+    if found is None or not 0 <= found < 2**31:
+        raise UserError(f"{where} has no token {eod!r}, which should end a text")
+    return PublishedTokenizer(model, found)
+
+
 def train_bpe(texts: Iterable[str], vocab: int) -> BPETokenizer:
     """Learns byte-pair merges from `texts`.
 
@@ -168,6 +232,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["kind"] == "byte":
             return ByteTokenizer()
+        if saved["kind"] == "published":
+            return read_published(json.dumps(saved["published"]), saved["eod_id"], str(path))
         from tokenizers import Tokenizer
 
         return BPETokenizer(Tokenizer.from_str(json.dumps(saved["bpe"])))

