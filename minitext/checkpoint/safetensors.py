@@ -42,8 +42,10 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """
     size = check_regular(path)
     with path.open("rb") as file:
-        first = file.read(8)
-        if first.startswith(PICKLES):
+        first, brace = file.read(8), file.read(1)
+        file.seek(8)
+        # The length of a header, such as 640 bytes, may begin like a pickle; what follows it is JSON.
+        if first.startswith(PICKLES) and brace != b"{":
             raise pickle_error(path)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
         if length > size - 8:

@@ -103,7 +103,7 @@ def import_(
     """Make a run of a published checkpoint, for generate, eval and checkpoint.load_parameters."""
     from minitext.config.config import load_config
 
-    mesh = load_config(None, [s for s in settings or [] if s.startswith("mesh.")]).mesh
+    mesh = load_config(None, settings or []).mesh
     start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
     from minitext.terminal import show_bytes
     from minitext.training import interchange

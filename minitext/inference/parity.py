@@ -179,7 +179,7 @@ def _streams(model: Transformer, tokens_BT: np.ndarray) -> list[np.ndarray]:
     x_XD, found = model.embed_tokens(jnp.asarray(tokens_BT)), []
     layers = {}
     for place in stacked(model.cfg):
-        module = model
+        module: Any = model
         for part in place.path.split("."):
             module = module[int(part)] if part.isdigit() else getattr(module, part)
         graphdef = nnx.graphdef(

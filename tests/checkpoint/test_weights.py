@@ -55,6 +55,15 @@ def test_what_is_written_is_read_by_us_and_by_the_library(tmp_path, dtype):
             assert weights.read(name).tobytes() == array.tobytes() == theirs[name].tobytes(), name
 
 
+@pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580])
+def test_a_length_that_begins_like_a_pickle_is_a_length(tmp_path, length):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+    whole = struct.pack("<Q", length) + header.ljust(length).encode() + struct.pack("<f", 3.5)
+    (tmp_path / SINGLE).write_bytes(whole)
+    with open_weights(tmp_path) as weights:
+        assert weights.read("a") == [3.5]
+
+
 def test_a_slice_reads_its_rows_alone(tmp_path, monkeypatch):
     tensors = random_tensors("F32")
     write_file(tmp_path / SINGLE, tensors, "F32")

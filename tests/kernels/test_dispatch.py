@@ -147,7 +147,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("switches", dense.SWITCHES)
+@pytest.mark.parametrize("switches", audit_but(["chunk", "all"], dense.SWITCHES))
 @pytest.mark.parametrize(("impl", "T", "mesh"), [*PLACES, ("xla_blocked", 512, False)])
 def test_switches_are_their_definition_in_value_and_gradient(impl, T, mesh, switches):
     options, sinks, limits = switched(**dense.SWITCHES[switches])

@@ -282,7 +282,7 @@ def test_a_pattern_that_cannot_be_is_refused():
         return str(error.value)
 
     assert "windw" in problems(period=[{}, {"attention": {"windw": 3}}])
-    assert "layer 0" in problems(period=[{"vocab": 3}])
+    assert "period[0].vocab=3: a layer cannot" in problems(period=[{"vocab": 3}])
     assert "6 layers for 4" in problems(period=[{}] * 6)
     assert "leaves none" in problems(dense_layers=4)
     assert "set one of them to null" in problems(attention={"window": 3, "chunk": 4})
