@@ -21,7 +21,7 @@ from minitext.compiler.hlo import ring_bytes
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes, check_plain
+from minitext.perf.sizes import Sizes, check_sent
 from minitext.sharding.pipeline_schedule import stored_groups
 
 LANES = 128  # elements in a row of a TPU's vector register
@@ -80,13 +80,16 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
       The terms that are not empty. `notes` says where they may be wrong.
 
     Raises:
-      UserError: for a model whose layers are not plain and alike.
+      UserError: for a model with layers that the formula was not compared with compiled programs for.
     """
-    check_plain(cfg.model, "what devices send")
+    check_sent(cfg.model)
     s = Sizes(cfg, mesh, backend)
-    terms = [
-        *_fsdp(s), *_gradients(s), *_zero(s), *_tensor(s), *_loss(s), *_context(s), *_pipeline(s), *_experts(s)
-    ]  # fmt: skip
+    terms = []
+    for part, outside in PARTS:
+        for kind in s.kinds:
+            where = f"{kind.name}: " if kind.name else ""
+            terms += [term._replace(name=where + term.name) for term in part(kind)]
+        terms += outside(s)
     return [t for t in terms if t.group > 1 and t.count]
 
 
@@ -109,8 +112,9 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
     if cfg.optim.kind == "muon" and s.fsdp * s.optimizer * s.tensor > 1:
         yield "optim.kind=muon: it multiplies whole matrices, which it gathers"
     if (attention := cfg.model.attention.kind) != "gqa":
-        yield f"model.attention.kind={attention}: these are the projections of gqa"
-    layers = cfg.model.layers // (s.stages * stored_groups(cfg.pipeline, s.stages))
+        yield f"model.attention.kind={attention}: its projections were not compared with programs"
+    groups = s.stages * stored_groups(cfg.pipeline, s.stages)
+    layers = min(stack.repeats for stack in cfg.model.stacks.values()) // groups
     if (s.stages == 1 or s.one_f_one_b) and layers == 1:
         yield "one layer in a loop: compilers merge what its forward and backward pass send"
     if s.experts > 1 and s.tpu and s.moe and s.moe.capacity_factor is None:
@@ -135,23 +139,45 @@ def _scaled(numbers: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(number * size for number in numbers)
 
 
-def _vector_kind(s: Sizes, group: int) -> str:
-    """Returns the collective that gathers a vector of `embed` elements."""
-    return "all-reduce" if s.tpu and s.cfg.model.embed // group % LANES else "all-gather"
+def _vector_kind(s: Sizes, group: int, width: int) -> str:
+    """Returns the collective that gathers a vector."""
+    return "all-reduce" if s.tpu and width // group % LANES else "all-gather"
+
+
+def _vectors(s: Sizes, name: str, widths: tuple[int, ...], size: int, runs: int) -> Iterator[Term]:
+    """Yields the gathers over fsdp of vectors with elements of `size` bytes."""
+    for width in dict.fromkeys(widths):
+        kind = _vector_kind(s, s.fsdp, width)
+        same = tuple(size * w for w in widths if w == width)
+        yield Term(name, kind, s.fsdp, same, runs)
 
 
 def _fsdp(s: Sizes) -> Iterator[Term]:
     """Weights are gathered for the forward pass and again for the backward pass (Rajbhandari et al. 2020)."""
-    model, r, chunks = s.cfg.model, s.runs, s.cfg.train.loss_chunks
-    weights, scale = _scaled(s.layer, s.sent_operand), 4 * model.embed
-    vector = _vector_kind(s, s.fsdp)
+    r, weights = s.runs, _scaled(s.layer, s.sent_operand)
+    after = s.model.norms != "before"
     yield Term("all-gather of the weights, forward", "all-gather", s.fsdp, weights, r.forward)
     yield Term("all-gather of the weights, backward", "all-gather", s.fsdp, weights, r.backward)
-    yield Term("RMSNorm scales, forward", vector, s.fsdp, (scale, scale), r.forward)
-    if s.recomputes:
-        yield Term("RMSNorm scales, recomputed", vector, s.fsdp, (scale, scale), r.backward)
-        if s.converts:  # all but `down`, whose product is not needed again
-            yield Term("weights, recomputed", "all-gather", s.fsdp, weights[:-1], r.backward)
+    yield from _vectors(s, "RMSNorm scales, forward", s.norms, 4, r.forward)
+    yield from _vectors(s, "biases, forward", s.embed_biases, s.sent, r.forward)
+    if s.shared_gate:
+        yield from _vectors(s, "shared experts' gate, forward", (s.model.embed,), 4, r.forward)
+    if not s.recomputes:
+        return
+    yield from _vectors(s, "RMSNorm scales, recomputed", s.norms, 4, r.backward)
+    # The last product of a layer is not needed again, nor is its bias, unless a norm follows.
+    last = None if after else -1
+    yield from _vectors(s, "biases, recomputed", s.embed_biases[:last], s.sent, r.backward)
+    if s.shared_gate:
+        yield from _vectors(s, "shared experts' gate, recomputed", (s.model.embed,), 4, r.backward)
+    if s.converts:
+        again = weights[:last]
+        yield Term("weights, recomputed", "all-gather", s.fsdp, again, r.backward)
+
+
+def _fsdp_outside(s: Sizes) -> Iterator[Term]:
+    """Embedding, output layer and last norm are gathered as the layers are, but not in every layer."""
+    model, r, chunks = s.model, s.runs, s.cfg.train.loss_chunks
     # What a loop does not change is gathered before it. A TPU also takes it out of branches, unless the program
     # converts it there.
     in_ticks = s.one_f_one_b and (chunks > 1 or not s.tpu)
@@ -170,27 +196,42 @@ def _fsdp(s: Sizes) -> Iterator[Term]:
     if s.converts and not model.tie_embeddings:
         runs = head if chunks == 1 else r.chunks
         yield Term("output layer, backward", "all-gather", s.fsdp, output, runs)
-    yield Term("last RMSNorm's scale", vector, s.fsdp, (scale,), last)
+    yield from _vectors(s, "last RMSNorm's scale", (model.embed,), 4, last)
 
 
 def _gradients(s: Sizes) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens; what is stored in parts stays in parts."""
-    r, model, scale = s.runs, s.cfg.model, 4 * s.cfg.model.embed
+    r = s.runs
+    kind = _sum_kind(s, s.fsdp) if s.fsdp > 1 else "all-reduce"
+    yield from _sums(
+        s, "weights", kind, _scaled(s.layer, s.sent), _keeps_sum(s, *_columns(s)), r.backward
+    )
+    # Gradients of scales and biases are not products: they are summed over all devices at once.
+    sent = {
+        "RMSNorm scales": _scaled(s.norms, 4),
+        "biases": _scaled(s.embed_biases + s.biases, s.sent),
+        "sinks": _scaled(s.sinks, 4),
+        "shared experts' gate": (s.model.embed * s.sent,) if s.shared_gate else (),
+    }
+    for name, arrays in sent.items():
+        for group in _groups(s, s.batch, s.context * s.sequence):
+            yield Term(f"gradient of {name}", "all-reduce", group, arrays, r.backward)
+    for group in _groups(s, s.batch, s.context, s.tensor):
+        arrays = _scaled(s.head_norms, 4)
+        yield Term("gradient of heads' RMSNorm scales", "all-reduce", group, arrays, r.backward)
+
+
+def _gradients_outside(s: Sizes) -> Iterator[Term]:
+    """The same for embedding, output layer and last norm."""
+    model, scale = s.model, 4 * s.model.embed
     (lookups, table), (products, head) = _outside(s, 1), _outside(s, s.cfg.train.loss_chunks)
-    groups = _groups(s, s.batch, s.context) if s.fsdp == 1 else (s.replicas // s.fsdp,)
-    summed = {"weights": (_scaled(s.layer, s.sent), r.backward, _keeps_sum(s, *_columns(s)))}
     if not model.tie_embeddings:
-        summed["output layer"] = ((head,), products, _keeps_sum(s, model.vocab // s.vocab))
-    for name, (arrays, runs, keeps) in summed.items():
-        stored = s.fsdp > 1 or (s.optimizer > 1 and name != "weights")
-        kind = _sum_kind(s, s.fsdp if s.fsdp > 1 else s.optimizer) if stored else "all-reduce"
-        yield from _over_fsdp(s, name, kind, arrays, keeps, runs)
-        parts = tuple(size // s.fsdp for size in arrays)
-        where = ", its part, over the rest" if s.fsdp > 1 else ""
-        for group in groups:
-            last = kind if s.fsdp == 1 else "all-reduce"
-            yield Term(f"gradient of the {name}{where}", last, group, parts, runs)
-    # Gradients of a lookup and of a scale are not products: they are summed over all devices at once.
+        ways = s.fsdp if s.fsdp > 1 else s.optimizer
+        kind = _sum_kind(s, ways) if ways > 1 else "all-reduce"
+        yield from _sums(
+            s, "output layer", kind, (head,), _keeps_sum(s, model.vocab // s.vocab), products
+        )
+    # A lookup is not a product: its gradient is summed over all devices at once.
     once_or_branch = s.cfg.train.microbatches == 1 or s.one_f_one_b
     split = once_or_branch and (s.replicas == s.fsdp or s.optimizer > 1)
     # A TPU first adds both uses of a tied table if they are float32, as the table is, and neither is in a loop.
@@ -202,8 +243,20 @@ def _gradients(s: Sizes) -> Iterator[Term]:
         if twice:
             yield Term("gradient of the table as output layer", kind, group, (head,), products)
     for group in _groups(s, s.batch, s.context * s.sequence):
-        yield Term("gradient of RMSNorm scales", "all-reduce", group, (scale, scale), r.backward)
         yield Term("gradient of the last RMSNorm's scale", "all-reduce", group, (scale,), lookups)
+
+
+def _sums(
+    s: Sizes, name: str, kind: str, arrays: tuple[int, ...], keeps: tuple[bool, ...], runs: int
+) -> Iterator[Term]:
+    """Yields the sums of products' gradients: over fsdp into parts, and the parts over the rest."""
+    yield from _over_fsdp(s, name, kind, arrays, keeps, runs)
+    parts = tuple(size // s.fsdp for size in arrays)
+    where = ", its part, over the rest" if s.fsdp > 1 else ""
+    groups = _groups(s, s.batch, s.context) if s.fsdp == 1 else (s.replicas // s.fsdp,)
+    for group in groups:
+        last = kind if s.fsdp == 1 else "all-reduce"
+        yield Term(f"gradient of the {name}{where}", last, group, parts, runs)
 
 
 def _over_fsdp(
@@ -219,10 +272,7 @@ def _over_fsdp(
 
 def _columns(s: Sizes) -> tuple[int | None, ...]:
     """Returns the columns on a device of each weight of `Sizes.layer`, None where they are `embed`."""
-    m, dense = s.cfg.model, len(s.layer) > 4
-    q, kv = (heads * m.H // s.tensor for heads in (m.heads, m.K))
-    f = m.mlp * (s.moe.shared_experts if s.moe else 1) // s.tensor
-    return q, kv, kv, None, *((f, f, None) if dense else ())
+    return tuple(None if m.split == "rows" else m.columns for m in s.matrices)
 
 
 def _keeps_sum(s: Sizes, *columns: int | None) -> tuple[bool, ...]:
@@ -255,14 +305,19 @@ def _groups(s: Sizes, *groups: int) -> tuple[int, ...]:
 
 def _zero(s: Sizes) -> Iterator[Term]:
     """ZeRO-1 and ZeRO-2 gather the updated parameters in float32, each kind of weight for all layers at once."""
-    model = s.cfg.model
-    L, scale = model.layers, 4 * model.embed
-    tables = (4 * s.table,) * (1 if model.tie_embeddings else 2)
-    router = (4 * L * model.embed * s.moe.experts,) if s.moe else ()
-    arrays = *_scaled(s.layer + s.routed, 4 * L), *router, L * scale, L * scale, *tables
-    vector = _vector_kind(s, s.optimizer)
+    D, gate = s.model.embed, (s.model.embed,) if s.shared_gate else ()
+    router = (D * s.moe.experts,) if s.moe else ()
+    vectors = s.norms + s.embed_biases + gate + s.routed_biases[2:]
+    arrays = _scaled(s.layer + s.routed + router + vectors, 4 * s.layers * s.stages)
     yield Term("all-gather of the new parameters", "all-gather", s.optimizer, arrays, 1)
-    yield Term("the last RMSNorm's new scale", vector, s.optimizer, (scale,), 1)
+
+
+def _zero_outside(s: Sizes) -> Iterator[Term]:
+    """The same for embedding, output layer and last norm."""
+    D, tables = s.model.embed, (4 * s.table,) * (1 if s.model.tie_embeddings else 2)
+    yield Term("all-gather of the new tables", "all-gather", s.optimizer, tables, 1)
+    vector = _vector_kind(s, s.optimizer, D)
+    yield Term("the last RMSNorm's new scale", vector, s.optimizer, (4 * D,), 1)
 
 
 def _tensor(s: Sizes) -> Iterator[Term]:
@@ -272,22 +327,32 @@ def _tensor(s: Sizes) -> Iterator[Term]:
     ones (q, k, v; gate, up; output layer). Split tokens are gathered before a column-parallel product, and their
     gradients before a row-parallel one. Embedding and output layer are also split over the stages of a pipeline.
     """
-    r, gather, chunks = s.runs, "all-gather", s.cfg.train.loss_chunks
+    r, gather, tokens = s.runs, "all-gather", s.layer_tokens
     kind = _sum_kind(s, s.tensor) if s.sequence > 1 else "all-reduce"
-    stream, dense = s.layer_tokens * s.cfg.model.embed, len(s.layer) > 4
+    stream = tokens * s.model.embed
     one, sent = stream * s.sent, stream * s.sent_operand
-    rows = 1 + dense + bool(s.moe)
+    rows = 1 + s.dense + bool(s.moe)
     yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * rows, r.forward)
     if s.recomputes:
-        yield Term("row-parallel sum, recomputed", kind, s.tensor, (one,), r.backward)
-    sums = 2 if s.tpu else 3 + 2 * dense + bool(s.moe)
-    yield Term("column-parallel sums, backward", kind, s.tensor, (one,) * sums, r.backward)
-    tokens = "tokens for q, k, v and gate, up"
-    yield Term(f"{tokens}, forward", gather, s.sequence, (sent,) * 2, r.forward)
-    yield Term(f"{tokens}, backward", gather, s.sequence, (sent,) * 2, r.backward)
+        again = rows if s.model.norms != "before" else 1
+        yield Term("row-parallel sum, recomputed", kind, s.tensor, (one,) * again, r.backward)
+    inputs = [m.rows for m in s.matrices if m.split == "columns"]
+    sums = (one, one) if s.tpu else _scaled(tuple(inputs), tokens * s.sent)
+    if s.moe and not s.tpu:
+        sums += (one * (s.moe.experts_per_token if s.moe.scale_input else 1),)
+    yield Term("column-parallel sums, backward", kind, s.tensor, sums, r.backward)
+    names = "tokens for q, k, v and gate, up"
+    yield Term(f"{names}, forward", gather, s.sequence, (sent,) * 2, r.forward)
+    yield Term(f"{names}, backward", gather, s.sequence, (sent,) * 2, r.backward)
     grads = "tokens' gradients for output and down"
     yield Term(grads, gather, s.sequence, (sent,) * 2, r.backward)
-    stream = s.tokens * s.cfg.model.embed
+
+
+def _tensor_outside(s: Sizes) -> Iterator[Term]:
+    """The same for embedding and output layer."""
+    r, gather, chunks = s.runs, "all-gather", s.cfg.train.loss_chunks
+    kind = _sum_kind(s, s.tensor) if s.sequence > 1 else "all-reduce"
+    stream = s.tokens * s.model.embed
     one, sent = stream * s.sent, stream * s.sent_operand
     yield Term("embedding lookup, over vocab", kind, s.vocab, (one,), r.outside)
     yield Term("output layer's sum, backward", kind, s.vocab, (one // chunks,), r.chunks)
@@ -309,7 +374,7 @@ def _loss(s: Sizes) -> Iterator[Term]:
 
 def _context(s: Sizes) -> Iterator[Term]:
     """Attention over a split sequence: all keys and values at once, or around a ring (Liu et al. 2023)."""
-    r, model, c = s.runs, s.cfg.model, s.context
+    r, model, c = s.runs, s.model, s.context
     heads = count_attention(model)
     pair = tuple(s.layer_tokens * width // s.tensor for width in (heads.k, heads.v))
     sent = _scaled(pair, s.sent_operand)
@@ -327,9 +392,15 @@ def _context(s: Sizes) -> Iterator[Term]:
     yield Term("ring: keys and values, backward", kind, c, sent, r.backward * (c - 1))
     grads = _scaled(pair, 4)
     yield Term("ring: gradients of keys and values", kind, c, grads, r.backward * (c - 1))
-    halves = (s.tokens * model.embed * s.sent // 2,) * 2
-    yield Term("ring: back to text order", kind, c, halves, r.outside)
-    yield Term("ring: back to text order, backward", kind, c, halves, r.outside)
+
+
+def _context_outside(s: Sizes) -> Iterator[Term]:
+    """A ring's tokens are brought back to the text's order."""
+    if s.cfg.model.attention.context == "allgather":
+        return
+    kind, halves = "collective-permute", (s.tokens * s.model.embed * s.sent // 2,) * 2
+    yield Term("ring: back to text order", kind, s.context, halves, s.runs.outside)
+    yield Term("ring: back to text order, backward", kind, s.context, halves, s.runs.outside)
 
 
 def _pipeline(s: Sizes) -> Iterator[Term]:
@@ -354,8 +425,9 @@ def _experts(s: Sizes) -> Iterator[Term]:
     """
     if not s.moe:
         return
-    r, k, E, D = s.runs, s.moe.experts_per_token, s.moe.experts, s.cfg.model.embed
-    slots = s.experts * s.layer_tokens * min(k, E // s.experts)
+    r, k, E, D = s.runs, s.moe.experts_per_token, s.moe.experts, s.model.embed
+    # With weighted inputs each assignment is a token of its own.
+    slots = s.experts * s.layer_tokens * (k if s.moe.scale_input else min(k, E // s.experts))
     if C := capacity(s.moe, s.cfg.data.seq_len):
         slots = E * s.rows * C
     ragged = s.tpu and s.moe.capacity_factor is None
@@ -366,7 +438,14 @@ def _experts(s: Sizes) -> Iterator[Term]:
     if s.recomputes:
         yield Term("tokens to experts and back, recomputed", kind, s.experts, sent, r.backward)
     yield Term("gradients to experts and back", kind, s.experts, sent, r.backward)
-    f = s.cfg.model.mlp // s.tensor
+
+
+def _expert_weights(s: Sizes) -> Iterator[Term]:
+    """Experts' weights are gathered and their gradients summed as other weights are, within a `shard_map`."""
+    if not s.moe:
+        return
+    r, E, D = s.runs, s.moe.experts, s.model.embed
+    f = s.model.mlp // s.tensor
     experts = _scaled(s.routed, s.sent), s.experts, _keeps_sum(s, f, f, None)
     # The CPU compiler, too, keeps a reduce-scatter that a shard_map asks for.
     scatter = _sum_kind(s, s.fsdp) if s.tpu else "reduce-scatter"
@@ -377,6 +456,39 @@ def _experts(s: Sizes) -> Iterator[Term]:
         yield from _over_fsdp(s, name, scatter, weights, keeps, r.backward)
         parts, rest = tuple(size // s.fsdp for size in weights), s.replicas // s.fsdp // ways
         yield Term(f"gradient of the {name}, over the rest", "all-reduce", rest, parts, r.backward)
-    chosen, mean = (4 * s.layer_tokens * k,), (4 * E,)
-    yield Term("gradient of the router's weights", "all-reduce", s.tensor, chosen, r.backward)
+    chosen, mean = (4 * s.layer_tokens * s.moe.experts_per_token,), (4 * E,)
+    if not s.moe.scale_input:
+        yield Term("gradient of the router's weights", "all-reduce", s.tensor, chosen, r.backward)
     yield Term("router's mean shares", "all-reduce", s.replicas, mean, r.forward)
+    if s.moe.router_bias:
+        yield Term("gradient of the router's bias", "all-reduce", s.replicas, mean, r.backward)
+    *whole, down = _scaled(s.routed_biases, s.sent) or (0,)
+    if not whole:
+        return
+    name = "gradient of the experts' biases"
+    yield Term("experts' biases, forward", "all-gather", s.fsdp, (down,), r.forward)
+    if s.recomputes:
+        yield Term("experts' biases, recomputed", "all-gather", s.fsdp, (down,), r.backward)
+    yield Term(name, "all-reduce", s.replicas // s.experts, tuple(whole), r.backward)
+    yield Term(f"{name}, over tensor", "all-reduce", s.tensor, (down,), r.backward)
+    yield Term(f"{name}, over fsdp", scatter, s.fsdp, (down,), r.backward)
+    rest = s.replicas // s.fsdp // s.experts
+    yield Term(f"{name}, over the rest", "all-reduce", rest, (down // s.fsdp,), r.backward)
+
+
+def _nothing(_: Sizes) -> Iterator[Term]:
+    yield from ()
+
+
+# What the layers of one kind send, and what is sent outside the layers.
+PARTS = (
+    (_fsdp, _fsdp_outside),
+    (_gradients, _gradients_outside),
+    (_zero, _zero_outside),
+    (_tensor, _tensor_outside),
+    (_nothing, _loss),
+    (_context, _context_outside),
+    (_nothing, _pipeline),
+    (_experts, _nothing),
+    (_expert_weights, _nothing),
+)

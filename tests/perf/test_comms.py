@@ -103,6 +103,40 @@ def test_the_formula_follows_the_configuration(varied):
     assert audited(*small(layout, *OTHERS[other].split())).differences() == {}
 
 
+# Layers that differ, or have more than plain ones.
+PATTERNS = {
+    "biases": [
+        "model.attention.qkv_bias=true", "model.attention.out_bias=true", "model.ffn.bias=true",
+    ],
+    "gemma": [
+        "model.norms=both", "model.norm_offset=true", "model.attention.qk_norm=head", "model.tie_embeddings=true",
+        "model.period=[{attention: {window: 8}, mlp: 96}, {rope: {theta: 1.0e6}}]",
+    ],
+    "gpt-oss": [
+        "model.attention.qkv_bias=true", "model.attention.out_bias=true", "model.attention.sinks=true",
+        "model.ffn.kind=moe", "model.ffn.bias=true", "model.ffn.router_bias=true",
+        "model.period=[{attention: {window: 8}}, {}]",
+    ],
+}  # fmt: skip
+PATTERNED = [
+    ("biases", "mesh.fsdp=4 mesh.tensor=2"),
+    ("gemma", "mesh.fsdp=8"),
+    ("gemma", "mesh.fsdp=4 mesh.tensor=2"),
+    ("gemma", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("gpt-oss", "mesh.expert=2 mesh.fsdp=4"),
+    ("gpt-oss", "mesh.fsdp=8"),
+    ("gpt-oss", "mesh.fsdp=4 mesh.tensor=2"),
+    ("gpt-oss", "mesh.expert=2 mesh.fsdp=2 mesh.tensor=2"),
+]
+
+
+@pytest.mark.parametrize("patterned", audit_but(PATTERNED[:1], PATTERNED))
+def test_the_formula_knows_layers_that_differ(patterned):
+    name, layout = patterned
+    found = audited(*SIZES, *PATTERNS[name], *layout.split())
+    assert found.differences() == {} and found.notes == []
+
+
 @needs_libtpu
 @pytest.mark.audit
 @pytest.mark.parametrize(

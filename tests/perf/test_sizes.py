@@ -4,7 +4,7 @@ import pytest
 
 from minitext.cli import main
 from minitext.errors import UserError
-from minitext.perf.sizes import check_plain
+from minitext.perf.sizes import check_plain, check_sent
 from tests.conftest import TINY
 
 MOE = "model.ffn.kind=moe"
@@ -33,12 +33,21 @@ def test_plain_models_are_not_refused(tiny):
         check_plain(tiny(*settings).model, "memory")
 
 
+@pytest.mark.parametrize(
+    "setting", ["model.norms=after", "model.attention.gate=true", "model.attention.qk_norm=whole"]
+)
+def test_messages_that_were_not_compared_are_refused(tiny, setting):
+    check_sent(tiny("model.norms=both", "model.ffn.bias=true", "model.attention.sinks=true").model)
+    with pytest.raises(UserError, match=f"{setting}: .*minitext compile"):
+        check_sent(tiny(setting).model)
+
+
 @pytest.mark.parametrize("command", ["memory", "comms", "plan"])
 def test_the_commands_refuse_in_one_line(monkeypatch, capsys, command):
-    words = [*TINY, "model.norms=both", *(["target=v5e:2x2"] if command == "plan" else [])]
+    words = [*TINY, "model.norms=after", *(["target=v5e:2x2"] if command == "plan" else [])]
     monkeypatch.setattr("sys.argv", ["minitext", command, "laptop", *words])
     with pytest.raises(SystemExit) as stop:
         main.main()
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "model.norms=both" in error
+    assert stop.value.code == 2 and "model.norms=after" in error
     assert len(error.strip().splitlines()) == 1
