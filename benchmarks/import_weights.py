@@ -6,7 +6,6 @@ Writes random sharded files, drops them from the page cache, reads them once as 
 them. Peak memory is that of this process above what it had before, and is compared with the parameters' own.
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -17,6 +16,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import numpy as np
+from common import parser, write_record
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from minitext.checkpoint import safetensors, stored
@@ -63,10 +63,10 @@ def peak() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--dtype", choices=list(stored.PLAIN), default="F32")
-    wanted = parser.parse_args()
+    cli = parser(__doc__ or "")
+    cli.add_argument("--gigabytes", type=float, default=1.0)
+    cli.add_argument("--dtype", choices=list(stored.PLAIN), default="F32")
+    wanted = cli.parse_args()
     width = stored.PLAIN[wanted.dtype].itemsize
     layers = max(1, round(wanted.gigabytes * LAYERS_PER_GB * 4 / width))
     mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -95,15 +95,13 @@ def main() -> None:
             seconds, size = time.perf_counter() - began, weights.size
             numbers = weights.count
     tensor = D * F * 4
-    print(
-        json.dumps(
-            {
-                "files_gb": size / 1e9, "disk_gb_per_s": size / disk / 1e9, "import_gb_per_s": size / seconds / 1e9,
-                "share_of_disk": disk / seconds, "parameters_gb": numbers * 4 / 1e9,
-                "peak_gb": (peak() - before) / 1e9, "over_in_tensors": (peak() - before - numbers * 4) / tensor,
-            }
-        )
-    )  # fmt: skip
+    figures = {
+        "files_gb": size / 1e9, "disk_gb_per_s": size / disk / 1e9, "import_gb_per_s": size / seconds / 1e9,
+        "share_of_disk": disk / seconds, "parameters_gb": numbers * 4 / 1e9,
+        "peak_gb": (peak() - before) / 1e9, "over_in_tensors": (peak() - before - numbers * 4) / tensor,
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    write_record(wanted.output, "import_weights", wanted.dtype, figures)
 
 
 if __name__ == "__main__":

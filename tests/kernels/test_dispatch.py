@@ -18,7 +18,7 @@ from minitext.kernels import dispatch
 from minitext.kernels.attention import cudnn
 from minitext.kernels.attention.mask import Mask
 from minitext.sharding.mesh import make_mesh
-from tests.conftest import TINY
+from tests.conftest import TINY, audit_but
 from tests.kernels import dense
 
 IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
