@@ -35,7 +35,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"only {usable}"
             )
     rows = _check_batch(cfg, shape)
-    _check_sizes(cfg, rules, shape)
+    check_sizes(cfg, mesh)
     _check_loss(cfg, rules, shape)
     _check_combinations(cfg, shape)
     if shape["stage"] > 1:
@@ -71,7 +71,13 @@ def _check_loss(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> Non
         )
 
 
-def _check_sizes(cfg: Config, rules: ShardingRules, shape: dict[str, int]) -> None:
+def check_sizes(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Checks that a mesh divides the model's parameters and the sequence.
+
+    Raises:
+      UserError: if it doesn't; the line names the key to change.
+    """
+    rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
     sizes = [
         ("layers", *_layers(cfg)),
         ("embed", "model.embed", cfg.model.embed),

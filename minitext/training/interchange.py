@@ -28,6 +28,7 @@ from minitext.config.config import Config, load_config, to_yaml
 from minitext.data.tokenizer import PublishedTokenizer, read_published
 from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names
+from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
 from minitext.training.run_dir import CHECKPOINTS, CONFIG, TOKENIZER, load_run
 from minitext.training.step import abstract_state
@@ -81,7 +82,9 @@ def import_run(
         if weights.is_gguf:
             table = gguf_names.renamed(table, values)
         tokenizer = read_tokenizer(weights, values)
-        like = abstract_state(cfg, make_mesh(cfg.mesh)).params
+        mesh = make_mesh(cfg.mesh)
+        check_sizes(cfg, mesh)
+        like = abstract_state(cfg, mesh).params
         with terminal.of_slow_work(weights.size, f"reading {weights.path.name}") as advance:
             params = convert.load(weights, table, like, advance, allow_nonfinite)
         _write_run(target, cfg, params, tokenizer, weights, values)

@@ -180,3 +180,11 @@ def test_the_commands_import_generate_export_and_train_on(tmp_path):
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
     tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer.json")
     assert tokenizer.decode([tokenizer.eod_id]) == ""
+
+
+def test_a_mesh_that_cannot_hold_the_model_is_refused(tmp_path):
+    write_published(tmp_path / "theirs")
+    mesh = ["mesh.data=1", "mesh.tensor=8"]
+    with pytest.raises(UserError, match="not divisible by mesh.tensor=8"):
+        interchange.import_run(str(tmp_path / "theirs"), tmp_path / "run", mesh)
+    assert not (tmp_path / "run").exists()
