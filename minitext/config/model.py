@@ -225,9 +225,8 @@ def _nested(pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 
 # Pairs, because a section must hash.
-Differences = Annotated[
-    tuple[tuple[str, Any], ...], BeforeValidator(_flat), PlainSerializer(_nested)
-]
+Pairs = tuple[tuple[str, Any], ...]
+Differences = Annotated[Pairs, BeforeValidator(_flat), PlainSerializer(_nested)]
 
 
 class Stack(NamedTuple):
@@ -316,7 +315,7 @@ class ModelConfig(Section):
         """
         return _stacks(self)
 
-    def with_layer(self, differences: Differences) -> "ModelConfig":
+    def with_layer(self, differences: Pairs) -> "ModelConfig":
         """Returns the configuration of a layer that differs from the model's in a few keys.
 
         Raises:
@@ -348,7 +347,7 @@ class ModelConfig(Section):
         for place, differences in enumerate(self.period):
             yield from self._layer_problems(f"model.period[{place}]", differences)
 
-    def _layer_problems(self, where: str, differences: Differences) -> Iterator[str]:
+    def _layer_problems(self, where: str, differences: Pairs) -> Iterator[str]:
         for key, value in differences:
             if (first := key.partition(".")[0]) not in LAYER_KEYS:
                 hint, known = did_you_mean(first, LAYER_KEYS), ", ".join(LAYER_KEYS)
