@@ -145,7 +145,7 @@ def _type_name(number: int) -> str:
 
 
 def _size(shape: tuple[int, ...], dtype: str) -> int | None:
-    """The bytes of a tensor; None if rows aren't whole blocks, 0 for types that nobody reads."""
+    """The bytes of a tensor; None if rows aren't whole blocks, 0 for types that are not read."""
     if dtype in PLAIN:
         return math.prod(shape) * PLAIN[dtype].itemsize
     if dtype not in QUANTIZED:

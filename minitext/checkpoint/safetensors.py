@@ -50,8 +50,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
         if length > size - 8:
             raise UserError(
-                f"{path} is no safetensors file, or was cut short: its header should have {length} bytes, and the file "
-                f"has {size}"
+                f"{path} is not a safetensors file, or was cut short: its header should have {length} bytes, and the "
+                f"file has {size}"
             )
         if length > HEADER_LIMIT:
             raise UserError(
@@ -81,7 +81,7 @@ def _check_with_library(path: Path) -> None:
     except (SafetensorError, OSError) as error:
         said = " ".join(str(error).split())
         raise UserError(
-            f"{path} is no safetensors file, or is damaged ({files.shorten(said)}): copy it again"
+            f"{path} is not a safetensors file, or is damaged ({files.shorten(said)}): copy it again"
         ) from error
 
 

@@ -207,7 +207,7 @@ def print_parity(found: Parity) -> None:
     for number, apart in enumerate(found.layers):
         print(f"layer {number:<4} {apart:.1e}{'  <- departs' if number == found.departs else ''}")
     print(
-        f"logits     {found.logits:.1e}, the same token most likely at {found.argmax:.0%} of the places"
+        f"logits     {found.logits:.1e}, the same most likely token at {found.argmax:.0%} of positions"
     )
     print(f"greedy     {found.greedy} of {found.continued} tokens equal")
     print("equal but for rounding" if found.holds else f"not equal (beyond {TOLERANCE:.0e})")

@@ -154,7 +154,7 @@ class Table:
 
     Attributes:
       rows: those of each of our parameters.
-      ignored: patterns (`fnmatch`) of tensors that are read by nobody, such as `*.rotary_emb.inv_freq`.
+      ignored: patterns (`fnmatch`) of tensors that nothing uses, such as `*.rotary_emb.inv_freq`.
       copies: a tensor that may be there, and the one it must then be equal to, such as a tied output layer.
     """
 
@@ -220,7 +220,7 @@ def check_names(weights: Weights, table: Table, wanted: Mapping[str, Any]) -> No
       wanted: our parameters' names and shapes.
 
     Raises:
-      UserError: naming a tensor that is missing, that nobody reads, or whose shape is another, or a parameter that no
+      UserError: naming a tensor that is missing, that nothing uses, or that has another shape, or a parameter that no
         row of the table sets.
     """
     paths = [row.path for row in table.rows]
@@ -255,7 +255,7 @@ def check_names(weights: Weights, table: Table, wanted: Mapping[str, Any]) -> No
     left = [n for n in there if n not in read]
     if left := [n for n in left if not any(fnmatch.fnmatchcase(n, p) for p in table.ignored)]:
         raise UserError(
-            f"{weights.path}: nobody reads the tensor {_some(left)}: it belongs to another model"
+            f"{weights.path}: nothing uses the tensor {_some(left)}: it belongs to another model"
         )
 
 

@@ -927,7 +927,7 @@ class TypedRope:
 
 
 def _rotated(layers: Sequence[ModelConfig]) -> ModelConfig:
-    """Returns the first layer with rotary positions, whose settings all others with such share."""
+    """Returns the first layer with rotary positions, whose settings all others that rotate must share."""
     rotated = [layer for layer in layers if layer.rope.kind != "none"]
     if not rotated:
         raise UserError("model.rope.kind=none in all layers has no place in config.json")

@@ -259,7 +259,7 @@ def swiglu_experts(
             return y
         if sizes_E is None:
             return y + bias[:, None]
-        # Rows beyond the last expert's belong to nobody, and nobody reads them.
+        # Rows beyond the last expert's are never read.
         ends_E = jnp.cumsum(sizes_E)
         expert_M = jnp.searchsorted(ends_E, jnp.arange(M), side="right")
         return y + bias[jnp.minimum(expert_M, E - 1)]

@@ -216,7 +216,7 @@ def test_a_device_reads_its_own_rows_alone(tmp_path, params, monkeypatch):
 
 CHANGES = {
     "a tensor is missing": ({"1.down": lambda a: None}, {}, "1.down"),
-    "a tensor is left over": ({}, {"more": np.ones(2, np.float32)}, "nobody reads the tensor more"),
+    "a tensor is left over": ({}, {"more": np.ones(2, np.float32)}, "nothing uses the tensor more"),
     "a shape is another": ({"0.norm1": lambda a: a[1:]}, {}, "0.norm1 has the shape \\[31\\]"),
     "a shape is transposed": ({"2.down": lambda a: a.T}, {}, "2.down has the shape"),
     "a NaN": ({"1.o": lambda a: np.where(a == a.max(), np.nan, a)}, {}, "1.o has numbers that are NaN"),
