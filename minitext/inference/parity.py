@@ -95,7 +95,7 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
     logits = np.asarray(nnx.jit(lambda model, tokens_BT: model(tokens_BT))(model, drawn))
     # The last of theirs is normalised already.
     streams = [state[0].numpy() for state in out.hidden_states[1:]]
-    layers = [_apart(a, b) for a, b in zip(_streams(model, drawn), streams, strict=True)]
+    layers = [_apart(a, b) for a, b in zip(residual_streams(model, drawn), streams, strict=True)]
     params, greedy = nnx.state(model), Sampling(temperature=0)
     ours = generate(cfg, params, drawn[0].tolist(), max_tokens=continued, sampling=greedy)
     equal = np.cumprod([a == b for a, b in zip(ours, whole[0, length:].tolist(), strict=True)])
@@ -173,7 +173,7 @@ def read_model(folder: str, cfg: ModelConfig, name: str) -> Transformer:
         return nnx.merge(graphdef, convert.load(weights, families.table(cfg, name), params))
 
 
-def _streams(model: Transformer, tokens_BT: np.ndarray) -> list[np.ndarray]:
+def residual_streams(model: Transformer, tokens_BT: np.ndarray) -> list[np.ndarray]:
     """Returns the residual stream [T, D] after each layer, the last one normalised, for one row of tokens."""
     positions_BT = jnp.arange(tokens_BT.shape[1])[None]
     x_XD, found = model.embed_tokens(jnp.asarray(tokens_BT)), []

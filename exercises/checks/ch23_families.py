@@ -1,0 +1,1157 @@
+import itertools
+import json
+import math
+import re
+import time
+
+import ml_dtypes
+import numpy as np
+
+from minitext.book.grading import Exercise
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+# -------------------------------------------------------------------------------- rope_layout
+
+rope_layout = Exercise(
+    "23.rope_layout",
+    title="Two ways to pair rotary features",
+    function="reorder_rotary",
+    minutes=15,
+    points=10,
+    statement="""
+RoPE rotates the features of a head in pairs. With h pairs, Hugging Face's checkpoints and ours pair feature i
+with feature i + h: that is the layout `"half"`. Meta's checkpoints and GGUF files pair feature 2i with feature
+2i + 1: the layout `"interleaved"`. Pair i has the same frequency in both. A checkpoint in one layout therefore
+becomes one in the other when the rows of its query and key projections change their order.
+
+Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the named layout. They come in
+the other one.
+
+- `rows` is a weight [heads * H, D], or its bias [heads * H], or has more dimensions. Only the first one is
+  reordered. The heads follow one another.
+- Of each head only the first `int(H * fraction)` features rotate, an even number. The others stay where they
+  are.
+- The result has the dtype of `rows`, which may be bfloat16 or an integer type.
+""",
+    hints=(
+        "Write down the rows of one head with H = 6 in both layouts. Which row of the one goes to row 1 of the "
+        "other?",
+        "In the half layout the rotating rows of a head are two blocks of h rows. Seen as an array [2, h], its "
+        "column i is pair i. How would you read that array to have each pair side by side?",
+        "Make `order = np.arange(H)` and replace its first `rotated` numbers: `.reshape(2, -1).T.ravel()` for "
+        '"interleaved", `.reshape(-1, 2).T.ravel()` for "half". Then index the rows of every head with it: '
+        "`rows.reshape(heads, H, ...)[:, order]`.",
+    ),
+)
+
+
+def rope_layout_with(
+    *, swapped=False, one_way=None, whole=False, fraction=True, last=False, mixed=False, across=False,
+    columns=False, rounds=int, reverse=False, bias=True, wide=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(rows, heads, fraction_, layout):
+        if not bias and rows.ndim == 1:
+            return rows.copy()
+        given = rows
+        rows = np.moveaxis(rows, -1, 0) if columns else rows
+        n = 1 if whole else heads
+        H = rows.shape[0] // n
+        share = fraction_ if fraction else 1.0
+        rotated = rounds(H * share)
+        order = np.arange(H)
+        interleave = (layout == "interleaved") != swapped
+        if one_way is not None:
+            interleave = one_way
+        part = slice(H - rotated, H) if last else slice(rotated)
+        pairs = order[part].reshape((2, -1) if interleave else (-1, 2)).T
+        order[part] = (pairs[:, ::-1] if reverse else pairs).ravel()
+        if mixed:
+            out = rows.reshape(H, n, *rows.shape[1:])[order].reshape(rows.shape)
+        elif across:
+            out, all_ = rows.copy(), int(rows.shape[0] * fraction_)
+            out[:all_] = rows.reshape(n, H, *rows.shape[1:])[:, order].reshape(rows.shape)[:all_]
+        else:
+            out = rows.reshape(n, H, *rows.shape[1:])[:, order].reshape(rows.shape)
+        out = np.moveaxis(out, 0, -1) if columns else out
+        return out.astype(np.float32) if wide else out.astype(given.dtype)
+
+    return fn
+
+
+right_layout = rope_layout_with()
+
+
+def layouts_agree(fn, t, rows, heads, fraction, why, layouts=("interleaved", "half")):
+    rows.setflags(write=False)
+    for layout in layouts:
+        want = right_layout(rows, heads, fraction, layout)
+        got = fn(rows, heads, fraction, layout)
+        t.close(got, want, 0, 0, f"{why}, to {layout!r}", rows.dtype)
+
+
+@rope_layout.check("one head of six features, to interleaved")
+def _(fn, t):
+    rows = np.arange(6, dtype=np.float32) + 10 * float(t.rng.integers(1, 9))
+    want = rows[[0, 3, 1, 4, 2, 5]]
+    t.close(fn(rows, 1, 1.0, "interleaved"), want, 0, 0, "rows 0 to 5 of one head", np.float32)
+
+
+@rope_layout.check("one head of six features, to half")
+def _(fn, t):
+    rows = np.arange(6, dtype=np.float32) + 10 * float(t.rng.integers(1, 9))
+    want = rows[[0, 2, 4, 1, 3, 5]]
+    t.close(fn(rows, 1, 1.0, "half"), want, 0, 0, "rows 0 to 5 of one head", np.float32)
+
+
+@rope_layout.check("several heads of a square weight")
+def _(fn, t):
+    for heads, H in ((3, 8), (5, 6)):
+        rows = t.rng.normal(size=(heads * H, heads * H)).astype(np.float32)
+        layouts_agree(fn, t, rows, heads, 1.0, f"{heads} heads of {H}, D = {heads * H}")
+
+
+@rope_layout.check("a part of each head rotates")
+def _(fn, t):
+    for heads, H, fraction in ((3, 12, 0.5), (2, 16, 0.25), (4, 10, 0.6)):
+        rows = t.rng.normal(size=(heads * H, 7)).astype(np.float32)
+        layouts_agree(fn, t, rows, heads, fraction, f"{heads} heads of {H}, fraction {fraction}")
+
+
+@rope_layout.check("a fraction that is rounded down")
+def _(fn, t):
+    rows = t.rng.normal(size=(3 * 14, 5)).astype(np.float32)
+    layouts_agree(fn, t, rows, 3, 0.49, "3 heads of 14, fraction 0.49")  # 6.86
+
+
+@rope_layout.check("biases")
+def _(fn, t):
+    for heads, H, fraction in ((1, 16, 1.0), (6, 8, 1.0), (3, 12, 0.5)):
+        rows = t.rng.normal(size=heads * H).astype(np.float32)
+        layouts_agree(
+            fn, t, rows, heads, fraction, f"a bias of {heads} heads of {H}, fraction {fraction}"
+        )
+
+
+@rope_layout.check("other dtypes and more dimensions")
+def _(fn, t):
+    heads, H = 3, 10
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+        rows = t.rng.integers(-99, 99, (heads * H, 4)).astype(dtype)
+        layouts_agree(fn, t, rows, heads, 0.8, f"dtype {np.dtype(dtype)}")
+    rows = t.rng.normal(size=(heads * H, 4, 3)).astype(np.float32)
+    layouts_agree(fn, t, rows, heads, 1.0, "rows of shape [4, 3]")
+
+
+mistaken(
+    rope_layout,
+    "the_other_direction",
+    "You reorder in the wrong direction: `layout` names what the result has, and `rows` has the other one.",
+    rope_layout_with(swapped=True),
+)
+mistaken(
+    rope_layout,
+    "always_to_interleaved",
+    "You go from half to interleaved whatever `layout` says. The way back is another order, except for H = 4.",
+    rope_layout_with(one_way=True),
+)
+mistaken(
+    rope_layout,
+    "always_to_half",
+    "You go from interleaved to half whatever `layout` says. The way back is another order, except for H = 4.",
+    rope_layout_with(one_way=False),
+)
+mistaken(
+    rope_layout,
+    "all_heads_as_one",
+    "You reorder the projection as if it were a single head, and mix the rows of different heads. Each head is "
+    "reordered by itself.",
+    rope_layout_with(whole=True),
+)
+mistaken(
+    rope_layout,
+    "heads_and_features_exchanged",
+    "You split the rows into [H, heads]. The heads follow one another, so the first dimension is [heads, H].",
+    rope_layout_with(mixed=True),
+)
+mistaken(
+    rope_layout,
+    "fraction_ignored",
+    "You reorder whole heads. Only the first int(H * fraction) features of a head rotate, and the rest stays.",
+    rope_layout_with(fraction=False),
+)
+mistaken(
+    rope_layout,
+    "last_features_rotate",
+    "You reorder the last features of each head. The ones that rotate are the first.",
+    rope_layout_with(last=True),
+)
+mistaken(
+    rope_layout,
+    "fraction_of_all_rows",
+    "You reorder the first fraction of all rows: the first heads as a whole, and the last not at all. It's a "
+    "fraction of each head's features, in every head.",
+    rope_layout_with(across=True, fraction=False),
+)
+mistaken(
+    rope_layout,
+    "rounded_to_the_nearest",
+    "You round H * fraction to the nearest number. It's `int(H * fraction)`, which rounds down, and always even.",
+    rope_layout_with(rounds=round),
+)
+mistaken(
+    rope_layout,
+    "columns_reordered",
+    "You reorder the last dimension. A projection here is [out, in]: the features of its heads are its rows, the "
+    "first dimension.",
+    rope_layout_with(columns=True),
+)
+mistaken(
+    rope_layout,
+    "second_before_first",
+    "You exchange the two features of each pair. The first of a pair comes first in both layouts.",
+    rope_layout_with(reverse=True),
+)
+mistaken(
+    rope_layout,
+    "biases_kept",
+    "You leave a bias as it is. It's added to the features that the rows produce, so it's reordered like them.",
+    rope_layout_with(bias=False),
+)
+mistaken(
+    rope_layout,
+    "always_float32",
+    "You return float32 whatever the dtype of `rows`. Nothing is computed here, so nothing changes the dtype.",
+    rope_layout_with(wide=True),
+)
+
+# ------------------------------------------------------------------------------- rope_scaling
+
+rope_scaling = Exercise(
+    "23.rope_scaling",
+    title="Llama 3.1's frequencies",
+    function="scaled_frequencies",
+    minutes=20,
+    points=10,
+    forbid=("minitext.models.rope",),
+    statement="""
+Llama 3 was trained on 8,192 tokens and then stretched to 131,072. Pairs that turn quickly have met every angle
+and are kept. Pairs that turn slowly are slowed further, which brings the angles of a long text back into the range
+that the model knows. Write `scaled_frequencies(pairs, theta, factor, low_freq_factor, high_freq_factor,
+original_length)`, which returns the frequency of each pair in radians per position.
+
+- Before scaling, pair i has the frequency $f_i = \\theta^{-i/h}$, where h is `pairs`. Its wavelength is the number
+  of positions in which it turns once, $2\\pi / f_i$.
+- A wavelength shorter than `original_length / high_freq_factor` keeps its frequency.
+- A wavelength longer than `original_length / low_freq_factor` has its frequency divided by `factor`.
+- Between the two the frequency is $s f_i + (1 - s) f_i / \\text{factor}$. The share s rises linearly with
+  `original_length / wavelength`, from 0 where that is `low_freq_factor` to 1 where it is `high_freq_factor`.
+- If the two are equal, nothing is between them. The result is finite all the same.
+""",
+    hints=(
+        "Compute `original_length / wavelength` for every pair: how often does it turn within the original length? "
+        "What does the rule say for a pair that turns more often than `high_freq_factor`?",
+        "With `turns = original_length / wavelength`, the share that is kept is s = (turns - low) / (high - low) "
+        "between the two, 1 above `high` and 0 below `low`. One clip does all three.",
+        "`keep = np.clip((turns - low) / (high - low), 0, 1)`, and the result is `keep * f + (1 - keep) * f / factor`. "
+        "Where low equals high, `keep` is `turns > high`.",
+    ),
+)
+
+
+def rope_scaling_with(
+    *, wavelength=lambda f: 2 * np.pi / f, exponent=1.0, swapped=False, blend="turns", kept=False, low_=None,
+    high_=None, factor_=None, length_=None, equal=True, theta_=None, ends=False, times=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(pairs, theta, factor, low_freq_factor, high_freq_factor, original_length):
+        low, high = low_ or low_freq_factor, high_ or high_freq_factor
+        factor, length = factor_ or factor, length_ or original_length
+        count = pairs - 1 if ends else pairs
+        f = float(theta_ or theta) ** (-exponent * np.arange(pairs) / max(count, 1))
+        waves = wavelength(f)
+        turns = length / waves
+        if high > low:
+            s = (turns - low) / (high - low)
+            if blend == "wavelength":
+                s = (length / low - waves) / (length / low - length / high)
+            s = np.clip(s, 0, 1)
+            if blend == "step":
+                s = np.where(turns > low, 1.0, 0.0)
+            if blend == "reversed":
+                s = np.where((s > 0) & (s < 1), 1 - s, s)
+        else:
+            s = np.where(turns > high, 1.0, 0.0) if equal else np.full(pairs, np.nan)
+        if swapped:
+            s = 1 - s
+        slow = f * factor if times else f / factor
+        if blend == "waves":  # the wavelengths are blended
+            return 1 / (s / f + (1 - s) / slow)
+        return s * f + (1 - s) * slow
+
+    return fn
+
+
+right_scaling = rope_scaling_with()
+
+
+def frequencies_agree(fn, t, why, *args):
+    got = fn(*args)
+    names = "pairs={}, theta={:g}, factor={:g}, low={:g}, high={:g}, length={}"
+    t.close(got, right_scaling(*args), 1e-5, 0, f"{why}: {names.format(*args)}")
+    t.true(
+        getattr(got, "dtype", np.dtype("O")).kind == "f",
+        f"got {type(got).__name__}, want NumPy floats",
+        1,
+    )
+
+
+@rope_scaling.check("frequencies that are all kept")
+def _(fn, t):
+    theta = float(t.rng.integers(2_000, 50_000))
+    frequencies_agree(fn, t, "every wavelength is short", 24, theta, 8.0, 1.0, 4.0, 10**7)
+
+
+@rope_scaling.check("Llama 3.1's own numbers")
+def _(fn, t):
+    frequencies_agree(fn, t, "Llama 3.1", 64, 5e5, 8.0, 1.0, 4.0, 8192)
+
+
+@rope_scaling.check("frequencies that are all stretched")
+def _(fn, t):
+    factor = float(t.rng.uniform(2, 30))
+    frequencies_agree(fn, t, "every wavelength is long", 16, 1e4, factor, 1.0, 4.0, 5)
+
+
+@rope_scaling.check("other factors, lengths and bases")
+def _(fn, t):
+    for _ in range(6):
+        low, factor = float(t.rng.uniform(0.3, 2.5)), float(t.rng.uniform(1.5, 40))
+        high, theta = low + float(t.rng.uniform(2, 12)), 10 ** float(t.rng.uniform(3.5, 6))
+        pairs, length = int(t.rng.integers(40, 90)), int(t.rng.integers(500, 20_000))
+        frequencies_agree(fn, t, "other numbers", pairs, theta, factor, low, high, length)
+
+
+@rope_scaling.check("factors that are equal")
+def _(fn, t):
+    factor, theta = float(t.rng.uniform(2, 30)), float(t.rng.integers(10_000, 20_000))
+    frequencies_agree(fn, t, "nothing is between", 32, theta, factor, 2.5, 2.5, 4000)
+
+
+@rope_scaling.check("one pair, and a factor of 1")
+def _(fn, t):
+    frequencies_agree(fn, t, "one pair", 1, 1e4, 8.0, 1.0, 4.0, 10)
+    frequencies_agree(fn, t, "a factor of 1", 20, 1e4, 1.0, 1.0, 4.0, 2048)
+
+
+mistaken(
+    rope_scaling,
+    "twice_the_exponent",
+    "Your frequencies before scaling fall twice as fast, or half as fast, as they should. Pair i of h has theta to "
+    "the power of -i/h.",
+    rope_scaling_with(exponent=2.0),
+)
+mistaken(
+    rope_scaling,
+    "half_the_exponent",
+    "You divide i by all features of a head. `pairs` is already half of them: the exponent is -i / pairs.",
+    rope_scaling_with(exponent=0.5),
+)
+mistaken(
+    rope_scaling,
+    "last_pair_at_theta",
+    "You spread the exponents from 0 to 1 with both ends. The last pair has -(h - 1)/h.",
+    rope_scaling_with(ends=True),
+)
+mistaken(
+    rope_scaling,
+    "wavelength_without_two_pi",
+    "You take 1/f for the wavelength. A frequency is in radians per position, and one turn is 2 pi radians.",
+    rope_scaling_with(wavelength=lambda f: 1 / f),
+)
+mistaken(
+    rope_scaling,
+    "fast_ones_stretched",
+    "You stretch the fast pairs and keep the slow ones. Short wavelengths are the fast pairs: those are kept.",
+    rope_scaling_with(swapped=True),
+)
+mistaken(
+    rope_scaling,
+    "blend_reversed",
+    "Between the two wavelengths your blend runs the wrong way: a pair near the kept ones should be nearly kept. s "
+    "is the share of the frequency that was there before.",
+    rope_scaling_with(blend="reversed"),
+)
+mistaken(
+    rope_scaling,
+    "no_blend",
+    "You switch at one wavelength. Between the two of the rule is a blend.",
+    rope_scaling_with(blend="step"),
+)
+mistaken(
+    rope_scaling,
+    "linear_in_the_wavelength",
+    "Your s is linear in the wavelength. The rule is linear in original_length / wavelength, in how often a pair "
+    "turns.",
+    rope_scaling_with(blend="wavelength"),
+)
+mistaken(
+    rope_scaling,
+    "wavelengths_blended",
+    "You blend wavelengths and take the frequency of the result. The rule blends the two frequencies.",
+    rope_scaling_with(blend="waves"),
+)
+mistaken(
+    rope_scaling,
+    "multiplied_by_the_factor",
+    "You multiply slow frequencies by the factor. They are to be slower still: divide.",
+    rope_scaling_with(times=True),
+)
+mistaken(
+    rope_scaling,
+    "llamas_constants",
+    "Your result is right for Llama 3.1's own low and high factors and for no others. Use the arguments.",
+    rope_scaling_with(low_=1.0, high_=4.0),
+)
+mistaken(
+    rope_scaling,
+    "llamas_length",
+    "You have 8192 in your code. The original length is an argument.",
+    rope_scaling_with(length_=8192),
+)
+mistaken(
+    rope_scaling,
+    "llamas_factor",
+    "You have 8 in your code. The factor is an argument.",
+    rope_scaling_with(factor_=8.0),
+)
+mistaken(
+    rope_scaling,
+    "divided_by_zero",
+    "With equal factors you divide by zero. There is nothing between them then: a pair is kept or stretched.",
+    rope_scaling_with(equal=False),
+)
+
+# ----------------------------------------------------------------------------------- name_map
+
+name_map = Exercise(
+    "23.name_map",
+    title="One table of names",
+    function="convert_names",
+    minutes=25,
+    points=10,
+    forbid=("minitext.models.convert", "jax", "flax"),
+    statement="""
+Write `convert_names(tensors, rows, shapes)`, which turns the tensors of a published checkpoint into a tree of our
+parameters. A table says how: one row for each parameter.
+
+- A row is (pattern, path, transform). A pattern without `{layer}` is the name of one tensor. The transform of
+  that tensor is the parameter.
+- In a pattern with `{layer}`, this stands for a layer's number. The parameter has all layers stacked, layer 0
+  first. `shapes[path]` is its shape, and the first entry says how many layers there are, at least one. The
+  transform is applied to each layer's tensor before they are stacked.
+- Several rows may read the same tensor, each with a transform of its own: a fused projection for queries, keys and
+  values, for example. Each path has at most one row, and every row's path is in `shapes`.
+- A dot in a path goes one level down in the tree, and a dot in a pattern is a dot. The dtypes stay as the
+  transforms return them. A tensor may be a scalar.
+
+These four are a `ValueError`. Its message has the full name of the tensor or path at fault, and the name of no
+other tensor:
+
+1. a tensor that no row reads, such as one of a layer that the model doesn't have;
+2. a path of `shapes` that no row sets;
+3. a tensor that a row needs and that isn't there, such as layer 2 where only 0, 1 and 3 are;
+4. a tensor whose transform doesn't have the shape that the model needs.
+""",
+    hints=(
+        "Two loops find all four faults: one over what the table asks for, one over what the checkpoint has. Which "
+        "faults does each of them see?",
+        "For a pattern with `{layer}` you know the names before you look: put 0 to L - 1 into it, with L from "
+        "`shapes`. Transform each tensor, compare its shape with `shapes[path][1:]`, and stack. Keep a set of the "
+        "names that you have read.",
+        "`names = [pattern.replace('{layer}', str(i)) for i in range(shape[0])]`; for each: raise if it isn't in "
+        "`tensors`, add it to `used`, transform, compare shapes. Put the result at the end of "
+        "`tree.setdefault(folder, {})` for every part of the path but the last. At the end raise for the first name "
+        "that isn't in `used`.",
+    ),
+)
+
+
+def stacked_after(transform, arrays):
+    return transform(np.stack(arrays))
+
+
+def name_map_with(
+    *, order=int, transformed=True, after=False, unread=True, unset=True, gaps=True, beyond=True, shapes_=True,
+    reshape=False, wildcard=False, tree_=True, error=ValueError, all_names=False, wide=False, count_only=False,
+    consumes=False, last_axis=False, by_prefix=False, broadcast=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(tensors, rows, shapes):
+        left, tree = dict(tensors), {}
+        used = set()
+
+        def fail(text, name):
+            raise error(f"{text} {sorted(tensors) if all_names else '' if count_only else name}")
+
+        def found(pattern):
+            """Number of a layer -> name, of the tensors that a pattern matches."""
+            text = re.escape(pattern).replace(r"\{layer\}", r"(\d+)")
+            text = text.replace(r"\.", ".") if wildcard else text
+            matches = {name: re.fullmatch(text, name) for name in left if isinstance(name, str)}
+            return {m.group(1): name for name, m in matches.items() if m}
+
+        def one(name, transform, shape):
+            if name not in left:
+                fail("there is no tensor", name)
+            used.add(name)
+            value = left.pop(name) if consumes else left[name]
+            value = transform(value) if transformed else value
+            if reshape and value.size == math.prod(shape):
+                value = value.reshape(shape)
+            if broadcast and value.shape != shape:
+                value = np.broadcast_to(value, shape)
+            if shapes_ and value.shape != shape:
+                fail(f"{value.shape} and not {shape}:", name)
+            return value
+
+        for path in shapes:
+            if unset and path not in [row[1] for row in rows]:
+                fail("no row sets", path)
+        for pattern, path, transform in rows:
+            shape = shapes[path]
+            if "{layer}" in pattern:
+                numbers = found(pattern)
+                layers = sorted(numbers, key=order)
+                if gaps:
+                    layers = sorted(map(str, range(shape[0])), key=order)
+                names = [numbers.get(n, pattern.replace("{layer}", n)) for n in layers]
+                if not gaps and beyond:
+                    names = names[: shape[0]]
+                if after:
+                    used.update(names)
+                    value = stacked_after(transform, [left[name] for name in names])
+                else:
+                    values = [one(name, transform, shape[1:]) for name in names]
+                    value = np.stack(values, axis=-1 if last_axis else 0)
+                if by_prefix:
+                    used.update(name for name in numbers.values())
+            else:
+                value = one(pattern, transform, shape)
+            value = value.astype(np.float32) if wide else value
+            here, parts = tree, path.split(".") if tree_ else [path]
+            for part in parts[:-1]:
+                here = here.setdefault(part, {})
+            here[parts[-1]] = value
+        remaining = [name for name in tensors if name not in used]
+        if unread and remaining:
+            fail("nothing uses", remaining[0])
+        return tree
+
+    return fn
+
+
+right_names = name_map_with()
+
+
+class Checkpoint:
+    """A small checkpoint with its table, and the shapes of the model."""
+
+    def __init__(self, t, layers, dtype=np.float32, D=4, F=6):
+        self.t, self.layers, self.dtype = t, layers, dtype
+        self.tensors, self.rows, self.shapes = {}, [], {}
+        self.tensor("model.embed_tokens.weight", (9, D))
+        self.row("model.embed_tokens.weight", "embed", lambda x: x, (9, D))
+        for i in range(layers):
+            self.tensor(f"model.layers.{i}.mlp.up_proj.weight", (F, D))
+            self.tensor(f"model.layers.{i}.self_attn.qkv.weight", (D + 4, D))
+            self.tensor(f"model.layers.{i}.input_layernorm.weight", (D,))
+            self.tensor(f"model.layers.{i}.scale", ())
+        layer = "model.layers.{layer}."
+        self.row(layer + "mlp.up_proj.weight", "blocks.ffn.up", np.transpose, (layers, D, F))
+        self.row(
+            layer + "self_attn.qkv.weight", "blocks.attention.q", lambda x: x[:D].T, (layers, D, D)
+        )
+        self.row(
+            layer + "self_attn.qkv.weight", "blocks.attention.kv",
+            lambda x: x[D:].reshape(2, 2, D), (layers, 2, 2, D),
+        )  # fmt: skip
+        self.row(layer + "input_layernorm.weight", "blocks.norm", lambda x: x + 1, (layers, D))
+        self.row(layer + "scale", "blocks.scale", lambda x: x, (layers,))
+        self.tensor("lm_head.weight", (9, D))
+        self.row("lm_head.weight", "unembed", np.transpose, (D, 9))
+
+    def tensor(self, name, shape):
+        self.tensors[name] = np.asarray(self.t.rng.integers(-99, 99, shape)).astype(self.dtype)
+
+    def row(self, pattern, path, transform, shape):
+        self.rows.append((pattern, path, transform))
+        self.shapes[path] = shape
+
+    def shuffled(self):
+        """The arguments, with names and rows in an order of chance."""
+        names = [list(self.tensors)[i] for i in self.t.rng.permutation(len(self.tensors))]
+        for name in names:
+            self.tensors[name].setflags(write=False)
+        rows = [self.rows[i] for i in self.t.rng.permutation(len(self.rows))]
+        return {name: self.tensors[name] for name in names}, rows, dict(self.shapes)
+
+
+def flat(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def trees_agree(fn, t, checkpoint, why):
+    arguments = checkpoint.shuffled()
+    got, want = fn(*arguments), dict(flat(right_names(*arguments)))
+    t.true(isinstance(got, dict), f"{why}: got {type(got).__name__}, want a dict", observed=1)
+    paths = sorted(str(path) for path in keys_of(got))
+    t.equal(paths, sorted(keys_of(nested(want))), why=f"{why}, the keys at each level of the tree")
+    seen = dict(flat(got))
+    for path, value in want.items():
+        t.close(seen[path], value, 0, 0, f"{path} of {why}", value.dtype)
+
+
+def nested(values):
+    tree = {}
+    for path, value in values.items():
+        here = tree
+        *folders, leaf = path.split(".")
+        for folder in folders:
+            here = here.setdefault(folder, {})
+        here[leaf] = value
+    return tree
+
+
+def keys_of(tree, level=0):
+    """The keys of nested dicts, with their level in front."""
+    for key, value in tree.items():
+        yield f"{level} {key}"
+        if isinstance(value, dict):
+            yield from keys_of(value, level + 1)
+
+
+def refuses(fn, t, checkpoint, culprit, why):
+    """The answer raises ValueError with the full name at fault, and no other tensor's."""
+    arguments = checkpoint.shuffled()
+    name = rf"(?<![\w.]){re.escape(culprit)}(?![\w.]*\w)"
+    said = ""
+
+    def call():
+        nonlocal said
+        try:
+            fn(*arguments)
+        except ValueError as error:
+            said = str(error)
+            raise
+
+    t.raises(ValueError, call, why=f"{why}, {culprit}", match=name)
+    others = [n for n in arguments[0] if n != culprit and n not in culprit and n in said]
+    t.true(
+        not others,
+        f"{why}: the message names {culprit}, and {(others or [''])[0]} too",
+        "names others",
+    )
+
+
+@name_map.check("three layers")
+def _(fn, t):
+    trees_agree(fn, t, Checkpoint(t, 3), "3 layers")
+
+
+@name_map.check("twelve layers, and one")
+def _(fn, t):
+    trees_agree(fn, t, Checkpoint(t, 12), "12 layers")
+    trees_agree(fn, t, Checkpoint(t, 1, D=5, F=3), "1 layer")
+
+
+@name_map.check("dtypes")
+def _(fn, t):
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+        trees_agree(fn, t, Checkpoint(t, 2, dtype), f"dtype {np.dtype(dtype)}")
+
+
+@name_map.check("square weights")
+def _(fn, t):
+    trees_agree(fn, t, Checkpoint(t, 4, D=4, F=4), "weights with equal sides")
+
+
+@name_map.check("a tensor that nothing reads")
+def _(fn, t):
+    for name in ("model.layers.1.mlp.up_proj.bias", "rotary.inv_freq"):
+        checkpoint = Checkpoint(t, 3)
+        checkpoint.tensor(name, (4,))
+        refuses(fn, t, checkpoint, name, "a tensor is left over")
+
+
+@name_map.check("a layer too many")
+def _(fn, t):
+    checkpoint = Checkpoint(t, 3)
+    checkpoint.tensor("model.layers.3.mlp.up_proj.weight", (6, 4))
+    refuses(fn, t, checkpoint, "model.layers.3.mlp.up_proj.weight", "the model has 3 layers")
+
+
+@name_map.check("a name that differs in a dot")
+def _(fn, t):
+    checkpoint = Checkpoint(t, 3)
+    checkpoint.tensors["model.layers.1_mlp.up_proj.weight"] = checkpoint.tensors.pop(
+        "model.layers.1.mlp.up_proj.weight"
+    )
+    # Which of the two faults is found first is the answer's choice.
+    arguments = checkpoint.shuffled()
+    pattern = r"model\.layers\.1[._]mlp\.up_proj\.weight"
+    t.raises(ValueError, fn, *arguments, why="1_mlp is not 1.mlp", match=pattern)
+
+
+@name_map.check("a parameter that nothing sets")
+def _(fn, t):
+    for path, shape in (("blocks.ffn.gate", (3, 4, 6)), ("norm", (4,))):
+        checkpoint = Checkpoint(t, 3)
+        checkpoint.shapes[path] = shape
+        refuses(fn, t, checkpoint, path, "no row sets a parameter")
+
+
+@name_map.check("a gap in the layers")
+def _(fn, t):
+    for layer in (0, int(t.rng.integers(1, 3)), 3):
+        checkpoint, name = Checkpoint(t, 4), f"model.layers.{layer}.input_layernorm.weight"
+        del checkpoint.tensors[name]
+        refuses(fn, t, checkpoint, name, "a layer's tensor is missing")
+
+
+@name_map.check("a tensor that is missing")
+def _(fn, t):
+    checkpoint = Checkpoint(t, 2)
+    del checkpoint.tensors["lm_head.weight"]
+    refuses(fn, t, checkpoint, "lm_head.weight", "a tensor is missing")
+
+
+@name_map.check("a wrong shape")
+def _(fn, t):
+    layer = int(t.rng.integers(0, 3))
+    for name, shape in (
+        (f"model.layers.{layer}.mlp.up_proj.weight", (4, 6)),
+        (f"model.layers.{layer}.input_layernorm.weight", (1,)),
+        ("lm_head.weight", (4, 9)),
+    ):
+        checkpoint = Checkpoint(t, 3)
+        checkpoint.tensor(name, shape)
+        refuses(fn, t, checkpoint, name, f"a shape of {shape}")
+
+
+@name_map.check("every layer has the wrong shape")
+def _(fn, t):
+    checkpoint = Checkpoint(t, 2)
+    for layer in range(2):
+        checkpoint.tensor(f"model.layers.{layer}.mlp.up_proj.weight", (5, 4))
+    pattern = r"model\.layers\.[01]\.mlp\.up_proj\.weight"
+    arguments = checkpoint.shuffled()
+    t.raises(ValueError, fn, *arguments, why="layers of a shape of (5, 4)", match=pattern)
+
+
+mistaken(
+    name_map,
+    "layers_sorted_as_text",
+    'You sort the layers as text, where "10" comes before "2". Sort numbers, or count from 0.',
+    name_map_with(order=str),
+)
+mistaken(
+    name_map,
+    "not_transformed",
+    "You stack the tensors as they are. Apply the row's transform to each.",
+    name_map_with(transformed=False, shapes_=False),
+)
+mistaken(
+    name_map,
+    "stacked_first",
+    "You stack the layers and transform the stack. A transform is a function of one layer's tensor: a transposition "
+    "of the stack would move the layers too.",
+    name_map_with(after=True),
+)
+mistaken(
+    name_map,
+    "stacked_last",
+    "You stack the layers along the last dimension. The number of layers is the first entry of the shape.",
+    name_map_with(last_axis=True),
+)
+mistaken(
+    name_map,
+    "a_flat_dict",
+    "You return one dict with the whole paths as keys. Each dot of a path goes one level down.",
+    name_map_with(tree_=False),
+)
+mistaken(
+    name_map,
+    "consumed",
+    "You remove a tensor when a row has read it, and the next row doesn't find it. Several rows may read one "
+    "tensor: note what was used in a set.",
+    name_map_with(consumes=True),
+)
+mistaken(
+    name_map,
+    "always_float32",
+    "You return float32 whatever the checkpoint has. The dtype is what the transform returns.",
+    name_map_with(wide=True),
+)
+mistaken(
+    name_map,
+    "unread_ignored",
+    "You ignore tensors that no row reads. A bias that the model doesn't know, left out in silence, is just the kind "
+    "of mistake that this table is for.",
+    name_map_with(unread=False),
+)
+mistaken(
+    name_map,
+    "further_layers_ignored",
+    "A tensor counts as read as soon as a pattern fits its name. One of a layer that the model doesn't have is left "
+    "over too.",
+    name_map_with(by_prefix=True),
+)
+mistaken(
+    name_map,
+    "unset_ignored",
+    "You return a tree without one of the model's parameters. Compare the paths of the rows with those of `shapes`.",
+    name_map_with(unset=False),
+)
+mistaken(
+    name_map,
+    "gaps_closed",
+    "You stack the layers that are there, and close the gap. Every number from 0 to the model's last must be there.",
+    name_map_with(gaps=False),
+)
+mistaken(
+    name_map,
+    "shapes_unchecked",
+    "You don't compare shapes. A tensor of another size, or of the same size and another shape, gets through.",
+    name_map_with(shapes_=False),
+)
+mistaken(
+    name_map,
+    "reshaped",
+    "You reshape a tensor to what the model needs. A weight that should have been transposed fits too, and its numbers "
+    "are then in the wrong order.",
+    name_map_with(reshape=True),
+)
+mistaken(
+    name_map,
+    "broadcast",
+    "You let NumPy spread a tensor over the shape that the model needs. A norm of one number is a fault, not a norm.",
+    name_map_with(broadcast=True),
+)
+mistaken(
+    name_map,
+    "any_character_for_a_dot",
+    "In your regular expression a dot stands for any character. Escape the pattern, or replace `{layer}` with each "
+    "number and look the name up.",
+    name_map_with(wildcard=True),
+)
+mistaken(
+    name_map,
+    "a_key_error",
+    "A missing tensor comes out as a KeyError, from the dict that doesn't have it. Look first, and raise a ValueError "
+    "that has the name.",
+    name_map_with(error=KeyError),
+)
+mistaken(
+    name_map,
+    "names_everything",
+    "Your message lists all tensors. With a thousand of them the one at fault is never found: name only that.",
+    name_map_with(all_names=True),
+)
+mistaken(
+    name_map,
+    "names_nothing",
+    "Your message doesn't say which tensor or path is at fault. Put its full name in.",
+    name_map_with(count_only=True),
+)
+
+# --------------------------------------------------------------------------------- dequantize
+
+dequantization = Exercise(
+    "23.dequantize",
+    title="Numbers from a GGUF file's blocks",
+    function="dequantize",
+    minutes=25,
+    points=10,
+    seconds=30.0,
+    forbid=("gguf", "minitext.checkpoint", "minitext.models"),
+    statement="""
+llama.cpp stores weights in blocks of 32 numbers that share a scale. Write `dequantize(data, kind, shape)`, which
+turns the bytes of a tensor into a float32 array of its shape.
+
+| kind | bytes of a block, in their order | number j of the block |
+|---|---|---|
+| `Q8_0` | scale d: float16; then 32 values q: int8 | $d\\,q_j$ |
+| `Q4_1` | scale d: float16; minimum m: float16; then 16 bytes with two values of 4 bits each | $d\\,q_j + m$ |
+
+- Of the 16 bytes of a Q4_1 block, the low four bits are the values 0 to 15 and the high four bits the values 16 to
+  31. All are from 0 to 15.
+- Numbers are little-endian. The arithmetic is in float32.
+- The blocks go along the last dimension, row after row, and none reaches from one row into the next. A shape whose
+  last dimension isn't a multiple of 32 is a `ValueError`, even if the number of all values is one. So is a number of
+  bytes that doesn't fit the shape.
+- A Python loop over the numbers would take hours for a real model. Two million of them take less than a second.
+""",
+    hints=(
+        "How many bytes has a block of each kind? Read as an array of blocks, the data has one row for each block. "
+        "Which columns of that row are the scale?",
+        "`np.frombuffer(data, np.uint8).reshape(-1, 34)`, then `.view` some of its columns as float16 or int8; or give "
+        'frombuffer a structured dtype such as `[("d", "<f2"), ("q", "i1", 32)]`. Convert to float32 before you '
+        "multiply.",
+        "With `q` the [blocks, 16] bytes of Q4_1, the values are `np.concatenate([q & 15, q >> 4], axis=1)`, the "
+        "result `(d[:, None] * values + m[:, None]).reshape(shape)`, with d and m in float32.",
+    ),
+)
+
+
+def dequantize_with(
+    *, nibbles="halves", signed=True, order="<", wide=np.float32, centred=False, minus=False, exchanged=False,
+    checks_bytes=True, checks_rows=True, dtype=np.float32, columns=False, fortran=False, loops=False, plus=True,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(data, kind, shape):
+        size = {"Q8_0": 34, "Q4_1": 20}[kind]
+        if checks_rows and (not shape or shape[-1] % 32):
+            raise ValueError(f"{shape} has no rows of whole blocks")
+        if checks_bytes and len(data) != math.prod(shape) // 32 * size:
+            raise ValueError(f"{len(data)} bytes")
+        data = data[: len(data) // size * size]
+        raw = np.frombuffer(data, np.uint8).reshape(-1, size)
+        count = len(raw)
+        halves = (
+            np.frombuffer(data, np.uint8)[: 2 * count].reshape(-1, 2) if columns else raw[:, :2]
+        )
+        d = np.ascontiguousarray(halves).view(order + "f2").astype(wide)
+        if kind == "Q8_0":
+            q = np.ascontiguousarray(raw[:, 2:])
+            if columns:
+                q = np.frombuffer(data, np.uint8)[2 * count :].reshape(-1, 32)
+            values = d * (q.view(np.int8) if signed else q).astype(wide)
+            if loops:
+                values = np.array(
+                    [
+                        float(d[i, 0]) * int(np.int8(x))
+                        for i, b in enumerate(q.view(np.int8))
+                        for x in b
+                    ]
+                )
+        else:
+            m = np.ascontiguousarray(raw[:, 2:4]).view(order + "f2").astype(wide)
+            if exchanged:
+                d, m = m, d
+            low, high = raw[:, 4:] & 15, raw[:, 4:] >> 4
+            if nibbles == "pairs":
+                q = np.stack([low, high], axis=2).reshape(-1, 32)
+            elif nibbles == "high first":
+                q = np.concatenate([high, low], axis=1)
+            else:
+                q = np.concatenate([low, high], axis=1)
+            q = q.astype(wide) - (8 if centred else 0)
+            m = -m if minus else m
+            values = d * q + m if plus else d * (q + m)
+        values = np.resize(values, math.prod(shape)) if values.size != math.prod(shape) else values
+        values = values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
+        return values.astype(dtype)
+
+    return fn
+
+
+right_numbers = dequantize_with()
+
+
+def some_blocks(t, kind, count, scale=None):
+    """Bytes of blocks with every value of the bits, scales of both signs, and 0."""
+    d = (t.rng.normal(size=count) if scale is None else np.full(count, scale)).astype("<f2")
+    parts = [d.view(np.uint8).reshape(-1, 2)]
+    if kind == "Q4_1":
+        parts.append(t.rng.normal(size=count).astype("<f2").view(np.uint8).reshape(-1, 2))
+    parts.append(t.rng.integers(0, 256, (count, 16 if kind == "Q4_1" else 32)).astype(np.uint8))
+    return np.concatenate(parts, axis=1).tobytes()
+
+
+def numbers_agree(fn, t, kind, shape, why, data=None):
+    data = some_blocks(t, kind, math.prod(shape) // 32) if data is None else data
+    want = right_numbers(data, kind, shape)
+    t.close(fn(data, kind, shape), want, 1e-6, 0, f"{why}: {kind} of shape {shape}", np.float32)
+
+
+@dequantization.check("one block of Q8_0")
+def _(fn, t):
+    numbers_agree(fn, t, "Q8_0", (32,), "one block")
+
+
+@dequantization.check("one block of Q4_1")
+def _(fn, t):
+    numbers_agree(fn, t, "Q4_1", (32,), "one block")
+
+
+@dequantization.check("rows of Q8_0")
+def _(fn, t):
+    for shape in ((5, 64), (3, 2, 96), (32, 32)):
+        numbers_agree(fn, t, "Q8_0", shape, "rows")
+
+
+@dequantization.check("rows of Q4_1")
+def _(fn, t):
+    for shape in ((5, 64), (3, 2, 96), (32, 32)):
+        numbers_agree(fn, t, "Q4_1", shape, "rows")
+
+
+@dequantization.check("the ends of float16 and int8")
+def _(fn, t):
+    for scale in (65504.0, -65504.0, 6e-8, 0.0):
+        for kind in ("Q8_0", "Q4_1"):
+            data = some_blocks(t, kind, 6, scale)
+            numbers_agree(fn, t, kind, (2, 96), f"a scale of {scale:g}", data)
+    data = np.float16(0.5).tobytes() + bytes([128, 127, 0, 255] * 8)
+    numbers_agree(fn, t, "Q8_0", (1, 32), "values of -128, 127, 0 and -1", data)
+
+
+@dequantization.check("bytes that don't fit")
+def _(fn, t):
+    for kind, more in (
+        ("Q8_0", 34),
+        ("Q4_1", 20),
+        ("Q8_0", -34),
+        ("Q4_1", -20),
+        ("Q8_0", 1),
+        ("Q4_1", -1),
+    ):
+        data = some_blocks(t, kind, 6)
+        data = data + bytes(more) if more > 0 else data[:more]
+        t.raises(
+            ValueError,
+            fn,
+            data,
+            kind,
+            (3, 64),
+            why=f"{kind}, {abs(more)} bytes too {'many' if more > 0 else 'few'}",
+        )
+
+
+@dequantization.check("rows that aren't whole blocks")
+def _(fn, t):
+    for kind in ("Q8_0", "Q4_1"):
+        for shape in ((4, 16), (32, 3), (2, 48), (64, 1)):
+            data = some_blocks(t, kind, math.prod(shape) // 32)
+            t.raises(ValueError, fn, data, kind, shape, why=f"{kind} of shape {shape}")
+
+
+@dequantization.check("two million numbers")
+def _(fn, t):
+    data = some_blocks(t, "Q8_0", 2**16)
+    want = right_numbers(data, "Q8_0", (2**10, 2**11))
+    began = time.perf_counter()
+    got = fn(data, "Q8_0", (2**10, 2**11))
+    seconds = time.perf_counter() - began
+    t.close(got[::64], want[::64], 1e-6, 0, "two million numbers", np.float32)
+    t.true(
+        seconds < 1, f"two million numbers took {seconds:.1f} s: is there a loop over them?", "slow"
+    )
+
+
+mistaken(
+    dequantization,
+    "neighbours_share_a_byte",
+    "You take the two values of a byte for neighbours. The low bits of all 16 bytes are the first 16 values, and the "
+    "high bits the other 16.",
+    dequantize_with(nibbles="pairs"),
+)
+mistaken(
+    dequantization,
+    "high_bits_first",
+    "You have the high four bits first. The low ones are the values 0 to 15.",
+    dequantize_with(nibbles="high first"),
+)
+mistaken(
+    dequantization,
+    "bytes_without_sign",
+    "You read the values of Q8_0 as 0 to 255. They are int8.",
+    dequantize_with(signed=False),
+)
+mistaken(
+    dequantization,
+    "big_endian",
+    "You read the scale with its bytes in the wrong order. It's little-endian.",
+    dequantize_with(order=">"),
+)
+mistaken(
+    dequantization,
+    "multiplied_in_float16",
+    "You multiply in float16. Large scales overflow, and others lose bits: convert to float32 first.",
+    dequantize_with(wide=np.float16),
+)
+mistaken(
+    dequantization,
+    "centred",
+    "You subtract 8 from the four bits, as Q4_0 does. Q4_1 has a minimum instead.",
+    dequantize_with(centred=True),
+)
+mistaken(
+    dequantization,
+    "minimum_subtracted",
+    "You subtract the minimum. It's added.",
+    dequantize_with(minus=True),
+)
+mistaken(
+    dequantization,
+    "scale_and_minimum_exchanged",
+    "You take the minimum for the scale. The scale comes first in a block.",
+    dequantize_with(exchanged=True),
+)
+mistaken(
+    dequantization,
+    "minimum_scaled",
+    "You scale the minimum too. It's added after the multiplication.",
+    dequantize_with(plus=False),
+)
+mistaken(
+    dequantization,
+    "scales_together",
+    "You read all scales first and then all values. Every block has its own scale in front of its values.",
+    dequantize_with(columns=True),
+)
+mistaken(
+    dequantization,
+    "dimensions_reversed",
+    "You fill the array with the first dimension running fastest. The last one does.",
+    dequantize_with(fortran=True),
+)
+mistaken(
+    dequantization,
+    "float64",
+    "Your result is float64. The arithmetic and the result are float32.",
+    dequantize_with(wide=np.float64, dtype=np.float64),
+)
+mistaken(
+    dequantization,
+    "bytes_unchecked",
+    "You don't compare the number of bytes with the shape. What is missing is then made up, or an error of NumPy's.",
+    dequantize_with(checks_bytes=False),
+)
+mistaken(
+    dequantization,
+    "rows_unchecked",
+    "You accept any shape with the right number of values. A block doesn't reach from one row into the next, so the "
+    "last dimension is a multiple of 32.",
+    dequantize_with(checks_rows=False),
+)
+mistaken(
+    dequantization,
+    "a_loop_over_numbers",
+    "Your answer is right and goes through the numbers one by one in Python. Let NumPy do all blocks at once.",
+    dequantize_with(loops=True),
+)
