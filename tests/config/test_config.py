@@ -175,7 +175,7 @@ def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
     assert cfg.provenance("model.attention.kv_rank") == "default"
     assert cfg.replace({"model.attention.kind": "mla"}).model.attention.impl == "xla"
     field = layout().keys["model.attention.kind"]
-    assert get_args(field.annotation) == ("gqa", "mla") and field.default == "gqa"
+    assert get_args(field.annotation) == ("gqa", "mla", "deltanet") and field.default == "gqa"
     assert ModelConfig(attention={"impl": "xla"}).attention == GQAConfig(impl="xla")
 
 

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": LLAMA3 | {"rope_theta": 5e5},
     }),
     "smollm3": ("smollm3", {"num_hidden_layers": 6}),
-    # In narrow heads the products of queries with keys nearly cancel, and the norm that follows enlarges their rounding.
+    # In narrow heads the products of queries with keys nearly cancel, and the norm after them enlarges the rounding.
     "qwen3-next": ("qwen3_next", EXPERTS | {
         "num_hidden_layers": 5, "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 24,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 24,
