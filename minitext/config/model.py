@@ -77,15 +77,11 @@ class GQAConfig(Section):
                 f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}: choose "
                 f"model.kv_heads among {divisors(model.heads)}"
             )
-        if "latents" in model.remat_save:
-            yield (
-                "model.remat_save: only model.attention.kind=mla makes latents: leave them out with "
-                "model.attention.kind=gqa"
-            )
+        yield from _no_latents(model, self.kind)
 
-    def embed_sizes(self) -> dict[str, int]:
-        """Returns other dimensions that are split like `model.embed`, as key -> size: none."""
-        return {}
+    def sizes(self, model: "ModelConfig") -> list[tuple[str, str, int]]:
+        """Returns the dimensions that rules may split, as (its name in the rules, key, size)."""
+        return [("heads", "model.heads", model.heads), ("kv_heads", "model.kv_heads", model.K)]
 
 
 class MLAConfig(Section):
@@ -119,10 +115,53 @@ class MLAConfig(Section):
                 "model.attention.nope_dim, rope_dim and v_dim instead"
             )
 
-    def embed_sizes(self) -> dict[str, int]:
-        """Returns other dimensions that are split like `model.embed`, as key -> size: the latents, rows of matrices."""
-        sizes = {"kv_rank": self.kv_rank} | ({"q_rank": self.q_rank} if self.q_rank else {})
-        return {f"model.attention.{name}": size for name, size in sizes.items()}
+    def sizes(self, model: "ModelConfig") -> list[tuple[str, str, int]]:
+        """Returns what `GQAConfig.sizes` does; latents, as rows of matrices, are split like `model.embed`."""
+        ranks = {"kv_rank": self.kv_rank} | ({"q_rank": self.q_rank} if self.q_rank else {})
+        latents = [("embed", f"model.attention.{name}", size) for name, size in ranks.items()]
+        return [*latents, ("heads", "model.heads", model.heads)]
+
+
+class DeltaNetConfig(Section):
+    """Gated DeltaNet (Yang et al. 2024): attention whose memory of earlier tokens is one matrix for each head.
+
+    It has heads and widths of its own; those of `model`, and its rotary positions, are for other layers. The defaults
+    have the proportions of Qwen3-Next at model.embed=192.
+    """
+
+    kind: Literal["deltanet"] = setting("deltanet", "gated linear attention")
+    key_heads: int = setting(4, "deltanet: heads of queries and keys", ge=1)
+    value_heads: int = setting(8, "deltanet: heads of values, a multiple of key_heads", ge=1)
+    key_dim: int = setting(48, "deltanet: width of a head's queries and keys", ge=1)
+    value_dim: int = setting(48, "deltanet: width of a head's values", ge=1)
+    conv: int = setting(4, "deltanet: tokens that the convolution of q, k and v sees", ge=1)
+
+    def problems(self) -> Iterator[str]:
+        """Checks that each head of keys serves as many heads of values."""
+        if self.value_heads % self.key_heads:
+            yield (
+                f"model.attention.value_heads={self.value_heads} is not divisible by model.attention.key_heads="
+                f"{self.key_heads}: choose model.attention.key_heads among {divisors(self.value_heads)}"
+            )
+
+    def problems_in(self, model: "ModelConfig") -> Iterator[str]:
+        """Checks that no latents are to be kept."""
+        yield from _no_latents(model, self.kind)
+
+    def sizes(self, _model: "ModelConfig") -> list[tuple[str, str, int]]:
+        """Returns what `GQAConfig.sizes` does."""
+        return [
+            ("heads", "model.attention.value_heads", self.value_heads),
+            ("kv_heads", "model.attention.key_heads", self.key_heads),
+        ]
+
+
+def _no_latents(model: "ModelConfig", kind: str) -> Iterator[str]:
+    if "latents" in model.remat_save:
+        yield (
+            "model.remat_save: only model.attention.kind=mla makes latents: leave them out with "
+            f"model.attention.kind={kind}"
+        )
 
 
 def _odd_rope(model: "ModelConfig", width: int, key: str) -> Iterator[str]:
@@ -283,7 +322,9 @@ class ModelConfig(Section):
         | LongRopeConfig
         | NoRopeConfig
     ) = setting(RopeConfig(), "rotary positions", discriminator="kind")
-    attention: GQAConfig | MLAConfig = setting(GQAConfig(), "attention", discriminator="kind")
+    attention: GQAConfig | MLAConfig | DeltaNetConfig = setting(
+        GQAConfig(), "attention", discriminator="kind"
+    )
     ffn: SwiGLUConfig | MoEConfig = setting(SwiGLUConfig(), "feed-forward", discriminator="kind")
 
     @field_validator("attention", "rope", "ffn", mode="before")

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from minitext import hardware
-from minitext.config.model import ModelConfig
+from minitext.config.model import DeltaNetConfig, ModelConfig
 from minitext.config.rope import LongRopeConfig
 from minitext.config.section import cached
 from minitext.errors import DoesNotFit, UserError
@@ -114,9 +114,9 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
     treedef = jax.tree.structure(abstract)
 
-    def run(arrays, tokens_BT, cache, positions_BT=None):
+    def run(arrays, tokens_BT, cache, positions_BT=None, segment_ids_BT=None):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
-        return model(tokens_BT, positions_BT, cache=cache)
+        return model(tokens_BT, positions_BT, segment_ids_BT, cache)
 
     def empty_cache(batch, length):
         cache = make_cache(cfg, batch, length)
@@ -131,7 +131,12 @@ def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Prog
         # Padding stays within the prompt's positions: LongRoPE goes by the largest.
         positions_T = jnp.minimum(jnp.arange(prompt_BT.shape[1]), prompt_length - 1)
         positions_BT = jnp.broadcast_to(positions_T, prompt_BT.shape)
-        logits_BTV, new = run(arrays, prompt_BT, empty_cache(prompt_BT.shape[0], 0), positions_BT)
+        padded_BT = None
+        if has_states(cfg):  # padding would stay in them
+            padded_BT = (jnp.arange(prompt_BT.shape[1]) < prompt_length).astype(jnp.int32)
+            padded_BT = jnp.broadcast_to(padded_BT, prompt_BT.shape)
+        cache = empty_cache(prompt_BT.shape[0], 0)
+        logits_BTV, new = run(arrays, prompt_BT, cache, positions_BT, padded_BT)
         last_BV = jax.lax.dynamic_index_in_dim(logits_BTV, prompt_length - 1, 1, keepdims=False)
         cache = empty_cache(prompt_BT.shape[0], length).append(new)
         # Slots after the prompt hold padding, which new tokens overwrite before anything reads it.
@@ -225,6 +230,12 @@ class Generator:
         return programs
 
 
+def has_states(cfg: ModelConfig) -> bool:
+    """Returns whether any layer keeps a state of the text, from which no token can be taken again."""
+    layers = [layer for stack in cfg.stacks.values() for layer in stack.layers]
+    return any(isinstance(layer.attention, DeltaNetConfig) for layer in layers)
+
+
 def switch_lengths(cfg: ModelConfig) -> set[int]:
     """Returns the lengths beyond which the rotary positions of a whole text are others (LongRoPE)."""
     ropes = [layer.rope for stack in cfg.stacks.values() for layer in stack.layers]
@@ -247,10 +258,9 @@ def check_length(cfg: ModelConfig, batch: int, prompt: int, max_tokens: int, key
     limit = hardware.memory_bytes(jax.local_devices()[0])
     if limit is None:
         return
-    one = jax.eval_shape(lambda: make_cache(cfg, 1, 1))
-    cache = (
-        batch * (prompt + max_tokens) * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
-    )
+    # A part of it grows with the text.
+    fixed, one = (_cache_bytes(cfg, length) for length in (0, 1))
+    cache = batch * (fixed + (prompt + max_tokens) * (one - fixed))
     # On CPUs a quarter of the queries (`blocked_attention`) meets all keys at once, in float32.
     scores = batch * cfg.heads * prompt**2 if hardware.platform() == "cpu" else 0
     if cache + scores > limit:
@@ -261,6 +271,11 @@ def check_length(cfg: ModelConfig, batch: int, prompt: int, max_tokens: int, key
             f"{long} needs {'attention scores' if scores > cache else 'a key-value cache'} of {show_bytes(much)}, and "
             f"the device has {show_bytes(limit)}: ask for less"
         )
+
+
+def _cache_bytes(cfg: ModelConfig, length: int) -> int:
+    cache = jax.eval_shape(lambda: make_cache(cfg, 1, length))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
 def generate(

@@ -70,6 +70,7 @@ class Counts(NamedTuple):
       v: features of its values.
       out: features of the heads' outputs.
       latents: features that all heads share.
+      per_token: floating-point operations for each token, besides products with weights.
     """
 
     split: int
@@ -81,6 +82,7 @@ class Counts(NamedTuple):
     v: int
     out: int
     latents: int
+    per_token: int = 0
 
     @property
     def weights(self) -> int:

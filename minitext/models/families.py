@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from minitext.config.model import MLAConfig, ModelConfig, MoEConfig
+from minitext.config.model import DeltaNetConfig, MLAConfig, ModelConfig, MoEConfig
 from minitext.errors import UserError, did_you_mean
 from minitext.models import convert
 from minitext.models.convert import KEEP, TRANSPOSED, Table, View
@@ -24,6 +24,7 @@ from minitext.models.hf_keys import (
     HeadDim,
     Implied,
     L2Norm,
+    LinearLayers,
     Only,
     QueryScalar,
     Rope,
@@ -76,12 +77,14 @@ class Family(NamedTuple):
       keys: rows between config.json and our keys.
       tensors: rows between the checkpoint and our parameters.
       further_layers: layers after the model's own, which predict further tokens; minitext doesn't read them.
+      ignored: patterns of tensors that minitext doesn't read, such as those layers under another name.
     """
 
     architecture: str
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     further_layers: int = 0
+    ignored: tuple[str, ...] = ()
 
 
 # Views of tensors. Letters as in the book; U, P, R and W are those of `minitext.models.mla`.
@@ -207,6 +210,54 @@ def _from_latents(ours: str, taken: Callable[[MLAConfig], slice]) -> Tensor:
     return Tensor(f"{LAYER}self_attn.kv_b_proj.weight", ours, view)
 
 
+def _gated_queries(ours: str, taken: Callable[[int], slice]) -> Tensor:
+    """Returns the row for queries or their gate: of each head first H features of the queries, then H of the gate."""
+
+    def view(cfg: ModelConfig) -> View:
+        N, H, D = cfg.heads, cfg.H, cfg.embed
+        return View((N * 2 * H, D), (N, 2 * H, D), (ALL, taken(H)), (2, 0, 1))
+
+    return Tensor(f"{LAYER}self_attn.q_proj.weight", ours, view)
+
+
+def _delta(cfg: ModelConfig) -> DeltaNetConfig:
+    assert isinstance(cfg.attention, DeltaNetConfig)
+    return cfg.attention
+
+
+def _of_each_key_head(name: str, **widths: Callable[[DeltaNetConfig], int]) -> tuple[Tensor, ...]:
+    """Returns rows for projections that one tensor holds: for each head of keys some rows of the first, and so on.
+
+    Args:
+      name: of the tensor.
+      **widths: our projections -> how many rows of a head of keys are theirs.
+    """
+
+    def row(place: int) -> Tensor:
+        def view(cfg: ModelConfig) -> View:
+            a, D = _delta(cfg), cfg.embed
+            sizes = [width(a) for width in widths.values()]
+            first, K = sum(sizes[:place]), a.key_heads
+            taken = slice(first, first + sizes[place])
+            return View((K * sum(sizes), D), (K, sum(sizes), D), (ALL, taken), (2, 0, 1))
+
+        ours = f"attention.{list(widths)[place]}.w"
+        return Tensor(f"{LAYER}linear_attn.{name}.weight", ours, view)
+
+    return tuple(row(place) for place in range(len(widths)))
+
+
+def _convolution(ours: str, taken: Callable[[int, int], slice]) -> Tensor:
+    """Returns the row for one part of the convolution of queries, keys and values, [features, 1, J]."""
+
+    def view(cfg: ModelConfig) -> View:
+        a = _delta(cfg)
+        keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
+        return View((2 * keys + values, 1, a.conv), part=(taken(keys, values), 0), order=(1, 0))
+
+    return Tensor(f"{LAYER}linear_attn.conv1d.weight", f"attention.{ours}", view)
+
+
 # Rows of tensors that several families share.
 
 
@@ -266,9 +317,43 @@ def _router(theirs: str) -> Tensor:
     return Tensor(f"{LAYER}{theirs}.weight", "ffn.router", TRANSPOSED)
 
 
+def _where(kind: str, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Returns rows that count in layers with this kind of attention, for another kind may use our names too."""
+    return tuple(row._replace(when=lambda cfg: cfg.attention.kind == kind) for row in rows)
+
+
+def _values_of(a: DeltaNetConfig) -> int:
+    return a.value_heads // a.key_heads
+
+
+DELTANET = (
+    *_of_each_key_head(
+        "in_proj_qkvz",
+        q=lambda a: a.key_dim,
+        k=lambda a: a.key_dim,
+        v=lambda a: _values_of(a) * a.value_dim,
+        gate=lambda a: _values_of(a) * a.value_dim,
+    ),
+    *_of_each_key_head("in_proj_ba", beta=_values_of, decay=_values_of),
+    _convolution("q_conv", lambda keys, _: slice(0, keys)),
+    _convolution("k_conv", lambda keys, _: slice(keys, 2 * keys)),
+    _convolution("v_conv", lambda keys, _: slice(2 * keys, None)),
+    Tensor(f"{LAYER}linear_attn.A_log", "attention.log_rate"),
+    Tensor(f"{LAYER}linear_attn.dt_bias", "attention.time_bias"),
+    _norm("linear_attn.norm", "attention.norm"),
+    *_weight("linear_attn.out_proj", "attention.o"),
+)
 EXPERTS = (
     _router("mlp.gate"),
     *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+)
+SHARED_EXPERT = (
+    *_gated("mlp.shared_expert", "ffn.shared"),
+    Tensor(
+        f"{LAYER}mlp.shared_expert_gate.weight",
+        "ffn.shared_gate",
+        lambda cfg: View(shape=(1, cfg.embed)),
+    ),
 )
 CHOICE_BIAS = Tensor(f"{LAYER}mlp.gate.e_score_correction_bias", "ffn.bias")
 LLAMA = (*ENDS, *QKV, *OUT, *BEFORE, *MLP)
@@ -467,13 +552,46 @@ FAMILIES: dict[str, Family] = {
         (
             *LLAMA,
             *EXPERTS,
-            *_gated("mlp.shared_expert", "ffn.shared"),
-            Tensor(
-                f"{LAYER}mlp.shared_expert_gate.weight",
-                "ffn.shared_gate",
-                lambda cfg: View(shape=(1, cfg.embed)),
-            ),
+            *SHARED_EXPERT,
         ),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        (
+            *_base(offset=True),
+            *_gqa(HeadDim(256), attention__qk_norm="head", attention__gate=True),
+            LinearLayers(),
+            Same("linear_num_key_heads", "attention.key_heads", default=16),
+            Same("linear_num_value_heads", "attention.value_heads", default=32),
+            Same("linear_key_head_dim", "attention.key_dim", default=128),
+            Same("linear_value_head_dim", "attention.value_dim", default=128),
+            Same("linear_conv_kernel_dim", "attention.conv", default=4),
+            every_step(),
+            *_moe(per_token=10, shared_gate=True),
+            SharedWidth(),
+            _switch("norm_topk_prob", "ffn.normalize", default=True),
+            Rope(fraction=0.25),
+            # The convolution has this activation too.
+            Only(hidden_act=("silu", "swish"), attention_bias=False, use_sliding_window=False),
+        ),
+        (
+            *ENDS,
+            *BEFORE,
+            *_where(
+                "gqa",
+                _gated_queries("attention.q.w", lambda H: slice(0, H)),
+                _gated_queries("attention.gate.w", lambda H: slice(H, None)),
+                *_weight("self_attn.k_proj", "attention.k"),
+                *_weight("self_attn.v_proj", "attention.v"),
+                *OUT,
+                *QK_NORM,
+            ),
+            *_where("deltanet", *DELTANET),
+            *MLP,
+            *EXPERTS,
+            *SHARED_EXPERT,
+        ),
+        ignored=("mtp.*",),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -861,7 +979,11 @@ def table(model: ModelConfig, name: str | None = None) -> Table:
     if missing := sorted(shapes - {row.path for row in rows}):
         raise UserError(f"{family.architecture} has no tensor for the parameter {missing[0]}")
     further = range(model.layers, model.layers + family.further_layers)
-    ignored = "*rotary_emb.inv_freq", *(f"model.layers.{layer}.*" for layer in further)
+    ignored = (
+        "*rotary_emb.inv_freq",
+        *family.ignored,
+        *(f"model.layers.{layer}.*" for layer in further),
+    )
     copies = (("lm_head.weight", "model.embed_tokens.weight"),) if model.tie_embeddings else ()
     return Table(tuple(rows), ignored, copies)
 

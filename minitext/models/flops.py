@@ -36,7 +36,8 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
 
     A token's matrix product with P weights takes 2*P operations; only the experts that the token uses count. The two
     products of GQA take 4*N*H*S per token for S keys, and a causal token sees half of the keys on average, or what its
-    window or chunk leaves. Norms, rotations, softmax and rematerialisation are not counted, so a utilisation computed
+    window or chunk leaves. A token of DeltaNet takes three products with each head's state, as in generation. Norms,
+    convolutions, rotations, softmax and rematerialisation are not counted, so a utilisation computed
     from this is MFU (Chowdhery et al. 2022).
 
     Args:
@@ -50,7 +51,7 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
         attention = count_attention(layer)
         weights = attention.weights + VARIANTS[type(layer.ffn)].count(layer, active=True)
         keys = keys_seen(layer, seq_len) if causal else seq_len
-        total += repeats * (2 * weights + attention.per_key * keys)
+        total += repeats * (2 * weights + attention.per_token + attention.per_key * keys)
     return int(3 * tokens * total)
 
 

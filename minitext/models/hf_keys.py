@@ -13,9 +13,9 @@ Chapters: 23.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from minitext.config.model import LAYER_KEYS, GQAConfig, ModelConfig
+from minitext.config.model import LAYER_KEYS, DeltaNetConfig, GQAConfig, ModelConfig
 from minitext.config.section import Section, choices
 from minitext.errors import UserError
 
@@ -152,6 +152,9 @@ def settings(layer: ModelConfig) -> dict[str, Any]:
         flat["attention.scale"] = flat["attention.scale"] or layer.H**-0.5
         if layer.attention.temperature_length is None:
             flat["attention.temperature_scale"] = None
+    if isinstance(layer.attention, DeltaNetConfig):  # these are for other layers
+        others = ("heads", "kv_heads", "head_dim")
+        flat = {k: v for k, v in flat.items() if k not in others and not k.startswith("rope.")}
     return flat
 
 
@@ -266,13 +269,20 @@ def fold(layers: Layers) -> dict[str, Any]:
     dense = next((i for i, layer in enumerate(own) if layer["ffn.kind"] != "swiglu"), 0)
     starts = [0, dense] if all(_as_prefix(layer, own[dense]) for layer in own[:dense]) else [0]
     start = min(starts, key=lambda n: n + _period(own[n:]))
-    base, period = own[start], _period(own[start:])
+    period = _period(own[start:])
+    base = own[start] if start else _base(own[:period])
     keys = {f"model.{k}": v for k, v in (shared | base).items()} | {"model.layers": len(layers)}
     if start:
         keys |= {"model.dense_layers": start, "model.dense_mlp": own[0]["mlp"]}
     if period > 1:
         keys["model.period"] = [_changes(base, layer) for layer in own[start : start + period]]
     return keys
+
+
+def _base(layers: Layers) -> dict[str, Any]:
+    """Returns the layer from which the others differ: one whose attention has settings for how a model runs."""
+    default = ModelConfig.model_fields["attention"].default.kind
+    return next((layer for layer in layers if layer["attention.kind"] == default), layers[0])
 
 
 def _known(layer: dict[str, Any]) -> dict[str, Any]:
@@ -577,6 +587,39 @@ class Types:
             if self.switch:
                 values[self.switch] = key in values
         return values
+
+
+class LinearLayers:
+    """Which layers have DeltaNet, `layer_types`: by default all but each n-th."""
+
+    KINDS: ClassVar = {"linear_attention": "deltanet", "full_attention": "gqa"}
+
+    def read(self, source: Source, layers: Layers) -> None:
+        """Sets the kind of attention of each layer."""
+        step = source.take("full_attention_interval", int, 4)
+        if step < 1:
+            raise source.refuse("full_attention_interval", "choose 1 or more")
+        names = tuple(self.KINDS)
+        types = source.take("layer_types", list, None)
+        types = types or [names[(i + 1) % step == 0] for i in range(len(layers))]
+        if len(types) != len(layers):
+            raise UserError(
+                f"config.json: layer_types has {len(types)} entries for {len(layers)} layers"
+            )
+        for layer, kind in zip(layers, types, strict=True):
+            if kind not in names:
+                raise source.refuse(
+                    "layer_types", f"of {quoted(kind)}, minitext knows {', '.join(names)}"
+                )
+            layer["attention.kind"] = self.KINDS[kind]
+
+    def write(self, target: Target) -> dict[str, Any]:
+        """Returns the types."""
+        back = {ours: theirs for theirs, ours in self.KINDS.items()}
+        kinds = target.each("attention.kind")
+        if unknown := sorted(set(kinds) - set(back)):
+            raise UserError(f"model.attention.kind={unknown[0]} has no entry of layer_types")
+        return {"layer_types": [back[kind] for kind in kinds]}
 
 
 def every(n: int, key: str | None = None) -> Callable[[Source, Layers], list[str]]:

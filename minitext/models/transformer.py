@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext.config.model import (
+    DeltaNetConfig,
     GQAConfig,
     MLAConfig,
     ModelConfig,
@@ -29,6 +30,7 @@ from minitext.config.model import (
 from minitext.config.section import Section
 from minitext.config.sections import PipelineConfig
 from minitext.models.attention import GQA, KVCache
+from minitext.models.deltanet import DeltaNet, StateCache
 from minitext.models.ffn import SwiGLU
 from minitext.models.layers import Embedding, Linear, RMSNorm
 from minitext.models.mla import MLA, LatentCache
@@ -41,11 +43,12 @@ from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflat
 VARIANTS: dict[type[Section], Any] = {
     GQAConfig: GQA,
     MLAConfig: MLA,
+    DeltaNetConfig: DeltaNet,
     SwiGLUConfig: SwiGLU,
     MoEConfig: MoE,
 }
 
-LayerCache = KVCache | LatentCache
+LayerCache = KVCache | LatentCache | StateCache
 
 
 class PatternCache(NamedTuple):

@@ -17,6 +17,7 @@ from minitext.sharding.rules import RULES
 
 # Settings of a layer, and the values for which a formula holds; any other brings arrays that it does not count.
 PLAIN = {
+    "attention.kind": ("gqa", "mla"),
     "norms": ("before",),
     "attention.qkv_bias": (False,),
     "attention.out_bias": (False,),
@@ -32,6 +33,7 @@ PLAIN = {
 
 # The same for what devices send, whose formulas were compared with compiled programs for these values.
 SENT = {
+    "attention.kind": ("gqa", "mla"),
     "norms": ("before", "both"),
     "attention.qk_norm": ("none", "l2", "head"),
     "attention.gate": (False,),

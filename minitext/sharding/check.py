@@ -8,7 +8,7 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
-from minitext.config.model import MoEConfig
+from minitext.config.model import DeltaNetConfig, MoEConfig
 from minitext.config.section import cached, divisors
 from minitext.errors import UserError
 from minitext.sharding.mesh import BATCH_AXES
@@ -34,6 +34,7 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"mesh.{axis}={size} would do the same work {size} times: sharding.rules={cfg.sharding.rules} uses "
                 f"only {usable}"
             )
+    _check_states(cfg, shape["context"])
     rows = _check_batch(cfg, shape)
     check_sizes(cfg, mesh)
     _check_loss(cfg, rules, shape)
@@ -41,6 +42,16 @@ def check_mesh(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     if shape["stage"] > 1:
         count_microbatches(cfg.pipeline, shape["stage"], rows)
     _check_offload(cfg, mesh)
+
+
+def _check_states(cfg: Config, context: int) -> None:
+    stacks = cfg.model.stacks.values()
+    kinds = {type(layer.attention) for stack in stacks for layer in stack.layers}
+    if context > 1 and DeltaNetConfig in kinds:
+        raise UserError(
+            f"mesh.context={context} cannot be combined with model.attention.kind=deltanet in any layer, whose state "
+            "passes along the row from token to token: set mesh.context=1"
+        )
 
 
 def _check_batch(cfg: Config, shape: dict[str, int]) -> int:
@@ -78,13 +89,12 @@ def check_sizes(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
       UserError: if it doesn't; the line names the key to change.
     """
     rules, shape = RULES[cfg.sharding.rules], dict(mesh.shape)
+    kinds = [layer for stack in cfg.model.stacks.values() for layer in stack.layers]
     sizes = [
         ("layers", *_layers(cfg)),
         ("embed", "model.embed", cfg.model.embed),
-        *(("embed", *more) for more in cfg.model.attention.embed_sizes().items()),
-        ("heads", "model.heads", cfg.model.heads),
-        ("kv_heads", "model.kv_heads", cfg.model.K),
-        ("mlp", "model.mlp", cfg.model.mlp),
+        *dict.fromkeys(size for layer in kinds for size in layer.attention.sizes(layer)),
+        *dict.fromkeys(("mlp", "model.mlp", layer.mlp) for layer in kinds),
         ("vocab", "model.vocab", cfg.model.vocab),
         ("seq", "data.seq_len", cfg.data.seq_len),
         ("residual", "data.seq_len", cfg.data.seq_len),
@@ -92,10 +102,11 @@ def check_sizes(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     if isinstance(cfg.model.ffn, MoEConfig):
         sizes.append(("expert", "model.ffn.experts", cfg.model.ffn.experts))
     table = {**rules.table, **rules.optimizer}
+    rings = getattr(cfg.model.attention, "context", None) == "ring"
     for name, key, size in sizes:
         factors = {f"mesh.{axis}={shape[axis]}": shape[axis] for axis in table[name]}
-        if "context" in table[name] and cfg.model.attention.context == "ring":
-            factors["the ring's 2 pieces"] = 2 if shape["context"] > 1 else 1
+        if "context" in table[name] and shape["context"] > 1 and rings:
+            factors["the ring's 2 pieces"] = 2
         if "stage" in table[name] and name == "layers":
             groups = stored_groups(cfg.pipeline, shape["stage"])
             factors[f"pipeline.repeats={groups}"] = groups

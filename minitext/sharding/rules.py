@@ -119,7 +119,7 @@ class ShardingRules:
 
 _WHOLE = dict.fromkeys(
     ("act", "embed", "expert", "head_dim", "heads", "kv_heads", "layers", "mlp", "rank", "residual", "seq",
-     "vocab"), ()
+     "taps", "vocab"), ()
 )  # fmt: skip
 _DP = _WHOLE | {"batch": BATCH_AXES}
 _FSDP = {"embed": ("fsdp",)}

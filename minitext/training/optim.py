@@ -118,8 +118,9 @@ def decay_mask(params: Any) -> Any:
 
 
 def muon_labels(params: Any) -> Any:
-    """Returns `muon` for the matrices between a model's layers, `adam` for scales, embedding and output layer."""
-    return _label(params, lambda n: "muon" if len(n) >= 2 and "vocab" not in n else "adam")
+    """Returns `muon` for matrices between layers, `adam` for scales, convolutions, embedding and output layer."""
+    others = {"vocab", "taps"}
+    return _label(params, lambda n: "muon" if len(n) >= 2 and not others & set(n) else "adam")
 
 
 def _label(params: Any, label: Callable[[tuple[str, ...]], Any]) -> Any:

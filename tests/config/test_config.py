@@ -175,7 +175,7 @@ def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
     assert cfg.provenance("model.attention.kv_rank") == "default"
     assert cfg.replace({"model.attention.kind": "mla"}).model.attention.impl == "xla"
     field = layout().keys["model.attention.kind"]
-    assert get_args(field.annotation) == ("gqa", "mla") and field.default == "gqa"
+    assert get_args(field.annotation) == ("gqa", "mla", "deltanet") and field.default == "gqa"
     assert ModelConfig(attention={"impl": "xla"}).attention == GQAConfig(impl="xla")
 
 
@@ -183,8 +183,8 @@ def test_a_variant_has_its_own_keys_and_is_read_back(tmp_path):
     ("settings", "says"),
     [
         (["model.attention.kv_rank=3"], "has no effect with model.attention.kind=gqa: set model.attention.kind=mla"),
-        (["model.attention.kind=mlp"], "model.attention.kind=mlp (command line): choose gqa or mla"),
-        (["model.attention.kind=[1]"], "choose gqa or mla"),
+        (["model.attention.kind=mlp"], "model.attention.kind=mlp (command line): choose gqa or mla or deltanet"),
+        (["model.attention.kind=[1]"], "choose gqa or mla or deltanet"),
         ([*MLA, "model.attention.rope_dim=5"], "model.attention.rope_dim=5 is odd"),
         ([*MLA, "model.attention.rope_dim=wide"], "model.attention.rope_dim=wide (command line): input should be"),
         ([*MLA, "model.attention.v_dim=0"], "model.attention.v_dim=0 (command line): input should be greater"),

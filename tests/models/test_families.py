@@ -20,8 +20,8 @@ from tests.conftest import audit_but
 from tests.models import tiny_models
 from tests.models.tiny_models import CASES, ORIGINAL, PLAIN, SIZES, tokens
 
-# Between them: scaled rotations, windows and periods, latents, groups and a dense prefix, sinks and biases.
-QUICK = ("llama3", "gemma3", "deepseek", "gpt-oss")
+# Between them: scaled rotations, windows and periods, latents, groups and a dense prefix, sinks and biases, states.
+QUICK = ("llama3", "gemma3", "deepseek", "gpt-oss", "qwen3-next")
 LENGTH = 24  # beyond each window, chunk and original length of `CASES`
 WITHIN = 2e-5  # of the largest logit
 
@@ -62,6 +62,13 @@ def test_logits_at_every_length(case, pair):
         assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN, length
 
 
+@pytest.mark.audit
+@pytest.mark.parametrize("length", [63, 64, 65, 130])
+def test_logits_on_both_sides_of_a_chunk_of_states(length, pair):
+    both, tokens_BT = pair("qwen3-next"), tokens(length)
+    assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN
+
+
 @pytest.mark.parametrize("case", audit_but(("gemma3",), CASES))
 @pytest.mark.parametrize("length", [3, ORIGINAL - 2])
 def test_greedy_tokens(case, length, pair):
@@ -86,6 +93,8 @@ def test_gradients(case, pair):
         "model.norm.weight",
         "model.layers.0.self_attn.o_proj.weight",
     ]
+    if case == "qwen3-next":
+        names[2:] = [f"model.layers.0.linear_attn.{x}" for x in ("in_proj_qkvz.weight", "A_log")]
     found = gradients_of_theirs(both.theirs, tokens_BT)
 
     def loss(model):
@@ -367,7 +376,7 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624, "olmo2-7b": 7_298_617_344,
     "phi3-mini": 3_821_079_552, "phi4": 14_659_507_200, "deepseek-v3": 671_026_419_200,
     "kimi-k2": 1_026_408_232_448, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
-    "glm4.5": 352_797_829_024, "llama4-scout": 107_769_861_120,
+    "glm4.5": 352_797_829_024, "llama4-scout": 107_769_861_120, "qwen3-next": 79_674_391_296,
 }  # fmt: skip
 
 
