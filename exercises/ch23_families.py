@@ -5,13 +5,16 @@ import numpy as np
 
 # EXERCISE 23.rope_layout
 def reorder_rotary(rows, heads, fraction, layout):
-    """Reorder the rows of a query or key projection for the other pairing of rotary features.
+    """Reorder a projection's rows for the other pairing of rotary features.
 
     Args:
-      rows: NumPy array [heads * H, ...]: a weight [heads * H, D], its bias [heads * H], or more dimensions.
+      rows: NumPy array [heads * H, ...]: a weight [heads * H, D] of queries or
+        keys, its bias [heads * H], or more dimensions.
       heads: heads of this projection, a Python int.
-      fraction: share of each head's H features that rotate: the first int(H * fraction), an even number.
-      layout: the pairing that the result has, "half" or "interleaved"; `rows` has the other one.
+      fraction: share of each head's H features that rotate: the first
+        int(H * fraction), an even number.
+      layout: the pairing that the result has, "half" or "interleaved"; `rows`
+        has the other one.
 
     Returns:
       NumPy array with the shape and the dtype of `rows`.
@@ -28,8 +31,10 @@ def scaled_frequencies(pairs, theta, factor, low_freq_factor, high_freq_factor, 
       pairs: how many pairs of features rotate, a Python int.
       theta: base of the frequencies.
       factor: what slow frequencies are divided by, at least 1.
-      low_freq_factor: wavelengths above original_length / low_freq_factor are stretched.
-      high_freq_factor: wavelengths below original_length / high_freq_factor are kept; at least low_freq_factor.
+      low_freq_factor: wavelengths above original_length / low_freq_factor are
+        stretched.
+      high_freq_factor: wavelengths below original_length / high_freq_factor are
+        kept; at least low_freq_factor.
       original_length: tokens of the texts that the model was first trained on.
 
     Returns:
@@ -45,14 +50,16 @@ def convert_names(tensors, rows, shapes):
 
     Args:
       tensors: dict, name -> NumPy array.
-      rows: list of (pattern, path, transform). A pattern is a tensor's name; `{layer}` in it stands for the
-        number of a layer. A path is our parameter's, such as "blocks.ffn.up". A transform is a function of
-        one tensor that returns it as our parameter, of one layer.
-      shapes: dict, path -> shape of every parameter that the model has, a tuple. Where the pattern has
-        `{layer}`, its first entry is the number of layers.
+      rows: list of (pattern, path, transform). A pattern is a tensor's name;
+        `{layer}` in it stands for the number of a layer. A path is our
+        parameter's, such as "blocks.ffn.up". A transform is a function of one
+        tensor that returns it as our parameter, of one layer.
+      shapes: dict, path -> shape of every parameter that the model has, a
+        tuple. Where the pattern has `{layer}`, its first entry is the number
+        of layers.
 
     Returns:
-      Nested dicts: the parameter of "blocks.ffn.up" is at ["blocks"]["ffn"]["up"].
+      Nested dicts: that of "blocks.ffn.up" is at ["blocks"]["ffn"]["up"].
 
     Raises:
       ValueError: naming what is missing, left over, or of a wrong shape.
@@ -68,13 +75,15 @@ def dequantize(data, kind, shape):
     Args:
       data: bytes of the whole tensor.
       kind: "Q8_0" or "Q4_1".
-      shape: tuple, the slowest dimension first. The last is a multiple of 32, or the tensor is refused.
+      shape: tuple, the slowest dimension first. The last is a multiple of 32, or
+        the tensor is refused.
 
     Returns:
       float32 NumPy array of that shape.
 
     Raises:
-      ValueError: if the last dimension isn't a multiple of 32, or the number of bytes is wrong.
+      ValueError: if the last dimension isn't a multiple of 32, or the number of
+        bytes is wrong.
     """
     # YOUR CODE HERE
     raise NotImplementedError("23.dequantize")
