@@ -262,9 +262,8 @@ class Sizes:
     def norms(self) -> tuple[int, ...]:
         """Widths of a layer's norms of the residual stream, and of MLA's latents: FSDP splits them all."""
         m = self.model
-        return (m.embed,) * (4 if m.norms == "both" else 2) + tuple(
-            m.attention.embed_sizes().values()
-        )
+        latents = [size for name, _, size in m.attention.sizes(m) if name == "embed"]
+        return (m.embed,) * (4 if m.norms == "both" else 2) + tuple(latents)
 
     @property
     def embed_biases(self) -> tuple[int, ...]:
