@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import pydoc
 import re
 import tomllib
@@ -59,6 +60,16 @@ def test_chapters_are_executed_and_errors_are_fatal():
     execute = book_config()["execute"]
     assert execute["execute_notebooks"] in ("force", "cache")
     assert execute["raise_on_error"] and not execute.get("allow_errors")
+
+
+def test_cells_that_draw_have_alternative_text():
+    """The built page's test asks for the same of each image, after half an hour."""
+    for chapter in chapters():
+        for cell in json.loads((ROOT / chapter).read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] != "code" or "plt." not in (source := "".join(cell["source"])):
+                continue
+            image = cell["metadata"].get("mystnb", {}).get("image", {})
+            assert image.get("alt"), f"{chapter} draws without alternative text: {source[:80]}"
 
 
 def test_reference_has_every_module(generate):
