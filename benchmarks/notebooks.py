@@ -214,7 +214,7 @@ def environments(
 
 
 def main() -> None:
-    made = common.parser(__doc__)
+    made = common.parser(__doc__ or "")
     made.add_argument("chapters", nargs="*", help="such as 01 15; all by default")
     kinds = ("setup", "lab", "lowest")
     made.add_argument("--environment", nargs="+", choices=kinds, default=kinds)

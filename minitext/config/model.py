@@ -4,7 +4,7 @@ Chapters: 6.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError, field_validator
 
@@ -135,6 +135,10 @@ class DeltaNetConfig(Section):
     key_dim: int = setting(48, "deltanet: width of a head's queries and keys", ge=1)
     value_dim: int = setting(48, "deltanet: width of a head's values", ge=1)
     conv: int = setting(4, "deltanet: tokens that the convolution of q, k and v sees", ge=1)
+
+    # Nothing to choose: XLA runs it, over sequences that stay in one piece and in the text's order.
+    impl: ClassVar[AttentionImpl] = "xla"
+    context: ClassVar[ContextMethod] = "allgather"
 
     def problems(self) -> Iterator[str]:
         """Checks that each head of keys serves as many heads of values."""

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from minitext import kernels
-from minitext.config.model import GQAConfig, MLAConfig, ModelConfig
+from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig
 from minitext.kernels.attention.mask import Mask
 from minitext.models.layers import Linear, RMSNorm, rms_norm
 from minitext.models.rope import rope
@@ -205,9 +205,9 @@ def _temperature(a: GQAConfig, positions_BT: jax.Array) -> jax.Array:
     return (1 + a.temperature_scale * jnp.log1p(lengths))[:, :, None, None]
 
 
-def attention_options(options: GQAConfig | MLAConfig) -> dict[str, Any]:
+def attention_options(options: GQAConfig | MLAConfig | DeltaNetConfig) -> dict[str, Any]:
     """Returns the keyword arguments of attention's implementations that tell a layer from plain causal attention."""
-    if isinstance(options, MLAConfig):
+    if not isinstance(options, GQAConfig):
         return {}
     more: dict[str, Any] = {}
     if options.window is not None or options.chunk is not None:

@@ -66,7 +66,7 @@ class StateCache(NamedTuple):
     state: Any
     length: jax.Array | int
 
-    def append(self, new: "StateCache") -> "StateCache":
+    def append(self, new: Any) -> "StateCache":
         """Returns the cache after the tokens of another one, whose state has these tokens' in it already."""
         return new._replace(length=self.length + new.length)
 

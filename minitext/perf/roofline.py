@@ -81,8 +81,7 @@ def count_step(cfg: Config, chip: str | None = None) -> list[Operation]:
     means cuDNN's attention, XLA's is counted: a jaxpr does not show what cuDNN does.
     """
     row = hardware.CHIPS[chip] if chip else None
-    impl = getattr(cfg.model.attention, "impl", None)  # linear attention has none
-    if row and row.platform == "gpu" and impl == "auto":
+    if row and row.platform == "gpu" and cfg.model.attention.impl == "auto":
         cfg = cfg.replace({"model.attention.impl": "xla"})
     mesh = abstract_mesh(chip=row)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
-from minitext.config.model import MLAConfig, ModelConfig, MoEConfig
+from minitext.config.model import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from minitext.errors import UserError
 from minitext.models.flops import all_layers, count_attention
 from minitext.sharding import pipeline_schedule as schedule
@@ -241,7 +241,8 @@ class Sizes:
             found += [Matrix(a.q_rank or D, keys // t, "columns"), Matrix(D, R + a.rope_dim)]
             found += [Matrix(R, N * width // t, "columns") for width in (a.nope_dim, a.v_dim)]
         else:
-            widths = N * m.H, m.K * m.H, m.K * m.H, *((N * m.H,) if a.gate else ())
+            gate = (N * m.H,) if isinstance(a, GQAConfig) and a.gate else ()
+            widths = N * m.H, m.K * m.H, m.K * m.H, *gate
             found = [Matrix(D, width // t, "columns") for width in widths]
         found.append(Matrix(out // t, D, "rows"))
         if F := m.mlp * (self.moe.shared_experts if self.moe else 1) // t:
