@@ -35,6 +35,7 @@ from minitext.models.hf_keys import (
     TypedRope,
     Types,
     Unrotated,
+    Unused,
     Window,
     differences,
     every,
@@ -442,10 +443,7 @@ GROUPED = (
     # Their biases exist, and move by this much in DeepSeek-V3's training.
     Fixed(ffn__router="sigmoid", ffn__bias_rate=0.001),
 )
-SOFTCAPS = (
-    Same("attn_logit_softcapping", "attention.softcap", kind=float, default=None),
-    Same("final_logit_softcapping", "logit_softcap", kind=float, default=None),
-)
+FINAL_SOFTCAP = _same_float("final_logit_softcapping", "logit_softcap", None)
 GEMMA = (
     EmbedScale(),
     QueryScalar(),
@@ -605,7 +603,8 @@ FAMILIES: dict[str, Family] = {
             ),
             *_gqa(HeadDim(256)),
             *GEMMA,
-            *SOFTCAPS,
+            _same_float("attn_logit_softcapping", "attention.softcap", None),
+            FINAL_SOFTCAP,
             Types(every(2)),
             Rope(),
         ),
@@ -623,7 +622,8 @@ FAMILIES: dict[str, Family] = {
             ),
             *_gqa(HeadDim(256), attention__qk_norm="head"),
             *GEMMA,
-            *SOFTCAPS,
+            FINAL_SOFTCAP,  # its configuration has one for attention too, which its model never reads
+            Unused("attn_logit_softcapping"),
             Types(every(6, "sliding_window_pattern")),
             TypedRope(1e6, 1e4, "rope_local_base_freq"),
         ),

@@ -408,6 +408,25 @@ class Only:
 
 
 @dataclass(frozen=True)
+class Unused:
+    """A key of a family's config.json that changes nothing in its model, whatever its value.
+
+    Attributes:
+      hf: the key.
+    """
+
+    hf: str
+
+    def read(self, source: Source, layers: Layers) -> None:
+        """Passes over it."""
+        source.unread.discard(self.hf)
+
+    def write(self, target: Target) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
 class HeadDim:
     """The width of a head.
 
