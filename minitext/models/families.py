@@ -413,9 +413,10 @@ def _dense() -> Row:
     return Same("intermediate_size", "mlp")
 
 
-def _moe(experts: str = "num_experts", per_token: int | object = 8, **ours: Any) -> tuple[Row, ...]:
+def _moe(count: int, per_token: int, key: str = "num_experts", **ours: Any) -> tuple[Row, ...]:
+    """Experts, with transformers' numbers where config.json has none, as in a model whose layers are all dense."""
     return (
-        Same(experts, "ffn.experts"),
+        Same(key, "ffn.experts", default=count),
         Same("num_experts_per_tok", "ffn.experts_per_token", default=per_token),
         Fixed(**{f"ffn__{key}": value for key, value in ours.items()}),
     )
@@ -480,7 +481,7 @@ FAMILIES: dict[str, Family] = {
             *_gqa(),
             SPARSE,
             _dense(),
-            *_moe("num_local_experts", 2),
+            *_moe(8, 2, "num_local_experts"),
             Window(),
             Rope(1e6),
         ),
@@ -516,7 +517,7 @@ FAMILIES: dict[str, Family] = {
             *_base(),
             *_gqa(attention__qk_norm="head"),
             every_step(),
-            *_moe(),
+            *_moe(128, 8),
             _switch("norm_topk_prob", "ffn.normalize"),
             _switch("attention_bias", *BIASES),
             Window(4096, "use_sliding_window"),
@@ -530,8 +531,8 @@ FAMILIES: dict[str, Family] = {
             *_base(),
             *_gqa(),
             every_step(),
-            *_moe(per_token=4, shared_gate=True),
-            SharedWidth(),
+            *_moe(60, 4, shared_gate=True),
+            SharedWidth(5632),
             _switch("norm_topk_prob", "ffn.normalize"),
             _switch("qkv_bias", "attention.qkv_bias", default=True),
             Types(
@@ -565,8 +566,8 @@ FAMILIES: dict[str, Family] = {
             Same("linear_value_head_dim", "attention.value_dim", default=128),
             Same("linear_conv_kernel_dim", "attention.conv", default=4),
             every_step(),
-            *_moe(per_token=10, shared_gate=True),
-            SharedWidth(),
+            *_moe(512, 10, shared_gate=True),
+            SharedWidth(512),
             _switch("norm_topk_prob", "ffn.normalize", default=True),
             Rope(fraction=0.25),
             # The convolution has this activation too.
@@ -689,7 +690,7 @@ FAMILIES: dict[str, Family] = {
             Same("qk_rope_head_dim", "attention.rope_dim", default=64),
             Same("v_head_dim", "attention.v_dim", default=128),
             first_dense(3),
-            *_moe("n_routed_experts", 8),
+            *_moe(256, 8, "n_routed_experts"),
             *GROUPED,
             Rope(),
             Implied("num_key_value_heads", ("heads",)),
@@ -731,7 +732,7 @@ FAMILIES: dict[str, Family] = {
             ),
             _switch("attention_bias", "attention.qkv_bias"),
             first_dense(1),
-            *_moe("n_routed_experts", 8),
+            *_moe(128, 8, "n_routed_experts"),
             *GROUPED,
             Rope(fraction=0.5),
         ),
@@ -758,7 +759,7 @@ FAMILIES: dict[str, Family] = {
             _switch("attention_bias", *BIASES, default=True),
             SPARSE,
             _dense(),
-            *_moe("num_local_experts", 4, activation="clamped", bias=True, router_bias=True),
+            *_moe(128, 4, "num_local_experts", activation="clamped", bias=True, router_bias=True),
             Types(every(2), 128),
             Rope(
                 150_000.0,
@@ -814,8 +815,9 @@ FAMILIES: dict[str, Family] = {
             ),
             expert_rows(),
             *_moe(
-                "num_local_experts",
+                16,
                 1,
+                "num_local_experts",
                 router="sigmoid",
                 normalize=False,
                 scale_input=True,

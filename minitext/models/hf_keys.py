@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from minitext.config.model import LAYER_KEYS, DeltaNetConfig, GQAConfig, ModelConfig
+from minitext.config.rope import RopeConfig
 from minitext.config.section import Section, choices
 from minitext.errors import UserError
 
@@ -40,6 +41,8 @@ WITHOUT_EFFECT = {
 _OF_A_RUN = ("attention.impl", "attention.context", "ffn.capacity_factor", "ffn.balance_loss")
 _OF_A_RUN += ("ffn.z_loss", "dtype", "scan_layers", "remat", "remat_save")
 _OF_THE_MODEL = ("layers", "dense_layers", "dense_mlp", "period")
+
+HEADS = ("heads", "kv_heads", "head_dim")
 
 # Names of one key; versions of transformers write one or the other.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -119,7 +122,10 @@ class Target(NamedTuple):
         return [settings(layer).get(key) for layer in self.layers]
 
     def one(self, key: str) -> Any:
-        """Returns the value that all layers with this key share; None if none has it.
+        """Returns the value that all layers with this key share.
+
+        A size of heads that no layer uses, because all have DeltaNet, is the configuration's own. For another key that
+        no layer has, the value is None.
 
         Raises:
           UserError: if they differ.
@@ -127,6 +133,8 @@ class Target(NamedTuple):
         values = {settings(layer)[key] for layer in self.layers if key in settings(layer)}
         if len(values) > 1:
             raise UserError(f"model.{key} differs between layers, and config.json has one value")
+        if not values and key in HEADS:
+            return getattr(self.layers[0], key)
         return values.pop() if values else None
 
 
@@ -153,8 +161,7 @@ def settings(layer: ModelConfig) -> dict[str, Any]:
         if layer.attention.temperature_length is None:
             flat["attention.temperature_scale"] = None
     if isinstance(layer.attention, DeltaNetConfig):  # these are for other layers
-        others = ("heads", "kv_heads", "head_dim")
-        flat = {k: v for k, v in flat.items() if k not in others and not k.startswith("rope.")}
+        flat = {k: v for k, v in flat.items() if k not in HEADS and not k.startswith("rope.")}
     return flat
 
 
@@ -805,14 +812,20 @@ def expert_rows() -> Experts:
     return Experts(sparse, back, dense="intermediate_size_mlp", width="intermediate_size")
 
 
+@dataclass(frozen=True)
 class SharedWidth:
-    """The width of the shared experts together, a multiple of one expert's (Qwen)."""
+    """The width of the shared experts together, a multiple of one expert's (Qwen).
 
-    KEY = "shared_expert_intermediate_size"
+    Attributes:
+      default: transformers' width where config.json has none.
+    """
+
+    KEY: ClassVar = "shared_expert_intermediate_size"
+    default: int
 
     def read(self, source: Source, layers: Layers) -> None:
         """Sets their number."""
-        width = source.take(self.KEY, int)
+        width = source.take(self.KEY, int, self.default)
         one = next((layer["mlp"] for layer in layers if layer["ffn.kind"] == "moe"), width)
         if min(width, one) < 1 or width % one:
             raise source.refuse(
@@ -989,10 +1002,13 @@ class TypedRope:
 
 
 def _rotated(layers: Sequence[ModelConfig]) -> ModelConfig:
-    """Returns the first layer with rotary positions, whose settings all others that rotate must share."""
+    """Returns the first layer with rotary positions, whose settings all others that rotate must share.
+
+    If none rotates, config.json has some all the same, and other keys switch them off.
+    """
     rotated = [layer for layer in layers if layer.rope.kind != "none"]
     if not rotated:
-        raise UserError("model.rope.kind=none in all layers has no place in config.json")
+        return layers[0].model_copy(update={"rope": RopeConfig()})
     if any(layer.rope != rotated[0].rope for layer in rotated):
         raise UserError("model.rope differs between layers, and config.json has one")
     return rotated[0]

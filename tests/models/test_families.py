@@ -14,11 +14,19 @@ from minitext.config.config import presets
 from minitext.errors import UserError
 from minitext.inference.generate import Sampling, generate
 from minitext.models import convert, families, flops
-from minitext.models.hf_keys import each_layer, fold, settings
+from minitext.models.hf_keys import differences, each_layer, fold, settings
 from minitext.models.transformer import Transformer
 from tests.conftest import audit_but
 from tests.models import tiny_models
-from tests.models.tiny_models import CASES, ORIGINAL, PLAIN, SIZES, tokens
+from tests.models.tiny_models import (
+    CASES,
+    EXPERTS,
+    LATENTS,
+    ORIGINAL,
+    PLAIN,
+    SIZES,
+    tokens,
+)
 
 # Between them: scaled rotations, windows and periods, latents, groups and a dense prefix, sinks and biases, states.
 QUICK = ("llama3", "gemma3", "deepseek", "gpt-oss", "qwen3-next")
@@ -136,6 +144,33 @@ def test_what_comes_in_goes_out(case, pair):
     assert config["model_type"] == both.name
     again = families.model_of(families.config(config))
     assert each_layer(again) == each_layer(both.cfg)
+
+
+DENSE = EXPERTS | {"mlp_only_layers": [0, 1, 2], "num_experts": 8}
+SHARED = {"shared_expert_intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("deepseek_v3", LATENTS | EXPERTS | {"first_k_dense_replace": 3}),
+        ("glm4_moe", EXPERTS | {"first_k_dense_replace": 3}),
+        ("llama4_text", {"moe_layers": [], "intermediate_size_mlp": 40}),
+        ("llama4_text", {"no_rope_layers": [0, 0, 0]}),
+        ("qwen2_moe", DENSE | SHARED),
+        ("qwen3_moe", DENSE),
+        ("qwen3_next", DENSE | SHARED),
+        ("qwen3_next", EXPERTS | SHARED | {"layer_types": ["linear_attention"] * 3}),
+        ("smollm3", {"no_rope_layers": [0, 0, 0]}),
+    ],
+)
+def test_a_model_without_one_kind_of_layer_goes_out(family, values):
+    from transformers import AutoConfig
+
+    given = AutoConfig.for_model(family, **SIZES | values).to_dict()
+    model = families.model_of(families.config(given))
+    config = families.to_hf(model, 64, family)
+    assert not differences(families.model_of(families.config(config)), model)
 
 
 @pytest.mark.audit

@@ -49,7 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "gemma3": ("gemma3_text", {
         "num_hidden_layers": 8, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20,
-        "rope_parameters": {
+        "attn_logit_softcapping": 2.0,  # in its configuration, and read by nothing
+        "final_logit_softcapping": 3.0, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": PLAIN,
         },
     }),
