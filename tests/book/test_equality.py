@@ -24,7 +24,7 @@ MLA = (
 # What tells published families apart: each in one of these.
 PATTERNS = {
     "windows": [
-        "model.layers=3", "model.period=[{}, {attention: {window: null}, rope: {theta: 1.0e6}}]", "model.norms=both",
+        "model.layers=4", "model.period=[{}, {attention: {window: null}, rope: {theta: 1.0e6}}]", "model.norms=both",
         "model.attention.window=5", "model.attention.softcap=20.0", "model.attention.scale=0.3",
         "model.attention.qk_norm=head", "model.norm_offset=true", "model.embed_scale=8.0", "model.logit_scale=0.1",
         "model.logit_softcap=10.0",

@@ -96,7 +96,7 @@ def masks(draw, T):
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]), segmented=st.booleans(),
     softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_it_equals_the_reference_in_value_and_gradient(
     data, seed, T, heads, segmented, softcap, sinks
 ):

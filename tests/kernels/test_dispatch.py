@@ -1,6 +1,8 @@
 """Every implementation of an operation against a float64 oracle, and the dispatch between them."""
 
 import functools
+import os
+import os
 import subprocess
 import sys
 
@@ -18,7 +20,7 @@ from minitext.kernels import dispatch
 from minitext.kernels.attention import cudnn
 from minitext.kernels.attention.mask import Mask
 from minitext.sharding.mesh import make_mesh
-from tests.conftest import TINY, audit_but
+from tests.conftest import QUICK_FLAGS, TINY, audit_but
 from tests.kernels import dense
 
 IMPLS = [impl for op, impl in kernels.IMPLEMENTATIONS if op == "attention"]
@@ -273,7 +275,8 @@ def test_training_on_a_cpu_imports_only_what_it_needs(tmp_path):
         print(*(name for name in sys.modules if name.startswith("minitext.")))
     """
     command = [sys.executable, "-c", code]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    quick = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=quick).stdout
     loaded = lines.splitlines()[-1].split()
     assert "minitext.kernels.attention.xla" in loaded
     foreign = {"tpu", "gpu", "cudnn", "tpu_grid", "gpu_blocks", "tiles_tpu", "tiles_gpu", "cases"}

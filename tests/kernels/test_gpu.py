@@ -86,7 +86,7 @@ def masks(draw, T=64):
     seed=st.integers(0, 99), T=st.sampled_from([5, 64, 100]), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     mask=masks(100), packed=st.booleans(), softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_flash_attention_is_the_reference(seed, T, heads, mask, packed, softcap, sinks):
     q, k, v, segments, sinks_N = attention_inputs(seed, T, *heads)
     args = q, k, v, *([sinks_N] if sinks else [])
@@ -204,7 +204,7 @@ def grouped_by_definition(lhs_MK, rhs_GKN, group_sizes_G):
     seed=st.integers(0, 99), shape=st.sampled_from([(100, 48, 40), (64, 32, 64), (7, 5, 3)]), rest=st.integers(0, 9),
     cuts=st.lists(st.integers(0, 100), min_size=1, max_size=4),
 )  # fmt: skip
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_grouped_matmul_is_its_definition(seed, shape, rest, cuts):
     M, K, N = shape
     rng, owned = np.random.default_rng(seed), max(0, M - rest)

@@ -68,7 +68,7 @@ def far(got, want):
     V=st.sampled_from([1, 128, 300]), dtype=st.sampled_from(["float32", "bfloat16"]),
     size=st.sampled_from([3.0, 90.0]), cores=st.sampled_from([1, 2]),
 )  # fmt: skip
-@settings(max_examples=3)
+@settings(max_examples=2)
 # A token whose largest logit is 77, which float32 holds to 4e-6: the backward pass must not sum it in another order.
 @example(seed=0, X=1, D=256, V=128, dtype="float32", size=90.0, cores=1)
 def test_values_and_gradients_are_the_definition(seed, X, D, V, dtype, size, cores):

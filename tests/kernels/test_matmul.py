@@ -42,7 +42,7 @@ def factors(seed, M, K, N, dtype):
     activation=st.sampled_from(list(ACTIVATIONS)), has_bias=st.booleans(),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )  # fmt: skip
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_it_is_the_product_and_its_gradient(seed, M, K, N, tiles, activation, has_bias, dtype):
     *xw, bias = factors(seed, M, K, N, dtype)
     args = (*xw, bias) if has_bias else tuple(xw)

@@ -70,7 +70,7 @@ def layouts(draw):
     H=st.sampled_from([8, 128]), dtype=st.sampled_from(["float32", "bfloat16"]),
     size=st.sampled_from([1.0, 60.0]), cores=st.sampled_from([1, 2]), steps=st.sampled_from([1, 2]),
 )  # fmt: skip
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_values_are_the_definition(seed, layout, heads, H, dtype, size, cores, steps):
     lengths, S, X = layout
     S = S if dtype == "float32" else 16
