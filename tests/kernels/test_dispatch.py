@@ -2,7 +2,6 @@
 
 import functools
 import os
-import os
 import subprocess
 import sys
 
