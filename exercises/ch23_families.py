@@ -87,3 +87,23 @@ def dequantize(data, kind, shape):
     """
     # YOUR CODE HERE
     raise NotImplementedError("23.dequantize")
+
+
+# EXERCISE 23.sliding_window_cache
+def window_attention(q_TNH, k_TKH, v_TKH, window, cache=None):
+    """Attention of new tokens within a window, and the ring buffer that the next tokens need.
+
+    Args:
+      q_TNH: [T, N, H] float32, queries of T new tokens.
+      k_TKH: [T, K, H] float32, their keys; each key head serves N / K neighbouring query heads.
+      v_TKH: [T, K, H] float32, their values.
+      window: how many tokens a query sees, its own among them.
+      cache: what an earlier call returned, or None before the first token.
+
+    Returns:
+      (out_TNH, cache): float32 [T, N, H], and (keys, values, length). Keys and values are float32
+      [window, K, H]; token t is in slot t % window, and a slot that holds no token yet is 0. Length is the
+      number of all tokens so far, a Python int.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("23.sliding_window_cache")

@@ -1155,3 +1155,296 @@ mistaken(
     "Your answer is right and goes through the numbers one by one in Python. Let NumPy do all blocks at once.",
     dequantize_with(loops=True),
 )
+
+# -------------------------------------------------------------------------- sliding_window_cache
+
+window_cache = Exercise(
+    "23.sliding_window_cache",
+    title="A cache no longer than the window",
+    function="window_attention",
+    minutes=30,
+    points=15,
+    forbid=("minitext.inference", "minitext.kernels", "minitext.models"),
+    statement="""
+In a layer with a window, the query at position t sees positions t - window + 1 to t. An older key is never needed
+again, so a cache of `window` slots is enough: a ring buffer, in which token t is in slot t % window and overwrites the
+one that was there.
+
+Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes the attention of T new tokens and returns
+`(out_TNH, cache)`, with the cache that the next call gets.
+
+- T is 1 when a model decodes. In prefill it's any number: more than the window, or another piece of a text that has
+  begun. A text in pieces, whatever their lengths, gives the same output as the text in one call.
+- Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
+- The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the number of all tokens so far as a
+  Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
+- A caller may go on from the same cache twice, so don't change it. The output is float32, also where logits are large.
+""",
+    hints=(
+        "The text has 10 tokens, the window is 4, and 3 more tokens come. Which positions does the first of them see, "
+        "and in which slots are they? Which of those slots will the other two overwrite?",
+        "Compute the attention first, over the tokens in the ring and the new ones together, with the position of "
+        "each. Update the ring afterwards. Of more new tokens than `window`, only the last ones stay.",
+        "`kept = np.arange(max(0, length - window), length)` are the positions in the ring, `kept % window` their "
+        "slots. Concatenate these keys with the new ones; query t sees position s where t - window < s <= t. Then "
+        "`keys = old.copy()` and `keys[(length + new) % window] = k_TKH[new]` with "
+        "`new = np.arange(max(0, T - window), T)`.",
+    ),
+)
+
+
+def window_with(
+    *, more=0, causal=True, neighbours=True, scaled=True, ring_first=False, empty=False, from_zero=False,
+    adds=True, keeps_last=True, in_place=False, list_=False, safe=True, dtype=np.float32, forgets=False,
+    whole_int=True, seen_from="keys",
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(q_TNH, k_TKH, v_TKH, window, cache=None):
+        (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
+        if cache is None:
+            cache = (np.zeros((window, K, H), np.float32), np.zeros((window, K, H), np.float32), 0)
+        old_k, old_v, length = cache
+        new = np.arange(max(0, T - window), T) if keeps_last else np.arange(min(T, window))
+        slots = (new if from_zero else length + new) % window
+        keys, values = (old_k, old_v) if in_place else (old_k.copy(), old_v.copy())
+        kept = np.arange(max(0, length - window), length)
+        if list_:
+            held = old_k[window - len(kept) :], old_v[window - len(kept) :]
+        else:
+            held = old_k[kept % window], old_v[kept % window]
+        seen = held[0].copy(), held[1].copy()
+        if list_:
+            keys = np.concatenate([old_k, k_TKH])[-window:].astype(np.float32)
+            values = np.concatenate([old_v, v_TKH])[-window:].astype(np.float32)
+        else:
+            keys[slots], values[slots] = k_TKH[new], v_TKH[new]
+        k, v = np.concatenate([seen[0], k_TKH]), np.concatenate([seen[1], v_TKH])
+        s = np.arange(length - len(kept), length + T)
+        t = length + np.arange(T)[:, None]
+        if ring_first:  # only what the ring has after all new tokens
+            s = np.arange(max(0, length + T - window), length + T)
+            k, v = keys[s % window], values[s % window]
+        if forgets:
+            k, v, s = k_TKH, v_TKH, length + np.arange(T)
+        visible = s > t - window - more
+        if causal:
+            visible &= s <= t
+        if empty and length + T < window:
+            free = window - length - T
+            k = np.concatenate([np.zeros((free, K, H), k.dtype), k])
+            v = np.concatenate([np.zeros((free, K, H), v.dtype), v])
+            visible = np.concatenate([np.ones((T, free), bool), visible], axis=1)
+        q = q_TNH.reshape((T, K, N // K, H) if neighbours else (T, N // K, K, H))
+        q = q if neighbours else q.swapaxes(1, 2)
+        logits = np.einsum("TKGH,SKH->KGTS", q, k) / (np.sqrt(H) if scaled else 1)
+        logits = np.where(visible, logits, -np.inf)
+        top = logits.max(-1, keepdims=True)
+        top = np.where(np.isfinite(top), top, 0) if safe else 0
+        with np.errstate(all="ignore"):
+            exps = np.exp(logits - top).astype(np.float32)
+            probs = exps / exps.sum(-1, keepdims=True)
+        out = np.einsum("KGTS,SKH->TKGH", probs, v)
+        out = (out if neighbours else out.swapaxes(1, 2)).reshape(T, N, H).astype(dtype)
+        total = length + T if adds else T
+        return out, (keys, values, total if whole_int else min(total, window))
+
+    return fn
+
+
+right_window = window_with()
+
+
+def window_inputs(t, T, N, K, H, size=1.0):
+    def draw(heads):
+        return t.rng.normal(size=(T, heads, H)).astype(np.float32)
+
+    arrays = np.float32(size) * draw(N), np.float32(size) * draw(K), draw(K)
+    for array in arrays:
+        array.setflags(write=False)
+    return arrays
+
+
+def frozen(cache):
+    """A cache that nobody can change."""
+    keys, values, length = cache
+    keys, values = np.array(keys), np.array(values)
+    keys.setflags(write=False)
+    values.setflags(write=False)
+    return keys, values, length
+
+
+def windows_agree(fn, t, window, pieces, heads=(4, 2, 6), size=1.0, why=""):
+    """Pieces of one text, each from the cache before it: the outputs, and what is in the ring."""
+    q, k, v = window_inputs(t, sum(pieces), *heads, size)
+    cache = wanted = None
+    at = 0
+    for T in pieces:
+        part = slice(at, at + T)
+        at += T
+        text = f"{why}window {window}, pieces {pieces}, up to token {at}"
+        got, cache = fn(q[part], k[part], v[part], window, cache)
+        want, wanted = right_window(q[part], k[part], v[part], window, wanted)
+        t.close(got, want, 1e-4, 1e-5, f"output: {text}", np.float32)
+        keys, values, length = cache
+        t.true(length == at and type(length) is int, f"length is {length!r}: {text}", length)
+        t.close(keys, wanted[0], 0, 0, f"keys in their slots: {text}", np.float32)
+        t.close(values, wanted[1], 0, 0, f"values in their slots: {text}", np.float32)
+
+
+@window_cache.check("a text shorter than the window")
+def _(fn, t):
+    windows_agree(fn, t, 9, (5,))
+
+
+@window_cache.check("a text longer than the window")
+def _(fn, t):
+    windows_agree(fn, t, 4, (11,))
+
+
+@window_cache.check("one token at a time")
+def _(fn, t):
+    windows_agree(fn, t, 5, (1,) * 13, heads=(6, 3, 4))
+
+
+@window_cache.check("pieces that go over the end of the ring")
+def _(fn, t):
+    windows_agree(fn, t, 7, (5, 4, 1, 6))
+
+
+@window_cache.check("pieces longer than the window, and as long")
+def _(fn, t):
+    windows_agree(fn, t, 4, (3, 9, 4, 1, 2), heads=(6, 2, 4))
+
+
+@window_cache.check("other windows, heads and pieces")
+def _(fn, t):
+    for _ in range(4):
+        K = int(t.rng.integers(1, 4))
+        pieces = tuple(int(n) for n in t.rng.integers(1, 12, 4))
+        heads = (K * int(t.rng.integers(1, 4)), K, int(t.rng.integers(3, 9)))
+        windows_agree(fn, t, int(t.rng.integers(2, 9)), pieces, heads)
+
+
+@window_cache.check("a window of one token")
+def _(fn, t):
+    windows_agree(fn, t, 1, (3, 1, 2))
+
+
+@window_cache.check("large logits")
+def _(fn, t):
+    windows_agree(fn, t, 5, (8, 1), size=14.0, why="logits up to several hundred: ")
+
+
+@window_cache.check("two texts from one cache")
+def _(fn, t):
+    q, k, v = window_inputs(t, 12, 4, 2, 6)
+    _, cache = right_window(q[:6], k[:6], v[:6], 4)
+    for part in (slice(6, 9), slice(9, 12)):
+        given = frozen(cache)
+        try:
+            got = fn(q[part], k[part], v[part], 4, given)[0]
+        except ValueError as error:
+            t.true("read-only" not in str(error), "the cache that was given was changed", "changed")
+            raise
+        want = right_window(q[part], k[part], v[part], 4, cache)[0]
+        t.close(got, want, 1e-4, 1e-5, "from the same cache", np.float32)
+
+
+mistaken(
+    window_cache,
+    "one_token_too_many",
+    "Your queries see one token more than the window. A window of 4 is the token itself and three before it.",
+    window_with(more=1),
+)
+mistaken(
+    window_cache,
+    "one_token_too_few",
+    "Your queries see one token less than the window. A window of 4 is the token itself and three before it.",
+    window_with(more=-1),
+)
+mistaken(
+    window_cache,
+    "the_future",
+    "Your queries see the tokens after them that come in the same call.",
+    window_with(causal=False),
+)
+mistaken(
+    window_cache,
+    "ring_updated_first",
+    "You put all new tokens into the ring before the attention. The late ones overwrite what the early ones still see.",
+    window_with(ring_first=True),
+)
+mistaken(
+    window_cache,
+    "the_past_forgotten",
+    "Your queries see the tokens of their own call alone. Those in the cache count too, as far as the window reaches.",
+    window_with(forgets=True),
+)
+mistaken(
+    window_cache,
+    "empty_slots_seen",
+    "Slots that no token has reached take part in your softmax. A key of zeros has a logit of 0, not minus infinity.",
+    window_with(empty=True),
+)
+mistaken(
+    window_cache,
+    "slots_from_zero",
+    "You count slots from the start of the call. Token t of the whole text is in slot t % window.",
+    window_with(from_zero=True),
+)
+mistaken(
+    window_cache,
+    "first_tokens_kept",
+    "Of more tokens than the window you keep the first. The next token needs the last ones.",
+    window_with(keeps_last=False),
+)
+mistaken(
+    window_cache,
+    "length_of_the_call",
+    "Your length is that of the last call. It counts all tokens so far.",
+    window_with(adds=False),
+)
+mistaken(
+    window_cache,
+    "length_stops_at_the_window",
+    "Your length stops at the window. It goes on, for it says which slot comes next.",
+    window_with(whole_int=False),
+)
+mistaken(
+    window_cache,
+    "a_list_that_moves",
+    "You move the older tokens up and add new ones at the end. In a ring buffer every token stays in its slot, "
+    "t % window, and only the slots of the new ones are written.",
+    window_with(list_=True),
+)
+mistaken(
+    window_cache,
+    "heads_in_turns",
+    "You give query head n the key head n % K. Each key head serves N / K neighbours: n // (N / K).",
+    window_with(neighbours=False),
+)
+mistaken(
+    window_cache,
+    "no_scale",
+    "You don't divide the logits by sqrt(H).",
+    window_with(scaled=False),
+)
+mistaken(
+    window_cache,
+    "exponentials_overflow",
+    "Your softmax overflows where logits are large. Subtract each row's largest logit first.",
+    window_with(safe=False),
+)
+mistaken(
+    window_cache,
+    "cache_changed",
+    "You write into the arrays of the cache that you were given. Copy them first.",
+    window_with(in_place=True),
+)
+mistaken(
+    window_cache,
+    "float64_output",
+    "Your output is float64. NumPy's sqrt of an int is a float64 number, and arrays that meet one may become float64.",
+    window_with(dtype=np.float64),
+)

@@ -144,3 +144,44 @@ def dequantize(data, kind, shape):
     q = np.concatenate([q & 15, q >> 4], axis=1)
     return (scale * q + blocks["m"].astype(np.float32)[:, None]).reshape(shape)
     # END SOLUTION
+
+
+# EXERCISE 23.sliding_window_cache
+def window_attention(q_TNH, k_TKH, v_TKH, window, cache=None):
+    """Attention of new tokens within a window, and the ring buffer that the next tokens need.
+
+    Args:
+      q_TNH: [T, N, H] float32, queries of T new tokens.
+      k_TKH: [T, K, H] float32, their keys; each key head serves N / K neighbouring query heads.
+      v_TKH: [T, K, H] float32, their values.
+      window: how many tokens a query sees, its own among them.
+      cache: what an earlier call returned, or None before the first token.
+
+    Returns:
+      (out_TNH, cache): float32 [T, N, H], and (keys, values, length). Keys and values are float32
+      [window, K, H]; token t is in slot t % window, and a slot that holds no token yet is 0. Length is the
+      number of all tokens so far, a Python int.
+    """
+    # BEGIN SOLUTION
+    (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
+    if cache is None:
+        cache = (np.zeros((window, K, H), np.float32), np.zeros((window, K, H), np.float32), 0)
+    old_k, old_v, length = cache
+    # Attention first: the ring still has what early tokens of this call see and late ones overwrite.
+    kept = np.arange(max(0, length - window), length)
+    k_SKH = np.concatenate([old_k[kept % window], k_TKH])
+    v_SKH = np.concatenate([old_v[kept % window], v_TKH])
+    t, s = length + np.arange(T)[:, None], np.arange(length - len(kept), length + T)
+    q_TKGH = q_TNH.reshape(T, K, N // K, H)
+    logits_KGTS = np.einsum("TKGH,SKH->KGTS", q_TKGH, k_SKH) / math.sqrt(H)
+    logits_KGTS = np.where((s <= t) & (s > t - window), logits_KGTS, -np.inf)
+    exps_KGTS = np.exp(logits_KGTS - logits_KGTS.max(-1, keepdims=True))
+    probs_KGTS = exps_KGTS / exps_KGTS.sum(-1, keepdims=True)
+    out_TKGH = np.einsum("KGTS,SKH->TKGH", probs_KGTS, v_SKH)
+    # Of a text longer than the window only the last tokens are kept.
+    new = np.arange(max(0, T - window), T)
+    keys, values = old_k.copy(), old_v.copy()
+    keys[(length + new) % window] = k_TKH[new]
+    values[(length + new) % window] = v_TKH[new]
+    return out_TKGH.reshape(T, N, H).astype(np.float32), (keys, values, length + T)
+    # END SOLUTION
