@@ -107,3 +107,24 @@ def window_attention(q_TNH, k_TKH, v_TKH, window, cache=None):
     """
     # YOUR CODE HERE
     raise NotImplementedError("23.sliding_window_cache")
+
+
+# EXERCISE 23.shard_reader
+def read_slice(file, start, dtype, shape, where):
+    """Reads one device's part of a tensor, and no byte more.
+
+    Args:
+      file: open for reading in binary, without a buffer: it has seek, read and tell.
+      start: the byte of the file at which the tensor begins.
+      dtype: of its numbers, a NumPy dtype.
+      shape: of the whole tensor; the last dimension runs fastest in the file.
+      where: (begin, end) for each dimension.
+
+    Returns:
+      The part, a NumPy array of this dtype.
+
+    Raises:
+      ValueError: if the part is not within the tensor, or the file ends before the part does.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("23.shard_reader")

@@ -1054,9 +1054,12 @@ def _(fn, t):
 def _(fn, t):
     data = some_blocks(t, "Q8_0", 2**16)
     want = right_numbers(data, "Q8_0", (2**10, 2**11))
-    began = time.perf_counter()
-    got = fn(data, "Q8_0", (2**10, 2**11))
-    seconds = time.perf_counter() - began
+    for _ in range(3):  # the machine may be busy with something else
+        began = time.perf_counter()
+        got = fn(data, "Q8_0", (2**10, 2**11))
+        seconds = time.perf_counter() - began
+        if seconds < 1:
+            break
     t.close(got[::64], want[::64], 1e-6, 0, "two million numbers", np.float32)
     t.true(
         seconds < 1, f"two million numbers took {seconds:.1f} s: is there a loop over them?", "slow"
@@ -1447,4 +1450,344 @@ mistaken(
     "float64_output",
     "Your output is float64. NumPy's sqrt of an int is a float64 number, and arrays that meet one may become float64.",
     window_with(dtype=np.float64),
+)
+
+# ---------------------------------------------------------------------------------- shard_reader
+
+shard_reader = Exercise(
+    "23.shard_reader",
+    title="Only the bytes that a device needs",
+    function="read_slice",
+    minutes=25,
+    points=15,
+    forbid=("safetensors", "minitext.checkpoint", "mmap"),
+    statement="""
+A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a part of every tensor. Write
+`read_slice(file, start, dtype, shape, where)`, which reads that part and nothing else.
+
+- The tensor begins at byte `start`. Its numbers follow one another, the last dimension running fastest.
+- `where` has a pair (begin, end) for each dimension, such as `((0, 576), (384, 768))`. The result is a NumPy array of
+  the part's shape and of `dtype`, which may be bfloat16 from ml_dtypes.
+- `file` has `seek(position)`, `read(count)` and `tell()`, like a file opened with `buffering=0`. So `read` may return
+  fewer bytes than you ask for, and none at the end of the file.
+- Every byte of the part is read once and no other byte. Bytes that are contiguous in the file are asked for in one
+  `read`: all rows of a matrix take one `read` together, and half of its columns take one for each row.
+- A part that isn't within the tensor is a `ValueError`, and so is a file that ends too early. An empty part reads
+  nothing.
+""",
+    hints=(
+        "A tensor is [2, 3, 4], and you need all of dimension 0, row 1 of dimension 1 and all of dimension 2. How many "
+        "contiguous pieces are these, and how long is each? What if you need half of dimension 2 as well?",
+        "Find the last dimension of which you need less than all. Everything after it is contiguous, and so is your "
+        "range along it. Each choice of indices before it is a piece of its own.",
+        "With `cut` that dimension, a piece begins at `start` plus the sum of index times stride, where the stride of "
+        "a dimension is `itemsize * math.prod(shape[axis + 1:])`. For each: seek, then read until the piece is whole "
+        "or `read` returns nothing. `np.frombuffer(data, dtype).reshape(part)` makes the array.",
+    ),
+)
+
+
+class LoggedFile:
+    """A file in memory that notes what is asked of it; each read returns at most `most` bytes."""
+
+    def __init__(self, data, most=None):
+        self.data, self.most, self.at = bytes(data), most, 0
+        self.asked, self.returned = [], []
+
+    def seek(self, position):
+        self.at = int(position)
+        return self.at
+
+    def tell(self):
+        return self.at
+
+    def read(self, count=-1):
+        count = len(self.data) - self.at if count is None or count < 0 else int(count)
+        self.asked.append((self.at, count))
+        found = self.data[
+            self.at : self.at + (count if self.most is None else min(count, self.most))
+        ]
+        self.returned += range(self.at, self.at + len(found))
+        self.at += len(found)
+        return found
+
+
+def reader_with(
+    *, short=True, start_counts=True, checks=True, ends=True, one_run=False, by_row=False, by_number=False,
+    whole=False, itemsize=None, reverse=False, transposed=False, wide=False, empty=True, first=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(file, start, dtype, shape, where):
+        inside = len(where) == len(shape)
+        inside = inside and all(0 <= a <= b <= n for (a, b), n in zip(where, shape, strict=True))
+        if checks and not inside:
+            raise ValueError(f"{where} is not a part of {shape}")
+        if not checks:
+            where = tuple(
+                (max(0, min(a, n)), max(0, min(b, n)))
+                for (a, b), n in zip(where, shape, strict=False)
+            )
+        start = start if start_counts else 0
+        size = itemsize or np.dtype(dtype).itemsize
+        part = [b - a for a, b in where]
+        if 0 in part:
+            if not empty:
+                file.seek(start)
+                file.read(math.prod(shape) * size)
+            return np.empty(part, dtype)
+        if whole:  # everything, and then the part
+            part_of, ranges = shape, tuple(slice(a, b) for a, b in where)
+            where = tuple((0, n) for n in shape)
+        else:
+            part_of, ranges = part, ...
+        cut = max((i for i, n in enumerate(shape) if where[i][1] - where[i][0] < n), default=0)
+        if by_row and shape:
+            cut = len(shape) - 1
+        if first:
+            cut = 0
+        if by_number and shape:
+            cut = len(shape)
+        offsets = [start]
+        for axis, (a, b) in enumerate(where[: cut + 1]):
+            stride = size * math.prod(shape[axis + 1 :] if not reverse else shape[:axis])
+            offsets = [
+                offset + i * stride
+                for offset in offsets
+                for i in range(a, a + 1 if axis == cut else b)
+            ]
+        run = math.prod(b - a for a, b in where) * size // len(offsets)
+        if one_run:  # from the first number to the last
+            end = offsets[-1] + run
+            skips = [o - offsets[0] for o in offsets]
+            offsets, length = offsets[:1], end - offsets[0]
+        else:
+            skips, length = None, run
+        data = bytearray()
+        for offset in offsets:
+            file.seek(offset)
+            left = length
+            while left:
+                piece = file.read(left)
+                if not piece:
+                    if ends:
+                        raise ValueError("the file ends within the tensor")
+                    piece = bytes(left)
+                data += piece
+                left -= len(piece)
+                if not short:
+                    data += bytes(left)
+                    left = 0
+        if skips is not None:
+            data = bytearray(b"".join(data[s : s + run] for s in skips))
+        if size != np.dtype(dtype).itemsize:
+            data = np.resize(
+                np.frombuffer(bytes(data), np.uint8), math.prod(part_of) * np.dtype(dtype).itemsize
+            )
+            data = bytearray(data.tobytes())
+        out = np.frombuffer(data, dtype)
+        out = out.reshape(part_of[::-1]).T if transposed else out.reshape(part_of)
+        out = out[ranges] if whole else out
+        return out.astype(np.float32) if wide else out
+
+    return fn
+
+
+right_part = reader_with()
+
+
+def stored_tensor(t, shape, dtype, before=0, after=0):
+    """The bytes of a tensor with others around it, and the tensor."""
+    dtype = np.dtype(dtype)
+    tensor = t.rng.integers(-99, 99, shape).astype(dtype)
+    around = (t.rng.integers(0, 256, n, dtype=np.uint8).tobytes() for n in (before, after))
+    return next(around) + tensor.tobytes() + next(around), tensor
+
+
+def needed_reads(start, itemsize, shape, where):
+    """The contiguous pieces of a part, (position, bytes), in the order of the file."""
+    index = np.arange(math.prod(shape)).reshape(shape)[tuple(slice(a, b) for a, b in where)].ravel()
+    breaks = np.flatnonzero(np.diff(index) > 1) + 1
+    return [
+        (start + int(piece[0]) * itemsize, len(piece) * itemsize)
+        for piece in np.split(index, breaks)
+        if len(piece)
+    ]
+
+
+def part_is_read(fn, t, shape, where, dtype=np.float32, before=40, most=None):
+    data, tensor = stored_tensor(t, shape, dtype, before, 24)
+    file = LoggedFile(data, most)
+    where = tuple(where)
+    got = fn(file, before, np.dtype(dtype), tuple(shape), where)
+    why = f"{np.dtype(dtype)} {list(shape)}, part {where}"
+    t.close(got, tensor[tuple(slice(a, b) for a, b in where)], 0, 0, why, dtype)
+    pieces = needed_reads(before, tensor.dtype.itemsize, shape, where)
+    wanted = {b for at, count in pieces for b in range(at, at + count)}
+    extra, twice = len(set(file.returned) - wanted), len(file.returned) - len(set(file.returned))
+    t.true(not extra, f"{extra} bytes were read that the part doesn't need: {why}", extra)
+    t.true(not twice, f"{twice} bytes were read more than once: {why}", twice)
+    if most is None:
+        reads = len([ask for ask in file.asked if ask[1]])
+        t.true(
+            reads == len(pieces), f"{reads} reads for {len(pieces)} contiguous pieces: {why}", reads
+        )
+
+
+@shard_reader.check("a whole tensor")
+def _(fn, t):
+    part_is_read(fn, t, (5, 7), ((0, 5), (0, 7)))
+    part_is_read(fn, t, (3, 2, 4), ((0, 3), (0, 2), (0, 4)), before=0)
+
+
+@shard_reader.check("some rows")
+def _(fn, t):
+    part_is_read(fn, t, (6, 5), ((2, 5), (0, 5)))
+    part_is_read(fn, t, (6, 3, 5), ((2, 5), (0, 3), (0, 5)))
+
+
+@shard_reader.check("some columns")
+def _(fn, t):
+    part_is_read(fn, t, (6, 8), ((0, 6), (3, 7)))
+    part_is_read(fn, t, (6, 8), ((1, 4), (0, 3)))
+
+
+@shard_reader.check("a dimension in the middle")
+def _(fn, t):
+    part_is_read(fn, t, (4, 6, 5), ((0, 4), (2, 4), (0, 5)))
+    part_is_read(fn, t, (2, 3, 5, 4), ((1, 2), (1, 3), (0, 5), (0, 4)))
+
+
+@shard_reader.check("other dtypes")
+def _(fn, t):
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+        part_is_read(fn, t, (6, 8), ((2, 6), (1, 7)), dtype)
+
+
+@shard_reader.check("any shape and part")
+def _(fn, t):
+    for _ in range(12):
+        shape = tuple(int(n) for n in t.rng.integers(1, 6, t.rng.integers(1, 5)))
+        begins = [int(t.rng.integers(0, n)) for n in shape]
+        where = [(a, int(t.rng.integers(a + 1, n + 1))) for a, n in zip(begins, shape, strict=True)]
+        part_is_read(fn, t, shape, where, before=int(t.rng.integers(0, 99)))
+
+
+@shard_reader.check("reads that return less than was asked for")
+def _(fn, t):
+    part_is_read(fn, t, (6, 8), ((0, 6), (0, 8)), most=50)
+    part_is_read(fn, t, (6, 8), ((1, 5), (2, 8)), most=7)
+
+
+@shard_reader.check("one number, and none")
+def _(fn, t):
+    part_is_read(fn, t, (), ())
+    part_is_read(fn, t, (4, 5), ((2, 3), (4, 5)))
+    for where in (((2, 2), (0, 5)), ((0, 4), (5, 5))):
+        part_is_read(fn, t, (4, 5), where)
+
+
+@shard_reader.check("parts that aren't within the tensor")
+def _(fn, t):
+    data, _ = stored_tensor(t, (4, 5), np.float32, 40, 400)
+    for where in (
+        ((0, 5), (0, 5)), ((-1, 2), (0, 5)), ((0, 4), (2, 6)), ((3, 2), (0, 5)), ((0, 4),), ((0, 4), (0, 5), (0, 1)),
+    ):  # fmt: skip
+        args = LoggedFile(data), 40, np.dtype(np.float32), (4, 5), where
+        t.raises(ValueError, fn, *args, why=f"part {where} of [4, 5]")
+
+
+@shard_reader.check("a file that ends too early")
+def _(fn, t):
+    data, _ = stored_tensor(t, (4, 5), np.float32, 40)
+    for lost in (1, 4, 70):
+        for where in (((0, 4), (0, 5)), ((1, 4), (2, 5))):
+            args = LoggedFile(data[:-lost]), 40, np.dtype(np.float32), (4, 5), where
+            t.raises(ValueError, fn, *args, why=f"{lost} bytes are missing, part {where}")
+
+
+mistaken(
+    shard_reader,
+    "start_forgotten",
+    "You count positions from the start of the file. The tensor begins at byte `start`.",
+    reader_with(start_counts=False),
+)
+mistaken(
+    shard_reader,
+    "everything_read",
+    "You read the whole tensor and cut the part out. That is what a device with little memory can't do.",
+    reader_with(whole=True),
+)
+mistaken(
+    shard_reader,
+    "from_first_to_last",
+    "You read everything between the first number and the last. Of half of the columns, each row is its own piece.",
+    reader_with(one_run=True),
+)
+mistaken(
+    shard_reader,
+    "a_read_for_each_row",
+    "You read row by row, also where rows follow one another in the file. A part with whole rows is one piece.",
+    reader_with(by_row=True),
+)
+mistaken(
+    shard_reader,
+    "a_read_for_each_number",
+    "You read number by number. What is contiguous in the file takes one read.",
+    reader_with(by_number=True),
+)
+mistaken(
+    shard_reader,
+    "first_dimension_alone",
+    "You take the part for one piece whatever is cut. It is one only if nothing after the first dimension is cut.",
+    reader_with(first=True),
+)
+mistaken(
+    shard_reader,
+    "first_dimension_fastest",
+    "Your strides grow from the first dimension on. The last dimension runs fastest in the file.",
+    reader_with(reverse=True),
+)
+mistaken(
+    shard_reader,
+    "four_bytes_each",
+    "You count four bytes a number. How many there are depends on the dtype.",
+    reader_with(itemsize=4),
+)
+mistaken(
+    shard_reader,
+    "one_read_is_enough",
+    "You take what the first `read` returns. It may be less than you asked for: read again until the piece is whole.",
+    reader_with(short=False),
+)
+mistaken(
+    shard_reader,
+    "parts_unchecked",
+    "You don't check that the part is within the tensor. What is read then belongs to another tensor.",
+    reader_with(checks=False),
+)
+mistaken(
+    shard_reader,
+    "zeros_after_the_end",
+    "You fill up with zeros where the file ends. A file that is too short is a ValueError.",
+    reader_with(ends=False),
+)
+mistaken(
+    shard_reader,
+    "dimensions_reversed_in_the_result",
+    "Your result has its numbers in the order of the first dimension running fastest. The last one does, in the file "
+    "and in NumPy.",
+    reader_with(transposed=True),
+)
+mistaken(
+    shard_reader,
+    "float32_always",
+    "You return float32 whatever the tensor's dtype. A copy of twice the size is what a slice should avoid.",
+    reader_with(wide=True),
+)
+mistaken(
+    shard_reader,
+    "an_empty_part_read",
+    "You read something for a part that has no numbers.",
+    reader_with(empty=False),
 )

@@ -185,3 +185,49 @@ def window_attention(q_TNH, k_TKH, v_TKH, window, cache=None):
     values[(length + new) % window] = v_TKH[new]
     return out_TKGH.reshape(T, N, H).astype(np.float32), (keys, values, length + T)
     # END SOLUTION
+
+
+# EXERCISE 23.shard_reader
+def read_slice(file, start, dtype, shape, where):
+    """Reads one device's part of a tensor, and no byte more.
+
+    Args:
+      file: open for reading in binary, without a buffer: it has seek, read and tell.
+      start: the byte of the file at which the tensor begins.
+      dtype: of its numbers, a NumPy dtype.
+      shape: of the whole tensor; the last dimension runs fastest in the file.
+      where: (begin, end) for each dimension.
+
+    Returns:
+      The part, a NumPy array of this dtype.
+
+    Raises:
+      ValueError: if the part is not within the tensor, or the file ends before the part does.
+    """
+    # BEGIN SOLUTION
+    inside = all(0 <= a <= b <= n for (a, b), n in zip(where, shape, strict=False))
+    if len(where) != len(shape) or not inside:
+        raise ValueError(f"{where} is not a part of a tensor {shape}")
+    part = [b - a for a, b in where]
+    if 0 in part:
+        return np.empty(part, dtype)
+    # Along the last dimension that is cut, and all after it, numbers of the part are contiguous.
+    cut = max((i for i, n in enumerate(shape) if part[i] < n), default=0)
+    offsets = [start]
+    for axis, (a, b) in enumerate(where[: cut + 1]):
+        stride = np.dtype(dtype).itemsize * math.prod(shape[axis + 1 :])
+        indices = range(a, a + 1 if axis == cut else b)
+        offsets = [offset + i * stride for offset in offsets for i in indices]
+    run = math.prod(part) * np.dtype(dtype).itemsize // len(offsets)
+    data = bytearray()
+    for offset in offsets:
+        file.seek(offset)
+        left = run
+        while left:
+            piece = file.read(left)  # may return fewer bytes
+            if not piece:
+                raise ValueError(f"the file ends at byte {file.tell()}, within the tensor")
+            data += piece
+            left -= len(piece)
+    return np.frombuffer(data, dtype).reshape(part)
+    # END SOLUTION
