@@ -221,6 +221,32 @@ def write_cache(name: str, entries: Mapping[str, Any]) -> None:
         write(cache_dir() / name, json.dumps(dict(entries), indent=1))
 
 
+def read_text(path: Path, limit: int) -> str:
+    """Reads a text file that somebody else wrote.
+
+    Args:
+        path: of the file.
+        limit: in bytes; a longer file isn't read.
+
+    Raises:
+        UserError: it can't be read, is too long, or isn't UTF-8.
+    """
+    shown = shorten(str(path))
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{shown} is not a file: name one")
+        with open(path, "rb") as file:
+            text = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror})") from error
+    if len(text) > limit:
+        raise UserError(f"{shown} has more than {limit:,} bytes, the limit: it can't be meant")
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shown} is not UTF-8: {error}") from error
+
+
 def read_json(path: Path, limit: int) -> Any:
     """Reads a JSON file that somebody else wrote.
 
@@ -231,17 +257,9 @@ def read_json(path: Path, limit: int) -> Any:
     Raises:
         UserError: it can't be read, is too long or too deep, has a name twice, or isn't JSON.
     """
-    shown = shorten(str(path))
+    text, shown = read_text(path, limit), shorten(str(path))
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UserError(f"{shown} is not a file: name one")
-        with open(path, "rb") as file:
-            text = file.read(limit + 1)
-        if len(text) > limit:
-            raise UserError(f"{shown} has more than {limit:,} bytes, the limit: it can't be meant")
         return json.loads(text, object_pairs_hook=_without_duplicates)
-    except OSError as error:
-        raise UserError(f"{shown} cannot be read ({error.strerror})") from error
     except RecursionError as error:
         raise UserError(f"{shown} has too many brackets in brackets: it can't be meant") from error
     except ValueError as error:

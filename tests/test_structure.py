@@ -227,6 +227,7 @@ TESTED_WITH = {
     "distributed/launch/schedulers": "distributed/launch",
     "book/layouts": "book/equality",
     "book/pipeline_trace": "sharding/pipeline",
+    "inference/chat_template": "inference/chat",
     "inference/cpu_decode": "inference/generate",
     "kernels/block_shapes": "perf/tune",
     "kernels/cases": "compiler/llo",

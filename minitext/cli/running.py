@@ -5,6 +5,7 @@ Chapters: 6.
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -45,7 +46,10 @@ def train(settings: Settings = None) -> None:
 
 def generate(
     directory: RunDir,
-    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    prompt: Annotated[str | None, typer.Option(help="text to go on from")] = None,
+    chat: Annotated[
+        str | None, typer.Option(help="message to answer, with the chat template of the model")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
     top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
@@ -57,26 +61,38 @@ def generate(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt with a trained model, using a key-value cache."""
+    """Continue a prompt, or answer a message, with a trained model, using a key-value cache."""
+    if (prompt is None) == (chat is None):
+        raise UserError(
+            "give either --prompt, a text to go on from, or --chat, a message to answer"
+        )
     start()
+    from minitext.inference.chat import read_chat
     from minitext.inference.generate import Sampling, generate
     from minitext.training import run_dir
+    from minitext.training.interchange import PUBLISHED
 
     sampling = Sampling(temperature, top_k, top_p)
     sampling.check()
     cfg, params, tokenizer, step = run_dir.load_run(directory)
+    if chat is None:
+        ids, stops, before = tokenizer.encode(prompt or ""), {tokenizer.eod_id}, prompt or ""
+    else:
+        conversation = read_chat(Path(directory) / PUBLISHED, tokenizer)
+        text = conversation.render([{"role": "user", "content": chat}])
+        # The template writes the token at the beginning itself.
+        ids, stops, before = tokenizer.encode_batch([text])[0].tolist(), conversation.stops, ""
     tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
     for token in generate(
-        cfg.model, params, tokenizer.encode(prompt), max_tokens=max_tokens, sampling=sampling, seed=seed,
-        stop_id=tokenizer.eod_id,
+        cfg.model, params, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_id=stops,
     ):  # fmt: skip
         tokens.append(token)
         # A character may take several tokens: print what is complete.
-        text = prompt + tokenizer.decode(tokens)
+        text = before + tokenizer.decode(tokens)
         if not as_json and not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    text = prompt + tokenizer.decode(tokens)
+    text = before + tokenizer.decode(tokens)
     found = {"text": text, "tokens": len(tokens), "step": step}
     answer(found, as_json, lambda found: print(found["text"][len(shown) :]))
 

@@ -8,7 +8,7 @@ Chapters: 6, 24.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,14 +286,15 @@ def generate(
     max_tokens: int,
     sampling: Sampling = DEFAULT_SAMPLING,
     seed: int = 0,
-    stop_id: int | None = None,
+    stop_id: int | Collection[int] | None = None,
 ) -> Iterator[int]:
-    """Yields the tokens that follow one prompt, up to `max_tokens` or `stop_id` (which is not yielded).
+    """Yields the tokens that follow one prompt, up to `max_tokens` or `stop_id`, one or several (which is not yielded).
 
     The arguments are those of `Generator` and its `tokens`, and so are the errors.
     """
     generator = Generator(cfg, params, sampling)
+    stops = stop_id if isinstance(stop_id, Collection) else (stop_id,)
     for token_B in generator.tokens(np.asarray([prompt]), max_tokens=max_tokens, seed=seed):
-        if token_B[0] == stop_id:
+        if int(token_B[0]) in stops:
             return
         yield int(token_B[0])

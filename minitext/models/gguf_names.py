@@ -150,3 +150,20 @@ def tokenizer_json(weights: Weights) -> tuple[str, int]:
     special = [t for t, k in zip(tokens, kinds, strict=False) if k == CONTROL]
     model.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return json.dumps(json.loads(model.to_str())), eod
+
+
+def special_tokens(weights: Weights) -> dict[str, str]:
+    """Returns the tokens with a meaning of their own that templates name, as in tokenizer_config.json."""
+    said = weights.metadata
+    tokens, found = said.get("tokenizer.ggml.tokens"), {}
+    for theirs, name in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
+        number = said.get(f"tokenizer.ggml.{theirs}_token_id")
+        if isinstance(tokens, list) and isinstance(number, int) and 0 <= number < len(tokens):
+            found[name] = str(tokens[number])
+    return found
+
+
+def ends_of_turn(weights: Weights) -> list[int]:
+    """Returns the ids of tokens that end a model's turn."""
+    numbers = (weights.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return [number for number in dict.fromkeys(numbers) if isinstance(number, int)]

@@ -175,8 +175,15 @@ def _write_run(
                 for name in CARRIED:
                     if (weights.path / name).is_file():
                         shutil.copyfile(weights.path / name, new / PUBLISHED / name)
-            elif isinstance(chat := weights.metadata.get("tokenizer.chat_template"), str):
-                files.write(new / PUBLISHED / "chat_template.jinja", chat)
+            else:
+                special = gguf_names.special_tokens(weights)
+                ends = {"eos_token_id": gguf_names.ends_of_turn(weights)}
+                files.write(
+                    new / PUBLISHED / "tokenizer_config.json", json.dumps(special, indent=2)
+                )
+                files.write(new / PUBLISHED / "generation_config.json", json.dumps(ends, indent=2))
+                if isinstance(chat := weights.metadata.get("tokenizer.chat_template"), str):
+                    files.write(new / PUBLISHED / "chat_template.jinja", chat)
             with Checkpointer(new / CHECKPOINTS) as checkpointer:
                 checkpointer.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
     except OSError as error:

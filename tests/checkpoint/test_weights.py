@@ -283,7 +283,7 @@ def test_hostile_json_is_refused(tmp_path):
         "[" * 200_000: "brackets",
         '{"a": 1, "a": 2}': "twice",
         "{": "not JSON",
-        '"\ud800': "not JSON",
+        '"\ud800': "not UTF-8",
         "1" * 100_000: "not JSON",
         "x" * 2_000_000: "limit",
     }.items():

@@ -87,6 +87,14 @@ def test_generate_is_repeatable_and_answers_in_json(minitext, trained):
     assert code == 0 and text == answer["text"] + "\n"
 
 
+def test_generate_answers_a_message_or_says_why_not(minitext, trained):
+    for words in (["--prompt", "Once", "--chat", "Hi"], []):
+        code, out, err = minitext("generate", trained, *words)
+        assert code == 2 and not out and "either --prompt" in err and err.count("\n") == 1
+    code, out, err = minitext("generate", trained, "--chat", "Hi")
+    assert code == 2 and not out and "no chat template" in err and err.count("\n") == 1
+
+
 def test_eval_answers_in_words_and_in_json(minitext, trained):
     code, out, _ = minitext("eval", trained)
     assert code == 0 and "nats/token, floor" in out and "perplexity" in out
@@ -242,7 +250,7 @@ def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
 
 # Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
 WORDS = {
-    "prompt", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image", "project",
+    "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image", "project",
     "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
 }  # fmt: skip
 ADDRESS = "ADDRESS"

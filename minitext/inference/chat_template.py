@@ -1,0 +1,97 @@
+"""Renders a chat template, in a process of its own that may use little time and memory.
+
+A template comes with somebody's weights, and it's a program. Jinja's sandbox keeps it from Python's objects, but not
+from running for an hour or asking for all memory, so `minitext.inference.chat` runs this file as a program: a job as
+JSON on stdin, the text or an error as JSON on stdout. macOS doesn't enforce a limit of
+memory; there time alone ends it.
+
+The environment is that of transformers' `apply_chat_template`, so that both render the same.
+
+Source: `transformers/utils/chat_template_utils.py`.
+
+Chapters: 23.
+"""
+
+import datetime
+import json
+import resource
+import sys
+from typing import Any, ClassVar
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_SECONDS, MEMORY_BYTES, MOST_CHARACTERS = 3, 512 << 20, 1 << 20
+
+
+class Generation(Extension):
+    """The tag `generation`, which marks what the model said; it's rendered as if it weren't there."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Returns what is between the tag and its end."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
+
+
+def render(job: dict[str, Any]) -> str:
+    """Renders `job["template"]` with the variables `job["values"]`.
+
+    Raises:
+        TemplateError: it isn't a template, or refuses the values.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(job["template"]).render(**job["values"])
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    # Jinja's own escapes HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _limit(kind: int, amount: int) -> None:
+    _, most = resource.getrlimit(kind)
+    amount = amount if most == resource.RLIM_INFINITY else min(amount, most)
+    resource.setrlimit(kind, (amount, most))
+
+
+def main() -> None:
+    """Answers one job."""
+    job = json.load(sys.stdin)
+    _limit(resource.RLIMIT_CPU, CPU_SECONDS)
+    if sys.platform == "linux":
+        _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    try:
+        text = render(job)
+        if len(text) > MOST_CHARACTERS:
+            raise TemplateError(f"it makes {len(text):,} characters of the messages")
+        answer = {"text": text}
+    except MemoryError:
+        answer = {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
+    except RecursionError:
+        answer = {"error": "it calls itself too often, or has too many brackets in brackets"}
+    except Exception as error:  # a template may raise what any operation of Python's raises
+        answer = {"error": str(error) or type(error).__name__}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
