@@ -228,6 +228,7 @@ TESTED_WITH = {
     "book/layouts": "book/equality",
     "book/pipeline_trace": "sharding/pipeline",
     "inference/chat_template": "inference/chat",
+    "data/gguf_tokenizer": "training/interchange",
     "inference/cpu_decode": "inference/generate",
     "kernels/block_shapes": "perf/tune",
     "kernels/cases": "compiler/llo",

@@ -7,6 +7,7 @@ each is first compared with what the file can hold. The library names the types,
 Chapters: 23.
 """
 
+import contextlib
 import math
 import struct
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,8 @@ MOST_ITEMS = 4 << 20  # of all lists in a header
 MOST_KEYS, MOST_TENSORS, MOST_DIMENSIONS, LONGEST_NAME = 1 << 12, 1 << 16, 4, 256
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
 STRING, LIST = 8, 9
+# What float16 rounds to infinity, and so does the scale of a block, which is a 127th of its largest number.
+LARGEST = {"F16": 65_520.0, "Q8_0": 127 * 65_520.0}
 
 
 class _Header:
@@ -183,10 +186,14 @@ def write(
 
     Raises:
       OSError: if it can't be written.
-      UserError: if the library is missing.
+      UserError: if a number is too large for its type, or the library is missing.
     """
     gguf = _library()
-    writer = gguf.GGUFWriter(path, architecture)
+    with contextlib.closing(gguf.GGUFWriter(path, architecture)) as writer:
+        _write(gguf, writer, fields, tensors, values)
+
+
+def _write(gguf: Any, writer: Any, fields: Any, tensors: Any, values: Iterable[np.ndarray]) -> None:
     for key, value in fields.items():
         _add(writer, key, value)
     for name, (shape, dtype) in tensors.items():
@@ -199,9 +206,14 @@ def write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (_, dtype), value in zip(tensors.values(), values, strict=True):
+    for (name, (_, dtype)), value in zip(tensors.items(), values, strict=True):
+        largest = max(value.max(initial=0), -value.min(initial=0))
+        # Not a number is larger than none.
+        if dtype in LARGEST and not largest < LARGEST[dtype]:
+            raise UserError(
+                f"{name} has the number {largest:.3g}, which {dtype} can't hold: export as float32"
+            )
         writer.write_tensor_data(gguf.quants.quantize(value, gguf.GGMLQuantizationType[dtype]))
-    writer.close()
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -136,28 +136,34 @@ def export(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="DIRECTORY", help="where to write; must not exist", callback=check_new
+            metavar="TARGET",
+            help="directory to write, or of gguf the file; must not exist",
+            callback=check_new,
         ),
     ],
     format_: Annotated[
-        Literal["orbax", "hf"], typer.Option("--format", help="minitext's own, or Hugging Face's")
+        Literal["orbax", "hf", "gguf"],
+        typer.Option("--format", help="minitext's own, Hugging Face's, or llama.cpp's"),
     ] = "orbax",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="hf: type of the numbers")
+        Literal["float32", "bfloat16", "float16", "q8_0"],
+        typer.Option(help="type of the numbers: bfloat16 for hf alone, q8_0 for gguf alone"),
     ] = "float32",
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them."""
     if format_ == "orbax" and dtype != "float32":
-        raise UserError(f"--dtype {dtype} has no effect with --format orbax: add --format hf")
+        other = "gguf" if dtype == "q8_0" else "hf"
+        raise UserError(f"--dtype {dtype} has no effect with --format orbax: add --format {other}")
     start()
     from minitext.training import interchange, run_dir
 
-    hf = format_ == "hf"
-    step = (
-        interchange.export_hf(directory, target, dtype)
-        if hf
-        else run_dir.export_run(directory, target)
-    )
+    match format_:
+        case "hf":
+            step = interchange.export_hf(directory, target, dtype)
+        case "gguf":
+            step = interchange.export_gguf(directory, target, dtype)
+        case _:
+            step = run_dir.export_run(directory, target)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
 
 

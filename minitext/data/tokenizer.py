@@ -7,6 +7,7 @@ as one small JSON file, so a trained model works without its training text.
 Chapters: 7.
 """
 
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from minitext.errors import UserError
 
 BYTES = 256
+END = "<|endoftext|>"  # our own end of a document, where another format needs a name for it
 
 
 class Tokenizer(ABC):
@@ -55,6 +57,21 @@ class Tokenizer(ABC):
     def to_json(self) -> dict[str, Any]:
         """Returns the whole tokenizer as JSON-able values."""
 
+    @abstractmethod
+    def published(self) -> dict[str, Any]:
+        """Returns the content of a tokenizer.json: the `tokenizers` library gives the same ids with it.
+
+        There the id that ends a document is a special token, which text that spells it becomes.
+        """
+
+    def published_end(self) -> str:
+        """Returns how `published` spells the token that ends a document."""
+        from tokenizers import Tokenizer
+
+        token = Tokenizer.from_str(json.dumps(self.published())).id_to_token(self.eod_id)
+        assert token is not None, self.eod_id
+        return token
+
     def save(self, path: str | Path) -> None:
         """Writes a JSON file for `load_tokenizer`."""
         Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
@@ -83,6 +100,19 @@ class ByteTokenizer(Tokenizer):
     def to_json(self) -> dict[str, Any]:
         """Returns `{"kind": "byte"}`."""
         return {"kind": "byte"}
+
+    def published(self) -> dict[str, Any]:
+        """Returns byte-pair encoding without a pair."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        # GPT-2 writes the bytes that can't be printed as the characters from 256 on.
+        printed = {*range(33, 127), *range(161, 256)} - {173}
+        others = itertools.count(BYTES)
+        vocabulary = {chr(b if b in printed else next(others)): b for b in range(BYTES)}
+        model = Tokenizer(models.BPE(vocabulary, []))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+        model.decoder = decoders.ByteLevel()  # pyright: ignore
+        return _with_end(model)
 
 
 class BPETokenizer(Tokenizer):
@@ -124,6 +154,12 @@ class BPETokenizer(Tokenizer):
         """Returns the vocabulary and the merges in the library's format."""
         return {"kind": "bpe", "bpe": json.loads(self._model.to_str())}
 
+    def published(self) -> dict[str, Any]:
+        """Returns the vocabulary, the merges and the end of a document."""
+        from tokenizers import Tokenizer
+
+        return _with_end(Tokenizer.from_str(self._model.to_str()))
+
 
 class PublishedTokenizer(Tokenizer):
     """The tokenizer of a published model, in the format of the `tokenizers` library.
@@ -134,7 +170,7 @@ class PublishedTokenizer(Tokenizer):
     def __init__(self, model: Any, eod_id: int) -> None:
         """Wraps `model`, a `tokenizers.Tokenizer`; `eod_id` ends a document."""
         self._model, self.eod_id = model, eod_id
-        self.vocab_size = max(model.get_vocab_size(), eod_id + 1)
+        self.vocab_size = max(eod_id, *model.get_vocab().values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, after the token that the model expects at the beginning, if it expects one."""
@@ -158,8 +194,17 @@ class PublishedTokenizer(Tokenizer):
         return {
             "kind": "published",
             "eod_id": self.eod_id,
-            "published": json.loads(self._model.to_str()),
+            "published": self.published(),
         }
+
+    def published(self) -> dict[str, Any]:
+        """Returns what was read."""
+        return json.loads(self._model.to_str())
+
+
+def _with_end(model: Any) -> dict[str, Any]:
+    model.add_special_tokens([END])
+    return json.loads(model.to_str())
 
 
 def read_published(text: str, eod: str | int, where: str) -> PublishedTokenizer:

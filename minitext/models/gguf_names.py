@@ -1,7 +1,7 @@
-"""GGUF's names for what a Hugging Face folder says in config.json, tensors' names and tokenizer.json.
+"""GGUF's names for what a Hugging Face folder says in config.json and tensors' names.
 
-Read are files of the architectures `llama` (Llama, SmolLM2, Mistral), `qwen2` and `qwen3`. The first stores the rows of
-its queries and keys in pairs, since llama.cpp rotates neighbours there.
+Read and written are files of the architectures `llama` (Llama, SmolLM2, Mistral), `qwen2` and `qwen3`. The first
+stores the rows of its queries and keys in pairs, since llama.cpp rotates neighbours there.
 
 Source: llama.cpp's `convert_hf_to_gguf.py` and `gguf-py/gguf/tensor_mapping.py`.
 
@@ -9,13 +9,19 @@ Chapters: 23.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from minitext.checkpoint.stored import Stored
 from minitext.checkpoint.weights import Weights
+from minitext.config.model import ModelConfig
 from minitext.errors import UserError
+from minitext.models import families
 from minitext.models.convert import Row, Table, View
+from minitext.models.hf_keys import differences
 
 TENSORS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -43,7 +49,11 @@ KEYS = {
     "max_position_embeddings": "context_length",
 }
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-CONTROL = 3  # a token's type: special
+DTYPES = {
+    "float32": ("F32", 0),
+    "float16": ("F16", 1),
+    "q8_0": ("Q8_0", 7),
+}  # with general.file_type
 
 
 def config_json(weights: Weights) -> dict[str, Any]:
@@ -81,6 +91,47 @@ def config_json(weights: Weights) -> dict[str, Any]:
     return values
 
 
+def described(model: ModelConfig, max_length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a model's config.json and the metadata of its GGUF file, without the tokenizer's.
+
+    Args:
+      model: the model.
+      max_length: tokens of the longest text.
+
+    Raises:
+      UserError: if the reader of such files, and so llama.cpp, would take it for another model.
+    """
+    values = families.to_hf(model, max_length)
+    family = values["model_type"]
+    if family not in ARCHITECTURES.values():
+        raise UserError(
+            f"GGUF files are written of {', '.join(ARCHITECTURES)}, and this model is {family}: use --format hf"
+        )
+    architecture = next(a for a, name in ARCHITECTURES.items() if name == family)
+    H = model.H
+    said = {key: values[name] for name, key in KEYS.items()} | {
+        "vocab_size": model.vocab, "rope.dimension_count": H, "rope.freq_base": values["rope_theta"],
+        "attention.key_length": H, "attention.value_length": H,
+    }  # fmt: skip
+    fields = {f"{architecture}.{key}": _as_stored(value) for key, value in said.items()}
+    fields |= {"general.architecture": architecture, "general.quantization_version": 2}
+    path = Path(f"{architecture}.gguf")
+    ends = ["token_embd.weight"] + ["output.weight"] * (not model.tie_embeddings)
+    shape = model.vocab, model.embed
+    file = Weights(path, {name: Stored(shape, "F32", path, 0, 0) for name in ends}, fields)
+    back = families.model_of(families.config(config_json(file)))
+    if lost := differences(model, back):
+        raise UserError(
+            f"GGUF files of {architecture} have no place for {', '.join(lost)}: use --format hf"
+        )
+    return values, fields
+
+
+def _as_stored(value: Any) -> Any:
+    """Returns a number as it is read back: others than whole ones are float32."""
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
 def renamed(table: Table, values: Mapping[str, Any]) -> Table:
     """Returns the table with GGUF's names.
 
@@ -105,65 +156,3 @@ def _row(row: Row, values: Mapping[str, Any]) -> Row:
         heads = N if name.endswith("attn_q.weight") else values["num_key_value_heads"]
         view = View((heads * H, D), (heads, H // 2, 2, D), order=(3, 0, 2, 1))
     return dataclasses.replace(row, name=name, view=view)
-
-
-def tokenizer_json(weights: Weights) -> tuple[str, int]:
-    """Returns the tokenizer in the format of the `tokenizers` library, and the id that ends a text.
-
-    Raises:
-      UserError: if it isn't byte-level byte-pair encoding with a way to split words that is known here.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    said, path = weights.metadata, weights.path
-    kind, split = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "default")
-    numbers = {"llama-bpe": "{1,3}", "qwen2": ""}
-    if kind != "gpt2" or split not in ("default", "gpt-2", "smollm", *numbers):
-        raise UserError(
-            f"{path} has the tokenizer {str(kind)[:40]}/{str(split)[:40]}, which isn't read: import the model's "
-            "Hugging Face folder"
-        )
-    tokens, merges = said.get("tokenizer.ggml.tokens"), said.get("tokenizer.ggml.merges")
-    eod = said.get("tokenizer.ggml.eos_token_id")
-    if not isinstance(tokens, list) or not isinstance(merges, list) or not isinstance(eod, int):
-        raise UserError(f"{path} has no vocabulary, merges or end of text: get the file again")
-    pairs: list[Any] = [tuple(str(merge).split(" ")) for merge in merges]
-    try:
-        model = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-    except Exception as error:  # a bare Exception for merges that make no token
-        raise UserError(f"{path} has merges that don't fit its vocabulary: {error}") from error
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if split == "smollm":
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    elif split in numbers:
-        words = (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + numbers[split]
-            + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        )  # fmt: skip
-        steps = [
-            pre_tokenizers.Split(Regex(words), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    model.pre_tokenizer = pre_tokenizers.Sequence(steps)  # pyright: ignore
-    model.decoder = decoders.ByteLevel()  # pyright: ignore
-    kinds = said.get("tokenizer.ggml.token_type", ())
-    special = [t for t, k in zip(tokens, kinds, strict=False) if k == CONTROL]
-    model.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    return json.dumps(json.loads(model.to_str())), eod
-
-
-def special_tokens(weights: Weights) -> dict[str, str]:
-    """Returns the tokens with a meaning of their own that templates name, as in tokenizer_config.json."""
-    said = weights.metadata
-    tokens, found = said.get("tokenizer.ggml.tokens"), {}
-    for theirs, name in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
-        number = said.get(f"tokenizer.ggml.{theirs}_token_id")
-        if isinstance(tokens, list) and isinstance(number, int) and 0 <= number < len(tokens):
-            found[name] = str(tokens[number])
-    return found
-
-
-def ends_of_turn(weights: Weights) -> list[int]:
-    """Returns the ids of tokens that end a model's turn."""
-    numbers = (weights.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return [number for number in dict.fromkeys(numbers) if isinstance(number, int)]

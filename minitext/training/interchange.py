@@ -21,12 +21,14 @@ import numpy as np
 import yaml
 
 from minitext import files, terminal
-from minitext.checkpoint import safetensors
+from minitext.checkpoint import gguf, safetensors
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.weights import INDEX, SINGLE, Weights, open_weights
 from minitext.config.config import Config, load_config, to_yaml
+from minitext.data import gguf_tokenizer
 from minitext.data.tokenizer import PublishedTokenizer, read_published
 from minitext.errors import UserError
+from minitext.inference.chat import read_chat
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
@@ -139,7 +141,7 @@ def read_tokenizer(weights: Weights, values: Mapping[str, Any]) -> PublishedToke
       UserError: if it has none, or one that can't be read.
     """
     if weights.is_gguf:
-        text, eod = gguf_names.tokenizer_json(weights)
+        text, eod = gguf_tokenizer.read(weights.metadata, str(weights.path))
         return read_published(text, eod, str(weights.path))
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     path = folder / "tokenizer.json"
@@ -176,8 +178,8 @@ def _write_run(
                     if (weights.path / name).is_file():
                         shutil.copyfile(weights.path / name, new / PUBLISHED / name)
             else:
-                special = gguf_names.special_tokens(weights)
-                ends = {"eos_token_id": gguf_names.ends_of_turn(weights)}
+                special = gguf_tokenizer.special_tokens(weights.metadata)
+                ends = {"eos_token_id": gguf_tokenizer.ends_of_turn(weights.metadata)}
                 files.write(
                     new / PUBLISHED / "tokenizer_config.json", json.dumps(special, indent=2)
                 )
@@ -222,7 +224,7 @@ def export_hf(
     first = "llama"
     if (came / "config.json").exists():
         first = families.family_of(files.read_json(came / "config.json", CONFIG_LIMIT))
-    values = families.to_hf(cfg.model, cfg.data.seq_len, first)
+    values = families.to_hf(cfg.model, _longest(cfg, came), first)
     table = families.table(cfg.model, values["model_type"])
     values |= {"dtype": dtype, "eos_token_id": tokenizer.eod_id}
     params = _with_logit_factor(params, families.logit_factor(cfg.model))
@@ -232,8 +234,12 @@ def export_hf(
             for name in CARRIED:
                 if (came / name).is_file():
                     shutil.copyfile(came / name, new / name)
-            if isinstance(tokenizer, PublishedTokenizer) and not (new / "tokenizer.json").exists():
-                files.write(new / "tokenizer.json", json.dumps(tokenizer.to_json()["published"]))
+            if not (new / "tokenizer.json").exists():
+                files.write(new / "tokenizer.json", json.dumps(tokenizer.published()))
+            if not (new / "tokenizer_config.json").exists():
+                end = tokenizer.published_end()
+                said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+                files.write(new / "tokenizer_config.json", json.dumps(said, indent=2))
             _write_shards(new, table, params, dtype, shard_bytes)
     except OSError as error:
         fix = "name a directory where one can be made"
@@ -267,6 +273,66 @@ def _write_shards(folder: Path, table: convert.Table, params: Any, dtype: str, l
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         files.write(folder / INDEX, json.dumps(index, indent=2))
+
+
+def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32") -> int:
+    """Writes a run's newest parameters as a GGUF file for llama.cpp, whole or not at all.
+
+    Args:
+      directory: the run.
+      target: the file to make.
+      dtype: float32, float16 or q8_0, which is for rows of whole blocks of 32; other rows are then float16. Vectors are
+        float32.
+
+    Returns:
+      The step that was exported.
+
+    Raises:
+      UserError: if GGUF files of this model or with its tokenizer can't be written, a number is too large for the type,
+        or the target exists or can't be written.
+    """
+    target = Path(files.local_path(target))
+    if target.exists():
+        raise UserError(f"{target} exists: name a file that does not")
+    if dtype not in gguf_names.DTYPES:
+        raise UserError(f"dtype {dtype}: choose among {', '.join(gguf_names.DTYPES)} for gguf")
+    cfg, params, tokenizer, step = load_run(directory)
+    came = Path(directory) / PUBLISHED
+    values, fields = gguf_names.described(cfg.model, _longest(cfg, came))
+    chat = read_chat(came, tokenizer)
+    fields |= gguf_tokenizer.write(
+        tokenizer.published(), tokenizer.eod_id, cfg.model.vocab, chat.special, chat.stops
+    )
+    if chat.template:
+        fields["tokenizer.chat_template"] = chat.template
+    kind, fields["general.file_type"] = gguf_names.DTYPES[dtype]
+    table = gguf_names.renamed(families.table(cfg.model, values["model_type"]), values)
+    params = _with_logit_factor(params, families.logit_factor(cfg.model))
+    tensors = {
+        name: (shape, gguf.stored_type(shape, kind))
+        for name, shape in convert.tensors(table, params).items()
+    }
+    architecture = fields.pop("general.architecture")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            files.draft(target) as new,
+            terminal.of_slow_work(len(tensors), "writing") as advance,
+        ):
+            arrays = convert.values(table, params, advance)
+            gguf.write(new, architecture, fields, tensors, arrays)
+    except OSError as error:
+        fix = "name a file in a directory where one can be made"
+        raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
+    return step
+
+
+def _longest(cfg: Config, came: Path) -> int:
+    """The longest text that a run's model has seen, here or where it was published, in tokens."""
+    if not (came / "config.json").exists():
+        return cfg.data.seq_len
+    said = files.read_json(came / "config.json", CONFIG_LIMIT).get("max_position_embeddings")
+    return max(cfg.data.seq_len, said) if isinstance(said, int) else cfg.data.seq_len
 
 
 def _with_logit_factor(params: Any, factor: float) -> Any:

@@ -250,8 +250,8 @@ def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
 
 # Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
 WORDS = {
-    "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image", "project",
-    "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
+    "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image",
+    "project", "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
 }  # fmt: skip
 ADDRESS = "ADDRESS"
 

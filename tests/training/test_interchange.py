@@ -2,19 +2,26 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from flax import nnx
+from tokenizers import Tokenizer, processors
 
+from minitext import files
 from minitext.checkpoint import gguf, leaves
+from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.weights import INDEX, open_weights
-from minitext.data.tokenizer import load_tokenizer, train_bpe
+from minitext.config.config import resolve, to_yaml
+from minitext.data import gguf_tokenizer
+from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
-from minitext.models import convert, families, gguf_names
+from minitext.models import convert, families, gguf_names, hf_keys
+from minitext.models.transformer import Transformer
 from minitext.training import interchange, run_dir
 
 CONFIG = {
@@ -46,10 +53,6 @@ def write_published(folder, shard_bytes=30_000):
 
 
 def random_params(cfg):
-    from flax import nnx
-
-    from minitext.models.transformer import Transformer
-
     drawn = nnx.state(Transformer(cfg, rngs=nnx.Rngs(0)), nnx.Param)
     keys = iter(jax.random.split(jax.random.key(1), 100))
     return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), drawn)
@@ -117,6 +120,162 @@ def test_a_gguf_file_is_imported(tmp_path):
         np.testing.assert_array_equal(mine, other.swapaxes(1, 2))
 
 
+FAMILIES = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "head_dim": 32},
+}  # fmt: skip
+
+
+def write_run(folder, changes=(), tokenizer=None, *, multiple=1.0):
+    """A run of random parameters, as training leaves one."""
+    keys = families.config(CONFIG | dict(changes))
+    model = families.model_of(keys)
+    params = jax.tree.map(lambda x: x * multiple, random_params(model))
+    cfg = resolve([("test", keys | {"data.seq_len": 64})])
+    files.write(folder / "config.yml", to_yaml(cfg))
+    (tokenizer or train_bpe(["the cat sat on the mat"] * 5, 261)).save(folder / "tokenizer.json")
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        checkpointer.save(7, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
+    return model, params
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_goes_out_as_gguf_and_in_again_bit_by_bit(tmp_path, family):
+    (tmp_path / "run").mkdir()
+    model, params = write_run(tmp_path / "run", FAMILIES[family])
+    assert interchange.export_gguf(tmp_path / "run", tmp_path / "m.gguf") == 7
+    interchange.import_run(str(tmp_path / "m.gguf"), tmp_path / "back")
+    cfg, read, tokenizer, _ = run_dir.load_run(tmp_path / "back")
+    assert_equal(read, params)
+    assert hf_keys.differences(cfg.model, model) == []
+    before = load_tokenizer(tmp_path / "run" / "tokenizer.json")
+    text = "the cat's 1234  mats\n\u00e9\u65e5\x00\U0001f600"
+    assert tokenizer.encode(text) == before.encode(text)
+    assert tokenizer.decode(before.encode(text)) == text and tokenizer.eod_id == before.eod_id
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "byte"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_says_what_our_model_says(tmp_path, family, tokenizer):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    (tmp_path / "run").mkdir()
+    own = ByteTokenizer() if tokenizer == "byte" else None
+    write_run(tmp_path / "run", FAMILIES[family], own, multiple=0.2)
+    interchange.export_gguf(tmp_path / "run", tmp_path / "m.gguf")
+    cfg, params, tokenizer, _ = run_dir.load_run(tmp_path / "run")
+    text = "the cat's 1234  mats sat\n\u00e9\u65e5"
+    ids = tokenizer.encode(text)
+    # Key and value in float32, as here.
+    theirs = llama_cpp.Llama(
+        str(tmp_path / "m.gguf"), n_ctx=64, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False
+    )  # fmt: skip
+    assert theirs.tokenize(text.encode(), add_bos=True, special=True) == ids
+    theirs.eval(ids)
+    got = np.asarray(theirs.scores[: len(ids)])
+    model = nnx.merge(nnx.graphdef(Transformer(cfg.model, rngs=nnx.Rngs(0))), params)
+    want = np.asarray(model(np.asarray([ids]))[0], np.float32)
+    np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 2**-11), ("q8_0", 0.5 / 127)])
+def test_rounded_numbers_are_near_and_vectors_exact(tmp_path, dtype, limit):
+    (tmp_path / "run").mkdir()
+    # Rows of 48 aren't whole blocks.
+    _, params = write_run(tmp_path / "run", {"hidden_size": 64, "intermediate_size": 48})
+    interchange.export_gguf(tmp_path / "run", tmp_path / "m.gguf", dtype)
+    interchange.import_run(str(tmp_path / "m.gguf"), tmp_path / "back")
+    a, b = leaves.named(params), leaves.named(run_dir.load_run(tmp_path / "back")[1])
+    for name in a:
+        x, y = np.asarray(a[name]), np.asarray(b[name])
+        if "norm" in name:
+            np.testing.assert_array_equal(x, y, name)
+        else:
+            assert 0 < np.abs(x - y).max() <= 1.01 * limit * np.abs(x).max(), name
+    with open_weights(tmp_path / "m.gguf") as file:
+        kind = {"float16": "F16", "q8_0": "Q8_0"}[dtype]
+        assert file.tensors["blk.0.ffn_up.weight"].dtype == kind
+        assert file.tensors["blk.0.ffn_down.weight"].dtype == "F16"
+
+
+def test_what_cannot_go_out_as_gguf_leaves_nothing(tmp_path):
+    def refused(message, changes=(), dtype="float32", **more):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        write_run(folder, changes, **more)
+        with pytest.raises(UserError, match=message):
+            interchange.export_gguf(folder, tmp_path / "m.gguf", dtype)
+        shutil.rmtree(folder)
+        assert not list(tmp_path.iterdir())
+
+    refused("rope", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}})
+    refused(
+        "gemma2",
+        {
+            "model_type": "gemma2",
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    )
+    refused("float16|F16", dtype="float16", multiple=1e6)
+    refused("dtype bfloat16", dtype="bfloat16")
+    refused(
+        "has the id 300",
+        {"vocab_size": 300},
+        tokenizer=train_bpe(
+            ["the quick brown fox jumps over a lazy dog while ten wizards box " * 9], 301
+        ),
+    )
+
+
+@pytest.mark.parametrize("split", gguf_tokenizer.DIGITS)
+def test_a_tokenizer_survives_gguf(split):
+    base = Tokenizer.from_str(
+        json.dumps(train_bpe(["the cat sat on the mat 1 22 333"] * 5, 270).published())
+    )
+    base.pre_tokenizer = gguf_tokenizer._splitter(split)
+    base.add_special_tokens(["<s>"])
+    base.add_tokens(["<tool>"])
+    base.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", base.token_to_id("<s>"))]
+    )
+    said = json.loads(base.to_str())
+    said["model"]["ignore_merges"] = split == "llama-bpe"
+    base = Tokenizer.from_str(json.dumps(said))
+    size = base.get_vocab_size()
+    eod = base.token_to_id("<|endoftext|>")
+    fields = gguf_tokenizer.write(said, eod, size + 3, {"pad_token": "<s>"}, [eod, 5])
+    assert (
+        fields["tokenizer.ggml.pre"] == split and len(fields["tokenizer.ggml.tokens"]) == size + 3
+    )
+    text, found = gguf_tokenizer.read(fields, "here")
+    back = Tokenizer.from_str(text)
+    assert found == eod and back.get_vocab() == base.get_vocab()
+    for words in (gguf_tokenizer.SAMPLE, "the <tool>cat<|endoftext|> sat 22<s>"):
+        assert back.encode(words).ids == base.encode(words).ids
+        assert back.decode(back.encode(words).ids) == base.decode(base.encode(words).ids)
+    assert gguf_tokenizer.special_tokens(fields) == {
+        "bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<s>"
+    }  # fmt: skip
+    assert gguf_tokenizer.ends_of_turn(fields) == [eod, 5]
+
+
+def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused():
+    said = train_bpe(["the cat sat on the mat"] * 5, 261).published()
+    for change in (
+        {"normalizer": {"type": "Lowercase"}},
+        {"decoder": {"type": "Fuse"}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": None},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+        {"model": said["model"] | {"ignore_merges": True}},
+    ):
+        with pytest.raises(UserError, match="use --format hf"):
+            gguf_tokenizer.write(said | change, 260, 300, {}, [])
+
+
 def test_what_cannot_be_imported_leaves_nothing(tmp_path):
     write_published(tmp_path / "theirs")
     target = tmp_path / "run"
@@ -176,6 +335,8 @@ def test_the_commands_import_generate_export_and_train_on(tmp_path):
     out = run("export", "run", "out", "--format", "hf", "--dtype", "bfloat16")
     assert out.returncode == 0, out.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
+    out = run("export", "run", "m.gguf", "--format", "gguf", "--dtype", "q8_0")
+    assert out.returncode == 0 and (tmp_path / "m.gguf").exists(), out.stderr
     again = run("import", "theirs", "run")
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
     tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer.json")
