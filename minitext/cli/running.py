@@ -70,7 +70,7 @@ def generate(
     from minitext.inference.chat import read_chat
     from minitext.inference.generate import Sampling, generate
     from minitext.training import run_dir
-    from minitext.training.interchange import PUBLISHED
+    from minitext.training.run_dir import PUBLISHED
 
     sampling = Sampling(temperature, top_k, top_p)
     sampling.check()

@@ -64,8 +64,15 @@ def data_pack(
     """Tokenise a preset's text once, into ArrayRecord files that data.source=arrayrecord data.path=FOLDER reads."""
     cfg = load(settings)
     from minitext.data.rows import pack_source
+    from minitext.training.run_dir import published_tokenizer
 
-    rows = pack_source(cfg.data, target, vocab=cfg.model.vocab, shards=shards)
+    rows = pack_source(
+        cfg.data,
+        target,
+        vocab=cfg.model.vocab,
+        shards=shards,
+        tokenizer=published_tokenizer(cfg),
+    )
     counts = ", ".join(f"{count:,} {split}" for split, count in rows.items())
     print(f"{target}: {counts} rows of {cfg.data.seq_len:,} tokens", file=sys.stderr)
 

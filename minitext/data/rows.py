@@ -97,7 +97,12 @@ def _texts(cfg: DataConfig) -> list[str]:
 
 
 def pack_source(
-    cfg: DataConfig, target: str | os.PathLike[str], *, vocab: int, shards: int
+    cfg: DataConfig,
+    target: str | os.PathLike[str],
+    *,
+    vocab: int,
+    shards: int,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, int]:
     """Tokenises the configured text and writes its rows as a folder for `data.source=arrayrecord`.
 
@@ -106,6 +111,7 @@ def pack_source(
         target: the folder to make.
         vocab: the model's vocabulary.
         shards: files of training rows.
+        tokenizer: by default the one that cfg asks for.
 
     Returns:
         The number of rows in each split.
@@ -115,7 +121,7 @@ def pack_source(
     """
     if cfg.source not in ("stdlib", "files", "tfds"):
         raise UserError(f"data.source={cfg.source} cannot be packed: choose stdlib, files or tfds")
-    tokenizer = make_tokenizer(cfg, vocab)
+    tokenizer = tokenizer or make_tokenizer(cfg, vocab)
     rows, digest = _text_windows(cfg, tokenizer, "train")
     held_out, _ = _text_windows(cfg, tokenizer, "validation")
     digest = fingerprint(digest, cfg.seq_len, cfg.seed, cfg.shuffle, cfg.validation_fraction)

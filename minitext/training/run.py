@@ -25,7 +25,7 @@ from minitext.config.config import Config, flatten, to_yaml
 from minitext.config.sections import ProfileConfig
 from minitext.data.batches import Batches, make_batches
 from minitext.data.rows import make_tokenizer
-from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, load_tokenizer
+from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
@@ -41,9 +41,11 @@ from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
     TOKENIZER,
+    carry_published,
     check_same_run,
     disk_errors,
     first_state,
+    published_tokenizer,
     read_config,
     resume_command,
 )
@@ -178,15 +180,10 @@ def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
 
 
 def _open_tokenizer(cfg: Config, path: Path) -> Tokenizer:
-    """Opens the tokenizer of the run, or of the published model that it starts from: the ids must be the same."""
+    """Opens the tokenizer of the run, or of the published model that it starts from, or makes one."""
     if path.exists():
         return load_tokenizer(path)
-    source = cfg.checkpoint.load_parameters
-    if source and (theirs := Path(source) / path.name).exists():
-        tokenizer = load_tokenizer(theirs)
-        if isinstance(tokenizer, PublishedTokenizer):
-            return tokenizer
-    return make_tokenizer(cfg.data, cfg.model.vocab)
+    return published_tokenizer(cfg) or make_tokenizer(cfg.data, cfg.model.vocab)
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
@@ -200,6 +197,8 @@ def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
 
 def _write_config(cfg: Config, directory: Path, tokenizer: Tokenizer) -> None:
     """Writes what the command that resumes reads; only now, when nothing can be refused any more."""
+    if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
+        carry_published(Path(source), directory)
     files.write(directory / CONFIG, to_yaml(cfg))
     if not (directory / TOKENIZER).exists():
         tokenizer.save(directory / TOKENIZER)

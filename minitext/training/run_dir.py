@@ -3,6 +3,7 @@
     runs/NAME/
       config.yml       the resolved configuration; `minitext train config=runs/NAME/config.yml` resumes
       tokenizer.json   to generate text where the training text isn't
+      published/       of a model that was imported: the files that it came with besides its weights
       metrics.jsonl    one object a step
       events.jsonl     where the time went (`minitext.observability.goodput`)
       profile/         a trace of some steps, if asked for (`minitext.observability.profiler`)
@@ -29,13 +30,23 @@ from minitext import files, terminal
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
 from minitext.config.config import Config, flatten, load_config, to_yaml
 from minitext.data.batches import Batches, make_batches
-from minitext.data.tokenizer import Tokenizer, load_tokenizer
+from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, load_tokenizer
 from minitext.errors import UserError
 from minitext.sharding.mesh import make_mesh
 from minitext.training.capacity import check_memory
 from minitext.training.step import TrainState, abstract_state, init_state, make_eval_step
 
-CONFIG, TOKENIZER, CHECKPOINTS = "config.yml", "tokenizer.json", "checkpoints"
+CONFIG, TOKENIZER, CHECKPOINTS, PUBLISHED = (
+    "config.yml",
+    "tokenizer.json",
+    "checkpoints",
+    "published",
+)
+CARRIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+CARRIED_LIMIT = 64 << 20  # bytes of a file; the largest tokenizers have 33 MB
 
 # What may change when a run resumes: how long and how it trains, not the model or the data.
 RESUMABLE = (
@@ -86,6 +97,50 @@ def check_same_run(cfg: Config, directory: Path) -> None:
                 f"{directory} holds a run with {key}={theirs.get(key)}, not {value}: choose another "
                 f"run.name, or resume it as it is with: {resume_command(directory)}"
             )
+
+
+def carry(source: Path, target: Path, names: Sequence[str] = CARRIED) -> None:
+    """Copies the files that a published model came with from folder to folder, those that are there.
+
+    Raises:
+      UserError: for a file that can't be read or is too long.
+      OSError: if the target can't be written.
+    """
+    for name in names:
+        if (source / name).is_file():
+            files.write(target / name, files.read_text(source / name, CARRIED_LIMIT))
+
+
+def carry_published(source: Path, target: Path) -> None:
+    """Copies a run's folder `published` to another run, whole or not at all; most runs have none.
+
+    Raises:
+      UserError: for a file that can't be read or is too long.
+      OSError: if the target can't be written.
+    """
+    if (source / PUBLISHED).is_dir() and not (target / PUBLISHED).exists():
+        with files.new_folder(target / PUBLISHED) as new:
+            carry(source / PUBLISHED, new, ("config.json", *CARRIED))
+
+
+def published_tokenizer(cfg: Config) -> Tokenizer | None:
+    """Returns the tokenizer of the published model that training starts from, whose ids are the model's; or None.
+
+    Raises:
+      UserError: if it can't be read, or has more ids than the model.
+    """
+    source = cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters
+    if not source or not (path := Path(source) / TOKENIZER).exists():
+        return None
+    tokenizer = load_tokenizer(path)
+    if not isinstance(tokenizer, PublishedTokenizer):
+        return None
+    if tokenizer.vocab_size > cfg.model.vocab:
+        raise UserError(
+            f"model.vocab={cfg.model.vocab} is too small for the {tokenizer.vocab_size} ids of {path}: set the model "
+            f"as {source} has it, with config={Path(source) / CONFIG}"
+        )
+    return tokenizer
 
 
 def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
@@ -144,6 +199,7 @@ def export_run(directory: Path | str, target: Path | str) -> int:
         with files.new_folder(target) as new:
             files.write(new / CONFIG, to_yaml(cfg))
             tokenizer.save(new / TOKENIZER)
+            carry_published(Path(directory), new)
             with Checkpointer(new / CHECKPOINTS) as checkpointer:
                 state, config = {"params": params}, cfg.model_dump(mode="json")
                 checkpointer.save(step, state, {}, config, wait=True)

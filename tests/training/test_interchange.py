@@ -5,24 +5,27 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 from tokenizers import Tokenizer, processors
 
 from minitext import files
 from minitext.checkpoint import gguf, leaves
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.weights import INDEX, open_weights
-from minitext.config.config import resolve, to_yaml
+from minitext.config.config import load_config, resolve, to_yaml
 from minitext.data import gguf_tokenizer
 from minitext.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names, hf_keys
 from minitext.models.transformer import Transformer
 from minitext.training import interchange, run_dir
+from minitext.training.run import train as run_training
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32,
@@ -341,6 +344,53 @@ def test_the_commands_import_generate_export_and_train_on(tmp_path):
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
     tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer.json")
     assert tokenizer.decode([tokenizer.eod_id]) == ""
+
+
+def test_what_a_model_came_with_goes_along_with_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_published(tmp_path / "theirs")
+    interchange.import_run("theirs", "run")
+    keys = [
+        "config=run/config.yml", "run.dir=.", "data.source=files", "data.path=text.txt", "data.seq_len=16",
+        "train.global_batch=8", "train.steps=1", "train.sample_tokens=0", "model.dtype=float32",
+    ]  # fmt: skip
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, and a bat. " * 200)
+
+    def train(*more):
+        return run_training(load_config(None, [*keys, *more]), Console(quiet=True))
+
+    second = train("run.name=second", "checkpoint.load_parameters=run")
+    third = train("run.name=third", "checkpoint.load_full_state=second", "train.steps=2")
+    run_dir.export_run(third, "fourth")
+    for folder in (second, third, tmp_path / "fourth"):
+        assert (folder / "tokenizer.json").read_text() == Path("run/tokenizer.json").read_text()
+        for path in Path("run/published").iterdir():
+            assert (folder / "published" / path.name).read_bytes() == path.read_bytes(), path
+        assert interchange.export_hf(folder, folder / "out") == (1 if folder == second else 2)
+        assert (folder / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+    pack = ["data", "pack", "rows", *keys, "checkpoint.load_parameters=run"]
+    done = subprocess.run([sys.executable, "-m", "minitext", *pack], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    packed = ["data.source=arrayrecord", "data.path=rows", "checkpoint.load_parameters=run"]
+    fifth = train("run.name=fifth", *packed)
+    assert run_dir.load_run(fifth)[2].to_json() == run_dir.load_run("run")[2].to_json()
+    # Both hold the same text as the same ids, and the weights of step 0 are the same.
+    assert losses(fifth) == losses(second)
+
+    with pytest.raises(UserError, match="model.vocab=257 is too small for the 260 ids of run/"):
+        train("run.name=sixth", "checkpoint.load_parameters=run", "model.vocab=257")
+    path = Path("run/published/generation_config.json")
+    with open(path, "wb") as file:
+        file.truncate(run_dir.CARRIED_LIMIT + 1)
+    with pytest.raises(UserError, match="more than 67,108,864 bytes"):
+        train("run.name=seventh", "checkpoint.load_parameters=run")
+    assert not Path("seventh/published").exists() and not Path("seventh/config.yml").exists()
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
 
 def test_a_mesh_that_cannot_hold_the_model_is_refused(tmp_path):
