@@ -618,8 +618,11 @@ class Engine:
                 bias_BV[row] -= r.presence_penalty * (counts > 0) + r.frequency_penalty * counts
             if r.repetition_penalty != 1:
                 seen_BV[row, text.tokens] = True
-            if text.guide is not None:
-                bias_BV[row, ~text.guide.allowed(self.cfg.vocab)] = -np.inf
+            if text.guide is not None and not text.ended:
+                try:
+                    bias_BV[row, ~text.guide.allowed()] = -np.inf
+                except UserError as error:
+                    self._end(text, "error", str(error))
         return Adjustments(bias_BV, seen_BV)
 
     def _read(self, pending: Pending) -> None:
@@ -647,7 +650,11 @@ class Engine:
             return
         text.tokens.append(token)
         if text.guide is not None:
-            text.guide.accept(token)
+            try:
+                text.guide.accept(token)
+            except UserError as error:
+                self._end(text, "error", str(error))
+                return
         self._counts["generated_tokens"] += 1
         known = min(text.computed, len(text.tokens))
         if known % self.page_tokens == 0:
