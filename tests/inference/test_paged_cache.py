@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from hypothesis.stateful import consumes as ended
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minitext.errors import UserError
 from minitext.inference.paged_cache import OutOfPages, Pages
@@ -21,7 +20,13 @@ class Token(int):
 
 
 # Few different tokens: texts often begin alike, and often differ only late.
-TEXTS = st.lists(st.integers(0, 1).map(Token), min_size=1, max_size=9)
+TEXTS = st.integers(2, 1023).map(lambda n: [Token(bit) for bit in bin(n)[3:]])  # of 1 to 9 tokens
+LENGTHS = st.integers(1, 9)
+DROPS = st.sampled_from([0, 0, 0, 1, 2])
+ANY = st.sampled_from(range(12))
+SIZES = st.sampled_from([1, 10, 20, 30, 40, 50, 60, 70, 80])  # tokens that all pages can hold
+OFTEN = st.sampled_from([True] * 9 + [False])
+MOST = 5  # sequences at once
 
 
 class Histories(RuleBasedStateMachine):
@@ -31,24 +36,28 @@ class Histories(RuleBasedStateMachine):
     because keys and values depend on it. Copies wait, in order, until something is written.
     """
 
-    keys = Bundle("keys")
-
-    @initialize(
-        pages=st.integers(2, 9),
-        S=st.integers(1, 4),
-        reuse=st.sampled_from([True, True, True, False]),
-    )
-    def start(self, pages, S, reuse):
-        self.S, self.reuse, self.next = S, reuse, 0
-        self.pages = Pages(pages, S, reuse=reuse)
+    @initialize(size=SIZES, S=st.sampled_from([2, 3, 4, 1]), reuse=OFTEN, text=TEXTS)
+    def start(self, size, S, reuse, text):
+        self.pages = Pages(2 + size // S, S, reuse=reuse)
+        self.S, self.next = S, 0
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
         self.copies: list[tuple[int, int]] = []
-        self.texts: dict[
-            int, list[int]
-        ] = {}  # what a sequence is to hold: its prompt, and what it has written
-        self.length: dict[int, int] = {}  # of these, committed
+        self.seen: list[list[int]] = []
+        # Of each sequence: its prompt and what it has written after it, how much is committed, and how much may be.
+        self.texts: dict[int, list[int]] = {}
+        self.length: dict[int, int] = {}
         self.room: dict[int, int] = {}
-        self.outdated: set[int] = set()  # sequences begun before the last `clear`
+        self.outdated: set[int] = set()  # those begun before the last `clear`
+        self.admit(text, True)
+
+    def some(self):
+        return bool(self.texts)
+
+    def not_all(self):
+        return len(self.texts) < MOST
+
+    def key(self, one):
+        return sorted(self.texts)[one % len(self.texts)]
 
     def new_key(self):
         self.next += 1
@@ -77,7 +86,7 @@ class Histories(RuleBasedStateMachine):
         found = self.pages.match(text)
         assert found % S == 0 and 0 <= found < len(text)
         least = 0
-        for other in set(self.texts) - self.outdated if self.reuse else ():
+        for other in set(self.texts) - self.outdated if self.pages.reuse else ():
             theirs = self.texts[other][: self.length[other] // S * S]
             alike = next(
                 (i for i, (a, b) in enumerate(zip(theirs, text, strict=False)) if a != b),
@@ -90,30 +99,48 @@ class Histories(RuleBasedStateMachine):
         assert len(table) * S == found
         assert self.read(table, found, self.copied()) == self.prefixes(text[:found])
         self.texts[key], self.length[key], self.room[key] = list(text), found, found
+        self.seen.append(self.texts[key])
         return key
 
     def end(self, key):
+        self.seen.append(self.texts[key])
         self.pages.release(key)
         self.outdated.discard(key)
         del self.texts[key], self.length[key], self.room[key]
 
-    @rule(target=keys, text=TEXTS)
-    def admit(self, text):
-        return self.begin(text)
+    @precondition(not_all)
+    @rule(text=TEXTS, compute=st.booleans())
+    def admit(self, text, compute):
+        key = self.begin(text)
+        if compute:
+            self.extend_and_write(key, len(text) - self.length[key], text, 0)
 
-    @rule(target=keys, key=keys, more=TEXTS, keep=st.integers(0, 30))
-    def admit_alike(self, key, more, keep):
-        return self.begin(self.texts[key][:keep] + more)
+    @precondition(not_all)
+    @rule(one=ANY, keep=st.integers(1, 20), more=TEXTS, compute=st.booleans())
+    def admit_alike(self, one, keep, more, compute):
+        self.admit(self.seen[-1 - one % len(self.seen)][:keep] + more, compute)
 
-    @rule(key=keys, more=st.integers(0, 9))
-    def extend(self, key, more):
+    @precondition(lambda self: len(self.texts) < MOST - 1)
+    @rule(text=TEXTS, longer=TEXTS)
+    def admit_twins(self, text, longer):
+        """Two sequences that compute the same tokens at the same time."""
+        twins = self.begin(text), self.begin(text + longer)
+        for key in twins:
+            self.extend_sequence(key, len(text) - self.length[key])
+        for key in twins:
+            self.write_and_commit(key, text, 0)
+
+    @precondition(some)
+    @rule(one=ANY, more=LENGTHS)
+    def extend(self, one, more):
+        self.extend_sequence(self.key(one), more)
+
+    def extend_sequence(self, key, more):
         length, before = self.length[key] + more, copy.deepcopy(vars(self.pages))
         tables = {other: self.pages.table(other) for other in self.texts}
         last, filled = divmod(self.length[key], self.S)
-        shared = (
-            sum(tables[key][last] in table for table in tables.values()) > 1 if filled else False
-        )
-        need = max(0, -(-length // self.S) - len(tables[key])) + (shared and more > 0)
+        shared = filled > 0 and sum(tables[key][last] in table for table in tables.values()) > 1
+        need = max(0, -(-length // self.S) - len(tables[key])) + shared
         left = self.pages.pages - 1 - len({page for table in tables.values() for page in table})
         try:
             copies = self.pages.extend(key, length)
@@ -122,17 +149,20 @@ class Histories(RuleBasedStateMachine):
             assert vars(self.pages) == before
             return
         assert need <= left
-        assert len(copies) == (shared and more > 0)
+        assert len(copies) == shared
         assert len(self.pages.table(key)) == max(len(tables[key]), -(-length // self.S))
         for other in set(tables) - {key}:
             assert self.pages.table(other) == tables[other]
         self.copies += copies
-        if more:
-            self.room[key] = length
+        self.room[key] = length
 
-    @rule(key=keys, more=TEXTS, drop=st.integers(0, 9))
+    @precondition(some)
+    @rule(one=ANY, more=TEXTS, drop=DROPS)
+    def write(self, one, more, drop):
+        self.write_and_commit(self.key(one), more, drop)
+
     def write_and_commit(self, key, more, drop):
-        """Writes into all the room, as with tokens that were only guessed, and commits some of it."""
+        """Writes into all the room, and commits all but the last few tokens, as if a guess at them was wrong."""
         text, length, room = self.texts[key], self.length[key], self.room[key]
         text += (more * 9)[: max(0, room - len(text))]
         self.memory, self.copies = self.copied(), []
@@ -141,45 +171,57 @@ class Histories(RuleBasedStateMachine):
         for t in range(length, room):
             assert table[t // self.S] not in others
             self.memory[table[t // self.S], t % self.S] = tuple(text[: t + 1])
-        end = max(length, room - drop)
+        end = self.length[key] = max(length, room - drop)
         self.pages.commit(key, text[:end])
-        self.length[key] = end
-        if drop % 2:  # the others were wrong, and the text goes on in another way
+        if drop:  # the text goes on in another way
             del text[max(1, end) :]
 
-    @rule(target=keys, key=keys, more=TEXTS)
-    def fork(self, key, more):
+    @precondition(some)
+    @rule(one=ANY, more=LENGTHS, text=TEXTS, drop=DROPS)
+    def step(self, one, more, text, drop):
+        self.extend_and_write(self.key(one), more, text, drop)
+
+    def extend_and_write(self, key, more, text, drop):
+        self.extend_sequence(key, more)
+        self.write_and_commit(key, text, drop)
+
+    @precondition(lambda self: self.some() and self.not_all())
+    @rule(one=ANY, more=TEXTS, compute=OFTEN)
+    def fork(self, one, more, compute):
         """A second sequence, which is to go on in its own way."""
-        new = self.new_key()
+        key, new = self.key(one), self.new_key()
         self.pages.fork(key, new)
         length = self.room[key] = self.room[new] = self.length[new] = self.length[key]
         self.texts[new] = self.texts[key][:length] + more
         if key in self.outdated:
             self.outdated.add(new)
-        return new
+        if compute:
+            self.extend_and_write(new, 1, more, 0)
 
-    @rule(key=ended(keys))
-    def release(self, key):
-        self.end(key)
+    @precondition(some)
+    @rule(one=ANY)
+    def release(self, one):
+        self.end(self.key(one))
 
-    @rule(target=keys, key=ended(keys))
-    def preempt(self, key):
+    @precondition(some)
+    @rule(one=ANY)
+    def preempt(self, one):
         """Released and admitted again, a sequence finds its own full pages."""
+        key = self.key(one)
         text, length, outdated = self.texts[key], self.length[key], key in self.outdated
         self.end(key)
         new = self.begin(text)
-        if self.reuse and not outdated:
+        if self.pages.reuse and not outdated:
             assert self.length[new] >= min(length, len(text) - 1) // self.S * self.S
-        return new
 
-    @rule(text=TEXTS)
-    def clear(self, text):
+    @rule(no=OFTEN)
+    def clear(self, no):
+        if no:  # or nothing is ever found
+            return
         self.pages.clear()
         self.outdated = set(self.texts)
         assert self.pages.kept == 0
-        assert all(
-            self.pages.match([*known, text[0]]) == 0 for known in [text, *self.texts.values()]
-        )
+        assert all(self.pages.match([*text, 0]) == 0 for text in self.seen)
 
     @invariant()
     def every_sequence_reads_back_its_own_text(self):
@@ -226,7 +268,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=60 if settings.get_current_profile_name() == "test" else 2000,
+    max_examples=80 if settings.get_current_profile_name() == "test" else 2000,
     stateful_step_count=40,
 )
 
