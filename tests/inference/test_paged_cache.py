@@ -192,6 +192,7 @@ class Histories(RuleBasedStateMachine):
         key, new = self.key(one), self.new_key()
         self.pages.fork(key, new)
         length = self.room[key] = self.room[new] = self.length[new] = self.length[key]
+        assert self.pages.table(new) == self.pages.table(key)[: -(-length // self.S)]
         self.texts[new] = self.texts[key][:length] + more
         if key in self.outdated:
             self.outdated.add(new)
@@ -237,6 +238,8 @@ class Histories(RuleBasedStateMachine):
         assert all(len(set(table)) == len(table) for table in tables)
         counts = Counter(page for table in tables for page in table)
         assert 0 not in counts
+        for key, length in self.length.items():  # pages still to be written are nobody else's
+            assert all(counts[page] == 1 for page in pages.table(key)[-(-length // self.S) :])
         assert pages._counts == [counts[page] for page in range(pages.pages)]
         assert pages.used == len(counts)
         assert pages.free == pages.pages - 1 - len(counts)
@@ -268,7 +271,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=80 if settings.get_current_profile_name() == "test" else 2000,
+    max_examples=60 if settings.get_current_profile_name() == "test" else 2000,
     stateful_step_count=40,
 )
 
@@ -301,11 +304,12 @@ def test_forks_share_until_they_write():
     assert pages.used == 4
 
 
-def test_a_fork_ends_the_right_to_write():
+def test_a_fork_shares_what_is_committed_and_ends_the_right_to_write():
     pages = Pages(10, 4)
     run(pages, 0, [1, 2])
-    pages.extend(0, 4)
+    pages.extend(0, 5)
     pages.fork(0, 1)
+    assert pages.table(1) == pages.table(0)[:1]
     with pytest.raises(ValueError, match="3 tokens: the sequence has 2 tokens and room for 2"):
         pages.commit(0, [1, 2, 3])
 
@@ -380,11 +384,15 @@ def test_new_weights_find_nothing_of_the_old():
     run(pages, 1, [1, 3])
     pages.clear()
     assert (pages.used, pages.kept) == (2, 0)
-    pages.extend(1, 4)
-    pages.commit(1, [1, 3, 4, 5])
-    assert pages.match([1, 3, 4, 5]) == 0
-    pages.release(1)
+    pages.fork(1, 2)
+    for key in (1, 2):
+        pages.extend(key, 4)
+        pages.commit(key, [1, 3, 4, 5])
+        assert pages.match([1, 3, 4, 5]) == 0
+        pages.release(key)
     assert (pages.used, pages.kept) == (0, 0)
+    run(pages, 3, [1, 3, 4, 5])
+    assert pages.match([1, 3, 4, 5]) == 3
 
 
 def test_without_reuse_nothing_is_kept():
