@@ -1,20 +1,20 @@
 """Which page of the cache holds which tokens: tables, shared pages, and pages found again by what they hold.
 
-The cache of keys and values is divided into pages of a few tokens each. A sequence's table lists its pages in order, and
-they can be anywhere, so a sequence takes memory as it grows and no gaps are left between sequences (Kwon et al. 2023,
-PagedAttention). Sequences that begin alike share pages. This file only keeps the books, in Python integers: the engine
+The cache of keys and values is divided into pages of a few tokens each. A sequence's table lists its pages in order.
+They can be anywhere, so a sequence takes memory as it grows, and no gaps are left between sequences (Kwon et al. 2023,
+PagedAttention). Sequences that begin alike share pages. This file only keeps the books, in Python integers; the engine
 writes and copies what is in the pages.
 
 A full page is found again by `(parent, tokens)`: the page before it, or 0, and its own tokens. vLLM chains hashes,
-hash(parent's hash, tokens); here the parent's number stands for all the tokens before, as long as the parent itself
-can be found, and the dictionary compares the tokens that it hashes. So equal hashes never give another text's cache. The
-pages that can be found form a tree, as in SGLang (Zheng et al. 2024), and it keeps three rules:
+hash(parent's hash, tokens). Here the parent's number stands for all the tokens before, and the dictionary compares what
+it hashes, so equal hashes never give another text's cache. The pages that can be found form a tree, as in SGLang
+(Zheng et al. 2024), which obeys three rules:
 
 - Only full pages are in it, and they are never written again.
-- A sequence that holds one of them holds its parents. Two sequences that compute the same page end up with one: `commit`
-  gives the second sequence the page of the first.
-- Among pages that no sequence uses, a page was used later than its children. The least recently used page is then always
-  a leaf, and taking it cuts off nothing.
+- A sequence that holds one of them holds its parents too. So `commit` gives a sequence that computed the same page as
+  another sequence the page of the other.
+- Among pages that no sequence holds, children come before their parents in the order of use. The least recently used
+  page is then always a leaf, and taking it cuts off no other page.
 
 Chapters: 24.
 """
@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minitext.errors import UserError
+
+_Entry = tuple[int, tuple[int, ...]]  # a full page's parent and its tokens
 
 
 class OutOfPages(Exception):
@@ -67,8 +69,8 @@ class Pages:
         self._counts = [0] * pages  # in how many tables a page is
         self._empty = list(range(pages - 1, 0, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._found: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> page
-        self._entry: dict[int, tuple[int, tuple[int, ...]]] = {}  # the same, from page to (parent, tokens)
+        self._found: dict[_Entry, int] = {}
+        self._entry: dict[int, _Entry] = {}  # the same, from the page
 
     @property
     def free(self) -> int:
