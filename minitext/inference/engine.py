@@ -19,6 +19,7 @@ al. 2024 (Sarathi-Serve) for prompts in parts.
 Chapters: 24.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -33,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from minitext import hardware
 from minitext.config.model import ModelConfig, MoEConfig
@@ -45,6 +47,7 @@ from minitext.inference.requests import Busy, Event, Finish, Request, Usage
 from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw
 from minitext.models.paged import Paging
 from minitext.models.transformer import Transformer, copy_pages, make_pages, with_paging
+from minitext.sharding.rules import RULES, ShardingRules, tree_shardings
 
 log = logging.getLogger("minitext.inference")
 Sink = Callable[[Event], None]
@@ -160,8 +163,12 @@ class Programs(NamedTuple):
     copy: Callable[..., Any]
 
 
+# Weights and caches are split by head and by feature; every device has all rows.
+RULES_OF_ENGINE = ShardingRules(RULES["tp"].table | {"batch": ()})
+
+
 @cached
-def make_programs(cfg: ModelConfig, groups: int) -> Programs:
+def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules = RULES["all"]) -> Programs:
     """Returns the programs; `groups` is that of `split_projections`."""
     cfg = dropless(cfg)
 
@@ -170,7 +177,7 @@ def make_programs(cfg: ModelConfig, groups: int) -> Programs:
         return split_projections(apart, groups) if groups > 1 else apart
 
     def new_model() -> Transformer:
-        return Transformer(cfg, rngs=nnx.Rngs(0))
+        return Transformer(cfg, rules=rules, rngs=nnx.Rngs(0))
 
     stacked = nnx.graphdef(nnx.eval_shape(new_model))
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
@@ -232,10 +239,11 @@ class Engine:
 
     Args:
       cfg: the model.
-      params: `nnx.State` of its parameters, on one device.
+      params: `nnx.State` of its parameters.
       options: memory and batch.
       make_guide: grammar of a request -> what masks its tokens (`minitext.inference.structured`); None: grammars are
         refused.
+      mesh: devices that share every text: the axis `tensor` splits heads and features. None: one device.
 
     Raises:
       UserError: for options that don't fit the model or the device.
@@ -247,6 +255,7 @@ class Engine:
         params: Any,
         options: EngineOptions = EngineOptions(),
         make_guide: Callable[[tuple[str, str]], Any] | None = None,
+        mesh: Mesh | None = None,
     ):
         states = has_states(cfg)
         if states and options.speculate:
@@ -260,11 +269,17 @@ class Engine:
         self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
         # A text must fit alone, or it would be preempted for ever.
         self.max_length = min(longest, (pages - 1) * S)
-        groups = 2 if hardware.platform() == "cpu" else 1
-        self.programs = make_programs(cfg, groups)
-        self.arrays = self.programs.lay_out(params)
+        self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
+        if mesh is not None:
+            _check_mesh(cfg, mesh)
+            params = jax.device_put(params, tree_shardings(params, mesh, rules))
+        groups = 2 if hardware.platform() == "cpu" and mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
-        self.cache: Any = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots), None))()
+        self.programs = make_programs(cfg, groups, rules)
+        with self._on_mesh():
+            self.arrays = self.programs.lay_out(params)
+            make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
+            self.cache: Any = make()
         self.free_states = list(range(1, slots))
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
@@ -393,11 +408,15 @@ class Engine:
 
     def step(self) -> bool:
         """Admits texts, computes a part of a prompt, and a token for all others; returns whether any text is left."""
-        self._take_in()
-        self._admit()
-        self._prefill()
-        self._decode()
+        with self._on_mesh():
+            self._take_in()
+            self._admit()
+            self._prefill()
+            self._decode()
         return self._busy()
+
+    def _on_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _take_in(self) -> None:
         with self._lock:
@@ -688,6 +707,19 @@ class Engine:
         if text.state:
             self.free_states.append(text.state)
             text.state = 0
+
+
+def _check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
+    """Raises UserError if devices would be idle, or the axis `tensor` doesn't divide what it splits."""
+    if idle := [f"mesh.{axis}={n}" for axis, n in mesh.shape.items() if n > 1 and axis != "tensor"]:
+        raise UserError(f"{idle[0]}: an engine splits heads and features; set mesh.tensor instead")
+    layers = [layer for stack in cfg.stacks.values() for layer in stack.layers]
+    named = [x for layer in layers for x in layer.attention.sizes(layer)]
+    named += [("mlp", "model.mlp", layer.mlp) for layer in layers]
+    ways = mesh.shape["tensor"]
+    for name, key, size in (*named, ("vocab", "model.vocab", cfg.vocab)):
+        if RULES_OF_ENGINE.table[name] and size % ways:
+            raise UserError(f"{key}={size} is not divisible by mesh.tensor={ways}: choose another")
 
 
 def look_up(tokens: Sequence[int], most: int) -> list[int]:

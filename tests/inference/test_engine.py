@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import minitext as mt
 from minitext.errors import UserError
 from minitext.inference import sampling
-from minitext.inference.engine import Engine, EngineOptions, look_up
+from minitext.inference.engine import Engine, EngineOptions, dropless, look_up
 from minitext.inference.requests import Busy, Request
 from minitext.inference.sampling import Adjustments, Knobs, Want
 from minitext.models.transformer import Transformer
@@ -43,7 +43,7 @@ def model():
     def make(kind):
         if kind not in made:
             cfg = mt.load_config("laptop", [*TINY, *KINDS[kind]]).model
-            net = Transformer(cfg, rngs=nnx.Rngs(1))
+            net = Transformer(dropless(cfg), rngs=nnx.Rngs(1))
             logits = nnx.jit(lambda net, tokens, at: net(tokens)[0, at])
             made[kind] = cfg, net, logits
         cfg, net, logits = made[kind]
