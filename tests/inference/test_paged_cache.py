@@ -24,7 +24,7 @@ TEXTS = st.integers(2, 1023).map(lambda n: [Token(bit) for bit in bin(n)[3:]])  
 LENGTHS = st.integers(1, 9)
 DROPS = st.sampled_from([0, 0, 0, 1, 2])
 ANY = st.sampled_from(range(12))
-SIZES = st.sampled_from([1, 10, 20, 30, 40, 50, 60, 70, 80])  # tokens that all pages can hold
+SIZES = st.sampled_from([60, 40, 80, 20, 10, 1])  # tokens that all pages can hold, about
 OFTEN = st.sampled_from([True] * 9 + [False])
 MOST = 5  # sequences at once
 
@@ -186,10 +186,12 @@ class Histories(RuleBasedStateMachine):
         self.write_and_commit(key, text, drop)
 
     @precondition(lambda self: self.some() and self.not_all())
-    @rule(one=ANY, more=TEXTS, compute=OFTEN)
-    def fork(self, one, more, compute):
-        """A second sequence, which is to go on in its own way."""
+    @rule(one=ANY, more=TEXTS, ahead=st.sampled_from([0, 0, 5]), compute=OFTEN)
+    def fork(self, one, more, ahead, compute):
+        """A second sequence, which is to go on in its own way. The first may have had room for more."""
         key, new = self.key(one), self.new_key()
+        if ahead:
+            self.extend_sequence(key, ahead)
         self.pages.fork(key, new)
         length = self.room[key] = self.room[new] = self.length[new] = self.length[key]
         assert self.pages.table(new) == self.pages.table(key)[: -(-length // self.S)]
