@@ -274,6 +274,7 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
         raise Refused(
             f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n}", param="best_of"
         )
+    _ = body.stops, body.alternatives, body.grammar  # refused now, before the prompt is looked at
     return body
 
 

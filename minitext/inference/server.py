@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import time
@@ -35,7 +36,7 @@ from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.files import shorten
 from minitext.inference import requests
-from minitext.inference.chat import Chat
+from minitext.inference.chat import Chat, Renderer
 from minitext.inference.protocol import (
     Body, ChatAnswer, ChatBody, CompletionAnswer, CompletionBody, Piece, Refused, StreamOptions, read_body, requests_of,
 )  # fmt: skip
@@ -87,10 +88,20 @@ class Served:
     preparing: int = 0
     metrics: Metrics = field(init=False)
     threads: ThreadPoolExecutor = field(init=False)
+    renderers: "queue.SimpleQueue[Renderer]" = field(init=False, default_factory=queue.SimpleQueue)
 
     def __post_init__(self):
         self.metrics = Metrics(self.engine.usage)
-        self.threads = ThreadPoolExecutor(os.cpu_count(), "prepare")
+        count = os.cpu_count() or 1
+        self.threads = ThreadPoolExecutor(count, "prepare")
+        for _ in range(count):
+            self.renderers.put(Renderer())
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self.threads.shutdown(cancel_futures=True)
+        while not self.renderers.empty():
+            self.renderers.get().close()
 
     @property
     def most_bytes(self) -> int:
@@ -224,11 +235,14 @@ async def _prepare(served: Served, body: Body) -> list[requests.Request]:
 
 
 def _render(served: Served, messages: Sequence[dict[str, str]]) -> list[int]:
+    renderer = served.renderers.get()
     try:
-        text = served.chat.render(messages)
+        text = served.chat.render(messages, renderer)
     except UserError as error:  # names a folder, which is nobody else's business
         said = str(error).rpartition("cannot be rendered: ")[2]
         raise Refused(f"the model's chat template refuses the messages: {said}", param="messages") from None
+    finally:
+        served.renderers.put(renderer)
     # The template writes the token at the beginning itself.
     return served.tokenizer.encode_batch([text])[0].tolist()
 
@@ -576,7 +590,7 @@ class Server(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(close))
         await super().shutdown(sockets)
         await closing
-        self.served.threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.served.close)
 
 
 def serve(server: Server, listening: socket.socket) -> None:

@@ -387,3 +387,415 @@ def metrics(running):
             labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
             found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
     return found
+
+
+# --- many at once
+
+
+def test_two_hundred_clients_at_once_lose_no_request(tiny):
+    """Each gets its own text, of its own length, whoever else is there; half of them stream."""
+
+    async def ask(client, i):
+        asked = {"model": "tiny", "prompt": f"client {i}", "seed": i, "max_tokens": 1 + i % 7, "temperature": 1.0}
+        if i % 2:
+            return (await client.completions.create(**asked)).choices[0].text
+        parts = [e.choices[0].text async for e in await client.completions.create(**asked, stream=True)]
+        return "".join(parts)
+
+    async def everybody():
+        async with openai.AsyncOpenAI(
+            base_url=f"{tiny.url}/v1", api_key="-", max_retries=0, timeout=120
+        ) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(200)))
+
+    found = asyncio.run(everybody())
+    for i in range(0, 200, 23):
+        want = tiny.direct(prompt=ids(f"client {i}"), seed=i, max_tokens=1 + i % 7, temperature=1.0)[0]
+        assert [found[i]] == want
+    assert len(found) == 200 and all(isinstance(text, str) for text in found)
+
+
+def test_beyond_the_queue_clients_are_told_to_come_again(start):
+    running = start(most=4)
+    running.engine.held.clear()
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 3, "n": 4, "temperature": 0}
+    with running.client().completions.create(**asked, stream=True) as stream:
+        status, headers, said = running.post(asked)
+        assert status == 429 and int(headers["Retry-After"]) >= 1
+        assert "ask again" in json.loads(said)["error"]["message"]
+        with pytest.raises(openai.RateLimitError, match="too many requests are waiting"):
+            running.client().completions.create(**asked)
+        with pytest.raises(openai.RateLimitError):  # of two prompts none is begun
+            running.client().completions.create(**asked | {"prompt": ["a", "b"], "n": 1}, stream=True)
+        running.engine.held.set()
+        assert sum(bool(e.choices[0].finish_reason) for e in stream) == 4
+    assert running.idle()
+    assert len(running.client().completions.create(**asked).choices) == 4
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=["one", "two"])
+def test_a_client_that_hangs_up_is_cancelled_at_once(tiny, stream, prompts):
+    before = len(tiny.engine.told)
+    body = json.dumps({"prompt": prompts, "max_tokens": 500, "stream": stream, "ignore_eos": True}).encode()
+    with socket.create_connection(("127.0.0.1", tiny.port)) as client:
+        client.sendall(request_of(body))
+        while not tiny.engine.usage().running:
+            time.sleep(0.001)
+        if stream:
+            assert b"data: " in client.recv(1 << 16) + client.recv(1 << 16)
+    began, steps = time.monotonic(), tiny.engine.steps
+    while len(tiny.engine.told) < before + len(prompts):
+        assert time.monotonic() < began + 5
+        time.sleep(0.0005)
+    assert tiny.idle(1)
+    assert tiny.engine.steps - steps < 250  # of 500 that it would have taken
+    assert len(tiny.engine.told) == before + len(prompts)
+
+
+def request_of(body, *headers, path="/v1/completions", length=None):
+    lines = [
+        f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}", *headers,
+    ]  # fmt: skip
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+# --- keys, limits, and the end
+
+
+def test_an_api_key(start):
+    running = start(api_key="sesame ä")
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for headers in ({}, {"Authorization": "Bearer sesame"}, {"Authorization": "Basic c2VzYW1lIOQ="},
+                        {"Authorization": "Bearer "}, {"Authorization": "sesame"}):  # fmt: skip
+            status, given, said = running.post(b"not even JSON", path, **headers)
+            assert status == 401 and given["WWW-Authenticate"] == "Bearer"
+            assert json.loads(said)["error"]["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        running.client("wrong").models.list()
+    assert fetch(running, "/health")[0] == fetch(running, "/metrics")[0] == fetch(running, "/")[0] == 200
+    running.served.api_key = "open"
+    assert running.client("open").completions.create(**asked).usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "a", "max_tokens": 511, "stream": True}, None),
+        ({"prompt": "a", "max_tokens": 512}, "more than the context of 512 tokens"),
+        ({"prompt": "a" * 512}, "prompt of 512 tokens"),
+        ({"prompt": "a", "n": 129}, "n=129"),
+        ({"prompt": ["a"] * 100, "n": 2}, "100 prompts with n=2 are 200 texts"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "prompt=[]"),
+        ({"prompt": [1, "a"]}, "prompt=[1, 'a']"),
+        ({"prompt": [True]}, "prompt=[True]"),
+        ({"prompt": [257]}, "token 257 is not in the model's vocabulary of 257"),
+        ({"prompt": [-1]}, "token -1"),
+        ({"prompt": [10**30]}, "token 1000"),
+        ({}, "prompt is missing"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature=hot: input should be a valid number"),
+        ({"prompt": "a", "temperature": math.nan}, "not JSON"),
+        ({"prompt": "a", "temperature": 10**400}, "temperature="),
+        ({"prompt": "a", "top_p": 0}, "top_p=0"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens=1.5"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens=True"),
+        ({"prompt": "a", "max_tokens": 10**100}, "max_tokens=1000"),
+        ({"prompt": "a", "seed": 2**63}, "seed="),
+        ({"prompt": "a", "logprobs": 21}, "logprobs=21"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias names x"),
+        ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias of token 1=101"),
+        ({"prompt": "a", "stop": [""]}, "stop has a string of 0 characters"),
+        ({"prompt": "a", "stop": ["a"] * 17}, "stop has 17 strings"),
+        ({"prompt": "a", "stop": 3}, "stop=3"),
+        ({"prompt": "a", "best_of": 2}, "best_of=2"),
+        ({"prompt": "a", "suffix": "b"}, "suffix=b is not supported"),
+        ({"prompt": "a", "echo": True}, "echo=True is not supported"),
+        ({"prompt": "a", "model": "x\n" * 99}, "there is no model"),
+        ({"prompt": "a", "stream_options": 3}, "stream_options=3"),
+        ({"prompt": "a\ud800"}, "not JSON"),
+        ([], "send a JSON object"),
+        (b"", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"prompt":' * 10_000, "not JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"prompt": "\xff"}', "not JSON"),
+        ({"prompt": "a", "best_of": 1, "user": "u", "metadata": {"a": 1}, "store": False, "echo": None}, None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused_in_a_line(tiny, body, words):
+    said = refusal(tiny, body)
+    assert (said is None) == (words is None) and (words is None or words in said), said
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages=[]"),
+        ({}, "messages is missing"),
+        ({"messages": "hi"}, "messages=hi"),
+        ({"messages": [3]}, "messages.0=3"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content=None"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role=None"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "part that is no text"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "bad", "content": "a"}]}, "refuses the messages: no such role"),
+        ({"messages": [{"role": "user", "content": "a" * 600}]}, "tokens is more than the context"),
+        ({"tools": [{"type": "function"}]}, "tools="),
+        ({"modalities": ["audio"]}, "modalities="),
+        ({"top_logprobs": 2}, "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs=21"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type=yaml"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template="),
+        ({"max_tokens": 10, "max_completion_tokens": 10**6}, "max_tokens=1000000"),
+        ({"tools": [], "tool_choice": "none", "reasoning_effort": "low", "max_tokens": 1}, None),
+    ],
+)  # fmt: skip
+def test_what_a_chat_cannot_be_is_refused_in_a_line(tiny, body, words):
+    if words and "messages" not in words and "context" not in words:
+        body = {"messages": [{"role": "user", "content": "a"}]} | body
+    said = refusal(tiny, body | ({} if words else {"messages": [{"role": "user", "content": "a"}]}),
+                   "/v1/chat/completions")  # fmt: skip
+    assert (said is None) == (words is None) and (words is None or words in said), said
+
+
+ALLOWED = {400, 404, 408, 413, 415}
+
+
+def refusal(running, body, path="/v1/completions"):
+    """Returns the line of a refusal, which is checked; None if the request was answered."""
+    status, _, data = running.post(body, path)
+    if status == 200:
+        return None
+    return line_of(status, data)
+
+
+def line_of(status, data):
+    assert status in ALLOWED, (status, data[:500])
+    error = json.loads(data)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["message"].isprintable() and 10 < len(error["message"]) < 400
+    return error["message"]
+
+
+def test_a_model_without_a_template_says_so(start):
+    running = start(template=None)
+    said = refusal(running, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    assert "no chat template" in said and "/" not in said.replace("/v1/completions", "")
+
+
+def test_addresses_and_methods_that_are_not_there(tiny):
+    for path, method, status in [("/v1/embeddings", "POST", 404), ("/%0a%ff" + "x" * 999, "GET", 404),
+                                 ("/v1/completions", "GET", 405), ("/docs", "GET", 404)]:  # fmt: skip
+        found, data = fetch(tiny, path, method)
+        assert found == status
+        said = json.loads(data)["error"]["message"]
+        assert said.startswith(method) and said.isprintable() and len(said) < 200
+    assert tiny.post(b"{}", **{"Content-Type": "text/plain"})[0] == 415
+
+
+def test_a_body_that_is_too_long_is_not_kept(tiny):
+    limit = tiny.served.most_bytes
+    said = refusal(tiny, b'{"prompt": "' + b"a" * limit + b'"}')
+    assert f"more than {limit:,} bytes" in said
+    # However long it says it is.
+    with socket.create_connection(("127.0.0.1", tiny.port)) as client:
+        client.sendall(request_of(b"", length=10**15))
+        with contextlib.suppress(OSError):
+            for _ in range(20 * limit >> 16):
+                client.sendall(b"a" * (1 << 16))
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 413 " in client.recv(4096)
+
+
+def test_the_end_finishes_what_runs(start):
+    running = start()
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    stream = running.client().completions.create(**asked, stream=True)
+    first = next(iter(stream))
+    running.server.should_exit = True
+    rest = list(stream)
+    assert rest[-1].choices[0].finish_reason == "length"
+    text = first.choices[0].text + "".join(e.choices[0].text for e in rest)
+    running.thread.join(10)
+    assert not running.thread.is_alive() and len(text.encode()) >= 190
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", running.port))
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_what_is_not_done_in_time_is_told_so(start, stream):
+    running = start(drain_seconds=0.05)
+    running.engine.held.clear()
+    answers = []
+    body = {"prompt": "a", "max_tokens": 500, "stream": stream}
+    asking = threading.Thread(target=lambda: answers.append(running.post(body)))
+    asking.start()
+    while not running.engine.usage().running:
+        time.sleep(0.001)
+    running.server.should_exit = True
+    asking.join(10)
+    status, _, data = answers[0]
+    assert "shutting down" in data.decode() and status == (200 if stream else 503)
+    if stream:
+        assert '"error"' in data.decode() and data.endswith(b"data: [DONE]\n\n")
+
+
+# --- those who mean no good
+
+ODD = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(), max_size=20),
+        st.sampled_from([10**30, -(2**63), 2**64, 1e308, -0.0, "a\ud800", "\0", "\u202e", "9" * 5000, [[]] * 50]),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+FIELDS = [
+    "model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+    "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
+    "stop_token_ids", "ignore_eos", "stream", "stream_options", "logprobs", "top_logprobs", "best_of", "echo",
+    "suffix", "tools", "user", "response_format", "structured_outputs",
+]  # fmt: skip
+
+
+@st.composite
+def hostile(draw):
+    """An address, and a body that has something wrong with it, or is wrong altogether."""
+    path = draw(st.sampled_from(["/v1/completions", "/v1/completions", "/v1/chat/completions"]))
+    kind = draw(st.integers(0, 9))
+    if kind == 0:
+        return path, draw(st.binary(max_size=200))
+    if kind == 1:
+        opening = draw(st.sampled_from([b"[", b'{"a":', b'{"prompt":[', b'"\\u']))
+        return path, opening * draw(st.integers(1, 10_000))
+    body = {"prompt": "ab", "max_tokens": 2}
+    if path.endswith("chat/completions"):
+        # A message that would be rendered costs a process each time.
+        body = {"messages": draw(st.sampled_from([[{"role": "user", "content": None}], []])), "max_tokens": 2}
+    for name in draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=4)):
+        body[name] = draw(ODD)
+    data = json.dumps(body).encode()
+    if kind == 2:
+        data = data[: draw(st.integers(0, len(data)))]
+    return path, data
+
+
+@pytest.fixture(scope="module")
+def attacked(tiny):
+    """A server, a connection that is kept, and another client who asks all the while."""
+    connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=60)
+    asked = {"prompt": "canary", "seed": 3, "max_tokens": 10}
+    want = tiny.direct(prompt=ids("canary"), seed=3, max_tokens=10, temperature=1.0)[0][0]
+    done, answers = threading.Event(), []
+
+    def sing():
+        while not done.is_set():
+            answers.append(json.loads(tiny.post(asked)[2])["choices"][0]["text"] == want)
+            done.wait(0.05)
+
+    singing = threading.Thread(target=sing)
+    singing.start()
+    yield tiny, connection
+    done.set()
+    singing.join()
+    assert answers and all(answers)
+
+
+def attack(attacked, path, data):
+    _, connection = attacked
+    connection.request("POST", path, data, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    said = answer.read()
+    if answer.status != 200:
+        line_of(answer.status, said)
+
+
+@given(asked=hostile())
+@settings(max_examples=150)
+def test_no_body_makes_the_server_fail(attacked, asked):
+    attack(attacked, *asked)
+
+
+@pytest.mark.audit
+@pytest.mark.timeout(3600)
+def test_ten_thousand_bodies_leave_nothing_behind(attacked):
+    import gc
+
+    @given(asked=hostile())
+    @settings(max_examples=5_000)
+    def some(asked):
+        attack(attacked, *asked)
+
+    counts = []
+    for _ in range(2):
+        some()
+        assert attacked[0].idle()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[1] < counts[0] * 1.1
+
+
+def test_connections_that_do_not_behave_are_closed_and_harm_nobody(attacked, monkeypatch):
+    monkeypatch.setattr(server_module, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
+    tiny, _ = attacked
+    body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": True, "ignore_eos": True}).encode()
+    clients = []
+
+    def open_(data):
+        clients.append(socket.create_connection(("127.0.0.1", tiny.port), timeout=20))
+        with contextlib.suppress(OSError):
+            clients[-1].sendall(data)
+        return clients[-1]
+
+    def answer(client):
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := client.recv(1 << 16):
+                data += more
+        return data
+
+    for data in (
+        b"\0" * 1000, b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"GET /" + b"a" * 200_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000,
+        request_of(b"zz\r\n", "Transfer-Encoding: chunked")[:-4] + b"zz\r\nnonsense",
+    ):  # fmt: skip
+        assert answer(open_(data)).startswith((b"HTTP/1.1 400", b"HTTP/1.1 4", b"")), data[:50]
+    half = open_(request_of(body)[:-5])  # the rest of the body never comes
+    assert b" 408 " in answer(half)
+    closed = open_(request_of(body))
+    closed.shutdown(socket.SHUT_WR)  # half-closed: counts as hung up
+    answer(closed)
+    silent = [open_(b"") for _ in range(50)]
+    partial = [open_(request_of(body)[:30]) for _ in range(50)]
+    reset = open_(request_of(body))
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    assert tiny.idle(10)
+    assert tiny.client().completions.create(model="tiny", prompt="a", max_tokens=2).choices
+    for client in (*clients, *silent, *partial):
+        client.close()
+
+
+def test_a_client_that_takes_nothing_is_left_after_a_while(start, monkeypatch):
+    monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
+    running = start()
+    running.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    client.connect(("127.0.0.1", running.port))
+    body = {"prompt": "a", "max_tokens": 500, "stream": True, "n": 4, "ignore_eos": True}
+    client.sendall(request_of(json.dumps(body).encode()))
+    end = time.monotonic() + 20
+    while not running.engine.told:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert running.idle()
+    client.close()
