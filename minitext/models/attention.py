@@ -16,6 +16,7 @@ from minitext import kernels
 from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig
 from minitext.kernels.attention.mask import Mask
 from minitext.models.layers import Linear, RMSNorm, rms_norm
+from minitext.models.paged import PagedKVCache
 from minitext.models.rope import rope
 from minitext.sharding.context_parallel import context_attention
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
@@ -135,14 +136,21 @@ class GQA(nnx.Module):
         k, v = (rules.shard(empty, "layers", "batch", "kv_heads", None, "head_dim") for _ in "kv")
         return KVCache(k, v, jnp.zeros((), jnp.int32))
 
+    @staticmethod
+    def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
+        """Returns one layer's empty cache of so many pages of so many tokens, in the compute type."""
+        empty = jnp.zeros((cfg.K, pages, tokens, cfg.H), cfg.dtype)
+        k, v = (rules.shard(empty, "kv_heads", None, None, "head_dim") for _ in "kv")
+        return PagedKVCache(k, v, None)
+
     @jax.named_scope("attention")
     def __call__(
         self,
         x_XD: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
-        cache: KVCache | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+        cache: KVCache | PagedKVCache | None = None,
+    ) -> tuple[jax.Array, KVCache | PagedKVCache]:
         """Lets each token attend to itself and the earlier tokens of its segment.
 
         Args:
@@ -152,17 +160,18 @@ class GQA(nnx.Module):
           cache: one layer's cache of the tokens before these; each row must then be one document.
 
         Returns:
-          [B*T, D], and a cache of these tokens alone.
+          [B*T, D], and a cache of these tokens alone; of a cache in pages, the pages with these tokens in them.
         """
         q_BTNH, k_BTKH, v_BTKH = checkpoint_name(self._projections(x_XD, positions_BT), "qkv")
         new = KVCache(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), positions_BT.shape[1])
         sinks = self.sinks.get_value() if self.options.sinks else None
-        if cache is None or not cache.k.shape[2]:  # there are no earlier tokens
+        more: Any = attention_options(self.options) | ({} if sinks is None else {"sinks_N": sinks})
+        if isinstance(cache, PagedKVCache):
+            out_BTNH, new = cache.attend(q_BTNH, k_BTKH, v_BTKH, **more)
+        elif cache is None or not cache.k.shape[2]:  # there are no earlier tokens
             qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
             out_BTNH = attend(*qkvs, self.cfg, self.rules, sinks_N=sinks)
         else:
-            more: Any = attention_options(self.options)
-            more |= {} if sinks is None else {"sinks_N": sinks}
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache, **more)
         if self.options.gate:
             sizes = self.cfg.heads, self.cfg.H

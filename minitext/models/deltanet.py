@@ -33,6 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext.config.model import DeltaNetConfig, ModelConfig
 from minitext.models.attention import Counts, project_out
 from minitext.models.layers import Linear, RMSNorm, make_param
+from minitext.models.paged import SlotStateCache
 from minitext.sharding.rules import ShardingRules, unflatten_tokens
 
 CHUNK = 64  # tokens: more make the triangular systems costly, fewer the scan long
@@ -155,14 +156,20 @@ class DeltaNet(nnx.Module):
         q, k = inputs(keys, "kv_heads"), inputs(keys, "kv_heads")
         return StateCache(q, k, inputs(values, "heads"), state, jnp.zeros((), jnp.int32))
 
+    @staticmethod
+    def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
+        """Returns one layer's states in so many slots; it has no pages."""
+        one = DeltaNet.make_cache(cfg, 1, slots, 0, rules)
+        return SlotStateCache(*(x[0] for x in one[:-1]), None)
+
     @jax.named_scope("attention")
     def __call__(
         self,
         x_XD: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
-        cache: StateCache | None = None,
-    ) -> tuple[jax.Array, StateCache]:
+        cache: StateCache | SlotStateCache | None = None,
+    ) -> tuple[jax.Array, StateCache | SlotStateCache]:
         """Mixes each token with the earlier tokens of its document.
 
         Args:
@@ -176,6 +183,9 @@ class DeltaNet(nnx.Module):
           [B*T, D], and the cache after these tokens.
         """
         (B, T), a, rules = positions_BT.shape, self.widths, self.rules
+        slots = cache if isinstance(cache, SlotStateCache) else None
+        if slots is not None:
+            cache = StateCache(*slots.read(), T)
         run_BT, real_BT = jnp.zeros_like(positions_BT), None
         if segment_ids_BT is not None:
             if cache is None:
@@ -203,7 +213,9 @@ class DeltaNet(nnx.Module):
         out_BTNW = self.norm(out_BTNW.astype(x_XD.dtype))
         gate_BTNW = self._by_row(parts["gate"], B, "heads", "head_dim", sizes=sizes)
         out_BTNW = (out_BTNW * jax.nn.silu(gate_BTNW.astype(jnp.float32))).astype(x_XD.dtype)
-        return project_out(out_BTNW, self.o, rules), StateCache(**last, state=state, length=T)
+        new = StateCache(**last, state=state, length=T)
+        new = new if slots is None else slots.write(new[:-1])
+        return project_out(out_BTNW, self.o, rules), new
 
     def _by_row(self, x: jax.Array, batch: int, *names: str | None, sizes: tuple) -> jax.Array:
         return unflatten_tokens(x, batch, *names, sizes=sizes, rules=self.rules)

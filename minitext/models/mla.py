@@ -28,6 +28,7 @@ from minitext.config.model import MLAConfig, ModelConfig
 from minitext.kernels.attention.xla import MASKED
 from minitext.models.attention import Counts, append_tokens, attend, project_out
 from minitext.models.layers import Linear, RMSNorm
+from minitext.models.paged import PagedLatentCache
 from minitext.models.rope import logits_factor, rope
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
 
@@ -38,7 +39,7 @@ class LatentCache(NamedTuple):
     Attributes:
       latent: [L, B, S, R], normalised; for one layer [B, S, R]; for layers in a list a tuple of L of these.
       rope_key: [L, B, S, P], rotated, in the same form.
-      length: the number of tokens stored.
+      length: the number of tokens stored; [B] if rows differ.
     """
 
     latent: Any
@@ -95,24 +96,39 @@ class MLA(nnx.Module):
         a: Any = cfg.attention
         return LatentCache(empty(a.kv_rank), empty(a.rope_dim), jnp.zeros((), jnp.int32))
 
+    @staticmethod
+    def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
+        """Returns one layer's empty cache of so many pages of so many tokens, in the compute type."""
+
+        def empty(width: int) -> jax.Array:
+            zeros = jnp.zeros((pages, tokens, width), cfg.dtype)
+            return rules.shard(zeros, None, None, "rank")
+
+        a: Any = cfg.attention
+        return PagedLatentCache(empty(a.kv_rank), empty(a.rope_dim), None)
+
     @jax.named_scope("attention")
     def __call__(
         self,
         x_XD: jax.Array,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
-        cache: LatentCache | None = None,
-    ) -> tuple[jax.Array, LatentCache]:
+        cache: LatentCache | PagedLatentCache | None = None,
+    ) -> tuple[jax.Array, LatentCache | PagedLatentCache]:
         """Attends with the arguments and results of `GQA.__call__`, and another kind of cache."""
         queries_X, latent_BTR, key_BTP = self._compress(x_XD, positions_BT)
         q_BTNH = self._queries(queries_X, positions_BT)
-        new = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
-        if cache is None or not cache.latent.shape[1]:  # there are no earlier tokens
+        now = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
+        new, earlier = now, cache
+        if isinstance(cache, PagedLatentCache):
+            new = cache.write(latent_BTR, key_BTP)
+            earlier = LatentCache(*new.earlier())
+        if earlier is None or not earlier.latent.shape[1]:  # there are no earlier tokens
             k_BTNH, v_BTNW = self._keys_and_values(latent_BTR, key_BTP)
             q_BTNH, k_BTNH, v_BTNW = checkpoint_name((q_BTNH, k_BTNH, v_BTNW), "qkv")
             out_BTNW = attend(q_BTNH, k_BTNH, v_BTNW, segment_ids_BT, self.cfg, self.rules)
         else:
-            out_BTNW = self._attend_to_latents(q_BTNH, cache, new)
+            out_BTNW = self._attend_to_latents(q_BTNH, earlier, now)
         return project_out(out_BTNW, self.o, self.rules), new
 
     def _compress(self, x_XD, positions_BT) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -172,9 +188,12 @@ class MLA(nnx.Module):
 
         both = jnp.concatenate([logits(cache), logits(new)], axis=-1)
         both = both / math.sqrt(a.nope_dim + a.rope_dim)
-        filled_TS = jnp.broadcast_to(jnp.arange(S) < cache.length, (T, S))
-        mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
-        probs = jax.nn.softmax(jnp.where(mask_TS, both, MASKED), axis=-1).astype(q_BTNH.dtype)
+        # One length for all rows, or one for each.
+        filled_B1S = jnp.arange(S) < jnp.reshape(cache.length, (-1, 1, 1))
+        filled_BTS = jnp.broadcast_to(filled_B1S, (len(filled_B1S), T, S))
+        new_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (len(filled_BTS), T, T))
+        mask_B1TS = jnp.concatenate([filled_BTS, new_BTT], axis=-1)[:, None]
+        probs = jax.nn.softmax(jnp.where(mask_B1TS, both, MASKED), axis=-1).astype(q_BTNH.dtype)
         mixed_BNTR = jnp.einsum("BNTS,BSR->BNTR", probs[..., :S], cache.latent)
         mixed_BNTR += jnp.einsum("BNTS,BSR->BNTR", probs[..., S:], new.latent)
         return jnp.einsum("BNTR,NRW->BTNW", mixed_BNTR, v_up_NRW)

@@ -35,6 +35,7 @@ from minitext.models.ffn import SwiGLU
 from minitext.models.layers import Embedding, Linear, RMSNorm
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
+from minitext.models.paged import PagedKVCache, PagedLatentCache, Paging, SlotStateCache
 from minitext.sharding.context_parallel import zigzag
 from minitext.sharding.pipeline import pipelined
 from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflatten_tokens
@@ -48,7 +49,7 @@ VARIANTS: dict[type[Section], Any] = {
     MoEConfig: MoE,
 }
 
-LayerCache = KVCache | LatentCache | StateCache
+LayerCache = KVCache | LatentCache | StateCache | PagedKVCache | PagedLatentCache | SlotStateCache
 
 
 class PatternCache(NamedTuple):
@@ -57,7 +58,7 @@ class PatternCache(NamedTuple):
     Attributes:
       parts: for each of `ModelConfig.stacks`, and in it for each place in the period, a cache of its layers, whose own
         length doesn't count.
-      length: the number of tokens stored.
+      length: the number of tokens stored; of caches in pages, the tokens that a program adds (`Paging`).
     """
 
     parts: tuple[tuple[LayerCache, ...], ...]
@@ -321,7 +322,7 @@ class Transformer(nnx.Module):
 
         def run(place: int, block: Any, x, kept: Any):
             """Runs one layer with its part of the cache, and returns the new tokens' part too."""
-            one = None if caches is None else caches[place]._make((*kept, caches[place].length))
+            one = None if caches is None else caches[place]._make((*kept, caches[place][-1]))
             x, new, routing = block(x, positions_BT, segment_ids_BT, one)
             return x, (None if caches is None else new[:-1], routing)
 
@@ -377,10 +378,60 @@ def make_cache(
     return PatternCache(parts, jnp.zeros((), jnp.int32)) if whole else parts[0][0]
 
 
+def make_pages(
+    cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules = RULES["all"]
+) -> Cache:
+    """Returns an empty cache in pages for a model of `unstack_layers`; `with_paging` says what a program adds.
+
+    Args:
+      cfg: the model.
+      pages: of all texts together; page 0 takes padding.
+      tokens: in a page.
+      slots: texts that can have a recurrent state at a time, and one for padding; no other layers use them.
+      rules: sharding rules.
+    """
+
+    def empty(stack: Stack) -> tuple[LayerCache, ...]:
+        def layers(one: ModelConfig) -> LayerCache:
+            make = VARIANTS[type(one.attention)].make_pages
+            drawn = [make(one, pages, tokens, slots, rules) for _ in range(stack.repeats)]
+            return drawn[0]._make((*zip(*(x[:-1] for x in drawn), strict=True), None))
+
+        return tuple(layers(one) for one in stack.layers)
+
+    parts: Any = tuple(empty(stack) for stack in cfg.stacks.values())
+    whole = len(parts) > 1 or len(parts[0]) > 1
+    return PatternCache(parts, 0) if whole else parts[0][0]
+
+
+def copy_pages(cache: Any, pages: Any, states: Any) -> Cache:
+    """Returns a cache in pages with pages and slots of states copied.
+
+    Args:
+      cache: of `make_pages`.
+      pages: ([X] from, [X] to); page 0 to page 0 does nothing.
+      states: ([Y] from, [Y] to) slots.
+    """
+
+    def layers(one: Any) -> LayerCache:
+        each = zip(*one[:-1], strict=True)
+        copied = [one._make((*parts, None)).copied(pages, states)[:-1] for parts in each]
+        return one._make((*zip(*copied, strict=True), None))
+
+    if isinstance(cache, PatternCache):
+        return cache._replace(parts=tuple(tuple(map(layers, part)) for part in cache.parts))
+    return layers(cache)
+
+
+def with_paging(cache: Any, paging: Paging) -> Cache:
+    """Returns a cache in pages for a program that adds these tokens."""
+    return cache._make((*cache[:-1], paging))
+
+
 def _parts(cache: Cache | None) -> Any:
     """Returns the caches of each stack and place in the period, with the length that they share."""
     if isinstance(cache, PatternCache):
-        return [[one._replace(length=cache.length) for one in part] for part in cache.parts]
+        return [[one._make((*one[:-1], cache.length)) for one in part] for part in cache.parts]
     return None if cache is None else [[cache]]
 
 

@@ -1,0 +1,730 @@
+"""Continuous batching: texts join and leave the batch at every step, and share one cache in pages.
+
+`Engine.step` is the whole of it. It admits waiting texts while there are pages, computes one part of one prompt
+(chunked prefill), and one token for every text whose prompt is done (decode). A long prompt so holds the others up for
+a part of it at a time. When pages run out, the youngest text gives its own back and is computed again later
+(preemption by recomputation).
+
+The last token of a prompt isn't part of prefill: it is the first row of decode. So prefill needs no logits, and n
+texts that share a prompt each draw their own first token.
+
+Two programs do the work, each compiled for a few shapes: rows and pages come in a few sizes, and requests differ in
+arrays only. The tokens of a step stay on the device and go into the next step before the host has read them, as long
+as the batch stays the same; a text that turns out to have ended in between has computed one token too many, which
+is dropped.
+
+Sources: Yu et al. 2022 (Orca) for batches by iteration, Kwon et al. 2023 (vLLM) for pages and preemption, Agrawal et
+al. 2024 (Sarathi-Serve) for prompts in parts.
+
+Chapters: 24.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from minitext import hardware
+from minitext.config.model import ModelConfig, MoEConfig
+from minitext.config.section import cached
+from minitext.errors import UserError
+from minitext.inference.cpu_decode import split_projections, unstack_layers
+from minitext.inference.generate import has_states, switch_lengths
+from minitext.inference.paged_cache import OutOfPages, Pages
+from minitext.inference.requests import Busy, Event, Finish, Request, Usage
+from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw
+from minitext.models.paged import Paging
+from minitext.models.transformer import Transformer, copy_pages, make_pages, with_paging
+
+log = logging.getLogger("minitext.inference")
+Sink = Callable[[Event], None]
+
+# Sizes that programs are compiled for; a step takes the least that is enough.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PART = 16  # least tokens of a prompt's part
+COLUMNS = 6  # integers of a row before its table: start, page, slot, state, seed, top_k
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine uses its device.
+
+    Attributes:
+      page_tokens: tokens in a page (S); 0: 32 on a CPU, 64 elsewhere.
+      pages: pages of the cache; 0: as many as `max_sequences` texts of `max_length` fill, within the device's memory.
+      max_sequences: texts that are continued at once.
+      max_length: tokens of a text, prompt included.
+      max_waiting: texts that may wait; beyond that `submit` raises `Busy`.
+      chunk: tokens of a prompt that a step computes at most.
+      reuse_prefixes: whether prompts that begin like an earlier text take its pages.
+      speculate: tokens guessed ahead from earlier occurrences in the text (prompt look-up); 0: none.
+    """
+
+    page_tokens: int = 0
+    pages: int = 0
+    max_sequences: int = 32
+    max_length: int = 2048
+    max_waiting: int = 256
+    chunk: int = 256
+    reuse_prefixes: bool = True
+    speculate: int = 0
+
+
+@dataclass(eq=False)
+class Text:
+    """One of the n texts of a request.
+
+    Attributes:
+      number: the request's.
+      sample: its number among the n.
+      request: what was asked.
+      sink: takes its events.
+      tokens: prompt and answer so far, as far as the host knows.
+      key: its number in `Pages`.
+      seed: of its draws.
+      computed: tokens whose keys and values are in the cache, or will be when the dispatched programs have run.
+      ahead: tokens that programs compute and the host hasn't read.
+      state: slot of its recurrent state.
+      ended: whether its last event was sent.
+    """
+
+    number: int
+    sample: int
+    request: Request
+    sink: Sink
+    tokens: list[int]
+    key: int
+    seed: int
+    guide: Any = None
+    siblings: list["Text"] = field(default_factory=list)
+    computed: int = 0
+    ahead: int = 0
+    state: int = 0
+    ended: bool = False
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer, those ahead included."""
+        return len(self.tokens) + self.ahead - len(self.request.prompt)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether prefill isn't done."""
+        return self.computed < len(self.tokens) + self.ahead - 1
+
+    @property
+    def host_first(self) -> bool:
+        """Whether the host must know its last token before the next can be drawn."""
+        r = self.request
+        return self.guide is not None or bool(
+            r.presence_penalty or r.frequency_penalty or r.repetition_penalty != 1
+        )
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether its logits are changed before they are drawn from."""
+        return self.host_first or bool(self.request.logit_bias)
+
+
+class Pending(NamedTuple):
+    """A decode program that was dispatched and not read."""
+
+    texts: list[Text]
+    drawn: Drawn
+    guesses: list[list[int]]
+
+
+class Programs(NamedTuple):
+    """The jitted programs of one model.
+
+    Attributes:
+      lay_out: parameters -> arrays as the other two take them.
+      prefill: (arrays, cache, [3, C] token, page and slot, [1, X] table, start, state slot) -> cache.
+      decode: (arrays, cache, [B] tokens, [B, 6 + X] integers, [B, 4] numbers, adjustments) -> (drawn, cache).
+      copy: (cache, (pages from, to), (state slots from, to)) -> cache; the cache is donated to all three.
+    """
+
+    lay_out: Callable[..., Any]
+    prefill: Callable[..., Any]
+    decode: Callable[..., Any]
+    copy: Callable[..., Any]
+
+
+@cached
+def make_programs(cfg: ModelConfig, groups: int) -> Programs:
+    """Returns the programs; `groups` is that of `split_projections`."""
+    cfg = dropless(cfg)
+
+    def arrange(model: Transformer) -> Transformer:
+        apart = unstack_layers(model)
+        return split_projections(apart, groups) if groups > 1 else apart
+
+    def new_model() -> Transformer:
+        return Transformer(cfg, rngs=nnx.Rngs(0))
+
+    stacked = nnx.graphdef(nnx.eval_shape(new_model))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
+    treedef, states = jax.tree.structure(abstract), has_states(cfg)
+
+    @jax.jit
+    def lay_out(params):
+        arrays = jax.tree.leaves(nnx.state(arrange(nnx.merge(stacked, params))))
+        # Matrices are cast where they are used. Casting them once halves what each step reads.
+        return [x.astype(cfg.dtype) if x.ndim > 1 else x for x in arrays]
+
+    def hidden(arrays, tokens_BT, positions_BT, cache, paging):
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+        real_BT = (paging.page > 0).astype(jnp.int32) if states else None
+        out = model.hidden(tokens_BT, positions_BT, real_BT, with_paging(cache, paging))
+        x_BTD, new, _ = out
+        return model, x_BTD, with_paging(new, None)
+
+    @partial(jax.jit, donate_argnames="cache")
+    def prefill(arrays, cache, tokens_3C, table_1X, start, state):
+        token_C, page_C, slot_C = tokens_3C
+        count = jnp.sum(page_C > 0)
+        # Padding stays within the prompt's positions.
+        positions_C = start + jnp.minimum(jnp.arange(len(token_C)), count - 1)
+        paging = Paging(page_C[None], slot_C[None], table_1X, start[None], state[None])
+        return hidden(arrays, token_C[None], positions_C[None], cache, paging)[2]
+
+    in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    options = in_place if hardware.platform() == "cpu" else None
+
+    @partial(
+        jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options
+    )
+    def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):
+        start, page, slot, state, seed, top_k = ints_BX[:, :COLUMNS].T
+        paging = Paging(page[:, None], slot[:, None], ints_BX[:, COLUMNS:], start, state)
+        model, x_B1D, cache = hidden(arrays, token_B[:, None], start[:, None], cache, paging)
+        logits_BV = model.logits(x_B1D)[:, 0]
+        knobs = Knobs(seed, floats_B4[:, 0], top_k, *floats_B4[:, 1:].T)
+        return draw(logits_BV, start + 1, knobs, adjustments, want), cache
+
+    @partial(jax.jit, donate_argnames="cache")
+    def copy(cache, pages, states):
+        return copy_pages(cache, pages, states)
+
+    return Programs(lay_out, prefill, decode, copy)
+
+
+def dropless(cfg: ModelConfig) -> ModelConfig:
+    """Returns the model without limits on the tokens of an expert: no text may lose a token to another."""
+    changes: dict[str, Any] = {}
+    if isinstance(cfg.ffn, MoEConfig):
+        changes["ffn"] = cfg.ffn.model_copy(update={"capacity_factor": None})
+    return cfg.model_copy(update=changes) if changes else cfg
+
+
+class Engine:
+    """Continues many texts at once.
+
+    Args:
+      cfg: the model.
+      params: `nnx.State` of its parameters, on one device.
+      options: memory and batch.
+      make_guide: grammar of a request -> what masks its tokens (`minitext.inference.structured`); None: grammars are
+        refused.
+
+    Raises:
+      UserError: for options that don't fit the model or the device.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Any,
+        options: EngineOptions = EngineOptions(),
+        make_guide: Callable[[tuple[str, str]], Any] | None = None,
+    ):
+        states = has_states(cfg)
+        if states and options.speculate:
+            raise UserError(
+                f"speculate={options.speculate}: a recurrent state can't take guesses back; choose 0"
+            )
+        S = options.page_tokens or (32 if hardware.platform() == "cpu" else 64)
+        longest = min([options.max_length, *switch_lengths(cfg)])
+        pages = options.pages or _pages_within_memory(cfg, S, longest, options.max_sequences)
+        self.cfg, self.options, self.page_tokens, self.make_guide = cfg, options, S, make_guide
+        self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
+        # A text must fit alone, or it would be preempted for ever.
+        self.max_length = min(longest, (pages - 1) * S)
+        groups = 2 if hardware.platform() == "cpu" else 1
+        self.programs = make_programs(cfg, groups)
+        self.arrays = self.programs.lay_out(params)
+        slots = options.max_sequences + 1 if states else 1
+        self.cache: Any = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots), None))()
+        self.free_states = list(range(1, slots))
+        self.waiting: deque[Text] = deque()
+        self.running: list[Text] = []
+        self.pending: Pending | None = None
+        self._numbers, self._keys = itertools.count(1), itertools.count(1)
+        self._lock, self._arrived = threading.Lock(), threading.Condition()
+        self._inbox: list[Text] = []
+        self._cancelled: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._counts = dict.fromkeys(
+            ("prompt_tokens", "reused_tokens", "generated_tokens", "steps", "preemptions"), 0
+        )
+
+    # What other threads call.
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """Queues a request and returns its number.
+
+        Args:
+          request: what to continue.
+          sink: called in the engine's thread with each event; it must return at once.
+
+        Raises:
+          UserError: for a request that can't be answered.
+          Busy: if too many texts wait already, or the engine is closing.
+        """
+        request.check(self.cfg.vocab)
+        most = self.max_length - len(request.prompt)
+        if request.max_tokens > most:
+            raise UserError(
+                f"a prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens} exceed the "
+                f"{self.max_length} tokens that a text may have: ask for at most {max(most, 0)}"
+            )
+        if request.n > self.options.max_waiting:
+            raise UserError(f"n={request.n}: at most {self.options.max_waiting} texts may wait")
+        if request.grammar and self.make_guide is None:
+            raise UserError("this engine has no tokenizer, so it can't hold an answer to a grammar")
+        guides = [
+            self.make_guide(request.grammar) if request.grammar and self.make_guide else None
+            for _ in range(request.n)
+        ]
+        with self._lock:
+            number = next(self._numbers)
+            waiting = len(self.waiting) + sum(1 + len(text.siblings) for text in self._inbox)
+            if self._closing or waiting + request.n > self.options.max_waiting:
+                raise Busy(f"{waiting} texts are waiting")
+            texts = [
+                Text(
+                    number, sample, request, sink, list(request.prompt), next(self._keys),
+                    seed_of(request.seed, sample), guides[sample],
+                )  # fmt: skip
+                for sample in range(request.n)
+            ]
+            texts[0].siblings = texts[1:]
+            self._inbox.append(texts[0])
+        with self._arrived:
+            self._arrived.notify()
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Ends a request's texts, if it isn't answered yet, at the next step."""
+        with self._lock:
+            self._cancelled.add(number)
+        with self._arrived:
+            self._arrived.notify()
+
+    def usage(self) -> Usage:
+        """Returns what the engine is doing."""
+        return Usage(
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self._inbox),
+            pages=self.pages.pages - 1,
+            pages_used=self.pages.used,
+            pages_kept=self.pages.kept,
+            **self._counts,
+        )
+
+    def start(self) -> None:
+        """Starts a thread that steps while there is something to do."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Takes no more requests, finishes what it has within some seconds, and ends the rest with an error."""
+        with self._lock:
+            self._closing = True
+        end = time.monotonic() + drain_seconds
+        while self._thread and self._thread.is_alive() and self._busy() and time.monotonic() < end:
+            time.sleep(0.01)
+        if self._thread:
+            self._stopping = True
+            with self._arrived:
+                self._arrived.notify()
+            self._thread.join()
+        self._fail("the server is shutting down")
+
+    _stopping = False
+
+    def _busy(self) -> bool:
+        return bool(self._inbox or self.waiting or self.running or self.pending)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step():
+                    with self._arrived:
+                        if not (self._inbox or self._cancelled or self._stopping):
+                            self._arrived.wait(1.0)
+        except Exception as error:
+            log.exception("the engine stops")
+            with self._lock:
+                self._closing = True
+            self._fail(f"the engine stopped: {type(error).__name__}")
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+        for text in [*self.running, *self.waiting, *arrived]:
+            for one in (text, *text.siblings):
+                self._end(one, "error", why)
+        self.running, self.pending = [], None
+        self.waiting.clear()
+
+    # The engine's own thread.
+
+    def step(self) -> bool:
+        """Admits texts, computes a part of a prompt, and a token for all others; returns whether any text is left."""
+        self._take_in()
+        self._admit()
+        self._prefill()
+        self._decode()
+        return self._busy()
+
+    def _take_in(self) -> None:
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, set()
+        self.waiting.extend(arrived)
+        if cancelled:
+            for text in [*self.running, *self.waiting]:
+                if text.number in cancelled:
+                    for one in (text, *text.siblings):
+                        self._end(one, "cancelled")
+            self._forget_ended()
+
+    def _admit(self) -> None:
+        """Moves texts from the queue to the batch while there are places and pages for their tokens."""
+        while self.waiting and len(self.running) < self.options.max_sequences:
+            text = self.waiting[0]
+            matched = self.pages.admit(text.key, text.tokens)
+            try:
+                self._extend(text, len(text.tokens))
+            except OutOfPages:
+                self.pages.release(text.key)
+                return
+            if self.running and self.pages.free < len(self.running):  # the next pages of those that run
+                self.pages.release(text.key)
+                return
+            self.waiting.popleft()
+            text.computed = matched
+            if self.free_states:
+                text.state = self.free_states.pop()
+            self._counts["prompt_tokens"] += len(text.tokens)
+            self._counts["reused_tokens"] += matched
+            self.running.append(text)
+            if not text.in_prompt:
+                self._divide(text)
+
+    def _prefill(self) -> None:
+        """Computes the next part of the first prompt that isn't done."""
+        text = next((text for text in self.running if text.in_prompt), None)
+        if text is None:
+            return
+        start, S = text.computed, self.page_tokens
+        count = min(self.options.chunk, len(text.tokens) - 1 - start)
+        size = _least(count, PART)
+        table = self.pages.table(text.key)
+        places = np.arange(start, start + count)
+        tokens_3C = np.zeros((3, size), np.int32)
+        tokens_3C[0, :count] = text.tokens[start : start + count]
+        tokens_3C[1, :count] = np.asarray(table)[places // S]
+        tokens_3C[2, :count] = places % S
+        earlier = -(-start // S)
+        table_1X = np.zeros((1, _least(earlier, 4) if earlier else 0), np.int32)
+        table_1X[0, :earlier] = table[:earlier]
+        self.cache = self.programs.prefill(
+            self.arrays, self.cache, tokens_3C, table_1X, np.int32(start), np.int32(text.state)
+        )
+        self._counts["steps"] += 1
+        text.computed += count
+        self.pages.commit(text.key, text.tokens[: text.computed])
+        if not text.in_prompt:
+            self._divide(text)
+
+    def _divide(self, text: Text) -> None:
+        """Lets the other texts of a request go on from the pages of the first, whose prompt is done."""
+        siblings, text.siblings = text.siblings, []
+        late = []
+        for one in siblings:
+            if len(self.running) >= self.options.max_sequences:
+                late.append(one)
+                continue
+            self.pages.fork(text.key, one.key)
+            one.computed = text.computed
+            if self.free_states:
+                one.state = self.free_states.pop()
+                self._copy([], [(text.state, one.state)])
+            self.running.append(one)
+        self.waiting.extendleft(reversed(late))
+
+    def _decode(self) -> None:
+        """Dispatches a token for every text whose prompt is done, and reads the tokens dispatched before."""
+        last, texts = self.pending, []
+        ready = [text for text in self.running if not text.in_prompt and not self._full(text)]
+        follows = (
+            last is not None
+            and ready == [text for text in last.texts if not text.ended]
+            and len(ready) == len(last.texts)
+            and not any(last.guesses)
+            and not self.options.speculate
+            and not any(text.host_first for text in ready)
+        )
+        if last is not None and not follows:
+            self._read(last)
+            self.pending = last = None
+            ready = [t for t in self.running if not t.in_prompt and not self._full(t)]
+        guesses: list[list[int]] = []
+        for text in ready:
+            if text not in self.running:  # preempted for one before it
+                continue
+            guess = self._guess(text)
+            try:
+                self._extend(text, text.computed + 1 + len(guess))
+            except OutOfPages:
+                if last is not None:  # read first: one may have ended
+                    self._read(last)
+                    self.pending = None
+                    return
+                if not self._make_room(text, texts):
+                    continue
+                guess = []
+            texts.append(text)
+            guesses.append(guess)
+        kept = [(t, g) for t, g in zip(texts, guesses, strict=True) if t in self.running]
+        texts, guesses = [t for t, _ in kept], [g for _, g in kept]
+        if texts:
+            token_B = last.drawn.token if last is not None else None
+            self.pending = Pending(texts, self._dispatch(texts, guesses, token_B), guesses)
+            for text in texts:
+                text.computed += 1
+                text.ahead += 1
+        else:
+            self.pending = None
+        if last is not None:
+            self._read(last)
+
+    def _full(self, text: Text) -> bool:
+        """Whether the tokens ahead are the last that were asked for."""
+        return text.answered >= text.request.max_tokens
+
+    def _make_room(self, text: Text, texts: Sequence[Text]) -> bool:
+        """Preempts the youngest texts until one has a page more; False if it was itself the youngest."""
+        while True:
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is text:
+                return False
+            try:
+                self._extend(text, text.computed + 1)
+                return True
+            except OutOfPages:
+                continue
+
+    def _preempt(self, text: Text) -> None:
+        """Takes a text's pages; it waits at the head of the queue to be computed again."""
+        assert not text.ahead
+        self.running.remove(text)
+        self.pages.release(text.key)
+        self._give_back(text)
+        text.computed = 0
+        self.waiting.appendleft(text)
+        self._counts["preemptions"] += 1
+
+    def _extend(self, text: Text, length: int) -> None:
+        copies = self.pages.extend(text.key, length)
+        if copies:
+            self._copy(copies, [])
+
+    def _copy(self, pages: list[tuple[int, int]], states: list[tuple[int, int]]) -> None:
+        def pair(copies):
+            return tuple(np.asarray([*zip(*(copies or [(0, 0)]), strict=True)], np.int32))
+
+        self.cache = self.programs.copy(self.cache, pair(pages), pair(states))
+
+    def _guess(self, text: Text) -> list[int]:
+        """Returns what followed the last two tokens where they last stood before (prompt look-up)."""
+        if not self.options.speculate or text.adjusts:
+            return []
+        tokens = text.tokens
+        most = min(self.options.speculate, text.request.max_tokens - text.answered - 1)
+        return look_up(tokens, most)
+
+    def _dispatch(self, texts: list[Text], guesses: list[list[int]], token_B: Any) -> Drawn:
+        """Runs the decode program on a row for each text, and one more for each guess."""
+        S = self.page_tokens
+        rows = [(t, i) for t, guess in zip(texts, guesses, strict=True) for i in range(len(guess) + 1)]
+        size = next(size for size in (*ROWS, len(rows)) if size >= len(rows))
+        tables = {id(text): self.pages.table(text.key) for text in texts}
+        width = _least(max(map(len, tables.values())), 4)
+        ints_BX = np.zeros((size, COLUMNS + width), np.int32)
+        floats_B4 = np.tile(np.asarray([0, 1, 0, 1], np.float32), (size, 1))
+        host_B = np.zeros(size, np.int32)
+        for row, (text, i) in enumerate(rows):
+            r, table, start = text.request, tables[id(text)], text.computed + i
+            if token_B is None:
+                host_B[row] = text.tokens[-1] if i == 0 else guesses[texts.index(text)][i - 1]
+            ints_BX[row, :COLUMNS] = (
+                start, table[start // S], start % S, text.state, text.seed, r.top_k,
+            )  # fmt: skip
+            ints_BX[row, COLUMNS : COLUMNS + len(table)] = table
+            floats_B4[row] = r.temperature, r.top_p, r.min_p, r.repetition_penalty
+        asked = [text.request for text in texts]
+        want = Want(
+            random=any(r.temperature > 0 for r in asked),
+            filters=any(
+                r.temperature > 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0) for r in asked
+            ),
+            logprobs=any(r.logprobs is not None for r in asked),
+        )
+        adjustments = None
+        if any(text.adjusts for text in texts):
+            adjustments = self._adjustments([text for text, _ in rows], size)
+        drawn, self.cache = self.programs.decode(
+            self.arrays, self.cache, host_B if token_B is None else token_B, ints_BX, floats_B4,
+            adjustments, want=want,
+        )  # fmt: skip
+        self._counts["steps"] += 1
+        return drawn
+
+    def _adjustments(self, texts: list[Text], size: int) -> Adjustments:
+        bias_BV = np.zeros((size, self.cfg.vocab), np.float32)
+        seen_BV = np.zeros((size, self.cfg.vocab), bool)
+        for row, text in enumerate(texts):
+            r = text.request
+            for token, bias in r.logit_bias.items():
+                bias_BV[row, token] += bias
+            if r.presence_penalty or r.frequency_penalty:
+                answer = text.tokens[len(r.prompt) :]
+                counts = np.bincount(np.asarray(answer, np.int64), minlength=self.cfg.vocab)
+                bias_BV[row] -= r.presence_penalty * (counts > 0) + r.frequency_penalty * counts
+            if r.repetition_penalty != 1:
+                seen_BV[row, text.tokens] = True
+            if text.guide is not None and not text.ended:
+                try:
+                    bias_BV[row, ~text.guide.allowed()] = -np.inf
+                except UserError as error:
+                    self._end(text, "error", str(error))
+        return Adjustments(bias_BV, seen_BV)
+
+    def _read(self, pending: Pending) -> None:
+        """Waits for a decode program's tokens and hands them out."""
+        drawn = jax.tree.map(np.asarray, pending.drawn)
+        row = 0
+        for text, guess in zip(pending.texts, pending.guesses, strict=True):
+            text.ahead -= 1
+            for i in range(len(guess) + 1):
+                if text.ended:
+                    break
+                if i:
+                    text.computed += 1
+                self._receive(text, drawn, row + i)
+                if i < len(guess) and int(drawn.token[row + i]) != guess[i]:
+                    break
+            row += len(guess) + 1
+        self._forget_ended()
+
+    def _receive(self, text: Text, drawn: Drawn, row: int) -> None:
+        """Takes a text's next token."""
+        token, r = int(drawn.token[row]), text.request
+        if token in r.stop_ids:
+            self._end(text, "stop")
+            return
+        text.tokens.append(token)
+        if text.guide is not None:
+            try:
+                text.guide.accept(token)
+            except UserError as error:
+                self._end(text, "error", str(error))
+                return
+        self._counts["generated_tokens"] += 1
+        known = min(text.computed, len(text.tokens))
+        if known % self.page_tokens == 0:
+            self.pages.commit(text.key, text.tokens[:known])
+        logprob, top = None, ()
+        if r.logprobs is not None:
+            assert drawn.logprob is not None and drawn.top is not None
+            ids, values = (x[row, : r.logprobs].tolist() for x in drawn.top)
+            logprob, top = float(drawn.logprob[row]), tuple(zip(ids, values, strict=True))
+        text.sink(Event(text.sample, token, logprob, top))
+        if text.guide is not None and text.guide.done:
+            self._end(text, "stop")
+        elif len(text.tokens) - len(r.prompt) >= r.max_tokens:
+            self._end(text, "length")
+
+    def _end(self, text: Text, finish: Finish, error: str = "") -> None:
+        if not text.ended:
+            text.ended = True
+            text.sink(Event(text.sample, finish=finish, error=error))
+
+    def _forget_ended(self) -> None:
+        """Gives back what ended texts have; what programs still write of them is overwritten by what comes later."""
+        for text in [text for text in self.running if text.ended]:
+            self.running.remove(text)
+            self.pages.release(text.key)
+            self._give_back(text)
+        if any(text.ended for text in self.waiting):
+            self.waiting = deque(text for text in self.waiting if not text.ended)
+
+    def _give_back(self, text: Text) -> None:
+        if text.state:
+            self.free_states.append(text.state)
+            text.state = 0
+
+
+def look_up(tokens: Sequence[int], most: int) -> list[int]:
+    """Returns at most so many tokens that followed the last two where these last stood before, or none."""
+    if most < 1 or len(tokens) < 3:
+        return []
+    first, second = tokens[-2:]
+    for i in range(len(tokens) - 3, -1, -1):
+        if tokens[i] == first and tokens[i + 1] == second:
+            return list(tokens[i + 2 : i + 2 + most])
+    return []
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """Returns 31 bits for the draws of a request's text."""
+    words = np.random.SeedSequence([seed % 2**64, sample]).generate_state(1)
+    return int(words[0] >> 1)
+
+
+def _least(count: int, first: int) -> int:
+    """Returns the least of `first`, 2 first, 4 first, ... that is at least `count`."""
+    size = first
+    while size < count:
+        size *= 2
+    return size
+
+
+def _pages_within_memory(cfg: ModelConfig, tokens: int, longest: int, texts: int) -> int:
+    """Returns how many pages texts of the greatest length fill, at most half of the device's memory."""
+    wanted = texts * -(-longest // tokens) + 1
+    limit = hardware.memory_bytes(jax.local_devices()[0])
+    one, two = (_bytes(cfg, n, tokens) for n in (1, 2))
+    if limit is None or two == one:
+        return wanted
+    return max(2, min(wanted, limit // 2 // (two - one)))
+
+
+def _bytes(cfg: ModelConfig, pages: int, tokens: int) -> int:
+    cache = jax.eval_shape(lambda: with_paging(make_pages(cfg, pages, tokens, 1), None))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -1,0 +1,187 @@
+"""Caches in pages: texts of different lengths share one pool of memory, and each has a table of the pages it owns.
+
+A program continues B rows by T tokens. `Paging` says where in the pool these tokens go and which pages came before
+them. A layer first writes its new tokens into the pages, which costs no copy because nothing has read them yet, and
+then attends to all. It is called with one of two shapes:
+
+- T = 1, B rows: one token of each text (decode), through `kernels.paged_attention`;
+- B = 1, T tokens: a part of one prompt (prefill), which reads the earlier pages as one array.
+
+Page 0 belongs to no text. Padding, of rows as of tokens, is written there.
+
+States of linear attention don't grow, so they have slots rather than pages, and slot 0 is the one of padding.
+
+Chapters: 24.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from minitext import kernels
+from minitext.kernels.paged_attention.pages import write_pages
+
+
+class Paging(NamedTuple):
+    """Where B rows of T new tokens go, and what came before them.
+
+    Attributes:
+      page: [B, T] page of each token; 0 for padding.
+      slot: [B, T] the token's slot in its page.
+      table: [B, X] pages of each row's text in order, new tokens included if T = 1. Later entries may be any. In a
+        prompt's first part X is 0.
+      start: [B] tokens of the text before these.
+      state: [B] slot of the text's recurrent state; 0 for padding.
+    """
+
+    page: jax.Array
+    slot: jax.Array
+    table: jax.Array
+    start: jax.Array
+    state: jax.Array
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens [B] of each text with its new one, for T = 1; 0 for padding."""
+        return jnp.where(self.page[:, 0] > 0, self.start + 1, 0)
+
+
+class PagedKVCache(NamedTuple):
+    """Keys and values in P pages of S tokens.
+
+    Attributes:
+      k: [K, P, S, H] rotated keys of one layer, or a tuple of these for layers in a list.
+      v: values, in the same form.
+      paging: the tokens that a program adds; in what it returns this has no meaning.
+    """
+
+    k: Any
+    v: Any
+    paging: Any
+
+    def copied(self, pages: Any, _states: Any) -> "PagedKVCache":
+        """Returns one layer's cache with some pages, (from, to) arrays of numbers, copied."""
+        source, target = pages
+        k, v = (x.at[:, target].set(x.at[:, source].get(mode="clip")) for x in self[:-1])
+        return PagedKVCache(k, v, self.paging)
+
+    def attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **options: Any
+    ) -> tuple[jax.Array, "PagedKVCache"]:
+        """Adds one layer's new tokens and attends to them and those before, with the options of `kernels.attention`.
+
+        Returns:
+          [B, T, N, H] in the queries' type, and the cache with the tokens in it.
+        """
+        paging: Paging = self.paging
+        T = q_BTNH.shape[1]
+
+        def write(pages_KPSH, x_BTKH):
+            flat = (jnp.reshape(x, (-1, *x.shape[2:])) for x in (x_BTKH, paging.page, paging.slot))
+            x_XKH, page_X, slot_X = flat
+            return write_pages(pages_KPSH, x_XKH.astype(pages_KPSH.dtype), page_X, slot_X)
+
+        new = PagedKVCache(write(self.k, k_BTKH), write(self.v, v_BTKH), T)
+        if T == 1:
+            out_BNH = kernels.paged_attention(
+                q_BTNH[:, 0], new.k, new.v, paging.table, paging.lengths, **options
+            )
+            return out_BNH[:, None], new
+        if not paging.table.shape[1]:
+            return kernels.attention(q_BTNH, k_BTKH, v_BTKH, **options), new
+        k_1KSH, v_1KSH = (self._earlier(x) for x in (new.k, new.v))
+        now = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
+        out = kernels.cached_attention(q_BTNH, *now, k_1KSH, v_1KSH, paging.start[0], **options)
+        return out, new
+
+    def _earlier(self, pages_KPSH: jax.Array) -> jax.Array:
+        """Returns what the only row's pages hold as [1, K, X*S, H], with zeros after its earlier tokens."""
+        K, _, S, H = pages_KPSH.shape
+        x_KXSH = pages_KPSH.at[:, self.paging.table[0]].get(mode="clip")
+        x_KSH = jnp.reshape(x_KXSH, (K, -1, H))
+        # Other texts' leftovers may be NaN, and a weight of 0 doesn't make NaN 0.
+        seen_S = jnp.arange(x_KSH.shape[1]) < self.paging.start[0]
+        return jnp.where(seen_S[:, None], x_KSH, 0)[None]
+
+
+class PagedLatentCache(NamedTuple):
+    """Latents and rotated keys of MLA in P pages of S tokens; used like `PagedKVCache`.
+
+    Attributes:
+      latent: [P, S, R] of one layer, or a tuple of these for layers in a list.
+      rope_key: [P, S, features], in the same form.
+      paging: the tokens that a program adds.
+    """
+
+    latent: Any
+    rope_key: Any
+    paging: Any
+
+    def copied(self, pages: Any, _states: Any) -> "PagedLatentCache":
+        """Returns one layer's cache with some pages, (from, to) arrays of numbers, copied."""
+        return PagedLatentCache(*(_copied(x, *pages) for x in self[:-1]), self.paging)
+
+    def write(self, latent_BTR: jax.Array, key_BTP: jax.Array) -> "PagedLatentCache":
+        """Returns the cache with the new tokens in it."""
+
+        def write(pages_PSR, x_BTR):
+            x_XR = jnp.reshape(x_BTR, (-1, x_BTR.shape[-1])).astype(pages_PSR.dtype)
+            where = (jnp.reshape(x, -1) for x in (self.paging.page, self.paging.slot))
+            return write_pages(pages_PSR[None], x_XR[:, None], *where)[0]
+
+        new = write(self.latent, latent_BTR), write(self.rope_key, key_BTP)
+        return PagedLatentCache(*new, self.paging)
+
+    def earlier(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns latents [B, X*S, R] and keys [B, X*S, features] of the earlier tokens, and their number [B]."""
+
+        def read(pages_PSR):
+            x_BXSR = pages_PSR.at[self.paging.table].get(mode="clip")
+            x_BSR = jnp.reshape(x_BXSR, (len(x_BXSR), -1, x_BXSR.shape[-1]))
+            seen_BS = jnp.arange(x_BSR.shape[1]) < self.paging.start[:, None]
+            return jnp.where(seen_BS[..., None], x_BSR, 0)
+
+        return read(self.latent), read(self.rope_key), self.paging.start
+
+
+class SlotStateCache(NamedTuple):
+    """States of linear attention in slots, one for each text; a row of `StateCache` is what a slot holds.
+
+    Attributes:
+      q: [slots, J-1, K*H] of one layer, or a tuple of these for layers in a list.
+      k: [slots, J-1, K*H], in the same form.
+      v: [slots, J-1, K*R*W], in the same form.
+      state: [slots, K, R, H, W] float32, in the same form.
+      paging: the tokens that a program adds.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    state: Any
+    paging: Any
+
+    def copied(self, _pages: Any, states: Any) -> "SlotStateCache":
+        """Returns one layer's states with some slots, (from, to) arrays of numbers, copied."""
+        return SlotStateCache(*(_copied(x, *states) for x in self[:-1]), self.paging)
+
+    def read(self) -> list[jax.Array]:
+        """Returns the rows' parts [B, ...]; zeros for a text that begins."""
+
+        def rows(x):
+            x_B = x.at[self.paging.state].get(mode="clip")
+            begun = jnp.reshape(self.paging.start > 0, (-1, *[1] * (x.ndim - 1)))
+            return jnp.where(begun, x_B, 0)
+
+        return [rows(x) for x in self[:-1]]
+
+    def write(self, rows: Any) -> "SlotStateCache":
+        """Returns the cache with the rows' parts in their slots."""
+        where = self.paging.state
+        new = [x.at[where].set(y.astype(x.dtype)) for x, y in zip(self[:-1], rows, strict=True)]
+        return SlotStateCache(*new, self.paging)
+
+
+def _copied(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    return x.at[target].set(x.at[source].get(mode="clip"))
