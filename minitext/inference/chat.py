@@ -80,7 +80,10 @@ class Renderer:
         if self._process is None or self._process.poll() is not None:
             program = Path(__file__).with_name("chat_template.py")
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(program)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-P", str(program)],
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
         process = self._process
         assert process.stdin is not None and process.stdout is not None

@@ -96,12 +96,15 @@ class Body(_Strict):
         """The stop strings."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not isinstance(given, list) or not all(isinstance(s, str) for s in given):
-            raise Refused(f"stop={_short(self.stop)}: give a string or a list of strings", param="stop")
+            raise Refused(
+                f"stop={_short(self.stop)}: give a string or a list of strings", param="stop"
+            )
         if len(given) > MOST_STOPS:
             raise Refused(f"stop has {len(given)} strings: give at most {MOST_STOPS}", param="stop")
         if wrong := [s for s in given if not 0 < len(s) <= LONGEST_STOP]:
             raise Refused(
-                f"stop has a string of {len(wrong[0])} characters: choose 1 to {LONGEST_STOP}", param="stop"
+                f"stop has a string of {len(wrong[0])} characters: choose 1 to {LONGEST_STOP}",
+                param="stop",
             )
         return tuple(given)
 
@@ -122,7 +125,8 @@ class Body(_Strict):
         if len(asked) == 1 and kind == "json" and isinstance(value, dict | str):
             return "json_schema", value if isinstance(value, str) else json.dumps(value)
         raise Refused(
-            'structured_outputs: give {"json": SCHEMA} or {"regex": PATTERN}', param="structured_outputs"
+            'structured_outputs: give {"json": SCHEMA} or {"regex": PATTERN}',
+            param="structured_outputs",
         )
 
     @property
@@ -193,7 +197,8 @@ class ChatBody(Body):
         """How many of the most likely tokens to report with each token."""
         if self.top_logprobs and not self.logprobs:
             raise Refused(
-                f"top_logprobs={self.top_logprobs} needs logprobs=true: set it", param="top_logprobs"
+                f"top_logprobs={self.top_logprobs} needs logprobs=true: set it",
+                param="top_logprobs",
             )
         return self.top_logprobs if self.logprobs else None
 
@@ -228,11 +233,18 @@ def _message(place: int, message: dict[str, Any]) -> dict[str, str]:
         if message.get(key):
             raise Refused(f"{where}.{key} is not supported: leave it out", param="messages")
     if not isinstance(role, str) or not role:
-        raise Refused(f"{where}.role={_short(role)}: give system, user or assistant", param="messages")
+        raise Refused(
+            f"{where}.role={_short(role)}: give system, user or assistant", param="messages"
+        )
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
+        parts = [
+            p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None
+            for p in content
+        ]
         if not all(isinstance(part, str) for part in parts):
-            raise Refused(f"{where}.content has a part that is no text: give text alone", param="messages")
+            raise Refused(
+                f"{where}.content has a part that is no text: give text alone", param="messages"
+            )
         content = "".join(parts)
     if not isinstance(content, str):
         raise Refused(f"{where}.content={_short(content)}: give a text", param="messages")
@@ -269,10 +281,13 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
         if first["type"] == "missing":
             raise Refused(f"{name} is missing: give it", param=name) from None
         said = first["msg"][0].lower() + first["msg"][1:]
-        raise Refused(f"{files.shorten(name)}={_short(first['input'])}: {said}", param=name) from None
+        raise Refused(
+            f"{files.shorten(name)}={_short(first['input'])}: {said}", param=name
+        ) from None
     if isinstance(body, CompletionBody) and body.best_of not in (None, body.n):
         raise Refused(
-            f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n}", param="best_of"
+            f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n}",
+            param="best_of",
         )
     _ = body.stops, body.alternatives, body.grammar  # refused now, before the prompt is looked at
     return body

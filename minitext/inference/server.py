@@ -44,12 +44,15 @@ from minitext.inference.requests import Busy, Event
 from minitext.inference.server_metrics import Metrics
 from minitext.inference.text import TextStream
 
-if TYPE_CHECKING:  # the server computes nothing, and needs no JAX
+if TYPE_CHECKING:  # nothing is computed here
     from minitext.inference.engine import Engine
 
 log = logging.getLogger("minitext.server")
 
-LEAST_BODY, BYTES_A_TOKEN = 1 << 20, 32  # a body may have this many bytes, or so many for each token of the context
+LEAST_BODY, BYTES_A_TOKEN = (
+    1 << 20,
+    32,
+)  # a body may have this many bytes, or so many for each token of the context
 READ_SECONDS = 60.0  # for a request's body to arrive
 STALL_SECONDS = 60.0  # for a client to take what it asked for
 MOST_PREPARING = 256  # requests being turned into tokens
@@ -57,7 +60,9 @@ LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
 RETRY_SECONDS = 1
 PAGE = Path(__file__).with_name("chat.html")
 # The page is ours alone: nothing may be loaded, from here or elsewhere, and it may ask this server only.
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+)
 
 T = TypeVar("T")
 
@@ -173,7 +178,7 @@ async def _serve(served: Served, request: Request, kind: type[Body]) -> Response
     make = ChatAnswer if kind is ChatBody else CompletionAnswer
     answer = make(served.name, served.tokenizer, body.alternatives is not None)
     texts = Texts(served, asked, body, began, goes_on=kind is CompletionBody)
-    texts.submit()
+    await texts.submit()
     if body.stream:
         return EventStream(_events(texts, answer, body.stream_options), texts.cancel)
     try:
@@ -202,7 +207,9 @@ async def _read(request: Request, limit: int) -> bytes:
                 else:
                     parts.clear()
     except TimeoutError:
-        raise Refused(f"the body did not arrive within {READ_SECONDS:.0f} seconds: send it at once", 408) from None
+        raise Refused(
+            f"the body did not arrive within {READ_SECONDS:.0f} seconds: send it at once", 408
+        ) from None
     if size > limit:
         raise Refused(f"the body has more than {limit:,} bytes: send less", 413)
     return b"".join(parts)
@@ -225,7 +232,8 @@ async def _prepare(served: Served, body: Body) -> list[requests.Request]:
         else:
             assert isinstance(body, CompletionBody)
             prompts = [
-                await _encode(served, text) if isinstance(text, str) else text for text in body.prompts
+                await _encode(served, text) if isinstance(text, str) else text
+                for text in body.prompts
             ]
     except UserError as error:
         raise Refused(str(error)) from None
@@ -240,7 +248,9 @@ def _render(served: Served, messages: Sequence[dict[str, str]]) -> list[int]:
         text = served.chat.render(messages, renderer)
     except UserError as error:  # names a folder, which is nobody else's business
         said = str(error).rpartition("cannot be rendered: ")[2]
-        raise Refused(f"the model's chat template refuses the messages: {said}", param="messages") from None
+        raise Refused(
+            f"the model's chat template refuses the messages: {said}", param="messages"
+        ) from None
     finally:
         served.renderers.put(renderer)
     # The template writes the token at the beginning itself.
@@ -269,13 +279,21 @@ class Texts:
     """
 
     def __init__(
-        self, served: Served, asked: list[requests.Request], body: Body, began: float, *, goes_on: bool
+        self,
+        served: Served,
+        asked: list[requests.Request],
+        body: Body,
+        began: float,
+        *,
+        goes_on: bool,
     ):
         self._served, self._asked, self._began = served, asked, began
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._numbers: dict[int, int] = {}  # place of a prompt -> its number in the engine
         self._open = {
-            place * body.n + i: TextStream(served.tokenizer, one.prompt if goes_on else (), body.stops)
+            place * body.n + i: TextStream(
+                served.tokenizer, one.prompt if goes_on else (), body.stops
+            )
             for place, one in enumerate(asked)
             for i in range(body.n)
         }
@@ -283,7 +301,7 @@ class Texts:
         self._left = [body.n] * len(asked)  # texts of each prompt that the engine hasn't ended
         self._last: dict[int, float] = {}
 
-    def submit(self) -> None:
+    async def submit(self) -> None:
         """Hands the requests to the engine: all or none.
 
         Raises:
@@ -294,9 +312,14 @@ class Texts:
         def sink(place: int, event: Event) -> None:  # in the engine's thread
             loop.call_soon_threadsafe(self._events.put_nowait, (place, event))
 
+        submit = self._served.engine.submit
         try:
             for place, one in enumerate(self._asked):
-                self._numbers[place] = self._served.engine.submit(one, partial(sink, place))
+                if one.grammar:  # may take a while to read
+                    number = await _in_a_thread(self._served, submit, one, partial(sink, place))
+                else:
+                    number = submit(one, partial(sink, place))
+                self._numbers[place] = number
         except Busy:
             self.cancel()
             raise _busy() from None
@@ -377,7 +400,12 @@ async def _all_of(texts: Texts) -> list[Piece]:
     async for piece in texts.pieces():
         found[piece.index].append(piece)
     return [
-        Piece(index, "".join(p.text for p in parts), [t for p in parts for t in p.tokens], parts[-1].finish)
+        Piece(
+            index,
+            "".join(p.text for p in parts),
+            [t for p in parts for t in p.tokens],
+            parts[-1].finish,
+        )
         for index, parts in found.items()
     ]
 
@@ -436,7 +464,9 @@ class EventStream(Response):
             try:
                 await _unless_gone(receive, work())
             except TimeoutError:
-                log.warning("a client took nothing for %.0f seconds: its stream ends", STALL_SECONDS)
+                log.warning(
+                    "a client took nothing for %.0f seconds: its stream ends", STALL_SECONDS
+                )
                 raise Gone from None
             finally:
                 self._close()
@@ -475,7 +505,9 @@ def _check_key(served: Served, request: Request) -> None:
     digests = [hashlib.sha256(key.encode()).digest() for key in (given.strip(), served.api_key)]
     if scheme.lower() != "bearer" or not hmac.compare_digest(*digests):
         raise Refused(
-            "this server wants its API key: send Authorization: Bearer KEY", 401, code="invalid_api_key"
+            "this server wants its API key: send Authorization: Bearer KEY",
+            401,
+            code="invalid_api_key",
         )
 
 
@@ -488,7 +520,9 @@ def _check_model(served: Served, name: str) -> None:
 
 
 def _busy() -> Refused:
-    return Refused("too many requests are waiting: ask again later", 429, code="rate_limit_exceeded")
+    return Refused(
+        "too many requests are waiting: ask again later", 429, code="rate_limit_exceeded"
+    )
 
 
 def _gone() -> Response:
@@ -540,7 +574,9 @@ def _page(served: Served) -> str:
         "model": served.name, "chat": served.chat.template is not None, "key": served.api_key is not None,
         "context": served.engine.max_length,
     }  # fmt: skip
-    return PAGE.read_text(encoding="utf-8").replace("{/*known*/}", json.dumps(known).replace("<", "\\u003c"))
+    return PAGE.read_text(encoding="utf-8").replace(
+        "{/*known*/}", json.dumps(known).replace("<", "\\u003c")
+    )
 
 
 # --- a process that serves
@@ -602,7 +638,9 @@ def serve(server: Server, listening: socket.socket) -> None:
     try:
         listening.listen(2048)
     except OSError as error:
-        raise UserError(f"cannot listen: {str(error.strerror).lower()}: choose another --port") from None
+        raise UserError(
+            f"cannot listen: {str(error.strerror).lower()}: choose another --port"
+        ) from None
 
     def stop(*_: object) -> None:
         server.should_exit = True

@@ -33,10 +33,16 @@ class Metrics:
         self._usage, self._registry = usage, CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
         made: dict[str, Any] = {"registry": self._registry, "namespace": "minitext"}
-        self.answers = Counter("http_requests", "Answers by address and status.", ["path", "status"], **made)
-        self.texts = Counter("request_success", "Texts by why they ended.", ["finished_reason"], **made)
+        self.answers = Counter(
+            "http_requests", "Answers by address and status.", ["path", "status"], **made
+        )
+        self.texts = Counter(
+            "request_success", "Texts by why they ended.", ["finished_reason"], **made
+        )
         timed = made | {"buckets": SECONDS}
-        self.first_token = Histogram("time_to_first_token_seconds", "Arrival to first token.", **timed)
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", **timed
+        )
         self.between_tokens = Histogram("inter_token_latency_seconds", "Token to token.", **timed)
         self.whole = Histogram("e2e_request_latency_seconds", "Arrival to the text's end.", **timed)
 
@@ -47,12 +53,18 @@ class Metrics:
             "num_requests_running": ("Texts that are being continued.", now.running),
             "num_requests_waiting": ("Texts that wait to be admitted.", now.waiting),
             "kv_cache_usage_perc": ("Pages in use, 1 for all.", now.pages_used / max(now.pages, 1)),
-            "kv_cache_kept_perc": ("Pages kept for prompts that begin alike.", now.pages_kept / max(now.pages, 1)),
+            "kv_cache_kept_perc": (
+                "Pages kept for prompts that begin alike.",
+                now.pages_kept / max(now.pages, 1),
+            ),
         }
         counts = {
             "prompt_tokens": ("Tokens of prompts.", now.prompt_tokens),
             "generation_tokens": ("Tokens of answers.", now.generated_tokens),
-            "prefix_cache_queries": ("Tokens of prompts looked for in the cache.", now.prompt_tokens),
+            "prefix_cache_queries": (
+                "Tokens of prompts looked for in the cache.",
+                now.prompt_tokens,
+            ),
             "prefix_cache_hits": ("Tokens of prompts found in the cache.", now.reused_tokens),
             "engine_steps": ("Programs run.", now.steps),
             "num_preemptions": ("Texts that lost their pages.", now.preemptions),

@@ -100,9 +100,7 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, bool]:
         """Takes the text's next characters; returns those that are certain now, and whether the text ends there."""
         self._held += text
-        found = [
-            (at + len(s), at) for s in self._strings if (at := self._held.find(s)) >= 0
-        ]
+        found = [(at + len(s), at) for s in self._strings if (at := self._held.find(s)) >= 0]
         if found:
             certain, self._held = self._held[: min(found)[1]], ""
             return certain, True
@@ -127,7 +125,7 @@ class TokenText(NamedTuple):
 
     Attributes:
       token: its id.
-      offset: the character of the text that it begins with.
+      offset: the character of the text that it begins with, or is part of.
       logprob: its log-probability, in nats, if asked for.
       top: (id, log-probability) of the most likely tokens.
     """
@@ -151,9 +149,8 @@ class TextStream:
       stopped: whether a stop string has ended the text; what is pushed afterwards is ignored.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, before: Sequence[int] = (), stop: Sequence[str] = ()
-    ):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), stop: Sequence[str] = ()):
+        self._tokenizer = tokenizer
         self._detokenizer, self._stop = Detokenizer(tokenizer, before), StopStrings(stop)
         self._tokens: deque[TokenText] = deque()  # whose text isn't given out yet
         self._decoded = 0  # characters that left the detokenizer
@@ -165,8 +162,11 @@ class TextStream:
         """Takes the next token; returns the text that is certain now, and the tokens that it's made of."""
         if self.stopped:
             return "", []
-        self._tokens.append(TokenText(token, self._decoded, logprob, top))
-        return self._give(self._detokenizer.push(token))
+        text, offset = self._detokenizer.push(token), self._decoded
+        if text and logprob is not None:  # bytes that are no text may come with it, before its own
+            offset += max(len(text) - len(token_text(self._tokenizer, token)), 0)
+        self._tokens.append(TokenText(token, offset, logprob, top))
+        return self._give(text)
 
     def finish(self) -> tuple[str, list[TokenText]]:
         """Returns the rest of the text and its tokens."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
 import http.client
-import itertools
 import json
 import math
 import queue
@@ -12,121 +12,65 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 
-import numpy as np
 import openai
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import minitext as mt
 from minitext.data.tokenizer import ByteTokenizer
-from minitext.errors import UserError
 from minitext.inference import server as server_module
 from minitext.inference.chat import Chat
-from minitext.inference.requests import Busy, Event, Usage
+from minitext.inference.engine import Engine, EngineOptions
+from minitext.inference.requests import Request
 from minitext.inference.server import Served, Server, bind
+from minitext.inference.structured import guides
+from minitext.models.transformer import Transformer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 )
-ALPHABET = "the cat sät on 日 mat 🙂. ".encode()
+PAGES = {"page_tokens": 128, "max_sequences": 8, "max_length": 512, "chunk": 512}
 
 
-class Engine:
-    """Stands in: token i of an answer is a byte of a text that prompt and seed choose; a step is a millisecond."""
-
-    max_length = 512
-
-    def __init__(self, most=256, step_seconds=0.0005):
-        self.waiting, self.running, self.cancelled = deque(), {}, []
-        self.most, self.step_seconds = most, step_seconds
-        self.lock, self.numbers, self.steps, self.closing = threading.Lock(), itertools.count(1), 0, False
-        self.stop, self.generated = False, 0
-        self.held = threading.Event()
-        self.held.set()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    def submit(self, request, sink):
-        request.check(257)
-        with self.lock:
-            if self.closing or len(self.running) + request.n > self.most:
-                raise Busy
-            number = next(self.numbers)
-            for i in range(request.n):
-                self.running[number, i] = [request, sink, 0]
-        return number
-
-    def cancel(self, number):
-        self.cancelled.append((number, self.steps))
-
-    def usage(self):
-        return Usage(len(self.running), 0, 100, len(self.running), 0, 1, 0, self.generated, self.steps, 0)
-
-    def start(self):
-        self.thread.start()
-
-    def close(self, *, drain_seconds=0.0):
-        self.closing = True
-        end = time.monotonic() + drain_seconds
-        while self.running and time.monotonic() < end:
-            time.sleep(0.01)
-        self.stop = True
-        self.held.set()
-        self.thread.join()
-        for (_, i), (_, sink, _) in self.running.items():
-            sink(Event(i, finish="error", error="the server is shutting down"))
-
-    def token(self, request, sample, place):
-        if request.temperature == 0:
-            return ALPHABET[(len(request.prompt) + place) % len(ALPHABET)]
-        return ALPHABET[(request.seed + sample + len(request.prompt) + place) % len(ALPHABET)]
-
-    def _run(self):
-        while not self.stop:
-            self.held.wait()
-            time.sleep(self.step_seconds)
-            with self.lock:
-                self._step()
-
-    def _step(self):
-        self.steps += 1
-        gone, self.cancelled_now = {n for n, _ in self.cancelled}, None
-        for (number, i), state in list(self.running.items()):
-            request, sink, place = state
-            if number in gone:
-                del self.running[number, i]
-                sink(Event(i, finish="cancelled"))
-                continue
-            token = self.token(request, i, place)
-            if token in request.stop_ids or place == request.max_tokens:
-                del self.running[number, i]
-                sink(Event(i, finish="stop" if token in request.stop_ids else "length"))
-                continue
-            logprob, top = None, ()
-            if request.logprobs is not None:
-                logprob = -0.25
-                top = ((token, -0.25), (65, -1.5), (0xE6, -math.inf))[: request.logprobs]
-            state[2] += 1
-            self.generated += 1
-            sink(Event(i, token, logprob, top))
+@functools.cache
+def model():
+    cfg = mt.load_config(
+        "laptop", ["model.layers=1", "model.embed=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16",
+                   "model.vocab=257"],
+    ).model  # fmt: skip
+    return cfg, nnx.state(Transformer(cfg, rngs=nnx.Rngs(1)))
 
 
 class Watched(Engine):
-    """An engine that tells who was cancelled, and what was asked."""
+    """An engine that tells what was asked and cancelled, and can be held up."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.asked, self.told = [], []
+    def __init__(self, **options):
+        cfg, params = model()
+        guide = guides(ByteTokenizer(), cfg.vocab, [256])
+        super().__init__(cfg, params, EngineOptions(**PAGES | options), guide)
+        self.asked, self.numbered, self.told = [], [], []
+        self.held = threading.Event()
+        self.held.set()
 
     def submit(self, request, sink):
+        number = super().submit(request, sink)
         self.asked.append(request)
-        return super().submit(request, sink)
+        self.numbered.append(number)
+        return number
 
     def cancel(self, number):
         self.told.append(number)
         super().cancel(number)
+
+    def step(self):
+        if self.held.is_set():
+            return super().step()
+        time.sleep(0.001)
+        return True
 
 
 class Running:
@@ -163,9 +107,9 @@ class Running:
     def direct(self, **request):
         """What the engine answers: the texts, and why each ends."""
         events, number = queue.Queue(), 0
-        from minitext.inference.requests import Request
-
-        request = Request(**({"max_tokens": 8, "temperature": 0.0, "stop_ids": frozenset([256])} | request))
+        request = Request(
+            **({"max_tokens": 8, "temperature": 0.0, "stop_ids": frozenset([256])} | request)
+        )
         self.engine.submit(request, events.put)
         tokens, ends = [[] for _ in range(request.n)], {}
         while len(ends) < request.n:
@@ -226,7 +170,9 @@ def test_a_chat(tiny):
         model="tiny", messages=messages, temperature=0, max_completion_tokens=12
     )
     texts, ends = tiny.direct(prompt=ids("<user>hä?\n<assistant>"), max_tokens=12)
-    assert [answer.choices[0].message.content] == texts and [answer.choices[0].finish_reason] == ends
+    assert [answer.choices[0].message.content] == texts and [
+        answer.choices[0].finish_reason
+    ] == ends
     assert answer.choices[0].message.role == "assistant" and answer.model == "tiny"
     assert answer.usage.prompt_tokens == len(ids("<user>hä?\n<assistant>"))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
@@ -236,7 +182,10 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(tiny):
     answer = tiny.client().chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     )
-    assert answer.usage.total_tokens == tiny.engine.max_length or answer.choices[0].finish_reason == "stop"
+    assert (
+        answer.usage.total_tokens == tiny.engine.max_length
+        or answer.choices[0].finish_reason == "stop"
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -299,11 +248,17 @@ def test_logprobs_of_a_completion(tiny):
         model="tiny", prompt="ab", temperature=0, max_tokens=30, logprobs=2
     ).choices[0]
     found = choice.logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+    assert (
+        len(found.tokens)
+        == len(found.token_logprobs)
+        == len(found.top_logprobs)
+        == len(found.text_offset)
+    )
     for token, logprob, top, offset in zip(
         found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True
     ):
-        assert -9999 <= logprob <= 0 and top[token] == logprob and len(top) <= 3
+        assert -9999 <= logprob <= 0 and len(top) <= 3
+        assert token == "\ufffd" or top[token] == logprob  # which many bytes become
         assert token == "\ufffd" or choice.text[offset:].startswith(token)
     none = client.completions.create(model="tiny", prompt="ab", logprobs=0, max_tokens=3)
     assert all(len(top) == 1 for top in none.choices[0].logprobs.top_logprobs)
@@ -326,13 +281,15 @@ def test_stop_strings_end_the_text_and_never_show(tiny):
     whole = tiny.client().completions.create(**asked).choices[0].text
     stop = whole[10:13]
     want = whole[: whole.index(stop)]
-    choice = tiny.client().completions.create(**asked, stop=["never there", stop], logprobs=1).choices[0]
+    choice = (
+        tiny.client().completions.create(**asked, stop=["never there", stop], logprobs=1).choices[0]
+    )
     assert (choice.text, choice.finish_reason) == (want, "stop")
     assert all(offset < len(want) for offset in choice.logprobs.text_offset)
     events = list(tiny.client().completions.create(**asked, stop=stop, stream=True))
     assert "".join(e.choices[0].text for e in events) == want
     assert tiny.idle()
-    assert tiny.engine.told[-1] in (len(tiny.engine.asked), len(tiny.engine.asked) - 1)  # not computed in vain
+    assert tiny.engine.told[-1] == tiny.engine.numbered[-1]  # no more is computed
 
 
 def test_settings_reach_the_engine(tiny):
@@ -343,7 +300,11 @@ def test_settings_reach_the_engine(tiny):
     )  # fmt: skip
     asked = tiny.engine.asked[-1]
     assert (asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.5, 5, 0.1, 7)
-    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (0.5, -0.5, 1.2)
+    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (
+        0.5,
+        -0.5,
+        1.2,
+    )
     assert asked.logit_bias == {65: -3} and asked.stop_ids == {9} and asked.temperature == 1
     tiny.client().completions.create(model="tiny", prompt="abc", max_tokens=2)
     tiny.client().completions.create(model="tiny", prompt="abc", max_tokens=2)
@@ -361,10 +322,15 @@ def test_models_health_and_metrics(tiny):
     before = metrics(tiny)
     client.completions.create(model="tiny", prompt="a", max_tokens=3, temperature=0)
     after = metrics(tiny)
-    assert after["minitext_generation_tokens_total"] >= before["minitext_generation_tokens_total"] + 1
+    assert (
+        after["minitext_generation_tokens_total"] >= before["minitext_generation_tokens_total"] + 1
+    )
     name = 'minitext_http_requests_total{path="/v1/completions",status="200"}'
     assert after[name] == before.get(name, 0) + 1
-    assert after["minitext_time_to_first_token_seconds_count"] > before["minitext_time_to_first_token_seconds_count"]
+    assert (
+        after["minitext_time_to_first_token_seconds_count"]
+        > before["minitext_time_to_first_token_seconds_count"]
+    )
     assert fetch(tiny, "/health") == (200, b'{"status":"ok"}')
 
 
@@ -396,10 +362,18 @@ def test_two_hundred_clients_at_once_lose_no_request(tiny):
     """Each gets its own text, of its own length, whoever else is there; half of them stream."""
 
     async def ask(client, i):
-        asked = {"model": "tiny", "prompt": f"client {i}", "seed": i, "max_tokens": 1 + i % 7, "temperature": 1.0}
+        asked = {
+            "model": "tiny",
+            "prompt": f"client {i}",
+            "seed": i,
+            "max_tokens": 1 + i % 7,
+            "temperature": 1.0,
+        }
         if i % 2:
             return (await client.completions.create(**asked)).choices[0].text
-        parts = [e.choices[0].text async for e in await client.completions.create(**asked, stream=True)]
+        parts = [
+            e.choices[0].text async for e in await client.completions.create(**asked, stream=True)
+        ]
         return "".join(parts)
 
     async def everybody():
@@ -410,13 +384,15 @@ def test_two_hundred_clients_at_once_lose_no_request(tiny):
 
     found = asyncio.run(everybody())
     for i in range(0, 200, 23):
-        want = tiny.direct(prompt=ids(f"client {i}"), seed=i, max_tokens=1 + i % 7, temperature=1.0)[0]
+        want = tiny.direct(
+            prompt=ids(f"client {i}"), seed=i, max_tokens=1 + i % 7, temperature=1.0
+        )[0]
         assert [found[i]] == want
     assert len(found) == 200 and all(isinstance(text, str) for text in found)
 
 
 def test_beyond_the_queue_clients_are_told_to_come_again(start):
-    running = start(most=4)
+    running = start(max_waiting=5)
     running.engine.held.clear()
     asked = {"model": "tiny", "prompt": "a", "max_tokens": 3, "n": 4, "temperature": 0}
     with running.client().completions.create(**asked, stream=True) as stream:
@@ -426,7 +402,10 @@ def test_beyond_the_queue_clients_are_told_to_come_again(start):
         with pytest.raises(openai.RateLimitError, match="too many requests are waiting"):
             running.client().completions.create(**asked)
         with pytest.raises(openai.RateLimitError):  # of two prompts none is begun
-            running.client().completions.create(**asked | {"prompt": ["a", "b"], "n": 1}, stream=True)
+            running.client().completions.create(
+                **asked | {"prompt": ["a", "b"], "n": 1}, stream=True
+            )
+        assert running.engine.told == running.engine.numbered[1:] and len(running.engine.told) == 1
         running.engine.held.set()
         assert sum(bool(e.choices[0].finish_reason) for e in stream) == 4
     assert running.idle()
@@ -437,19 +416,21 @@ def test_beyond_the_queue_clients_are_told_to_come_again(start):
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=["one", "two"])
 def test_a_client_that_hangs_up_is_cancelled_at_once(tiny, stream, prompts):
     before = len(tiny.engine.told)
-    body = json.dumps({"prompt": prompts, "max_tokens": 500, "stream": stream, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"prompt": prompts, "max_tokens": 500, "stream": stream, "ignore_eos": True}
+    ).encode()
     with socket.create_connection(("127.0.0.1", tiny.port)) as client:
         client.sendall(request_of(body))
         while not tiny.engine.usage().running:
             time.sleep(0.001)
         if stream:
             assert b"data: " in client.recv(1 << 16) + client.recv(1 << 16)
-    began, steps = time.monotonic(), tiny.engine.steps
+    began, steps = time.monotonic(), tiny.engine.usage().steps
     while len(tiny.engine.told) < before + len(prompts):
         assert time.monotonic() < began + 5
         time.sleep(0.0005)
     assert tiny.idle(1)
-    assert tiny.engine.steps - steps < 250  # of 500 that it would have taken
+    assert tiny.engine.usage().steps - steps < 250  # of 500 that it would have taken
     assert len(tiny.engine.told) == before + len(prompts)
 
 
@@ -475,7 +456,12 @@ def test_an_api_key(start):
             assert json.loads(said)["error"]["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         running.client("wrong").models.list()
-    assert fetch(running, "/health")[0] == fetch(running, "/metrics")[0] == fetch(running, "/")[0] == 200
+    assert (
+        fetch(running, "/health")[0]
+        == fetch(running, "/metrics")[0]
+        == fetch(running, "/")[0]
+        == 200
+    )
     running.served.api_key = "open"
     assert running.client("open").completions.create(**asked).usage.completion_tokens <= 2
 
@@ -579,14 +565,19 @@ def refusal(running, body, path="/v1/completions"):
 def line_of(status, data):
     assert status in ALLOWED, (status, data[:500])
     error = json.loads(data)["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+    )
     assert error["message"].isprintable() and 10 < len(error["message"]) < 400
     return error["message"]
 
 
 def test_a_model_without_a_template_says_so(start):
     running = start(template=None)
-    said = refusal(running, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    said = refusal(
+        running, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
+    )
     assert "no chat template" in said and "/" not in said.replace("/v1/completions", "")
 
 
@@ -616,15 +607,15 @@ def test_a_body_that_is_too_long_is_not_kept(tiny):
 
 def test_the_end_finishes_what_runs(start):
     running = start()
-    asked = {"model": "tiny", "prompt": "a", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    stream = running.client().completions.create(**asked, stream=True)
-    first = next(iter(stream))
+    stream = running.client().completions.create(
+        model="tiny", prompt="a", max_tokens=200, stream=True, stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(iter(stream))
     running.server.should_exit = True
-    rest = list(stream)
-    assert rest[-1].choices[0].finish_reason == "length"
-    text = first.choices[0].text + "".join(e.choices[0].text for e in rest)
+    assert list(stream)[-1].usage.completion_tokens == 200
     running.thread.join(10)
-    assert not running.thread.is_alive() and len(text.encode()) >= 190
+    assert not running.thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", running.port))
 
@@ -637,7 +628,7 @@ def test_what_is_not_done_in_time_is_told_so(start, stream):
     body = {"prompt": "a", "max_tokens": 500, "stream": stream}
     asking = threading.Thread(target=lambda: answers.append(running.post(body)))
     asking.start()
-    while not running.engine.usage().running:
+    while not running.engine.usage().waiting:
         time.sleep(0.001)
     running.server.should_exit = True
     asking.join(10)
@@ -678,7 +669,10 @@ def hostile(draw):
     body = {"prompt": "ab", "max_tokens": 2}
     if path.endswith("chat/completions"):
         # A message that would be rendered costs a process each time.
-        body = {"messages": draw(st.sampled_from([[{"role": "user", "content": None}], []])), "max_tokens": 2}
+        body = {
+            "messages": draw(st.sampled_from([[{"role": "user", "content": None}], []])),
+            "max_tokens": 2,
+        }
     for name in draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=4)):
         body[name] = draw(ODD)
     data = json.dumps(body).encode()
@@ -746,7 +740,9 @@ def test_connections_that_do_not_behave_are_closed_and_harm_nobody(attacked, mon
     monkeypatch.setattr(server_module, "READ_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
     tiny, _ = attacked
-    body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": True, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"prompt": "a", "max_tokens": 500, "stream": True, "ignore_eos": True}
+    ).encode()
     clients = []
 
     def open_(data):
@@ -758,16 +754,17 @@ def test_connections_that_do_not_behave_are_closed_and_harm_nobody(attacked, mon
     def answer(client):
         data = b""
         with contextlib.suppress(ConnectionResetError):
-            while more := client.recv(1 << 16):
+            while not data.startswith(b"HTTP/1.1 4") and (more := client.recv(1 << 16)):
                 data += more
         return data
 
     for data in (
-        b"\0" * 1000, b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"\0" * 1000, b"GET / HTTP\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
         b"GET /" + b"a" * 200_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000,
         request_of(b"zz\r\n", "Transfer-Encoding: chunked")[:-4] + b"zz\r\nnonsense",
     ):  # fmt: skip
-        assert answer(open_(data)).startswith((b"HTTP/1.1 400", b"HTTP/1.1 4", b"")), data[:50]
+        refused = answer(open_(data))  # or reset, while it's still being sent
+        assert refused.startswith(b"HTTP/1.1 4") or len(data) > 1 << 16 and not refused, data[:50]
     half = open_(request_of(body)[:-5])  # the rest of the body never comes
     assert b" 408 " in answer(half)
     closed = open_(request_of(body))

@@ -66,7 +66,9 @@ def pieces_of(tokenizer, ids, before=()):
 def random_ids(tokenizer):
     """Any ids, and ids of text with characters of one to four bytes, cut and stirred."""
     any_id = st.integers(0, tokenizer.vocab_size + 2)
-    text = st.text("aé日🙂 \ufffdthe.").map(lambda t: [int(i) for i in tokenizer.encode_batch([t])[0]])
+    text = st.text("aé日🙂 \ufffdthe.").map(
+        lambda t: [int(i) for i in tokenizer.encode_batch([t])[0]]
+    )
     cut = st.tuples(text, st.integers(0, 9)).map(lambda c: c[0][c[1] :])
     return st.lists(st.one_of(any_id.map(lambda i: [i]), cut), max_size=12).map(
         lambda parts: sum(parts, [])
@@ -121,7 +123,11 @@ def test_bytes_that_are_no_text_take_time_in_proportion(name, byte):
     tokenizer = TOKENIZERS[name]
     token = {"byte": byte, "sentencepiece": byte + 3}.get(name)
     if token is None:
-        token = next(i for i in range(300) if tokenizer._model.id_to_token(i) == {0xFF: "ÿ", 0xE2: "â", 0x80: "Ģ"}[byte])
+        token = next(
+            i
+            for i in range(300)
+            if tokenizer._model.id_to_token(i) == {0xFF: "ÿ", 0xE2: "â", 0x80: "Ģ"}[byte]
+        )
     decoded = []
 
     class Counting(type(tokenizer)):
