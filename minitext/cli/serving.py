@@ -4,7 +4,6 @@ Chapters: 24.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +76,7 @@ def serve(
     name = name or Path(directory).resolve().name
     served = server.Served(name, engine, tokenizer, chat, api_key)
     engine.start()
+    server.listen(listening)
     found = listening.getsockname()
     address = f"http://{f'[{found[0]}]' if ':' in found[0] else found[0]}:{found[1]}"
     _say_how(address, name, step, chat.template is not None, api_key is not None)

@@ -237,15 +237,13 @@ def _message(place: int, message: dict[str, Any]) -> dict[str, str]:
             f"{where}.role={_short(role)}: give system, user or assistant", param="messages"
         )
     if isinstance(content, list):
-        parts = [
-            p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None
-            for p in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
+        typed = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in typed if isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             raise Refused(
                 f"{where}.content has a part that is no text: give text alone", param="messages"
             )
-        content = "".join(parts)
+        content = "".join(texts)
     if not isinstance(content, str):
         raise Refused(f"{where}.content={_short(content)}: give a text", param="messages")
     return {"role": role, "content": content} | ({"name": name} if isinstance(name, str) else {})

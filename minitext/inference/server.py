@@ -38,7 +38,16 @@ from minitext.files import shorten
 from minitext.inference import requests
 from minitext.inference.chat import Chat, Renderer
 from minitext.inference.protocol import (
-    Body, ChatAnswer, ChatBody, CompletionAnswer, CompletionBody, Piece, Refused, StreamOptions, read_body, requests_of,
+    Body,
+    ChatAnswer,
+    ChatBody,
+    CompletionAnswer,
+    CompletionBody,
+    Piece,
+    Refused,
+    StreamOptions,
+    read_body,
+    requests_of,
 )  # fmt: skip
 from minitext.inference.requests import Busy, Event
 from minitext.inference.server_metrics import Metrics
@@ -60,9 +69,7 @@ LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
 RETRY_SECONDS = 1
 PAGE = Path(__file__).with_name("chat.html")
 # The page is ours alone: nothing may be loaded, from here or elsewhere, and it may ask this server only.
-PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-)
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 T = TypeVar("T")
 
@@ -629,18 +636,22 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self.served.close)
 
 
-def serve(server: Server, listening: socket.socket) -> None:
-    """Serves on a socket of `bind`, until SIGTERM or Ctrl-C, and then finishes what runs.
+def listen(bound: socket.socket) -> None:
+    """Lets clients in: those who come before `serve` wait.
 
     Raises:
-      UserError: another process took the address meanwhile.
+      UserError: another process has begun to listen on the address meanwhile.
     """
     try:
-        listening.listen(2048)
+        bound.listen(2048)
     except OSError as error:
         raise UserError(
             f"cannot listen: {str(error.strerror).lower()}: choose another --port"
         ) from None
+
+
+def serve(server: Server, listening: socket.socket) -> None:
+    """Serves until SIGTERM or Ctrl-C, and then finishes what runs."""
 
     def stop(*_: object) -> None:
         server.should_exit = True

@@ -39,7 +39,7 @@ class Metrics:
         self.texts = Counter(
             "request_success", "Texts by why they ended.", ["finished_reason"], **made
         )
-        timed = made | {"buckets": SECONDS}
+        timed: dict[str, Any] = {**made, "buckets": SECONDS}
         self.first_token = Histogram(
             "time_to_first_token_seconds", "Arrival to first token.", **timed
         )

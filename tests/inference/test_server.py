@@ -6,8 +6,10 @@ import functools
 import http.client
 import json
 import math
+import os
 import queue
 import re
+import shutil
 import socket
 import struct
 import threading
@@ -106,7 +108,7 @@ class Running:
 
     def direct(self, **request):
         """What the engine answers: the texts, and why each ends."""
-        events, number = queue.Queue(), 0
+        events = queue.Queue()
         request = Request(
             **({"max_tokens": 8, "temperature": 0.0, "stop_ids": frozenset([256])} | request)
         )
@@ -309,6 +311,41 @@ def test_settings_reach_the_engine(tiny):
     tiny.client().completions.create(model="tiny", prompt="abc", max_tokens=2)
     tiny.client().completions.create(model="tiny", prompt="abc", max_tokens=2)
     assert tiny.engine.asked[-1].seed != tiny.engine.asked[-2].seed  # of its own, if none is given
+
+
+def test_an_answer_in_a_format(tiny):
+    """By response_format as OpenAI's client sends it, and by vLLM's structured_outputs."""
+    schema = {
+        "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False,
+    }  # fmt: skip
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 200,
+        "seed": 1,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    # A model that knows nothing would fill its answer with blanks.
+    bias = {str(blank): -100 for blank in b" \n\t\r"}
+    answer = tiny.client().chat.completions.create(**asked, response_format=form, logit_bias=bias)
+    assert json.loads(answer.choices[0].message.content)["ok"] in (True, False)
+    answer = tiny.client().completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=40,
+        extra_body={"structured_outputs": {"regex": "[ab]{3}"}},
+    )
+    assert (
+        re.fullmatch("[ab]{3}", answer.choices[0].text)
+        and answer.choices[0].finish_reason == "stop"
+    )
+    for wrong in (
+        {"type": "nonsense"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wrong}}
+        with pytest.raises(openai.BadRequestError, match="can't be used|can't be followed"):
+            tiny.client().chat.completions.create(**asked, response_format=form)
 
 
 def test_models_health_and_metrics(tiny):
@@ -764,7 +801,7 @@ def test_connections_that_do_not_behave_are_closed_and_harm_nobody(attacked, mon
         request_of(b"zz\r\n", "Transfer-Encoding: chunked")[:-4] + b"zz\r\nnonsense",
     ):  # fmt: skip
         refused = answer(open_(data))  # or reset, while it's still being sent
-        assert refused.startswith(b"HTTP/1.1 4") or len(data) > 1 << 16 and not refused, data[:50]
+        assert refused.startswith(b"HTTP/1.1 4") or (len(data) > 1 << 16 and not refused), data[:50]
     half = open_(request_of(body)[:-5])  # the rest of the body never comes
     assert b" 408 " in answer(half)
     closed = open_(request_of(body))
@@ -796,3 +833,147 @@ def test_a_client_that_takes_nothing_is_left_after_a_while(start, monkeypatch):
         time.sleep(0.01)
     assert running.idle()
     client.close()
+
+
+# --- the page, in a real browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    path = os.environ.get("MINITEXT_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "no Chromium to open the page in: install it, or name its path in MINITEXT_CHROMIUM"
+        )
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--no-first-run"]
+        )
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """A factory of open pages; none may log an error or ask another host."""
+    faults, contexts = [], []
+
+    def make(running, width=1200, scheme="light"):
+        contexts.append(
+            browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        )
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on(
+            "console", lambda m: faults.append(m.text) if "Content Security" in m.text else None
+        )
+        page.on(
+            "request",
+            lambda r: None if r.url.startswith((running.url, "data:")) else faults.append(r.url),
+        )
+        page.goto(running.url)
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+@pytest.mark.audit
+def test_the_page_chats(tiny, tab):
+    page = tab(tiny)
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill("12")
+    message = page.get_by_label("Message", exact=True)
+    message.fill("<b>hä?</b>")
+    message.press("Enter")
+    page.get_by_text(re.compile(r"\d+ tokens?, first after .* s")).wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    prompt = "<user><b>hä?</b>\n<assistant>"
+    texts, ends = tiny.direct(prompt=ids(prompt), max_tokens=12)
+    said = page.locator(".said .text")
+    assert said.all_text_contents() == ["<b>hä?</b>", texts[0]]  # as text, never as a page
+    assert ("max tokens" in page.get_by_role("status").text_content()) == (ends == ["length"])
+    message.fill("and?")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Send").wait_for()
+    asked = bytes(tiny.engine.asked[-1].prompt).decode()
+    assert asked == f"{prompt}{texts[0]}\n<user>and?\n<assistant>"  # the whole conversation
+    page.get_by_role("button", name="New").click()
+    assert said.count() == 0
+
+
+@pytest.mark.audit
+def test_the_page_stops(tiny, tab):
+    page = tab(tiny)
+    before = len(tiny.engine.told)
+    tiny.engine.held.clear()
+    try:
+        page.get_by_label("Max tokens").fill("400")
+        page.get_by_label("Message", exact=True).fill("a")
+        page.get_by_role("button", name="Send").click()
+        while not tiny.engine.usage().waiting:
+            time.sleep(0.01)
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Send").wait_for()
+        end = time.monotonic() + 10
+        while len(tiny.engine.told) == before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        tiny.engine.held.set()
+    assert "stopped" in page.get_by_role("status").text_content()
+    assert tiny.idle()
+
+
+@pytest.mark.audit
+def test_the_page_of_a_model_that_only_goes_on(start, tab):
+    running = start(template=None, api_key="sesame")
+    page = tab(running)
+    text = page.get_by_label("Text to go on from")
+    text.fill("abc")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("this server wants its API key").wait_for()
+    assert text.input_value() == "abc"  # nothing is lost
+    page.get_by_label("API key").fill("sesame")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill("9")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text(re.compile("first after")).wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    want = "abc" + running.direct(prompt=ids("abc"), max_tokens=9)[0][0]
+    assert page.locator(".said .text").all_text_contents() == [want]
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_and_can_be_read(tiny, tab, width, scheme):
+    page = tab(tiny, width, scheme)
+    page.get_by_label("Max tokens").fill("50")
+    page.get_by_label("Message", exact=True).fill("x" * 300)
+    page.get_by_label("Message", exact=True).press("Enter")
+    page.get_by_text(re.compile("first after")).wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    wide = "document.documentElement.scrollWidth <= innerWidth && texts.scrollWidth <= texts.clientWidth"
+    assert page.evaluate(wide)
+    assert page.get_by_role("button", name="Send").bounding_box()["width"] > 40
+    # WCAG's contrast of all text with what is behind it.
+    worst = page.evaluate(
+        """() => {
+          const parse = c => c.match(/[\\d.]+/g).map(Number);
+          const light = c => parse(c).slice(0, 3).map(v => v / 255)
+            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+          const behind = e => { while (e) { const c = getComputedStyle(e).backgroundColor, p = parse(c);
+            if (p.length < 4 || p[3]) return c; e = e.parentElement } };
+          return Math.min(...[...document.body.querySelectorAll("*")].filter(e => e.innerText && e.tagName !== "SCRIPT")
+            .map(e => { const a = light(getComputedStyle(e).color), b = light(behind(e));
+              return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) }));
+        }"""
+    )
+    assert worst >= 4.5

@@ -1,5 +1,6 @@
 """Text as it streams: nothing lost, nothing said too early, and never half a character."""
 
+import itertools
 import time
 
 import pytest
@@ -71,7 +72,7 @@ def random_ids(tokenizer):
     )
     cut = st.tuples(text, st.integers(0, 9)).map(lambda c: c[0][c[1] :])
     return st.lists(st.one_of(any_id.map(lambda i: [i]), cut), max_size=12).map(
-        lambda parts: sum(parts, [])
+        lambda parts: list(itertools.chain(*parts))
     )
 
 
@@ -173,7 +174,7 @@ def ended(text, stops):
 def test_a_text_ends_at_the_first_stop_string_however_it_comes(text, cuts, stops):
     stop, given_out, done = StopStrings(stops), "", False
     places = [0, *sorted(cuts), len(text)]
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         piece, done = stop.push(text[start:end])
         given_out += piece
         assert ended(text, stops)[0].startswith(given_out)  # nothing of a stop string, ever
