@@ -69,7 +69,10 @@ LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
 RETRY_SECONDS = 1
 PAGE = Path(__file__).with_name("chat.html")
 # The page is ours alone: nothing may be loaded, from here or elsewhere, and it may ask this server only.
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:"
+)
 
 T = TypeVar("T")
 

@@ -374,6 +374,7 @@ def test_a_run_of_another_model_is_refused_and_left_alone(minitext, trained):
 
 
 def test_a_run_is_served_until_sigterm(server, trained, tmp_path):
+    (tmp_path / "said").touch()
     pid = server.start("serve", trained, "--port", "0", "--name", "it", output=tmp_path / "said")
     end, found = time.monotonic() + 60, None
     while not (
