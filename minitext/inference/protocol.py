@@ -25,6 +25,7 @@ from minitext.inference.text import TokenText, token_text
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions; a chat goes on to the end of the context
 MOST_STOPS, LONGEST_STOP = 16, 256  # characters
+MOST_TOP_K = 2**31 - 1  # more than any vocabulary; the engine keeps it in 32 bits
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 # Field -> values that ask for nothing.
@@ -327,7 +328,7 @@ def requests_of(
     return [
         Request(
             prompt=tuple(prompt), max_tokens=room if body.limit is None else body.limit, n=body.n,
-            temperature=body.temperature, top_k=max(body.top_k, 0), top_p=body.top_p, min_p=body.min_p,
+            temperature=body.temperature, top_k=min(max(body.top_k, 0), MOST_TOP_K), top_p=body.top_p, min_p=body.min_p,
             presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=seed,
             stop_ids=(frozenset() if body.ignore_eos else stop_ids) | set(body.stop_token_ids),

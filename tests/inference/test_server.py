@@ -529,6 +529,7 @@ def test_an_api_key(start):
         ({"prompt": "a", "max_tokens": True}, "max_tokens=True"),
         ({"prompt": "a", "max_tokens": 10**100}, "max_tokens=1000"),
         ({"prompt": "a", "seed": 2**63}, "seed="),
+        ({"prompt": "a", "top_k": 2**64}, None),
         ({"prompt": "a", "logprobs": 21}, "logprobs=21"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias names x"),
         ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias of token 1=101"),

@@ -4,7 +4,7 @@ import itertools
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -78,6 +78,7 @@ def random_ids(tokenizer):
 
 @by_name
 @given(data=st.data())
+@settings(max_examples=30)
 def test_the_pieces_joined_are_the_text(name, data):
     tokenizer = TOKENIZERS[name]
     ids = data.draw(random_ids(tokenizer))
@@ -87,6 +88,7 @@ def test_the_pieces_joined_are_the_text(name, data):
 
 @by_name
 @given(data=st.data())
+@settings(max_examples=30)
 def test_after_a_prompt_a_text_goes_on_as_it_would_in_one(name, data):
     tokenizer = TOKENIZERS[name]
     before, ids = data.draw(random_ids(tokenizer)), data.draw(random_ids(tokenizer))
@@ -101,6 +103,7 @@ def test_after_a_prompt_a_text_goes_on_as_it_would_in_one(name, data):
 
 @by_name
 @given(data=st.data())
+@settings(max_examples=30)
 def test_no_piece_holds_half_a_character(name, data):
     """Text that is whole has no U+FFFD in any piece, wherever its tokens cut its characters."""
     tokenizer = TOKENIZERS[name]
@@ -190,6 +193,7 @@ def test_a_text_ends_at_the_first_stop_string_however_it_comes(text, cuts, stops
 
 @by_name
 @given(data=st.data())
+@settings(max_examples=30)
 def test_a_stream_gives_each_token_with_its_text(name, data):
     tokenizer = TOKENIZERS[name]
     ids = data.draw(random_ids(tokenizer))
