@@ -207,6 +207,7 @@ TESTED_WITH = {
     "cli/launching": "cli/main",
     "cli/reports": "cli/main",
     "cli/running": "cli/main",
+    "cli/serving": "cli/main",
     "cli/setup": "cli/main",
     "cli/watching": "cli/main",
     "compiler/llo_compiler": "compiler/llo",
@@ -230,6 +231,8 @@ TESTED_WITH = {
     "inference/chat_template": "inference/chat",
     "data/gguf_tokenizer": "training/interchange",
     "inference/cpu_decode": "inference/generate",
+    "inference/protocol": "inference/server",
+    "inference/server_metrics": "inference/server",
     "kernels/block_shapes": "perf/tune",
     "kernels/cases": "compiler/llo",
     "kernels/per_device": "kernels/gpu",
@@ -311,7 +314,7 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert", "parity")
+        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve")
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {
@@ -325,6 +328,8 @@ def test_imports_are_declared():
         "jax_plugins",
         "ml_dtypes",
         "cloudpickle",
+        "pydantic_core",
+        "starlette",
     }
     for path in SOURCES:
         for name in {i.split(".")[0].lower() for i in imports(path)}:

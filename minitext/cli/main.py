@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from minitext.cli import launching, reports, running, setup, watching
+from minitext.cli import launching, reports, running, serving, setup, watching
 from minitext.errors import UserError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -58,6 +58,7 @@ app.add_typer(launch_app, name="launch")
 
 app.command("train")(running.train)
 app.command("generate")(running.generate)
+app.command("serve")(serving.serve)
 app.command("import")(running.import_)
 app.command("export")(running.export)
 app.command("eval")(running.evaluate)

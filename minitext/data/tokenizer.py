@@ -28,10 +28,13 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: number of ids in use; every id is below it.
         eod_id: the id that ends a document; no text encodes to it.
+        byte_ids: ids of bytes that are decoded a run at a time: one that isn't UTF-8 makes U+FFFD of every byte beside
+            it (SentencePiece's byte fallback). Empty where each byte stands for itself.
     """
 
     vocab_size: int
     eod_id: int
+    byte_ids: frozenset[int] = frozenset()
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -170,7 +173,11 @@ class PublishedTokenizer(Tokenizer):
     def __init__(self, model: Any, eod_id: int) -> None:
         """Wraps `model`, a `tokenizers.Tokenizer`; `eod_id` ends a document."""
         self._model, self.eod_id = model, eod_id
-        self.vocab_size = max(eod_id, *model.get_vocab().values()) + 1
+        vocabulary = model.get_vocab()
+        self.vocab_size = max(eod_id, *vocabulary.values()) + 1
+        if "ByteFallback" in repr(model.decoder):
+            names = {f"<0x{byte:02X}>" for byte in range(BYTES)}
+            self.byte_ids = frozenset(i for name, i in vocabulary.items() if name in names)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, after the token that the model expects at the beginning, if it expects one."""

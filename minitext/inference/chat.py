@@ -5,9 +5,12 @@ All three come with a checkpoint and are kept in a run's folder `published`, in 
 Chapters: 23.
 """
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +38,14 @@ class Chat(NamedTuple):
     stops: frozenset[int]
     where: Path
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, str]], renderer: "Renderer | None" = None
+    ) -> str:
         """Returns the messages as the model was trained to see them, up to where its answer begins.
 
         Args:
           messages: each with `role` (system, user or assistant) and `content`.
+          renderer: one that is kept for the next call; None: one is started, which takes a tenth of a second.
 
         Raises:
           UserError: there is no template, it refuses the messages, or it wants more time or memory than a template may.
@@ -51,7 +57,10 @@ class Chat(NamedTuple):
             )
         values = {**self.special, "messages": list(messages), "tools": None, "documents": None}
         values["add_generation_prompt"] = True
-        found = _in_a_process({"template": self.template, "values": values})
+        with contextlib.ExitStack() as stack:
+            if renderer is None:
+                renderer = stack.enter_context(contextlib.closing(Renderer()))
+            found = renderer.render({"template": self.template, "values": values})
         if "text" not in found:
             raise UserError(
                 f"the chat template of {self.where.parent} cannot be rendered: "
@@ -60,21 +69,42 @@ class Chat(NamedTuple):
         return found["text"]
 
 
-def _in_a_process(job: dict[str, Any]) -> dict[str, str]:
-    """Returns what `chat_template.py` answers."""
-    program = Path(__file__).with_name("chat_template.py")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", str(program)], input=json.dumps(job), text=True, capture_output=True,
-            timeout=WALL_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"it was not done after {WALL_SECONDS:.0f} seconds"}
-    if done.returncode < 0:  # by a signal: of the processor's time, or for want of stack
-        return {"error": "it takes too long or goes too deep"}
-    if done.returncode:  # not the template's doing
-        raise RuntimeError(f"{program} failed: {done.stderr}")
-    return json.loads(done.stdout)
+class Renderer:
+    """A process that renders templates, one at a time; it starts when it's needed first, and again if it dies."""
+
+    def __init__(self):
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, job: dict[str, Any]) -> dict[str, str]:
+        """Returns what `chat_template.py` answers."""
+        if self._process is None or self._process.poll() is not None:
+            program = Path(__file__).with_name("chat_template.py")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(program)],
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Timer(WALL_SECONDS, process.kill)
+        late.start()
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        finally:
+            late.cancel()
+        if line.endswith("\n"):
+            return json.loads(line)
+        if process.wait() == -signal.SIGKILL:
+            return {"error": f"it was not done after {WALL_SECONDS:.0f} seconds"}
+        raise RuntimeError("chat_template.py failed")  # not the template's doing
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.communicate()
 
 
 def read_chat(folder: Path, tokenizer: Tokenizer) -> Chat:

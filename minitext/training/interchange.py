@@ -216,7 +216,7 @@ def export_hf(
     first = "llama"
     if (came / "config.json").exists():
         first = families.family_of(files.read_json(came / "config.json", CONFIG_LIMIT))
-    values = families.to_hf(cfg.model, _longest(cfg, came), first)
+    values = families.to_hf(cfg.model, longest_text(cfg, came), first)
     table = families.table(cfg.model, values["model_type"])
     values |= {"dtype": dtype, "eos_token_id": tokenizer.eod_id}
     params = _with_logit_factor(params, families.logit_factor(cfg.model))
@@ -288,7 +288,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         raise UserError(f"dtype {dtype}: choose among {', '.join(gguf_names.DTYPES)} for gguf")
     cfg, params, tokenizer, step = load_run(directory)
     came = Path(directory) / PUBLISHED
-    values, fields = gguf_names.described(cfg.model, _longest(cfg, came))
+    values, fields = gguf_names.described(cfg.model, longest_text(cfg, came))
     chat = read_chat(came, tokenizer)
     fields |= gguf_tokenizer.write(
         tokenizer.published(), tokenizer.eod_id, cfg.model.vocab, chat.special, chat.stops
@@ -317,8 +317,13 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
     return step
 
 
-def _longest(cfg: Config, came: Path) -> int:
-    """The longest text that a run's model has seen, here or where it was published, in tokens."""
+def longest_text(cfg: Config, came: Path) -> int:
+    """Returns the length in tokens of the longest text that a run's model has seen, here or where it was published.
+
+    Args:
+      cfg: the run's configuration.
+      came: the run's folder `published`, which may be missing.
+    """
     if not (came / "config.json").exists():
         return cfg.data.seq_len
     said = files.read_json(came / "config.json", CONFIG_LIMIT).get("max_position_embeddings")

@@ -3,11 +3,14 @@
 import inspect
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import typing
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -249,7 +252,7 @@ def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
 
 
 # Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
-WORDS = {
+WORDS = {"serve host", "serve api_key", "serve name", 
     "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image",
     "project", "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
 }  # fmt: skip
@@ -365,3 +368,53 @@ def test_a_run_of_another_model_is_refused_and_left_alone(minitext, trained):
     )
     assert code == 2 and "model.mlp=16, not 32" in err
     assert (trained / "config.yml").read_text() == before
+
+
+# --- serve
+
+
+def test_a_run_is_served_until_sigterm(server, trained, tmp_path):
+    (tmp_path / "said").touch()
+    pid = server.start("serve", trained, "--port", "0", "--name", "it", output=tmp_path / "said")
+    end, found = time.monotonic() + 60, None
+    while not (
+        found := re.search(r"ask it: curl (\S+)/v1/completions", (tmp_path / "said").read_text())
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    request = urllib.request.Request(
+        f"{found[1]}/v1/completions",
+        b'{"prompt": "the", "max_tokens": 3}',
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["model"] == "it"
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait() == 0
+    assert "Traceback" not in (tmp_path / "said").read_text()
+
+
+def test_what_cannot_be_served_is_one_line(minitext, trained, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            (
+                [trained, "--port", port],
+                f"cannot listen on 127.0.0.1:{port}: address already in use",
+            ),
+            (
+                [trained, "--host", "no.such.host.invalid", "--port", 0],
+                "cannot listen on no.such.host.invalid:0",
+            ),
+            ([tmp_path / "none", "--port", 0], "none"),
+            ([trained, "--port", 0, "--api-key", " "], "the API key is empty"),
+            ([trained, "--port", 70000], "--port"),
+        ]
+        for words, said in cases:
+            code, out, err = minitext("serve", *words)
+            assert (code, out, err.count("\n")) == (2, "", 1) and said in err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "minitext.inference.server", raising=False)
+    monkeypatch.delattr("minitext.inference.server", raising=False)
+    code, _, err = minitext("serve", trained)
+    assert code == 2 and "pip install 'minitext[serve]'" in err and err.count("\n") == 1

@@ -1,0 +1,668 @@
+"""An HTTP server that OpenAI's clients can use: one model, one engine, and the web page to chat with it.
+
+A request is read within limits, checked, turned into tokens and handed to the engine, whose thread answers token by
+token. Here an event loop turns these into text, and into events if the client wants a stream. A client that hangs up,
+streaming or not, is noticed at once, and the engine is told.
+
+Chapters: 24.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from minitext.data.tokenizer import Tokenizer
+from minitext.errors import UserError
+from minitext.files import shorten
+from minitext.inference import requests
+from minitext.inference.chat import Chat, Renderer
+from minitext.inference.protocol import (
+    Body,
+    ChatAnswer,
+    ChatBody,
+    CompletionAnswer,
+    CompletionBody,
+    Piece,
+    Refused,
+    StreamOptions,
+    read_body,
+    requests_of,
+)  # fmt: skip
+from minitext.inference.requests import Busy, Event
+from minitext.inference.server_metrics import Metrics
+from minitext.inference.text import TextStream
+
+if TYPE_CHECKING:  # nothing is computed here
+    from minitext.inference.engine import Engine
+
+log = logging.getLogger("minitext.server")
+
+LEAST_BODY, BYTES_A_TOKEN = (
+    1 << 20,
+    32,
+)  # a body may have this many bytes, or so many for each token of the context
+READ_SECONDS = 60.0  # for a request's body to arrive
+STALL_SECONDS = 60.0  # for a client to take what it asked for
+MOST_PREPARING = 256  # requests being turned into tokens
+LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
+RETRY_SECONDS = 1
+PAGE = Path(__file__).with_name("chat.html")
+# The page is ours alone: nothing may be loaded, from here or elsewhere, and it may ask this server only.
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:"
+)
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """The client has hung up."""
+
+
+@dataclass
+class Served:
+    """A model and how it's served.
+
+    Attributes:
+      name: of the model, for clients.
+      engine: started.
+      tokenizer: the model's.
+      chat: its template, and the tokens that end its texts.
+      api_key: what clients must send, or None.
+      draining: whether new requests are refused because the server is shutting down.
+    """
+
+    name: str
+    engine: "Engine"
+    tokenizer: Tokenizer
+    chat: Chat
+    api_key: str | None = None
+    draining: bool = False
+    preparing: int = 0
+    metrics: Metrics = field(init=False)
+    threads: ThreadPoolExecutor = field(init=False)
+    renderers: "queue.SimpleQueue[Renderer]" = field(init=False, default_factory=queue.SimpleQueue)
+
+    def __post_init__(self):
+        self.metrics = Metrics(self.engine.usage)
+        count = os.cpu_count() or 1
+        self.threads = ThreadPoolExecutor(count, "prepare")
+        for _ in range(count):
+            self.renderers.put(Renderer())
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self.threads.shutdown(cancel_futures=True)
+        while not self.renderers.empty():
+            self.renderers.get().close()
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that a request's body may have."""
+        return max(LEAST_BODY, BYTES_A_TOKEN * self.engine.max_length)
+
+
+def make_app(served: Served) -> FastAPI:
+    """Returns the application: OpenAI's addresses under /v1, the page at /, /health and /metrics."""
+    # No pages about the API: FastAPI's load their scripts from another host.
+    app = FastAPI(title="minitext", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_Counted, metrics=served.metrics)
+    api = APIRouter(prefix="/v1", dependencies=[Depends(partial(_check_key, served))])
+    model = {
+        "id": served.name, "object": "model", "created": int(time.time()), "owned_by": "minitext",
+        "max_model_len": served.engine.max_length,
+    }  # fmt: skip
+
+    @api.post("/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        return await _serve(served, request, CompletionBody)
+
+    @api.post("/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        return await _serve(served, request, ChatBody)
+
+    @api.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @api.get("/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        _check_model(served, name)
+        return model
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        state = "draining" if served.draining else "ok"
+        return JSONResponse({"status": state}, 503 if served.draining else 200)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(*served.metrics.text())
+
+    @app.get("/", response_model=None)
+    async def page() -> Response:
+        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(_page(served), headers=headers)
+
+    app.include_router(api)
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+# --- one request, from its bytes to its answer
+
+
+async def _serve(served: Served, request: Request, kind: type[Body]) -> Response:
+    began = time.perf_counter()
+    try:
+        body = read_body(await _read(request, served.most_bytes), kind)
+        if body.model is not None:
+            _check_model(served, body.model)
+        asked = await _prepare(served, body)
+    except ClientDisconnect:
+        return _gone()
+    make = ChatAnswer if kind is ChatBody else CompletionAnswer
+    answer = make(served.name, served.tokenizer, body.alternatives is not None)
+    texts = Texts(served, asked, body, began, goes_on=kind is CompletionBody)
+    await texts.submit()
+    if body.stream:
+        return EventStream(_events(texts, answer, body.stream_options), texts.cancel)
+    try:
+        pieces = await _unless_gone(request.receive, _all_of(texts))
+    except Gone:
+        return _gone()
+    finally:
+        texts.cancel()
+    return Response(to_json(answer.whole(pieces, texts.usage)), media_type="application/json")
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """Returns the body, of at most `limit` bytes; one that is longer is read to its end, but not kept."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which no other site's page can send unasked
+        raise Refused("the body is not declared as JSON: send Content-Type: application/json", 415)
+    size, parts = 0, []
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size <= limit:
+                    parts.append(part)
+                elif size > 16 * limit:
+                    break
+                else:
+                    parts.clear()
+    except TimeoutError:
+        raise Refused(
+            f"the body did not arrive within {READ_SECONDS:.0f} seconds: send it at once", 408
+        ) from None
+    if size > limit:
+        raise Refused(f"the body has more than {limit:,} bytes: send less", 413)
+    return b"".join(parts)
+
+
+async def _prepare(served: Served, body: Body) -> list[requests.Request]:
+    """Returns what to ask the engine for."""
+    if served.draining:
+        raise Refused("the server is shutting down: ask again later", 503)
+    if served.preparing >= MOST_PREPARING:
+        raise _busy()
+    served.preparing += 1
+    try:
+        if isinstance(body, ChatBody):
+            if served.chat.template is None:
+                raise Refused(
+                    f"{served.name} has no chat template, so it wasn't trained for conversations: use /v1/completions"
+                )
+            prompts = [await _in_a_thread(served, _render, served, body.conversation)]
+        else:
+            assert isinstance(body, CompletionBody)
+            prompts = [
+                await _encode(served, text) if isinstance(text, str) else text
+                for text in body.prompts
+            ]
+    except UserError as error:
+        raise Refused(str(error)) from None
+    finally:
+        served.preparing -= 1
+    return requests_of(body, prompts, served.chat.stops, served.engine.max_length)
+
+
+def _render(served: Served, messages: Sequence[dict[str, str]]) -> list[int]:
+    renderer = served.renderers.get()
+    try:
+        text = served.chat.render(messages, renderer)
+    except UserError as error:  # names a folder, which is nobody else's business
+        said = str(error).rpartition("cannot be rendered: ")[2]
+        raise Refused(
+            f"the model's chat template refuses the messages: {said}", param="messages"
+        ) from None
+    finally:
+        served.renderers.put(renderer)
+    # The template writes the token at the beginning itself.
+    return served.tokenizer.encode_batch([text])[0].tolist()
+
+
+async def _encode(served: Served, text: str) -> list[int]:
+    if len(text) < LONG_TEXT:
+        return served.tokenizer.encode(text)
+    return await _in_a_thread(served, served.tokenizer.encode, text)
+
+
+async def _in_a_thread(served: Served, function: Callable[..., T], *args: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(served.threads, function, *args)
+
+
+class Texts:
+    """The texts that answer one HTTP request: from the engine's events to pieces of text.
+
+    Args:
+      served: the model.
+      asked: a request for each prompt.
+      body: what the client sent.
+      began: when it came, by `time.perf_counter`.
+      goes_on: whether the texts go on from their prompts.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        asked: list[requests.Request],
+        body: Body,
+        began: float,
+        *,
+        goes_on: bool,
+    ):
+        self._served, self._asked, self._began = served, asked, began
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._numbers: dict[int, int] = {}  # place of a prompt -> its number in the engine
+        self._open = {
+            place * body.n + i: TextStream(
+                served.tokenizer, one.prompt if goes_on else (), body.stops
+            )
+            for place, one in enumerate(asked)
+            for i in range(body.n)
+        }
+        self._n, self._generated = body.n, 0
+        self._left = [body.n] * len(asked)  # texts of each prompt that the engine hasn't ended
+        self._last: dict[int, float] = {}
+
+    async def submit(self) -> None:
+        """Hands the requests to the engine: all or none.
+
+        Raises:
+          Refused: one is not possible, or the queue is full.
+        """
+        loop = asyncio.get_running_loop()
+
+        def sink(place: int, event: Event) -> None:  # in the engine's thread
+            loop.call_soon_threadsafe(self._events.put_nowait, (place, event))
+
+        submit = self._served.engine.submit
+        try:
+            for place, one in enumerate(self._asked):
+                if one.grammar:  # may take a while to read
+                    number = await _in_a_thread(self._served, submit, one, partial(sink, place))
+                else:
+                    number = submit(one, partial(sink, place))
+                self._numbers[place] = number
+        except Busy:
+            self.cancel()
+            raise _busy() from None
+        except UserError as error:
+            self.cancel()
+            raise Refused(str(error)) from None
+
+    def cancel(self) -> None:
+        """Tells the engine that nobody waits any more for what isn't done."""
+        for number in self._numbers.values():
+            self._served.engine.cancel(number)
+        self._numbers.clear()
+
+    @property
+    def indices(self) -> list[int]:
+        """Numbers of the texts that aren't done."""
+        return list(self._open)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, and of the texts so far."""
+        prompt = sum(len(one.prompt) for one in self._asked)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": self._generated,
+            "total_tokens": prompt + self._generated,
+        }  # fmt: skip
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yields the texts as they come; the last piece of each says why it ends.
+
+        Raises:
+          Refused: the engine failed.
+        """
+        while self._open:
+            place, event = await self._events.get()
+            if event.finish:
+                self._left[place] -= 1
+                if not self._left[place]:
+                    self._numbers.pop(place, None)
+            index = place * self._n + event.sample
+            text = self._open.get(index)
+            if text is None:  # ended by a stop string; the engine may not know yet
+                continue
+            if event.finish in ("error", "cancelled"):
+                said = event.error or "the request was cancelled"
+                raise Refused(said, 503 if self._served.draining else 500)
+            if event.token is not None:
+                self._time(index)
+                more, tokens = text.push(event.token, event.logprob, event.top)
+                finish = "stop" if text.stopped else None
+            else:
+                (more, tokens), finish = text.finish(), event.finish
+            if finish:
+                self._end(place, index, finish)
+            if more or tokens or finish:
+                yield Piece(index, more, tokens, finish)
+
+    def _time(self, index: int) -> None:
+        now = time.perf_counter()
+        self._generated += 1
+        if index in self._last:
+            self._served.metrics.between_tokens.observe(now - self._last[index])
+        else:
+            self._served.metrics.first_token.observe(now - self._began)
+        self._last[index] = now
+
+    def _end(self, place: int, index: int, finish: str) -> None:
+        del self._open[index]
+        self._served.metrics.texts.labels(finish).inc()
+        self._served.metrics.whole.observe(time.perf_counter() - self._began)
+        if not any(i // self._n == place for i in self._open) and place in self._numbers:
+            self._served.engine.cancel(self._numbers.pop(place))
+
+
+async def _all_of(texts: Texts) -> list[Piece]:
+    """Returns each text whole."""
+    found: dict[int, list[Piece]] = {index: [] for index in texts.indices}
+    async for piece in texts.pieces():
+        found[piece.index].append(piece)
+    return [
+        Piece(
+            index,
+            "".join(p.text for p in parts),
+            [t for p in parts for t in p.tokens],
+            parts[-1].finish,
+        )
+        for index, parts in found.items()
+    ]
+
+
+async def _events(
+    texts: Texts, answer: CompletionAnswer, options: StreamOptions
+) -> AsyncIterator[bytes]:
+    """Yields server-sent events."""
+
+    def event(data: Any) -> bytes:
+        return b"data: " + to_json(data) + b"\n\n"
+
+    try:
+        for index in texts.indices:
+            if first := answer.first(index):
+                yield event(answer.chunk(*first))
+        async for piece in texts.pieces():
+            now = texts.usage if options.continuous_usage_stats else None
+            yield event(answer.chunk(answer.delta(piece), usage=now))
+        if options.include_usage:
+            yield event(answer.chunk(usage=texts.usage))
+    except Refused as error:  # too late for a status
+        yield event(error.body)
+    yield b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """A stream of server-sent events that ends at once when the client hangs up, or takes nothing for a while.
+
+    Args:
+      events: what to send.
+      close: called at the end, whatever ends it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Sends the events."""
+
+        async def push(message: dict[str, Any]) -> None:
+            async with asyncio.timeout(STALL_SECONDS):
+                await send(message)
+
+        async def work() -> None:
+            await push({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for part in self._events:
+                await push({"type": "http.response.body", "body": part, "more_body": True})
+            await push({"type": "http.response.body", "body": b"", "more_body": False})
+
+        with contextlib.suppress(Gone):
+            try:
+                await _unless_gone(receive, work())
+            except TimeoutError:
+                log.warning(
+                    "a client took nothing for %.0f seconds: its stream ends", STALL_SECONDS
+                )
+                raise Gone from None
+            finally:
+                self._close()
+
+
+async def _unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
+    """Returns what `work` returns; if the client hangs up first, the work is cancelled.
+
+    Raises:
+      Gone: the client hung up.
+    """
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, listening = asyncio.ensure_future(work), asyncio.ensure_future(listen())
+    try:
+        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, listening):
+            task.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+# --- keys, names and errors
+
+
+def _check_key(served: Served, request: Request) -> None:
+    if served.api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    digests = [hashlib.sha256(key.encode()).digest() for key in (given.strip(), served.api_key)]
+    if scheme.lower() != "bearer" or not hmac.compare_digest(*digests):
+        raise Refused(
+            "this server wants its API key: send Authorization: Bearer KEY",
+            401,
+            code="invalid_api_key",
+        )
+
+
+def _check_model(served: Served, name: str) -> None:
+    if name != served.name:
+        raise Refused(
+            f"there is no model {shorten(name)} here: name {served.name}", 404,
+            param="model", code="model_not_found",
+        )  # fmt: skip
+
+
+def _busy() -> Refused:
+    return Refused(
+        "too many requests are waiting: ask again later", 429, code="rate_limit_exceeded"
+    )
+
+
+def _gone() -> Response:
+    return Response(status_code=499)  # nobody reads it, but it's counted
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    if error.status in (408, 413):  # the rest of the body may still come
+        headers["Connection"] = "close"
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answers a wrong address or method as OpenAI's servers do."""
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {shorten(request.url.path)}: {str(error.detail).lower()}"
+    return JSONResponse(Refused(said, error.status_code).body, error.status_code, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return JSONResponse(Refused("the server failed: its log says how", 500).body, 500)
+
+
+class _Counted:
+    """Counts answers by address and status."""
+
+    def __init__(self, app: Any, metrics: Metrics):
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                known = getattr(scope.get("route"), "path", "other")
+                self.metrics.answers.labels(known, str(message["status"])).inc()
+            await send(message)
+
+        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def _page(served: Served) -> str:
+    """Returns the page, with what it must know of the model in place of a mark."""
+    known = {
+        "model": served.name, "chat": served.chat.template is not None, "key": served.api_key is not None,
+        "context": served.engine.max_length,
+    }  # fmt: skip
+    return PAGE.read_text(encoding="utf-8").replace(
+        "{/*known*/}", json.dumps(known).replace("<", "\\u003c")
+    )
+
+
+# --- a process that serves
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that has the address, before anything is loaded for it; it doesn't listen yet.
+
+    Raises:
+      UserError: the address is in use, or isn't one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, UnicodeError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(
+            f"cannot listen on {host}:{port}: {said.lower()}: choose another --port, 0 for a free one, or --host"
+        ) from None
+    return found
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which tells the engine too that the end has come.
+
+    Args:
+      served: the model; its engine is closed at the end.
+      drain_seconds: how long what runs may go on after SIGTERM or Ctrl-C.
+    """
+
+    def __init__(self, served: Served, drain_seconds: float = 30.0):
+        config = uvicorn.Config(
+            make_app(served), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+            timeout_graceful_shutdown=int(drain_seconds) + 5, server_header=False,
+        )  # fmt: skip
+        super().__init__(config)
+        self.served, self.drain_seconds = served, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops accepting; what runs is finished or, when the time is over, told that it failed."""
+        self.served.draining = True
+        close = partial(self.served.engine.close, drain_seconds=self.drain_seconds)
+        closing = asyncio.create_task(asyncio.to_thread(close))
+        await super().shutdown(sockets)
+        await closing
+        await asyncio.to_thread(self.served.close)
+
+
+def listen(bound: socket.socket) -> None:
+    """Lets clients in: those who come before `serve` wait.
+
+    Raises:
+      UserError: another process has begun to listen on the address meanwhile.
+    """
+    try:
+        bound.listen(2048)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen: {str(error.strerror).lower()}: choose another --port"
+        ) from None
+
+
+def serve(server: Server, listening: socket.socket) -> None:
+    """Serves until SIGTERM or Ctrl-C, and then finishes what runs."""
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn has handlers of its own while it runs, and raises what it caught for these afterwards.
+    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
