@@ -13,8 +13,6 @@ import typer
 from minitext.cli.arguments import RunDir, start
 from minitext.errors import UserError
 
-PAGE_TOKENS = 64  # where the cache's size is given
-
 
 def serve(
     directory: RunDir,
@@ -66,10 +64,8 @@ def serve(
     cfg, params, tokenizer, step = run_dir.load_run(directory)
     published = Path(directory) / PUBLISHED
     chat = read_chat(published, tokenizer)
-    page = PAGE_TOKENS if max_tokens_in_flight else 0
     options = EngineOptions(
-        max_sequences=max_sequences, max_waiting=max_queue, page_tokens=page,
-        pages=-(-max_tokens_in_flight // PAGE_TOKENS) + 1 if page else 0,  # the first is never used
+        max_sequences=max_sequences, max_waiting=max_queue, cache_tokens=max_tokens_in_flight,
         max_length=max_length or longest_text(cfg, published),
     )  # fmt: skip
     engine = Engine(cfg.model, params, options, guides(tokenizer, cfg.model.vocab, chat.stops))

@@ -44,7 +44,7 @@ from minitext.inference.cpu_decode import split_projections, unstack_layers
 from minitext.inference.generate import has_states, switch_lengths
 from minitext.inference.paged_cache import OutOfPages, Pages
 from minitext.inference.requests import Busy, Event, Finish, Request, Usage
-from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw
+from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw_tokens
 from minitext.models.paged import Paging
 from minitext.models.transformer import Transformer, copy_pages, make_pages, with_paging
 from minitext.sharding.rules import RULES, ShardingRules, tree_shardings
@@ -64,7 +64,8 @@ class EngineOptions:
 
     Attributes:
       page_tokens: tokens in a page (S); 0: 32 on a CPU, 64 elsewhere.
-      pages: pages of the cache; 0: as many as `max_sequences` texts of `max_length` fill, within the device's memory.
+      cache_tokens: tokens that the cache holds, in whole pages; 0: `max_sequences` texts of `max_length`, if half of
+        the device's memory is enough for them (an eighth of a CPU's, where others work too).
       max_sequences: texts that are continued at once.
       max_length: tokens of a text, prompt included.
       max_waiting: texts that may wait; beyond that `submit` raises `Busy`.
@@ -74,7 +75,7 @@ class EngineOptions:
     """
 
     page_tokens: int = 0
-    pages: int = 0
+    cache_tokens: int = 0
     max_sequences: int = 32
     max_length: int = 2048
     max_waiting: int = 256
@@ -208,16 +209,14 @@ def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules = RULES["a
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
     options = in_place if hardware.platform() == "cpu" else None
 
-    @partial(
-        jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options
-    )
+    @partial(jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options)
     def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):
         start, page, slot, state, seed, top_k = ints_BX[:, :COLUMNS].T
         paging = Paging(page[:, None], slot[:, None], ints_BX[:, COLUMNS:], start, state)
         model, x_B1D, cache = hidden(arrays, token_B[:, None], start[:, None], cache, paging)
         logits_BV = model.logits(x_B1D)[:, 0]
         knobs = Knobs(seed, floats_B4[:, 0], top_k, *floats_B4[:, 1:].T)
-        return draw(logits_BV, start + 1, knobs, adjustments, want), cache
+        return draw_tokens(logits_BV, start + 1, knobs, adjustments, want), cache
 
     @partial(jax.jit, donate_argnames="cache")
     def copy(cache, pages, states):
@@ -245,6 +244,10 @@ class Engine:
         refused.
       mesh: devices that share every text: the axis `tensor` splits heads and features. None: one device.
 
+    Attributes:
+      max_length: tokens that a text may have, prompt included.
+      failed: why its thread ended by itself, or the empty text.
+
     Raises:
       UserError: for options that don't fit the model or the device.
     """
@@ -264,7 +267,9 @@ class Engine:
             )
         S = options.page_tokens or (32 if hardware.platform() == "cpu" else 64)
         longest = min([options.max_length, *switch_lengths(cfg)])
-        pages = options.pages or _pages_within_memory(cfg, S, longest, options.max_sequences)
+        pages = -(-options.cache_tokens // S) + 1
+        if not options.cache_tokens:
+            pages = _pages_within_memory(cfg, S, longest, options.max_sequences)
         self.cfg, self.options, self.page_tokens, self.make_guide = cfg, options, S, make_guide
         self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
         # A text must fit alone, or it would be preempted for ever.
@@ -287,9 +292,10 @@ class Engine:
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._lock, self._arrived = threading.Lock(), threading.Condition()
         self._inbox: list[Text] = []
-        self._cancelled: set[int] = set()
+        self._cancelled: set[tuple[int, int | None]] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self.failed = ""
         self._counts = dict.fromkeys(
             ("prompt_tokens", "reused_tokens", "generated_tokens", "steps", "preemptions"), 0
         )
@@ -329,8 +335,14 @@ class Engine:
                 raise Busy(f"{waiting} texts are waiting")
             texts = [
                 Text(
-                    number, sample, request, sink, list(request.prompt), next(self._keys),
-                    seed_of(request.seed, sample), guides[sample],
+                    number,
+                    sample,
+                    request,
+                    sink,
+                    list(request.prompt),
+                    next(self._keys),
+                    seed_of(request.seed, sample),
+                    guides[sample],
                 )  # fmt: skip
                 for sample in range(request.n)
             ]
@@ -340,10 +352,10 @@ class Engine:
             self._arrived.notify()
         return number
 
-    def cancel(self, number: int) -> None:
-        """Ends a request's texts, if it isn't answered yet, at the next step."""
+    def cancel(self, number: int, sample: int | None = None) -> None:
+        """Ends a request's texts, or one of them, at the next step if it isn't answered yet."""
         with self._lock:
-            self._cancelled.add(number)
+            self._cancelled.add((number, sample))
         with self._arrived:
             self._arrived.notify()
 
@@ -393,7 +405,8 @@ class Engine:
             log.exception("the engine stops")
             with self._lock:
                 self._closing = True
-            self._fail(f"the engine stopped: {type(error).__name__}")
+            self.failed = f"the engine stopped: {type(error).__name__}"
+            self._fail(self.failed)
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -424,10 +437,10 @@ class Engine:
             cancelled, self._cancelled = self._cancelled, set()
         self.waiting.extend(arrived)
         if cancelled:
-            for text in [*self.running, *self.waiting]:
-                if text.number in cancelled:
-                    for one in (text, *text.siblings):
-                        self._end(one, "cancelled")
+            for leader in [*self.running, *self.waiting]:
+                for text in (leader, *leader.siblings):
+                    if {(text.number, None), (text.number, text.sample)} & cancelled:
+                        self._end(text, "cancelled")
             self._forget_ended()
 
     def _admit(self) -> None:
@@ -440,7 +453,9 @@ class Engine:
             except OutOfPages:
                 self.pages.release(text.key)
                 return
-            if self.running and self.pages.free < len(self.running):  # the next pages of those that run
+            if self.running and self.pages.free < len(
+                self.running
+            ):  # the next pages of those that run
                 self.pages.release(text.key)
                 return
             self.waiting.popleft()
@@ -585,12 +600,14 @@ class Engine:
             return []
         tokens = text.tokens
         most = min(self.options.speculate, text.request.max_tokens - text.answered - 1)
-        return look_up(tokens, most)
+        return prompt_lookup(tokens, most)
 
     def _dispatch(self, texts: list[Text], guesses: list[list[int]], token_B: Any) -> Drawn:
         """Runs the decode program on a row for each text, and one more for each guess."""
         S = self.page_tokens
-        rows = [(t, i) for t, guess in zip(texts, guesses, strict=True) for i in range(len(guess) + 1)]
+        rows = [
+            (t, i) for t, guess in zip(texts, guesses, strict=True) for i in range(len(guess) + 1)
+        ]
         size = next(size for size in (*ROWS, len(rows)) if size >= len(rows))
         tables = {id(text): self.pages.table(text.key) for text in texts}
         width = _least(max(map(len, tables.values())), 4)
@@ -722,7 +739,7 @@ def _check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
             raise UserError(f"{key}={size} is not divisible by mesh.tensor={ways}: choose another")
 
 
-def look_up(tokens: Sequence[int], most: int) -> list[int]:
+def prompt_lookup(tokens: Sequence[int], most: int) -> list[int]:
     """Returns at most so many tokens that followed the last two where these last stood before, or none."""
     if most < 1 or len(tokens) < 3:
         return []
@@ -748,13 +765,14 @@ def _least(count: int, first: int) -> int:
 
 
 def _pages_within_memory(cfg: ModelConfig, tokens: int, longest: int, texts: int) -> int:
-    """Returns how many pages texts of the greatest length fill, at most half of the device's memory."""
+    """Returns how many pages texts of the greatest length fill, within a share of the device's memory."""
     wanted = texts * -(-longest // tokens) + 1
     limit = hardware.memory_bytes(jax.local_devices()[0])
     one, two = (_bytes(cfg, n, tokens) for n in (1, 2))
     if limit is None or two == one:
         return wanted
-    return max(2, min(wanted, limit // 2 // (two - one)))
+    share = 8 if hardware.platform() == "cpu" else 2
+    return max(2, min(wanted, limit // share // (two - one)))
 
 
 def _bytes(cfg: ModelConfig, pages: int, tokens: int) -> int:

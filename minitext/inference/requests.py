@@ -62,7 +62,7 @@ class Request:
         if wrong := [i for i in (*self.prompt, *self.logit_bias) if not 0 <= i < vocab]:
             raise UserError(f"token {wrong[0]} is not in the model's vocabulary of {vocab}")
         ranges = {
-            "max_tokens": (1, math.inf), "n": (1, MOST_SAMPLES), "temperature": (0, 1e6), "top_k": (0, math.inf),
+            "max_tokens": (1, math.inf), "n": (1, MOST_SAMPLES), "temperature": (0, 1e6), "top_k": (0, 2**31 - 1),
             "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "seed": (-(2**63), 2**63 - 1),
         }  # fmt: skip
         values = {name: getattr(self, name) for name in ranges}
@@ -78,7 +78,9 @@ class Request:
         for name in ("top_p", "repetition_penalty"):
             most = 1 if name == "top_p" else 1e6
             if not 0 < getattr(self, name) <= most:
-                raise UserError(f"{name}={getattr(self, name)}: choose more than 0 and at most {most}")
+                raise UserError(
+                    f"{name}={getattr(self, name)}: choose more than 0 and at most {most}"
+                )
 
 
 class Event(NamedTuple):

@@ -77,7 +77,7 @@ class Drawn(NamedTuple):
     top: tuple[jax.Array, jax.Array] | None = None
 
 
-def draw(
+def draw_tokens(
     logits_BV: jax.Array,
     position_B: jax.Array,
     knobs: Knobs,

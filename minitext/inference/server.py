@@ -154,8 +154,8 @@ def make_app(served: Served) -> FastAPI:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        state = "draining" if served.draining else "ok"
-        return JSONResponse({"status": state}, 503 if served.draining else 200)
+        state = served.engine.failed or ("draining" if served.draining else "ok")
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
@@ -332,6 +332,8 @@ class Texts:
                 self._numbers[place] = number
         except Busy:
             self.cancel()
+            if self._served.engine.failed:
+                raise Refused(self._served.engine.failed, 503) from None
             raise _busy() from None
         except UserError as error:
             self.cancel()
@@ -375,7 +377,8 @@ class Texts:
                 continue
             if event.finish in ("error", "cancelled"):
                 said = event.error or "the request was cancelled"
-                raise Refused(said, 503 if self._served.draining else 500)
+                ended = self._served.draining or self._served.engine.failed
+                raise Refused(said, 503 if ended else 400)
             if event.token is not None:
                 self._time(index)
                 more, tokens = text.push(event.token, event.logprob, event.top)
@@ -400,8 +403,10 @@ class Texts:
         del self._open[index]
         self._served.metrics.texts.labels(finish).inc()
         self._served.metrics.whole.observe(time.perf_counter() - self._began)
-        if not any(i // self._n == place for i in self._open) and place in self._numbers:
-            self._served.engine.cancel(self._numbers.pop(place))
+        if place in self._numbers:  # the engine goes on behind a stop string
+            self._served.engine.cancel(self._numbers[place], index % self._n)
+        if not any(i // self._n == place for i in self._open):
+            self._numbers.pop(place, None)
 
 
 async def _all_of(texts: Texts) -> list[Piece]:

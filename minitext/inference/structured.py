@@ -73,7 +73,9 @@ def guides(
     def make(grammar: tuple[str, str]) -> Guide:
         kind, text = grammar
         if len(text) > GRAMMAR_LIMIT:
-            raise UserError(f"a {kind} may have {GRAMMAR_LIMIT:,} characters: this has {len(text):,}")
+            raise UserError(
+                f"a {kind} may have {GRAMMAR_LIMIT:,} characters: this has {len(text):,}"
+            )
         try:
             if kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(text)

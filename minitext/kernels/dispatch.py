@@ -81,6 +81,9 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ),
     **_pallas("linear_cross_entropy", "linear_cross_entropy"),
     ("paged_attention", "xla"): Implementation("paged_attention.xla:paged_attention"),
+    ("paged_attention", "xla_blocked"): Implementation(
+        "paged_attention.cpu:paged_attention", check="supports"
+    ),
     **_pallas("paged_attention", "paged_attention"),
 }
 
@@ -98,9 +101,12 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("linear", "cpu"): ("xla_cpu",),
     ("linear", "gpu"): ("xla",),
     ("linear", "tpu"): ("xla",),
+    ("paged_attention", "cpu"): ("xla_blocked", "xla"),
+    ("paged_attention", "gpu"): ("xla",),
+    ("paged_attention", "tpu"): ("pallas_tpu", "xla"),
 } | {
     (op, where): ("pallas_tpu", "xla") if where == "tpu" else ("xla",)
-    for op in ("rms_norm", "linear_cross_entropy", "paged_attention")
+    for op in ("rms_norm", "linear_cross_entropy")
     for where in ("cpu", "gpu", "tpu")
 }
 
@@ -238,36 +244,50 @@ def paged_attention(
     page_table_BX: jax.Array,
     lengths_B: jax.Array,
     *,
+    mask: Mask = CAUSAL,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Attention of one new token per sequence over a cache in pages (Kwon et al. 2023). It has no gradient.
 
-    Token t of sequence b is stored at `[:, page_table_BX[b, t // S], t % S]`. Pages can be in any order, and sequences
-    can share them. Whatever the cache holds beyond a sequence's tokens is ignored.
+    Token t of sequence b is stored at `[:, page_table_BX[b, t // S], t % S]`, the new one last: its keys and values are
+    already in the cache. Pages can be in any order, and sequences can share them. Whatever the cache holds beyond a
+    sequence's tokens, and before those that the mask lets the new one see, is ignored.
 
     Args:
-      q_BNH: [B, N, H] queries.
+      q_BNH: [B, N, H] queries. That of sequence b is at position `lengths_B[b] - 1`.
       k_pages_KPSH: [K, P, S, H] keys in P pages of S tokens, N divisible by K.
       v_pages_KPSH: [K, P, S, H] values.
-      page_table_BX: [B, X] integers below P; entries beyond a sequence's pages aren't read.
+      page_table_BX: [B, X] integers below P; entries for pages without a token that is seen may be any number.
       lengths_B: [B] tokens of each sequence in the cache, at most X * S. A length of 0 gives an output of 0.
+      mask: which keys a query sees: causal, perhaps with a window or a chunk.
+      softcap: c > 0 to bound logits as c tanh(logits / c), or None.
+      sinks_N: [N] one logit per query head that joins the softmax and has no value, or None.
       impl: `auto`, or the name of an implementation.
 
     Returns:
       [B, N, H] in the queries' type.
 
     Raises:
-      UserError: if the named implementation doesn't exist or can't take these arguments, and when differentiated.
+      UserError: if the mask isn't causal, has blocks or isn't one, the soft-cap isn't positive, or the named
+        implementation doesn't exist or can't take these arguments; and when differentiated.
     """
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    chosen = choose("paged_attention", impl, *args)
-    run = jax.custom_jvp(lambda *args: chosen(*args))
+    tokens = page_table_BX.shape[1] * k_pages_KPSH.shape[2]
+    check_options("paged_attention", tokens, mask, softcap, causal=True)
+    mask = mask.within(tokens)
+    options: dict[str, Any] = {} if mask == CAUSAL else {"mask": mask}
+    options |= {} if softcap is None else {"softcap": softcap}
+    arrays = {} if sinks_N is None else {"sinks_N": sinks_N}
+    chosen = choose("paged_attention", impl, *args, **options, **arrays)
+    run = jax.custom_jvp(lambda args, arrays: chosen(*args, **options, **arrays))
 
     @run.defjvp
     def _(_primals, _tangents):
         raise UserError("paged_attention has no gradient: to train, call attention")
 
-    return run(*args)
+    return run(args, arrays)
 
 
 def choose(op: str, impl: str, *args, **options) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ class PagedKVCache(NamedTuple):
 
     def _earlier(self, pages_KPSH: jax.Array) -> jax.Array:
         """Returns what the only row's pages hold as [1, K, X*S, H], with zeros after its earlier tokens."""
-        K, _, S, H = pages_KPSH.shape
+        K, _, _, H = pages_KPSH.shape
         x_KXSH = pages_KPSH.at[:, self.paging.table[0]].get(mode="clip")
         x_KSH = jnp.reshape(x_KXSH, (K, -1, H))
         # Other texts' leftovers may be NaN, and a weight of 0 doesn't make NaN 0.

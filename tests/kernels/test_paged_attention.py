@@ -13,47 +13,71 @@ from minitext import kernels
 from minitext.compiler.targets import topology_mesh
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
+from minitext.kernels.attention import xla as reference
+from minitext.kernels.attention.mask import CAUSAL, Mask
+from minitext.kernels.paged_attention import cpu as paged_attention_cpu
+from minitext.kernels.paged_attention import operands
 from minitext.kernels.paged_attention import tpu as paged_attention_tpu
+from minitext.kernels.simulator import strict
 from minitext.sharding.mesh import make_mesh
+from tests.kernels import dense
 from tests.kernels.simulated import simulate
 
 pytestmark = pytest.mark.usefixtures("as_on_a_tpu")
-xla = jax.jit(partial(kernels.paged_attention, impl="xla"))
+IMPLS = ["xla", "xla_blocked", "pallas_tpu"]
 pallas = partial(kernels.paged_attention, impl="pallas_tpu")
 NOT_A_PAGE = 10**6
 
 
-def inputs(seed, lengths, N, K, H, S, X, dtype="float32", size=1.0):
+def run(impl, *args, **options):
+    """Computes the operation by one implementation, simulated if it's a TPU's."""
+    f = partial(kernels.paged_attention, impl=impl, **options)
+    return simulate(f, *args) if impl == "pallas_tpu" else jax.jit(f)(*args)
+
+
+def inputs(seed, lengths, N, K, H, S, X, dtype="float32", size=1.0, mask=CAUSAL):
     """Pages in random order. What no sequence sees is NaN, and a page that none needs is out of bounds."""
     rng = np.random.default_rng(seed)
     B = len(lengths)
     P = B * X + 1
     q, k, v = (rng.normal(size=shape) for shape in ((B, N, H), (K, P, S, H), (K, P, S, H)))
     table = rng.permutation(P)[: B * X].reshape(B, X)
-    seen = np.zeros((P, S), bool)
+    seen, needed = np.zeros((P, S), bool), np.zeros((B, X), bool)
     for b, length in enumerate(lengths):
-        for t in range(length):
-            seen[table[b, t // S], t % S] = True
+        for t in visible(length, mask):
+            seen[table[b, t // S], t % S] = needed[b, t // S] = True
     k, v = (np.where(seen[None, :, :, None], x, np.nan) for x in (size * k, v))
-    needed = np.arange(X) * S < np.asarray(lengths)[:, None]
     table = jnp.asarray(np.where(needed, table, NOT_A_PAGE), jnp.int32)
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     return q, k, v, table, jnp.asarray(lengths, jnp.int32)
 
 
-def oracle(q, k, v, table, lengths):
+def visible(length, mask):
+    """Which of its tokens a sequence's last one sees, one at a time."""
+    last, window, chunk = int(length) - 1, mask.window, mask.chunk
+    return [
+        t
+        for t in range(length)
+        if (window is None or last - t < window) and (chunk is None or last // chunk == t // chunk)
+    ]
+
+
+def oracle(q, k, v, table, lengths, mask=CAUSAL, softcap=None, sinks_N=None):
     """Attention by the book, one head of one sequence at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, S = np.zeros_like(q), k.shape[2]
     for b, n in np.ndindex(q.shape[:2]):
-        head, seen = n // (q.shape[1] // len(k)), range(lengths[b])
+        head, seen = n // (q.shape[1] // len(k)), visible(lengths[b], mask)
         if seen:
             keys, values = (
                 np.stack([x[head, table[b, t // S], t % S] for t in seen]) for x in (k, v)
             )
             logits = keys @ q[b, n] / np.sqrt(q.shape[2])
-            weights = np.exp(logits - logits.max())
-            out[b, n] = weights / weights.sum() @ values
+            logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+            sink = -np.inf if sinks_N is None else float(sinks_N[n])
+            top = max(logits.max(), sink)
+            weights = np.exp(logits - top)
+            out[b, n] = weights / (weights.sum() + np.exp(sink - top)) @ values
     return out
 
 
@@ -76,43 +100,120 @@ def test_values_are_the_definition(seed, layout, heads, H, dtype, size, cores, s
     S = S if dtype == "float32" else 16
     args = inputs(seed, np.minimum(lengths, X * S), *heads, H, S, X, dtype, size)
     blocks = paged_attention_tpu.Blocks(tokens=steps * S, heads=1)
-    run = partial(paged_attention_tpu.paged_attention, blocks=blocks)
-    got, plain, want = simulate(run, *args, seed=seed, cores=cores), xla(*args), oracle(*args)
-    assert got.dtype == plain.dtype == dtype
+    kernel = partial(paged_attention_tpu.paged_attention, blocks=blocks)
+    got, want = simulate(kernel, *args, seed=seed, cores=cores), oracle(*args)
+    plain, blocked = run("xla", *args), run("xla_blocked", *args)
+    assert got.dtype == plain.dtype == blocked.dtype == dtype
 
     def far(x):
         return np.max(np.abs(np.asarray(x, np.float64) - want))
 
     # Weights take bfloat16 before they are divided by their sum here, and after it there.
     assert far(got) <= max(2e-5 * max(1, size / 10), far(plain) + (dtype == "bfloat16") * 2**-8)
+    assert far(blocked) <= max(2e-5 * max(1, size / 10), far(plain) + (dtype == "bfloat16") * 2**-8)
+
+
+# Windows and chunks of a token, less than a page, a page, between pages, and more than all.
+LIMITS = [1, 5, 8, 11, 16, 17, 100]
+
+
+@given(
+    seed=st.integers(0, 99), lengths=st.lists(st.sampled_from([0, 1, 8, 9, 23, 24, 31, 32]), min_size=1, max_size=5),
+    window=st.sampled_from([None, *LIMITS]), chunk=st.sampled_from([None, *LIMITS]),
+    softcap=st.sampled_from([None, 1.5]), sinks=st.booleans(), rows=st.sampled_from([1, 4, 99]),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_xla_computes_what_layers_have(seed, lengths, window, chunk, softcap, sinks, rows):
+    check_options(seed, lengths, window, chunk, softcap, sinks, ("xla", "xla_blocked"), rows)
+
+
+@given(
+    seed=st.integers(0, 99), lengths=st.lists(st.sampled_from([0, 1, 8, 9, 23, 24, 31, 32]), min_size=1, max_size=3),
+    window=st.sampled_from([None, *LIMITS]), chunk=st.sampled_from([None, *LIMITS]),
+    softcap=st.sampled_from([None, 1.5]), sinks=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=3)
+def test_the_kernel_computes_what_layers_have(seed, lengths, window, chunk, softcap, sinks):
+    check_options(seed, lengths, window, chunk, softcap, sinks, ("pallas_tpu",))
+
+
+def check_options(seed, lengths, window, chunk, softcap, sinks, impls, rows=99):
+    N, K, H, S, X = 4, 2, 8, 8, 4
+    options = {"mask": Mask(window=window, chunk=chunk), "softcap": softcap}
+    args = inputs(seed, lengths, N, K, H, S, X, mask=options["mask"])
+    if sinks:
+        options["sinks_N"] = jax.random.normal(jax.random.key(seed), N)
+    want = oracle(*args, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention_cpu, "BLOCK_BYTES", rows * S * H * 4)
+        for impl in impls:
+            np.testing.assert_allclose(run(impl, *args, **options), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("switch", ["window", "chunk", "softcap", "sinks", "all"])
+def test_it_is_attention_over_a_cache_without_pages(switch):
+    """The last of 40 tokens, as `cached_attention` computes it from a cache in one piece."""
+    N, K, H, S, T = 4, 2, 8, 8, 40
+    given = dict(dense.SWITCHES[switch])
+    sinks = jax.random.normal(jax.random.key(1), N) if given.pop("sinks", False) else None
+    options = {"softcap": given.pop("softcap", None), "sinks_N": sinks, "mask": Mask(**given)}
+    q, k, v, table, lengths = inputs(0, [T, T], N, K, H, S, T // S)
+    k_BKTH, v_BKTH = (jnp.moveaxis(x[:, table].reshape(K, 2, T, H), 0, 1) for x in (k, v))
+    new = q[:, None], k_BKTH[:, :, -1:], v_BKTH[:, :, -1:]
+    cache = k_BKTH[:, :, :-1], v_BKTH[:, :, :-1]
+    want = reference.cached_attention(*new, *cache, T - 1, **options)[:, 0]
+    for impl in ("xla", "xla_blocked"):
+        got = run(impl, q, k, v, table, lengths, **options)
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_window_reads_only_the_pages_it_reaches():
+    """Of 8 pages of 8 tokens, a window of 10 reaches into two, or into three."""
+    q, k, v, table, lengths = inputs(0, [64, 57, 9, 0], 2, 1, 8, 8, 8, mask=Mask(window=10))
+    with strict() as runs:
+        jax.block_until_ready(pallas(q, k, v, table, lengths, mask=Mask(window=10)))
+    assert max(runs[0].loads) == 2 + 3 + 2
+    cut, ends, starts = operands.visible_pages(table, lengths, 8, Mask(window=10))
+    assert cut.shape == (4, 3)
+    assert cut[:, 0].tolist() == [table[b, page] for b, page in enumerate([6, 5, 0, 0])]
+    assert ends.tolist() == [16, 17, 9, 0] and starts.tolist() == [6, 7, 0, 0]
 
 
 def test_a_page_may_serve_several_sequences():
     q, k, v, table, lengths = inputs(0, [11, 11], 2, 1, 8, 8, 2)
     args = q, k, v, table.at[1].set(table[0]), lengths
-    np.testing.assert_allclose(simulate(pallas, *args), oracle(*args), atol=2e-5)
+    for impl in IMPLS:
+        np.testing.assert_allclose(run(impl, *args), oracle(*args), atol=2e-5)
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_on_a_mesh_sequences_and_heads_may_be_split(impl):
-    args = inputs(0, [9, 0, 16, 3], 4, 2, 8, 8, 2)
+    mask, sinks = Mask(window=6), jnp.asarray([0.5, -1.0, 2.0, 0.0])
+    options = {"mask": mask, "softcap": 2.0}
+    args = inputs(0, [9, 0, 16, 3], 4, 2, 8, 8, 2, mask=mask)
     pages = (("tensor", None, None, None),) * 2
     layout = [("data", "tensor", None), *pages, ("data", None), ("data",)]
-    want = oracle(*args)
+    want = oracle(*args, **options, sinks_N=sinks)
     with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=2), devices=jax.devices()[:4])):
         args = [jax.device_put(a, jax.P(*p)) for a, p in zip(args, layout, strict=True)]
-        got = simulate(pallas, *args) if impl == "pallas_tpu" else jax.jit(xla)(*args)
+        got = run(impl, *args, **options, sinks_N=jax.device_put(sinks, jax.P(None)))
+        assert jax.typeof(got).sharding.spec == jax.P("data", "tensor", None)
         np.testing.assert_allclose(got, want, atol=2e-5)
         whole = jax.device_put(args[1], jax.P(None, None, None, None))
         with pytest.raises(UserError, match=r"each alike in every argument"):
             pallas(args[0], whole, *args[2:])
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_it_has_no_gradient_and_says_so(impl):
     q, *rest = inputs(0, [3], 2, 1, 8, 8, 2)
-    with pytest.raises(UserError, match=r"no gradient"):
-        jax.grad(lambda q: jnp.sum(kernels.paged_attention(q, *rest, impl=impl)))(q)
+
+    def loss(q, sinks_N):
+        return jnp.sum(kernels.paged_attention(q, *rest, sinks_N=sinks_N, impl=impl))
+
+    for argument in (0, 1):
+        with pytest.raises(UserError, match=r"no gradient"):
+            jax.grad(loss, argument)(q, jnp.zeros(2))
 
 
 def test_it_says_what_it_cannot_take():
@@ -123,6 +224,13 @@ def test_it_says_what_it_cannot_take():
         pallas(q, k[:, :, :7], v[:, :, :7], table, lengths)
     with pytest.raises(UserError, match=r"page table must fit"):
         pallas(q, k, v, jnp.zeros((1, 140_000), jnp.int32), lengths)
+    for options, message in [
+        ({"mask": Mask(causal=False)}, r"computes causal attention, .* the mask has causal=False"),
+        ({"mask": Mask(window=0)}, r"window=0: a token sees at least itself"),
+        ({"softcap": 0.0}, r"softcap=0.0: choose a positive number"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            kernels.paged_attention(q, k, v, table, lengths, **options)
 
 
 CHIPS = ["v5e:2x2"] + [

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from minitext.kernels.attention.mask import CAUSAL, Mask
 from minitext.kernels.attention.xla import MASKED, NO_SINK
 from minitext.kernels.paged_attention import operands
 from minitext.kernels.per_device import on_each_device
@@ -41,35 +42,45 @@ DEFAULT = Blocks()
 
 
 def paged_attention(
-    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, *, blocks: Blocks = DEFAULT
-) -> jax.Array:
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, *,
+    mask: Mask = CAUSAL, softcap: float | None = None, sinks_N=None, blocks: Blocks = DEFAULT,
+) -> jax.Array:  # fmt: skip
     """Computes `minitext.kernels.paged_attention`. Sequences and heads may be split over a mesh."""
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    return on_each_device(partial(_paged_attention, blocks), *args)
+    run = partial(_paged_attention, blocks, mask, softcap)
+    return on_each_device(run, *args, operands.with_sinks(sinks_N, q_BNH))
 
 
-def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
+def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, **_options) -> str | None:
     """Returns why the kernel can't compute this, or None."""
     S, H = k_pages_KPSH.shape[2:]
     if any(size < MIN_TILE or size & (size - 1) for size in (S, H)):
         return f"pages and heads must be powers of two, {MIN_TILE} or more: got {S} and {H}"
-    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    return operands.reason(*args, types=("float32", "bfloat16", "float16"))
+    arrays = q_BNH, k_pages_KPSH, v_pages_KPSH
+    reason = operands.types_reason(*arrays, types=("float32", "bfloat16", "float16"))
+    return reason or operands.split_reason(*arrays, page_table_BX, lengths_B)
 
 
-def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B):
-    (B, N, H), (K, P, S, _), X = q_BNH.shape, k_pages_KPSH.shape, page_table_BX.shape[1]
+def _paged_attention(
+    blocks: Blocks, mask, softcap, q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, sinks_N
+):  # fmt: skip
+    (B, N, H), (K, P, S, _) = q_BNH.shape, k_pages_KPSH.shape
+    table_BX, ends_B, starts_B = operands.visible_pages(page_table_BX, lengths_B, S, mask)
+    X = table_BX.shape[1]
     G, parts = N // K, min(blocks.parts, X)
     pages = pl.BlockSpec((None, P, S, H), lambda _, k, b: (k, 0, 0, 0))
+    number = pl.BlockSpec((None,), lambda _, k, b: (b,))
     out_ZBKGH, lse_ZBKG = pl.pallas_call(
-        partial(_kernel, pages=pl.cdiv(X, parts)),
+        partial(_kernel, pages=pl.cdiv(X, parts), softcap=softcap),
         grid=(parts, K, B),
         in_specs=[
             pl.BlockSpec((None, None, G, H), lambda _, k, b: (b, k, 0, 0)),
             pages,
             pages,
             pl.BlockSpec((None, X), lambda _, k, b: (b, 0)),
-            pl.BlockSpec((None,), lambda _, k, b: (b,)),
+            number,
+            number,
+            pl.BlockSpec((None, G), lambda _, k, b: (k, 0)),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, G, H), lambda z, k, b: (z, b, k, 0, 0)),
@@ -81,35 +92,52 @@ def _paged_attention(blocks: Blocks, q_BNH, k_pages_KPSH, v_pages_KPSH, page_tab
         ],
         compiler_params=params(blocks),
         name="paged_attention",
-    )(jnp.reshape(q_BNH, (B, K, G, H)), k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B)
+    )(
+        jnp.reshape(q_BNH, (B, K, G, H)),
+        k_pages_KPSH,
+        v_pages_KPSH,
+        table_BX,
+        ends_B,
+        starts_B,
+        jnp.reshape(sinks_N, (K, G)),
+    )
     weights_ZBKG = jax.nn.softmax(lse_ZBKG, axis=0)
     out_BKGH = jnp.sum(weights_ZBKG[..., None] * out_ZBKGH, axis=0)
     return jnp.reshape(out_BKGH, (B, N, H)).astype(q_BNH.dtype)
 
 
-def _kernel(q_ref, k_ref, v_ref, table_ref, length_ref, out_ref, lse_ref, *, pages: int):
+def _kernel(
+    q_ref, k_ref, v_ref, table_ref, end_ref, start_ref, sinks_ref, out_ref, lse_ref, *,
+    pages: int, softcap: float | None,
+):  # fmt: skip
     """Attends to some pages of one sequence and key head: the output of its query heads, and their log-sum-exp."""
     (G, H), S = q_ref.shape, k_ref.shape[1]
     rows = max(MIN_TILE, pl.next_power_of_2(G))
     heads, features = Side(0, rows, None if rows == G else G), Side(0, H, None)
-    q, length = load(q_ref, (), heads, features), length_ref[...]
+    q, end, start = load(q_ref, (), heads, features), end_ref[...], start_ref[...]
 
     def visit(i, carry):
         out, most, total = carry
-        tokens = Side(0, S, length - i * S)  # a page may hold anything after them
+        tokens = Side(0, S, end - i * S)  # a page may hold anything after them
         k, v = (load(ref, (table_ref[i],), tokens, features) for ref in (k_ref, v_ref))
-        logits = dot(q, k.T) * (LOG2_E / math.sqrt(H))
+        logits = dot(q, k.T) / math.sqrt(H)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
         token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        logits = jnp.where(token < tokens.end, logits, MASKED)
+        seen = (token >= start - i * S) & (token < tokens.end)
+        logits = jnp.where(seen, logits * LOG2_E, MASKED)
         higher = jnp.maximum(most, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - jnp.expand_dims(higher, 1))
         shrink = jnp.exp2(most - higher)
         out = out * jnp.expand_dims(shrink, 1) + dot(weights.astype(v.dtype), v)
         return out, higher, total * shrink + jnp.sum(weights, axis=1)
 
-    low = pl.program_id(0) * pages
-    high = jnp.minimum(low + pages, pl.cdiv(length, S))
-    carry = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, NO_SINK), jnp.ones(rows, jnp.float32)
+    part = pl.program_id(0)
+    low = part * pages
+    high = jnp.minimum(low + pages, pl.cdiv(end, S))
+    # A sink is a logit with a value of 0, and one program adds it.
+    most = jnp.where(part == 0, load(sinks_ref, (), heads) * LOG2_E, NO_SINK)
+    carry = jnp.zeros((rows, H), jnp.float32), most, jnp.ones(rows, jnp.float32)
     out, most, total = jax.lax.fori_loop(low, high, visit, carry)
     store(out_ref, (), out / jnp.expand_dims(total, 1), heads, features)
     store(lse_ref, (), (most + jnp.log2(total)) / LOG2_E, heads)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from minitext.kernels.attention.mask import CAUSAL, Mask
 from minitext.kernels.paged_attention import operands
 from minitext.kernels.per_device import on_each_device
 
@@ -39,17 +40,20 @@ DEFAULT = Blocks()
 
 
 def paged_attention(
-    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, blocks: Blocks = DEFAULT
-) -> jax.Array:
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, *,
+    mask: Mask = CAUSAL, softcap: float | None = None, sinks_N=None, blocks: Blocks = DEFAULT,
+) -> jax.Array:  # fmt: skip
     """Computes `minitext.kernels.paged_attention`. Sequences and heads may be split over a mesh."""
     args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    return on_each_device(partial(_paged_attention, blocks=blocks), *args)
+    run = partial(_paged_attention, blocks, mask, softcap)
+    return on_each_device(run, *args, operands.with_sinks(sinks_N, q_BNH))
 
 
-def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str | None:
+def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, **_options) -> str | None:
     """Returns why the kernel can't compute this, or None."""
-    args = q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
-    if reason := operands.reason(*args, types=("float32", "bfloat16")):
+    arrays = q_BNH, k_pages_KPSH, v_pages_KPSH
+    reason = operands.types_reason(*arrays, types=("float32", "bfloat16"))
+    if reason := reason or operands.split_reason(*arrays, page_table_BX, lengths_B):
         return reason
     tile, S = 32 // q_BNH.dtype.itemsize, k_pages_KPSH.shape[2]
     if S % tile:
@@ -59,19 +63,23 @@ def supports(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> str
     return None
 
 
-def _paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, blocks: Blocks):
-    (B, N, H), (K, _, S, _), X = q_BNH.shape, k_pages_KPSH.shape, page_table_BX.shape[1]
+def _paged_attention(
+    blocks: Blocks, mask, softcap, q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, sinks_N
+):  # fmt: skip
+    (B, N, H), (K, _, S, _) = q_BNH.shape, k_pages_KPSH.shape
+    table_BX, ends_B, starts_B = operands.visible_pages(page_table_BX, lengths_B, S, mask)
     G, k = N // K, math.gcd(K, blocks.heads)
-    pages = max(1, min(X, blocks.tokens // S))
+    pages = max(1, min(table_BX.shape[1], blocks.tokens // S))
     heads = pl.BlockSpec((1, k, G, H), lambda i, b, *_: (b, i, 0, 0))
+    sinks = pl.BlockSpec((k, G, 1), lambda i, b, *_: (i, 0, 0))
     cache = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((2, k, pages * S, H), q_BNH.dtype)
     out_BKGH = pl.pallas_call(
-        partial(_kernel, pages=pages),
+        partial(_kernel, pages=pages, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(K // k, B),
-            in_specs=[heads, cache, cache],
+            in_specs=[heads, cache, cache, sinks],
             out_specs=heads,
             scratch_shapes=[
                 buffer,
@@ -84,24 +92,27 @@ def _paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="paged_attention",
     )(
-        page_table_BX.astype(jnp.int32),
-        jnp.minimum(lengths_B, X * S).astype(jnp.int32),
+        table_BX,
+        ends_B,
+        starts_B,
         jnp.reshape(q_BNH, (B, K, G, H)),
         k_pages_KPSH,
         v_pages_KPSH,
+        jnp.reshape(sinks_N, (K, G, 1)),
     )
     return jnp.reshape(out_BKGH, (B, N, H))
 
 
 def _kernel(
-    table_ref, lengths_ref, q_ref, k_ref, v_ref, out_ref, k_buffer, v_buffer, done, first_ref, *, pages
+    table_ref, ends_ref, starts_ref, q_ref, k_ref, v_ref, sinks_ref, out_ref,
+    k_buffer, v_buffer, done, first_ref, *, pages: int, softcap: float | None,
 ):  # fmt: skip
     b, B = pl.program_id(1), pl.num_programs(1)
     (_, k, G, H), tokens = q_ref.shape, k_buffer.shape[2]
-    heads, length = pl.ds(pl.program_id(0) * k, k), lengths_ref[b]
-    steps = pl.cdiv(length, tokens)
+    heads, end = pl.ds(pl.program_id(0) * k, k), ends_ref[b]
+    steps = pl.cdiv(end, tokens)
     both = (k_ref, k_buffer), (v_ref, v_buffer)
-    start, wait = _copies(table_ref, lengths_ref, both, done, heads, pages)
+    start, wait = _copies(table_ref, ends_ref, both, done, heads, pages)
 
     @pl.when(b == 0)
     def _():
@@ -125,16 +136,17 @@ def _kernel(
             start(next_b, jnp.where(last, 0, i + 1), 1 - half)
 
         wait(b, i, half)
-        return _attend(q_ref[0], k_buffer[half], v_buffer[half], length - i * tokens, state)
+        seen = starts_ref[b] - i * tokens, end - i * tokens
+        return _attend(q_ref[0], k_buffer[half], v_buffer[half], seen, softcap, state)
 
-    zeros = jnp.zeros((k, G, 1), jnp.float32)
-    state = zeros - jnp.inf, zeros, jnp.zeros((k, G, H), jnp.float32)
+    # A sink is a logit with a value of 0. A head without one has a sink below any logit, so that nothing is divided by
+    # 0 where there are no tokens.
+    state = sinks_ref[...], jnp.ones((k, G, 1), jnp.float32), jnp.zeros((k, G, H), jnp.float32)
     _, sum_kG1, out_kGH = jax.lax.fori_loop(0, steps, step, state)
-    # No token, no weight: 0/1.
-    out_ref[0] = (out_kGH / jnp.where(steps == 0, 1.0, sum_kG1)).astype(out_ref.dtype)
+    out_ref[0] = (out_kGH / sum_kG1).astype(out_ref.dtype)
 
 
-def _copies(table_ref, lengths_ref, both, done, heads, pages: int):
+def _copies(table_ref, ends_ref, both, done, heads, pages: int):
     """Returns two functions of (sequence, step, half) that start, and wait for, the copies of a step's pages.
 
     The pages go into one half of the buffers, in order. Pages beyond the sequence's last aren't touched.
@@ -145,7 +157,7 @@ def _copies(table_ref, lengths_ref, both, done, heads, pages: int):
         for i in range(pages):
             page = step * pages + i
 
-            @pl.when(page * S < lengths_ref[b])
+            @pl.when(page * S < ends_ref[b])
             def _(i=i, page=page):
                 for cache_ref, buffer_ref in both:
                     source = cache_ref.at[heads, table_ref[b, page]]
@@ -155,19 +167,22 @@ def _copies(table_ref, lengths_ref, both, done, heads, pages: int):
     return partial(each, lambda copy: copy.start()), partial(each, lambda copy: copy.wait())
 
 
-def _attend(q_kGH, k_kSH, v_kSH, length, state):
-    """Adds S tokens, the first `length` of them visible, to the running (maximum, sum, output) of a softmax."""
+def _attend(q_kGH, k_kSH, v_kSH, seen, softcap, state):
+    """Adds S tokens, of which those in seen[0] <= s < seen[1] count, to a softmax's running (maximum, sum, output)."""
     max_kG1, sum_kG1, out_kGH = state
     exact = jax.lax.Precision.HIGHEST if q_kGH.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
     logits_kGS = dot("kGH,kSH->kGS", q_kGH, k_kSH) / math.sqrt(q_kGH.shape[-1])
-    seen_kGS = jax.lax.broadcasted_iota(jnp.int32, logits_kGS.shape, 2) < length
+    if softcap is not None:
+        logits_kGS = softcap * jnp.tanh(logits_kGS / softcap)
+    token_kGS = jax.lax.broadcasted_iota(jnp.int32, logits_kGS.shape, 2)
+    seen_kGS = (token_kGS >= seen[0]) & (token_kGS < seen[1])
     logits_kGS = jnp.where(seen_kGS, logits_kGS, -jnp.inf)
     new_kG1 = jnp.maximum(max_kG1, jnp.max(logits_kGS, axis=-1, keepdims=True))
     weights_kGS, kept_kG1 = jnp.exp(logits_kGS - new_kG1), jnp.exp(max_kG1 - new_kG1)
     # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
-    seen_kSH = jax.lax.broadcasted_iota(jnp.int32, v_kSH.shape, 1) < length
-    v_kSH = jnp.where(seen_kSH, v_kSH, 0)
+    token_kSH = jax.lax.broadcasted_iota(jnp.int32, v_kSH.shape, 1)
+    v_kSH = jnp.where((token_kSH >= seen[0]) & (token_kSH < seen[1]), v_kSH, 0)
     part_kGH = dot("kGS,kSH->kGH", weights_kGS.astype(v_kSH.dtype), v_kSH)
     sum_kG1 = sum_kG1 * kept_kG1 + jnp.sum(weights_kGS, axis=-1, keepdims=True)
     return new_kG1, sum_kG1, out_kGH * kept_kG1 + part_kGH

@@ -9,13 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from minitext.kernels.attention.mask import CAUSAL, Mask
+from minitext.kernels.attention.xla import masked_softmax
+from minitext.kernels.paged_attention import operands
 
-def paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) -> jax.Array:
+
+def paged_attention(
+    q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B, *,
+    mask: Mask = CAUSAL, softcap: float | None = None, sinks_N=None,
+) -> jax.Array:  # fmt: skip
     """Computes `minitext.kernels.paged_attention`."""
     (B, N, H), (K, _, S, _) = q_BNH.shape, k_pages_KPSH.shape
     X = page_table_BX.shape[1]
-    page_BX = jnp.where(jnp.arange(X) * S < lengths_B[:, None], page_table_BX, 0)
-    seen_BL = jnp.arange(X * S) < lengths_B[:, None]
+    seen_BL = mask.sees(lengths_B[:, None] - 1, jnp.arange(X * S))
+    seen_BX = jnp.any(jnp.reshape(seen_BL, (B, X, S)), axis=2)
+    page_BX = jnp.where(seen_BX, page_table_BX, 0)
 
     sharding = None
     if not jax.sharding.get_abstract_mesh().empty:
@@ -32,10 +40,11 @@ def paged_attention(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B)
     logits_BKGL = jnp.einsum(
         "BKGH,KBLH->BKGL", q_BKGH, tokens(k_pages_KPSH), preferred_element_type=jnp.float32
     )
-    # Finite, because a sequence without tokens would otherwise give 0/0.
-    lowest = jnp.finfo(jnp.float32).min
-    masked_BKGL = jnp.where(seen_BL[:, None, None], logits_BKGL / math.sqrt(H), lowest)
-    probs_BKGL = jnp.where(seen_BL[:, None, None], jax.nn.softmax(masked_BKGL, axis=-1), 0)
+    logits_BKGL /= math.sqrt(H)
+    if softcap is not None:
+        logits_BKGL = softcap * jnp.tanh(logits_BKGL / softcap)
+    sinks_KG1 = jnp.reshape(operands.with_sinks(sinks_N, q_BNH), (K, N // K, 1))
+    probs_BKGL = masked_softmax(logits_BKGL, seen_BL[:, None, None], sinks_KG1)
     values = tokens(v_pages_KPSH)
     out_BKGH = jnp.einsum("BKGL,KBLH->BKGH", probs_BKGL.astype(values.dtype), values)
     return jnp.reshape(out_BKGH, (B, N, H)).astype(q_BNH.dtype)
