@@ -343,7 +343,7 @@ class Engine:
                     next(self._keys),
                     seed_of(request.seed, sample),
                     guides[sample],
-                )  # fmt: skip
+                )
                 for sample in range(request.n)
             ]
             texts[0].siblings = texts[1:]

@@ -16,8 +16,8 @@ def write_pages(
     """Writes keys or values of tokens, in place where the program owns the pages.
 
     The pages are overwritten and not copied if the jitted function donates them and reads them only afterwards, as a
-    step does that writes a layer's new keys and then attends to them. This one scatter is what XLA does in place: a loop
-    of updates, or a scatter into the pages seen as one row of slots, makes the TPU's compiler copy all pages.
+    step does that writes a layer's new keys and then attends to them. XLA does this one scatter in place: a loop of
+    updates, or a scatter into the pages seen as one row of slots, makes the TPU's compiler copy all pages.
 
     Args:
       pages_KPSH: [K, P, S, H] P pages of S tokens. On a mesh, heads may be split.
