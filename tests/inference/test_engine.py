@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitext as mt
+from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.inference import sampling
 from minitext.inference.engine import Engine, EngineOptions, dropless, prompt_lookup
 from minitext.inference.requests import Busy, Request
 from minitext.inference.sampling import Adjustments, Knobs, Want
 from minitext.models.transformer import Transformer
+from minitext.sharding.mesh import make_mesh
+from tests.conftest import audit_but
 
 V, LONGEST = 50, 96
 TINY = [
@@ -100,10 +103,10 @@ def nothing_left(engine):
 def some_requests(seed, count, most=30):
     """Prompts of all lengths, of which many begin alike."""
     rng = np.random.default_rng(seed)
-    shared = rng.integers(0, V, 40).tolist()
+    shared = rng.integers(0, 48, 40).tolist()
     for _ in range(count):
         begin = shared[: rng.integers(0, 41)]
-        prompt = begin + rng.integers(0, V, rng.integers(1, 20)).tolist()
+        prompt = begin + rng.integers(0, 48, rng.integers(1, 20)).tolist()
         yield Request(
             tuple(prompt),
             int(rng.integers(1, most)),
@@ -134,7 +137,7 @@ def check_a_crowd(engine, greedy, seed, count):
     nothing_left(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", audit_but(("gqa", "period", "deltanet"), KINDS))
 def test_texts_are_what_they_would_be_alone(model, kind):
     cfg, params, _, greedy = model(kind)
     engine = Engine(cfg, params, SMALL)
@@ -438,3 +441,36 @@ def test_a_row_draws_the_same_whatever_the_others_want():
             found = draw(logits, positions, how, adjustments, want).token
             np.testing.assert_array_equal(found, plain)
     np.testing.assert_array_equal(plain[0], np.argmax(logits[0]))
+
+
+ON_A_MESH = {
+    "gqa": ["model.kv_heads=8"],
+    "moe": ["model.kv_heads=8", "model.ffn.kind=moe"],
+    "mla": ["model.attention.kind=mla"],
+    "deltanet": [
+        "model.attention.kind=deltanet", "model.attention.key_heads=8", "model.attention.value_heads=8",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", audit_but(("gqa",), ON_A_MESH))
+def test_eight_devices_give_the_tokens_of_one(kind):
+    sizes = ["model.layers=1", "model.embed=64", "model.heads=16", "model.mlp=64", "model.vocab=48"]
+    cfg = mt.load_config("laptop", [*sizes, *ON_A_MESH[kind]]).model
+    params = nnx.state(Transformer(cfg, rngs=nnx.Rngs(0)))
+    answers = []
+    for mesh in (None, make_mesh(MeshConfig(data=1, tensor=8))):
+        engine = Engine(cfg, params, SMALL, mesh=mesh)
+        asked = [
+            ask(engine, dataclasses.replace(one, temperature=0.5 * (i % 2)))[1]
+            for i, one in enumerate(some_requests(2, 6, most=12))
+        ]
+        finish(engine)
+        answers.append([[(e.sample, e.token, e.finish) for e in events] for events in asked])
+        nothing_left(engine)
+    assert answers[0] == answers[1]
+    with pytest.raises(UserError, match="model.vocab=48 is not divisible by mesh.tensor=5"):
+        Engine(
+            cfg.model_copy(update={"heads": 5, "kv_heads": 5, "mlp": 5}), params, SMALL,
+            mesh=make_mesh(MeshConfig(data=1, tensor=5), devices=jax.devices()[:5]),
+        )  # fmt: skip

@@ -69,11 +69,11 @@ def visible_pages(
         starts_B = jnp.maximum(starts_B, last_B - last_B % mask.chunk)
     table_BX = page_table_BX.astype(jnp.int32)
     limits = [limit for limit in (mask.window, mask.chunk) if limit is not None]
-    # The most pages that so many tokens in a row can lie in: the first page may hold one of them.
-    pages = (min(limits) - 2) // S + 2 if limits else X
-    if pages < X:
+    if limits:
+        # The most pages that so many tokens in a row can be in: the first page may hold one of them.
+        pages = min(X, (min(limits) - 2) // S + 2)
         skipped_B = starts_B // S
-        places = jnp.minimum(skipped_B[:, None] + jnp.arange(pages), X - 1)
-        table_BX = jnp.take_along_axis(table_BX, places, axis=1)
+        shown_BX = jnp.minimum(skipped_B[:, None] + jnp.arange(pages), X - 1)
+        table_BX = jnp.take_along_axis(table_BX, shown_BX, axis=1)
         lengths_B, starts_B = lengths_B - skipped_B * S, starts_B - skipped_B * S
     return table_BX, lengths_B, starts_B
