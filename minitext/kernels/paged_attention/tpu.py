@@ -75,7 +75,7 @@ def _paged_attention(
     cache = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((2, k, pages * S, H), q_BNH.dtype)
     out_BKGH = pl.pallas_call(
-        partial(_kernel, pages=pages, softcap=softcap),
+        partial(_kernel, pages=pages, softcap=softcap, begins=mask != CAUSAL),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(K // k, B),
@@ -105,7 +105,7 @@ def _paged_attention(
 
 def _kernel(
     table_ref, ends_ref, starts_ref, q_ref, k_ref, v_ref, sinks_ref, out_ref,
-    k_buffer, v_buffer, done, first_ref, *, pages: int, softcap: float | None,
+    k_buffer, v_buffer, done, first_ref, *, pages: int, softcap: float | None, begins: bool,
 ):  # fmt: skip
     b, B = pl.program_id(1), pl.num_programs(1)
     (_, k, G, H), tokens = q_ref.shape, k_buffer.shape[2]
@@ -136,7 +136,7 @@ def _kernel(
             start(next_b, jnp.where(last, 0, i + 1), 1 - half)
 
         wait(b, i, half)
-        seen = starts_ref[b] - i * tokens, end - i * tokens
+        seen = starts_ref[b] - i * tokens if begins else None, end - i * tokens
         return _attend(q_ref[0], k_buffer[half], v_buffer[half], seen, softcap, state)
 
     # A sink is a logit with a value of 0. A head without one has a sink below any logit, so that nothing is divided by
@@ -168,21 +168,27 @@ def _copies(table_ref, ends_ref, both, done, heads, pages: int):
 
 
 def _attend(q_kGH, k_kSH, v_kSH, seen, softcap, state):
-    """Adds S tokens, of which those in seen[0] <= s < seen[1] count, to a softmax's running (maximum, sum, output)."""
+    """Adds S tokens to a softmax's running (maximum, sum, output).
+
+    Tokens count from seen[0] on, which may be None for the first, and before seen[1].
+    """
+
+    def counts(shape: tuple[int, ...], axis: int) -> jax.Array:
+        token = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        before = token < seen[1]
+        return before if seen[0] is None else (token >= seen[0]) & before
+
     max_kG1, sum_kG1, out_kGH = state
     exact = jax.lax.Precision.HIGHEST if q_kGH.dtype == jnp.float32 else None
     dot = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
     logits_kGS = dot("kGH,kSH->kGS", q_kGH, k_kSH) / math.sqrt(q_kGH.shape[-1])
     if softcap is not None:
         logits_kGS = softcap * jnp.tanh(logits_kGS / softcap)
-    token_kGS = jax.lax.broadcasted_iota(jnp.int32, logits_kGS.shape, 2)
-    seen_kGS = (token_kGS >= seen[0]) & (token_kGS < seen[1])
-    logits_kGS = jnp.where(seen_kGS, logits_kGS, -jnp.inf)
+    logits_kGS = jnp.where(counts(logits_kGS.shape, 2), logits_kGS, -jnp.inf)
     new_kG1 = jnp.maximum(max_kG1, jnp.max(logits_kGS, axis=-1, keepdims=True))
     weights_kGS, kept_kG1 = jnp.exp(logits_kGS - new_kG1), jnp.exp(max_kG1 - new_kG1)
     # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
-    token_kSH = jax.lax.broadcasted_iota(jnp.int32, v_kSH.shape, 1)
-    v_kSH = jnp.where((token_kSH >= seen[0]) & (token_kSH < seen[1]), v_kSH, 0)
+    v_kSH = jnp.where(counts(v_kSH.shape, 1), v_kSH, 0)
     part_kGH = dot("kGS,kSH->kGH", weights_kGS.astype(v_kSH.dtype), v_kSH)
     sum_kG1 = sum_kG1 * kept_kG1 + jnp.sum(weights_kGS, axis=-1, keepdims=True)
     return new_kG1, sum_kG1, out_kGH * kept_kG1 + part_kGH
