@@ -165,7 +165,7 @@ class Programs(NamedTuple):
 
 
 # Weights and caches are split by head and by feature; every device has all rows.
-RULES_OF_ENGINE = ShardingRules(RULES["tp"].table | {"batch": ()})
+RULES_OF_ENGINE = ShardingRules({**RULES["tp"].table, "batch": ()})
 
 
 @cached

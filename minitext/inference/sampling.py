@@ -9,7 +9,7 @@ range of floats 32 times, which reads the logits 32 times and never sorts them.
 Chapters: 24.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,8 @@ class Adjustments(NamedTuple):
       seen: [B, V] whether the row's text has the token already, for the repetition penalty.
     """
 
-    bias: jax.Array
-    seen: jax.Array
+    bias: Any
+    seen: Any
 
 
 class Want(NamedTuple):

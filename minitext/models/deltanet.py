@@ -160,7 +160,7 @@ class DeltaNet(nnx.Module):
     def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
         """Returns one layer's states in so many slots; it has no pages."""
         one = DeltaNet.make_cache(cfg, 1, slots, 0, rules)
-        return SlotStateCache(*(x[0] for x in one[:-1]), None)
+        return SlotStateCache._make((*(x[0] for x in one[:-1]), None))
 
     @jax.named_scope("attention")
     def __call__(
@@ -185,7 +185,7 @@ class DeltaNet(nnx.Module):
         (B, T), a, rules = positions_BT.shape, self.widths, self.rules
         slots = cache if isinstance(cache, SlotStateCache) else None
         if slots is not None:
-            cache = StateCache(*slots.read(), T)
+            cache = StateCache._make((*slots.read(), T))
         run_BT, real_BT = jnp.zeros_like(positions_BT), None
         if segment_ids_BT is not None:
             if cache is None:

@@ -119,7 +119,8 @@ class MLA(nnx.Module):
         queries_X, latent_BTR, key_BTP = self._compress(x_XD, positions_BT)
         q_BTNH = self._queries(queries_X, positions_BT)
         now = LatentCache(latent_BTR, key_BTP, positions_BT.shape[1])
-        new, earlier = now, cache
+        new: Any = now
+        earlier: Any = cache
         if isinstance(cache, PagedLatentCache):
             new = cache.write(latent_BTR, key_BTP)
             earlier = LatentCache(*new.earlier())

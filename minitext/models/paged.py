@@ -78,9 +78,8 @@ class PagedKVCache(NamedTuple):
         T = q_BTNH.shape[1]
 
         def write(pages_KPSH, x_BTKH):
-            flat = (jnp.reshape(x, (-1, *x.shape[2:])) for x in (x_BTKH, paging.page, paging.slot))
-            x_XKH, page_X, slot_X = flat
-            return write_pages(pages_KPSH, x_XKH.astype(pages_KPSH.dtype), page_X, slot_X)
+            x_XKH = jnp.reshape(x_BTKH, (-1, *x_BTKH.shape[2:]))
+            return write_pages(pages_KPSH, x_XKH, jnp.ravel(paging.page), jnp.ravel(paging.slot))
 
         new = PagedKVCache(write(self.k, k_BTKH), write(self.v, v_BTKH), T)
         if T == 1:
@@ -91,9 +90,9 @@ class PagedKVCache(NamedTuple):
         if not paging.table.shape[1]:
             return kernels.attention(q_BTNH, k_BTKH, v_BTKH, **options), new
         k_1KSH, v_1KSH = (self._earlier(x) for x in (new.k, new.v))
-        now = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-        out = kernels.cached_attention(q_BTNH, *now, k_1KSH, v_1KSH, paging.start[0], **options)
-        return out, new
+        k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
+        earlier = k_1KSH, v_1KSH, paging.start[0]
+        return kernels.cached_attention(q_BTNH, k_BKTH, v_BKTH, *earlier, **options), new
 
     def _earlier(self, pages_KPSH: jax.Array) -> jax.Array:
         """Returns what the only row's pages hold as [1, K, X*S, H], with zeros after its earlier tokens."""
@@ -120,18 +119,18 @@ class PagedLatentCache(NamedTuple):
 
     def copied(self, pages: Any, _states: Any) -> "PagedLatentCache":
         """Returns one layer's cache with some pages, (from, to) arrays of numbers, copied."""
-        return PagedLatentCache(*(_copied(x, *pages) for x in self[:-1]), self.paging)
+        return self._make((*(_copied(x, *pages) for x in self[:-1]), self.paging))
 
     def write(self, latent_BTR: jax.Array, key_BTP: jax.Array) -> "PagedLatentCache":
         """Returns the cache with the new tokens in it."""
 
         def write(pages_PSR, x_BTR):
-            x_XR = jnp.reshape(x_BTR, (-1, x_BTR.shape[-1])).astype(pages_PSR.dtype)
-            where = (jnp.reshape(x, -1) for x in (self.paging.page, self.paging.slot))
-            return write_pages(pages_PSR[None], x_XR[:, None], *where)[0]
+            x_X1R = jnp.reshape(x_BTR, (-1, 1, x_BTR.shape[-1]))
+            page_X, slot_X = jnp.ravel(self.paging.page), jnp.ravel(self.paging.slot)
+            return write_pages(pages_PSR[None], x_X1R, page_X, slot_X)[0]
 
         new = write(self.latent, latent_BTR), write(self.rope_key, key_BTP)
-        return PagedLatentCache(*new, self.paging)
+        return self._make((*new, self.paging))
 
     def earlier(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns latents [B, X*S, R] and keys [B, X*S, features] of the earlier tokens, and their number [B]."""
@@ -164,7 +163,7 @@ class SlotStateCache(NamedTuple):
 
     def copied(self, _pages: Any, states: Any) -> "SlotStateCache":
         """Returns one layer's states with some slots, (from, to) arrays of numbers, copied."""
-        return SlotStateCache(*(_copied(x, *states) for x in self[:-1]), self.paging)
+        return self._make((*(_copied(x, *states) for x in self[:-1]), self.paging))
 
     def read(self) -> list[jax.Array]:
         """Returns the rows' parts [B, ...]; zeros for a text that begins."""
@@ -180,7 +179,7 @@ class SlotStateCache(NamedTuple):
         """Returns the cache with the rows' parts in their slots."""
         where = self.paging.state
         new = [x.at[where].set(y.astype(x.dtype)) for x, y in zip(self[:-1], rows, strict=True)]
-        return SlotStateCache(*new, self.paging)
+        return self._make((*new, self.paging))
 
 
 def _copied(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:

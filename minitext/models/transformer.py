@@ -35,7 +35,7 @@ from minitext.models.ffn import SwiGLU
 from minitext.models.layers import Embedding, Linear, RMSNorm
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
-from minitext.models.paged import PagedKVCache, PagedLatentCache, Paging, SlotStateCache
+from minitext.models.paged import Paging
 from minitext.sharding.context_parallel import zigzag
 from minitext.sharding.pipeline import pipelined
 from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflatten_tokens
@@ -49,7 +49,7 @@ VARIANTS: dict[type[Section], Any] = {
     MoEConfig: MoE,
 }
 
-LayerCache = KVCache | LatentCache | StateCache | PagedKVCache | PagedLatentCache | SlotStateCache
+LayerCache = KVCache | LatentCache | StateCache
 
 
 class PatternCache(NamedTuple):
@@ -380,7 +380,7 @@ def make_cache(
 
 def make_pages(
     cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules = RULES["all"]
-) -> Cache:
+) -> Any:
     """Returns an empty cache in pages for a model of `unstack_layers`; `with_paging` says what a program adds.
 
     Args:
@@ -391,8 +391,8 @@ def make_pages(
       rules: sharding rules.
     """
 
-    def empty(stack: Stack) -> tuple[LayerCache, ...]:
-        def layers(one: ModelConfig) -> LayerCache:
+    def empty(stack: Stack) -> tuple[Any, ...]:
+        def layers(one: ModelConfig) -> Any:
             make = VARIANTS[type(one.attention)].make_pages
             drawn = [make(one, pages, tokens, slots, rules) for _ in range(stack.repeats)]
             return drawn[0]._make((*zip(*(x[:-1] for x in drawn), strict=True), None))
@@ -404,7 +404,7 @@ def make_pages(
     return PatternCache(parts, 0) if whole else parts[0][0]
 
 
-def copy_pages(cache: Any, pages: Any, states: Any) -> Cache:
+def copy_pages(cache: Any, pages: Any, states: Any) -> Any:
     """Returns a cache in pages with pages and slots of states copied.
 
     Args:
@@ -413,7 +413,7 @@ def copy_pages(cache: Any, pages: Any, states: Any) -> Cache:
       states: ([Y] from, [Y] to) slots.
     """
 
-    def layers(one: Any) -> LayerCache:
+    def layers(one: Any) -> Any:
         each = zip(*one[:-1], strict=True)
         copied = [one._make((*parts, None)).copied(pages, states)[:-1] for parts in each]
         return one._make((*zip(*copied, strict=True), None))
@@ -423,8 +423,8 @@ def copy_pages(cache: Any, pages: Any, states: Any) -> Cache:
     return layers(cache)
 
 
-def with_paging(cache: Any, paging: Paging) -> Cache:
-    """Returns a cache in pages for a program that adds these tokens."""
+def with_paging(cache: Any, paging: Paging | None) -> Any:
+    """Returns a cache in pages for a program that adds these tokens, or, with None, as it is between programs."""
     return cache._make((*cache[:-1], paging))
 
 

@@ -36,10 +36,11 @@ def split_reason(q_BNH, k_pages_KPSH, v_pages_KPSH, page_table_BX, lengths_B) ->
 def with_sinks(sinks_N: jax.Array | None, q_BNH: jax.Array) -> jax.Array:
     """Returns [N] float32 sinks, split as the query heads are; without sinks, some that take no weight from a key."""
     if sinks_N is None:
-        sinks_N = jnp.full(q_BNH.shape[1], NO_SINK, jnp.float32)
+        sinks_N = jnp.full((q_BNH.shape[1],), NO_SINK, jnp.float32)
+    sinks_N = sinks_N.astype(jnp.float32)
     if not jax.sharding.get_abstract_mesh().empty:
-        sinks_N = jax.sharding.reshard(sinks_N, PartitionSpec(split(q_BNH)[1]))
-    return sinks_N.astype(jnp.float32)
+        return jax.sharding.reshard(sinks_N, PartitionSpec(split(q_BNH)[1]))
+    return sinks_N
 
 
 def visible_pages(
