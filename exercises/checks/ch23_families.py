@@ -52,13 +52,15 @@ the other one.
 
 def rope_layout_with(
     *, swapped=False, one_way=None, whole=False, fraction=True, last=False, mixed=False, across=False,
-    columns=False, rounds=int, reverse=False, bias=True, wide=False,
+    columns=False, rounds=int, reverse=False, bias=True, wide=False, to=("interleaved", "half"),
+    bias_heads=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(rows, heads, fraction_, layout):
-        if not bias and rows.ndim == 1:
+        if layout not in to or (not bias and rows.ndim == 1):
             return rows.copy()
+        heads = heads if bias_heads or rows.ndim > 1 else 1
         given = rows
         rows = np.moveaxis(rows, -1, 0) if columns else rows
         n = 1 if whole else heads
@@ -130,6 +132,13 @@ def _(fn, t):
     layouts_agree(fn, t, rows, 3, 0.49, "3 heads of 14, fraction 0.49")  # 6.86
 
 
+@rope_layout.check("nothing rotates")
+def _(fn, t):
+    for heads, H, fraction in ((2, 6, 0.0), (3, 8, 0.1)):
+        rows = t.rng.normal(size=(heads * H, 5)).astype(np.float32)
+        layouts_agree(fn, t, rows, heads, fraction, f"{heads} heads of {H}, fraction {fraction}")
+
+
 @rope_layout.check("biases")
 def _(fn, t):
     for heads, H, fraction in ((1, 16, 1.0), (6, 8, 1.0), (3, 12, 0.5)):
@@ -142,7 +151,7 @@ def _(fn, t):
 @rope_layout.check("other dtypes and more dimensions")
 def _(fn, t):
     heads, H = 3, 10
-    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8, np.int64, np.float64):
         rows = t.rng.integers(-99, 99, (heads * H, 4)).astype(dtype)
         layouts_agree(fn, t, rows, heads, 0.8, f"dtype {np.dtype(dtype)}")
     rows = t.rng.normal(size=(heads * H, 4, 3)).astype(np.float32)
@@ -220,6 +229,30 @@ mistaken(
 )
 mistaken(
     rope_layout,
+    "unchanged",
+    "You return the rows in the order in which they came.",
+    rope_layout_with(to=()),
+)
+mistaken(
+    rope_layout,
+    "half_unchanged",
+    'You reorder rows only if `layout` is "interleaved". For "half" they come in interleaved, and are reordered too.',
+    rope_layout_with(to=("interleaved",)),
+)
+mistaken(
+    rope_layout,
+    "interleaved_unchanged",
+    'You reorder rows only if `layout` is "half". For "interleaved" they come in as halves, and are reordered too.',
+    rope_layout_with(to=("half",)),
+)
+mistaken(
+    rope_layout,
+    "a_bias_as_one_head",
+    "You reorder a bias as if it belonged to a single head. It has all heads, one after another, as a weight has.",
+    rope_layout_with(bias_heads=False),
+)
+mistaken(
+    rope_layout,
     "biases_kept",
     "You leave a bias as it is. It's added to the features that the rows produce, so it's reordered like them.",
     rope_layout_with(bias=False),
@@ -239,6 +272,7 @@ rope_scaling = Exercise(
     function="scaled_frequencies",
     minutes=20,
     points=10,
+    compare=3e-7,  # frequencies span six orders of magnitude, and observations are compared relative to the largest
     forbid=("minitext.models.rope",),
     statement="""
 Llama 3 was trained on 8,192 tokens and then stretched to 131,072. Pairs that turn quickly have met every angle
@@ -267,13 +301,15 @@ original_length)`, which returns the frequency of each pair in radians per posit
 
 def rope_scaling_with(
     *, wavelength=lambda f: 2 * np.pi / f, exponent=1.0, swapped=False, blend="turns", kept=False, low_=None,
-    high_=None, factor_=None, length_=None, equal=True, theta_=None, ends=False, times=False,
+    high_=None, factor_=None, length_=None, equal="both", theta_=None, ends=False, times=False, clips=True,
+    longer=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(pairs, theta, factor, low_freq_factor, high_freq_factor, original_length):
         low, high = low_ or low_freq_factor, high_ or high_freq_factor
         factor, length = factor_ or factor, length_ or original_length
+        length = length * factor if longer else length
         count = pairs - 1 if ends else pairs
         f = float(theta_ or theta) ** (-exponent * np.arange(pairs) / max(count, 1))
         waves = wavelength(f)
@@ -282,16 +318,22 @@ def rope_scaling_with(
             s = (turns - low) / (high - low)
             if blend == "wavelength":
                 s = (length / low - waves) / (length / low - length / high)
-            s = np.clip(s, 0, 1)
+            s = np.clip(s, 0, 1) if clips else s
             if blend == "step":
                 s = np.where(turns > low, 1.0, 0.0)
             if blend == "reversed":
                 s = np.where((s > 0) & (s < 1), 1 - s, s)
         else:
-            s = np.where(turns > high, 1.0, 0.0) if equal else np.full(pairs, np.nan)
+            s = np.where(turns > high, 1.0, 0.0) if equal == "both" else np.full(pairs, equal)
         if swapped:
             s = 1 - s
         slow = f * factor if times else f / factor
+        if blend == "logarithms":
+            return np.exp(s * np.log(f) + (1 - s) * np.log(slow))
+        if blend == "none":
+            return f
+        if blend == "all":
+            return slow
         if blend == "waves":  # the wavelengths are blended
             return 1 / (s / f + (1 - s) / slow)
         return s * f + (1 - s) * slow
@@ -436,7 +478,61 @@ mistaken(
     rope_scaling,
     "divided_by_zero",
     "With equal factors you divide by zero. There is nothing between them then: a pair is kept or stretched.",
-    rope_scaling_with(equal=False),
+    rope_scaling_with(equal=np.nan),
+)
+mistaken(
+    rope_scaling,
+    "equal_and_kept",
+    "With equal factors you keep every pair. A pair slower than the one border that is left is still stretched.",
+    rope_scaling_with(equal=1.0),
+)
+mistaken(
+    rope_scaling,
+    "equal_and_stretched",
+    "With equal factors you stretch every pair. A pair faster than the one border that is left is still kept.",
+    rope_scaling_with(equal=0.0),
+)
+mistaken(
+    rope_scaling,
+    "share_not_clipped",
+    "Your share s leaves the range from 0 to 1. Outside of the two borders the line doesn't go on: s stays 0 or 1.",
+    rope_scaling_with(clips=False),
+)
+mistaken(
+    rope_scaling,
+    "logarithms_blended",
+    "You blend the logarithms of the two frequencies. The rule blends the frequencies themselves.",
+    rope_scaling_with(blend="logarithms"),
+)
+mistaken(
+    rope_scaling,
+    "nothing_stretched",
+    "You return the frequencies from before scaling. Those of the slow pairs are divided by `factor`.",
+    rope_scaling_with(blend="none"),
+)
+mistaken(
+    rope_scaling,
+    "everything_stretched",
+    "You divide every frequency by `factor`. Pairs with short wavelengths keep theirs.",
+    rope_scaling_with(blend="all"),
+)
+mistaken(
+    rope_scaling,
+    "borders_from_the_new_length",
+    "Your borders come from the stretched length, `factor` times too long. They come from `original_length`.",
+    rope_scaling_with(longer=True),
+)
+mistaken(
+    rope_scaling,
+    "llamas_high_factor",
+    "You have a high factor of 4 in your code. It's an argument.",
+    rope_scaling_with(high_=4.0),
+)
+mistaken(
+    rope_scaling,
+    "llamas_low_factor",
+    "You have a low factor of 1 in your code. It's an argument.",
+    rope_scaling_with(low_=1.0),
 )
 
 # ----------------------------------------------------------------------------------- name_map
@@ -491,11 +587,20 @@ def stacked_after(transform, arrays):
 def name_map_with(
     *, order=int, transformed=True, after=False, unread=True, unset=True, gaps=True, beyond=True, shapes_=True,
     reshape=False, wildcard=False, tree_=True, error=ValueError, all_names=False, wide=False, count_only=False,
-    consumes=False, last_axis=False, by_prefix=False, broadcast=False,
+    consumes=False, last_axis=False, by_prefix=False, broadcast=False, zeros=False, levels=99, overwrites=False,
+    early=False, gives_up=False, stacks=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(tensors, rows, shapes):
+        try:
+            return convert(tensors, rows, shapes)
+        except ValueError:
+            if not gives_up:
+                raise
+        return None
+
+    def convert(tensors, rows, shapes):
         left, tree = dict(tensors), {}
         used = set()
 
@@ -507,13 +612,19 @@ def name_map_with(
             text = re.escape(pattern).replace(r"\{layer\}", r"(\d+)")
             text = text.replace(r"\.", ".") if wildcard else text
             matches = {name: re.fullmatch(text, name) for name in left if isinstance(name, str)}
-            return {m.group(1): name for name, m in matches.items() if m}
+            return {
+                str(int(m.group(1))) if zeros else m.group(1): name
+                for name, m in matches.items()
+                if m
+            }
 
         def one(name, transform, shape):
             if name not in left:
                 fail("there is no tensor", name)
             used.add(name)
             value = left.pop(name) if consumes else left[name]
+            if early and value.shape != shape:
+                fail(f"{value.shape} and not {shape}:", name)
             value = transform(value) if transformed else value
             if reshape and value.size == math.prod(shape):
                 value = value.reshape(shape)
@@ -541,13 +652,15 @@ def name_map_with(
                     value = stacked_after(transform, [left[name] for name in names])
                 else:
                     values = [one(name, transform, shape[1:]) for name in names]
-                    value = np.stack(values, axis=-1 if last_axis else 0)
-                if by_prefix:
+                    value = np.stack(values, axis=-1 if last_axis else 0) if stacks else values
+                if by_prefix or zeros:
                     used.update(name for name in numbers.values())
             else:
                 value = one(pattern, transform, shape)
             value = value.astype(np.float32) if wide else value
-            here, parts = tree, path.split(".") if tree_ else [path]
+            here, parts = tree, path.split(".", levels) if tree_ else [path]
+            if overwrites and len(parts) > 1:
+                here[parts[0]] = {}
             for part in parts[:-1]:
                 here = here.setdefault(part, {})
             here[parts[-1]] = value
@@ -584,7 +697,12 @@ class Checkpoint:
             layer + "self_attn.qkv.weight", "blocks.attention.kv",
             lambda x: x[D:].reshape(2, 2, D), (layers, 2, 2, D),
         )  # fmt: skip
-        self.row(layer + "input_layernorm.weight", "blocks.norm", lambda x: x + 1, (layers, D))
+        self.row(
+            layer + "input_layernorm.weight",
+            "blocks.norms.before.scale",
+            lambda x: x + 1,
+            (layers, D),
+        )
         self.row(layer + "scale", "blocks.scale", lambda x: x, (layers,))
         self.tensor("lm_head.weight", (9, D))
         self.row("lm_head.weight", "unembed", np.transpose, (D, 9))
@@ -621,6 +739,10 @@ def trees_agree(fn, t, checkpoint, why):
     t.equal(paths, sorted(keys_of(nested(want))), why=f"{why}, the keys at each level of the tree")
     seen = dict(flat(got))
     for path, value in want.items():
+        array = hasattr(seen[path], "dtype")
+        t.true(
+            array, f"{path} of {why} is a {type(seen[path]).__name__}, want an array", "no array"
+        )
         t.close(seen[path], value, 0, 0, f"{path} of {why}", value.dtype)
 
 
@@ -652,17 +774,42 @@ def refuses(fn, t, checkpoint, culprit, why):
     def call():
         nonlocal said
         try:
-            fn(*arguments)
+            return fn(*arguments)
         except ValueError as error:
             said = str(error)
             raise
 
-    t.raises(ValueError, call, why=f"{why}, {culprit}", match=name)
+    t.raises(ValueError, call, why=f"{why}, {culprit}")
+    t.true(
+        bool(re.search(name, said)),
+        f"{why}: the message {said[:200]!r} doesn't name {culprit}",
+        said,
+    )
     others = [n for n in arguments[0] if n != culprit and n not in culprit and n in said]
     t.true(
         not others,
         f"{why}: the message names {culprit}, and {(others or [''])[0]} too",
         "names others",
+    )
+
+
+def one_of(fn, t, checkpoint, pattern, why):
+    """The answer raises ValueError and names one of the tensors that `pattern` matches."""
+    said = ""
+
+    def call():
+        nonlocal said
+        try:
+            return fn(*checkpoint.shuffled())
+        except ValueError as error:
+            said = str(error)
+            raise
+
+    t.raises(ValueError, call, why=why)
+    t.true(
+        bool(re.search(pattern, said)),
+        f"{why}: the message {said[:200]!r} names no tensor at fault",
+        said,
     )
 
 
@@ -710,9 +857,16 @@ def _(fn, t):
         "model.layers.1.mlp.up_proj.weight"
     )
     # Which of the two faults is found first is the answer's choice.
-    arguments = checkpoint.shuffled()
-    pattern = r"model\.layers\.1[._]mlp\.up_proj\.weight"
-    t.raises(ValueError, fn, *arguments, why="1_mlp is not 1.mlp", match=pattern)
+    one_of(fn, t, checkpoint, r"model\.layers\.1[._]mlp\.up_proj\.weight", "1_mlp is not 1.mlp")
+
+
+@name_map.check("a layer's number written with a zero")
+def _(fn, t):
+    checkpoint = Checkpoint(t, 3)
+    checkpoint.tensor("model.layers.01.mlp.up_proj.weight", (6, 4))
+    refuses(
+        fn, t, checkpoint, "model.layers.01.mlp.up_proj.weight", "01 is not the number of a layer"
+    )
 
 
 @name_map.check("a parameter that nothing sets")
@@ -756,9 +910,13 @@ def _(fn, t):
     checkpoint = Checkpoint(t, 2)
     for layer in range(2):
         checkpoint.tensor(f"model.layers.{layer}.mlp.up_proj.weight", (5, 4))
-    pattern = r"model\.layers\.[01]\.mlp\.up_proj\.weight"
-    arguments = checkpoint.shuffled()
-    t.raises(ValueError, fn, *arguments, why="layers of a shape of (5, 4)", match=pattern)
+    one_of(
+        fn,
+        t,
+        checkpoint,
+        r"model\.layers\.[01]\.mlp\.up_proj\.weight",
+        "layers of a shape of (5, 4)",
+    )
 
 
 mistaken(
@@ -791,6 +949,44 @@ mistaken(
     "a_flat_dict",
     "You return one dict with the whole paths as keys. Each dot of a path goes one level down.",
     name_map_with(tree_=False),
+)
+mistaken(
+    name_map,
+    "two_levels",
+    "You split a path at its first dot only. Each dot goes one level down, however many there are.",
+    name_map_with(levels=1),
+)
+mistaken(
+    name_map,
+    "branches_overwritten",
+    'You begin a new dict for a folder that is there already, and lose what was in it: "blocks" has many parameters.',
+    name_map_with(overwrites=True),
+)
+mistaken(
+    name_map,
+    "lists_of_layers",
+    "You return a list with an array for each layer. The parameter is one array: stack them.",
+    name_map_with(stacks=False),
+)
+mistaken(
+    name_map,
+    "shapes_before_the_transform",
+    "You compare the shapes of tensors as they are in the checkpoint. `shapes` has those of our parameters, so compare "
+    "after the transform.",
+    name_map_with(early=True),
+)
+mistaken(
+    name_map,
+    "numbers_parsed",
+    'You turn the digits of a name into a number, and "01" counts as layer 1. Count the layers, make each name, and '
+    "look it up.",
+    name_map_with(zeros=True),
+)
+mistaken(
+    name_map,
+    "no_exception",
+    "You find the fault and then return None. Raise the ValueError, and the caller can't go on with half a model.",
+    name_map_with(gives_up=True),
 )
 mistaken(
     name_map,
@@ -919,15 +1115,16 @@ turns the bytes of a tensor into a float32 array of its shape.
 def dequantize_with(
     *, nibbles="halves", signed=True, order="<", wide=np.float32, centred=False, minus=False, exchanged=False,
     checks_bytes=True, checks_rows=True, dtype=np.float32, columns=False, fortran=False, loops=False, plus=True,
+    masked=True, minimum=True, arithmetic_shift=False, error=ValueError, one_dimension=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(data, kind, shape):
         size = {"Q8_0": 34, "Q4_1": 20}[kind]
         if checks_rows and (not shape or shape[-1] % 32):
-            raise ValueError(f"{shape} has no rows of whole blocks")
+            raise error(f"{shape} has no rows of whole blocks")
         if checks_bytes and len(data) != math.prod(shape) // 32 * size:
-            raise ValueError(f"{len(data)} bytes")
+            raise error(f"{len(data)} bytes")
         data = data[: len(data) // size * size]
         raw = np.frombuffer(data, np.uint8).reshape(-1, size)
         count = len(raw)
@@ -953,6 +1150,8 @@ def dequantize_with(
             if exchanged:
                 d, m = m, d
             low, high = raw[:, 4:] & 15, raw[:, 4:] >> 4
+            low = low if masked else raw[:, 4:]
+            high = raw[:, 4:].view(np.int8) >> 4 if arithmetic_shift else high
             if nibbles == "pairs":
                 q = np.stack([low, high], axis=2).reshape(-1, 32)
             elif nibbles == "high first":
@@ -960,10 +1159,11 @@ def dequantize_with(
             else:
                 q = np.concatenate([low, high], axis=1)
             q = q.astype(wide) - (8 if centred else 0)
-            m = -m if minus else m
+            m = -m if minus else m if minimum else 0
             values = d * q + m if plus else d * (q + m)
         values = np.resize(values, math.prod(shape)) if values.size != math.prod(shape) else values
         values = values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
+        values = values.ravel() if one_dimension else values
         return values.astype(dtype)
 
     return fn
@@ -1078,6 +1278,38 @@ mistaken(
     "high_bits_first",
     "You have the high four bits first. The low ones are the values 0 to 15.",
     dequantize_with(nibbles="high first"),
+)
+mistaken(
+    dequantization,
+    "low_bits_not_masked",
+    "Your first 16 values of a Q4_1 block are whole bytes, from 0 to 255. Keep the low four bits: `& 15`.",
+    dequantize_with(masked=False),
+)
+mistaken(
+    dequantization,
+    "high_bits_signed",
+    "Your last 16 values of a Q4_1 block go below 0: the bytes were read as int8, and `>>` copies their sign. Read "
+    "them as uint8.",
+    dequantize_with(arithmetic_shift=True),
+)
+mistaken(
+    dequantization,
+    "minimum_forgotten",
+    "You leave the minimum out. A Q4_1 block has one after its scale, and it's added to every value.",
+    dequantize_with(minimum=False),
+)
+mistaken(
+    dequantization,
+    "one_dimension",
+    "You return the numbers in one dimension. Give them the tensor's shape.",
+    dequantize_with(one_dimension=True),
+)
+mistaken(
+    dequantization,
+    "an_assertion",
+    "You refuse the right cases with an AssertionError. Assertions are for your own mistakes, and `python -O` drops "
+    "them: raise a ValueError.",
+    dequantize_with(error=AssertionError),
 )
 mistaken(
     dequantization,
@@ -1199,7 +1431,8 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
 def window_with(
     *, more=0, causal=True, neighbours=True, scaled=True, ring_first=False, empty=False, from_zero=False,
     adds=True, keeps_last=True, in_place=False, list_=False, safe=True, dtype=np.float32, forgets=False,
-    whole_int=True, seen_from="keys",
+    whole_int=True, python_int=True, in_order=False, masked=-np.inf, renormalised=True, offset=True, one_top=False,
+    scale=None,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -1216,6 +1449,8 @@ def window_with(
             held = old_k[window - len(kept) :], old_v[window - len(kept) :]
         else:
             held = old_k[kept % window], old_v[kept % window]
+        if in_order:
+            held = old_k[: len(kept)], old_v[: len(kept)]
         seen = held[0].copy(), held[1].copy()
         if list_:
             keys = np.concatenate([old_k, k_TKH])[-window:].astype(np.float32)
@@ -1230,9 +1465,10 @@ def window_with(
             k, v = keys[s % window], values[s % window]
         if forgets:
             k, v, s = k_TKH, v_TKH, length + np.arange(T)
-        visible = s > t - window - more
+        t_seen = t if offset else t - length
+        visible = s > t_seen - window - more
         if causal:
-            visible &= s <= t
+            visible &= s <= t_seen
         if empty and length + T < window:
             free = window - length - T
             k = np.concatenate([np.zeros((free, K, H), k.dtype), k])
@@ -1240,17 +1476,20 @@ def window_with(
             visible = np.concatenate([np.ones((T, free), bool), visible], axis=1)
         q = q_TNH.reshape((T, K, N // K, H) if neighbours else (T, N // K, K, H))
         q = q if neighbours else q.swapaxes(1, 2)
-        logits = np.einsum("TKGH,SKH->KGTS", q, k) / (np.sqrt(H) if scaled else 1)
-        logits = np.where(visible, logits, -np.inf)
-        top = logits.max(-1, keepdims=True)
+        by = {None: math.sqrt(H), "H": H, "N": math.sqrt(N)}[scale]
+        logits = np.einsum("TKGH,SKH->KGTS", q, k) / (by if scaled else 1)
+        logits = np.where(visible, logits, masked) if renormalised else logits
+        top = logits.max() if one_top else logits.max(-1, keepdims=True)
         top = np.where(np.isfinite(top), top, 0) if safe else 0
         with np.errstate(all="ignore"):
             exps = np.exp(logits - top).astype(np.float32)
             probs = exps / exps.sum(-1, keepdims=True)
+            probs = probs if renormalised else probs * visible
         out = np.einsum("KGTS,SKH->TKGH", probs, v)
         out = (out if neighbours else out.swapaxes(1, 2)).reshape(T, N, H).astype(dtype)
         total = length + T if adds else T
-        return out, (keys, values, total if whole_int else min(total, window))
+        total = total if whole_int else min(total, window)
+        return out, (keys, values, total if python_int else np.int64(total))
 
     return fn
 
@@ -1290,7 +1529,12 @@ def windows_agree(fn, t, window, pieces, heads=(4, 2, 6), size=1.0, why=""):
         want, wanted = right_window(q[part], k[part], v[part], window, wanted)
         t.close(got, want, 1e-4, 1e-5, f"output: {text}", np.float32)
         keys, values, length = cache
-        t.true(length == at and type(length) is int, f"length is {length!r}: {text}", length)
+        t.true(
+            type(length) is int,
+            f"length is a {type(length).__name__}, want a Python int: {text}",
+            "not an int",
+        )
+        t.true(length == at, f"length is {length!r}: {text}", length)
         t.close(keys, wanted[0], 0, 0, f"keys in their slots: {text}", np.float32)
         t.close(values, wanted[1], 0, 0, f"values in their slots: {text}", np.float32)
 
@@ -1337,6 +1581,22 @@ def _(fn, t):
 @window_cache.check("large logits")
 def _(fn, t):
     windows_agree(fn, t, 5, (8, 1), size=14.0, why="logits up to several hundred: ")
+
+
+@window_cache.check("logits far below zero")
+def _(fn, t):
+    # Every visible logit is about -32,768 and exact in float32: a hidden one that is "only" -10,000 would win.
+    T, N, K, H, window = 7, 4, 2, 4, 3
+    q = np.full((T, N, H), 128, np.float32)
+    k = np.full((T, K, H), -128, np.float32)
+    k[..., 0] += t.rng.integers(0, 4, (T, K)) / np.float32(64)
+    v = t.rng.normal(size=(T, K, H)).astype(np.float32)
+    cache = wanted = None
+    for part in (slice(0, 2), slice(2, 6), slice(6, 7)):
+        got, cache = fn(q[part], k[part], v[part], window, cache)
+        want, wanted = right_window(q[part], k[part], v[part], window, wanted)
+        why = f"logits of about -32768, window {window}, tokens {part.start} to {part.stop - 1}"
+        t.close(got, want, 1e-4, 1e-5, why, np.float32)
 
 
 @window_cache.check("two texts from one cache")
@@ -1435,6 +1695,64 @@ mistaken(
 )
 mistaken(
     window_cache,
+    "scaled_by_H",
+    "You divide the logits by H. It's the square root of H.",
+    window_with(scale="H"),
+)
+mistaken(
+    window_cache,
+    "scaled_by_heads",
+    "You divide the logits by the square root of the number of heads. It's that of H, the features of one head.",
+    window_with(scale="N"),
+)
+mistaken(
+    window_cache,
+    "slots_in_order",
+    "You read the ring from slot 0 on as if its tokens were in order. Once it has gone round, the oldest token is in "
+    "the middle: position t is in slot t % window.",
+    window_with(in_order=True),
+)
+mistaken(
+    window_cache,
+    "positions_of_the_call",
+    "You count the new tokens' positions from 0 in each call, and those of the cache from the start of the text. Both "
+    "count from the start of the text.",
+    window_with(offset=False),
+)
+mistaken(
+    window_cache,
+    "hidden_logits_of_zero",
+    "You set the logits of hidden tokens to 0. Their exponential is then 1: the logit has to be minus infinity.",
+    window_with(masked=0.0),
+)
+mistaken(
+    window_cache,
+    "hidden_logits_not_low_enough",
+    "A hidden token gets weight where all the visible logits are very low. Your mask's number isn't low enough: take "
+    "minus infinity.",
+    window_with(masked=-1e4),
+)
+mistaken(
+    window_cache,
+    "masked_after_the_softmax",
+    "You hide tokens after the softmax, and the weights that are left don't add up to 1.",
+    window_with(renormalised=False),
+)
+mistaken(
+    window_cache,
+    "one_maximum_for_all",
+    "You subtract one maximum from all rows. Where another row's logits are hundreds lower, every exponential is 0, "
+    "and 0 / 0 is NaN. Each row has its own maximum.",
+    window_with(one_top=True),
+)
+mistaken(
+    window_cache,
+    "a_numpy_length",
+    "Your length is a NumPy integer. Make it an int.",
+    window_with(python_int=False),
+)
+mistaken(
+    window_cache,
     "exponentials_overflow",
     "Your softmax overflows where logits are large. Subtract each row's largest logit first.",
     window_with(safe=False),
@@ -1472,8 +1790,8 @@ A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a 
   fewer bytes than you ask for, and none at the end of the file.
 - Every byte of the part is read once and no other byte. Bytes that are contiguous in the file are asked for in one
   `read`: all rows of a matrix take one `read` together, and half of its columns take one for each row.
-- A part that isn't within the tensor is a `ValueError`, and so is a file that ends too early. An empty part reads
-  nothing.
+- A part that isn't within the tensor is a `ValueError`, also if it is empty, and so is a file that ends too early. An
+  empty part within the tensor reads nothing and is returned with its shape, such as [0, 5].
 """,
     hints=(
         "A tensor is [2, 3, 4], and you need all of dimension 0, row 1 of dimension 1 and all of dimension 2. How many "
@@ -1491,7 +1809,7 @@ class LoggedFile:
     """A file in memory that notes what is asked of it; each read returns at most `most` bytes."""
 
     def __init__(self, data, most=None):
-        self.data, self.most, self.at = bytes(data), most, 0
+        self.data, self.most, self.at = bytes(data), most, 3  # somebody has read from it before
         self.asked, self.returned = [], []
 
     def seek(self, position):
@@ -1515,12 +1833,17 @@ class LoggedFile:
 def reader_with(
     *, short=True, start_counts=True, checks=True, ends=True, one_run=False, by_row=False, by_number=False,
     whole=False, itemsize=None, reverse=False, transposed=False, wide=False, empty=True, first=False,
+    empty_first=False, refuses_empty=False, seeks=True, first_cut=False, begins=True, error=ValueError, flat=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(file, start, dtype, shape, where):
         inside = len(where) == len(shape)
+        if empty_first and any(a == b for a, b in where):
+            return np.empty([b - a for a, b in where], dtype)
         inside = inside and all(0 <= a <= b <= n for (a, b), n in zip(where, shape, strict=True))
+        if refuses_empty:
+            inside = inside and all(a < b for a, b in where)
         if checks and not inside:
             raise ValueError(f"{where} is not a part of {shape}")
         if not checks:
@@ -1546,6 +1869,9 @@ def reader_with(
             cut = len(shape) - 1
         if first:
             cut = 0
+        if first_cut:
+            cut = min((i for i, n in enumerate(shape) if where[i][1] - where[i][0] < n), default=0)
+        given, where = where, where if begins else tuple((0, b - a) for a, b in where)
         if by_number and shape:
             cut = len(shape)
         offsets = [start]
@@ -1556,6 +1882,7 @@ def reader_with(
                 for offset in offsets
                 for i in range(a, a + 1 if axis == cut else b)
             ]
+        where = given
         run = math.prod(b - a for a, b in where) * size // len(offsets)
         if one_run:  # from the first number to the last
             end = offsets[-1] + run
@@ -1565,13 +1892,14 @@ def reader_with(
             skips, length = None, run
         data = bytearray()
         for offset in offsets:
-            file.seek(offset)
+            if seeks or offset:
+                file.seek(offset)
             left = length
             while left:
                 piece = file.read(left)
                 if not piece:
                     if ends:
-                        raise ValueError("the file ends within the tensor")
+                        raise error("the file ends within the tensor")
                     piece = bytes(left)
                 data += piece
                 left -= len(piece)
@@ -1588,6 +1916,7 @@ def reader_with(
         out = np.frombuffer(data, dtype)
         out = out.reshape(part_of[::-1]).T if transposed else out.reshape(part_of)
         out = out[ranges] if whole else out
+        out = out.ravel() if flat else out
         return out.astype(np.float32) if wide else out
 
     return fn
@@ -1660,7 +1989,7 @@ def _(fn, t):
 
 @shard_reader.check("other dtypes")
 def _(fn, t):
-    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8, np.int32, np.float64):
         part_is_read(fn, t, (6, 8), ((2, 6), (1, 7)), dtype)
 
 
@@ -1692,6 +2021,7 @@ def _(fn, t):
     data, _ = stored_tensor(t, (4, 5), np.float32, 40, 400)
     for where in (
         ((0, 5), (0, 5)), ((-1, 2), (0, 5)), ((0, 4), (2, 6)), ((3, 2), (0, 5)), ((0, 4),), ((0, 4), (0, 5), (0, 1)),
+        ((5, 5), (0, 5)), ((0, 4), (-1, -1)),
     ):  # fmt: skip
         args = LoggedFile(data), 40, np.dtype(np.float32), (4, 5), where
         t.raises(ValueError, fn, *args, why=f"part {where} of [4, 5]")
@@ -1741,6 +2071,48 @@ mistaken(
     "first_dimension_alone",
     "You take the part for one piece whatever is cut. It is one only if nothing after the first dimension is cut.",
     reader_with(first=True),
+)
+mistaken(
+    shard_reader,
+    "first_cut_instead_of_last",
+    "You take everything after the first dimension that is cut for contiguous. It's the last one that decides.",
+    reader_with(first_cut=True),
+)
+mistaken(
+    shard_reader,
+    "begins_forgotten",
+    "Your indices begin at 0 in every dimension. The part begins where `where` says.",
+    reader_with(begins=False),
+)
+mistaken(
+    shard_reader,
+    "one_dimension",
+    "You return the numbers in one dimension. Give them the part's shape.",
+    reader_with(flat=True),
+)
+mistaken(
+    shard_reader,
+    "no_seek_to_the_start",
+    "You don't seek where the position is 0. The file may have been read before, so seek for every piece.",
+    reader_with(seeks=False),
+)
+mistaken(
+    shard_reader,
+    "empty_before_checked",
+    "You return an empty part before you check where it is. One outside of the tensor is a mistake too.",
+    reader_with(empty_first=True),
+)
+mistaken(
+    shard_reader,
+    "empty_refused",
+    "You refuse an empty part. A device may have nothing of a tensor: return an empty array of the part's shape.",
+    reader_with(refuses_empty=True),
+)
+mistaken(
+    shard_reader,
+    "end_of_file_error",
+    "You raise another exception than ValueError where the file ends.",
+    reader_with(error=EOFError),
 )
 mistaken(
     shard_reader,
