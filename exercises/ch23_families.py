@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -139,3 +140,24 @@ def read_slice(file, start, dtype, shape, where):
     """
     # YOUR CODE HERE
     raise NotImplementedError("23.shard_reader")
+
+
+# EXERCISE 23.find_settings
+def find_settings(ours, theirs, options, layers, vocab, longest):
+    """Find the settings of each layer with which our decoder is theirs.
+
+    Args:
+      ours: function of (settings, tokens), with a dict for each layer and an
+        integer array [T]. Returns a list with an array [T, D] for each layer:
+        the residual stream after it.
+      theirs: function of tokens that returns the same of their model.
+      options: dict, name of a setting -> list of its possible values.
+      layers: number of layers.
+      vocab: tokens are below this number.
+      longest: the most tokens that a prompt may have.
+
+    Returns:
+      List with a dict for each layer: name of a setting -> value.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("23.find_settings")

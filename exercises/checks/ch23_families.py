@@ -29,14 +29,14 @@ with feature i + h: that is the layout `"half"`. Meta's checkpoints and GGUF fil
 2i + 1: the layout `"interleaved"`. Pair i has the same frequency in both. A checkpoint in one layout therefore
 becomes one in the other when the rows of its query and key projections change their order.
 
-Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the named layout. They come in
-the other one.
+Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the layout that you name. They come
+in the other one.
 
-- `rows` is a weight [heads * H, D], or its bias [heads * H], or has more dimensions. Only the first one is
-  reordered. The heads follow one another.
-- Of each head only the first `int(H * fraction)` features rotate, an even number. The others stay where they
-  are.
-- The result has the dtype of `rows`, which may be bfloat16 or an integer type.
+- `rows` is a weight [heads * H, D], or its bias [heads * H], or has more dimensions. Only the first
+  dimension is reordered. It has all of the first head, then all of the second, and so on.
+- Of each head, only the first `int(H * fraction)` features rotate: an even number, which may be 0. The others stay
+  where they are.
+- The result is a new array with the dtype of `rows`, which may be any, such as bfloat16 or an integer type.
 """,
     hints=(
         "Write down the rows of one head with H = 6 in both layouts. Which row of the one goes to row 1 of the "
@@ -286,7 +286,7 @@ original_length)`, which returns the frequency of each pair in radians per posit
 - A wavelength longer than `original_length / low_freq_factor` has its frequency divided by `factor`.
 - Between the two the frequency is $s f_i + (1 - s) f_i / \\text{factor}$. The share s rises linearly with
   `original_length / wavelength`, from 0 where that is `low_freq_factor` to 1 where it is `high_freq_factor`.
-- If the two are equal, nothing is between them. The result is finite all the same.
+- If `low_freq_factor` equals `high_freq_factor`, nothing is between them: a pair is either kept or divided.
 """,
     hints=(
         "Compute `original_length / wavelength` for every pair: how often does it turn within the original length? "
@@ -550,16 +550,16 @@ parameters. A table says how: one row for each parameter.
 
 - A row is (pattern, path, transform). A pattern without `{layer}` is the name of one tensor. The transform of
   that tensor is the parameter.
-- In a pattern with `{layer}`, this stands for a layer's number. The parameter has all layers stacked, layer 0
-  first. `shapes[path]` is its shape, and the first entry says how many layers there are, at least one. The
-  transform is applied to each layer's tensor before they are stacked.
+- In a pattern, `{layer}` stands for a layer's number: 0, 1, 2, without leading zeros. The parameter has all layers
+  stacked, layer 0 first. `shapes[path]` is its shape, and the first entry says how many layers there are, at least
+  one. Transform each layer's tensor, then stack.
 - Several rows may read the same tensor, each with a transform of its own: a fused projection for queries, keys and
   values, for example. Each path has at most one row, and every row's path is in `shapes`.
-- A dot in a path goes one level down in the tree, and a dot in a pattern is a dot. The dtypes stay as the
-  transforms return them. A tensor may be a scalar.
+- Each dot in a path goes one level down in the tree, and a dot in a pattern is just a dot. Every parameter is one
+  array, with the dtype that the transform returns. A tensor may be a scalar.
 
-These four are a `ValueError`. Its message has the full name of the tensor or path at fault, and the name of no
-other tensor:
+Four faults raise a `ValueError`. Its message has the full name of the tensor or path at fault (of one of them, if
+there are several), and the name of no tensor that is in order:
 
 1. a tensor that no row reads, such as one of a layer that the model doesn't have;
 2. a path of `shapes` that no row sets;
@@ -877,6 +877,28 @@ def _(fn, t):
         refuses(fn, t, checkpoint, path, "no row sets a parameter")
 
 
+@name_map.check("the same tensors and parameters, with rows")
+def _(fn, t):
+    # What other checks want refused is read here.
+    for layers, D, F in ((2, 5, 3), (3, 4, 6)):
+        checkpoint = Checkpoint(t, layers, D=D, F=F)
+        for i in range(layers):
+            checkpoint.tensor(f"model.layers.{i}.mlp.up_proj.bias", (F,))
+            checkpoint.tensor(f"model.layers.{i}.mlp.gate_proj.weight", (F, D))
+        layer = "model.layers.{layer}.mlp."
+        checkpoint.row(layer + "up_proj.bias", "blocks.ffn.bias", lambda x: x, (layers, F))
+        checkpoint.row(layer + "gate_proj.weight", "blocks.ffn.gate", np.transpose, (layers, D, F))
+        for name, path, shape in (
+            ("model.norm.weight", "norm", (D,)),
+            ("rotary.inv_freq", "rotary", (D,)),
+            ("model.layers.01.mlp.up_proj.weight", "odder", (F, D)),
+            ("model.layers.1_mlp.up_proj.weight", "odd", (F, D)),
+        ):
+            checkpoint.tensor(name, shape)
+            checkpoint.row(name, path, lambda x: x, shape)
+        trees_agree(fn, t, checkpoint, f"{layers} layers with more parameters")
+
+
 @name_map.check("a gap in the layers")
 def _(fn, t):
     for layer in (0, int(t.rng.integers(1, 3)), 3):
@@ -1092,13 +1114,13 @@ turns the bytes of a tensor into a float32 array of its shape.
 | `Q8_0` | scale d: float16; then 32 values q: int8 | $d\\,q_j$ |
 | `Q4_1` | scale d: float16; minimum m: float16; then 16 bytes with two values of 4 bits each | $d\\,q_j + m$ |
 
-- Of the 16 bytes of a Q4_1 block, the low four bits are the values 0 to 15 and the high four bits the values 16 to
-  31. All are from 0 to 15.
+- In a Q4_1 block, the low four bits of the 16 bytes are the values $q_0$ to $q_{15}$, and the high four bits are
+  $q_{16}$ to $q_{31}$. Each is a number from 0 to 15.
 - Numbers are little-endian. The arithmetic is in float32.
 - The blocks go along the last dimension, row after row, and none reaches from one row into the next. A shape whose
-  last dimension isn't a multiple of 32 is a `ValueError`, even if the number of all values is one. So is a number of
-  bytes that doesn't fit the shape.
-- A Python loop over the numbers would take hours for a real model. Two million of them take less than a second.
+  last dimension isn't a multiple of 32 is a `ValueError`, even where the number of all values is a multiple. So is a
+  number of bytes that doesn't fit the shape.
+- Two million numbers take less than a second. A Python loop over them would need hours for a real model.
 """,
     hints=(
         "How many bytes has a block of each kind? Read as an array of blocks, the data has one row for each block. "
@@ -1401,9 +1423,9 @@ window_cache = Exercise(
     points=15,
     forbid=("minitext.inference", "minitext.kernels", "minitext.models"),
     statement="""
-In a layer with a window, the query at position t sees positions t - window + 1 to t. An older key is never needed
-again, so a cache of `window` slots is enough: a ring buffer, in which token t is in slot t % window and overwrites the
-one that was there.
+In a layer with a window, the query at position t sees positions t - window + 1 to t. Older keys are never needed
+again, so a cache of `window` slots is enough: a ring buffer, in which token t goes into slot t % window and overwrites
+what was there.
 
 Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes the attention of T new tokens and returns
 `(out_TNH, cache)`, with the cache that the next call gets.
@@ -1413,7 +1435,8 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
 - The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the number of all tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
-- A caller may go on from the same cache twice, so don't change it. The output is float32, also where logits are large.
+- A caller may continue twice from the same cache, so don't change it. The output is float32, and right however large
+  or small the logits are.
 """,
     hints=(
         "The text has 10 tokens, the window is 4, and 3 more tokens come. Which positions does the first of them see, "
@@ -1787,9 +1810,9 @@ A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a 
 - `where` has a pair (begin, end) for each dimension, such as `((0, 576), (384, 768))`. The result is a NumPy array of
   the part's shape and of `dtype`, which may be bfloat16 from ml_dtypes.
 - `file` has `seek(position)`, `read(count)` and `tell()`, like a file opened with `buffering=0`. So `read` may return
-  fewer bytes than you ask for, and none at the end of the file.
-- Every byte of the part is read once and no other byte. Bytes that are contiguous in the file are asked for in one
-  `read`: all rows of a matrix take one `read` together, and half of its columns take one for each row.
+  fewer bytes than you ask for, and none at the end of the file. It may have been read before, up to any position.
+- Read every byte of the part once, and no other byte. Bytes that are contiguous in the file take one `read`: a single
+  one for some rows of a matrix, but one for each row if you need half of the columns.
 - A part that isn't within the tensor is a `ValueError`, also if it is empty, and so is a file that ends too early. An
   empty part within the tensor reads nothing and is returned with its shape, such as [0, 5].
 """,
@@ -2162,4 +2185,331 @@ mistaken(
     "an_empty_part_read",
     "You read something for a part that has no numbers.",
     reader_with(empty=False),
+)
+
+# --------------------------------------------------------------------------------- find_settings
+
+find_settings = Exercise(
+    "23.find_settings",
+    title="Which settings are theirs?",
+    function="find_settings",
+    minutes=35,
+    points=20,
+    statement="""
+You have somebody's model, the program that they ran it with, and your own decoder with its switches. All names and
+shapes fit, but the numbers don't. Some settings are off, and you don't know which, or in which layers. Write
+`find_settings(ours, theirs, options, layers, vocab, longest)`, which finds the settings that their program uses.
+
+- `theirs(tokens)` returns a list with the residual stream after each layer, a NumPy array [T, D] each. `tokens` is an
+  integer array [T] of your choice, with numbers below `vocab`. T is at most `longest`.
+- `ours(settings, tokens)` returns the same of your decoder. `settings` is a list with a dict for each layer.
+- `options` has the values that each setting may have, such as `{"window": [None, 6, 20], "base": [1e4, 1e6]}`. Each
+  layer has settings of its own, and any number of them may be off.
+- Return the settings of `theirs`: a list with a dict for each layer, which has a value for each name in `options`.
+- The two programs round differently. With the right settings their numbers agree to about six digits.
+- Running a model is expensive. Call `theirs` at most 3 times, and `ours` at most twice for each layer and
+  combination of values. With 5 layers and 24 combinations that makes 240 calls. Trying every layer's combinations with every other
+  layer's would take millions.
+""",
+    hints=(
+        "Look at the stream after layer 0 alone. On which layers' settings does it depend? Once it agrees, what do you "
+        "know about the stream after layer 1?",
+        "On which prompts is a window of 20 the same as none? On which are two bases of rope the same? And if numbers "
+        "never agree exactly, which of the combinations do you take?",
+        "Draw `longest` tokens at random. For layer 0, 1, 2 and so on: try every combination (`itertools.product`) in "
+        "this layer, with the layers before it as found. Keep the one whose stream after this layer is nearest to "
+        "theirs.",
+    ),
+)
+
+
+class Decoder:
+    """A small decoder in float64 whose layers have settings of their own, and what was asked of it."""
+
+    def __init__(self, t, layers, vocab, longest, spread=1.0, D=8):
+        self.layers, self.vocab, self.longest, self.D = layers, vocab, longest, D
+        names = "q", "k", "v", "o", "up", "down"
+        self.table = t.rng.normal(size=(vocab, D))
+        self.table[:, 0] *= spread
+        self.weights = [
+            {name: t.rng.normal(size=(D, D)) / math.sqrt(D) for name in names}
+            for _ in range(layers)
+        ]
+        self.table[1] = self.table[0]  # a prompt of these two looks varied and isn't
+        for w in self.weights:  # and the sum of a stream's features says nothing
+            for name in ("o", "down"):
+                w[name] -= w[name].mean(axis=1, keepdims=True)
+        self.calls = 0
+
+    def __call__(self, settings, tokens, dtype=np.float64):
+        self.calls += 1
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or not 1 <= len(tokens) <= self.longest:
+            raise ValueError(
+                f"tokens have the shape {tokens.shape}, want [T] with T at most {self.longest}"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            raise ValueError(
+                f"tokens are from {tokens.min()} to {tokens.max()}, with a vocabulary of {self.vocab}"
+            )
+        if len(settings) != self.layers:
+            raise ValueError(
+                f"settings for {len(settings)} layers, and the model has {self.layers}"
+            )
+        x, found = self.table[tokens].astype(dtype), []
+        for layer, w in zip(settings, self.weights, strict=True):
+            x = self.layer(layer, x, {name: value.astype(dtype) for name, value in w.items()})
+            found.append(x)
+        return found
+
+    def layer(self, settings, x, w):
+        T, D = x.shape
+        at = np.arange(T)
+        epsilon = settings.get("epsilon", 1e-5)
+
+        def norm(y):
+            return (y / np.sqrt(np.mean(y**2, -1, keepdims=True) + epsilon)).astype(x.dtype)
+
+        h = norm(x)
+        angle = at[:, None] * settings.get("base", 100.0) ** (-np.arange(D // 2) / (D // 2))
+
+        def rotated(y):
+            a, b = y[:, : D // 2], y[:, D // 2 :]
+            cos, sin = np.cos(angle), np.sin(angle)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], 1).astype(x.dtype)
+
+        logits = 3 * rotated(h @ w["q"]) @ rotated(h @ w["k"]).T
+        cap, window = settings.get("softcap"), settings.get("window")
+        logits = cap * np.tanh(logits / cap) if cap else logits
+        seen = at[None] <= at[:, None]
+        if window:
+            seen &= at[None] > at[:, None] - window
+        logits = np.where(seen, logits, -np.inf)
+        exps = np.exp(logits - logits.max(-1, keepdims=True))
+        x = x + (exps / exps.sum(-1, keepdims=True)).astype(x.dtype) @ (h @ w["v"]) @ w["o"]
+        up = norm(x) @ w["up"]
+        relu = settings.get("activation") == "relu"
+        return (
+            x + (np.maximum(up, 0) if relu else up / (1 + np.exp(-up))).astype(x.dtype) @ w["down"]
+        )
+
+
+ALL_OPTIONS = {
+    "window": [None, 4, 9],
+    "base": [100.0, 10.0],
+    "activation": ["silu", "relu"],
+    "epsilon": [1e-5, 0.1],
+    "softcap": [None, 2.0],
+}
+
+
+def combinations(options):
+    return [
+        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
+    ]
+
+
+def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=1.0):
+    """Whether the answer finds settings of chance, in as few calls as it may have; layers in `usual` have the first."""
+    options = {
+        name: [ALL_OPTIONS[name][i] for i in t.rng.permutation(len(ALL_OPTIONS[name]))]
+        for name in names
+    }
+    choices, vocab = combinations(options), int(t.rng.integers(12, 60))
+    decoder, their_calls = Decoder(t, layers, vocab, longest, spread), 0
+    want = [
+        choices[0 if layer in usual else int(t.rng.integers(1, len(choices)))]
+        for layer in range(layers)
+    ]
+    want = want[:1] * layers if alike else want
+
+    def theirs(tokens):
+        nonlocal their_calls
+        their_calls += 1
+        found = decoder(want, tokens)
+        decoder.calls -= 1
+        return found
+
+    got = fn(
+        lambda settings, tokens: decoder(settings, tokens, np.float32),
+        theirs,
+        options,
+        layers,
+        vocab,
+        longest,
+    )
+    why = f"{layers} layers, options {options}, prompts of up to {longest}"
+    t.true(isinstance(got, (list, tuple)), f"got {type(got).__name__}, want a list", "no list")
+    t.true(len(got) == layers, f"settings for {len(got)} layers, want {layers}", len(got))
+    wrong = [
+        (i, n)
+        for i in range(layers)
+        for n in options
+        if not (isinstance(got[i], dict) and n in got[i])
+    ]
+    t.true(not wrong, f"a layer has no value for a setting: {(wrong or [''])[0]}", str(wrong))
+    off = [(i, n) for i in range(layers) for n in options if got[i][n] != want[i][n]]
+    layer, name = (off or [(0, names[0])])[0]
+    t.true(
+        not off,
+        f"layer {layer}: got {name}={got[layer][name]}, want {want[layer][name]} ({len(off)} settings are off): {why}",
+        str([[got[i][n] for n in options] for i in range(layers)]),
+    )
+    most = 2 * layers * len(choices)
+    t.true(their_calls <= 3, f"{their_calls} calls of theirs, want at most 3", their_calls)
+    t.true(
+        decoder.calls <= most,
+        f"{decoder.calls} calls of ours, want at most {most}: {why}",
+        decoder.calls,
+    )
+
+
+@find_settings.check("one layer")
+def _(fn, t):
+    settings_found(fn, t, ("activation", "epsilon"), 1, 12)
+
+
+@find_settings.check("layers that are all alike")
+def _(fn, t):
+    settings_found(fn, t, ("activation", "base", "epsilon"), 3, 16, alike=True)
+
+
+@find_settings.check("layers that differ")
+def _(fn, t):
+    settings_found(fn, t, ("activation", "epsilon", "softcap"), 5, 14, usual=(0, 2))
+
+
+@find_settings.check("windows")
+def _(fn, t):
+    for _ in range(3):
+        settings_found(fn, t, ("window", "activation"), 4, 17)
+        settings_found(fn, t, ("window",), 6, 11, usual=(0,))
+
+
+@find_settings.check("rotations")
+def _(fn, t):
+    for _ in range(3):
+        settings_found(fn, t, ("base", "softcap"), 4, 20)
+        settings_found(fn, t, ("base",), 6, 15, usual=(1, 2))
+
+
+@find_settings.check("all at once, and a feature that is large")
+def _(fn, t):
+    settings_found(fn, t, tuple(ALL_OPTIONS), 3, 24)
+    settings_found(fn, t, ("window", "base", "activation"), 5, 18, spread=200.0)
+
+
+def settings_with(
+    *, tokens="random", judged="own", order=1, exact=False, alike=False, times=1, more=0, their_times=1, first=False, one_by_one=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(ours, theirs, options, layers, vocab, longest):
+        rng = np.random.default_rng(5)
+        count = {"few": 4, "one": 1}.get(tokens, longest + more)
+        prompt = np.full(count, 7) if tokens == "alike" else rng.integers(0, vocab, count)
+        for _ in range(their_times):
+            want = theirs(prompt)
+        choices = combinations(options)
+        found = [choices[0]] * layers
+
+        def apart(tried, layer):
+            for _ in range(times):
+                got = ours(tried, prompt)
+            at = -1 if judged == "last" else layer
+            if exact:
+                return 0.0 if np.array_equal(got[at], want[at]) else 1.0
+            return float(np.abs(got[at] - want[at]).max())
+
+        if alike:
+            return [min(choices, key=lambda choice: apart([choice] * layers, layers - 1))] * layers
+        for layer in range(layers)[::order]:
+            if one_by_one:
+                for name, values in options.items():
+                    each = [{**found[layer], name: value} for value in values]
+                    tried = [[*found[:layer], one, *found[layer + 1 :]] for one in each]
+                    found[layer] = each[int(np.argmin([apart(one, layer) for one in tried]))]
+                continue
+            tried = [[*found[:layer], choice, *found[layer + 1 :]] for choice in choices]
+            found[layer] = choices[int(np.argmin([apart(one, layer) for one in tried]))]
+            if first and layer == 0:
+                break
+        return found
+
+    return fn
+
+
+mistaken(
+    find_settings,
+    "one_token",
+    "Your prompt is a single token. It only sees itself, so nothing that attention does can show.",
+    settings_with(tokens="one"),
+)
+mistaken(
+    find_settings,
+    "too_short_a_prompt",
+    "Your prompt is shorter than a window, which then hides nothing. Take as many tokens as you may have.",
+    settings_with(tokens="few"),
+)
+mistaken(
+    find_settings,
+    "the_same_token",
+    "All tokens of your prompt are the same. Their values are too, so it doesn't matter how much each is looked at.",
+    settings_with(tokens="alike"),
+)
+mistaken(
+    find_settings,
+    "judged_by_the_last_layer",
+    "You judge a layer by the model's last stream, which has the mistakes of all later layers in it. Judge it by its "
+    "own.",
+    settings_with(judged="last"),
+)
+mistaken(
+    find_settings,
+    "from_the_last_layer",
+    "You begin with the last layer. Its input is wrong until all layers before it are right: go from front to back.",
+    settings_with(order=-1),
+)
+mistaken(
+    find_settings,
+    "equal_or_not",
+    "You look for streams that are exactly equal, and the two programs round differently. Take the nearest.",
+    settings_with(exact=True),
+)
+mistaken(
+    find_settings,
+    "all_layers_alike",
+    "You give all layers the same settings. Each layer has its own.",
+    settings_with(alike=True),
+)
+mistaken(
+    find_settings,
+    "first_layer_only",
+    "You stop after the first layer that was off. Later ones may be off too.",
+    settings_with(first=True),
+)
+mistaken(
+    find_settings,
+    "one_setting_at_a_time",
+    "You choose a layer's settings one at a time. While another one of them is off, the nearest value need not be the "
+    "right one: try the combinations.",
+    settings_with(one_by_one=True),
+)
+mistaken(
+    find_settings,
+    "too_many_calls",
+    "Your settings are right, and you call `ours` too often for them. Each combination is needed once for each layer.",
+    settings_with(times=3),
+)
+mistaken(
+    find_settings,
+    "theirs_too_often",
+    "You call `theirs` more often than you may. One prompt is enough: keep what it returned.",
+    settings_with(their_times=4),
+)
+mistaken(
+    find_settings,
+    "too_long_a_prompt",
+    "Your prompt has more than `longest` tokens.",
+    settings_with(more=1),
 )

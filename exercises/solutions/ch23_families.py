@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -249,4 +250,39 @@ def read_slice(file, start, dtype, shape, where):
             data += piece
             left -= len(piece)
     return np.frombuffer(data, dtype).reshape(part)
+    # END SOLUTION
+
+
+# EXERCISE 23.find_settings
+def find_settings(ours, theirs, options, layers, vocab, longest):
+    """Find the settings of each layer with which our decoder is theirs.
+
+    Args:
+      ours: function of (settings, tokens), with a dict for each layer and an
+        integer array [T]. Returns a list with an array [T, D] for each layer:
+        the residual stream after it.
+      theirs: function of tokens that returns the same of their model.
+      options: dict, name of a setting -> list of its possible values.
+      layers: number of layers.
+      vocab: tokens are below this number.
+      longest: the most tokens that a prompt may have.
+
+    Returns:
+      List with a dict for each layer: name of a setting -> value.
+    """
+    # BEGIN SOLUTION
+    # Long and varied: a window shows, and so does where a token looks.
+    tokens = np.random.default_rng(0).integers(0, vocab, longest)
+    want = theirs(tokens)
+    combinations = itertools.product(*options.values())
+    choices = [dict(zip(options, c, strict=True)) for c in combinations]
+    settings = [choices[0]] * layers
+    for layer in range(layers):
+        distances = []
+        for choice in choices:
+            settings[layer] = choice
+            stream = ours(settings, tokens)[layer]
+            distances.append(np.abs(stream - want[layer]).max())
+        settings[layer] = choices[int(np.argmin(distances))]
+    return settings
     # END SOLUTION
