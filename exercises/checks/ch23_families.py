@@ -2288,19 +2288,23 @@ class Decoder:
         exps = np.exp(logits - logits.max(-1, keepdims=True))
         x = x + (exps / exps.sum(-1, keepdims=True)).astype(x.dtype) @ (h @ w["v"]) @ w["o"]
         up = norm(x) @ w["up"]
-        relu = settings.get("activation") == "relu"
-        return (
-            x + (np.maximum(up, 0) if relu else up / (1 + np.exp(-up))).astype(x.dtype) @ w["down"]
-        )
+        kinds = {"relu": lambda u: np.maximum(u, 0), "tanh": np.tanh}
+        active = kinds.get(settings.get("activation"), lambda u: u / (1 + np.exp(-u)))
+        return x + active(up).astype(x.dtype) @ w["down"]
 
 
-ALL_OPTIONS = {
-    "window": [None, 4, 9],
-    "base": [100.0, 10.0],
-    "activation": ["silu", "relu"],
-    "epsilon": [1e-5, 0.1],
-    "softcap": [None, 2.0],
-}
+NAMES = "window", "base", "activation", "epsilon", "softcap"
+
+
+def options_of_chance(t, names):
+    """Values that each of these settings may have, in an order of chance."""
+    windows = [None, int(t.rng.integers(3, 6)), int(t.rng.integers(7, 10))]
+    bases = [float(t.rng.integers(5, 20)), float(t.rng.integers(80, 200))]
+    activations = [("silu", "relu", "tanh")[i] for i in t.rng.permutation(3)[:2]]
+    epsilons = [float(t.rng.uniform(1e-6, 1e-5)), float(t.rng.uniform(0.05, 0.2))]
+    caps = [None, float(t.rng.uniform(1.5, 2.5))]
+    all_ = dict(zip(NAMES, (windows, bases, activations, epsilons, caps), strict=True))
+    return {name: [all_[name][i] for i in t.rng.permutation(len(all_[name]))] for name in names}
 
 
 def combinations(options):
@@ -2311,10 +2315,7 @@ def combinations(options):
 
 def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=1.0):
     """Whether the answer finds settings of chance, in as few calls as it may have; layers in `usual` have the first."""
-    options = {
-        name: [ALL_OPTIONS[name][i] for i in t.rng.permutation(len(ALL_OPTIONS[name]))]
-        for name in names
-    }
+    options = options_of_chance(t, names)
     choices, vocab = combinations(options), int(t.rng.integers(12, 60))
     decoder, their_calls = Decoder(t, layers, vocab, longest, spread), 0
     want = [
@@ -2396,7 +2397,7 @@ def _(fn, t):
 @find_settings.check("all at once, and a feature that is large")
 def _(fn, t):
     for _ in range(2):
-        settings_found(fn, t, tuple(ALL_OPTIONS), 6, 24)
+        settings_found(fn, t, NAMES, 6, 24)
     settings_found(fn, t, ("window", "base", "activation"), 5, 18, spread=200.0)
 
 
