@@ -471,6 +471,6 @@ def test_eight_devices_give_the_tokens_of_one(kind):
     assert answers[0] == answers[1]
     with pytest.raises(UserError, match="model.vocab=48 is not divisible by mesh.tensor=5"):
         Engine(
-            cfg.model_copy(update={"heads": 5, "kv_heads": 5, "mlp": 5}), params, SMALL,
+            cfg.model_copy(update={"heads": 5, "kv_heads": 5, "head_dim": 4, "mlp": 5}), params, SMALL,
             mesh=make_mesh(MeshConfig(data=1, tensor=5), devices=jax.devices()[:5]),
         )  # fmt: skip
