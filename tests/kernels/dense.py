@@ -14,7 +14,7 @@ SWITCHES: dict[str, dict] = {
     "sinks": {"sinks": True},
     "all": {"window": 9, "chunk": 24, "softcap": 2.0, "sinks": True},
 }
-# Each two and three of them together, as families have them: Gemma 2 a window and a soft-cap, gpt-oss a window and sinks.
+# Each two and three of them, as families have them: Gemma 2 a window and a soft-cap, gpt-oss a window and sinks.
 COMBINATIONS = {
     " and ".join(names): {k: v for name in names for k, v in SWITCHES[name].items()}
     for count in (2, 3)
