@@ -21,6 +21,7 @@ from minitext.models.hf_keys import differences, each_layer, fold, settings
 from minitext.models.transformer import Transformer
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import make_mesh
+from minitext.sharding.rules import RULES
 from minitext.training.step import abstract_state, make_loss_fn, model_def
 from tests.conftest import audit_but
 from tests.models import tiny_models
@@ -28,6 +29,7 @@ from tests.models.tiny_models import (
     CASES,
     EXPERTS,
     LATENTS,
+    ODD,
     ORIGINAL,
     PLAIN,
     SIZES,
@@ -74,6 +76,16 @@ def test_logits_at_every_length(case, pair):
     for length in range(1, LENGTH + 1):
         tokens_BT = tokens(length)
         assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN, length
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("case", ODD)
+def test_odd_configurations(case, tmp_path):
+    name, more, edit = ODD[case]
+    both, tokens_BT = tiny_models.both(name, more, tmp_path, edit), tokens(LENGTH)
+    assert apart(forward(both.ours, tokens_BT), theirs(both.theirs, tokens_BT)) < WITHIN
+    config = families.to_hf(both.cfg, 64, both.name)
+    assert config["model_type"] == both.name
 
 
 @pytest.mark.audit
@@ -345,7 +357,8 @@ def logits_loss_and_gradients(both, **layout):
     graphdef, loss_fn = model_def(cfg), make_loss_fn(cfg)
 
     def run(params, batch):
-        rows = batch["tokens"], batch["positions"], batch["segment_ids"]
+        names = "tokens", "positions", "segment_ids"
+        rows = [RULES[cfg.sharding.rules].shard(batch[name], "batch", "seq") for name in names]
         return nnx.merge(graphdef, params)(*rows), jax.value_and_grad(loss_fn, has_aux=True)(
             params, batch
         )
@@ -467,6 +480,19 @@ def test_both_spellings_of_rope(name, old, new):
          "original_max_position_embeddings=1"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
+        ("phi", {}, "model_type='phi'"),
+        ("starcoder2", {}, "model_type='starcoder2'"),
+        ("cohere", {}, "model_type='cohere'"),
+        ("gemma3", {}, "gemma3_text"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("cwm", {"rope_theta": 1e4}, "rope_theta=10000.0"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0"),
+        ("granite", {"residual_multiplier": -1.0}, "residual_scale=-1.0"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG'"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("deepseek_v2", {"num_key_value_heads": 4, "topk_method": "group_limited_greedy", "moe_intermediate_size": 24},
+         "topk_method='group_limited_greedy'"),
+        ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 0.25}, "rotary_dim=64"),
     ],
 )  # fmt: skip
 def test_what_is_refused(name, more, word):
@@ -478,7 +504,7 @@ def test_what_is_refused(name, more, word):
     }
     values = config(name, **(moe if name == "deepseek_v3" else {}) | more)
     with pytest.raises(UserError) as error:
-        families.config(values)
+        families.model_of(families.config(values))
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
@@ -509,7 +535,12 @@ def test_layers_fold_and_unfold():
     prefix = config("glm4_moe", num_hidden_layers=7, first_k_dense_replace=3, n_routed_experts=8,
                     moe_intermediate_size=24)  # fmt: skip
     cfg = families.model_of(families.config(prefix))
-    assert (cfg.dense_layers, cfg.dense_mlp, cfg.mlp, cfg.period) == (3, 48, 24, ())
+    assert (cfg.dense_layers, cfg.dense_mlp, cfg.mlp, cfg.period) == (
+        3,
+        SIZES["intermediate_size"],
+        24,
+        (),
+    )
     assert [settings(layer)["ffn.kind"] for layer in each_layer(cfg)] == ["swiglu"] * 3 + [
         "moe"
     ] * 4

@@ -82,7 +82,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
     }),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
-    "flex-olmo": ("flex_olmo", WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "flex-olmo": ("flex_olmo", WIDE | {  # its norm undoes what scales all experts alike, but for the epsilon
+        "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "rms_norm_eps": 0.01,
+    }),
     "phi3": ("phi3", {"sliding_window": 9}),
     "phi3-long": ("phi3", {
         "num_attention_heads": 2, "num_key_value_heads": 1, "original_max_position_embeddings": ORIGINAL,
@@ -157,12 +159,11 @@ class Pair(NamedTuple):
     name: str
 
 
-def theirs(case: str) -> Any:
-    """Returns a model of transformers with every parameter and buffer random."""
+def theirs(name: str, more: dict[str, Any]) -> Any:
+    """Returns a family's model of transformers with every parameter and buffer random."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name, more = CASES[case]
     cfg = AutoConfig.for_model(name, **SIZES | more)
     model = AutoModelForCausalLM.from_config(cfg, attn_implementation="eager").float().eval()
     draw = torch.Generator().manual_seed(0)
@@ -186,12 +187,132 @@ def theirs(case: str) -> Any:
 @cache
 def pair(case: str, parent: Any) -> Pair:
     """Makes a model, saves it below `parent` and reads it."""
-    model, folder = theirs(case), parent / case
+    return both(*CASES[case], parent / case)
+
+
+def both(name: str, more: dict[str, Any], folder: Any, edit: dict[str, Any] | None = None) -> Pair:
+    """Makes a model, saves it and reads it; both read config.json after an edit, which removes a key by `GONE`."""
+    from transformers import AutoModelForCausalLM
+
+    model = theirs(name, more)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
+    if edit:
+        config = {key: value for key, value in (config | edit).items() if value is not GONE}
+        (folder / "config.json").write_text(json.dumps(config))
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     name = families.family_of(config)
     cfg = families.model_of(families.config(config))
     return Pair(model, read_model(folder, cfg, name), cfg, config, folder, name)
+
+
+GONE = object()
+_NEXT = EXPERTS | {
+    "num_hidden_layers": 5, "num_experts": 4, "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 24, "head_dim": 16,
+}  # fmt: skip
+_LLAMA4 = WIDE | {
+    "num_hidden_layers": 6, "intermediate_size_mlp": 40, "num_local_experts": 4, "attention_chunk_size": 5,
+    "floor_scale": 4,
+}  # fmt: skip
+_GPT_OSS = WIDE | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5}
+_DEEPSEEK = (
+    EXPERTS
+    | LATENTS
+    | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+)
+_EXAONE = WIDE | {"num_hidden_layers": 6, "sliding_window": 5}
+_GEMMA = WIDE | {"num_hidden_layers": 5, "sliding_window": 5}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_OLD = {"rope_parameters": GONE, "rope_theta": 5e4}
+
+# What families allow and hardly any published model has, and what older files spell in another way.
+ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one head of keys": ("llama", WIDE | {"num_key_value_heads": 1}, {}),
+    "one layer, another epsilon": ("llama", {"num_hidden_layers": 1, "rms_norm_eps": 0.01}, {}),
+    "no head_dim": ("llama", {}, {"head_dim": GONE}),
+    "null head_dim": ("llama", {}, {"head_dim": None}),
+    "head_dim of Qwen3 by default": ("qwen3", {"head_dim": 128}, {"head_dim": GONE}),
+    "gelu_new": ("llama", {"hidden_act": "gelu_new"}, {}),
+    "old rope": ("llama", {}, _OLD),
+    "old rope, linear": ("llama", {}, _OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "no rope keys": ("mixtral", {"num_local_experts": 4}, {"rope_parameters": GONE}),
+    "yarn with mscale": ("llama", WIDE | {"rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 0.7}}, {}),
+    "yarn with one mscale": ("llama", WIDE | {"rope_parameters": YARN | {"mscale": 0.5}}, {}),
+    "yarn with a factor": ("llama", WIDE | {"rope_parameters": YARN | {"attention_factor": 0.7}}, {}),
+    "yarn for other lengths": ("llama", WIDE | {"rope_parameters": YARN, "max_position_embeddings": 128}, {}),
+    "llama3 with a steep ramp": ("llama", WIDE | {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.5}}, {}),
+    "no window": ("mistral", WIDE | {"sliding_window": None}, {}),
+    "a window of one": ("mistral", WIDE | {"sliding_window": 1, "tie_word_embeddings": True}, {}),
+    "one expert": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}, {}),
+    "every expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}, {}),
+    "no caps": ("gemma2", _GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}, {}),
+    "gemma untied": ("gemma2", _GEMMA | {"tie_word_embeddings": False, "attention_bias": True}, {}),
+    "gemma, odd layers": ("gemma2", _GEMMA | {"layer_types": [_FULL, _LOCAL, _LOCAL, _FULL, _LOCAL]}, {}),
+    "gemma, no window": ("gemma2", _GEMMA | {"layer_types": [_FULL] * 5}, {}),
+    "gemma3, a pattern": ("gemma3_text", _GEMMA, {"layer_types": GONE, "sliding_window_pattern": 2}),
+    "gemma3, old rope": ("gemma3_text", _GEMMA, {
+        "rope_parameters": GONE, "rope_theta": 1e6, "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }),
+    "gemma3, yarn in both": ("gemma3_text", _GEMMA | {
+        "rope_parameters": {_FULL: YARN, _LOCAL: YARN | {"factor": 2.0}}}, {}),
+    "gemma of old": ("gemma", WIDE, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+    "qwen2, windows off": ("qwen2", {"sliding_window": 5, "max_window_layers": 1}, {}),
+    "qwen2, windows in all": ("qwen2", _WINDOWS | {"max_window_layers": 0}, {}),
+    "qwen2, windows in none": ("qwen2", _WINDOWS | {"max_window_layers": 9}, {}),
+    "qwen2 by max_window_layers": ("qwen2", _WINDOWS | {"max_window_layers": 2}, {"layer_types": GONE}),
+    "qwen2, odd layers": ("qwen2", _WINDOWS | {"layer_types": [_LOCAL, _FULL, _LOCAL]}, {}),
+    "qwen3-moe with windows": ("qwen3_moe", EXPERTS | _WINDOWS | {"num_experts": 4, "max_window_layers": 1}, {}),
+    "qwen3-moe, some dense": ("qwen3_moe", EXPERTS | {"num_experts": 4, "mlp_only_layers": [1]}, {}),
+    "qwen3-moe, period left over": ("qwen3_moe", EXPERTS | {
+        "num_experts": 4, "num_hidden_layers": 5, "decoder_sparse_step": 3}, {}),
+    "qwen2-moe, no bias": ("qwen2_moe", EXPERTS | _WINDOWS | {
+        "num_experts": 4, "shared_expert_intermediate_size": 20, "qkv_bias": False, "norm_topk_prob": True,
+        "max_window_layers": 2}, {}),
+    "olmo3, old rope": ("olmo3", WIDE | {"num_hidden_layers": 6, "sliding_window": 5}, {
+        "rope_parameters": GONE, "rope_theta": 5e5,
+        "rope_scaling": {k: v for k, v in YARN.items() if k != "rope_theta"}}),
+    "phi3, a share rotates": ("phi3", {"num_attention_heads": 2, "partial_rotary_factor": 0.5}, {}),
+    "longrope with a factor": ("phi3", CASES["phi3-long"][1] | {"rope_parameters": LONG | {"factor": 3.0}}, {}),
+    "deepseek, one group": ("deepseek_v3", _DEEPSEEK | {"n_group": 1, "topk_group": 1}, {}),
+    "deepseek, all groups": ("deepseek_v3", _DEEPSEEK | {"topk_group": 4, "norm_topk_prob": False}, {}),
+    "deepseek, no dense layer": ("deepseek_v3", _DEEPSEEK | {"first_k_dense_replace": 0}, {}),
+    "deepseek, all dense": ("deepseek_v3", _DEEPSEEK | {"first_k_dense_replace": 9, "q_lora_rank": None}, {}),
+    "glm4.5 without norms": ("glm4_moe", WIDE | EXPERTS | {
+        "n_routed_experts": 4, "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False}, {}),
+    "gpt-oss by default": ("gpt_oss", _GPT_OSS, {"rope_parameters": GONE}),
+    "gpt-oss, odd layers": ("gpt_oss", _GPT_OSS | {"layer_types": [_FULL, _FULL, _LOCAL]}, {}),
+    "gpt-oss without bias": ("gpt_oss", _GPT_OSS | {"attention_bias": False, "num_experts_per_tok": 1}, {}),
+    "llama4, experts in all": ("llama4_text", _LLAMA4 | {"interleave_moe_layer_step": 1}, {}),
+    "llama4, experts in some": ("llama4_text", _LLAMA4 | {"moe_layers": [0, 4], "num_experts_per_tok": 2}, {}),
+    "llama4, rope in some": ("llama4_text", _LLAMA4 | {"no_rope_layers": [1, 0, 1, 1, 0, 0]}, {}),
+    "llama4, chunks in others": ("llama4_text", _LLAMA4 | {"layer_types": [_FULL, "chunked_attention"] * 3}, {}),
+    "llama4, switches off": ("llama4_text", _LLAMA4 | {
+        "use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True}, {}),
+    "smollm3 with windows": ("smollm3", WIDE | _WINDOWS | {"num_hidden_layers": 6}, {}),
+    "smollm3 by interval": ("smollm3", WIDE | {"num_hidden_layers": 5, "no_rope_layer_interval": 2}, {}),
+    "qwen3-next, every second": ("qwen3_next", _NEXT | {"full_attention_interval": 2}, {}),
+    "qwen3-next, convolution of two": ("qwen3_next", _NEXT | {"linear_conv_kernel_dim": 2}, {}),
+    "qwen3-next, as many heads": ("qwen3_next", _NEXT | {"linear_num_key_heads": 6, "mlp_only_layers": [0, 3]}, {}),
+    "ministral by default": ("ministral", WIDE | {"sliding_window": 5}, {}),
+    "cwm by default": ("cwm", WIDE | {"num_hidden_layers": 6, "sliding_window": 5, "bos_token_id": 1}, {}),
+    "seed-oss without bias": ("seed_oss", WIDE | {"attention_bias": False}, {}),
+    "granite of ones": ("granite", {}, {}),
+    "granite tied": ("granite", FACTORS | {"tie_word_embeddings": True}, {}),
+    "hyperclovax, norms before": ("hyperclovax", FACTORS | {"use_post_norm": False, "attention_bias": True}, {}),
+    "glm4, all rotates": ("glm4", WIDE | {"partial_rotary_factor": 1.0, "attention_bias": False}, {}),
+    "exaone4 without a window": ("exaone4", _EXAONE | {"sliding_window": None, "layer_types": [_FULL] * 6}, {}),
+    "exaone4, nothing rotates": ("exaone4", _EXAONE | {"layer_types": [_FULL] * 6}, {}),
+    "exaone4 as published": ("exaone4", _EXAONE, {"sliding_window_pattern": "LLLG"}),
+    "olmoe normalised": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}, {}),
+    "dots1 in groups": ("dots1", WIDE | EXPERTS | {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": True,
+        "attention_bias": True, "routed_scaling_factor": 2.5}, {}),
+    "minimax by rotary_dim": ("minimax_m2", WIDE | {"num_experts_per_tok": 2, "num_local_experts": 4}, {
+        "rope_parameters": GONE, "rope_theta": 1e4, "rotary_dim": 8}),
+}  # fmt: skip
 
 
 def tokens(length: int, rows: int = 2) -> np.ndarray:
