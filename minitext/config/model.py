@@ -305,6 +305,9 @@ class ModelConfig(Section):
     norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", gt=0)
     norm_offset: bool = setting(False, "RMSNorm multiplies by 1 + its scale")
     embed_scale: float | None = setting(None, "factor on token vectors; null: 1", gt=0)
+    residual_scale: float | None = setting(
+        None, "factor on what attention and feed-forward layers add; null: 1", gt=0
+    )
     tie_embeddings: bool = setting(False, "use the transposed embedding table as the output layer")
     logit_scale: float | None = setting(
         None, "factor on the logits; null: 1/sqrt(embed) if embeddings are tied, else 1", gt=0

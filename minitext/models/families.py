@@ -16,7 +16,7 @@ from flax import nnx
 
 from minitext.config.model import DeltaNetConfig, MLAConfig, ModelConfig, MoEConfig
 from minitext.errors import UserError, did_you_mean
-from minitext.models import convert
+from minitext.models import convert, hf_keys
 from minitext.models.convert import KEEP, TRANSPOSED, Table, View
 from minitext.models.hf_keys import (
     EmbedScale,
@@ -25,9 +25,12 @@ from minitext.models.hf_keys import (
     Implied,
     L2Norm,
     LinearLayers,
+    LocalRotation,
+    LogitScale,
     Only,
     QueryScalar,
     Rope,
+    RotaryDim,
     Row,
     Same,
     SharedWidth,
@@ -129,6 +132,17 @@ def _experts_part(
     return view
 
 
+def _stacked(taken: Callable[[int], slice]) -> Callable[[ModelConfig], View]:
+    """Returns the view of some of the 2F features of all experts in one tensor [E, 2F, D]."""
+
+    def view(cfg: ModelConfig) -> View:
+        assert isinstance(cfg.ffn, MoEConfig)
+        shape = cfg.ffn.experts, 2 * cfg.mlp, cfg.embed
+        return View(shape, part=(ALL, taken(cfg.mlp)), order=(0, 2, 1))
+
+    return view
+
+
 _EVEN, _ODD = (lambda F: slice(0, None, 2)), (lambda F: slice(1, None, 2))
 _FIRST, _SECOND = (lambda F: slice(0, F)), (lambda F: slice(F, None))
 
@@ -145,6 +159,39 @@ def _pairs(
         return View(shape=(N * H, D), split=(N, H // 2, 2, D), order=(3, 0, 2, 1))
 
     return view
+
+
+def _some_pairs(x: str, heads: Callable[[ModelConfig], int]) -> tuple[Tensor, ...]:
+    """Returns rows for queries or keys: of each head some features from pairs to halves, and the others as they are."""
+
+    def row(kind: str, theirs: Callable[[int], slice], ours: Callable[[int], slice]) -> Tensor:
+        def part(cfg: ModelConfig) -> tuple[int, int, int]:
+            return heads(cfg), cfg.H, cfg.rope.rotated(cfg.H)
+
+        def view(cfg: ModelConfig) -> View:
+            (N, H, rotated), D = part(cfg), cfg.embed
+            if kind == "bias":
+                return View((N * H,), (N, H), (ALL, theirs(rotated)))
+            return View((N * H, D), (N, H, D), (ALL, theirs(rotated)), (2, 0, 1))
+
+        def into(cfg: ModelConfig) -> View:
+            (N, H, rotated), D = part(cfg), cfg.embed
+            if kind == "bias":
+                return View((N * H,), (N, H), (ALL, ours(rotated)))
+            return View((D, N * H), (D, N, H), (ALL, ALL, ours(rotated)))
+
+        name, parameter = f"{LAYER}self_attn.{x}_proj.{kind}", f"attention.{x}.{kind[0]}"
+        return Tensor(name, parameter, view, into)
+
+    return tuple(
+        row(kind, theirs, ours)
+        for kind in ("weight", "bias")
+        for theirs, ours in (
+            (lambda R: slice(0, R, 2), lambda R: slice(0, R // 2)),
+            (lambda R: slice(1, R, 2), lambda R: slice(R // 2, R)),
+            (lambda R: slice(R, None), lambda R: slice(R, None)),
+        )
+    )
 
 
 def _mla(cfg: ModelConfig) -> MLAConfig:
@@ -304,6 +351,32 @@ def _gated(theirs: str, ours: str) -> tuple[Tensor, ...]:
 
 
 MLP = _gated("mlp", "ffn")
+GATE_UP = (
+    Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.gate.w", _GATE_ROWS),
+    Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.up.w", _UP_ROWS),
+    *_weight("mlp.down_proj", "ffn.down"),
+)
+
+
+def _pairs_to_halves(x: str, heads: Callable[[ModelConfig], int]) -> tuple[Tensor, ...]:
+    name, ours = f"{LAYER}self_attn.{x}_proj", f"attention.{x}"
+    return (
+        Tensor(f"{name}.weight", f"{ours}.w", _pairs(heads)),
+        Tensor(f"{name}.bias", f"{ours}.b", _pairs(heads, True)),
+    )
+
+
+# Queries and keys whose neighbouring features rotate together.
+PAIRS = (
+    *_pairs_to_halves("q", lambda cfg: cfg.heads),
+    *_pairs_to_halves("k", lambda cfg: cfg.K),
+    *_weight("self_attn.v_proj", "attention.v"),
+)
+SOME_PAIRS = (
+    *_some_pairs("q", lambda cfg: cfg.heads),
+    *_some_pairs("k", lambda cfg: cfg.K),
+    *_weight("self_attn.v_proj", "attention.v"),
+)
 
 
 def _experts(theirs: str, **names: str) -> tuple[Tensor, ...]:
@@ -348,6 +421,10 @@ EXPERTS = (
     _router("mlp.gate"),
     *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
 )
+MIXTRAL = (
+    _router("block_sparse_moe.gate"),
+    *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+)
 SHARED_EXPERT = (
     *_gated("mlp.shared_expert", "ffn.shared"),
     Tensor(
@@ -387,6 +464,7 @@ def _base(
     first: str = "silu",
     norms: str = "before",
     offset: bool = False,
+    activations: Mapping[str, str] = ACTIVATIONS,
 ) -> tuple[Row, ...]:
     """Sizes, activation and norms, with transformers' values where config.json has none."""
     return (
@@ -395,7 +473,7 @@ def _base(
         Same("num_attention_heads", "heads"),
         _same_float("rms_norm_eps", "norm_eps", eps),
         _switch("tie_word_embeddings", "tie_embeddings", default=tied),
-        Same(activation, "ffn.activation", kind=str, default=first, codes=ACTIVATIONS),
+        Same(activation, "ffn.activation", kind=str, default=first, codes=activations),
         Fixed(norms=norms, norm_offset=offset, logit_scale=1.0),
     )
 
@@ -433,18 +511,59 @@ QWEN_WINDOWS = Types(
     ],
     switch="use_sliding_window",
 )
-# Sigmoid scores in groups, with a bias that only chooses (DeepSeek-V3, GLM-4.5).
-GROUPED = (
-    Same("n_group", "ffn.groups", default=1),
-    Same("topk_group", "ffn.groups_per_token", default=1),
-    _same_float("routed_scaling_factor", "ffn.scaling", 1.0),
-    _switch("norm_topk_prob", "ffn.normalize", default=True),
-    Same("n_shared_experts", "ffn.shared_experts", default=1),
-    Only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
-    # Their biases exist, and move by this much in DeepSeek-V3's training.
-    Fixed(ffn__router="sigmoid", ffn__bias_rate=0.001),
-)
+# Their biases exist, and move by this much in DeepSeek-V3's training.
+SIGMOID = Fixed(ffn__router="sigmoid", ffn__bias_rate=0.001)
+
+
+def _grouped(*, normalize: bool = True) -> tuple[Row, ...]:
+    """Sigmoid scores in groups, with a bias that only chooses (DeepSeek-V3, GLM-4.5)."""
+    return (
+        Same("n_group", "ffn.groups", default=1),
+        Same("topk_group", "ffn.groups_per_token", default=1),
+        _same_float("routed_scaling_factor", "ffn.scaling", 1.0),
+        _switch("norm_topk_prob", "ffn.normalize", default=normalize),
+        Same("n_shared_experts", "ffn.shared_experts", default=1),
+        Only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+        SIGMOID,
+    )
+
+
 FINAL_SOFTCAP = _same_float("final_logit_softcapping", "logit_softcap", None)
+# Multi-head latent attention, of DeepSeek.
+LATENT = (
+    Fixed(attention__kind="mla", attention__latent_eps=1e-6),
+    Same("q_lora_rank", "attention.q_rank", default=None),
+    Same("kv_lora_rank", "attention.kv_rank", default=512),
+    Same("qk_nope_head_dim", "attention.nope_dim", default=128),
+    Same("qk_rope_head_dim", "attention.rope_dim", default=64),
+    Same("v_head_dim", "attention.v_dim", default=128),
+    Implied("num_key_value_heads", ("heads",)),
+    Implied("head_dim", ("attention.rope_dim",)),
+    Implied("qk_head_dim", ("attention.nope_dim", "attention.rope_dim")),
+    Only(attention_bias=False),
+)
+DEEPSEEK = (
+    *ENDS,
+    *BEFORE,
+    *OUT,
+    *_latent_queries("q_proj", when=lambda cfg: _mla(cfg).q_rank is None),
+    *_latent_queries("q_b_proj", when=lambda cfg: _mla(cfg).q_rank is not None),
+    *_weight("self_attn.q_a_proj", "attention.q_down"),
+    _norm("self_attn.q_a_layernorm", "attention.q_norm"),
+    *_latents(),
+    _norm("self_attn.kv_a_layernorm", "attention.kv_norm"),
+    _from_latents("attention.k_up.w", lambda a: slice(0, a.nope_dim)),
+    _from_latents("attention.v_up.w", lambda a: slice(a.nope_dim, None)),
+    *MLP,
+    *EXPERTS,
+    *_gated("mlp.shared_experts", "ffn.shared"),
+)
+# Factors on vectors, logits and what layers add, as a smaller model was tuned with (muP).
+FACTORS = (
+    _same_float("embedding_multiplier", "embed_scale", 1.0),
+    _same_float("residual_multiplier", "residual_scale", 1.0),
+)
+GRANITE = (*FACTORS, _same_float("attention_multiplier", "attention.scale", 1.0))
 GEMMA = (
     EmbedScale(),
     QueryScalar(),
@@ -490,8 +609,7 @@ FAMILIES: dict[str, Family] = {
             *QKV,
             *OUT,
             *BEFORE,
-            _router("block_sparse_moe.gate"),
-            *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+            *MIXTRAL,
         ),
     ),
     "qwen2": Family(
@@ -673,9 +791,7 @@ FAMILIES: dict[str, Family] = {
             Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.q.w", _QUERIES),
             Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.k.w", _KEYS),
             Tensor(f"{LAYER}self_attn.qkv_proj.weight", "attention.v.w", _VALUES),
-            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.gate.w", _GATE_ROWS),
-            Tensor(f"{LAYER}mlp.gate_up_proj.weight", "ffn.up.w", _UP_ROWS),
-            *_weight("mlp.down_proj", "ffn.down"),
+            *GATE_UP,
         ),
     ),
     # DeepSeek-V3 and R1; Kimi K2.
@@ -683,38 +799,14 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3ForCausalLM",
         (
             *_base(),
-            Fixed(attention__kind="mla", attention__latent_eps=1e-6),
-            Same("q_lora_rank", "attention.q_rank", default=None),
-            Same("kv_lora_rank", "attention.kv_rank", default=512),
-            Same("qk_nope_head_dim", "attention.nope_dim", default=128),
-            Same("qk_rope_head_dim", "attention.rope_dim", default=64),
-            Same("v_head_dim", "attention.v_dim", default=128),
+            *LATENT,
             first_dense(3),
             *_moe(256, 8, "n_routed_experts"),
-            *GROUPED,
+            *_grouped(),
             Rope(),
-            Implied("num_key_value_heads", ("heads",)),
-            Implied("head_dim", ("attention.rope_dim",)),
-            Implied("qk_head_dim", ("attention.nope_dim", "attention.rope_dim")),
-            Only(attention_bias=False, rope_interleave=True),
+            Only(rope_interleave=True),
         ),
-        (
-            *ENDS,
-            *BEFORE,
-            *OUT,
-            *_latent_queries("q_proj", when=lambda cfg: _mla(cfg).q_rank is None),
-            *_latent_queries("q_b_proj", when=lambda cfg: _mla(cfg).q_rank is not None),
-            *_weight("self_attn.q_a_proj", "attention.q_down"),
-            _norm("self_attn.q_a_layernorm", "attention.q_norm"),
-            *_latents(),
-            _norm("self_attn.kv_a_layernorm", "attention.kv_norm"),
-            _from_latents("attention.k_up.w", lambda a: slice(0, a.nope_dim)),
-            _from_latents("attention.v_up.w", lambda a: slice(a.nope_dim, None)),
-            *MLP,
-            *EXPERTS,
-            CHOICE_BIAS,
-            *_gated("mlp.shared_experts", "ffn.shared"),
-        ),
+        (*DEEPSEEK, CHOICE_BIAS),
         further_layers=1,
     ),
     # GLM-4.5, GLM-4.6 and GLM-4.5-Air.
@@ -733,7 +825,7 @@ FAMILIES: dict[str, Family] = {
             _switch("attention_bias", "attention.qkv_bias"),
             first_dense(1),
             *_moe(128, 8, "n_routed_experts"),
-            *GROUPED,
+            *_grouped(),
             Rope(fraction=0.5),
         ),
         (
@@ -826,19 +918,7 @@ FAMILIES: dict[str, Family] = {
         ),
         (
             *ENDS,
-            Tensor(
-                f"{LAYER}self_attn.q_proj.weight", "attention.q.w", _pairs(lambda cfg: cfg.heads)
-            ),
-            Tensor(
-                f"{LAYER}self_attn.q_proj.bias",
-                "attention.q.b",
-                _pairs(lambda cfg: cfg.heads, True),
-            ),
-            Tensor(f"{LAYER}self_attn.k_proj.weight", "attention.k.w", _pairs(lambda cfg: cfg.K)),
-            Tensor(
-                f"{LAYER}self_attn.k_proj.bias", "attention.k.b", _pairs(lambda cfg: cfg.K, True)
-            ),
-            *_weight("self_attn.v_proj", "attention.v"),
+            *PAIRS,
             *OUT,
             *BEFORE,
             *_gated("feed_forward", "ffn"),
@@ -873,6 +953,349 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
         LLAMA,
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        (
+            # An old file's "gelu" means the approximation by tanh too.
+            *_base(
+                tied=True,
+                first="gelu_pytorch_tanh",
+                offset=True,
+                activations={"gelu_pytorch_tanh": "gelu_tanh"}
+                | ACTIVATIONS
+                | {"gelu": "gelu_tanh"},
+            ),
+            *_gqa(HeadDim(256)),
+            EmbedScale(),
+            _switch("attention_bias", *BIASES),
+            _dense(),
+            Rope(),
+            Only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False),
+        ),
+        LLAMA,
+    ),
+    # Gemma 2 without the norms of what its layers add.
+    "vaultgemma": Family(
+        "VaultGemmaForCausalLM",
+        (
+            *_base(
+                tied=True, activation="hidden_activation", first="gelu_pytorch_tanh", offset=True
+            ),
+            *_gqa(HeadDim(256)),
+            *GEMMA,
+            _same_float("attn_logit_softcapping", "attention.softcap", None),
+            FINAL_SOFTCAP,
+            Types(every(2)),
+            Rope(),
+        ),
+        (
+            *ENDS,
+            *QKV,
+            *OUT,
+            _norm("input_layernorm", "norm_attention"),
+            _norm("pre_feedforward_layernorm", "norm_ffn"),
+            *MLP,
+        ),
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        (
+            *_base(),
+            *_gqa(),
+            _dense(),
+            Types(
+                lambda source, layers: (
+                    [
+                        "full_attention"
+                        if source.values.get("sliding_window", 4096) is None
+                        else "sliding_attention"
+                    ]
+                    * len(layers)
+                )
+            ),
+            Rope(),
+        ),
+        LLAMA,
+    ),
+    # Code World Model.
+    "cwm": Family(
+        "CwmForCausalLM",
+        (
+            *_base(eps=1e-5),
+            *_gqa(HeadDim(128)),
+            _dense(),
+            _switch("mlp_bias", "ffn.bias"),
+            Types(
+                lambda _, layers: [
+                    "sliding_attention" if i % 4 else "full_attention" for i in range(len(layers))
+                ],
+                8192,
+            ),
+            Rope(
+                1e6,
+                default={
+                    "rope_theta": 1e6,
+                    "rope_type": "llama3",
+                    "factor": 16.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            ),
+        ),
+        LLAMA,
+    ),
+    # Seed-OSS 36B.
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        (
+            *_base(),
+            *_gqa(HeadDim(128)),
+            _dense(),
+            _switch("attention_bias", "attention.qkv_bias", default=True),
+            _switch("attention_out_bias", "attention.out_bias"),
+            _switch("mlp_bias", "ffn.bias"),
+            Rope(),
+            Unused("residual_dropout"),  # trains
+        ),
+        LLAMA,
+    ),
+    # Granite 3.
+    "granite": Family(
+        "GraniteForCausalLM",
+        (
+            *_base(),
+            *_gqa(),
+            *GRANITE,
+            LogitScale("logits_scaling", divides=True),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            _switch("mlp_bias", "ffn.bias"),
+            Rope(),
+        ),
+        LLAMA,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        (
+            *_base(),
+            *_gqa(HeadDim(written=False)),
+            *GRANITE,
+            LogitScale("logits_scaling", divides=True),
+            SPARSE,
+            _dense(),
+            *_moe(8, 2, "num_local_experts"),
+            _switch("attention_bias", *BIASES),
+            Rope(),
+        ),
+        (
+            *ENDS,
+            *QKV,
+            *OUT,
+            *BEFORE,
+            _router("block_sparse_moe.router.layer"),
+            Tensor(f"{LAYER}block_sparse_moe.input_linear.weight", "ffn.gate", _stacked(_FIRST)),
+            Tensor(f"{LAYER}block_sparse_moe.input_linear.weight", "ffn.up", _stacked(_SECOND)),
+            Tensor(
+                f"{LAYER}block_sparse_moe.output_linear.weight", "ffn.down", View(order=(0, 2, 1))
+            ),
+        ),
+    ),
+    "hyperclovax": Family(
+        "HyperCLOVAXForCausalLM",
+        (
+            *_base(),
+            *_gqa(),
+            *FACTORS,
+            _same_float("attention_multiplier", "attention.scale", None),
+            LogitScale("logits_scaling", divides=False),
+            Same(
+                "use_post_norm",
+                "norms",
+                kind=bool,
+                default=True,
+                codes={True: "both", False: "before"},
+            ),
+            _dense(),
+            _switch("attention_bias", *BIASES),
+            _switch("mlp_bias", "ffn.bias"),
+            Rope(),
+        ),
+        (
+            *LLAMA,
+            _norm("post_norm1", "norm_attention_out"),
+            _norm("post_norm2", "norm_ffn_out"),
+        ),
+    ),
+    # GLM-4-9B of 2024.
+    "glm": Family(
+        "GlmForCausalLM",
+        (
+            *_base(eps=1.5625e-07),
+            *_gqa(HeadDim(128)),
+            _dense(),
+            _switch("attention_bias", "attention.qkv_bias", default=True),
+            Rope(fraction=0.5),
+        ),
+        (*ENDS, *SOME_PAIRS, *OUT, *BEFORE, *GATE_UP),
+    ),
+    # GLM-4-9B and 32B of April 2025, and Z1.
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        (
+            *_base(eps=1.5625e-07, norms="both"),
+            *_gqa(HeadDim(128)),
+            _dense(),
+            _switch("attention_bias", "attention.qkv_bias", default=True),
+            Rope(fraction=0.5),
+        ),
+        (
+            *ENDS,
+            *SOME_PAIRS,
+            *OUT,
+            *BEFORE,
+            _norm("post_self_attn_layernorm", "norm_attention_out"),
+            _norm("post_mlp_layernorm", "norm_ffn_out"),
+            *GATE_UP,
+        ),
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        (
+            *_base(eps=1e-8),
+            *_gqa(HeadDim(128)),
+            _dense(),
+            _switch("attention_bias", "attention.qkv_bias"),
+            _switch("mlp_bias", "ffn.bias"),
+            Rope(1e5),
+        ),
+        (*ENDS, *PAIRS, *OUT, *BEFORE, *MLP),
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        (
+            *_base(eps=1e-5, tied=True),
+            *_gqa(HeadDim(128)),
+            _dense(),
+            _switch("use_bias", *BIASES, "ffn.bias"),
+            Rope(5e5),
+        ),
+        (*ENDS, *PAIRS, *OUT, *BEFORE, *MLP),
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        (
+            *_base(eps=1e-5, norms="after"),
+            *_gqa(attention__qk_norm="head"),
+            _dense(),
+            Rope(),
+            Types(every(4, "sliding_window_pattern")),
+            LocalRotation(4096),
+        ),
+        (*ENDS, *QKV, *OUT, *QK_NORM, *AFTER, *MLP),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        (
+            *_base(eps=1e-5),
+            *_gqa(HeadDim(written=False), attention__qk_norm="whole"),
+            SPARSE,
+            _dense(),
+            *_moe(64, 8),
+            _switch("norm_topk_prob", "ffn.normalize"),
+            _switch("attention_bias", *BIASES),
+            Rope(),
+        ),
+        (*ENDS, *QKV, *OUT, *QK_NORM, *BEFORE, *EXPERTS),
+    ),
+    "flex_olmo": Family(
+        "FlexOlmoForCausalLM",
+        (
+            *_base(norms="after"),
+            *_gqa(attention__qk_norm="whole"),
+            SPARSE,
+            _dense(),
+            *_moe(7, 5),
+            _switch("norm_topk_prob", "ffn.normalize"),
+            _switch("attention_bias", *BIASES),
+            Rope(5e5),
+        ),
+        (*ENDS, *QKV, *OUT, *QK_NORM, *AFTER, *EXPERTS),
+    ),
+    # DeepSeek-V2-Lite; V2 chooses experts by groups whose score is their best expert's.
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        (
+            *_base(),
+            *LATENT,
+            first_dense(0),
+            *_moe(64, 6, "n_routed_experts", normalize=False),
+            _same_float("routed_scaling_factor", "ffn.scaling", 1.0),
+            Same("n_shared_experts", "ffn.shared_experts", default=2),
+            Rope(),
+            Only(
+                topk_method="greedy",
+                norm_topk_prob=False,
+                scoring_func="softmax",
+                moe_layer_freq=1,
+                mlp_bias=False,
+            ),
+            Unused("n_group"),
+            Unused("topk_group"),
+        ),
+        DEEPSEEK,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        (
+            *_base(),
+            *_gqa(attention__qk_norm="head"),
+            _switch("attention_bias", *BIASES),
+            first_dense(0),
+            *_moe(128, 6, "n_routed_experts"),
+            *_grouped(normalize=False),
+            Types(
+                lambda source, layers: [
+                    "sliding_attention"
+                    if source.values.get("sliding_window", 4096) is not None
+                    and i >= source.take("max_window_layers", int, 62)
+                    else "full_attention"
+                    for i in range(len(layers))
+                ]
+            ),
+            Rope(),
+        ),
+        (
+            *LLAMA,
+            *QK_NORM,
+            *EXPERTS,
+            CHOICE_BIAS,
+            *_gated("mlp.shared_experts", "ffn.shared"),
+        ),
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        (
+            *_base(),
+            *_gqa(HeadDim(128), attention__qk_norm="whole"),
+            SPARSE,
+            _dense(),
+            *_moe(256, 8, "num_local_experts"),
+            SIGMOID,
+            Rope(5e6, fraction=1.0),
+            RotaryDim(),
+            Only(scoring_func="sigmoid", use_qk_norm=True, use_routing_bias=True),
+        ),
+        (
+            *ENDS,
+            *QKV,
+            *OUT,
+            *QK_NORM,
+            *BEFORE,
+            *MIXTRAL,
+            Tensor(f"{LAYER}block_sparse_moe.e_score_correction_bias", "ffn.bias"),
+        ),
     ),
 }
 
@@ -917,7 +1340,7 @@ def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str
     """Returns the config.json of a model: that of the first family that has all its settings.
 
     Args:
-      model: the model. A factor on its logits, which no family has, goes into the final norm's scale
+      model: the model. A factor on its logits, which most families lack, then goes into the final norm's scale
         (`logit_factor`).
       max_length: tokens of the longest text, unless the rotary positions say it.
       first: the family to try first, such as the one that the model came from.
@@ -938,7 +1361,9 @@ def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str
             wrong = differences(model, back)
             far = len(wrong)
             if not wrong:
-                return {"architectures": [family.architecture], "model_type": name} | values
+                # Where the key is missing, some families' default lies beyond a small vocabulary.
+                named = {"architectures": [family.architecture], "model_type": name}
+                return named | {"pad_token_id": None} | values
         if closest is None or far < closest[0]:
             closest = far, name, ", ".join(wrong)
     assert closest is not None
@@ -1001,8 +1426,11 @@ def parameter_paths(model: ModelConfig) -> set[str]:
     return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(abstract)}
 
 
-def logit_factor(model: ModelConfig) -> float:
-    """Returns the factor on a model's logits, which no family has: the final norm's scale takes it."""
-    if model.logit_scale is not None:
-        return model.logit_scale
-    return model.embed**-0.5 if model.tie_embeddings else 1.0
+def logit_factor(model: ModelConfig, values: Mapping[str, Any]) -> float:
+    """Returns the factor on a model's logits that its config.json has no key for: the final norm's scale takes it.
+
+    Args:
+      model: the model.
+      values: its config.json, from `to_hf`.
+    """
+    return hf_keys.logit_factor(model) / hf_keys.logit_factor(model_of(config(values)))

@@ -33,8 +33,8 @@ WITHOUT_EFFECT = {
     "is_llama_config", "label2id", "max_position_embeddings", "max_window_layers", "model_type",
     "num_mtp_layers", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
     "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "tokenizer_class",
-    "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "sliding_window_pattern",
+    "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
 
 # Settings that say how a model runs or trains, and that config.json has no place for.
@@ -153,6 +153,7 @@ def settings(layer: ModelConfig) -> dict[str, Any]:
         flat.pop(key, None)
     # Their values are folded into the final norm's scale, and a bias exists or does not.
     flat["logit_scale"], flat["embed_scale"] = 1.0, flat["embed_scale"] or 1.0
+    flat["residual_scale"] = flat["residual_scale"] or 1.0
     if "ffn.bias_rate" in flat:
         flat["ffn.bias_rate"] = bool(flat["ffn.bias_rate"])
     if isinstance(layer.attention, GQAConfig):
@@ -499,6 +500,38 @@ class EmbedScale:
         return {}
 
 
+@dataclass(frozen=True)
+class LogitScale:
+    """A factor on the logits, which most families don't have.
+
+    Attributes:
+      hf: the key.
+      divides: whether the logits are divided by it.
+    """
+
+    hf: str
+    divides: bool
+
+    def read(self, source: Source, layers: Layers) -> None:
+        """Sets the factor."""
+        value = source.take(self.hf, float, 1.0)
+        if value <= 0:
+            raise source.refuse(self.hf, "choose a positive number")
+        _all(layers, logit_scale=1 / value if self.divides else value)
+
+    def write(self, target: Target) -> dict[str, Any]:
+        """Returns the key's value."""
+        factor = logit_factor(target.layers[0])
+        return {self.hf: 1 / factor if self.divides else factor}
+
+
+def logit_factor(model: ModelConfig) -> float:
+    """Returns the factor on a model's logits."""
+    if model.logit_scale is not None:
+        return model.logit_scale
+    return model.embed**-0.5 if model.tie_embeddings else 1.0
+
+
 class QueryScalar:
     """The number whose inverse root multiplies queries, in place of a head's width (Gemma)."""
 
@@ -681,6 +714,31 @@ class Unrotated:
     def write(self, target: Target) -> dict[str, Any]:
         """Returns which layers rotate."""
         return {"no_rope_layers": [int(kind != "none") for kind in target.each("rope.kind")]}
+
+
+@dataclass(frozen=True)
+class LocalRotation:
+    """Rotary positions in layers with a window alone, if config.json has a window (EXAONE 4). Comes after them.
+
+    Attributes:
+      window: transformers' `sliding_window` where the key is missing.
+    """
+
+    window: int
+
+    def read(self, source: Source, layers: Layers) -> None:
+        """Takes the rotation from layers that see everything."""
+        if source.values.get("sliding_window", self.window) is not None:
+            for layer in layers:
+                if layer["type"] == "full_attention":
+                    layer["rope.kind"] = "none"
+
+    def write(self, target: Target) -> dict[str, Any]:
+        """Returns the window that no layer has but that takes the rotation from all, or null, which leaves it."""
+        if any(target.each("attention.window")):
+            return {}
+        rotated = any(kind != "none" for kind in target.each("rope.kind"))
+        return {"sliding_window": None if rotated else self.window}
 
 
 class Temperature:
@@ -925,6 +983,24 @@ class Rope:
         if self.original is not None and _ORIGINAL in parameters:
             values[_ORIGINAL] = parameters[_ORIGINAL]
         return values | ({"max_position_embeddings": length} if length else {})
+
+
+class RotaryDim:
+    """How many of a head's features rotate, in older files of MiniMax-M2. Comes after the rotary positions."""
+
+    def read(self, source: Source, layers: Layers) -> None:
+        """Sets the share of a head that rotates."""
+        count = source.take("rotary_dim", int, None)
+        if count is None:
+            return
+        share = count / (layers[0]["head_dim"] or layers[0]["embed"] // layers[0]["heads"])
+        if layers[0]["rope.fraction"] not in (1.0, share):
+            raise source.refuse("rotary_dim", "partial_rotary_factor says another share of a head")
+        _all(layers, **{"rope.fraction": share})
+
+    def write(self, target: Target) -> dict[str, Any]:
+        """Returns nothing: `partial_rotary_factor` says it."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Block(nnx.Module):
             self.norm_attention_out, self.norm_ffn_out = norm(), norm()
         self.attention = VARIANTS[type(cfg.attention)](cfg, rules=rules, rngs=rngs)
         self.ffn = VARIANTS[type(cfg.ffn)](cfg, rules=rules, rngs=rngs)
+        self.scale = cfg.residual_scale
 
     def __call__(
         self,
@@ -113,10 +114,15 @@ class Block(nnx.Module):
         """Returns the residual stream [B*T, D] after the layer, a cache of these tokens, and the experts' routing."""
         into = self.norm_attention(x_XD) if self.before else x_XD
         mixed, new = self.attention(into, positions_BT, segment_ids_BT, cache)
-        x_XD = x_XD + (self.norm_attention_out(mixed) if self.after else mixed)
+        x_XD = x_XD + self._scaled(self.norm_attention_out(mixed) if self.after else mixed)
         into = self.norm_ffn(x_XD) if self.before else x_XD
         y_XD, routing = self.ffn.routed(into, positions_BT.shape[0])
-        return x_XD + (self.norm_ffn_out(y_XD) if self.after else y_XD), new, routing
+        y_XD = self._scaled(self.norm_ffn_out(y_XD) if self.after else y_XD)
+        return x_XD + y_XD, new, routing
+
+    def _scaled(self, y_XD: jax.Array) -> jax.Array:
+        """Multiplies what is added to the residual stream by `model.residual_scale`."""
+        return y_XD if self.scale is None else y_XD * jnp.asarray(self.scale, y_XD.dtype)
 
 
 class Period(nnx.Module):

@@ -99,8 +99,7 @@ def check_sizes(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
         ("seq", "data.seq_len", cfg.data.seq_len),
         ("residual", "data.seq_len", cfg.data.seq_len),
     ]
-    if isinstance(cfg.model.ffn, MoEConfig):
-        sizes.append(("expert", "model.ffn.experts", cfg.model.ffn.experts))
+    sizes += dict.fromkeys(("expert", "model.ffn.experts", ffn.experts) for ffn in _experts(cfg))
     table = {**rules.table, **rules.optimizer}
     rings = getattr(cfg.model.attention, "context", None) == "ring"
     for name, key, size in sizes:
@@ -126,18 +125,25 @@ def _layers(cfg: Config) -> tuple[str, int]:
     return f"model.layers={cfg.model.layers} in periods of {period}", cfg.model.layers // period
 
 
+def _experts(cfg: Config) -> list[MoEConfig]:
+    """Returns the mixtures of experts of the layers that have one."""
+    layers = [layer for stack in cfg.model.stacks.values() for layer in stack.layers]
+    return [layer.ffn for layer in layers if isinstance(layer.ffn, MoEConfig)]
+
+
 def _check_combinations(cfg: Config, shape: dict[str, int]) -> None:
-    ffn, stages, context = cfg.model.ffn, shape["stage"], shape["context"]
-    if isinstance(ffn, MoEConfig) and stages > 1:
+    experts, stages, context = _experts(cfg), shape["stage"], shape["context"]
+    if experts and stages > 1:
         # An all-to-all inside a stage's `cond` would wait for devices whose own stages are idle.
         raise UserError(
             f"mesh.stage={stages} cannot be combined with model.ffn.kind=moe: set mesh.stage=1, and for instance "
             f"mesh.expert={stages}"
         )
-    if isinstance(ffn, MoEConfig) and context > 1 and ffn.capacity_factor is not None:
+    factors = [ffn.capacity_factor for ffn in experts if ffn.capacity_factor is not None]
+    if factors and context > 1:
         # Which tokens are dropped depends on their positions in the row, and a device has only part of each row.
         raise UserError(
-            f"model.ffn.capacity_factor={ffn.capacity_factor} cannot be combined with mesh.context={context}: set "
+            f"model.ffn.capacity_factor={factors[0]} cannot be combined with mesh.context={context}: set "
             "model.ffn.capacity_factor=null, or mesh.context=1"
         )
     if stages > 1 and context > 1:

@@ -219,7 +219,7 @@ def export_hf(
     values = families.to_hf(cfg.model, longest_text(cfg, came), first)
     table = families.table(cfg.model, values["model_type"])
     values |= {"dtype": dtype, "eos_token_id": tokenizer.eod_id}
-    params = _with_logit_factor(params, families.logit_factor(cfg.model))
+    params = _with_logit_factor(params, families.logit_factor(cfg.model, values))
     try:
         with files.new_folder(target) as new:
             files.write(new / "config.json", json.dumps(values, indent=2))
@@ -297,7 +297,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         fields["tokenizer.chat_template"] = chat.template
     kind, fields["general.file_type"] = gguf_names.DTYPES[dtype]
     table = gguf_names.renamed(families.table(cfg.model, values["model_type"]), values)
-    params = _with_logit_factor(params, families.logit_factor(cfg.model))
+    params = _with_logit_factor(params, families.logit_factor(cfg.model, values))
     tensors = {
         name: (shape, gguf.stored_type(shape, kind))
         for name, shape in convert.tensors(table, params).items()

@@ -13,7 +13,7 @@ from tests.models import tiny_models
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("parity")
-    tiny_models.theirs("gemma2").save_pretrained(path)
+    tiny_models.theirs(*tiny_models.CASES["gemma2"]).save_pretrained(path)
     return path
 
 

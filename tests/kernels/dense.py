@@ -1,5 +1,7 @@
 """Attention as its definition says, in float64: what every implementation is compared with."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,12 @@ SWITCHES: dict[str, dict] = {
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
     "all": {"window": 9, "chunk": 24, "softcap": 2.0, "sinks": True},
+}
+# Each two and three of them, as families have them: Gemma 2 a window and a soft-cap, gpt-oss a window and sinks.
+COMBINATIONS = {
+    " and ".join(names): {k: v for name in names for k, v in SWITCHES[name].items()}
+    for count in (2, 3)
+    for names in itertools.combinations(["window", "chunk", "softcap", "sinks"], count)
 }
 
 

@@ -21,6 +21,7 @@ from minitext.kernels.attention import tpu as flash_attention_tpu
 from minitext.kernels.attention import xla as reference
 from minitext.kernels.attention.mask import ALL, NONE, Mask
 from minitext.kernels.attention.tpu_grid import FIRST, LAST, BlockShape, Task, Tile, plan
+from minitext.kernels.simulator import strict
 from tests.conftest import audit_but
 from tests.kernels import dense
 
@@ -122,10 +123,18 @@ def test_it_equals_the_reference_in_value_and_gradient(
 @pytest.mark.parametrize("switches", audit_but(["all"], dense.SWITCHES))
 @pytest.mark.parametrize("segmented", audit_but([True], [False, True]))
 def test_each_switch_is_that_of_the_reference(switches, segmented):
-    limits = dict(dense.SWITCHES[switches])
+    got, want, plain = with_switches(simulate, dense.SWITCHES[switches], 40, segmented)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+    assert all(jnp.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
+
+
+def with_switches(simulate, limits, T, segmented):
+    """Output and gradients of the kernel, of the reference, and of the reference without switches."""
+    limits = dict(limits)
     softcap, sinks = limits.pop("softcap", None), limits.pop("sinks", False)
-    q, k, v = inputs(1, 1, 40, 4, 2, size=3.0)
-    segments = packed(1, 1, 40) if segmented else None
+    q, k, v = inputs(1, 1, T, 4, 2, size=3.0)
+    segments = packed(1, 1, T) if segmented else None
     logits = (jnp.linspace(-2.0, 2.0, 4),) if sinks else ()
     probe = jax.random.normal(jax.random.key(1), q.shape)
 
@@ -139,10 +148,22 @@ def test_each_switch_is_that_of_the_reference(switches, segmented):
     options = {"mask": Mask(**limits), "softcap": softcap}
     got = simulate(run(flash, **options), q, k, v, *logits)
     want = jax.jit(run(reference.attention, **options))(q, k, v, *logits)
+    return got, want, jax.jit(run(reference.attention))(q, k, v)
+
+
+def strictly(f, *args):
+    """Runs f in the strict simulator, whose two cores take parallel steps in any order."""
+    with strict():
+        return jax.block_until_ready(jax.jit(lambda *a: f(*a))(*args))
+
+
+@pytest.mark.parametrize("switches", audit_but(["window and softcap"], dense.COMBINATIONS))
+@pytest.mark.parametrize("T", audit_but([37], [1, 37]))
+def test_switches_together_are_those_of_the_reference_in_the_strict_simulator(switches, T):
+    got, want, plain = with_switches(strictly, dense.COMBINATIONS[switches], T, T > 1)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
-    plain = jax.jit(run(reference.attention))(q, k, v)
-    assert all(jnp.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
+    assert T == 1 or all(jnp.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
 
 
 @pytest.mark.parametrize("size", audit_but([3.0], [1.0, 3.0]))  # the larger, the fewer keys count

@@ -26,6 +26,8 @@ from minitext.kernels.linear_cross_entropy import gpu as cross_entropy
 from minitext.kernels.paged_attention import gpu as paged
 from minitext.kernels.rms_norm import gpu as norm
 from minitext.sharding.mesh import make_mesh
+from tests.conftest import audit_but
+from tests.kernels import dense
 
 SMALL = flash.BlockShapes(
     flash.Tile(16, 32, 4, 2), flash.Tile(32, 16, 4, 2), flash.Tile(16, 32, 4, 2)
@@ -101,6 +103,28 @@ def test_flash_attention_is_the_reference(seed, T, heads, mask, packed, softcap,
     want = with_gradients(functools.partial(run, reference.attention), *args)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("switches", audit_but(["all"], [*dense.SWITCHES, *dense.COMBINATIONS]))
+@pytest.mark.parametrize("T", audit_but([37], [1, 37]))
+def test_switches_of_flash_attention_are_those_of_the_reference(switches, T):
+    limits = dict((dense.SWITCHES | dense.COMBINATIONS)[switches])
+    softcap, sinks = limits.pop("softcap", None), limits.pop("sinks", False)
+    q, k, v, segments, sinks_N = attention_inputs(1, T, 4, 2)
+    args = 3 * q, k, v, *([sinks_N] if sinks else [])
+
+    def run(f, q, k, v, sinks_N=None, **options):
+        return f(q, k, v, segments, sinks_N=sinks_N, **options)
+
+    options = {"mask": Mask(**limits), "softcap": softcap}
+    with interpreted():
+        kernel = functools.partial(flash.flash_attention, blocks=SMALL)
+        got = with_gradients(functools.partial(run, kernel, **options), *args)
+    want = with_gradients(functools.partial(run, reference.attention, **options), *args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+    plain = with_gradients(functools.partial(run, reference.attention), *args[:3])
+    assert T == 1 or all(jnp.abs(a - b).max() > 1e-3 for a, b in zip(want, plain, strict=False))
 
 
 def test_flash_attention_in_bfloat16_is_about_as_exact_as_the_reference():

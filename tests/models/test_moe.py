@@ -373,6 +373,16 @@ def test_a_mesh_that_experts_cannot_use_is_refused(tiny, overrides, named):
         check_mesh(cfg, make_mesh(cfg.mesh))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [("mesh.expert=8", "model.ffn.experts=4 is not"), ("mesh.stage=2", "mesh.stage=2 cannot")],
+)
+def test_experts_in_some_layers_are_checked_too(tiny, mesh, named):
+    cfg = tiny("model.layers=4", "model.period=[{}, {ffn: {kind: moe, experts: 4}}]", mesh)
+    with pytest.raises(UserError, match=named):
+        check_mesh(cfg, make_mesh(cfg.mesh))
+
+
 @pytest.mark.parametrize("more", [{}, {"shared_experts": 2, "bias_rate": 0.1}])
 def test_parameters_are_counted(more):
     cfg = ModelConfig(embed=16, heads=2, mlp=12, layers=3, ffn=MoEConfig(experts=4, **more))
