@@ -20,7 +20,7 @@ train: .venv/base  ## train a small language model on your Python's own source t
 	$(BIN)/minitext train $(ARGS)
 
 test: .venv/test  ## run every test but those of audit, test-gpu-aot and book
-	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not book and not audit and not gpu_aot' $(ARGS)
+	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not book and not audit and not gpu_aot' $(ARGS)
 
 audit: .venv/test  ## long proofs: programs for TPUs against predictions, properties from fresh seeds, exercises with 20 (hours)
 	@echo "properties and exercises start from SEED=$(SEED): make audit SEED=$(SEED) repeats them"

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -24,7 +25,14 @@ def reorder_rotary(rows, heads, fraction, layout):
 
 
 # EXERCISE 23.rope_scaling
-def scaled_frequencies(pairs, theta, factor, low_freq_factor, high_freq_factor, original_length):
+def scaled_frequencies(
+    pairs,
+    theta,
+    factor,
+    low_freq_factor,
+    high_freq_factor,
+    original_length,
+):
     """Rotary frequencies by Llama 3.1's rule.
 
     Args:
@@ -75,8 +83,8 @@ def dequantize(data, kind, shape):
     Args:
       data: bytes of the whole tensor.
       kind: "Q8_0" or "Q4_1".
-      shape: tuple, the slowest dimension first. The last is a multiple of 32, or
-        the tensor is refused.
+      shape: tuple, the slowest dimension first. The last must be a multiple
+        of 32.
 
     Returns:
       float32 NumPy array of that shape.
@@ -91,19 +99,21 @@ def dequantize(data, kind, shape):
 
 # EXERCISE 23.sliding_window_cache
 def window_attention(q_TNH, k_TKH, v_TKH, window, cache=None):
-    """Attention of new tokens within a window, and the ring buffer that the next tokens need.
+    """Attention within a window, and the ring buffer for the next tokens.
 
     Args:
       q_TNH: [T, N, H] float32, queries of T new tokens.
-      k_TKH: [T, K, H] float32, their keys; each key head serves N / K neighbouring query heads.
+      k_TKH: [T, K, H] float32, their keys. Each key head serves N / K
+        neighbouring query heads.
       v_TKH: [T, K, H] float32, their values.
       window: how many tokens a query sees, its own among them.
       cache: what an earlier call returned, or None before the first token.
 
     Returns:
-      (out_TNH, cache): float32 [T, N, H], and (keys, values, length). Keys and values are float32
-      [window, K, H]; token t is in slot t % window, and a slot that holds no token yet is 0. Length is the
-      number of all tokens so far, a Python int.
+      (out_TNH, cache): float32 [T, N, H], and (keys, values, length). Keys and
+      values are float32 [window, K, H]; token t is in slot t % window, and a
+      slot that holds no token yet is 0. Length is the number of all tokens so
+      far, a Python int.
     """
     # YOUR CODE HERE
     raise NotImplementedError("23.sliding_window_cache")
@@ -111,20 +121,43 @@ def window_attention(q_TNH, k_TKH, v_TKH, window, cache=None):
 
 # EXERCISE 23.shard_reader
 def read_slice(file, start, dtype, shape, where):
-    """Reads one device's part of a tensor, and no byte more.
+    """Read one device's part of a tensor, and no byte more.
 
     Args:
-      file: open for reading in binary, without a buffer: it has seek, read and tell.
+      file: open for reading in binary, without a buffer. It has seek, read and
+        tell.
       start: the byte of the file at which the tensor begins.
       dtype: of its numbers, a NumPy dtype.
-      shape: of the whole tensor; the last dimension runs fastest in the file.
+      shape: of the whole tensor. The last dimension runs fastest in the file.
       where: (begin, end) for each dimension.
 
     Returns:
       The part, a NumPy array of this dtype.
 
     Raises:
-      ValueError: if the part is not within the tensor, or the file ends before the part does.
+      ValueError: if the part is not within the tensor, or the file ends before
+        the part does.
     """
     # YOUR CODE HERE
     raise NotImplementedError("23.shard_reader")
+
+
+# EXERCISE 23.find_settings
+def find_settings(ours, theirs, options, layers, vocab, longest):
+    """Find the settings of each layer with which our decoder is theirs.
+
+    Args:
+      ours: function of (settings, tokens), with a dict for each layer and an
+        integer array [T]. Returns a list with an array [T, D] for each layer:
+        the residual stream after it.
+      theirs: function of tokens that returns the same of their model.
+      options: dict, name of a setting -> list of its possible values.
+      layers: number of layers.
+      vocab: tokens are below this number.
+      longest: the most tokens that a prompt may have.
+
+    Returns:
+      List with a dict for each layer: name of a setting -> value.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("23.find_settings")

@@ -4,6 +4,7 @@ Every command here is `minitext train` in a process of its own, forked by `crash
 chosen by what the run has written, not by the clock, so that the tests mean the same on a busy machine.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -72,9 +73,28 @@ def listing(directory):
     return os.listdir(directory) if directory.exists() else []
 
 
+def catches(pid, number):
+    """Whether a process has a handler of its own for a signal."""
+    with contextlib.suppress(OSError):  # it has ended
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def wait_until(condition, pid):
     while alive(pid) and not condition():
         time.sleep(0.001)
+
+
+def stop_in_a_save(run, pid):
+    """Stops a process while a save of it is unfinished, also if this process was slow to see it."""
+    while alive(pid):
+        wait_until(lambda: unfinished(run), pid)
+        os.kill(pid, signal.SIGSTOP)
+        if unfinished(run):
+            return
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_the_undisturbed_run_is_what_the_others_are_compared_with(finished):
@@ -93,7 +113,7 @@ def test_killed_at_random_moments_the_run_ends_as_if_undisturbed(server, finishe
     rng.shuffle(moments)
     run, output = tmp_path / "run", tmp_path / "output"
     command = ["train", *SETTINGS, f"run.dir={tmp_path}", "run.name=run"]
-    resumed = caught = 0
+    resumed = caught = saves = 0
     for moment in moments:
         before = count_lines(run)
         target = before + rng.randrange(1, 15)
@@ -101,7 +121,10 @@ def test_killed_at_random_moments_the_run_ends_as_if_undisturbed(server, finishe
         if moment != "starting":
             wait_until(lambda: count_lines(run) >= target, pid)  # noqa: B023
         if moment == "saving":
-            wait_until(lambda: unfinished(run), pid)
+            stop_in_a_save(run, pid)
+            saves += 1
+            if saves > kills // 6:  # those before are killed here, in a save for certain
+                os.kill(pid, signal.SIGCONT)
         time.sleep(rng.uniform(0, {"starting": 1.5, "training": 0.01, "saving": 0.06}[moment]))
         os.kill(pid, signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL, output.read_text()
@@ -199,10 +222,20 @@ def test_sigterm_before_the_first_step_is_one_line_and_leaves_no_half_run(
     output = tmp_path / "output"
     command = ["train", *SETTINGS, f"run.dir={tmp_path}/runs", "run.name=run"]
     pid = server.start(*command, output=output)
-    wait_until(lambda: output.exists(), pid)
-    time.sleep(0.3 + seconds)  # the handler comes with the command's first words
+    begun_without = []
+
+    def handled():
+        begun = (tmp_path / "runs").exists()
+        caught = catches(pid, signal.SIGTERM)
+        if begun and not caught and alive(pid):
+            begun_without.append(pid)
+        return caught
+
+    wait_until(handled, pid)
+    time.sleep(seconds)
     os.kill(pid, signal.SIGTERM)
     code, said = server.wait(), output.read_text().splitlines()
+    assert not begun_without, "the run began before SIGTERM had a handler"
     if code == 0:  # it came as far as the first step, and saved
         assert Checkpointer(tmp_path / "runs" / "run" / "checkpoints").steps(), said
         assert count_lines(tmp_path / "runs" / "run") > 0

@@ -46,6 +46,7 @@ def installed(wheel, tmp_path_factory):
         "install",
         "--quiet",
         "--no-deps",
+        "--no-compile",
         "--target",
         site,
         wheel,

@@ -29,14 +29,14 @@ with feature i + h: that is the layout `"half"`. Meta's checkpoints and GGUF fil
 2i + 1: the layout `"interleaved"`. Pair i has the same frequency in both. A checkpoint in one layout therefore
 becomes one in the other when the rows of its query and key projections change their order.
 
-Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the named layout. They come in
-the other one.
+Write `reorder_rotary(rows, heads, fraction, layout)`, which returns the rows in the layout that you name. They come
+in the other one.
 
-- `rows` is a weight [heads * H, D], or its bias [heads * H], or has more dimensions. Only the first one is
-  reordered. The heads follow one another.
-- Of each head only the first `int(H * fraction)` features rotate, an even number. The others stay where they
-  are.
-- The result has the dtype of `rows`, which may be bfloat16 or an integer type.
+- `rows` is a weight [heads * H, D], or its bias [heads * H], or has more dimensions. Only the first
+  dimension is reordered. It has all of the first head, then all of the second, and so on.
+- Of each head, only the first `int(H * fraction)` features rotate: an even number, which may be 0. The others stay
+  where they are.
+- The result is a new array with the dtype of `rows`, which may be any, such as bfloat16 or an integer type.
 """,
     hints=(
         "Write down the rows of one head with H = 6 in both layouts. Which row of the one goes to row 1 of the "
@@ -52,13 +52,15 @@ the other one.
 
 def rope_layout_with(
     *, swapped=False, one_way=None, whole=False, fraction=True, last=False, mixed=False, across=False,
-    columns=False, rounds=int, reverse=False, bias=True, wide=False,
+    columns=False, rounds=int, reverse=False, bias=True, wide=False, to=("interleaved", "half"),
+    bias_heads=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(rows, heads, fraction_, layout):
-        if not bias and rows.ndim == 1:
+        if layout not in to or (not bias and rows.ndim == 1):
             return rows.copy()
+        heads = heads if bias_heads or rows.ndim > 1 else 1
         given = rows
         rows = np.moveaxis(rows, -1, 0) if columns else rows
         n = 1 if whole else heads
@@ -130,6 +132,13 @@ def _(fn, t):
     layouts_agree(fn, t, rows, 3, 0.49, "3 heads of 14, fraction 0.49")  # 6.86
 
 
+@rope_layout.check("nothing rotates")
+def _(fn, t):
+    for heads, H, fraction in ((2, 6, 0.0), (3, 8, 0.1)):
+        rows = t.rng.normal(size=(heads * H, 5)).astype(np.float32)
+        layouts_agree(fn, t, rows, heads, fraction, f"{heads} heads of {H}, fraction {fraction}")
+
+
 @rope_layout.check("biases")
 def _(fn, t):
     for heads, H, fraction in ((1, 16, 1.0), (6, 8, 1.0), (3, 12, 0.5)):
@@ -142,7 +151,7 @@ def _(fn, t):
 @rope_layout.check("other dtypes and more dimensions")
 def _(fn, t):
     heads, H = 3, 10
-    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8, np.int64, np.float64):
         rows = t.rng.integers(-99, 99, (heads * H, 4)).astype(dtype)
         layouts_agree(fn, t, rows, heads, 0.8, f"dtype {np.dtype(dtype)}")
     rows = t.rng.normal(size=(heads * H, 4, 3)).astype(np.float32)
@@ -220,6 +229,30 @@ mistaken(
 )
 mistaken(
     rope_layout,
+    "unchanged",
+    "You return the rows in the order in which they came.",
+    rope_layout_with(to=()),
+)
+mistaken(
+    rope_layout,
+    "half_unchanged",
+    'You reorder rows only if `layout` is "interleaved". For "half" they come in interleaved, and are reordered too.',
+    rope_layout_with(to=("interleaved",)),
+)
+mistaken(
+    rope_layout,
+    "interleaved_unchanged",
+    'You reorder rows only if `layout` is "half". For "interleaved" they come in as halves, and are reordered too.',
+    rope_layout_with(to=("half",)),
+)
+mistaken(
+    rope_layout,
+    "a_bias_as_one_head",
+    "You reorder a bias as if it belonged to a single head. It has all heads, one after another, as a weight has.",
+    rope_layout_with(bias_heads=False),
+)
+mistaken(
+    rope_layout,
     "biases_kept",
     "You leave a bias as it is. It's added to the features that the rows produce, so it's reordered like them.",
     rope_layout_with(bias=False),
@@ -239,6 +272,7 @@ rope_scaling = Exercise(
     function="scaled_frequencies",
     minutes=20,
     points=10,
+    compare=3e-7,  # frequencies span six orders of magnitude, and observations are compared relative to the largest
     forbid=("minitext.models.rope",),
     statement="""
 Llama 3 was trained on 8,192 tokens and then stretched to 131,072. Pairs that turn quickly have met every angle
@@ -252,7 +286,7 @@ original_length)`, which returns the frequency of each pair in radians per posit
 - A wavelength longer than `original_length / low_freq_factor` has its frequency divided by `factor`.
 - Between the two the frequency is $s f_i + (1 - s) f_i / \\text{factor}$. The share s rises linearly with
   `original_length / wavelength`, from 0 where that is `low_freq_factor` to 1 where it is `high_freq_factor`.
-- If the two are equal, nothing is between them. The result is finite all the same.
+- If `low_freq_factor` equals `high_freq_factor`, nothing is between them: a pair is either kept or divided.
 """,
     hints=(
         "Compute `original_length / wavelength` for every pair: how often does it turn within the original length? "
@@ -267,13 +301,15 @@ original_length)`, which returns the frequency of each pair in radians per posit
 
 def rope_scaling_with(
     *, wavelength=lambda f: 2 * np.pi / f, exponent=1.0, swapped=False, blend="turns", kept=False, low_=None,
-    high_=None, factor_=None, length_=None, equal=True, theta_=None, ends=False, times=False,
+    high_=None, factor_=None, length_=None, equal="both", theta_=None, ends=False, times=False, clips=True,
+    longer=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(pairs, theta, factor, low_freq_factor, high_freq_factor, original_length):
         low, high = low_ or low_freq_factor, high_ or high_freq_factor
         factor, length = factor_ or factor, length_ or original_length
+        length = length * factor if longer else length
         count = pairs - 1 if ends else pairs
         f = float(theta_ or theta) ** (-exponent * np.arange(pairs) / max(count, 1))
         waves = wavelength(f)
@@ -282,16 +318,22 @@ def rope_scaling_with(
             s = (turns - low) / (high - low)
             if blend == "wavelength":
                 s = (length / low - waves) / (length / low - length / high)
-            s = np.clip(s, 0, 1)
+            s = np.clip(s, 0, 1) if clips else s
             if blend == "step":
                 s = np.where(turns > low, 1.0, 0.0)
             if blend == "reversed":
                 s = np.where((s > 0) & (s < 1), 1 - s, s)
         else:
-            s = np.where(turns > high, 1.0, 0.0) if equal else np.full(pairs, np.nan)
+            s = np.where(turns > high, 1.0, 0.0) if equal == "both" else np.full(pairs, equal)
         if swapped:
             s = 1 - s
         slow = f * factor if times else f / factor
+        if blend == "logarithms":
+            return np.exp(s * np.log(f) + (1 - s) * np.log(slow))
+        if blend == "none":
+            return f
+        if blend == "all":
+            return slow
         if blend == "waves":  # the wavelengths are blended
             return 1 / (s / f + (1 - s) / slow)
         return s * f + (1 - s) * slow
@@ -436,7 +478,61 @@ mistaken(
     rope_scaling,
     "divided_by_zero",
     "With equal factors you divide by zero. There is nothing between them then: a pair is kept or stretched.",
-    rope_scaling_with(equal=False),
+    rope_scaling_with(equal=np.nan),
+)
+mistaken(
+    rope_scaling,
+    "equal_and_kept",
+    "With equal factors you keep every pair. A pair slower than the one border that is left is still stretched.",
+    rope_scaling_with(equal=1.0),
+)
+mistaken(
+    rope_scaling,
+    "equal_and_stretched",
+    "With equal factors you stretch every pair. A pair faster than the one border that is left is still kept.",
+    rope_scaling_with(equal=0.0),
+)
+mistaken(
+    rope_scaling,
+    "share_not_clipped",
+    "Your share s leaves the range from 0 to 1. Outside of the two borders the line doesn't go on: s stays 0 or 1.",
+    rope_scaling_with(clips=False),
+)
+mistaken(
+    rope_scaling,
+    "logarithms_blended",
+    "You blend the logarithms of the two frequencies. The rule blends the frequencies themselves.",
+    rope_scaling_with(blend="logarithms"),
+)
+mistaken(
+    rope_scaling,
+    "nothing_stretched",
+    "You return the frequencies from before scaling. Those of the slow pairs are divided by `factor`.",
+    rope_scaling_with(blend="none"),
+)
+mistaken(
+    rope_scaling,
+    "everything_stretched",
+    "You divide every frequency by `factor`. Pairs with short wavelengths keep theirs.",
+    rope_scaling_with(blend="all"),
+)
+mistaken(
+    rope_scaling,
+    "borders_from_the_new_length",
+    "Your borders come from the stretched length, `factor` times too long. They come from `original_length`.",
+    rope_scaling_with(longer=True),
+)
+mistaken(
+    rope_scaling,
+    "llamas_high_factor",
+    "You have a high factor of 4 in your code. It's an argument.",
+    rope_scaling_with(high_=4.0),
+)
+mistaken(
+    rope_scaling,
+    "llamas_low_factor",
+    "You have a low factor of 1 in your code. It's an argument.",
+    rope_scaling_with(low_=1.0),
 )
 
 # ----------------------------------------------------------------------------------- name_map
@@ -454,16 +550,16 @@ parameters. A table says how: one row for each parameter.
 
 - A row is (pattern, path, transform). A pattern without `{layer}` is the name of one tensor. The transform of
   that tensor is the parameter.
-- In a pattern with `{layer}`, this stands for a layer's number. The parameter has all layers stacked, layer 0
-  first. `shapes[path]` is its shape, and the first entry says how many layers there are, at least one. The
-  transform is applied to each layer's tensor before they are stacked.
+- In a pattern, `{layer}` stands for a layer's number: 0, 1, 2, without leading zeros. The parameter has all layers
+  stacked, layer 0 first. `shapes[path]` is its shape, and the first entry says how many layers there are, at least
+  one. Transform each layer's tensor, then stack.
 - Several rows may read the same tensor, each with a transform of its own: a fused projection for queries, keys and
   values, for example. Each path has at most one row, and every row's path is in `shapes`.
-- A dot in a path goes one level down in the tree, and a dot in a pattern is a dot. The dtypes stay as the
-  transforms return them. A tensor may be a scalar.
+- Each dot in a path goes one level down in the tree, and a dot in a pattern is just a dot. Every parameter is one
+  array, with the dtype that the transform returns. A tensor may be a scalar.
 
-These four are a `ValueError`. Its message has the full name of the tensor or path at fault, and the name of no
-other tensor:
+Four faults raise a `ValueError`. Its message has the full name of the tensor or path at fault (of one of them, if
+there are several), and the name of no tensor that is in order:
 
 1. a tensor that no row reads, such as one of a layer that the model doesn't have;
 2. a path of `shapes` that no row sets;
@@ -491,11 +587,20 @@ def stacked_after(transform, arrays):
 def name_map_with(
     *, order=int, transformed=True, after=False, unread=True, unset=True, gaps=True, beyond=True, shapes_=True,
     reshape=False, wildcard=False, tree_=True, error=ValueError, all_names=False, wide=False, count_only=False,
-    consumes=False, last_axis=False, by_prefix=False, broadcast=False,
+    consumes=False, last_axis=False, by_prefix=False, broadcast=False, zeros=False, levels=99, overwrites=False,
+    early=False, gives_up=False, stacks=True,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(tensors, rows, shapes):
+        try:
+            return convert(tensors, rows, shapes)
+        except ValueError:
+            if not gives_up:
+                raise
+        return None
+
+    def convert(tensors, rows, shapes):
         left, tree = dict(tensors), {}
         used = set()
 
@@ -507,13 +612,19 @@ def name_map_with(
             text = re.escape(pattern).replace(r"\{layer\}", r"(\d+)")
             text = text.replace(r"\.", ".") if wildcard else text
             matches = {name: re.fullmatch(text, name) for name in left if isinstance(name, str)}
-            return {m.group(1): name for name, m in matches.items() if m}
+            return {
+                str(int(m.group(1))) if zeros else m.group(1): name
+                for name, m in matches.items()
+                if m
+            }
 
         def one(name, transform, shape):
             if name not in left:
                 fail("there is no tensor", name)
             used.add(name)
             value = left.pop(name) if consumes else left[name]
+            if early and value.shape != shape:
+                fail(f"{value.shape} and not {shape}:", name)
             value = transform(value) if transformed else value
             if reshape and value.size == math.prod(shape):
                 value = value.reshape(shape)
@@ -541,13 +652,15 @@ def name_map_with(
                     value = stacked_after(transform, [left[name] for name in names])
                 else:
                     values = [one(name, transform, shape[1:]) for name in names]
-                    value = np.stack(values, axis=-1 if last_axis else 0)
-                if by_prefix:
+                    value = np.stack(values, axis=-1 if last_axis else 0) if stacks else values
+                if by_prefix or zeros:
                     used.update(name for name in numbers.values())
             else:
                 value = one(pattern, transform, shape)
             value = value.astype(np.float32) if wide else value
-            here, parts = tree, path.split(".") if tree_ else [path]
+            here, parts = tree, path.split(".", levels) if tree_ else [path]
+            if overwrites and len(parts) > 1:
+                here[parts[0]] = {}
             for part in parts[:-1]:
                 here = here.setdefault(part, {})
             here[parts[-1]] = value
@@ -584,7 +697,12 @@ class Checkpoint:
             layer + "self_attn.qkv.weight", "blocks.attention.kv",
             lambda x: x[D:].reshape(2, 2, D), (layers, 2, 2, D),
         )  # fmt: skip
-        self.row(layer + "input_layernorm.weight", "blocks.norm", lambda x: x + 1, (layers, D))
+        self.row(
+            layer + "input_layernorm.weight",
+            "blocks.norms.before.scale",
+            lambda x: x + 1,
+            (layers, D),
+        )
         self.row(layer + "scale", "blocks.scale", lambda x: x, (layers,))
         self.tensor("lm_head.weight", (9, D))
         self.row("lm_head.weight", "unembed", np.transpose, (D, 9))
@@ -621,6 +739,10 @@ def trees_agree(fn, t, checkpoint, why):
     t.equal(paths, sorted(keys_of(nested(want))), why=f"{why}, the keys at each level of the tree")
     seen = dict(flat(got))
     for path, value in want.items():
+        array = hasattr(seen[path], "dtype")
+        t.true(
+            array, f"{path} of {why} is a {type(seen[path]).__name__}, want an array", "no array"
+        )
         t.close(seen[path], value, 0, 0, f"{path} of {why}", value.dtype)
 
 
@@ -652,17 +774,42 @@ def refuses(fn, t, checkpoint, culprit, why):
     def call():
         nonlocal said
         try:
-            fn(*arguments)
+            return fn(*arguments)
         except ValueError as error:
             said = str(error)
             raise
 
-    t.raises(ValueError, call, why=f"{why}, {culprit}", match=name)
+    t.raises(ValueError, call, why=f"{why}, {culprit}")
+    t.true(
+        bool(re.search(name, said)),
+        f"{why}: the message {said[:200]!r} doesn't name {culprit}",
+        said,
+    )
     others = [n for n in arguments[0] if n != culprit and n not in culprit and n in said]
     t.true(
         not others,
         f"{why}: the message names {culprit}, and {(others or [''])[0]} too",
         "names others",
+    )
+
+
+def one_of(fn, t, checkpoint, pattern, why):
+    """The answer raises ValueError and names one of the tensors that `pattern` matches."""
+    said = ""
+
+    def call():
+        nonlocal said
+        try:
+            return fn(*checkpoint.shuffled())
+        except ValueError as error:
+            said = str(error)
+            raise
+
+    t.raises(ValueError, call, why=why)
+    t.true(
+        bool(re.search(pattern, said)),
+        f"{why}: the message {said[:200]!r} names no tensor at fault",
+        said,
     )
 
 
@@ -710,9 +857,16 @@ def _(fn, t):
         "model.layers.1.mlp.up_proj.weight"
     )
     # Which of the two faults is found first is the answer's choice.
-    arguments = checkpoint.shuffled()
-    pattern = r"model\.layers\.1[._]mlp\.up_proj\.weight"
-    t.raises(ValueError, fn, *arguments, why="1_mlp is not 1.mlp", match=pattern)
+    one_of(fn, t, checkpoint, r"model\.layers\.1[._]mlp\.up_proj\.weight", "1_mlp is not 1.mlp")
+
+
+@name_map.check("a layer's number written with a zero")
+def _(fn, t):
+    checkpoint = Checkpoint(t, 3)
+    checkpoint.tensor("model.layers.01.mlp.up_proj.weight", (6, 4))
+    refuses(
+        fn, t, checkpoint, "model.layers.01.mlp.up_proj.weight", "01 is not the number of a layer"
+    )
 
 
 @name_map.check("a parameter that nothing sets")
@@ -721,6 +875,28 @@ def _(fn, t):
         checkpoint = Checkpoint(t, 3)
         checkpoint.shapes[path] = shape
         refuses(fn, t, checkpoint, path, "no row sets a parameter")
+
+
+@name_map.check("the same tensors and parameters, with rows")
+def _(fn, t):
+    # What other checks want refused is read here.
+    for layers, D, F in ((2, 5, 3), (3, 4, 6)):
+        checkpoint = Checkpoint(t, layers, D=D, F=F)
+        for i in range(layers):
+            checkpoint.tensor(f"model.layers.{i}.mlp.up_proj.bias", (F,))
+            checkpoint.tensor(f"model.layers.{i}.mlp.gate_proj.weight", (F, D))
+        layer = "model.layers.{layer}.mlp."
+        checkpoint.row(layer + "up_proj.bias", "blocks.ffn.bias", lambda x: x, (layers, F))
+        checkpoint.row(layer + "gate_proj.weight", "blocks.ffn.gate", np.transpose, (layers, D, F))
+        for name, path, shape in (
+            ("model.norm.weight", "norm", (D,)),
+            ("rotary.inv_freq", "rotary", (D,)),
+            ("model.layers.01.mlp.up_proj.weight", "odder", (F, D)),
+            ("model.layers.1_mlp.up_proj.weight", "odd", (F, D)),
+        ):
+            checkpoint.tensor(name, shape)
+            checkpoint.row(name, path, lambda x: x, shape)
+        trees_agree(fn, t, checkpoint, f"{layers} layers with more parameters")
 
 
 @name_map.check("a gap in the layers")
@@ -756,9 +932,13 @@ def _(fn, t):
     checkpoint = Checkpoint(t, 2)
     for layer in range(2):
         checkpoint.tensor(f"model.layers.{layer}.mlp.up_proj.weight", (5, 4))
-    pattern = r"model\.layers\.[01]\.mlp\.up_proj\.weight"
-    arguments = checkpoint.shuffled()
-    t.raises(ValueError, fn, *arguments, why="layers of a shape of (5, 4)", match=pattern)
+    one_of(
+        fn,
+        t,
+        checkpoint,
+        r"model\.layers\.[01]\.mlp\.up_proj\.weight",
+        "layers of a shape of (5, 4)",
+    )
 
 
 mistaken(
@@ -791,6 +971,44 @@ mistaken(
     "a_flat_dict",
     "You return one dict with the whole paths as keys. Each dot of a path goes one level down.",
     name_map_with(tree_=False),
+)
+mistaken(
+    name_map,
+    "two_levels",
+    "You split a path at its first dot only. Each dot goes one level down, however many there are.",
+    name_map_with(levels=1),
+)
+mistaken(
+    name_map,
+    "branches_overwritten",
+    'You begin a new dict for a folder that is there already, and lose what was in it: "blocks" has many parameters.',
+    name_map_with(overwrites=True),
+)
+mistaken(
+    name_map,
+    "lists_of_layers",
+    "You return a list with an array for each layer. The parameter is one array: stack them.",
+    name_map_with(stacks=False),
+)
+mistaken(
+    name_map,
+    "shapes_before_the_transform",
+    "You compare the shapes of tensors as they are in the checkpoint. `shapes` has those of our parameters, so compare "
+    "after the transform.",
+    name_map_with(early=True),
+)
+mistaken(
+    name_map,
+    "numbers_parsed",
+    'You turn the digits of a name into a number, and "01" counts as layer 1. Count the layers, make each name, and '
+    "look it up.",
+    name_map_with(zeros=True),
+)
+mistaken(
+    name_map,
+    "no_exception",
+    "You find the fault and then return None. Raise the ValueError, and the caller can't go on with half a model.",
+    name_map_with(gives_up=True),
 )
 mistaken(
     name_map,
@@ -896,13 +1114,13 @@ turns the bytes of a tensor into a float32 array of its shape.
 | `Q8_0` | scale d: float16; then 32 values q: int8 | $d\\,q_j$ |
 | `Q4_1` | scale d: float16; minimum m: float16; then 16 bytes with two values of 4 bits each | $d\\,q_j + m$ |
 
-- Of the 16 bytes of a Q4_1 block, the low four bits are the values 0 to 15 and the high four bits the values 16 to
-  31. All are from 0 to 15.
+- In a Q4_1 block, the low four bits of the 16 bytes are the values $q_0$ to $q_{15}$, and the high four bits are
+  $q_{16}$ to $q_{31}$. Each is a number from 0 to 15.
 - Numbers are little-endian. The arithmetic is in float32.
 - The blocks go along the last dimension, row after row, and none reaches from one row into the next. A shape whose
-  last dimension isn't a multiple of 32 is a `ValueError`, even if the number of all values is one. So is a number of
-  bytes that doesn't fit the shape.
-- A Python loop over the numbers would take hours for a real model. Two million of them take less than a second.
+  last dimension isn't a multiple of 32 is a `ValueError`, even where the number of all values is a multiple. So is a
+  number of bytes that doesn't fit the shape.
+- Two million numbers take less than a second. A Python loop over them would need hours for a real model.
 """,
     hints=(
         "How many bytes has a block of each kind? Read as an array of blocks, the data has one row for each block. "
@@ -919,15 +1137,16 @@ turns the bytes of a tensor into a float32 array of its shape.
 def dequantize_with(
     *, nibbles="halves", signed=True, order="<", wide=np.float32, centred=False, minus=False, exchanged=False,
     checks_bytes=True, checks_rows=True, dtype=np.float32, columns=False, fortran=False, loops=False, plus=True,
+    masked=True, minimum=True, arithmetic_shift=False, error=ValueError, one_dimension=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(data, kind, shape):
         size = {"Q8_0": 34, "Q4_1": 20}[kind]
         if checks_rows and (not shape or shape[-1] % 32):
-            raise ValueError(f"{shape} has no rows of whole blocks")
+            raise error(f"{shape} has no rows of whole blocks")
         if checks_bytes and len(data) != math.prod(shape) // 32 * size:
-            raise ValueError(f"{len(data)} bytes")
+            raise error(f"{len(data)} bytes")
         data = data[: len(data) // size * size]
         raw = np.frombuffer(data, np.uint8).reshape(-1, size)
         count = len(raw)
@@ -953,6 +1172,8 @@ def dequantize_with(
             if exchanged:
                 d, m = m, d
             low, high = raw[:, 4:] & 15, raw[:, 4:] >> 4
+            low = low if masked else raw[:, 4:]
+            high = raw[:, 4:].view(np.int8) >> 4 if arithmetic_shift else high
             if nibbles == "pairs":
                 q = np.stack([low, high], axis=2).reshape(-1, 32)
             elif nibbles == "high first":
@@ -960,10 +1181,11 @@ def dequantize_with(
             else:
                 q = np.concatenate([low, high], axis=1)
             q = q.astype(wide) - (8 if centred else 0)
-            m = -m if minus else m
+            m = -m if minus else m if minimum else 0
             values = d * q + m if plus else d * (q + m)
         values = np.resize(values, math.prod(shape)) if values.size != math.prod(shape) else values
         values = values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
+        values = values.ravel() if one_dimension else values
         return values.astype(dtype)
 
     return fn
@@ -1081,6 +1303,38 @@ mistaken(
 )
 mistaken(
     dequantization,
+    "low_bits_not_masked",
+    "Your first 16 values of a Q4_1 block are whole bytes, from 0 to 255. Keep the low four bits: `& 15`.",
+    dequantize_with(masked=False),
+)
+mistaken(
+    dequantization,
+    "high_bits_signed",
+    "Your last 16 values of a Q4_1 block go below 0: the bytes were read as int8, and `>>` copies their sign. Read "
+    "them as uint8.",
+    dequantize_with(arithmetic_shift=True),
+)
+mistaken(
+    dequantization,
+    "minimum_forgotten",
+    "You leave the minimum out. A Q4_1 block has one after its scale, and it's added to every value.",
+    dequantize_with(minimum=False),
+)
+mistaken(
+    dequantization,
+    "one_dimension",
+    "You return the numbers in one dimension. Give them the tensor's shape.",
+    dequantize_with(one_dimension=True),
+)
+mistaken(
+    dequantization,
+    "an_assertion",
+    "You refuse the right cases with an AssertionError. Assertions are for your own mistakes, and `python -O` drops "
+    "them: raise a ValueError.",
+    dequantize_with(error=AssertionError),
+)
+mistaken(
+    dequantization,
     "bytes_without_sign",
     "You read the values of Q8_0 as 0 to 255. They are int8.",
     dequantize_with(signed=False),
@@ -1169,9 +1423,9 @@ window_cache = Exercise(
     points=15,
     forbid=("minitext.inference", "minitext.kernels", "minitext.models"),
     statement="""
-In a layer with a window, the query at position t sees positions t - window + 1 to t. An older key is never needed
-again, so a cache of `window` slots is enough: a ring buffer, in which token t is in slot t % window and overwrites the
-one that was there.
+In a layer with a window, the query at position t sees positions t - window + 1 to t. Older keys are never needed
+again, so a cache of `window` slots is enough: a ring buffer, in which token t goes into slot t % window and overwrites
+what was there.
 
 Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes the attention of T new tokens and returns
 `(out_TNH, cache)`, with the cache that the next call gets.
@@ -1181,7 +1435,8 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
 - Logits are divided by $\\sqrt{H}$. Each of the K key heads serves N / K neighbouring query heads.
 - The cache is `(keys, values, length)`: two float32 arrays [window, K, H], and the number of all tokens so far as a
   Python int. A slot that no token has reached is 0 and is not seen. Before the first token the cache is None.
-- A caller may go on from the same cache twice, so don't change it. The output is float32, also where logits are large.
+- A caller may continue twice from the same cache, so don't change it. The output is float32, and right however large
+  or small the logits are.
 """,
     hints=(
         "The text has 10 tokens, the window is 4, and 3 more tokens come. Which positions does the first of them see, "
@@ -1199,7 +1454,8 @@ Write `window_attention(q_TNH, k_TKH, v_TKH, window, cache=None)`. It computes t
 def window_with(
     *, more=0, causal=True, neighbours=True, scaled=True, ring_first=False, empty=False, from_zero=False,
     adds=True, keeps_last=True, in_place=False, list_=False, safe=True, dtype=np.float32, forgets=False,
-    whole_int=True, seen_from="keys",
+    whole_int=True, python_int=True, in_order=False, masked=-np.inf, renormalised=True, offset=True, one_top=False,
+    scale=None,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -1216,6 +1472,8 @@ def window_with(
             held = old_k[window - len(kept) :], old_v[window - len(kept) :]
         else:
             held = old_k[kept % window], old_v[kept % window]
+        if in_order:
+            held = old_k[: len(kept)], old_v[: len(kept)]
         seen = held[0].copy(), held[1].copy()
         if list_:
             keys = np.concatenate([old_k, k_TKH])[-window:].astype(np.float32)
@@ -1230,9 +1488,10 @@ def window_with(
             k, v = keys[s % window], values[s % window]
         if forgets:
             k, v, s = k_TKH, v_TKH, length + np.arange(T)
-        visible = s > t - window - more
+        t_seen = t if offset else t - length
+        visible = s > t_seen - window - more
         if causal:
-            visible &= s <= t
+            visible &= s <= t_seen
         if empty and length + T < window:
             free = window - length - T
             k = np.concatenate([np.zeros((free, K, H), k.dtype), k])
@@ -1240,17 +1499,20 @@ def window_with(
             visible = np.concatenate([np.ones((T, free), bool), visible], axis=1)
         q = q_TNH.reshape((T, K, N // K, H) if neighbours else (T, N // K, K, H))
         q = q if neighbours else q.swapaxes(1, 2)
-        logits = np.einsum("TKGH,SKH->KGTS", q, k) / (np.sqrt(H) if scaled else 1)
-        logits = np.where(visible, logits, -np.inf)
-        top = logits.max(-1, keepdims=True)
+        by = {None: math.sqrt(H), "H": H, "N": math.sqrt(N)}[scale]
+        logits = np.einsum("TKGH,SKH->KGTS", q, k) / (by if scaled else 1)
+        logits = np.where(visible, logits, masked) if renormalised else logits
+        top = logits.max() if one_top else logits.max(-1, keepdims=True)
         top = np.where(np.isfinite(top), top, 0) if safe else 0
         with np.errstate(all="ignore"):
             exps = np.exp(logits - top).astype(np.float32)
             probs = exps / exps.sum(-1, keepdims=True)
+            probs = probs if renormalised else probs * visible
         out = np.einsum("KGTS,SKH->TKGH", probs, v)
         out = (out if neighbours else out.swapaxes(1, 2)).reshape(T, N, H).astype(dtype)
         total = length + T if adds else T
-        return out, (keys, values, total if whole_int else min(total, window))
+        total = total if whole_int else min(total, window)
+        return out, (keys, values, total if python_int else np.int64(total))
 
     return fn
 
@@ -1290,7 +1552,12 @@ def windows_agree(fn, t, window, pieces, heads=(4, 2, 6), size=1.0, why=""):
         want, wanted = right_window(q[part], k[part], v[part], window, wanted)
         t.close(got, want, 1e-4, 1e-5, f"output: {text}", np.float32)
         keys, values, length = cache
-        t.true(length == at and type(length) is int, f"length is {length!r}: {text}", length)
+        t.true(
+            type(length) is int,
+            f"length is a {type(length).__name__}, want a Python int: {text}",
+            "not an int",
+        )
+        t.true(length == at, f"length is {length!r}: {text}", length)
         t.close(keys, wanted[0], 0, 0, f"keys in their slots: {text}", np.float32)
         t.close(values, wanted[1], 0, 0, f"values in their slots: {text}", np.float32)
 
@@ -1337,6 +1604,22 @@ def _(fn, t):
 @window_cache.check("large logits")
 def _(fn, t):
     windows_agree(fn, t, 5, (8, 1), size=14.0, why="logits up to several hundred: ")
+
+
+@window_cache.check("logits far below zero")
+def _(fn, t):
+    # Every visible logit is about -32,768 and exact in float32: a hidden one that is "only" -10,000 would win.
+    T, N, K, H, window = 7, 4, 2, 4, 3
+    q = np.full((T, N, H), 128, np.float32)
+    k = np.full((T, K, H), -128, np.float32)
+    k[..., 0] += t.rng.integers(0, 4, (T, K)) / np.float32(64)
+    v = t.rng.normal(size=(T, K, H)).astype(np.float32)
+    cache = wanted = None
+    for part in (slice(0, 2), slice(2, 6), slice(6, 7)):
+        got, cache = fn(q[part], k[part], v[part], window, cache)
+        want, wanted = right_window(q[part], k[part], v[part], window, wanted)
+        why = f"logits of about -32768, window {window}, tokens {part.start} to {part.stop - 1}"
+        t.close(got, want, 1e-4, 1e-5, why, np.float32)
 
 
 @window_cache.check("two texts from one cache")
@@ -1435,6 +1718,64 @@ mistaken(
 )
 mistaken(
     window_cache,
+    "scaled_by_H",
+    "You divide the logits by H. It's the square root of H.",
+    window_with(scale="H"),
+)
+mistaken(
+    window_cache,
+    "scaled_by_heads",
+    "You divide the logits by the square root of the number of heads. It's that of H, the features of one head.",
+    window_with(scale="N"),
+)
+mistaken(
+    window_cache,
+    "slots_in_order",
+    "You read the ring from slot 0 on as if its tokens were in order. Once it has gone round, the oldest token is in "
+    "the middle: position t is in slot t % window.",
+    window_with(in_order=True),
+)
+mistaken(
+    window_cache,
+    "positions_of_the_call",
+    "You count the new tokens' positions from 0 in each call, and those of the cache from the start of the text. Both "
+    "count from the start of the text.",
+    window_with(offset=False),
+)
+mistaken(
+    window_cache,
+    "hidden_logits_of_zero",
+    "You set the logits of hidden tokens to 0. Their exponential is then 1: the logit has to be minus infinity.",
+    window_with(masked=0.0),
+)
+mistaken(
+    window_cache,
+    "hidden_logits_not_low_enough",
+    "A hidden token gets weight where all the visible logits are very low. Your mask's number isn't low enough: take "
+    "minus infinity.",
+    window_with(masked=-1e4),
+)
+mistaken(
+    window_cache,
+    "masked_after_the_softmax",
+    "You hide tokens after the softmax, and the weights that are left don't add up to 1.",
+    window_with(renormalised=False),
+)
+mistaken(
+    window_cache,
+    "one_maximum_for_all",
+    "You subtract one maximum from all rows. Where another row's logits are hundreds lower, every exponential is 0, "
+    "and 0 / 0 is NaN. Each row has its own maximum.",
+    window_with(one_top=True),
+)
+mistaken(
+    window_cache,
+    "a_numpy_length",
+    "Your length is a NumPy integer. Make it an int.",
+    window_with(python_int=False),
+)
+mistaken(
+    window_cache,
     "exponentials_overflow",
     "Your softmax overflows where logits are large. Subtract each row's largest logit first.",
     window_with(safe=False),
@@ -1469,11 +1810,11 @@ A checkpoint of 800 GB is read by hundreds of devices, and each of them keeps a 
 - `where` has a pair (begin, end) for each dimension, such as `((0, 576), (384, 768))`. The result is a NumPy array of
   the part's shape and of `dtype`, which may be bfloat16 from ml_dtypes.
 - `file` has `seek(position)`, `read(count)` and `tell()`, like a file opened with `buffering=0`. So `read` may return
-  fewer bytes than you ask for, and none at the end of the file.
-- Every byte of the part is read once and no other byte. Bytes that are contiguous in the file are asked for in one
-  `read`: all rows of a matrix take one `read` together, and half of its columns take one for each row.
-- A part that isn't within the tensor is a `ValueError`, and so is a file that ends too early. An empty part reads
-  nothing.
+  fewer bytes than you ask for, and none at the end of the file. It may have been read before, up to any position.
+- Read every byte of the part once, and no other byte. Bytes that are contiguous in the file take one `read`: a single
+  one for some rows of a matrix, but one for each row if you need half of the columns.
+- A part that isn't within the tensor is a `ValueError`, also if it is empty, and so is a file that ends too early. An
+  empty part within the tensor reads nothing and is returned with its shape, such as [0, 5].
 """,
     hints=(
         "A tensor is [2, 3, 4], and you need all of dimension 0, row 1 of dimension 1 and all of dimension 2. How many "
@@ -1491,7 +1832,7 @@ class LoggedFile:
     """A file in memory that notes what is asked of it; each read returns at most `most` bytes."""
 
     def __init__(self, data, most=None):
-        self.data, self.most, self.at = bytes(data), most, 0
+        self.data, self.most, self.at = bytes(data), most, 3  # somebody has read from it before
         self.asked, self.returned = [], []
 
     def seek(self, position):
@@ -1515,12 +1856,17 @@ class LoggedFile:
 def reader_with(
     *, short=True, start_counts=True, checks=True, ends=True, one_run=False, by_row=False, by_number=False,
     whole=False, itemsize=None, reverse=False, transposed=False, wide=False, empty=True, first=False,
+    empty_first=False, refuses_empty=False, seeks=True, first_cut=False, begins=True, error=ValueError, flat=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
     def fn(file, start, dtype, shape, where):
         inside = len(where) == len(shape)
+        if empty_first and any(a == b for a, b in where):
+            return np.empty([b - a for a, b in where], dtype)
         inside = inside and all(0 <= a <= b <= n for (a, b), n in zip(where, shape, strict=True))
+        if refuses_empty:
+            inside = inside and all(a < b for a, b in where)
         if checks and not inside:
             raise ValueError(f"{where} is not a part of {shape}")
         if not checks:
@@ -1546,6 +1892,9 @@ def reader_with(
             cut = len(shape) - 1
         if first:
             cut = 0
+        if first_cut:
+            cut = min((i for i, n in enumerate(shape) if where[i][1] - where[i][0] < n), default=0)
+        given, where = where, where if begins else tuple((0, b - a) for a, b in where)
         if by_number and shape:
             cut = len(shape)
         offsets = [start]
@@ -1556,6 +1905,7 @@ def reader_with(
                 for offset in offsets
                 for i in range(a, a + 1 if axis == cut else b)
             ]
+        where = given
         run = math.prod(b - a for a, b in where) * size // len(offsets)
         if one_run:  # from the first number to the last
             end = offsets[-1] + run
@@ -1565,13 +1915,14 @@ def reader_with(
             skips, length = None, run
         data = bytearray()
         for offset in offsets:
-            file.seek(offset)
+            if seeks or offset:
+                file.seek(offset)
             left = length
             while left:
                 piece = file.read(left)
                 if not piece:
                     if ends:
-                        raise ValueError("the file ends within the tensor")
+                        raise error("the file ends within the tensor")
                     piece = bytes(left)
                 data += piece
                 left -= len(piece)
@@ -1588,6 +1939,7 @@ def reader_with(
         out = np.frombuffer(data, dtype)
         out = out.reshape(part_of[::-1]).T if transposed else out.reshape(part_of)
         out = out[ranges] if whole else out
+        out = out.ravel() if flat else out
         return out.astype(np.float32) if wide else out
 
     return fn
@@ -1660,7 +2012,7 @@ def _(fn, t):
 
 @shard_reader.check("other dtypes")
 def _(fn, t):
-    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8):
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.int8, np.int32, np.float64):
         part_is_read(fn, t, (6, 8), ((2, 6), (1, 7)), dtype)
 
 
@@ -1692,6 +2044,7 @@ def _(fn, t):
     data, _ = stored_tensor(t, (4, 5), np.float32, 40, 400)
     for where in (
         ((0, 5), (0, 5)), ((-1, 2), (0, 5)), ((0, 4), (2, 6)), ((3, 2), (0, 5)), ((0, 4),), ((0, 4), (0, 5), (0, 1)),
+        ((5, 5), (0, 5)), ((0, 4), (-1, -1)),
     ):  # fmt: skip
         args = LoggedFile(data), 40, np.dtype(np.float32), (4, 5), where
         t.raises(ValueError, fn, *args, why=f"part {where} of [4, 5]")
@@ -1744,6 +2097,48 @@ mistaken(
 )
 mistaken(
     shard_reader,
+    "first_cut_instead_of_last",
+    "You take everything after the first dimension that is cut for contiguous. It's the last one that decides.",
+    reader_with(first_cut=True),
+)
+mistaken(
+    shard_reader,
+    "begins_forgotten",
+    "Your indices begin at 0 in every dimension. The part begins where `where` says.",
+    reader_with(begins=False),
+)
+mistaken(
+    shard_reader,
+    "one_dimension",
+    "You return the numbers in one dimension. Give them the part's shape.",
+    reader_with(flat=True),
+)
+mistaken(
+    shard_reader,
+    "no_seek_to_the_start",
+    "You don't seek where the position is 0. The file may have been read before, so seek for every piece.",
+    reader_with(seeks=False),
+)
+mistaken(
+    shard_reader,
+    "empty_before_checked",
+    "You return an empty part before you check where it is. One outside of the tensor is a mistake too.",
+    reader_with(empty_first=True),
+)
+mistaken(
+    shard_reader,
+    "empty_refused",
+    "You refuse an empty part. A device may have nothing of a tensor: return an empty array of the part's shape.",
+    reader_with(refuses_empty=True),
+)
+mistaken(
+    shard_reader,
+    "end_of_file_error",
+    "You raise another exception than ValueError where the file ends.",
+    reader_with(error=EOFError),
+)
+mistaken(
+    shard_reader,
     "first_dimension_fastest",
     "Your strides grow from the first dimension on. The last dimension runs fastest in the file.",
     reader_with(reverse=True),
@@ -1790,4 +2185,334 @@ mistaken(
     "an_empty_part_read",
     "You read something for a part that has no numbers.",
     reader_with(empty=False),
+)
+
+# --------------------------------------------------------------------------------- find_settings
+
+find_settings = Exercise(
+    "23.find_settings",
+    title="Which settings are theirs?",
+    function="find_settings",
+    minutes=35,
+    points=20,
+    statement="""
+You have somebody's model, the program that they ran it with, and your own decoder with its switches. All names and
+shapes fit, but the numbers don't. Some settings are off, and you don't know which, or in which layers. Write
+`find_settings(ours, theirs, options, layers, vocab, longest)`, which finds the settings that their program uses.
+
+- `theirs(tokens)` returns a list with the residual stream after each layer, a NumPy array [T, D] each. `tokens` is an
+  integer array [T] of your choice, with numbers below `vocab`. T is at most `longest`.
+- `ours(settings, tokens)` returns the same of your decoder. `settings` is a list with a dict for each layer.
+- `options` has the values that each setting may have, such as `{"window": [None, 6, 20], "base": [1e4, 1e6]}`. Each
+  layer has settings of its own, and any number of them may be off.
+- Return the settings of `theirs`: a list with a dict for each layer, which has a value for each name in `options`.
+- The two programs round differently. With the right settings their numbers agree to about six digits.
+- Running a model is expensive. Call `theirs` at most 3 times, and `ours` at most twice for each layer and
+  combination of values. With 5 layers and 24 combinations that makes 240 calls. Trying every layer's combinations with
+  every other layer's would take millions.
+""",
+    hints=(
+        "Look at the stream after layer 0 alone. On which layers' settings does it depend? Once it agrees, what do you "
+        "know about the stream after layer 1?",
+        "On which prompts is a window of 20 the same as none? On which are two bases of rope the same? And if numbers "
+        "never agree exactly, which of the combinations do you take?",
+        "Draw `longest` tokens at random. For layer 0, 1, 2 and so on: try every combination (`itertools.product`) in "
+        "this layer, with the layers before it as found. Keep the one whose stream after this layer is nearest to "
+        "theirs.",
+    ),
+)
+
+
+class Decoder:
+    """A small decoder in float64 whose layers have settings of their own, and what was asked of it."""
+
+    def __init__(self, t, layers, vocab, longest, spread=1.0, D=8):
+        self.layers, self.vocab, self.longest, self.D = layers, vocab, longest, D
+        names = "q", "k", "v", "o", "up", "down"
+        self.table = t.rng.normal(size=(vocab, D))
+        self.table[:, 0] *= spread
+        self.weights = [
+            {name: t.rng.normal(size=(D, D)) / math.sqrt(D) for name in names}
+            for _ in range(layers)
+        ]
+        self.table[1] = self.table[0]  # a prompt of these two looks varied and isn't
+        for w in self.weights:  # and the sum of a stream's features says nothing
+            for name in ("o", "down"):
+                w[name] -= w[name].mean(axis=1, keepdims=True)
+        self.calls = 0
+
+    def __call__(self, settings, tokens, dtype=np.float64):
+        self.calls += 1
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or not 1 <= len(tokens) <= self.longest:
+            raise ValueError(
+                f"tokens have the shape {tokens.shape}, want [T] with T at most {self.longest}"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            raise ValueError(
+                f"tokens are from {tokens.min()} to {tokens.max()}, with a vocabulary of {self.vocab}"
+            )
+        if len(settings) != self.layers:
+            raise ValueError(
+                f"settings for {len(settings)} layers, and the model has {self.layers}"
+            )
+        x, found = self.table[tokens].astype(dtype), []
+        for layer, w in zip(settings, self.weights, strict=True):
+            x = self.layer(layer, x, {name: value.astype(dtype) for name, value in w.items()})
+            found.append(x)
+        return found
+
+    def layer(self, settings, x, w):
+        T, D = x.shape
+        at = np.arange(T)
+        epsilon = settings.get("epsilon", 1e-5)
+
+        def norm(y):
+            return (y / np.sqrt(np.mean(y**2, -1, keepdims=True) + epsilon)).astype(x.dtype)
+
+        h = norm(x)
+        angle = at[:, None] * settings.get("base", 100.0) ** (-np.arange(D // 2) / (D // 2))
+
+        def rotated(y):
+            a, b = y[:, : D // 2], y[:, D // 2 :]
+            cos, sin = np.cos(angle), np.sin(angle)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], 1).astype(x.dtype)
+
+        logits = 0.4 * rotated(h @ w["q"]) @ rotated(h @ w["k"]).T
+        cap, window = settings.get("softcap"), settings.get("window")
+        logits = cap * np.tanh(logits / cap) if cap else logits
+        seen = at[None] <= at[:, None]
+        if window:
+            seen &= at[None] > at[:, None] - window
+        logits = np.where(seen, logits, -np.inf)
+        exps = np.exp(logits - logits.max(-1, keepdims=True))
+        x = x + (exps / exps.sum(-1, keepdims=True)).astype(x.dtype) @ (h @ w["v"]) @ w["o"]
+        up = norm(x) @ w["up"]
+        kinds = {"relu": lambda u: np.maximum(u, 0), "tanh": np.tanh}
+        active = kinds.get(settings.get("activation"), lambda u: u / (1 + np.exp(-u)))
+        return x + active(up).astype(x.dtype) @ w["down"]
+
+
+NAMES = "window", "base", "activation", "epsilon", "softcap"
+
+
+def options_of_chance(t, names):
+    """Values that each of these settings may have, in an order of chance."""
+    windows = [None, int(t.rng.integers(3, 6)), int(t.rng.integers(7, 10))]
+    bases = [float(t.rng.integers(5, 20)), float(t.rng.integers(80, 200))]
+    activations = [("silu", "relu", "tanh")[i] for i in t.rng.permutation(3)[:2]]
+    epsilons = [float(t.rng.uniform(1e-6, 1e-5)), float(t.rng.uniform(0.05, 0.2))]
+    caps = [None, float(t.rng.uniform(1.5, 2.5))]
+    all_ = dict(zip(NAMES, (windows, bases, activations, epsilons, caps), strict=True))
+    return {name: [all_[name][i] for i in t.rng.permutation(len(all_[name]))] for name in names}
+
+
+def combinations(options):
+    return [
+        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
+    ]
+
+
+def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=1.0):
+    """Whether the answer finds settings of chance, in as few calls as it may have; layers in `usual` have the first."""
+    options = options_of_chance(t, names)
+    choices, vocab = combinations(options), int(t.rng.integers(12, 60))
+    decoder, their_calls = Decoder(t, layers, vocab, longest, spread), 0
+    want = [
+        choices[0 if layer in usual else int(t.rng.integers(1, len(choices)))]
+        for layer in range(layers)
+    ]
+    want = want[:1] * layers if alike else want
+
+    def theirs(tokens):
+        nonlocal their_calls
+        their_calls += 1
+        found = decoder(want, tokens)
+        decoder.calls -= 1
+        return found
+
+    got = fn(
+        lambda settings, tokens: decoder(settings, tokens, np.float32),
+        theirs,
+        options,
+        layers,
+        vocab,
+        longest,
+    )
+    why = f"{layers} layers, options {options}, prompts of up to {longest}"
+    t.true(isinstance(got, (list, tuple)), f"got {type(got).__name__}, want a list", "no list")
+    t.true(len(got) == layers, f"settings for {len(got)} layers, want {layers}", len(got))
+    wrong = [
+        (i, n)
+        for i in range(layers)
+        for n in options
+        if not (isinstance(got[i], dict) and n in got[i])
+    ]
+    t.true(not wrong, f"a layer has no value for a setting: {(wrong or [''])[0]}", str(wrong))
+    off = [(i, n) for i in range(layers) for n in options if got[i][n] != want[i][n]]
+    layer, name = (off or [(0, names[0])])[0]
+    t.true(
+        not off,
+        f"layer {layer}: got {name}={got[layer][name]}, want {want[layer][name]} ({len(off)} settings are off): {why}",
+        str([[got[i][n] for n in options] for i in range(layers)]),
+    )
+    most = 2 * layers * len(choices)
+    t.true(their_calls <= 3, f"{their_calls} calls of theirs, want at most 3", their_calls)
+    t.true(
+        decoder.calls <= most,
+        f"{decoder.calls} calls of ours, want at most {most}: {why}",
+        decoder.calls,
+    )
+
+
+@find_settings.check("one layer")
+def _(fn, t):
+    settings_found(fn, t, ("activation", "epsilon"), 1, 12)
+
+
+@find_settings.check("layers that are all alike")
+def _(fn, t):
+    settings_found(fn, t, ("activation", "base", "epsilon"), 3, 16, alike=True)
+
+
+@find_settings.check("layers that differ")
+def _(fn, t):
+    settings_found(fn, t, ("activation", "epsilon", "softcap"), 5, 14, usual=(0, 2))
+
+
+@find_settings.check("windows")
+def _(fn, t):
+    for _ in range(3):
+        settings_found(fn, t, ("window", "activation"), 4, 17)
+        settings_found(fn, t, ("window",), 6, 11, usual=(0,))
+
+
+@find_settings.check("rotations")
+def _(fn, t):
+    for _ in range(3):
+        settings_found(fn, t, ("base", "softcap"), 4, 20)
+        settings_found(fn, t, ("base",), 6, 15, usual=(1, 2))
+
+
+@find_settings.check("all at once, and a feature that is large")
+def _(fn, t):
+    for _ in range(2):
+        settings_found(fn, t, NAMES, 6, 24)
+    settings_found(fn, t, ("window", "base", "activation"), 5, 18, spread=200.0)
+
+
+def settings_with(
+    *, tokens="random", judged="own", order=1, exact=False, alike=False, times=1, more=0, their_times=1, first=False,
+    one_by_one=False,
+):  # fmt: skip
+    """The solution with a mistake that is asked for."""
+
+    def fn(ours, theirs, options, layers, vocab, longest):
+        rng = np.random.default_rng(5)
+        count = {"few": 4, "one": 1}.get(tokens, longest + more)
+        prompt = np.full(count, 7) if tokens == "alike" else rng.integers(0, vocab, count)
+        for _ in range(their_times):
+            want = theirs(prompt)
+        choices = combinations(options)
+        found = [choices[0]] * layers
+
+        def apart(tried, layer):
+            for _ in range(times):
+                got = ours(tried, prompt)
+            at = -1 if judged == "last" else layer
+            if exact:
+                return 0.0 if np.array_equal(got[at], want[at]) else 1.0
+            return float(np.abs(got[at] - want[at]).max())
+
+        if alike:
+            return [min(choices, key=lambda choice: apart([choice] * layers, layers - 1))] * layers
+        for layer in range(layers)[::order]:
+            if one_by_one:
+                for name, values in options.items():
+                    each = [{**found[layer], name: value} for value in values]
+                    tried = [[*found[:layer], one, *found[layer + 1 :]] for one in each]
+                    found[layer] = each[int(np.argmin([apart(one, layer) for one in tried]))]
+                continue
+            tried = [[*found[:layer], choice, *found[layer + 1 :]] for choice in choices]
+            found[layer] = choices[int(np.argmin([apart(one, layer) for one in tried]))]
+            if first and layer == 0:
+                break
+        return found
+
+    return fn
+
+
+mistaken(
+    find_settings,
+    "one_token",
+    "Your prompt is a single token. It only sees itself, so nothing that attention does can show.",
+    settings_with(tokens="one"),
+)
+mistaken(
+    find_settings,
+    "too_short_a_prompt",
+    "Your prompt is shorter than a window, which then hides nothing. Take as many tokens as you may have.",
+    settings_with(tokens="few"),
+)
+mistaken(
+    find_settings,
+    "the_same_token",
+    "All tokens of your prompt are the same. Their values are too, so it doesn't matter how much each is looked at.",
+    settings_with(tokens="alike"),
+)
+mistaken(
+    find_settings,
+    "judged_by_the_last_layer",
+    "You judge a layer by the model's last stream, which has the mistakes of all later layers in it. Judge it by its "
+    "own.",
+    settings_with(judged="last"),
+)
+mistaken(
+    find_settings,
+    "from_the_last_layer",
+    "You begin with the last layer. Its input is wrong until all layers before it are right: go from front to back.",
+    settings_with(order=-1),
+)
+mistaken(
+    find_settings,
+    "equal_or_not",
+    "You look for streams that are exactly equal, and the two programs round differently. Take the nearest.",
+    settings_with(exact=True),
+)
+mistaken(
+    find_settings,
+    "all_layers_alike",
+    "You give all layers the same settings. Each layer has its own.",
+    settings_with(alike=True),
+)
+mistaken(
+    find_settings,
+    "first_layer_only",
+    "You stop after the first layer that was off. Later ones may be off too.",
+    settings_with(first=True),
+)
+mistaken(
+    find_settings,
+    "one_setting_at_a_time",
+    "You choose a layer's settings one at a time. While another one of them is off, the nearest value need not be the "
+    "right one: try the combinations.",
+    settings_with(one_by_one=True),
+)
+mistaken(
+    find_settings,
+    "too_many_calls",
+    "Your settings are right, and you call `ours` too often for them. Each combination is needed once for each layer.",
+    settings_with(times=3),
+)
+mistaken(
+    find_settings,
+    "theirs_too_often",
+    "You call `theirs` more often than you may. One prompt is enough: keep what it returned.",
+    settings_with(their_times=4),
+)
+mistaken(
+    find_settings,
+    "too_long_a_prompt",
+    "Your prompt has more than `longest` tokens.",
+    settings_with(more=1),
 )

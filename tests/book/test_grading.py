@@ -583,6 +583,7 @@ HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_builtins"
             "leaves"]  # fmt: skip
 
 
+@pytest.mark.slow  # with what grades them all
 @pytest.mark.parametrize("name", ["honest", "helped", *HARMLESS])
 def test_right_answers_pass_whatever_else_they_do(verdicts, name):
     result = verdicts[name]
@@ -964,11 +965,10 @@ def test_an_interrupted_grading_leaves_no_process(tree, tmp_path):
     command = [sys.executable, "-c", code, "90.sleeps", "90.loops", "--jobs", "2"]
     with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=null, stderr=null) as process:
         family = psutil.Process(process.pid)
-        deadline = time.monotonic() + 30
-        while len(family.children()) < 2 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while len(workers := family.children()) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        workers = family.children()
         assert len(workers) == 2
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) != 0
+        assert process.wait(120) != 0
     assert not any(worker.is_running() for worker in workers)

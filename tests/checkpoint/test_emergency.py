@@ -91,6 +91,7 @@ def test_a_run_goes_on_from_its_copies_bit_for_bit(tiny, tmp_path):
         "train.save_every=100",
         "train.eval_every=100",
         "train.eval_batches=1",
+        "model.layers=1",
     ]
     settings += [f"run.dir={tmp_path}", "run.name=a"]
 

@@ -150,11 +150,11 @@ def test_gguf_is_written_as_the_library_reads_it(tmp_path, dtype):
 
 def refused(path, *words: str) -> str:
     """Opens and reads everything; the error must come soon, take little memory, and have these words in one line."""
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as caught, open_weights(path) as weights:
         for name in weights.names():
             weights.read(name)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5  # whoever else has the cores
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
     said = str(caught.value)
     assert "\n" not in said and len(said) < 600

@@ -33,7 +33,7 @@ def test_freed_memory_is_kept():
         devices.start(keep_memory=sys.argv[1] == "True")
         import jax, jax.numpy as jnp
         f = jax.jit(lambda x: jnp.sum((x @ x) @ jnp.tanh(x @ x.T)))
-        x = jnp.ones((1024, 1024))
+        x = jnp.ones((512, 512))
         for _ in range(3):
             f(x).block_until_ready()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -27,7 +27,7 @@ from tests.conftest import QUICK_FLAGS, TINY
 JOB = Path(__file__).with_name("job.py")
 QUICK = [
     *TINY, "train.steps=4", "train.save_every=2", "train.eval_every=4", "train.eval_batches=1",
-    "mesh.fsdp=2",
+    "mesh.fsdp=2", "model.layers=1",
 ]  # fmt: skip
 
 
@@ -116,6 +116,7 @@ def whole(tmp_path_factory):
     return run.train(cfg, Console(quiet=True)), cfg
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_do_what_one_of_eight_does(whole, tmp_path):
     run_job(2, 4, "train", tmp_path, *settings_of(tmp_path, "a"))
     directory, cfg = whole

@@ -262,7 +262,8 @@ def test_names_that_do_not_exist_and_shapes_that_do_not_go_are_refused():
 
 def test_training_on_a_cpu_imports_only_what_it_needs(tmp_path):
     """The whole command in its own process: no other platform's kernel, no compiler, no prediction, no grader."""
-    args = ["minitext", "train", "laptop", *TINY, "train.steps=1", f"run.dir={tmp_path}"]
+    small = ["model.layers=1", "train.steps=1", "train.eval_batches=1"]
+    args = ["minitext", "train", "laptop", *TINY, *small, f"run.dir={tmp_path}"]
     code = f"""if True:
         import sys
         from minitext.cli.main import main

@@ -177,7 +177,13 @@ def resumed(tiny, tmp_path_factory):
     """A run of seven steps that lost its checkpoint of step 6, so a second job resumed after step 3."""
     import shutil
 
-    quick = ["train.save_every=3", "train.eval_every=4", "train.eval_batches=1", "run.name=a"]
+    quick = [
+        "model.layers=1",
+        "train.save_every=3",
+        "train.eval_every=4",
+        "train.eval_batches=1",
+        "run.name=a",
+    ]
     directory = tmp_path_factory.mktemp("runs")
     cfg = tiny(*quick, f"run.dir={directory}", "train.steps=6")
     path = run.train(cfg, Console(quiet=True))

@@ -41,7 +41,7 @@ def traced(tmp_path_factory):
     # In a separate process: other tests compile for TPUs, after which the profiler would crash.
     command = [
         sys.executable, "-m", "minitext", "train", *TINY, *WINDOW, f"run.dir={folder}", "run.name=a", "mesh.fsdp=2",
-        "mesh.data=1", "train.eval_batches=1", "profile.dump_hlo=true",
+        "mesh.data=1", "train.eval_batches=1", "profile.dump_hlo=true", "model.layers=1",
     ]  # fmt: skip
     subprocess.run(
         command, check=True, capture_output=True, env=os.environ | {"XLA_FLAGS": QUICK_FLAGS}

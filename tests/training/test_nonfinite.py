@@ -17,6 +17,7 @@ from minitext.training.nonfinite import FOLDER, IN_A_ROW, NonFinite, rows
 from minitext.training.step import init_state, make_train_step
 
 QUICK = [
+    "model.layers=1",
     "train.steps=7",
     "train.save_every=3",
     "train.eval_every=100",

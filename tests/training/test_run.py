@@ -16,7 +16,9 @@ from minitext.observability.metrics import read_metrics
 from minitext.training import run
 from minitext.training.stopping import Interrupted
 
-QUICK = ["train.steps=7", "train.save_every=3", "train.eval_every=4", "train.eval_batches=1"]
+QUICK = [
+    "model.layers=1", "train.steps=7", "train.save_every=3", "train.eval_every=4", "train.eval_batches=1",
+]  # fmt: skip
 
 
 def quick(tiny, directory, *overrides):
@@ -119,9 +121,17 @@ def test_no_line_is_written_that_a_kill_could_cost_beyond_the_interval(
 ):
     commit, exposed = Checkpointer._commit, []
 
+    def exposed_now(checkpointer):
+        return len(read_metrics(tmp_path / "a")) - (checkpointer.latest() or 0)
+
     def slow_disk(self, *args):
-        time.sleep(0.3)  # many steps of this model
-        exposed.append(len(read_metrics(tmp_path / "a")) - (self.latest() or 0))
+        # The disk takes until the training has done as much as it may, and then for many more steps of this model.
+        wait_until = time.monotonic() + 60
+        while exposed_now(self) < min(save_every, 7 - (self.latest() or 0)):
+            assert time.monotonic() < wait_until
+            time.sleep(0.01)
+        time.sleep(0.3)
+        exposed.append(exposed_now(self))
         commit(self, *args)
 
     monkeypatch.setattr(Checkpointer, "_commit", slow_disk)

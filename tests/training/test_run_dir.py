@@ -19,8 +19,8 @@ from minitext.training.step import init_state
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
-    cfg = tiny("train.steps=2", "train.eval_batches=1", f"run.dir={directory}", "run.name=a", "mesh.data=1",
-               "mesh.fsdp=8")  # fmt: skip
+    cfg = tiny("model.layers=1", "train.steps=2", "train.eval_batches=1", f"run.dir={directory}", "run.name=a",
+               "mesh.data=1", "mesh.fsdp=8")  # fmt: skip
     return run.train(cfg, Console(quiet=True)), cfg
 
 

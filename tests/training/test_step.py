@@ -45,9 +45,17 @@ def run(cfg, mesh, steps=2):
     return losses, jax.device_get(state)
 
 
+@functools.cache
+def on_one_device(tiny):
+    """The metrics of the steps that the others are compared with."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        return run(tiny(), mesh)[0]
+
+
 def test_microbatches_give_the_whole_batch(tiny, one_device):
     """Rows have different numbers of targets, so a mean of means would show."""
-    (whole, _), _ = run(tiny(), one_device)
+    whole, _ = on_one_device(tiny)
     (parts, _), _ = run(tiny("train.microbatches=4"), one_device)
     for name in ("loss", "grad_norm", "tokens"):
         np.testing.assert_allclose(parts[name], whole[name], rtol=2e-6)
@@ -58,9 +66,7 @@ def test_microbatches_on_a_mesh(tiny):
     mesh = make_mesh(cfg.mesh, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         (got, _), _ = run(cfg, mesh)
-    one = make_mesh(devices=jax.devices()[:1])
-    with jax.set_mesh(one):
-        (want, _), _ = run(tiny(), one)
+    want, _ = on_one_device(tiny)
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=2e-6)
     np.testing.assert_allclose(got["grad_norm"], want["grad_norm"], rtol=1e-5)
 
@@ -73,7 +79,7 @@ def test_the_old_state_is_donated(tiny, one_device):
 
 
 def test_z_loss_changes_the_gradient_and_not_the_reported_loss(tiny, one_device):
-    (plain, _), _ = run(tiny(), one_device)
+    plain, _ = on_one_device(tiny)
     (with_z, _), _ = run(tiny("train.z_loss=0.1"), one_device)
     np.testing.assert_allclose(with_z["loss"], plain["loss"], rtol=1e-6)
     assert with_z["grad_norm"] != plain["grad_norm"]
@@ -91,7 +97,7 @@ def test_eval_sums_and_counts(tiny, one_device):
     cfg = tiny()
     batch = packed_batch(cfg, one_device, 0)
     nll, tokens = make_eval_step(cfg)(init_state(cfg, one_device).params, batch)
-    (metrics, _), _ = run(cfg, one_device)
+    metrics, _ = on_one_device(tiny)
     np.testing.assert_allclose(nll / tokens, metrics["loss"], rtol=1e-6)
     assert tokens == batch["loss_mask"].sum()
 

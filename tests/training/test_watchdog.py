@@ -11,7 +11,7 @@ from minitext.training.watchdog import STACKS, Watchdog
 
 
 def wait_for(condition):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
@@ -43,12 +43,21 @@ def test_a_hang_ends_the_job_after_both_processes_have_written_the_stacks_of_all
 
 
 def test_while_steps_end_nothing_is_written_and_nothing_is_left(tmp_path):
-    said = []
-    with Watchdog(tmp_path, 0, said.append, 0.5, said.append, poll=0.02) as watchdog:
-        for _ in range(40):
-            time.sleep(0.02)
-            watchdog.step_ended()
-    assert not said and not (tmp_path / STACKS).exists()
+    for attempt in range(20):
+        said, steps, longest = [], 0, 0.0
+        run = tmp_path / str(attempt)
+        with Watchdog(run, 0, said.append, 0.5, said.append, poll=0.02) as watchdog:
+            began = last = time.monotonic()
+            while last - began < 1.0:  # longer than the limit
+                time.sleep(0.05)  # it looks more often than steps end
+                watchdog.step_ended()
+                now = time.monotonic()
+                steps, longest, last = steps + 1, max(longest, now - last), now
+        # Where the machine held this process up for as long as the limit, the watchdog is right to speak.
+        if longest < 0.25:
+            break
+    assert steps > 3 and longest < 0.25
+    assert not said and not (run / STACKS).exists()
 
 
 def test_sigusr1_writes_the_stacks_and_training_goes_on(tmp_path):
@@ -81,7 +90,7 @@ with watchdog.Watchdog(Path(sys.argv[1]), 0, print, 0.1, print):
 
 
 def test_a_process_in_which_no_thread_can_run_python_ends_too(tmp_path):
-    done = subprocess.run([sys.executable, "-c", STUCK, tmp_path], timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", STUCK, tmp_path], timeout=100, check=False)
     assert done.returncode == 1
     (path,) = (tmp_path / STACKS).glob("0-*.txt")
     assert "Timeout" in path.read_text() and 'File "<string>"' in path.read_text()
