@@ -66,15 +66,22 @@ class Checkpointer(AbstractContextManager):
         keep: how many of the newest steps to keep, at least 1. The step just saved always stays.
         keep_every: also keeps the steps that are multiples of it.
         own: whether each process has its own directory, for the shards of its own devices only.
+        at_once: bytes of arrays that are compressed and written at a time, at least the largest array's; None: all.
+            Writing holds copies of them.
     """
 
     def __init__(
-        self, directory: Path | str, keep: int = 3, keep_every: int | None = None, own: bool = False
+        self,
+        directory: Path | str,
+        keep: int = 3,
+        keep_every: int | None = None,
+        own: bool = False,
+        at_once: int | None = None,
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: each is at least 1")
         self.directory = Path(files.local_path(directory)).absolute()
-        self.keep, self.keep_every, self.own = keep, keep_every, own
+        self.keep, self.keep_every, self.own, self.at_once = keep, keep_every, own, at_once
         self._key = "checkpoint.local_dir" if own else "run.dir"  # which names the directory
         self._damaged: set[int] = set()  # found by `restore`, set aside by the next save
         self._saves = 0
@@ -83,7 +90,7 @@ class Checkpointer(AbstractContextManager):
 
     @functools.cached_property
     def _orbax(self) -> Any:
-        return leaves.checkpointer(self.own)
+        return leaves.checkpointer(self.own, self.at_once)
 
     def save(
         self,
@@ -102,7 +109,8 @@ class Checkpointer(AbstractContextManager):
             state: any pytree of arrays (jax or numpy, typed PRNG keys too) and Python numbers.
             data_state: the data iterator's state, as JSON. Process 0's is stored.
             config: the resolved configuration, as JSON; stored for people and `facts`.
-            wait: whether to return only after the checkpoint is committed.
+            wait: whether to return only after the checkpoint is committed. The arrays are then written from where they
+                are, without a copy on the host of them all.
 
         Raises:
             UserError: the directory can't be written (full, read-only, no permission), for this
@@ -121,8 +129,8 @@ class Checkpointer(AbstractContextManager):
                 self._prepare(target)
             arrays, write = leaves.storable(named), None
             if jax.process_count() == 1 and not self.own:
-                # Orbax's own preparations take longer than this copy, and can wait for the thread.
-                arrays = leaves.on_host(arrays)
+                if not wait:  # Orbax's own preparations take longer than this copy, and can wait for the thread.
+                    arrays = leaves.on_host(arrays)
                 write = functools.partial(leaves.write, self._orbax, target / STATE, arrays)
             else:
                 leaves.write(self._orbax, target / STATE, arrays)

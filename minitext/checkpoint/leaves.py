@@ -81,19 +81,23 @@ def difference(saved: dict[str, Any], wanted: dict[str, Any], partial: bool = Fa
     return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here{more}"
 
 
-def checkpointer(own: bool = False) -> Any:
+def checkpointer(own: bool = False, at_once: int | None = None) -> Any:
     """Returns an `orbax.checkpoint.AsyncCheckpointer` that raises its errors without also printing them.
 
     Args:
         own: whether this process saves and reads its own devices' shards, without the other processes.
+        at_once: bytes of arrays that are copied to the host, compressed and written at a time; None: all.
     """
     import orbax.checkpoint as ocp  # a quarter of a second, which `import minitext` shouldn't take
 
     _silence_orbax()
     # If the directory can't be written, this fails before anything else is begun.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    # In GB; Orbax wants more than the largest array's.
+    limit: Any = None if at_once is None else (at_once + 1) / 1e9
+    limits = {"save_concurrent_gb": limit, "save_device_host_concurrent_gb": limit}
     if not own:
-        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**limits), async_options=options)
     # What Orbax's emergency and replicator managers save local copies with.
     me, handlers = jax.process_index(), ocp.type_handlers
     alone = ocp.options.MultiprocessingOptions(
@@ -101,6 +105,7 @@ def checkpointer(own: bool = False) -> Any:
     )
     shards = handlers.ArrayHandler(primary_host=None, replica_id=None, use_replica_parallel=False)
     handler = ocp.PyTreeCheckpointHandler(
+        **limits,
         multiprocessing_options=alone,
         type_handler_registry=handlers.create_type_handler_registry((jax.Array, shards)),
     )

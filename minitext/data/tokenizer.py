@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from minitext import files
 from minitext.errors import UserError
 
 BYTES = 256
+MOST_IDS = 1 << 24  # of a published tokenizer; the largest known have 2^18
 END = "<|endoftext|>"  # our own end of a document, where another format needs a name for it
 
 
@@ -233,6 +235,12 @@ def read_published(text: str, eod: str | int, where: str) -> PublishedTokenizer:
         raise UserError(
             f"{where} is not a tokenizer that the tokenizers library reads: {error}"
         ) from error
+    last, largest = max(model.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if largest >= MOST_IDS:  # the library goes through all ids below it when it saves
+        raise UserError(
+            f"{where} gives the token {files.shorten(last)!r} the id {largest}, and {MOST_IDS - 1} is the limit: get "
+            "the file again"
+        )
     model.no_truncation()
     model.no_padding()
     found = model.token_to_id(eod) if isinstance(eod, str) else eod

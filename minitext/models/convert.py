@@ -30,6 +30,7 @@ Bounds = tuple[tuple[int, int], ...]  # start and stop in each dimension
 CHUNK = (
     4 << 20
 )  # bytes that a thread reads and converts at a time: few enough to stay in a core's cache
+MOST_NUMBERS = 1 << 50  # in one parameter; numpy can't count those of the largest shapes
 ROWS = 16  # that are transposed at a time: their columns are a cache line of the result
 ALIGNMENT = 64  # of the numpy arrays that JAX takes for its own on a CPU, instead of copying them
 
@@ -231,6 +232,11 @@ def check_names(weights: Weights, table: Table, wanted: Mapping[str, Any]) -> No
         if row.path not in wanted:
             raise UserError(f"{row.name} would set {row.path}, which the model does not have")
         ours = tuple(wanted[row.path].shape)
+        if math.prod(ours) > MOST_NUMBERS:
+            raise UserError(
+                f"{weights.path}: {row.path} would have the shape {list(ours)}, more than any memory holds: is this "
+                "config.json the checkpoint's own?"
+            )
         each = ours[len(row.leading) :]
         if ours[: len(row.leading)] != row.leading:
             raise UserError(

@@ -64,7 +64,7 @@ def config_json(weights: Weights) -> dict[str, Any]:
     """
     said, path = weights.metadata, weights.path
     architecture = said.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UserError(
             f"{path} has the architecture {str(architecture)[:60]!r}, and {', '.join(ARCHITECTURES)} are read: import "
             "the model's Hugging Face folder"

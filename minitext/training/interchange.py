@@ -178,7 +178,8 @@ def _write_run(
                 files.write(new / PUBLISHED / "generation_config.json", json.dumps(ends, indent=2))
                 if isinstance(chat := weights.metadata.get("tokenizer.chat_template"), str):
                     files.write(new / PUBLISHED / "chat_template.jinja", chat)
-            with Checkpointer(new / CHECKPOINTS) as checkpointer:
+            largest = max(x.nbytes for x in _leaves(params))
+            with Checkpointer(new / CHECKPOINTS, at_once=largest) as checkpointer:
                 checkpointer.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
     except OSError as error:
         fix = "name a directory where one can be made"
@@ -351,5 +352,8 @@ def _leaves(params: Any) -> list[Any]:
 
 def peak_bytes() -> int:
     """Returns the largest memory that this process has had."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux, whose getrusage counts the process that started this one too
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

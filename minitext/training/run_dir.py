@@ -200,7 +200,8 @@ def export_run(directory: Path | str, target: Path | str) -> int:
             files.write(new / CONFIG, to_yaml(cfg))
             tokenizer.save(new / TOKENIZER)
             carry_published(Path(directory), new)
-            with Checkpointer(new / CHECKPOINTS) as checkpointer:
+            largest = max(x.nbytes for x in jax.tree.leaves(params))
+            with Checkpointer(new / CHECKPOINTS, at_once=largest) as checkpointer:
                 state, config = {"params": params}, cfg.model_dump(mode="json")
                 checkpointer.save(step, state, {}, config, wait=True)
     except OSError as error:

@@ -679,3 +679,43 @@ def test_two_processes_save_and_one_restores(tmp_path):
 def test_saved_on_one_device_restored_on_eight(tmp_path):
     script(ON_A_MESH, tmp_path, "1x1", "save", devices=1)
     script(ON_A_MESH, tmp_path, "2x4", "restore", devices=8)
+
+
+SAVES = """
+    import sys
+    from pathlib import Path
+    import jax, numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    from minitext.checkpoint.checkpointer import Checkpointer
+
+    mesh = jax.make_mesh((4,), ("x",))
+    where = NamedSharding(mesh, PartitionSpec("x"))
+    def array(seed):
+        rng = np.random.default_rng(seed)
+        part = lambda index: rng.random((1, 8 << 20), np.float32)
+        return jax.block_until_ready(jax.make_array_from_callback((4, 8 << 20), where, part))
+    def peak():
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**10
+    limit = int(sys.argv[2]) or None
+    with Checkpointer(Path(sys.argv[1]) / "first", at_once=limit) as checkpointer:  # Orbax's own memory
+        checkpointer.save(0, {"x": array(9)}, {}, wait=True)
+    state = {f"x{i}": array(i) for i in range(6)}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    with Checkpointer(Path(sys.argv[1]) / "second", at_once=limit) as checkpointer:
+        checkpointer.save(0, state, {}, wait=True)
+    print((peak() - before) / 128)
+"""
+
+
+@pytest.mark.audit
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_a_save_holds_copies_of_no_more_than_it_was_allowed(tmp_path):
+    def arrays_over(name, limit):
+        program = [sys.executable, "-c", textwrap.dedent(SAVES), str(tmp_path / name), str(limit)]
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(program, env=os.environ | flags, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    assert arrays_over("one", 128 << 20) < 2 < arrays_over("all", 0)

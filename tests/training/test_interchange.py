@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -293,6 +294,8 @@ def test_what_cannot_be_imported_leaves_nothing(tmp_path):
 
     change("config.json", json.dumps(CONFIG | {"intermediate_size": 64}))
     refused("has the shape")
+    change("config.json", json.dumps(CONFIG | {"hidden_size": 2**60}))
+    refused("more than any memory holds")
     change("config.json", json.dumps(CONFIG | {"model_type": "unheard"}))
     refused("unheard")
     change("config.json", "[" * 100_000)
@@ -304,8 +307,16 @@ def test_what_cannot_be_imported_leaves_nothing(tmp_path):
     change("config.json", json.dumps(CONFIG))
     change("tokenizer_config.json", json.dumps({"eos_token": "<missing>"}))
     refused("<missing>")
+    tokenizer = json.loads(published_text())
+    tokenizer["model"]["vocab"]["far"] = 2**31
+    change("tokenizer.json", json.dumps(tokenizer))
+    refused("'far' the id 2147483648")
     change("tokenizer.json", "{}")
     refused("not a tokenizer")
+    architecture = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 20) + b"general.architecture"
+    listed = struct.pack("<IIQQ", 9, 8, 1, 5) + b"llama"
+    (tmp_path / "list.gguf").write_bytes(architecture + listed)
+    refused("architecture", "list.gguf")
     (tmp_path / "theirs" / "tokenizer.json").unlink()
     refused("tokenizer.json")
     refused("missing", "missing")
@@ -399,3 +410,12 @@ def test_a_mesh_that_cannot_hold_the_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="not divisible by mesh.tensor=8"):
         interchange.import_run(str(tmp_path / "theirs"), tmp_path / "run", mesh)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_the_peak_is_this_process_s_own():
+    # Linux counts the memory of the process that starts another in what getrusage says of the other.
+    held = np.ones(512 << 20, np.uint8)
+    program = "from minitext.training.interchange import peak_bytes; print(peak_bytes())"
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
+    assert int(done.stdout) < held.size, done.stderr
