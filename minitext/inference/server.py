@@ -387,6 +387,8 @@ class Texts:
                 (more, tokens), finish = text.finish(), event.finish
             if finish:
                 self._end(place, index, finish)
+                if not event.finish:  # a stop string, behind which the engine goes on
+                    self._served.engine.cancel(self._numbers[place], event.sample)
             if more or tokens or finish:
                 yield Piece(index, more, tokens, finish)
 
@@ -403,10 +405,6 @@ class Texts:
         del self._open[index]
         self._served.metrics.texts.labels(finish).inc()
         self._served.metrics.whole.observe(time.perf_counter() - self._began)
-        if place in self._numbers:  # the engine goes on behind a stop string
-            self._served.engine.cancel(self._numbers[place], index % self._n)
-        if not any(i // self._n == place for i in self._open):
-            self._numbers.pop(place, None)
 
 
 async def _all_of(texts: Texts) -> list[Piece]:

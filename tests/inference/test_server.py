@@ -64,9 +64,9 @@ class Watched(Engine):
         self.numbered.append(number)
         return number
 
-    def cancel(self, number):
+    def cancel(self, number, sample=None):
         self.told.append(number)
-        super().cancel(number)
+        super().cancel(number, sample)
 
     def step(self):
         if self.held.is_set():
