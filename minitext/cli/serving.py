@@ -4,14 +4,25 @@ Chapters: 24.
 """
 
 import json
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from minitext.cli.arguments import RunDir, start
+from minitext.config.sections import MeshConfig
+from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
+from minitext.terminal import of_slow_work
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from minitext.inference.engine import EngineOptions
+    from minitext.inference.server import Served
 
 
 def serve(
@@ -24,23 +35,36 @@ def serve(
             envvar="MINITEXT_API_KEY", help="what clients must send; better in the environment"
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="of the model; by default the run's")] = None,
-    max_length: Annotated[
+    served_model_name: Annotated[
+        str | None, typer.Option(help="name of the model; by default the run's")
+    ] = None,
+    max_model_len: Annotated[
         int,
         typer.Option(min=0, help="tokens of a text, prompt included; 0: as the model was trained"),
     ] = 0,
-    max_sequences: Annotated[
-        int, typer.Option(min=1, max=256, help="texts continued at once")
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, max=256, help="texts that a replica continues at once")
     ] = 32,
     max_tokens_in_flight: Annotated[
         int, typer.Option(min=0, help="tokens of all these together; 0: what memory allows")
     ] = 0,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=1024, help="devices that share each copy of the model")
+    ] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, max=1024, help="copies of the model (replicas)")
+    ] = 1,
+    warm_up: Annotated[
+        int, typer.Option(min=0, max=256, help="compile for so many texts before the first comes")
+    ] = 1,
     max_queue: Annotated[int, typer.Option(min=1, help="texts that may wait; then 429")] = 256,
     drain_seconds: Annotated[
         float, typer.Option(min=0, max=3600, help="for what runs when SIGTERM comes")
     ] = 30.0,
 ) -> None:
     """Serve a model to OpenAI's clients, with a web page to try it.
+
+    Options that vLLM has too have its names. Without an accelerator, several devices are simulated.
 
     Stops on SIGTERM or Ctrl-C, after what runs is done. Needs the extra serve.
     """
@@ -49,43 +73,78 @@ def serve(
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'minitext[serve]'") from error
     if api_key is not None and not api_key.strip():
-        raise UserError(
-            "the API key is empty: give one, or leave --api-key and MINITEXT_API_KEY out"
-        )
+        raise UserError("the API key is empty: give one, or leave out --api-key, MINITEXT_API_KEY")
     listening = server.bind(host, port)
-    start()
-    from minitext.inference.chat import read_chat
-    from minitext.inference.engine import Engine, EngineOptions
-    from minitext.inference.structured import guides
-    from minitext.training import run_dir
-    from minitext.training.interchange import longest_text
-    from minitext.training.run_dir import PUBLISHED
+    sizes = MeshConfig(data=data_parallel_size, tensor=tensor_parallel_size)
+    start(simulate_for(list(sizes.sizes().values()), None))
+    from minitext.inference.engine import EngineOptions
 
-    cfg, params, tokenizer, step = run_dir.load_run(directory)
-    published = Path(directory) / PUBLISHED
-    chat = read_chat(published, tokenizer)
     options = EngineOptions(
-        max_sequences=max_sequences, max_waiting=max_queue, cache_tokens=max_tokens_in_flight,
-        max_length=max_length or longest_text(cfg, published),
+        max_sequences=max_num_seqs, max_waiting=max_queue, cache_tokens=max_tokens_in_flight,
+        max_length=max_model_len,
     )  # fmt: skip
-    engine = Engine(cfg.model, params, options, guides(tokenizer, cfg.model.vocab, chat.stops))
-    name = name or Path(directory).resolve().name
-    served = server.Served(name, engine, tokenizer, chat, api_key)
-    engine.start()
+    name = served_model_name or Path(directory).resolve().name
+    served, step = _load(Path(directory), name, options, _mesh(sizes), api_key)
+    with of_slow_work(1.0, "compiling") as told:
+        served.engine.warm_up(warm_up, lambda done, whole: told(done / max(whole, 1)))
+    served.engine.start()
     server.listen(listening)
-    found = listening.getsockname()
-    address = f"http://{f'[{found[0]}]' if ':' in found[0] else found[0]}:{found[1]}"
-    _say_how(address, name, step, chat.template is not None, api_key is not None)
+    _say_how(listening, served, step)
     server.serve(server.Server(served, drain_seconds), listening)
 
 
-def _say_how(address: str, name: str, step: int, chats: bool, keyed: bool) -> None:
+def _load(
+    run: Path, name: str, options: "EngineOptions", mesh: "Mesh | None", api_key: str | None
+) -> "tuple[Served, int]":
+    """Returns a run's model with an engine, and its step; `max_length` 0 is the longest it was trained for."""
+    from minitext.inference.chat import read_chat
+    from minitext.inference.engine import Engine
+    from minitext.inference.replicas import divide, make_replicas
+    from minitext.inference.server import Served
+    from minitext.inference.structured import guides
+    from minitext.training.interchange import longest_text
+    from minitext.training.run_dir import PUBLISHED, load_run
+
+    cfg, params, tokenizer, step = load_run(run, divide(mesh)[0] if mesh else None)
+    chat = read_chat(run / PUBLISHED, tokenizer)
+    longest = options.max_length or longest_text(cfg, run / PUBLISHED)
+    options = replace(options, max_length=longest)
+    made = cfg.model, params, options, guides(tokenizer, cfg.model.vocab, chat.stops)
+    engine = make_replicas(*made, mesh) if mesh else Engine(*made)
+    return Served(name, engine, tokenizer, chat, api_key), step
+
+
+def _mesh(sizes: MeshConfig) -> "Mesh | None":
+    """Returns the devices that serve, or None for one device.
+
+    Raises:
+      UserError: if there are too few.
+    """
+    import jax
+
+    from minitext.sharding.mesh import make_mesh
+
+    count = sizes.data * sizes.tensor
+    if count == 1:
+        return None
+    if count > len(jax.devices()):
+        raise UserError(
+            f"--data-parallel-size {sizes.data} and --tensor-parallel-size {sizes.tensor} need {count} devices, and "
+            f"there are {len(jax.devices())}: choose smaller ones"
+        )
+    return make_mesh(sizes, jax.devices()[:count])
+
+
+def _say_how(listening: socket.socket, served: "Served", step: int) -> None:
+    found, port = listening.getsockname()[:2]
+    address = f"http://{f'[{found}]' if ':' in found else found}:{port}"
     print(
-        f"step {step} of {name} is served at {address}; the page to try it is {address}/",
+        f"step {step} of {served.name} is served at {address}; the page to try it is {address}/",
         file=sys.stderr,
     )
+    chats = served.chat.template is not None
     asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "The "}
-    key = ' -H "Authorization: Bearer $MINITEXT_API_KEY"' if keyed else ""
+    key = ' -H "Authorization: Bearer $MINITEXT_API_KEY"' if served.api_key is not None else ""
     path = "chat/completions" if chats else "completions"
     print(
         f"ask it: curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(asked)}'",

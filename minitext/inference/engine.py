@@ -55,6 +55,7 @@ Sink = Callable[[Event], None]
 # Sizes that programs are compiled for; a step takes the least that is enough.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PART = 16  # least tokens of a prompt's part
+LEAST_PAGES = 4  # of a table
 COLUMNS = 6  # integers of a row before its table: start, page, slot, state, seed, top_k
 
 
@@ -292,6 +293,7 @@ class Engine:
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._lock, self._arrived = threading.Lock(), threading.Condition()
         self._inbox: list[Text] = []
+        self._submitted = self._ended = 0  # texts
         self._cancelled: set[tuple[int, int | None]] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -330,7 +332,7 @@ class Engine:
         ]
         with self._lock:
             number = next(self._numbers)
-            waiting = len(self.waiting) + sum(1 + len(text.siblings) for text in self._inbox)
+            waiting = self._waiting()
             if self._closing or waiting + request.n > self.options.max_waiting:
                 raise Busy(f"{waiting} texts are waiting")
             texts = [
@@ -348,6 +350,7 @@ class Engine:
             ]
             texts[0].siblings = texts[1:]
             self._inbox.append(texts[0])
+            self._submitted += request.n
         with self._arrived:
             self._arrived.notify()
         return number
@@ -363,11 +366,57 @@ class Engine:
         """Returns what the engine is doing."""
         return Usage(
             running=len(self.running),
-            waiting=len(self.waiting) + len(self._inbox),
+            waiting=self._waiting(),
             pages=self.pages.pages - 1,
             pages_used=self.pages.used,
             pages_kept=self.pages.kept,
             **self._counts,
+        )
+
+    def warm_up(
+        self, rows: int, told: Callable[[int, int], object] = lambda done, whole: None
+    ) -> None:
+        """Compiles the programs that short texts need, before there are any, so that no client waits for that.
+
+        What only some requests need (filters, log-probabilities, penalties, long texts) is compiled when it is needed.
+
+        Args:
+          rows: texts at once, up to which programs are compiled; 0: none.
+          told: called with programs done and their number, before each.
+        """
+        sizes = [size for size in ROWS if size <= _least(rows, 1)] if rows else []
+        runs: list[Callable[[], None]] = []
+        for size in sizes:
+            empty = np.zeros((size, COLUMNS + LEAST_PAGES), np.int32)
+            numbers = np.zeros((size, 4), np.float32)
+            runs += [
+                partial(self._rehearse_decode, empty, numbers, Want(random=random))
+                for random in (False, True)
+            ]
+        lengths = itertools.takewhile(
+            lambda size: size <= self.options.chunk, (PART << i for i in itertools.count())
+        )
+        runs += [partial(self._rehearse_prefill, size) for size in lengths] if rows else []
+        with self._on_mesh():
+            for done, run in enumerate(runs):
+                told(done, len(runs))
+                run()
+        told(len(runs), len(runs))
+
+    def _rehearse_decode(self, ints_BX: np.ndarray, floats_B4: np.ndarray, want: Want) -> None:
+        """Decodes padding, once with tokens of the host's and once with its own."""
+        token_B: Any = np.zeros(len(ints_BX), np.int32)
+        for _ in range(2):
+            drawn, self.cache = self.programs.decode(
+                self.arrays, self.cache, token_B, ints_BX, floats_B4, None, want=want
+            )
+            token_B = drawn.token
+
+    def _rehearse_prefill(self, size: int) -> None:
+        """Computes a prompt's first part that is all padding."""
+        tokens_3C, table_1X = np.zeros((3, size), np.int32), np.zeros((1, 0), np.int32)
+        self.cache = self.programs.prefill(
+            self.arrays, self.cache, tokens_3C, table_1X, np.int32(0), np.int32(0)
         )
 
     def start(self) -> None:
@@ -390,6 +439,10 @@ class Engine:
         self._fail("the server is shutting down")
 
     _stopping = False
+
+    def _waiting(self) -> int:
+        """Texts that neither run nor have ended, those that wait for the first of their request included."""
+        return max(0, self._submitted - self._ended - len(self.running))
 
     def _busy(self) -> bool:
         return bool(self._inbox or self.waiting or self.running or self.pending)
@@ -483,7 +536,7 @@ class Engine:
         tokens_3C[1, :count] = np.asarray(table)[places // S]
         tokens_3C[2, :count] = places % S
         earlier = -(-start // S)
-        table_1X = np.zeros((1, _least(earlier, 4) if earlier else 0), np.int32)
+        table_1X = np.zeros((1, _least(earlier, LEAST_PAGES) if earlier else 0), np.int32)
         table_1X[0, :earlier] = table[:earlier]
         self.cache = self.programs.prefill(
             self.arrays, self.cache, tokens_3C, table_1X, np.int32(start), np.int32(text.state)
@@ -606,18 +659,18 @@ class Engine:
         """Runs the decode program on a row for each text, and one more for each guess."""
         S = self.page_tokens
         rows = [
-            (t, i) for t, guess in zip(texts, guesses, strict=True) for i in range(len(guess) + 1)
+            (text, i, guess[i - 1] if i else text.tokens[-1])
+            for text, guess in zip(texts, guesses, strict=True)
+            for i in range(len(guess) + 1)
         ]
         size = next(size for size in (*ROWS, len(rows)) if size >= len(rows))
         tables = {id(text): self.pages.table(text.key) for text in texts}
-        width = _least(max(map(len, tables.values())), 4)
+        width = _least(max(map(len, tables.values())), LEAST_PAGES)
         ints_BX = np.zeros((size, COLUMNS + width), np.int32)
         floats_B4 = np.tile(np.asarray([0, 1, 0, 1], np.float32), (size, 1))
         host_B = np.zeros(size, np.int32)
-        for row, (text, i) in enumerate(rows):
+        for row, (text, i, host_B[row]) in enumerate(rows):
             r, table, start = text.request, tables[id(text)], text.computed + i
-            if token_B is None:
-                host_B[row] = text.tokens[-1] if i == 0 else guesses[texts.index(text)][i - 1]
             ints_BX[row, :COLUMNS] = (
                 start, table[start // S], start % S, text.state, text.seed, r.top_k,
             )  # fmt: skip
@@ -633,7 +686,7 @@ class Engine:
         )
         adjustments = None
         if any(text.adjusts for text in texts):
-            adjustments = self._adjustments([text for text, _ in rows], size)
+            adjustments = self._adjustments([text for text, _, _ in rows], size)
         drawn, self.cache = self.programs.decode(
             self.arrays, self.cache, host_B if token_B is None else token_B, ints_BX, floats_B4,
             adjustments, want=want,
@@ -709,6 +762,7 @@ class Engine:
     def _end(self, text: Text, finish: Finish, error: str = "") -> None:
         if not text.ended:
             text.ended = True
+            self._ended += 1
             text.sink(Event(text.sample, finish=finish, error=error))
 
     def _forget_ended(self) -> None:

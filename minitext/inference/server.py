@@ -55,6 +55,7 @@ from minitext.inference.text import TextStream
 
 if TYPE_CHECKING:  # nothing is computed here
     from minitext.inference.engine import Engine
+    from minitext.inference.replicas import Replicas
 
 log = logging.getLogger("minitext.server")
 
@@ -95,7 +96,7 @@ class Served:
     """
 
     name: str
-    engine: "Engine"
+    engine: "Engine | Replicas"
     tokenizer: Tokenizer
     chat: Chat
     api_key: str | None = None

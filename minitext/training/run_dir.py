@@ -143,16 +143,26 @@ def published_tokenizer(cfg: Config) -> Tokenizer | None:
     return tokenizer
 
 
-def load_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
-    """Reads a run's configuration, parameters (on one device), tokenizer and step.
+def load_run(directory: Path | str, mesh: Mesh | None = None) -> tuple[Config, Any, Tokenizer, int]:
+    """Reads a run's configuration, parameters, tokenizer and step.
+
+    Args:
+      directory: of the run.
+      mesh: devices that share the parameters by heads and features (its axis `tensor`); None: the first device.
 
     Raises:
       UserError: if the directory holds no run or no usable checkpoint.
     """
     cfg = read_config(directory)
-    restored = _read_parameters(directory, cfg, make_mesh(devices=jax.devices()[:1]))
-    # Through the host: device_put alone would keep the mesh in their types, and they are used without one.
-    params = jax.device_put(jax.device_get(restored.state["params"]), jax.devices()[0])
+    if mesh is None:
+        restored = _read_parameters(directory, cfg, make_mesh(devices=jax.devices()[:1]))
+        # Through the host: device_put alone would keep the mesh in their types, and they are used without one.
+        params = jax.device_put(jax.device_get(restored.state["params"]), jax.devices()[0])
+    else:
+        divided = cfg.sharding.model_copy(update={"rules": "tp"})
+        there = cfg.model_copy(update={"sharding": divided})
+        restored = _read_parameters(directory, there, mesh)
+        params = restored.state["params"]
     return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
 
 

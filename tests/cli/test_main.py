@@ -252,7 +252,7 @@ def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
 
 
 # Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
-WORDS = {"serve host", "serve api_key", "serve name", 
+WORDS = {"serve host", "serve api_key", "serve served_model_name", 
     "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image",
     "project", "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
 }  # fmt: skip
@@ -373,9 +373,14 @@ def test_a_run_of_another_model_is_refused_and_left_alone(minitext, trained):
 # --- serve
 
 
-def test_a_run_is_served_until_sigterm(server, trained, tmp_path):
+MESH = ["--tensor-parallel-size", "2", "--data-parallel-size", "2"]
+
+
+@pytest.mark.parametrize("options", [[], pytest.param(MESH, marks=pytest.mark.audit)])
+def test_a_run_is_served_until_sigterm(server, trained, tmp_path, options):
     (tmp_path / "said").touch()
-    pid = server.start("serve", trained, "--port", "0", "--name", "it", output=tmp_path / "said")
+    words = ["--port", "0", "--served-model-name", "it", *options]
+    pid = server.start("serve", trained, *words, output=tmp_path / "said")
     end, found = time.monotonic() + 60, None
     while not (
         found := re.search(r"ask it: curl (\S+)/v1/completions", (tmp_path / "said").read_text())

@@ -94,6 +94,11 @@ def answer(engine, request):
 
 
 def nothing_left(engine):
+    """No page is held and no text is left, in an engine or in each of several."""
+    for one in getattr(engine, "engines", ()):
+        nothing_left(one)
+    if hasattr(engine, "engines"):
+        return
     assert engine.pages.used == 0 and not engine.running and not engine.waiting
     assert engine.pages.free == engine.pages.pages - 1
     usage = engine.usage()
@@ -469,8 +474,17 @@ def test_eight_devices_give_the_tokens_of_one(kind):
         answers.append([[(e.sample, e.token, e.finish) for e in events] for events in asked])
         nothing_left(engine)
     assert answers[0] == answers[1]
-    with pytest.raises(UserError, match="model.vocab=48 is not divisible by mesh.tensor=5"):
-        Engine(
-            cfg.model_copy(update={"heads": 5, "kv_heads": 5, "head_dim": 4, "mlp": 5}), params, SMALL,
-            mesh=make_mesh(MeshConfig(data=1, tensor=5), devices=jax.devices()[:5]),
-        )  # fmt: skip
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(model):
+    cfg = mt.load_config(
+        "laptop", [*TINY, "model.embed=48", "model.heads=6", "model.kv_heads=6", "model.mlp=6"]
+    ).model
+    for sizes, said in (
+        (MeshConfig(data=1, tensor=3), "model.vocab=50 is not divisible by mesh.tensor=3"),
+        (MeshConfig(data=1, tensor=4), "model.heads=6 is not divisible by mesh.tensor=4"),
+        (MeshConfig(data=1, fsdp=2), "mesh.fsdp=2: an engine splits heads and features"),
+    ):
+        count = sizes.tensor * sizes.fsdp
+        with pytest.raises(UserError, match=said):
+            Engine(cfg, None, SMALL, mesh=make_mesh(sizes, devices=jax.devices()[:count]))
