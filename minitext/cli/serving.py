@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from minitext.inference.engine import EngineOptions
     from minitext.inference.server import Served
 
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MINITEXT_API_KEY", help="what clients must send; better in the environment"
+    ),
+]
+
 
 def serve(
     directory: RunDir,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="MINITEXT_API_KEY", help="what clients must send; better in the environment"
-        ),
-    ] = None,
+    api_key: ApiKey = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="name of the model; by default the run's")
     ] = None,
@@ -54,6 +56,9 @@ def serve(
     data_parallel_size: Annotated[
         int, typer.Option(min=1, max=1024, help="copies of the model (replicas)")
     ] = 1,
+    speculate: Annotated[
+        int, typer.Option(min=0, max=16, help="tokens guessed ahead by prompt look-up; 0: none")
+    ] = 0,
     warm_up: Annotated[
         int, typer.Option(min=0, max=256, help="compile for so many texts before the first comes")
     ] = 1,
@@ -81,7 +86,7 @@ def serve(
 
     options = EngineOptions(
         max_sequences=max_num_seqs, max_waiting=max_queue, cache_tokens=max_tokens_in_flight,
-        max_length=max_model_len,
+        max_length=max_model_len, speculate=speculate,
     )  # fmt: skip
     name = served_model_name or Path(directory).resolve().name
     served, step = _load(Path(directory), name, options, _mesh(sizes), api_key)
