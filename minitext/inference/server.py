@@ -25,12 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import h11
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
@@ -63,7 +65,8 @@ LEAST_BODY, BYTES_A_TOKEN = (
     1 << 20,
     32,
 )  # a body may have this many bytes, or so many for each token of the context
-READ_SECONDS = 60.0  # for a request's body to arrive
+HEAD_SECONDS = 60.0  # for a request's first lines to arrive
+READ_SECONDS = 60.0  # for its body
 STALL_SECONDS = 60.0  # for a client to take what it asked for
 MOST_PREPARING = 256  # requests being turned into tokens
 LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
@@ -617,6 +620,38 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
+class Connection(H11Protocol):
+    """A connection that is closed when a request's first lines don't arrive in time, which uvicorn would wait for."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Goes on waiting, or stops."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops waiting."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
 class Server(uvicorn.Server):
     """uvicorn, which tells the engine too that the end has come.
 
@@ -627,7 +662,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served, drain_seconds: float = 30.0):
         config = uvicorn.Config(
-            make_app(served), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+            make_app(served), http=Connection, ws="none", lifespan="off", log_level="warning", access_log=False,
             timeout_graceful_shutdown=int(drain_seconds) + 5, server_header=False,
         )  # fmt: skip
         super().__init__(config)

@@ -50,6 +50,7 @@ NEEDLESS = {  # entries that the right answer doesn't depend on, by exercise
             "period",
             "remat",
             "remat_save",
+            "residual_scale",
             "rope",
             "scan_layers",
         )
