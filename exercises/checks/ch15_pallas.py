@@ -170,7 +170,7 @@ def _(fn, t):
 
 @index_maps.check("heads that share keys, rows, several blocks")
 def _(fn, t):
-    attends(fn, t, 2, 16, 6, 3, 16, 8, "B=2, N=6, K=3 and two blocks")
+    attends(fn, t, 2, 32, 6, 3, 16, 16, "B=2, N=6, K=3 and two blocks")
 
 
 @index_maps.check("what is loaded")

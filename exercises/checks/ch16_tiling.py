@@ -126,8 +126,9 @@ def w_(array):
 
 @accumulator.check("sizes that tiles do not divide")
 def _(fn, t):
-    M, N = int(t.rng.integers(17, 31)), int(t.rng.integers(129, 250))
-    multiplies(fn, t, M, int(t.rng.integers(130, 250)), N, (16, 128, 128))
+    M, K, N = (int(t.rng.integers(least + 1, 2 * least)) for least in (32, 256, 256))
+    run = multiplies(fn, t, M, K, N, (32, 256, 256))
+    t.equal(run.loads[:2], [8, 8], why="tiles of x and of w that 8 steps load, the last ones cut")
 
 
 @accumulator.check("two cores share the tiles of the result")

@@ -147,7 +147,7 @@ def _(fn, t):
 @group_metadata.check("tiles that groups share")
 def _(fn, t):
     sizes = t.rng.integers(1, 8, 6) * 2 + 1
-    lists(fn, t, sizes, int(sizes.sum()), 8, "odd sizes")
+    lists(fn, t, sizes, int(sizes.sum()), 6, "odd sizes")
     lists(fn, t, [2, 2, 2, 2], 8, 8, "four groups in one tile")
 
 
