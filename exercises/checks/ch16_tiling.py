@@ -137,6 +137,9 @@ def _(fn, t):
     cores = {core for core, _ in run.visits}
     why = "only one core has work to do: no dimension of the grid is parallel"
     t.true(len(cores) == 2, why, len(cores))
+    alone = multiplies(fn, t, 16, 512, 128, (16, 128, 128), cores=2)
+    cores = {core for core, _ in alone.visits}
+    t.true(len(cores) == 1, "two cores share the steps of one sum", len(cores))
 
 
 @accumulator.check("Mosaic compiles it, and nothing is left outside")
