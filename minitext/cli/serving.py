@@ -1,4 +1,4 @@
-"""The command that serves a model.
+"""The commands that serve a model, and say how fast that would be elsewhere.
 
 Chapters: 24.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minitext.cli.arguments import RunDir, start
+from minitext.cli.arguments import Json, RunDir, Settings, answer, load, start, take_target
 from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
@@ -96,6 +96,41 @@ def serve(
     server.listen(listening)
     _say_how(listening, served, step)
     server.serve(server.Server(served, drain_seconds), listening)
+
+
+def predict(
+    settings: Settings = None,
+    texts: Annotated[
+        int, typer.Option(min=1, max=256, help="texts that a replica continues at once")
+    ] = 32,
+    context: Annotated[
+        int, typer.Option(min=1, max=2**20, help="tokens that each has already")
+    ] = 2048,
+    prompt: Annotated[
+        int, typer.Option(min=2, max=2**20, help="tokens of a new text's prompt")
+    ] = 1024,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="compile the engine's programs for the target too")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict how fast `serve` would answer on chips you don't have: llama3-8b target=v5e:2x4.
+
+    All devices share one copy of the model; with mesh.data=2 there are two replicas. Exits with 3 if it does not fit.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5e:2x4 or target=h100:1x8")
+    cfg = load(settings)
+    start()
+    from minitext.perf import serving
+
+    found = serving.predict_serving(
+        cfg, target, texts=texts, context=context, prompt=prompt, compile=compiled
+    )
+    answer(found, as_json, serving.print_serving)
+    if not found.fits:
+        raise typer.Exit(3)
 
 
 def _load(

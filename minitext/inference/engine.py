@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from minitext import hardware
 from minitext.config.model import ModelConfig, MoEConfig
@@ -170,8 +170,8 @@ RULES_OF_ENGINE = ShardingRules({**RULES["tp"].table, "batch": ()})
 
 
 @cached
-def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules = RULES["all"]) -> Programs:
-    """Returns the programs; `groups` is that of `split_projections`."""
+def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules, platform: str) -> Programs:
+    """Returns the programs for a platform (`hardware.platform`); `groups` is that of `split_projections`."""
     cfg = dropless(cfg)
 
     def arrange(model: Transformer) -> Transformer:
@@ -208,7 +208,7 @@ def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules = RULES["a
         return hidden(arrays, token_C[None], positions_C[None], cache, paging)[2]
 
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
-    options = in_place if hardware.platform() == "cpu" else None
+    options = in_place if platform == "cpu" else None
 
     @partial(jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options)
     def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):
@@ -277,11 +277,12 @@ class Engine:
         self.max_length = min(longest, (pages - 1) * S)
         self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
         if mesh is not None:
-            _check_mesh(cfg, mesh)
+            check_mesh(cfg, mesh)
             params = jax.device_put(params, tree_shardings(params, mesh, rules))
-        groups = 2 if hardware.platform() == "cpu" and mesh is None else 1
+        platform = hardware.platform()
+        groups = 2 if platform == "cpu" and mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
-        self.programs = make_programs(cfg, groups, rules)
+        self.programs = make_programs(cfg, groups, rules, platform)
         with self._on_mesh():
             self.arrays = self.programs.lay_out(params)
             make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
@@ -780,7 +781,7 @@ class Engine:
             text.state = 0
 
 
-def _check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
+def check_mesh(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if devices would be idle, or the axis `tensor` doesn't divide what it splits."""
     if idle := [f"mesh.{axis}={n}" for axis, n in mesh.shape.items() if n > 1 and axis != "tensor"]:
         raise UserError(f"{idle[0]}: an engine splits heads and features; set mesh.tensor instead")

@@ -289,7 +289,9 @@ def ways_to_name_a_path():
             if not texts or {name, f"{names[-1]} {name}"} & WORDS:
                 continue
             if name in ("settings", "command"):
-                target = ["target=v5e:2x2"] * (names[0] in ("compile", "plan", "predict"))
+                target = ["target=v5e:2x2"] * (
+                    names[0] in ("compile", "plan", "predict", "predict-serving")
+                )
                 words = [*given[name], f"config={ADDRESS}", *target]
             else:
                 words = [*given[name][:-1], ADDRESS]

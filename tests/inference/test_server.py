@@ -854,7 +854,8 @@ def test_a_client_that_says_nothing_is_left_after_a_while(tiny, monkeypatch):
     assert silent.recv(1 << 16) == slow.recv(1 << 16) == b""
     data = b""
     while b"total_tokens" not in data:
-        assert (more := second.recv(1 << 16)), data
+        more = second.recv(1 << 16)
+        assert more, data
         data += more
     second.sendall(request[:20])  # the beginning of another
     assert second.recv(1 << 16) == b""
