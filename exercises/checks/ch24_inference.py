@@ -1,0 +1,1174 @@
+import hashlib
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minitext.book.grading import Exercise
+
+
+def mistaken(exercise, name, hint, fn):
+    fn.__name__ = name
+    exercise.mutant(hint)(fn)
+
+
+# ----------------------------------------------------------------------------------- roofline
+
+roofline = Exercise(
+    "24.roofline",
+    title="When decode stops waiting for memory",
+    function="decode_roofline",
+    minutes=15,
+    points=10,
+    statement="""
+Write `decode_roofline(params, token_bytes, context, texts, flops, bandwidth)` for a step that computes one token of
+each of `texts` texts.
+
+- The chip reads all parameters once, 2 bytes each, and of each text the cache of `context` tokens, `token_bytes` each.
+- It computes 2 FLOPs for each parameter and text. Attention's own arithmetic is left out.
+- Reading and computing overlap completely, so the longer of the two is the step's time. If they take equally long, the
+  step is bound by compute.
+- `ridge` is the smallest number of texts, each with `context` tokens, for which computing takes at least as long as
+  reading. A longer context moves it, and beyond some length there is none.
+""",
+    hints=(
+        "Write both times as a line in the number of texts: a constant, and a slope. Which of the two has no "
+        "constant?",
+        "Computing catches up only if its line is the steeper one. Each text adds 2 * params / flops seconds of "
+        "computing, and context * token_bytes / bandwidth seconds of reading.",
+        "`gain = 2 * params / flops - context * token_bytes / bandwidth`; without a positive gain the ridge is "
+        "`math.inf`, otherwise `math.ceil(2 * params / bandwidth / gain)`.",
+    ),
+)
+
+
+def rates(t):
+    params = int(t.rng.integers(5, 90)) * 10**9
+    flops, bandwidth = float(t.rng.uniform(1, 9)) * 1e14, float(t.rng.uniform(4, 40)) * 1e11
+    return params, int(t.rng.integers(20, 400)) * 1024, flops, bandwidth
+
+
+def roofline_with(
+    *, cache=True, each=True, overlap=True, never=True, rounds=math.ceil, moved=True, weight=2
+):
+    def fn(params, token_bytes, context, texts, flops, bandwidth):
+        compute = 2 * params * texts / flops
+        tokens = (texts if each else 1) * context * token_bytes if cache else 0
+        memory = (weight * params + tokens) / bandwidth
+        bound = "compute" if compute >= memory else "memory"
+        slope = context * token_bytes / bandwidth if cache and each and moved else 0
+        gain = 2 * params / flops - slope
+        gain = gain if never else abs(gain)
+        ridge = rounds(weight * params / bandwidth / gain) if gain > 0 else math.inf
+        return max(compute, memory) if overlap else compute + memory, bound, ridge
+
+    return fn
+
+
+def rooflines_agree(fn, t, args, why):
+    seconds, bound, ridge = roofline_with()(*args)
+    got = fn(*args)
+    t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}")
+    t.equal(got[1], bound, why=f"what bounds it, {why}")
+    t.equal(got[2], ridge, why=f"the ridge, {why}")
+
+
+@roofline.check("without a context")
+def _(fn, t):
+    params, token, flops, bandwidth = rates(t)
+    for texts in (1, 10_000):
+        rooflines_agree(
+            fn, t, (params, token, 0, texts, flops, bandwidth), f"{texts} texts and no context"
+        )
+
+
+@roofline.check("with a short context")
+def _(fn, t):
+    for texts in (1, 37, 100_000):
+        params, token, flops, bandwidth = rates(t)
+        # A quarter of the context at which the ridge is gone.
+        context = int(2 * params / flops * bandwidth / token / 4)
+        rooflines_agree(
+            fn,
+            t,
+            (params, token, context, texts, flops, bandwidth),
+            f"{texts} texts, {context} tokens",
+        )
+
+
+@roofline.check("with a context so long that memory always bounds")
+def _(fn, t):
+    params, token, flops, bandwidth = rates(t)
+    context = int(2 * params / flops * bandwidth / token * 3) + 1
+    rooflines_agree(
+        fn, t, (params, token, context, 64, flops, bandwidth), f"64 texts, {context} tokens"
+    )
+
+
+@roofline.check("a tie")
+def _(fn, t):
+    rooflines_agree(
+        fn, t, (1000, 3, 0, 8, 4096.0, 512.0), "1,000 parameters, 8 FLOPs a byte, 8 texts"
+    )
+
+
+for name, hint, options in (
+    ("no_cache", "You read the weights alone. Each text also reads its own cache: context * token_bytes.",
+     {"cache": False}),
+    ("one_cache", "You count one text's cache. Weights are shared by all texts, and each cache belongs to one text.",
+     {"each": False}),
+    ("summed", "You add the two times. They overlap, so the longer one counts.", {"overlap": False}),
+    ("always_a_ridge", "If each text adds more reading than computing, no number of texts is enough: return math.inf.",
+     {"never": False}),
+    ("rounded_down", "You round down. At that number of texts memory is still the slower side.",
+     {"rounds": math.floor}),
+    ("ridge_of_weights", "Your ridge leaves the caches out: texts that it adds bring their caches with them.",
+     {"moved": False}),
+    ("one_byte", "A parameter takes 2 bytes here.", {"weight": 1}),
+):  # fmt: skip
+    mistaken(roofline, name, hint, roofline_with(**options))
+
+
+# ----------------------------------------------------------------------------- page_allocator
+
+page_allocator = Exercise(
+    "24.page_allocator",
+    title="Pages, tables, and a copy on the first write",
+    function="Allocator",
+    minutes=30,
+    points=15,
+    statement="""
+Write the class `Allocator`, which keeps the books of a cache in pages. It never touches the cache itself.
+
+- `append(text)` makes room for a text's next token and returns (page, slot, copy_of): token number n goes into slot
+  n % page_tokens of the text's page number n // page_tokens. A text takes a page when it needs it, not before.
+- `fork(text, new)` lets a new text go on from a text, without taking a page: they share all pages.
+- Writing into a page that another text has too would change that text. So the first `append` after a fork that hits
+  such a page takes a page of its own in its place, and `copy_of` names the old one. The text that is left alone with
+  the old page writes in place. Full pages are never written again and stay shared.
+- `free(text)` gives back the pages that no other text has.
+- If no page is free, `append` raises `MemoryError` and changes nothing: the same call succeeds once a page is free.
+- `table(text)` returns a list of the text's pages. Changing the list changes nothing.
+""",
+    hints=(
+        "When is a page free again? For each page, keep the number of texts that have it.",
+        "In `append`, look at the slot. If it is 0, a new page is needed, whoever has the last one. If it isn't, the "
+        "number of holders of the last page decides.",
+        "Take the page first: if that raises, nothing has changed yet. Then put it into the table, and lower the "
+        "count "
+        "of the page that it replaces.",
+    ),
+)  # fmt: skip
+
+
+class Books:
+    """The solution, with a mistake that is asked for."""
+
+    copies, counts = True, True
+    early = greedy = always = forgets = leaks = shares = False
+
+    def __init__(self, pages, page_tokens):
+        self.page_tokens, self.holders = page_tokens, [0] * pages
+        self.free_pages = list(range(pages))
+        self.tables, self.lengths = {}, {}
+
+    def append(self, text):
+        table, length = self.tables.get(text, []), self.lengths.get(text, 0)
+        number, slot = divmod(length, self.page_tokens)
+        if self.early:
+            self.lengths[text] = length + 1
+            self.tables.setdefault(text, table)
+        copy_of = None
+        if slot == 0 and number == len(table):
+            table = [*table, self.take()]
+        elif slot and self.copies and self.holders[table[number]] > 1:
+            copy_of = table[number]
+            table = [*table[:number], self.take()]
+            if not self.leaks:
+                self.holders[copy_of] -= 1
+        elif (
+            self.always
+            and slot
+            and self.holders[table[number]] == 1
+            and text in getattr(self, "forked", ())
+        ):
+            copy_of = table[number]
+            table = [*table[:number], self.take()]
+            self.holders[copy_of] -= 1
+            self.free_pages.append(copy_of)
+            self.forked.discard(text)
+        if self.greedy and slot + 1 == self.page_tokens:
+            table = [*table, self.take()]
+        self.tables[text], self.lengths[text] = table, length + 1
+        return table[number], slot, None if self.forgets else copy_of
+
+    def fork(self, text, new):
+        self.tables[new] = self.tables[text] if self.shares else list(self.tables[text])
+        self.lengths[new] = self.lengths[text]
+        self.forked = {*getattr(self, "forked", ()), text, new}
+        for page in self.tables[new] if self.counts else ():
+            self.holders[page] += 1
+
+    def free(self, text):
+        del self.lengths[text]
+        for page in self.tables.pop(text):
+            self.holders[page] -= 1
+            if self.holders[page] <= 0:
+                self.free_pages.append(page)
+
+    def table(self, text):
+        return self.tables[text] if self.shares else list(self.tables[text])
+
+    def take(self):
+        if not self.free_pages:
+            raise MemoryError
+        page = self.free_pages.pop()
+        self.holders[page] = 1
+        return page
+
+
+def drawn_text(t):
+    return ("text", int(t.rng.integers(10**6)))
+
+
+def used(allocator, texts):
+    return {page for text in texts for page in allocator.table(text)}
+
+
+@page_allocator.check("one text")
+def _(fn, t):
+    S = int(t.rng.integers(3, 6))
+    allocator, text = fn(7, S), drawn_text(t)
+    for n in range(2 * S + 1):
+        page, slot, copy_of = allocator.append(text)
+        table = list(allocator.table(text))
+        t.equal(
+            (slot, copy_of),
+            (n % S, None),
+            why=f"slot and copy of token {n} with {S} tokens in a page",
+        )
+        t.equal(len(table), n // S + 1, why=f"pages of a text with {n + 1} tokens")
+        t.equal(page, table[-1], why=f"page of token {n}, against the table's last")
+    t.equal(len(set(table)), 3, why="different pages of a text of three")
+    t.true(
+        all(type(p) is int and 0 <= p < 7 for p in table), "pages are numbers from 0 to 6", table
+    )
+
+
+@page_allocator.check("out of pages, and again")
+def _(fn, t):
+    allocator, (a, b) = fn(2, 2), (drawn_text(t), "b")
+    for text in (a, a, b):
+        allocator.append(text)
+    for text in (a, drawn_text(t)):
+        for _ in range(2):
+            try:
+                got = allocator.append(text)
+            except MemoryError:
+                got = "MemoryError"
+            t.equal(got, "MemoryError", why="no page is free")
+    t.equal(len(allocator.table(a)), 1, why="pages of the text that got none")
+    allocator.append(b)
+    allocator.free(b)
+    page, slot, copy_of = allocator.append(a)
+    t.equal((slot, copy_of), (0, None), why="the same append after another text has ended")
+    t.equal(len({page, *allocator.table(a)}), 2, why="pages of the text then")
+
+
+@page_allocator.check("a fork")
+def _(fn, t):
+    allocator, S = fn(6, 4), 4
+    for _ in range(S + 2):
+        allocator.append("a")
+    before = list(allocator.table("a"))
+    allocator.fork("a", "b")
+    t.equal(list(allocator.table("b")), before, why="table of the new text")
+    page, slot, copy_of = allocator.append("b")
+    t.equal((slot, copy_of), (2, before[1]), why="slot and copy_of of the new text's first token")
+    t.true(page not in before, "the new text writes into a page that the old one has", page)
+    t.equal(list(allocator.table("b")), [before[0], page], why="the new text's table then")
+    t.equal(list(allocator.table("a")), before, why="the old text's table then")
+    t.equal(
+        allocator.append("a"), (before[1], 2, None), why="the old text, alone with its page again"
+    )
+
+
+@page_allocator.check("a fork of whole pages")
+def _(fn, t):
+    allocator = fn(3, 2)
+    for _ in range(2):
+        allocator.append("a")
+    allocator.fork("a", "b")
+    page, slot, copy_of = allocator.append("b")
+    t.equal(
+        (slot, copy_of), (0, None), why="the first token after a full page is in no shared page"
+    )
+    other = allocator.append("a")
+    t.equal(
+        len({page, other[0], *allocator.table("a")[:1]}), 3, why="pages that the two texts hold"
+    )
+
+
+@page_allocator.check("a shared page outlives each of its texts")
+def _(fn, t):
+    for first, second in (("a", "b"), ("b", "a")):
+        allocator = fn(2, 4)
+        allocator.append("a")
+        allocator.fork("a", "b")
+        allocator.free(first)
+        kept = allocator.table(second)[0]
+        page, _, _ = allocator.append("c")
+        t.true(
+            page != kept,
+            f"a page of text {second!r} was given to another text after {first!r} ended",
+            page,
+        )
+        t.equal(
+            allocator.append(second), (kept, 1, None), why=f"text {second!r}, alone with its page"
+        )
+
+
+def history(fn, t, steps):
+    """What texts write, they must read: pages of tokens, copied as the answer says."""
+    P, S = int(t.rng.integers(6, 12)), int(t.rng.integers(2, 5))
+    allocator, memory, texts, name = fn(P, S), {}, {}, 0
+    for step in range(steps):
+        act = t.rng.random()
+        if texts and act < 0.15:
+            name += 1
+            old = list(texts)[int(t.rng.integers(len(texts)))]
+            allocator.fork(old, name)
+            texts[name] = list(texts[old])
+        elif texts and act < 0.3:
+            old = list(texts)[int(t.rng.integers(len(texts)))]
+            allocator.free(old)
+            del texts[old]
+        else:
+            if not texts or act < 0.4:
+                name += 1
+                key = name
+            else:
+                key = list(texts)[int(t.rng.integers(len(texts)))]
+            held = len(used(allocator, texts))
+            try:
+                page, slot, copy_of = allocator.append(key)
+            except MemoryError:
+                t.equal(held, P, why=f"pages in use, of {P}, when MemoryError was raised")
+                old = next(iter(texts))
+                allocator.free(old)
+                del texts[old]
+                continue
+            if copy_of is not None:
+                for s in range(S):
+                    memory[page, s] = memory.get((copy_of, s))
+            memory[page, slot] = step
+            texts.setdefault(key, []).append(step)
+        for key, tokens in texts.items():
+            table = allocator.table(key)
+            found = [memory.get((table[n // S], n % S)) for n in range(len(tokens))]
+            t.equal(
+                found, tokens, why=f"tokens that a text finds in its pages after {step + 1} calls"
+            )
+    for key in texts:
+        allocator.free(key)
+    for n in range(P * S):
+        allocator.append(("last", n // (P * S)))
+    t.true(True, "", None)
+
+
+@page_allocator.check("what texts write, they read")
+def _(fn, t):
+    for _ in range(4):
+        history(fn, t, 60)
+
+
+@page_allocator.check("a table is a list of the caller's own")
+def _(fn, t):
+    allocator = fn(3, 2)
+    allocator.append("a")
+    allocator.table("a").append(2)
+    t.equal(
+        len(allocator.table("a")), 1, why="pages of a text whose list was changed by its reader"
+    )
+
+
+for name, hint, changes in (
+    ("writes_in_shared", "You write into a page that another text has too. Look at its holders before you give a slot "
+     "of it away, and take a page of its own.", {"copies": False}),
+    ("counts_nothing", "`fork` hands pages to a second text without counting it as a holder.", {"counts": False}),
+    ("changes_before_failing", "When no page is free the text has grown already. Take the page first, then write down "
+     "what changed.", {"early": True}),
+    ("one_page_early", "You take a page as soon as the last one is full. A text that ends there never needed it.",
+     {"greedy": True}),
+    ("copies_alone", "You copy although the other text is gone or has its own page. Alone with a page, a text writes "
+     "in place: it is the number of holders that decides, not the fork.", {"always": True}),
+    ("copies_without_saying", "`copy_of` must name the page whose tokens belong in the new one, or they are lost.",
+     {"forgets": True}),
+    ("page_lost", "After a copy the text no longer has the old page. Count one holder less, or it is never free "
+     "again.",
+     {"leaks": True}),
+    ("one_list", "You hand out the list in which you keep the books, so others change it. Copy it.", {"shares": True}),
+):  # fmt: skip
+    mutant = type(name, (Books,), changes)
+    page_allocator.mutant(hint)(mutant)
+
+
+# ---------------------------------------------------------------------------- paged_attention
+
+paged_attention = Exercise(
+    "24.paged_attention",
+    title="Attention through a table",
+    function="attend_pages",
+    minutes=25,
+    points=15,
+    statement="""
+Write `attend_pages(q_BNH, k_PSKH, v_PSKH, table_BX, lengths_B)`: for each of B texts, one query of N heads attends to
+the text's own keys, which are scattered over pages.
+
+- Token n of text b is in slot n % S of page `table_BX[b, n // S]`. Only tokens before `lengths_B[b]` exist. Entries of
+  the table behind the last page in use are valid page numbers, but any.
+- What is in unused slots and pages is left over from others, and may be NaN or infinite. None of it may show.
+- Scores are divided by the square root of H. They may be as large as 10,000.
+- A text of length 0 gets zeros.
+- One trace under `jax.jit` serves all tables and lengths, and no Python loop goes through texts or pages.
+""",
+    hints=(
+        "`k_PSKH[table_BX]` has the shape [B, X, S, K, H]. Which two dimensions become one, of L = X * S tokens?",
+        "A weight of 0 does not help against a value that is NaN: 0 * NaN is NaN. What has to be replaced before the "
+        "second product?",
+        "With `seen_BL = jnp.arange(L) < lengths_B[:, None]`: put -1e30 into unseen scores, take "
+        "`jax.nn.softmax`, set "
+        "unseen weights to 0 (a text of length 0 has only these), and unseen *values* to 0.",
+    ),
+)  # fmt: skip
+
+
+def attention_by_hand(q, k, v, table, lengths):
+    """Text by text, head by head, in float64."""
+    (B, N, H), (_, S, K, _) = q.shape, k.shape
+    out = np.zeros((B, N, H))
+    for b in range(B):
+        n = np.arange(lengths[b])
+        pages, slots = table[b, n // S], n % S
+        for head in range(N if len(n) else 0):
+            keys, values = (x[pages, slots, head // (N // K)].astype(np.float64) for x in (k, v))
+            scores = keys @ q[b, head].astype(np.float64) / math.sqrt(H)
+            weights = np.exp(scores - scores.max())
+            out[b, head] = weights / weights.sum() @ values
+    return out
+
+
+def texts_in_pages(t, lengths, N=4, K=2, H=8, S=4, X=3, scale=1.0, poison=np.nan):
+    B = len(lengths)
+    P = B * X + 2
+    table = t.rng.permutation(P)[: B * X].reshape(B, X).astype(np.int32)
+    q = (scale * t.rng.normal(size=(B, N, H))).astype(np.float32)
+    k, v = (t.rng.normal(size=(P, S, K, H)).astype(np.float32) for _ in range(2))
+    real = np.zeros((P, S), bool)
+    for b, length in enumerate(lengths):
+        n = np.arange(length)
+        real[table[b, n // S], n % S] = True
+    for x in (k, v):
+        x[~real] = poison
+    return q, k, v, table, np.asarray(lengths, np.int32)
+
+
+def attends(fn, t, why, *args):
+    want = attention_by_hand(*args)
+    got = jax.jit(fn)(*map(jnp.asarray, args))
+    t.close(got, want, 1e-4, 1e-5, why, np.float32)
+
+
+@paged_attention.check("one text in one page")
+def _(fn, t):
+    attends(fn, t, "4 tokens, one page of 4", *texts_in_pages(t, [4], N=1, K=1, X=1))
+
+
+@paged_attention.check("several texts of full pages, in any order")
+def _(fn, t):
+    attends(fn, t, "heads share nothing", *texts_in_pages(t, [12, 12], N=3, K=3, poison=0))
+
+
+@paged_attention.check("heads that share keys")
+def _(fn, t):
+    attends(fn, t, "6 heads, 2 key heads", *texts_in_pages(t, [8, 12, 4], N=6, K=2, poison=0))
+
+
+@paged_attention.check("texts of different lengths")
+def _(fn, t):
+    lengths = t.rng.integers(1, 13, 5).tolist()
+    attends(fn, t, f"lengths {lengths}", *texts_in_pages(t, [*lengths, 1], poison=3.0))
+
+
+@paged_attention.check("leftovers that are no numbers")
+def _(fn, t):
+    for poison in (np.nan, np.inf):
+        lengths = t.rng.integers(1, 12, 4).tolist()
+        attends(
+            fn,
+            t,
+            f"unused slots hold {poison}",
+            *texts_in_pages(t, lengths, H=6, S=3, X=4, poison=poison),
+        )
+
+
+@paged_attention.check("large scores")
+def _(fn, t):
+    attends(fn, t, "scores of thousands", *texts_in_pages(t, [5, 11], scale=3000.0))
+
+
+@paged_attention.check("a text without tokens")
+def _(fn, t):
+    attends(fn, t, "lengths 0 and 5", *texts_in_pages(t, [0, 5]))
+
+
+@paged_attention.check("one trace, and no loop of Python")
+def _(fn, t):
+    traces = t.traces(fn)
+    for _ in range(3):
+        args = texts_in_pages(t, t.rng.integers(0, 13, 3).tolist())
+        traces(*map(jnp.asarray, args))
+    t.equal(traces.count, 1, why="traces for three tables")
+
+    def size(B, X):
+        args = texts_in_pages(t, [1] * B, X=X)
+        return len(jax.make_jaxpr(fn)(*map(jnp.asarray, args)).jaxpr.eqns)
+
+    few, many = size(2, 2), size(6, 7)
+    t.true(
+        many <= few + 8,
+        f"{few} operations for 2 texts and {many} for 6: a Python loop goes through them",
+        "loop",
+    )
+
+
+def attention_with(
+    *, values=True, mask=True, scale=True, shared="//", zeros=True, stable=True, order=True
+):
+    def fn(q, k_pages, v_pages, table, lengths):
+        (B, N, H), (_, S, K, _) = q.shape, k_pages.shape
+        L = table.shape[1] * S
+        k, v = (x[table] for x in (k_pages, v_pages))
+        if not order:
+            k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+        k, v = (x.reshape(B, L, K, H) for x in (k, v))
+        k, v = (
+            jnp.repeat(x, N // K, axis=2) if shared == "//" else jnp.tile(x, (1, 1, N // K, 1))
+            for x in (k, v)
+        )
+        seen = jnp.arange(L) < lengths[:, None]
+        scores = jnp.einsum("bnh,blnh->bnl", q, k) / (math.sqrt(H) if scale else 1)
+        if mask:
+            scores = jnp.where(seen[:, None], scores, -1e30)
+        top = jnp.max(scores, axis=-1, keepdims=True) if stable else 0
+        weights = jnp.exp(scores - top)
+        weights = weights / weights.sum(-1, keepdims=True)
+        if zeros:
+            weights = jnp.where(seen[:, None], weights, 0) if mask else weights
+        if values:
+            v = jnp.where(seen[:, :, None, None], v, 0)
+        return jnp.einsum("bnl,blnh->bnh", weights, v)
+
+    return fn
+
+
+def averages_nothing(q, k_pages, v_pages, table, lengths):
+    """A text of length 0 gets the average of what is there."""
+    out = attention_with(values=False, zeros=False)(
+        q, jnp.nan_to_num(k_pages), jnp.nan_to_num(v_pages), table, lengths
+    )
+    seen = jnp.arange(table.shape[1] * k_pages.shape[1]) < lengths[:, None]
+    right = attention_with()(q, k_pages, v_pages, table, lengths)
+    return jnp.where(jnp.any(seen, 1)[:, None, None], right, jnp.where(out == 0, 1.0, out))
+
+
+for name, hint, fn in (
+    ("masks_scores_alone", "The scores of unused slots are masked, and their values still enter the second product: 0 "
+     "times NaN is NaN. Set unseen values to 0.", attention_with(values=False)),
+    ("masks_nothing", "You attend to all slots of all pages. Tokens from `lengths_B[b]` on don't exist.",
+     attention_with(mask=False)),
+    ("no_scale", "Divide the scores by the square root of H.", attention_with(scale=False)),
+    ("heads_in_turn", "Query head n uses key head n // (N // K): neighbours share one. You let them take turns.",
+     attention_with(shared="%")),
+    ("unstable", "exp of a score of thousands is infinite. Subtract the maximum first, or use jax.nn.softmax.",
+     attention_with(stable=False)),
+    ("pages_interleaved", "You joined slots and pages in the wrong order. Token n is in slot n % S of page n // S, so "
+     "all slots of the first page come first.", attention_with(order=False)),
+    ("average_of_nothing", "If every score is masked, softmax gives each slot the same weight. A text of length 0 "
+     "gets "
+     "zeros: set unseen weights to 0 after the softmax.", averages_nothing),
+):  # fmt: skip
+    mistaken(paged_attention, name, hint, fn)
+
+
+# -------------------------------------------------------------------------------- prefix_keys
+
+prefix_keys = Exercise(
+    "24.prefix_keys",
+    title="Names for what a page holds",
+    function="page_keys",
+    minutes=20,
+    points=10,
+    statement="""
+Two prompts that begin alike can share the pages of their common beginning. Write `page_keys(tokens, page_tokens)`,
+which gives each full page of a prompt a key. An engine keeps a dictionary from keys to pages.
+
+- Key number i of one prompt equals key number j of another only if i == j and the first (i + 1) * page_tokens tokens
+  of both are the same. Keys and values of a page depend on all tokens before it, so its own tokens are not enough.
+- Only full pages have a key. The last token of a prompt must be computed in any case, because the next one is drawn
+  from its logits. So it is never in a page with a key, even if it fills that page.
+- Keys are `bytes` of at most 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
+  with the same key: use `hashlib.sha256`.
+- The same prompt has the same keys in every process. 200,000 tokens take less than a second.
+""",
+    hints=(
+        "Which tokens does key number i stand for? How can you make it from key number i - 1, so that you hash each "
+        "token once?",
+        "`hashlib.sha256(data).digest()` are 32 bytes. Data is the last key, followed by the page's tokens as "
+        "bytes in "
+        "which each token has the same width.",
+        "`last = hashlib.sha256(last + np.asarray(page, np.int64).tobytes()).digest()` for page number i from 0 to "
+        "`(len(tokens) - 1) // page_tokens - 1`, beginning with `last = b''`.",
+    ),
+)  # fmt: skip
+
+
+def right_keys(tokens, S):
+    keys, last = [], b""
+    for i in range((len(tokens) - 1) // S):
+        last = hashlib.sha256(
+            last + np.asarray(tokens[i * S : (i + 1) * S], np.int64).tobytes()
+        ).digest()
+        keys.append(last)
+    return keys
+
+
+def keys_of(fn, t, tokens, S):
+    keys = fn(tokens, S)
+    t.equal(
+        len(keys),
+        max(0, (len(tokens) - 1) // S),
+        why=f"keys of {len(tokens)} tokens in pages of {S}",
+    )
+    for key in keys:
+        t.true(
+            type(key) is bytes and len(key) <= 32,
+            f"a key is {key!r:.60}, not bytes of at most 32",
+            type(key).__name__,
+        )
+    return keys
+
+
+def drawn_tokens(t, count, most=50_000):
+    return [int(x) for x in t.rng.integers(0, most, count)]
+
+
+def shared_pages(fn, t, a, b, S, why):
+    ka, kb = keys_of(fn, t, a, S), keys_of(fn, t, b, S)
+    common = 0
+    while common < min(len(a), len(b)) and a[common] == b[common]:
+        common += 1
+    for i, x in enumerate(ka):
+        for j, y in enumerate(kb):
+            same = i == j and common >= (i + 1) * S
+            t.equal(x == y, same, why=f"whether key {i} equals key {j} of the other prompt: {why}")
+
+
+@prefix_keys.check("how many pages have a key")
+def _(fn, t):
+    for S in (1, 4, int(t.rng.integers(5, 9))):
+        for count in (1, S, S + 1, 2 * S, 2 * S + 1, 3 * S + S // 2):
+            keys_of(fn, t, drawn_tokens(t, count), S)
+
+
+@prefix_keys.check("prompts that begin alike")
+def _(fn, t):
+    S = int(t.rng.integers(2, 6))
+    begin = drawn_tokens(t, 2 * S + 1)
+    a, b = (begin + drawn_tokens(t, 2 * S) for _ in range(2))
+    shared_pages(fn, t, a, b, S, f"{2 * S + 1} tokens in common, pages of {S}")
+    shared_pages(fn, t, a, list(a), S, "the same prompt twice")
+
+
+@prefix_keys.check("the same page after another beginning")
+def _(fn, t):
+    S = 4
+    page = drawn_tokens(t, S)
+    a, b = (drawn_tokens(t, S) + page + [1] for _ in range(2))
+    shared_pages(fn, t, a, b, S, "the second page alone is the same")
+    shared_pages(
+        fn, t, page + page + [1], page + page + page + [1], S, "the same page again and again"
+    )
+
+
+@prefix_keys.check("the same tokens in another order")
+def _(fn, t):
+    S, tokens = 3, drawn_tokens(t, 7)
+    swapped = [tokens[1], tokens[0], *tokens[2:]]
+    shared_pages(fn, t, tokens, swapped, S, "two tokens of the first page change places")
+    shared_pages(fn, t, tokens, [*tokens[3:6], *tokens[:3], 1], S, "two pages change places")
+
+
+@prefix_keys.check("tokens that look alike")
+def _(fn, t):
+    shared_pages(fn, t, [1, 23, 5, 6, 9], [12, 3, 5, 6, 9], 2, "1, 23 and 12, 3")
+    big = int(t.rng.integers(1, 99))
+    for far in (256, 65536, 2**31 - 256):
+        shared_pages(fn, t, [big, 7, 1], [big + far, 7, 1], 2, f"tokens {big} and {big + far}")
+    shared_pages(fn, t, [0, 0, 0, 0, 1], [0, 0, 1, 0, 1], 2, "zeros")
+
+
+@prefix_keys.check("a long prompt")
+def _(fn, t):
+    tokens = drawn_tokens(t, 200_001)
+    start = time.process_time()
+    keys = keys_of(fn, t, tokens, 16)
+    seconds = time.process_time() - start
+    t.true(seconds < 1.0, f"{len(keys)} keys took {seconds:.1f} s", "slow")
+
+
+@prefix_keys.check("in every process the same")
+def _(fn, t):
+    text = "keys that depend on the process: hash() of a string or bytes does"
+    t.true(
+        fn([5, 6, 7, 8, 9], 2) != fn([5, 6, 7, 8 + int(t.rng.integers(1, 9)), 9], 2), text, "equal"
+    )
+
+
+def keys_with(
+    *,
+    chain=True,
+    last=False,
+    width=np.int64,
+    text=False,
+    whole=False,
+    order=True,
+    partial=False,
+    size=32,
+):
+    def fn(tokens, S):
+        keys, before = [], b""
+        end = len(tokens) if last else len(tokens) - 1
+        pages = -(-end // S) if partial else end // S
+        for i in range(pages):
+            part = tokens[: (i + 1) * S] if whole else tokens[i * S : (i + 1) * S]
+            part = part if order else sorted(part)
+            data = (
+                "".join(map(str, part)).encode()
+                if text
+                else np.asarray(part, np.int64).astype(width).tobytes()
+            )
+            before = hashlib.sha256((before if chain and not whole else b"") + data).digest()[:size]
+            keys.append(before)
+        return keys
+
+    return fn
+
+
+for name, hint, fn in (
+    ("page_alone", "Your key forgets what came before the page. Its keys and values were computed with all earlier "
+     "tokens in view: hash the last key along with the tokens.", keys_with(chain=False)),
+    ("last_token_too", "The last token of a prompt must be computed, so it can't be in a page that is found.",
+     keys_with(last=True)),
+    ("part_of_a_page", "Only full pages have a key.", keys_with(partial=True)),
+    ("bytes_too_narrow", "Tokens 1 and 257 become the same byte. Give each token at least four bytes.",
+     keys_with(width=np.uint8)),
+    ("two_bytes", "A vocabulary may have more than 65,536 tokens. Give each at least four bytes.",
+     keys_with(width=np.uint16)),
+    ("digits_joined", "Joined as text, 1 and 23 look like 12 and 3. Give each token the same width.",
+     keys_with(text=True)),
+    ("sorted_tokens", "Your key doesn't see the order of the tokens.", keys_with(order=False)),
+    ("all_tokens_again", "You hash the whole beginning for every page, so a long prompt takes forever. Hash the last "
+     "key in place of all tokens before.", keys_with(whole=True)),
+):  # fmt: skip
+    mistaken(prefix_keys, name, hint, fn)
+
+
+# ----------------------------------------------------------------------------------- schedule
+
+schedule = Exercise(
+    "24.schedule",
+    title="What the next step computes",
+    function="plan_step",
+    minutes=40,
+    points=25,
+    statement="""
+Write the scheduler: `plan_step(running, waiting, free_pages, page_tokens, budget, most)` decides which tokens the next
+step computes, under a budget of tokens and of pages. Its rules, in this order:
+
+1. **Decode first.** A running text that has all but one of its tokens in the cache computes that one. Texts come
+   oldest first, until the budget is spent.
+2. A text takes pages as it needs them: with n tokens in the cache after the step it holds at least
+   ceil(n / page_tokens) pages. If a decoding text needs a page and none is free, the youngest running text is
+   **preempted**: it gives all its pages back and computes nothing. This repeats until there is a page, or the text
+   itself was the youngest and is preempted.
+3. **Then prompts.** Running texts with more than one token left, oldest first, compute as many of these as budget and
+   free pages allow, perhaps none. They preempt nobody.
+4. **Then new texts**, unless this step preempted one. Waiting texts begin in their order, while fewer than `most`
+   texts run, some budget is left, and free pages hold *all* tokens of the text. Its pages for all of these are set
+   aside, and it computes as many tokens as the budget allows. The first text that can't begin keeps all behind it
+   waiting.
+
+`running` and `waiting` are lists of dicts, and a running text holds no more pages than its tokens in the cache need.
+The arguments must not be changed.
+""",
+    hints=(
+        "Keep three things up to date while you go through the rules: budget, free pages, and the texts that "
+        "still run. "
+        "Which of them does a preemption change?",
+        "Pages that a text needs for `count` more tokens: `ceil((computed + count) / page_tokens) - pages`. The most "
+        "tokens that pages allow: `(pages + free_pages) * page_tokens - computed`.",
+        "In rule 2, `while text in alive and needed > free_pages:` pop the last of `alive`, add its pages to the free "
+        "ones, and write down its name; afterwards give the text its token only if it's still in `alive`.",
+    ),
+)  # fmt: skip
+
+
+def schedule_with(
+    *, oldest=False, keeps=False, prompts_first=False, admits=True, most_counts=True, skips=False, part=False,
+    all_tokens=False, one_victim=False, spends=True, preempts_for_prompts=False,
+):  # fmt: skip
+    def fn(running, waiting, free, S, budget, most):
+        pages = {text["name"]: text["pages"] for text in running}
+        alive, tokens, preempted, admitted = list(running), {}, [], []
+        free, budget = int(free), int(budget)
+
+        def needed(text, count):
+            return max(0, -(-(text["computed"] + count) // S) - pages[text["name"]])
+
+        def prompts():
+            nonlocal free, budget
+            for text in list(alive):
+                left = text["length"] - text["computed"]
+                if left < 2 or text["name"] in tokens:
+                    continue
+                room = (pages[text["name"]] + free) * S - text["computed"]
+                count = min(left - (0 if all_tokens is False else 1), budget, room)
+                if count > 0:
+                    free -= needed(text, count)
+                    pages[text["name"]] += needed(text, count)
+                    tokens[text["name"]] = count
+                    budget -= count
+
+        def decode():
+            nonlocal free, budget
+            for text in list(running):
+                if text not in alive or text["length"] - text["computed"] > 1 or budget < 1:
+                    continue
+                tries = 0
+                while text in alive and needed(text, 1) > free and not (one_victim and tries):
+                    tries += 1
+                    victim = alive.pop(0 if oldest else -1)
+                    if not keeps:
+                        free += pages[victim["name"]]
+                    tokens.pop(victim["name"], None)
+                    preempted.append(victim["name"])
+                if text in alive and needed(text, 1) <= free:
+                    free -= needed(text, 1)
+                    pages[text["name"]] += needed(text, 1)
+                    tokens[text["name"]] = 1
+                    budget -= spends
+
+        for stage in (prompts, decode) if prompts_first else (decode, prompts):
+            stage()
+        for text in waiting if admits is True or not preempted else []:
+            if admits is False and preempted:
+                break
+            whole = -(-text["length"] // S)
+            if part:
+                whole = -(-min(text["length"], max(budget, 1)) // S)
+            if (most_counts and len(alive) == most) or budget < 1 or whole > free:
+                if skips:
+                    continue
+                break
+            alive.append({**text, "computed": 0, "pages": 0})
+            pages[text["name"]] = 0
+            admitted.append(text["name"])
+            free -= whole
+            tokens[text["name"]] = min(text["length"], budget)
+            budget -= tokens[text["name"]]
+        return tokens, preempted, admitted
+
+    return fn
+
+
+right_plan = schedule_with(admits=False)
+
+
+def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
+    import copy
+
+    given = copy.deepcopy((running, waiting))
+    tokens, preempted, admitted = fn(running, waiting, free, S, budget, most)
+    t.equal((running, waiting), given, why="the arguments after the call")
+    want = right_plan(*given, free, S, budget, most)
+    t.equal(dict(tokens), want[0], why=f"tokens of each text, {why}")
+    t.equal(list(preempted), want[1], why=f"texts that are preempted, {why}")
+    t.equal(list(admitted), want[2], why=f"texts that begin, {why}")
+
+
+def runs(name, length, computed, S):
+    return {"name": name, "length": length, "computed": computed, "pages": -(-computed // S)}
+
+
+def waits(name, length):
+    return {"name": name, "length": length}
+
+
+@schedule.check("two texts decode, and the budget is spent")
+def _(fn, t):
+    texts = [runs("a", 6, 5, 4), runs("b", 7, 6, 4), runs("c", 6, 5, 4)]
+    plans_agree(fn, t, texts, [], 0, 4, 2, 8, "three decoding texts, a budget of 2")
+    plans_agree(fn, t, texts, [], 0, 4, 9, 8, "three decoding texts, a budget of 9")
+
+
+@schedule.check("decode comes before prompts")
+def _(fn, t):
+    texts = [runs("a", 30, 8, 4), runs("b", 7, 6, 4)]
+    plans_agree(
+        fn,
+        t,
+        texts,
+        [],
+        9,
+        4,
+        8,
+        8,
+        "an older text with 22 tokens to go, a younger one that decodes",
+    )
+    plans_agree(fn, t, texts, [], 1, 4, 20, 8, "one free page for them")
+    plans_agree(fn, t, [runs("a", 9, 4, 4)], [], 9, 4, 20, 8, "five tokens to go")
+
+
+@schedule.check("a page is missing")
+def _(fn, t):
+    texts = [runs("a", 9, 8, 4), runs("b", 5, 4, 4), runs("c", 20, 7, 4)]
+    plans_agree(fn, t, texts, [], 0, 4, 16, 8, "none is free, the youngest holds two")
+    plans_agree(fn, t, texts[:2], [], 0, 4, 16, 8, "none is free, the youngest needs one too")
+    plans_agree(fn, t, texts[1:2], [], 0, 4, 16, 8, "none is free, and the text is alone")
+    plans_agree(fn, t, texts, [waits("d", 2)], 0, 4, 16, 8, "pages are left over, and a text waits")
+
+
+@schedule.check("several must go")
+def _(fn, t):
+    texts = [runs("a", 5, 4, 4), runs("b", 5, 4, 4), runs("c", 5, 0, 4), runs("d", 6, 0, 4)]
+    plans_agree(fn, t, texts, [], 0, 4, 16, 8, "the two youngest hold no page yet")
+
+
+@schedule.check("new texts begin in order")
+def _(fn, t):
+    waiting = [waits("x", 6), waits("y", 20), waits("z", 3)]
+    plans_agree(fn, t, [], waiting, 4, 4, 32, 8, "y needs five pages")
+    plans_agree(fn, t, [], waiting, 9, 4, 32, 8, "there are pages for all")
+    plans_agree(fn, t, [], waiting, 9, 4, 8, 8, "a budget of 8")
+    plans_agree(fn, t, [runs("a", 3, 2, 4)], waiting, 9, 4, 32, 2, "at most two texts")
+    plans_agree(fn, t, [], [], 3, 4, 8, 2, "nothing to do")
+
+
+@schedule.check("anything")
+def _(fn, t):
+    for _ in range(120):
+        S, names = int(t.rng.integers(1, 6)), iter("abcdefghijklmnop")
+        texts = []
+        for _ in range(int(t.rng.integers(0, 6))):
+            length = int(t.rng.integers(1, 24))
+            computed = length - 1 if t.rng.random() < 0.6 else int(t.rng.integers(0, length))
+            texts.append(runs(next(names), length, computed, S))
+        waiting = [
+            waits(next(names), int(t.rng.integers(1, 16))) for _ in range(int(t.rng.integers(0, 4)))
+        ]
+        free, budget = int(t.rng.integers(0, 6)), int(t.rng.integers(1, 24))
+        most = len(texts) + int(t.rng.integers(0, 3))
+        why = f"{len(texts)} running, {len(waiting)} waiting, {free} free pages of {S}, a budget of {budget}"
+        plans_agree(fn, t, texts, waiting, free, S, budget, most, why)
+
+
+for name, hint, options in (
+    ("oldest_first", "You preempt the oldest text, whose work is worth the most. Take the youngest: the last in "
+     "the list.",
+     {"oldest": True, "admits": False}),
+    ("pages_kept", "A preempted text gives its pages back, and the text that needed one goes on with them.",
+     {"keeps": True, "admits": False}),
+    ("prompts_before_decode", "You let a prompt take the budget first, so all who read along wait for it. Decode "
+     "first.",
+     {"prompts_first": True, "admits": False}),
+    ("admits_after_preempting", "A step that had to preempt a text has no pages to begin another one with.", {}),
+    ("more_than_most", "At most `most` texts may run at once.", {"most_counts": False, "admits": False}),
+    ("overtaking", "A short text overtakes a long one that waits for pages, and so may all that come after. Stop "
+     "at the "
+     "first that can't begin.", {"skips": True, "admits": False}),
+    ("pages_for_a_part", "You set pages aside for what this step computes of a new text. Then it begins and can't "
+     "go on: "
+     "take pages for all its tokens.", {"part": True, "admits": False}),
+    ("one_victim", "One text less may not be enough: the youngest may have held no page. Repeat.",
+     {"one_victim": True, "admits": False}),
+    ("free_decode", "Decoded tokens count against the budget too.", {"spends": False, "admits": False}),
+    ("leaves_one", "You leave the last token of a prompt to a later step. Compute all that budget and pages allow.",
+     {"all_tokens": True, "admits": False}),
+):  # fmt: skip
+    mistaken(schedule, name, hint, schedule_with(**options))
+
+
+# -------------------------------------------------------------------------------- speculative
+
+speculative = Exercise(
+    "24.speculative",
+    title="Guesses that leave the distribution alone",
+    function="accept",
+    minutes=30,
+    points=15,
+    statement="""
+A small model has guessed k tokens, one after another, and the large model has computed its probabilities for all of
+them at once. Write `accept(draft, q_kV, p_kV, uniforms)`, which says what the large model makes of them.
+
+- Guess number i, token x, is kept with probability min(1, p/q), where p and q are the two models' probabilities of x
+  in row i: keep it if `uniforms[i] * q < p`. The first guess that isn't kept ends this.
+- Then one token is added. If guess i was not kept, it is drawn from the positive part of `p_kV[i] - q_kV[i]`, divided
+  by its sum. If all guesses were kept, it is drawn from the last row of `p_kV`.
+- To draw from probabilities, take the first token at which their cumulative sum exceeds `uniforms[-1]` times their
+  sum.
+- The result are the tokens that were kept and the one that was added. k may be 0.
+
+Whatever the small model guesses, the tokens are distributed exactly as if the large model had drawn them alone.
+""",
+    hints=(
+        "Why may the token that replaces a rejected guess not come from p itself? Add up the probability of each "
+        "token "
+        "for two tokens, q = (0.9, 0.1) and p = (0.5, 0.5).",
+        "`np.maximum(p_kV[i] - q_kV[i], 0)` is what guessing has not yet given. Its sum is below 1, so the number "
+        "that "
+        "you compare cumulative sums with is `uniforms[-1] * sum`.",
+        "`for ... else` runs the `else` part when no guess was rejected. `np.searchsorted(np.cumsum(rest), u, "
+        "side='right')` is the first place where the cumulative sum exceeds u.",
+    ),
+)  # fmt: skip
+
+
+def accept_with(
+    *,
+    residual=True,
+    normal=True,
+    ratio=True,
+    bonus=True,
+    stops=True,
+    row=0,
+    inverse=False,
+    uniform=None,
+):
+    def fn(draft, q, p, uniforms):
+        tokens, rest = [], None
+        for i, token in enumerate(draft):
+            left, right = (p[i, token], q[i, token]) if inverse else (q[i, token], p[i, token])
+            kept = uniforms[0 if uniform == "first" else i] * (left if ratio else 1) < right
+            if kept:
+                tokens.append(int(token))
+                continue
+            if rest is None:
+                rest = np.maximum(p[i + row] - q[i], 0) if residual else p[i]
+            if stops:
+                break
+        if rest is None:
+            if not bonus:
+                return tokens
+            rest = p[len(draft)]
+        through = np.cumsum(rest, dtype=np.float64)
+        total = through[-1] if normal else 1.0
+        u = uniforms[len(tokens) if uniform == "reused" else -1]
+        found = int(np.searchsorted(through, u * total, side="right"))
+        return [*tokens, min(found, len(rest) - 1)]
+
+    return fn
+
+
+def models(t, k, V):
+    q, p = t.rng.dirichlet(np.ones(V), k), t.rng.dirichlet(np.ones(V), k + 1)
+    return q.reshape(k, V), p
+
+
+def accepts(fn, t, draft, q, p, uniforms, why):
+    copies = [np.array(x) for x in (q, p, uniforms)]
+    got = fn(list(draft), *copies)
+    t.true(
+        isinstance(got, list) and all(type(x) is int for x in got),
+        "the result is not a list of Python ints",
+        str(type(got)),
+    )
+    t.equal(got, accept_with()(draft, q, p, uniforms), why=why)
+
+
+@speculative.check("no guess")
+def _(fn, t):
+    for V in (3, 7):
+        q, p = models(t, 0, V)
+        for _ in range(5):
+            accepts(fn, t, [], q, p, t.rng.random(1), "k = 0: a token of the large model")
+
+
+@speculative.check("guesses that are all kept")
+def _(fn, t):
+    k, V = int(t.rng.integers(2, 5)), 5
+    p = models(t, k, V)[1]
+    draft = [int(x) for x in np.argmax(p[:k], axis=1)]
+    for _ in range(5):
+        accepts(fn, t, draft, p[:k], p, t.rng.random(k + 1), f"two equal models, k = {k}")
+
+
+@speculative.check("a guess that the large model never makes")
+def _(fn, t):
+    q, p = models(t, 3, 6)
+    draft = [int(x) for x in t.rng.integers(0, 6, 3)]
+    p[1, draft[1]] = 0
+    p[1] /= p[1].sum()
+    p[0], q[0] = q[0], q[0]
+    for _ in range(8):
+        accepts(fn, t, draft, q, p, t.rng.random(4), "probability 0 for the second guess")
+
+
+@speculative.check("any guesses")
+def _(fn, t):
+    for _ in range(60):
+        k, V = int(t.rng.integers(1, 5)), int(t.rng.integers(2, 9))
+        q, p = models(t, k, V)
+        draft = [int(t.rng.choice(V, p=row)) for row in q]
+        accepts(fn, t, draft, q, p, t.rng.random(k + 1), f"k = {k}, {V} tokens")
+
+
+@speculative.check("the distribution of the large model")
+def _(fn, t):
+    V, draws = 4, 4000
+    q, p = models(t, 1, V)
+    counts = np.zeros(V)
+    drafts = t.rng.choice(V, draws, p=q[0])
+    for draft, uniforms in zip(drafts, t.rng.random((draws, 2)), strict=True):
+        counts[fn([int(draft)], q.copy(), p.copy(), uniforms)[0]] += 1
+    expected = np.maximum(draws * p[0], 1e-9)
+    away = float(np.sum((counts - expected) ** 2 / expected))
+    why = f"{draws} first tokens are spread as {np.round(counts / draws, 3)}, and p is {np.round(p[0], 3)}"
+    t.true(away < 40, why, away)
+
+
+for name, hint, options in (
+    ("draws_from_p", "After a rejection you draw from p. Tokens that q guesses too seldom then get too little, "
+     "and those that it guesses too often are given a second chance. Draw from the positive part of p - q.",
+     {"residual": False}),
+    ("not_divided", "The positive part of p - q doesn't sum to 1. Compare the cumulative sum with uniforms[-1] "
+     "times its "
+     "sum.", {"normal": False}),
+    ("no_ratio", "You keep a guess with probability p. It was drawn with probability q already: keep it with "
+     "min(1, p/q).",
+     {"ratio": False}),
+    ("no_last_token", "When all guesses are kept the large model has one more row, and it is free: draw a token "
+     "from it.",
+     {"bonus": False}),
+    ("goes_on", "You go on after a rejected guess. The later guesses follow a token that is not in the text.",
+     {"stops": False}),
+    ("next_row", "The replacement of guess i comes from row i, the row that judged it.", {"row": 1}),
+    ("inverse", "You keep a guess with probability q/p. A token that the large model likes more than the small one is "
+     "always kept: it's p/q.", {"inverse": True}),
+    ("one_uniform", "Each guess has a random number of its own. With one for all, the guesses aren't kept "
+     "independently.",
+     {"uniform": "first"}),
+):  # fmt: skip
+    mistaken(speculative, name, hint, accept_with(**options))
