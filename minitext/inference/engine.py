@@ -276,7 +276,7 @@ class Engine:
         self.max_length = min(longest, (pages - 1) * S)
         self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
         if mesh is not None:
-            _check_mesh(cfg, mesh)
+            check_mesh(cfg, mesh)
             params = jax.device_put(params, tree_shardings(params, mesh, rules))
         groups = 2 if hardware.platform() == "cpu" and mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
@@ -726,7 +726,7 @@ class Engine:
             text.state = 0
 
 
-def _check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
+def check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
     """Raises UserError if devices would be idle, or the axis `tensor` doesn't divide what it splits."""
     if idle := [f"mesh.{axis}={n}" for axis, n in mesh.shape.items() if n > 1 and axis != "tensor"]:
         raise UserError(f"{idle[0]}: an engine splits heads and features; set mesh.tensor instead")

@@ -102,7 +102,7 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("linear", "gpu"): ("xla",),
     ("linear", "tpu"): ("xla",),
     ("paged_attention", "cpu"): ("xla_blocked", "xla"),
-    ("paged_attention", "gpu"): ("xla",),
+    ("paged_attention", "gpu"): ("pallas_gpu", "xla"),
     ("paged_attention", "tpu"): ("pallas_tpu", "xla"),
 } | {
     (op, where): ("pallas_tpu", "xla") if where == "tpu" else ("xla",)
