@@ -313,3 +313,27 @@ def predict(settings: Settings = None, as_json: Json = False) -> None:
 
     found = step_time.predict_preset(cfg, target)
     answer(found, as_json, step_time.print_step_time)
+
+
+def predict_serving(
+    settings: Settings = None,
+    rows: Annotated[int, typer.Option(min=1, help="texts that are continued at once")] = 32,
+    context: Annotated[int, typer.Option(min=2, help="tokens of a text")] = 2048,
+    as_json: Json = False,
+) -> None:
+    """Predict how fast chips that you don't have can serve a preset: target=v5e:2x4.
+
+    Prints memory, the time of a decode step and of a prompt by compute, memory and communication, tokens per second and
+    device, and what bounds them. All devices share every text. Exits with 3 if the texts do not fit.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5e:2x4 or target=h100:1x1x1")
+    cfg = load(settings)
+    start()
+    from minitext.perf import serving
+
+    found = serving.predict_serving(cfg.model, target, rows, context)
+    answer(found, as_json, serving.print_serving)
+    if not found.fits:
+        raise typer.Exit(3)
