@@ -983,6 +983,9 @@ def _(fn, t):
     plans_agree(fn, t, [], waiting, 9, 4, 32, 8, "there are pages for all")
     plans_agree(fn, t, [], waiting, 9, 4, 8, 8, "a budget of 8")
     plans_agree(fn, t, [runs("a", 3, 2, 4)], waiting, 9, 4, 32, 2, "at most two texts")
+    plans_agree(
+        fn, t, [], [waits("x", 20), waits("y", 3)], 3, 4, 8, 8, "a budget of 8, pages for 12 of x"
+    )
     plans_agree(fn, t, [], [], 3, 4, 8, 2, "nothing to do")
 
 
