@@ -621,7 +621,7 @@ which gives each full page of a prompt a key. An engine keeps a dictionary from 
   from its logits. So it is never in a page with a key, even if it fills that page.
 - Keys are `bytes` of at most 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
   with the same key: use `hashlib.sha256`.
-- The same prompt has the same keys in every process. 200,000 tokens take less than a second.
+- The same prompt has the same keys in every process. 40,000 tokens take less than a second.
 """,
     hints=(
         "Which tokens does key number i stand for? How can you make it from key number i - 1, so that you hash each "
@@ -676,6 +676,12 @@ def shared_pages(fn, t, a, b, S, why):
             t.equal(x == y, same, why=f"whether key {i} equals key {j} of the other prompt: {why}")
 
 
+@prefix_keys.check("fewer tokens than a page")
+def _(fn, t):
+    for S in (4, int(t.rng.integers(5, 9))):
+        keys_of(fn, t, drawn_tokens(t, 2), S)
+
+
 @prefix_keys.check("how many pages have a key")
 def _(fn, t):
     for S in (1, 4, int(t.rng.integers(5, 9))):
@@ -711,18 +717,31 @@ def _(fn, t):
     shared_pages(fn, t, tokens, [*tokens[3:6], *tokens[:3], 1], S, "two pages change places")
 
 
-@prefix_keys.check("tokens that look alike")
+@prefix_keys.check("tokens that read alike")
 def _(fn, t):
     shared_pages(fn, t, [1, 23, 5, 6, 9], [12, 3, 5, 6, 9], 2, "1, 23 and 12, 3")
-    big = int(t.rng.integers(1, 99))
-    for far in (256, 65536, 2**31 - 256):
-        shared_pages(fn, t, [big, 7, 1], [big + far, 7, 1], 2, f"tokens {big} and {big + far}")
     shared_pages(fn, t, [0, 0, 0, 0, 1], [0, 0, 1, 0, 1], 2, "zeros")
+
+
+def far_apart(fn, t, far):
+    token = int(t.rng.integers(1, 99))
+    shared_pages(fn, t, [token, 7, 1], [token + far, 7, 1], 2, f"tokens {token} and {token + far}")
+
+
+@prefix_keys.check("tokens that share their last byte")
+def _(fn, t):
+    far_apart(fn, t, 256)
+
+
+@prefix_keys.check("tokens that share their last bytes")
+def _(fn, t):
+    for far in (65536, 2**24, 2**31 - 256):
+        far_apart(fn, t, far)
 
 
 @prefix_keys.check("a long prompt")
 def _(fn, t):
-    tokens = drawn_tokens(t, 200_001)
+    tokens = drawn_tokens(t, 40_001)
     start = time.process_time()
     keys = keys_of(fn, t, tokens, 16)
     seconds = time.process_time() - start
@@ -964,6 +983,9 @@ def _(fn, t):
     plans_agree(fn, t, [], waiting, 9, 4, 32, 8, "there are pages for all")
     plans_agree(fn, t, [], waiting, 9, 4, 8, 8, "a budget of 8")
     plans_agree(fn, t, [runs("a", 3, 2, 4)], waiting, 9, 4, 32, 2, "at most two texts")
+    plans_agree(
+        fn, t, [], [waits("x", 20), waits("y", 3)], 3, 4, 8, 8, "a budget of 8, pages for 12 of x"
+    )
     plans_agree(fn, t, [], [], 3, 4, 8, 2, "nothing to do")
 
 

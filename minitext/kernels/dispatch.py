@@ -89,7 +89,8 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
 
 # The order in which `auto` tries implementations on each platform. Our own GPU kernels have been compiled for an H100
 # but never timed on one. So `auto` takes them only where the compiler's program plainly does more: XLA keeps all logits
-# of attention, and multiplies the rows of a grouped product by the matrices of all groups.
+# of attention, multiplies the rows of a grouped product by the matrices of all groups, and gathers all pages of a text,
+# in use or not, into an array of their own.
 ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
     # After cuDNN's, for what it doesn't compute: masks, soft-caps, sinks, float32.
@@ -102,7 +103,7 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("linear", "gpu"): ("xla",),
     ("linear", "tpu"): ("xla",),
     ("paged_attention", "cpu"): ("xla_blocked", "xla"),
-    ("paged_attention", "gpu"): ("xla",),
+    ("paged_attention", "gpu"): ("pallas_gpu", "xla"),
     ("paged_attention", "tpu"): ("pallas_tpu", "xla"),
 } | {
     (op, where): ("pallas_tpu", "xla") if where == "tpu" else ("xla",)

@@ -16,7 +16,7 @@ from minitext import kernels
 from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig
 from minitext.kernels.attention.mask import Mask
 from minitext.models.layers import Linear, RMSNorm, rms_norm
-from minitext.models.paged import PagedKVCache
+from minitext.models.paged import PagedKVCache, stored_features
 from minitext.models.rope import rope
 from minitext.sharding.context_parallel import context_attention
 from minitext.sharding.rules import ShardingRules, flatten_tokens, unflatten_tokens
@@ -139,7 +139,7 @@ class GQA(nnx.Module):
     @staticmethod
     def make_pages(cfg: ModelConfig, pages: int, tokens: int, slots: int, rules: ShardingRules):
         """Returns one layer's empty cache of so many pages of so many tokens, in the compute type."""
-        empty = jnp.zeros((cfg.K, pages, tokens, cfg.H), cfg.dtype)
+        empty = jnp.zeros((cfg.K, pages, tokens, stored_features(cfg.H)), cfg.dtype)
         k, v = (rules.shard(empty, "kv_heads", None, None, "head_dim") for _ in "kv")
         return PagedKVCache(k, v, None)
 

@@ -14,12 +14,13 @@ States of linear attention don't grow, so they have slots rather than pages, and
 Chapters: 24.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from minitext import kernels
+from minitext import hardware, kernels
 from minitext.kernels.paged_attention.pages import write_pages
 
 
@@ -47,8 +48,28 @@ class Paging(NamedTuple):
         return jnp.where(self.page[:, 0] > 0, self.start + 1, 0)
 
 
+LANES = 128  # elements in a row of a TPU's tile
+
+
+def stored_features(features: int) -> int:
+    """Returns how many features a head has in pages: on a TPU whole rows of a tile.
+
+    Otherwise the compiler would store another dimension along the rows, and copy all pages at every step into the order
+    that the kernel reads. The padding costs memory only where a head is narrower than a row.
+    """
+    return -(-features // LANES) * LANES if hardware.platform() == "tpu" else features
+
+
+def _padded(x: jax.Array, features: int) -> jax.Array:
+    """Returns an array with zeros after its last dimension's elements, up to so many."""
+    missing = features - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
 class PagedKVCache(NamedTuple):
     """Keys and values in P pages of S tokens.
+
+    The pages' H may be larger than the heads': `stored_features` says when. The rest is zeros.
 
     Attributes:
       k: [K, P, S, H] rotated keys of one layer, or a tuple of these for layers in a list.
@@ -75,21 +96,26 @@ class PagedKVCache(NamedTuple):
           [B, T, N, H] in the queries' type, and the cache with the tokens in it.
         """
         paging: Paging = self.paging
-        T = q_BTNH.shape[1]
+        T, H = q_BTNH.shape[1], q_BTNH.shape[-1]
+        stored = self.k.shape[-1]
 
         def write(pages_KPSH, x_BTKH):
-            x_XKH = jnp.reshape(x_BTKH, (-1, *x_BTKH.shape[2:]))
+            x_XKH = _padded(jnp.reshape(x_BTKH, (-1, *x_BTKH.shape[2:])), stored)
             return write_pages(pages_KPSH, x_XKH, jnp.ravel(paging.page), jnp.ravel(paging.slot))
 
         new = PagedKVCache(write(self.k, k_BTKH), write(self.v, v_BTKH), T)
         if T == 1:
+            q_BNH = q_BTNH[:, 0]
+            if stored > H:  # the kernels divide by the root of the pages' size
+                scaled = q_BNH.astype(jnp.float32) * math.sqrt(stored / H)
+                q_BNH = _padded(scaled.astype(q_BNH.dtype), stored)
             out_BNH = kernels.paged_attention(
-                q_BTNH[:, 0], new.k, new.v, paging.table, paging.lengths, **options
+                q_BNH, new.k, new.v, paging.table, paging.lengths, **options
             )
-            return out_BNH[:, None], new
+            return out_BNH[:, None, :, :H], new
         if not paging.table.shape[1]:
             return kernels.attention(q_BTNH, k_BTKH, v_BTKH, **options), new
-        k_1KSH, v_1KSH = (self._earlier(x) for x in (new.k, new.v))
+        k_1KSH, v_1KSH = (self._earlier(x)[..., :H] for x in (new.k, new.v))
         k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
         earlier = k_1KSH, v_1KSH, paging.start[0]
         return kernels.cached_attention(q_BTNH, k_BKTH, v_BKTH, *earlier, **options), new

@@ -475,6 +475,9 @@ def test_a_client_that_hangs_up_is_cancelled_at_once(tiny, stream, prompts):
     assert tiny.idle(1)
     assert tiny.engine.usage().steps - steps < 250  # of 500 that it would have taken
     assert len(tiny.engine.told) == before + len(prompts)
+    while tiny.engine.cancelled_at:  # the step that it ended in isn't over yet
+        assert time.monotonic() < began + 10
+        time.sleep(0.0005)
     # The step that is under way when the client goes, and the next one, which gives its pages back.
     assert all(tiny.engine.steps_kept[number] <= 2 for number in tiny.engine.told[before:])
 

@@ -330,6 +330,36 @@ def test_paged_attention_is_attention_over_the_pages_in_order():
         np.testing.assert_allclose(out[b, n], want, atol=2e-6)
 
 
+@pytest.mark.parametrize("mask", [Mask(window=5), Mask(chunk=24)])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_paged_attention_ignores_what_a_page_holds_outside_the_mask(mask, poison):
+    """A page that is seen in part holds NaN or infinity before the window and after the last token."""
+    B, N, K, H, S, X = 3, 4, 2, 16, 16, 4
+    rng = np.random.default_rng(1)
+    lengths = np.array([3, 30, 61])
+    last, t = lengths[:, None] - 1, np.arange(X * S)
+    seen = (t <= last) & (
+        t // mask.chunk == last // mask.chunk if mask.chunk else last - t < mask.window
+    )
+    table = rng.permutation(B * X).reshape(B, X)
+    q, clean = rng.normal(size=(B, N, H)), rng.normal(size=(2, B, X * S, K, H))
+    k, v = np.where(seen[None, :, :, None, None], clean, poison)
+
+    def pages(x):
+        filled = np.empty((K, B * X, S, H))
+        filled[:, table] = np.moveaxis(x.reshape(B, X, S, K, H), 3, 0)
+        return jnp.asarray(filled, jnp.float32)
+
+    rest = jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    run = jax.jit(functools.partial(paged.paged_attention, mask=mask))
+    with interpreted():
+        out = run(jnp.asarray(q, jnp.float32), pages(k), pages(v), *rest)
+    for b, n in np.ndindex(B, N):
+        weights = np.exp(k[b, seen[b], n // 2] @ q[b, n] / np.sqrt(H))
+        want = weights @ v[b, seen[b], n // 2] / weights.sum()
+        np.testing.assert_allclose(out[b, n], want, atol=2e-6)
+
+
 # ---------------------------------------------------------------------------- the shapes of models
 
 

@@ -123,9 +123,14 @@ def _kernel(
         logits = dot(q, k.T) / math.sqrt(H)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        seen = (token >= start - i * S) & (token < tokens.end)
-        logits = jnp.where(seen, logits * LOG2_E, MASKED)
+
+        def seen(shape: tuple[int, ...], axis: int):
+            token = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            return (token >= start - i * S) & (token < tokens.end)
+
+        logits = jnp.where(seen(logits.shape, 1), logits * LOG2_E, MASKED)
+        # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
+        v = jnp.where(seen(v.shape, 0), v, jnp.zeros_like(v))
         higher = jnp.maximum(most, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - jnp.expand_dims(higher, 1))
         shrink = jnp.exp2(most - higher)
