@@ -60,7 +60,7 @@ def serve(
         int, typer.Option(min=0, max=16, help="tokens guessed ahead by prompt look-up; 0: none")
     ] = 0,
     warm_up: Annotated[
-        int, typer.Option(min=0, max=256, help="compile for so many texts before the first comes")
+        int, typer.Option(min=0, max=256, help="batch to compile for before the first request")
     ] = 1,
     max_queue: Annotated[int, typer.Option(min=1, help="texts that may wait; then 429")] = 256,
     drain_seconds: Annotated[
@@ -78,7 +78,7 @@ def serve(
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'minitext[serve]'") from error
     if api_key is not None and not api_key.strip():
-        raise UserError("the API key is empty: give one, or leave out --api-key, MINITEXT_API_KEY")
+        raise UserError("the API key is empty: set one, or unset --api-key and MINITEXT_API_KEY")
     listening = server.bind(host, port)
     sizes = MeshConfig(data=data_parallel_size, tensor=tensor_parallel_size)
     start(simulate_for(list(sizes.sizes().values()), None))

@@ -295,7 +295,7 @@ def _sizes(cfg: Config, target: Target) -> MeshConfig:
     if data * tensor != devices:
         raise UserError(
             f"mesh.data={data} and mesh.tensor={tensor} make {data * tensor} devices, and {target} has {devices}: "
-            "choose sizes whose product that is"
+            "choose sizes whose product is that number"
         )
     return MeshConfig(data=data, tensor=tensor)
 
