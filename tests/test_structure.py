@@ -319,7 +319,9 @@ def test_imports_are_declared():
     standard = sys.stdlib_module_names
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
-        for n in declared("book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve")
+        for n in declared(
+            "book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve", "eval"
+        )
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
     known |= {

@@ -6,13 +6,15 @@ Chapters: 6.
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from minitext import files
 from minitext.cli.arguments import Json, RunDir, Settings, answer, check_new, load, start
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
+from minitext.terminal import print_tables
 
 
 def train(settings: Settings = None) -> None:
@@ -201,9 +203,51 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="other data, such as data.path=FILE"),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="tasks of lm-eval, by name or as YAML files"),
+    ] = None,
+    include_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="folder of your own tasks, to name them")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="solved examples before each question")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="documents of each task")] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="ask as in a conversation")
+    ] = False,
+    max_model_len: Annotated[
+        int, typer.Option(min=0, help="tokens of a text; 0: as the model was trained")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure a trained model's loss on all of its validation text."""
+    """Measure a trained model's loss on all of its validation text, or its scores on benchmarks.
+
+    Benchmarks are tasks of EleutherAI's lm-eval: --tasks my_task.yaml, or --tasks arc_easy with a network. A task file
+    can run code: use only those you trust. Needs the extra eval.
+    """
+    if tasks is not None:
+        if settings:
+            raise UserError(
+                f"{settings[0]} has no effect with --tasks, which bring data of their own"
+            )
+        names = [task.strip() for task in tasks.split(",") if task.strip()]
+        scores = _score_tasks(
+            directory, names, include_path, max_model_len,
+            num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template,
+        )  # fmt: skip
+        answer(scores, as_json, _show_scores)
+        return
+    if unused := [
+        name
+        for name, value in (
+            ("--include-path", include_path), ("--num-fewshot", num_fewshot), ("--limit", limit),
+            ("--apply-chat-template", apply_chat_template or None), ("--max-model-len", max_model_len or None),
+        )
+        if value is not None
+    ]:  # fmt: skip
+        raise UserError(f"{unused[0]} belongs to benchmarks: name some with --tasks")
     start()
     from minitext.training import run_dir
 
@@ -215,3 +259,41 @@ def evaluate(
         )
 
     answer(run_dir.evaluate_run(directory, settings or []), as_json, show)
+
+
+def _score_tasks(
+    directory: str, names: list[str], folder: str | None, longest: int, **options: Any
+) -> dict[str, Any]:
+    """Returns the scores of a run's model by task; `longest` 0 is the longest text it was trained for."""
+    if not names:
+        raise UserError("--tasks names no task: give a name or the path of a YAML file")
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--include-path {files.shorten(folder)} is no folder")
+    start()
+    try:
+        from minitext.inference.evaluate import MinitextLM, evaluate, load_tasks
+    except ImportError as error:
+        raise UserError(f"benchmarks need {error.name}: pip install 'minitext[eval]'") from error
+    from minitext.inference.chat import read_chat
+    from minitext.training.interchange import longest_text
+    from minitext.training.run_dir import PUBLISHED, load_run
+
+    tasks, run = load_tasks(names, folder), Path(directory)
+    cfg, params, tokenizer, _ = load_run(run)
+    chat = read_chat(run / PUBLISHED, tokenizer)
+    length = longest or longest_text(cfg, run / PUBLISHED)
+    model = MinitextLM(cfg.model, params, tokenizer, chat, max_length=length)
+    return evaluate(model, tasks, **options)
+
+
+def _show_scores(scores: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("task", "metric", "value", "standard error", "documents", box=None)
+    for task, values in scores.items():
+        for metric in [key for key in values if key != "samples" and not key.endswith("_stderr")]:
+            error = values.get(f"{metric}_stderr")
+            known = "" if error is None else f"{error:.4f}"
+            count = str(values.get("samples", ""))
+            table.add_row(task, metric, f"{values[metric]:.4f}", known, count)
+    print_tables(table)
