@@ -21,7 +21,7 @@ from minitext.compiler.hlo import ring_bytes
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes, check_sent
+from minitext.perf.sizes import Sizes
 from minitext.sharding.pipeline_schedule import stored_groups
 
 LANES = 128  # elements in a row of a TPU's vector register
@@ -78,11 +78,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
 
     Returns:
       The terms that are not empty. `notes` says where they may be wrong.
-
-    Raises:
-      UserError: for a model with layers that the formula was not compared with compiled programs for.
     """
-    check_sent(cfg.model)
     s = Sizes(cfg, mesh, backend)
     terms = []
     for part, outside in PARTS:
@@ -111,8 +107,6 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
         yield f"{chip}: this is the formula for v5e and v6e"
     if cfg.optim.kind == "muon" and s.fsdp * s.optimizer * s.tensor > 1:
         yield "optim.kind=muon: it multiplies whole matrices, which it gathers"
-    if (attention := cfg.model.attention.kind) != "gqa":
-        yield f"model.attention.kind={attention}: its projections were not compared with programs"
     groups = s.stages * stored_groups(cfg.pipeline, s.stages)
     layers = min(stack.repeats for stack in cfg.model.stacks.values()) // groups
     if (s.stages == 1 or s.one_f_one_b) and layers == 1:
@@ -165,8 +159,8 @@ def _fsdp(s: Sizes) -> Iterator[Term]:
     if not s.recomputes:
         return
     yield from _vectors(s, "RMSNorm scales, recomputed", s.norms, 4, r.backward)
-    # The last product of a layer is not needed again, nor is its bias, unless a norm follows.
-    last = None if after else -1
+    # The last product of a layer is not needed again, nor is its bias, unless a norm or a gate follows.
+    last = None if after or s.shared_gate else -1
     yield from _vectors(s, "biases, recomputed", s.embed_biases[:last], s.sent, r.backward)
     if s.shared_gate:
         yield from _vectors(s, "shared experts' gate, recomputed", (s.model.embed,), 4, r.backward)
@@ -211,6 +205,8 @@ def _gradients(s: Sizes) -> Iterator[Term]:
         "RMSNorm scales": _scaled(s.norms, 4),
         "biases": _scaled(s.embed_biases + s.biases, s.sent),
         "sinks": _scaled(s.sinks, 4),
+        "convolutions": _scaled(s.taps, 4),
+        "states' rates": _scaled(s.rates, 4),
         "shared experts' gate": (s.model.embed * s.sent,) if s.shared_gate else (),
     }
     for name, arrays in sent.items():
@@ -331,16 +327,20 @@ def _tensor(s: Sizes) -> Iterator[Term]:
     kind = _sum_kind(s, s.tensor) if s.sequence > 1 else "all-reduce"
     stream = tokens * s.model.embed
     one, sent = stream * s.sent, stream * s.sent_operand
-    rows = 1 + s.dense + bool(s.moe)
-    yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * rows, r.forward)
+    rows = (one,) * (1 + s.dense)  # attention's first, then that of the dense feed-forward layer
+    routed = ((one * (s.moe.experts_per_token if s.moe.scale_input else 1)),) if s.moe else ()
+    yield Term("row-parallel sums, forward", kind, s.tensor, rows + routed, r.forward)
     if s.recomputes:
-        again = rows if s.model.norms != "before" else 1
-        yield Term("row-parallel sum, recomputed", kind, s.tensor, (one,) * again, r.backward)
+        again = rows + routed if s.model.norms != "before" else rows[: 1 + s.shared_gate]
+        yield Term("row-parallel sums, recomputed", kind, s.tensor, again, r.backward)
     inputs = [m.rows for m in s.matrices if m.split == "columns"]
     sums = (one, one) if s.tpu else _scaled(tuple(inputs), tokens * s.sent)
-    if s.moe and not s.tpu:
-        sums += (one * (s.moe.experts_per_token if s.moe.scale_input else 1),)
+    if not s.tpu:
+        sums += routed
     yield Term("column-parallel sums, backward", kind, s.tensor, sums, r.backward)
+    key = (tokens * s.rope_key * s.sent,)
+    if s.rope_key:
+        yield Term("gradient of the heads' rotated key", "all-reduce", s.tensor, key, r.backward)
     names = "tokens for q, k, v and gate, up"
     yield Term(f"{names}, forward", gather, s.sequence, (sent,) * 2, r.forward)
     yield Term(f"{names}, backward", gather, s.sequence, (sent,) * 2, r.backward)
