@@ -247,10 +247,20 @@ class Sizes:
 
     @property
     def norms(self) -> tuple[int, ...]:
-        """Widths of a layer's norms of the residual stream, and of MLA's latents: FSDP splits them all."""
+        """Widths of a layer's norms of the residual stream."""
+        return (self.model.embed,) * (4 if self.model.norms == "both" else 2)
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """Widths of MLA's latents, each with a norm: of keys and values, and of queries."""
         m = self.model
-        latents = [size for name, _, size in m.attention.sizes(m) if name == "embed"]
-        return (m.embed,) * (4 if m.norms == "both" else 2) + tuple(latents)
+        return tuple(size for name, _, size in m.attention.sizes(m) if name == "embed")
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Widths of what column-parallel products read, each once: attention's input (MLA: two), the feed-forward's."""
+        a, D = self.model.attention, self.model.embed
+        return (a.q_rank or D, a.kv_rank, D) if isinstance(a, MLAConfig) else (D, D)
 
     @property
     def embed_biases(self) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Which models the formulas for memory and messages are for."""
+"""Which models the formulas for memory are for."""
 
 import pytest
 
 from minitext.cli import main
 from minitext.errors import UserError
-from minitext.perf.sizes import check_plain, check_sent
+from minitext.perf.sizes import check_plain
 from tests.conftest import TINY
 
 MOE = "model.ffn.kind=moe"
@@ -33,16 +33,7 @@ def test_plain_models_are_not_refused(tiny):
         check_plain(tiny(*settings).model, "memory")
 
 
-@pytest.mark.parametrize(
-    "setting", ["model.norms=after", "model.attention.gate=true", "model.attention.qk_norm=whole"]
-)
-def test_messages_that_were_not_compared_are_refused(tiny, setting):
-    check_sent(tiny("model.norms=both", "model.ffn.bias=true", "model.attention.sinks=true").model)
-    with pytest.raises(UserError, match=f"{setting}: .*minitext compile"):
-        check_sent(tiny(setting).model)
-
-
-@pytest.mark.parametrize("command", ["memory", "comms", "plan"])
+@pytest.mark.parametrize("command", ["memory", "plan"])
 def test_the_commands_refuse_in_one_line(monkeypatch, capsys, command):
     words = [*TINY, "model.norms=after", *(["target=v5e:2x2"] if command == "plan" else [])]
     monkeypatch.setattr("sys.argv", ["minitext", command, "laptop", *words])
