@@ -25,7 +25,7 @@ from minitext.config.config import Config
 from minitext.config.model import MoEConfig
 from minitext.errors import UserError
 from minitext.hardware import Chip
-from minitext.models.flops import count_params
+from minitext.models.flops import all_layers, count_params
 from minitext.perf import comms, memory, roofline, step_time
 from minitext.perf.sizes import check_plain
 from minitext.sharding.check import check_mesh
@@ -302,7 +302,9 @@ def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
     if per_slice % others:
         return
     ways = per_slice // others
-    experts = cfg.model.ffn.experts if isinstance(cfg.model.ffn, MoEConfig) else 1
+    ffns = [layer.ffn for _, layer in all_layers(cfg.model)]
+    counts = {ffn.experts for ffn in ffns if isinstance(ffn, MoEConfig)}
+    experts = math.gcd(*counts) if counts else 1
     divisors = [n for n in range(1, ways + 1) if ways % n == 0]
     remats = REMAT if is_free(cfg, "model.remat") else (cfg.model.remat,)
     for fsdp, tensor, expert in itertools.product(divisors, TENSOR, divisors):
