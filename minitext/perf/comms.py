@@ -197,8 +197,8 @@ def _gradients(s: Sizes) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens; what is stored in parts stays in parts."""
     r = s.runs
     kind = _sum_kind(s, s.fsdp) if s.fsdp > 1 else "all-reduce"
-    # A matrix that tensor parallelism doesn't split has the same gradient on each of those devices. If they can take the
-    # parts that fsdp stores, each computes only one, and sends it to where it belongs.
+    # A matrix that tensor parallelism doesn't split has the same gradient on each of those devices. If they can take
+    # the parts that fsdp stores, each computes only one, and sends it to where it belongs.
     moves = s.fsdp > 1 and s.tensor % s.fsdp == 0
     whole = tuple(m for m in s.matrices if moves and not m.split)
     rest = tuple(m for m in s.matrices if not moves or m.split)

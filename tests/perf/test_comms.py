@@ -198,7 +198,7 @@ def test_one_device_sends_nothing(tiny):
 
 def moved(kind, *settings):
     """What each device sends in a step by the formula."""
-    cfg = mt.load_config("laptop", [*TINY, *SIZES, *settings])
+    cfg = mt.load_config("laptop", [*TINY, *TILES, *settings])
     return sum(t.moved for t in predict(cfg, make_mesh(cfg.mesh), kind))
 
 

@@ -63,7 +63,10 @@ def test_what_is_set_is_kept():
 def test_experts_are_searched_for_in_every_layer():
     """Experts of different layers are split over the same devices, whichever layer of a period has them."""
     moe = "{ffn: {kind: moe, experts: 8}}"
-    for period, most in ((f"[{{}}, {moe}]", 8), (f"[{moe}, {{ffn: {{kind: moe, experts: 12}}}}]", 4)):
+    for period, most in (
+        (f"[{{}}, {moe}]", 8),
+        (f"[{moe}, {{ffn: {{kind: moe, experts: 12}}}}]", 4),
+    ):
         found = choices("v5e:4x4", *TINY, f"model.period={period}")
         assert max(c["mesh.expert"] for c in found) == most
 
