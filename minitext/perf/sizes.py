@@ -9,63 +9,10 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
-from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from minitext.errors import UserError
-from minitext.models.flops import all_layers, count_attention
+from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, MoEConfig
+from minitext.models.flops import count_attention
 from minitext.sharding import pipeline_schedule as schedule
 from minitext.sharding.rules import RULES
-
-# Settings of a layer, and the values for which a formula holds; any other brings arrays that it does not count.
-PLAIN = {
-    "attention.kind": ("gqa", "mla"),
-    "norms": ("before",),
-    "attention.qkv_bias": (False,),
-    "attention.out_bias": (False,),
-    "attention.qk_norm": ("none", "l2"),
-    "attention.gate": (False,),
-    "attention.sinks": (False,),
-    "ffn.bias": (False,),
-    "ffn.router_bias": (False,),
-    "ffn.shared_gate": (False,),
-    "ffn.scale_input": (False,),
-}
-
-
-def check_plain(model: ModelConfig, what: str) -> None:
-    """Refuses a model whose layers differ, or have what the formulas for memory don't count.
-
-    Args:
-      model: the model.
-      what: what the formulas would predict, for the message.
-
-    Raises:
-      UserError: naming the settings.
-    """
-    found = [f"model.dense_layers={model.dense_layers}"] if model.dense_layers else []
-    found += ["model.period"] if any(model.period) else []
-    _refuse(
-        [*found, *_beyond(model, PLAIN)], f"{what} know only layers that are all alike and have"
-    )
-
-
-def _beyond(model: ModelConfig, known: dict[str, tuple]) -> list[str]:
-    """Returns a model's settings, `key=value`, that have other values than the known ones in some layer."""
-    found = []
-    for _, layer in all_layers(model):
-        for key, values in known.items():
-            section, _, name = key.rpartition(".")
-            value = getattr(getattr(layer, section) if section else layer, name, values[0])
-            if value not in values:
-                found.append(f"model.{key}={str(value).lower()}")
-    return list(dict.fromkeys(found))
-
-
-def _refuse(found: list[str], scope: str) -> None:
-    if found:
-        raise UserError(
-            f"{', '.join(found)}: the formulas for {scope} none of these: `minitext compile ... target=v5e:2x4` "
-            "measures it"
-        )
 
 
 class Matrix(NamedTuple):
