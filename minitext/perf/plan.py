@@ -268,6 +268,11 @@ def search(
         raise UserError(
             f"target={target}: plan knows the memory and the network of TPUs only: use minitext compile to try settings"
         )
+    if any(isinstance(layer.ffn, MoEConfig) for _, layer in all_layers(cfg.model)):
+        raise UserError(
+            "model.ffn.kind=moe: plan cannot count the arithmetic of experts yet: use minitext memory and "
+            "minitext compile to try settings"
+        )
     found, refusal = [], None
     choices = list(enumerate_settings(cfg, parsed))
     work = Work(cfg, parsed)

@@ -135,6 +135,7 @@ def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     [
         ("h100:2x8", [], "memory and the network of TPUs only"),
         ("v5e:4x4", ["mesh.fsdp=3"], "no mesh of 16 devices goes with"),
+        ("v5e:4x4", ["model.ffn.kind=moe"], "cannot count the arithmetic of experts yet"),
         (
             "v5e:4x4",
             ["train.global_batch=7", "model.heads=7", "model.embed=98"],
