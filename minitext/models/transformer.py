@@ -29,6 +29,7 @@ from minitext.config.model import (
 )
 from minitext.config.section import Section
 from minitext.config.sections import PipelineConfig
+from minitext.kernels.per_device import on_each_device
 from minitext.models.attention import GQA, KVCache
 from minitext.models.deltanet import DeltaNet, StateCache
 from minitext.models.ffn import SwiGLU
@@ -85,6 +86,48 @@ def remat(layer: Callable, cfg: ModelConfig) -> Callable:
         return layer
     # JAX's policies for products don't see inside a custom_vjp (`Linear`), but its policies for names do.
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
+
+
+def one_at_a_time(layer: Callable) -> Callable:
+    """Makes the backward pass of a rematerialised layer wait for that of the next, and finish before it goes on.
+
+    What a layer recomputes depends on its input alone, and nobody waits for its weights' gradients. So where several
+    layers stand in one loop, the TPU compiler, which drops barriers before it orders operations, recomputes them early
+    and multiplies late, and holds what several layers make. Here the layer's input depends on the gradient that comes
+    in, and the gradient that goes out on those of the weights. Values do not change.
+
+    Args:
+      layer: maps (x, inputs) to (x, output).
+    """
+
+    @jax.custom_vjp
+    def run(x, inputs):
+        return layer(x, inputs)
+
+    def forward(x, inputs):
+        return jax.vjp(layer, x, inputs)
+
+    def backward(transposed, grads):
+        leaves, treedef = jax.tree.flatten(transposed)
+        like = jax.typeof(grads[0])
+        leaves = [after(leaf, grads[:1]) if jax.typeof(leaf) == like else leaf for leaf in leaves]
+        grad_x, rest = jax.tree.unflatten(treedef, leaves)(grads)
+        whole = [g for g in jax.tree.leaves(rest) if jnp.issubdtype(g.dtype, jnp.inexact)]
+        return after(grad_x, whole), rest
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def after(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """Returns x, which no compiler can compute before other arrays are there; NaN if one of them begins with NaN."""
+
+    def here(x, *others):
+        # The part of each that a device has: nothing is sent.
+        firsts = [y[(0,) * y.ndim].astype(jnp.float32) for y in others]
+        return jnp.where(jnp.isnan(sum(firsts)), jnp.nan, x).astype(x.dtype)
+
+    return on_each_device(here, x, *others)
 
 
 class Block(nnx.Module):
@@ -354,7 +397,9 @@ class Transformer(nnx.Module):
                 params_l, kept_l = inputs
                 return run(place, nnx.merge(split[place][0], params_l), x, kept_l)
 
-            return remat(one, self.cfg)
+            one = remat(one, self.cfg)
+            alone = len(stacks) == 1 or self.cfg.remat == "none" or self.rules.splits("layers")
+            return one if alone else one_at_a_time(one)
 
         layers = [layer(place) for place in range(len(stacks))]
 

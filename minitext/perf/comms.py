@@ -21,7 +21,7 @@ from minitext.compiler.hlo import ring_bytes
 from minitext.config.config import Config
 from minitext.models.flops import count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes, check_sent
+from minitext.perf.sizes import Matrix, Sizes
 from minitext.sharding.pipeline_schedule import stored_groups
 
 LANES = 128  # elements in a row of a TPU's vector register
@@ -78,11 +78,7 @@ def predict(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> list[Term]:
 
     Returns:
       The terms that are not empty. `notes` says where they may be wrong.
-
-    Raises:
-      UserError: for a model with layers that the formula was not compared with compiled programs for.
     """
-    check_sent(cfg.model)
     s = Sizes(cfg, mesh, backend)
     terms = []
     for part, outside in PARTS:
@@ -111,8 +107,6 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
         yield f"{chip}: this is the formula for v5e and v6e"
     if cfg.optim.kind == "muon" and s.fsdp * s.optimizer * s.tensor > 1:
         yield "optim.kind=muon: it multiplies whole matrices, which it gathers"
-    if (attention := cfg.model.attention.kind) != "gqa":
-        yield f"model.attention.kind={attention}: its projections were not compared with programs"
     groups = s.stages * stored_groups(cfg.pipeline, s.stages)
     layers = min(stack.repeats for stack in cfg.model.stacks.values()) // groups
     if (s.stages == 1 or s.one_f_one_b) and layers == 1:
@@ -158,15 +152,15 @@ def _fsdp(s: Sizes) -> Iterator[Term]:
     after = s.model.norms != "before"
     yield Term("all-gather of the weights, forward", "all-gather", s.fsdp, weights, r.forward)
     yield Term("all-gather of the weights, backward", "all-gather", s.fsdp, weights, r.backward)
-    yield from _vectors(s, "RMSNorm scales, forward", s.norms, 4, r.forward)
+    yield from _vectors(s, "RMSNorm scales, forward", s.norms + s.latents, 4, r.forward)
     yield from _vectors(s, "biases, forward", s.embed_biases, s.sent, r.forward)
     if s.shared_gate:
         yield from _vectors(s, "shared experts' gate, forward", (s.model.embed,), 4, r.forward)
     if not s.recomputes:
         return
-    yield from _vectors(s, "RMSNorm scales, recomputed", s.norms, 4, r.backward)
-    # The last product of a layer is not needed again, nor is its bias, unless a norm follows.
-    last = None if after else -1
+    yield from _vectors(s, "RMSNorm scales, recomputed", s.norms + s.latents, 4, r.backward)
+    # The last product of a layer is not needed again, nor is its bias, unless a norm or a gate follows.
+    last = None if after or s.shared_gate else -1
     yield from _vectors(s, "biases, recomputed", s.embed_biases[:last], s.sent, r.backward)
     if s.shared_gate:
         yield from _vectors(s, "shared experts' gate, recomputed", (s.model.embed,), 4, r.backward)
@@ -203,18 +197,36 @@ def _gradients(s: Sizes) -> Iterator[Term]:
     """Gradients are summed over all devices that saw other tokens; what is stored in parts stays in parts."""
     r = s.runs
     kind = _sum_kind(s, s.fsdp) if s.fsdp > 1 else "all-reduce"
+    # A matrix that tensor parallelism doesn't split has the same gradient on each of those devices. If they can take
+    # the parts that fsdp stores, each computes only one, and sends it to where it belongs.
+    moves = s.fsdp > 1 and s.tensor % s.fsdp == 0
+    whole = tuple(m for m in s.matrices if moves and not m.split)
+    rest = tuple(m for m in s.matrices if not moves or m.split)
     yield from _sums(
-        s, "weights", kind, _scaled(s.layer, s.sent), _keeps_sum(s, *_columns(s)), r.backward
+        s, "weights", kind, _sizes(rest, s.sent), _keeps_sum(s, *_columns(rest)), r.backward
     )
-    # Gradients of scales and biases are not products: they are summed over all devices at once.
+    parts = tuple(size // s.fsdp for size in _sizes(whole, s.sent))
+    for group in _groups(s, s.batch, s.context):
+        yield Term(
+            "gradient of the weights that all heads share", "all-reduce", group, parts, r.backward
+        )
+    name = "gradient of the weights that all heads share, to its device"
+    yield Term(name, "collective-permute", s.fsdp, parts, r.backward)
+    # Gradients of scales and biases are not products: they are summed over all devices at once, those of the residual
+    # stream also over the devices that split its tokens, and what all heads share over the heads.
+    residual = s.context * s.sequence
     sent = {
-        "RMSNorm scales": _scaled(s.norms, 4),
-        "biases": _scaled(s.embed_biases + s.biases, s.sent),
-        "sinks": _scaled(s.sinks, 4),
-        "shared experts' gate": (s.model.embed * s.sent,) if s.shared_gate else (),
+        "RMSNorm scales": (_scaled(s.norms, 4), residual),
+        "latents' RMSNorm scales": (_scaled(s.latents, 4), s.context),
+        "biases": (_scaled(s.embed_biases, s.sent), residual),
+        "biases by head or feature": (_scaled(s.biases, s.sent), s.context),
+        "sinks": (_scaled(s.sinks, 4), s.context),
+        "convolutions": (_scaled(s.taps, 4), s.context),
+        "states' rates": (_scaled(s.rates, 4), s.context),
+        "shared experts' gate": ((s.model.embed * s.sent,) * s.shared_gate, residual),
     }
-    for name, arrays in sent.items():
-        for group in _groups(s, s.batch, s.context * s.sequence):
+    for name, (arrays, positions) in sent.items():
+        for group in _groups(s, s.batch, positions):
             yield Term(f"gradient of {name}", "all-reduce", group, arrays, r.backward)
     for group in _groups(s, s.batch, s.context, s.tensor):
         arrays = _scaled(s.head_norms, 4)
@@ -270,20 +282,28 @@ def _over_fsdp(
     yield Term(f"gradient of the {name}, whole, over fsdp", "all-reduce", s.fsdp, whole, runs)
 
 
-def _columns(s: Sizes) -> tuple[int | None, ...]:
-    """Returns the columns on a device of each weight of `Sizes.layer`, None where they are `embed`."""
-    return tuple(None if m.split == "rows" else m.columns for m in s.matrices)
+def _sizes(matrices: tuple[Matrix, ...], size: int) -> tuple[int, ...]:
+    """Returns the bytes of matrices with elements of `size` bytes, before FSDP splits them."""
+    return tuple(size * m.rows * m.columns for m in matrices)
 
 
-def _keeps_sum(s: Sizes, *columns: int | None) -> tuple[bool, ...]:
+def _columns(matrices: tuple[Matrix, ...]) -> tuple[int | None, ...]:
+    """Returns the columns of each matrix on a device, None where they are `embed`."""
+    return tuple(None if m.split == "rows" else m.columns for m in matrices)
+
+
+def _keeps_sum(s: Sizes, *columns: int | None, size: int | None = None) -> tuple[bool, ...]:
     """Whether a gradient [embed, columns], or [..., embed] for None, is summed whole and then cut.
 
     The TPU compiler leaves the all-reduce of bfloat16 if a part is an odd number of lane rows of the array's last
-    dimension, which is the longer one if the other is shorter than a lane row: found by compiling for v5e and v6e.
+    dimension, which is the longer one if the other is shorter than a lane row, and of any type if a part of that longer
+    one is no whole number of lane rows: found by compiling for v5e and v6e. `size` is that of an element, by default
+    the compute type's.
     """
     part = s.cfg.model.embed // max(s.fsdp, s.optimizer)
-    odd = s.tpu and s.sent == 2 and part % (2 * LANES) == LANES
-    return tuple(odd and (n is None or n < LANES) for n in columns)
+    odd = (size or s.sent) == 2 and part % (2 * LANES) == LANES
+    narrow = odd or part % LANES > 0
+    return tuple(s.tpu and (odd if n is None else n < LANES and narrow) for n in columns)
 
 
 def _outside(s: Sizes, chunks: int) -> tuple[int, int]:
@@ -307,7 +327,7 @@ def _zero(s: Sizes) -> Iterator[Term]:
     """ZeRO-1 and ZeRO-2 gather the updated parameters in float32, each kind of weight for all layers at once."""
     D, gate = s.model.embed, (s.model.embed,) if s.shared_gate else ()
     router = (D * s.moe.experts,) if s.moe else ()
-    vectors = s.norms + s.embed_biases + gate + s.routed_biases[2:]
+    vectors = s.norms + s.latents + s.embed_biases + gate + s.routed_biases[2:]
     arrays = _scaled(s.layer + s.routed + router + vectors, 4 * s.layers * s.stages)
     yield Term("all-gather of the new parameters", "all-gather", s.optimizer, arrays, 1)
 
@@ -331,19 +351,28 @@ def _tensor(s: Sizes) -> Iterator[Term]:
     kind = _sum_kind(s, s.tensor) if s.sequence > 1 else "all-reduce"
     stream = tokens * s.model.embed
     one, sent = stream * s.sent, stream * s.sent_operand
-    rows = 1 + s.dense + bool(s.moe)
-    yield Term("row-parallel sums, forward", kind, s.tensor, (one,) * rows, r.forward)
+    rows = (one,) * (1 + s.dense)  # attention's first, then that of the dense feed-forward layer
+    routed = ((one * (s.moe.experts_per_token if s.moe.scale_input else 1)),) if s.moe else ()
+    yield Term("row-parallel sums, forward", kind, s.tensor, rows + routed, r.forward)
     if s.recomputes:
-        again = rows if s.model.norms != "before" else 1
-        yield Term("row-parallel sum, recomputed", kind, s.tensor, (one,) * again, r.backward)
-    inputs = [m.rows for m in s.matrices if m.split == "columns"]
-    sums = (one, one) if s.tpu else _scaled(tuple(inputs), tokens * s.sent)
-    if s.moe and not s.tpu:
-        sums += (one * (s.moe.experts_per_token if s.moe.scale_input else 1),)
+        again = rows + routed if s.model.norms != "before" else rows[: 1 + s.shared_gate]
+        yield Term("row-parallel sums, recomputed", kind, s.tensor, again, r.backward)
+    # A TPU adds up the gradients of one input first.
+    inputs = tuple(m.rows for m in s.matrices if m.split == "columns")
+    sums = _scaled(s.inputs if s.tpu else inputs, tokens * s.sent)
+    if not s.tpu:
+        sums += routed
     yield Term("column-parallel sums, backward", kind, s.tensor, sums, r.backward)
+    key = (tokens * s.rope_key * s.sent,)
+    if s.rope_key:
+        yield Term("gradient of the heads' rotated key", "all-reduce", s.tensor, key, r.backward)
     names = "tokens for q, k, v and gate, up"
     yield Term(f"{names}, forward", gather, s.sequence, (sent,) * 2, r.forward)
-    yield Term(f"{names}, backward", gather, s.sequence, (sent,) * 2, r.backward)
+    # Experts keep the tokens that they got, unless the whole layer is recomputed.
+    again = 1 + (s.dense or s.recomputes)
+    yield Term(f"{names}, backward", gather, s.sequence, (sent,) * again, r.backward)
+    gated = (sent,) * s.shared_gate
+    yield Term("tokens for the shared experts' gate", gather, s.sequence, gated, r.backward)
     grads = "tokens' gradients for output and down"
     yield Term(grads, gather, s.sequence, (sent,) * 2, r.backward)
 
@@ -449,7 +478,7 @@ def _expert_weights(s: Sizes) -> Iterator[Term]:
     experts = _scaled(s.routed, s.sent), s.experts, _keeps_sum(s, f, f, None)
     # The CPU compiler, too, keeps a reduce-scatter that a shard_map asks for.
     scatter = _sum_kind(s, s.fsdp) if s.tpu else "reduce-scatter"
-    router = (4 * D * E,), 1, (False,)
+    router = (4 * D * E,), 1, _keeps_sum(s, E, size=4)
     for name, (weights, ways, keeps) in {"router": router, "experts": experts}.items():
         yield Term(f"all-gather of the {name}, forward", "all-gather", s.fsdp, weights, r.forward)
         yield Term(f"all-gather of the {name}, backward", "all-gather", s.fsdp, weights, r.backward)

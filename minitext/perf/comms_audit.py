@@ -90,13 +90,9 @@ def audit(cfg: Config, mesh: Mesh) -> Audit:
     Args:
       cfg: the configuration; its layers are always scanned.
       mesh: of simulated CPU devices, or of ahead-of-time TPUs (`minitext.compiler.targets.topology_mesh`).
-
-    Raises:
-      UserError: as `minitext.perf.comms.predict` does, before anything is compiled.
     """
     cfg = cfg.replace({"model.scan_layers": True})
     backend = mesh.devices.flat[0].platform
-    predict(cfg, mesh, backend)
     step = make_train_step(cfg, mesh)
     args = (abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
     with jax.set_mesh(mesh), no_cache(), tempfile.TemporaryDirectory(prefix="minitext-") as folder:

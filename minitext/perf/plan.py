@@ -25,9 +25,8 @@ from minitext.config.config import Config
 from minitext.config.model import MoEConfig
 from minitext.errors import UserError
 from minitext.hardware import Chip
-from minitext.models.flops import count_params
+from minitext.models.flops import all_layers, count_params
 from minitext.perf import comms, memory, roofline, step_time
-from minitext.perf.sizes import check_plain
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
@@ -261,25 +260,37 @@ def search(
       progress: called with the current activity, the steps done and the steps in total.
 
     Raises:
-      UserError: for a bad target, GPUs, a model whose layers are not plain and alike, or if no mesh suits the model and
-        the keys that were set.
+      UserError: for a bad target, GPUs, a model whose memory cannot be predicted, or if no mesh suits the model and the
+        keys that were set.
     """
     parsed = parse_target(target)
     if parsed.chip.platform != "tpu":
         raise UserError(
             f"target={target}: plan knows the memory and the network of TPUs only: use minitext compile to try settings"
         )
-    check_plain(cfg.model, "memory and what devices send")
-    found = []
+    if any(isinstance(layer.ffn, MoEConfig) for _, layer in all_layers(cfg.model)):
+        raise UserError(
+            "model.ffn.kind=moe: plan cannot count the arithmetic of experts yet: use minitext memory and "
+            "minitext compile to try settings"
+        )
+    found, refusal = [], None
     choices = list(enumerate_settings(cfg, parsed))
     work = Work(cfg, parsed)
     for i, settings in enumerate(choices):
         progress("predicting times", i, len(choices))
         one = cfg.replace(settings)
+        mesh = abstract_mesh(one.mesh)
         with contextlib.suppress(UserError):  # the model cannot be split this way
-            check_mesh(one, abstract_mesh(one.mesh))
+            check_mesh(one, mesh)
+            try:
+                memory.check(one, mesh, "tpu")
+            except UserError as error:
+                refusal = error
+                continue
             tokens = one.train.global_batch * one.data.seq_len
             found.append(Candidate(settings, tokens, predict(one, parsed, work)))
+    if not found and refusal:
+        raise refusal
     if not found:
         raise UserError(
             f"no mesh of {parsed.devices} devices goes with this model and the keys you set: leave mesh.*, "
@@ -302,7 +313,9 @@ def enumerate_settings(cfg: Config, target: Target) -> Iterator[dict[str, Any]]:
     if per_slice % others:
         return
     ways = per_slice // others
-    experts = cfg.model.ffn.experts if isinstance(cfg.model.ffn, MoEConfig) else 1
+    ffns = [layer.ffn for _, layer in all_layers(cfg.model)]
+    counts = {ffn.experts for ffn in ffns if isinstance(ffn, MoEConfig)}
+    experts = math.gcd(*counts) if counts else 1
     divisors = [n for n in range(1, ways + 1) if ways % n == 0]
     remats = REMAT if is_free(cfg, "model.remat") else (cfg.model.remat,)
     for fsdp, tensor, expert in itertools.product(divisors, TENSOR, divisors):

@@ -9,84 +9,10 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
-from minitext.config.model import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from minitext.errors import UserError
-from minitext.models.flops import all_layers, count_attention
+from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, MoEConfig
+from minitext.models.flops import count_attention
 from minitext.sharding import pipeline_schedule as schedule
 from minitext.sharding.rules import RULES
-
-# Settings of a layer, and the values for which a formula holds; any other brings arrays that it does not count.
-PLAIN = {
-    "attention.kind": ("gqa", "mla"),
-    "norms": ("before",),
-    "attention.qkv_bias": (False,),
-    "attention.out_bias": (False,),
-    "attention.qk_norm": ("none", "l2"),
-    "attention.gate": (False,),
-    "attention.sinks": (False,),
-    "ffn.bias": (False,),
-    "ffn.router_bias": (False,),
-    "ffn.shared_gate": (False,),
-    "ffn.scale_input": (False,),
-}
-
-
-# The same for what devices send, whose formulas were compared with compiled programs for these values.
-SENT = {
-    "attention.kind": ("gqa", "mla"),
-    "norms": ("before", "both"),
-    "attention.qk_norm": ("none", "l2", "head"),
-    "attention.gate": (False,),
-    "ffn.shared_gate": (False,),
-    "ffn.scale_input": (False,),
-}
-
-
-def check_plain(model: ModelConfig, what: str) -> None:
-    """Refuses a model whose layers differ, or have what the formulas for memory don't count.
-
-    Args:
-      model: the model.
-      what: what the formulas would predict, for the message.
-
-    Raises:
-      UserError: naming the settings.
-    """
-    found = [f"model.dense_layers={model.dense_layers}"] if model.dense_layers else []
-    found += ["model.period"] if any(model.period) else []
-    _refuse(
-        [*found, *_beyond(model, PLAIN)], f"{what} know only layers that are all alike and have"
-    )
-
-
-def check_sent(model: ModelConfig) -> None:
-    """Refuses a model with a layer that has what the formulas for messages don't count.
-
-    Raises:
-      UserError: naming the settings.
-    """
-    found = [f"model.dense_layers={model.dense_layers}"] if model.dense_layers else []
-    _refuse([*found, *_beyond(model, SENT)], "what devices send know only layers that have")
-
-
-def _beyond(model: ModelConfig, known: dict[str, tuple]) -> list[str]:
-    """Returns a model's settings, `key=value`, that have other values than the known ones in some layer."""
-    found = []
-    for _, layer in all_layers(model):
-        for key, values in known.items():
-            section, _, name = key.rpartition(".")
-            value = getattr(getattr(layer, section) if section else layer, name, values[0])
-            if value not in values:
-                found.append(f"model.{key}={str(value).lower()}")
-    return list(dict.fromkeys(found))
-
-
-def _refuse(found: list[str], scope: str) -> None:
-    if found:
-        raise UserError(
-            f"{', '.join(found)}: the formulas for {scope} none of these: `minitext compile ... target=v5e:2x4` "
-            "measures it"
-        )
 
 
 class Matrix(NamedTuple):
@@ -232,7 +158,10 @@ class Sizes:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """A layer's dense weights: q, k, v, a gate, o (MLA: q_down, q, kv_down, k_up, v_up, o), gate, up, down."""
+        """A layer's dense weights: q, k, v, a gate, o, and gate, up, down of the feed-forward layer.
+
+        MLA has q_down, q, kv_down, k_up, v_up, o instead; DeltaNet has beta and decay after its gate.
+        """
         m, D, t = self.model, self.model.embed, self.tensor
         a, N, out = m.attention, m.heads, count_attention(m).out
         if isinstance(a, MLAConfig):
@@ -240,6 +169,10 @@ class Sizes:
             found = [] if a.q_rank is None else [Matrix(D, a.q_rank)]
             found += [Matrix(a.q_rank or D, keys // t, "columns"), Matrix(D, R + a.rope_dim)]
             found += [Matrix(R, N * width // t, "columns") for width in (a.nope_dim, a.v_dim)]
+        elif isinstance(a, DeltaNetConfig):
+            keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
+            widths = keys, keys, values, values, a.value_heads, a.value_heads
+            found = [Matrix(D, width // t, "columns") for width in widths]
         else:
             gate = (N * m.H,) if isinstance(a, GQAConfig) and a.gate else ()
             widths = N * m.H, m.K * m.H, m.K * m.H, *gate
@@ -261,10 +194,20 @@ class Sizes:
 
     @property
     def norms(self) -> tuple[int, ...]:
-        """Widths of a layer's norms of the residual stream, and of MLA's latents: FSDP splits them all."""
+        """Widths of a layer's norms of the residual stream."""
+        return (self.model.embed,) * (4 if self.model.norms == "both" else 2)
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """Widths of MLA's latents, each with a norm: of keys and values, and of queries."""
         m = self.model
-        latents = [size for name, _, size in m.attention.sizes(m) if name == "embed"]
-        return (m.embed,) * (4 if m.norms == "both" else 2) + tuple(latents)
+        return tuple(size for name, _, size in m.attention.sizes(m) if name == "embed")
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Widths of what column-parallel products read, each once: attention's input (MLA: two), the feed-forward's."""
+        a, D = self.model.attention, self.model.embed
+        return (a.q_rank or D, a.kv_rank, D) if isinstance(a, MLAConfig) else (D, D)
 
     @property
     def embed_biases(self) -> tuple[int, ...]:
@@ -310,6 +253,29 @@ class Sizes:
 
     @property
     def head_norms(self) -> tuple[int, ...]:
-        """Widths of the norms of queries and keys by head."""
-        named = getattr(self.model.attention, "qk_norm", "none")
-        return (self.model.H,) * 2 if named == "head" else ()
+        """Widths of the norms of queries and keys by head, or of DeltaNet's outputs."""
+        a = self.model.attention
+        if isinstance(a, DeltaNetConfig):
+            return (a.value_dim,)
+        return (self.model.H,) * 2 if getattr(a, "qk_norm", "none") == "head" else ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Elements on a device of each tap of DeltaNet's convolutions of q, k and v."""
+        a = self.model.attention
+        if not isinstance(a, DeltaNetConfig):
+            return ()
+        keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
+        return tuple(width // self.tensor for width in (keys, keys, values)) * a.conv
+
+    @property
+    def rates(self) -> tuple[int, ...]:
+        """Elements on a device of the rates and the time biases by which DeltaNet's states fade."""
+        a = self.model.attention
+        return (a.value_heads // self.tensor,) * 2 if isinstance(a, DeltaNetConfig) else ()
+
+    @property
+    def rope_key(self) -> int:
+        """Width of the rotated key that all heads of MLA share; 0 without MLA."""
+        a = self.model.attention
+        return a.rope_dim if isinstance(a, MLAConfig) else 0

@@ -21,7 +21,6 @@ from minitext.models.deltanet import DeltaNet
 from minitext.models.flops import count_flops, count_params
 from minitext.models.transformer import Transformer, make_cache
 from minitext.perf import cost
-from minitext.perf.sizes import check_plain, check_sent
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh, make_mesh
 from minitext.sharding.rules import RULES, tree_shardings
@@ -260,10 +259,6 @@ def test_a_mesh_that_cannot_split_it_is_refused(settings, word):
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
-def test_formulas_that_do_not_know_it_refuse_it():
-    model = mt.load_config("laptop", ["model.attention.kind=deltanet"]).model
-    for check in (partial(check_plain, what="memory"), check_sent):
-        with pytest.raises(UserError, match="model.attention.kind=deltanet"):
-            check(model)
+def test_heads_of_values_that_keys_cannot_serve_are_refused():
     with pytest.raises(ConfigError, match="value_heads=8 is not divisible by .*key_heads=3"):
         mt.load_config("laptop", ["model.attention.kind=deltanet", "model.attention.key_heads=3"])

@@ -14,6 +14,7 @@ from minitext.config.config import load_config, presets
 from minitext.config.model import ModelConfig
 from minitext.errors import UserError
 from minitext.kernels.dispatch import IMPLEMENTATIONS
+from minitext.models import transformer
 from minitext.models.flops import count_flops, count_params
 from minitext.models.transformer import Transformer, make_cache
 
@@ -253,6 +254,34 @@ PATTERNS = {
 def pattern(request):
     sizes = {"vocab": 64, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 32}
     return ModelConfig.model_validate(sizes | PATTERNS[request.param])
+
+
+def test_a_period_recomputes_one_layer_at_a_time_and_computes_the_same(pattern, monkeypatch):
+    """What orders operations changes no more than rounding, and each layer of a period, and no other, waits."""
+    cfg = pattern.model_copy(update={"remat": "full", "scan_layers": True})
+    model = Transformer(cfg, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    waited, after = [], transformer.after
+
+    def gradients():
+        loss = lambda params: jnp.sum(jnp.square(nnx.merge(graphdef, params)(TOKENS)))  # noqa: E731
+        return jax.jit(jax.grad(loss, allow_int=True))(params)
+
+    def seen(x, others):
+        waited.append(len(others))
+        return after(x, others)
+
+    monkeypatch.setattr(transformer, "after", seen)
+    ordered = gradients()
+    together = [len(stack.layers) for stack in cfg.stacks.values()]
+    places = sum(layers for layers in together if layers > 1)
+    assert len(waited) == 2 * places
+    # Its gradient, then those of all its weights.
+    assert waited[::2] == [1] * places and all(count > 5 for count in waited[1::2])
+    monkeypatch.setattr(transformer, "one_at_a_time", lambda layer: layer)
+    free = gradients()
+    for a, b in zip(jax.tree.leaves(ordered), jax.tree.leaves(free), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
 
 
 def test_patterns_are_counted_and_decode_as_they_read(pattern):

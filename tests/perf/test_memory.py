@@ -22,6 +22,8 @@ from minitext.sharding.mesh import make_mesh
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
+SMALL = "model.embed=1024", "model.vocab=4096", "data.seq_len=2048"
+
 # As different as they are few: each is compiled, and scanned layers make that as fast for many as for one.
 CONFIGS = {
     # Float32, nothing recomputed: attention's probabilities of every layer are kept.
@@ -37,6 +39,29 @@ CONFIGS = {
         "pipeline.schedule=gpipe", "model.remat=full",
     ),
     "1f1b": ("v5e:2x4", "gpt2-124m", "mesh.data=2", "mesh.stage=4", "train.global_batch=64"),
+    # Layers that differ, and have more than plain ones: two scans, and several layers in one.
+    "deepseek": (
+        "v5e:2x4", "deepseek-v3", *SMALL, "model.layers=8", "model.dense_layers=2", "model.dense_mlp=4096",
+        "model.mlp=512", "model.attention.q_rank=512", "model.attention.kv_rank=256", "model.ffn.experts=16",
+        "model.ffn.experts_per_token=4", "model.heads=8", "train.global_batch=128",
+    ),
+    "gemma": (
+        "v5e:2x4", "gemma3-4b", *SMALL, "model.layers=14", "model.heads=8", "model.head_dim=128", "model.mlp=4096",
+        "model.attention.window=512", "train.global_batch=128",
+    ),
+    "gpt-oss": (
+        "v5e:2x4", "gpt-oss-20b", *SMALL, "model.layers=8", "model.heads=16", "model.kv_heads=4", "model.mlp=1024",
+        "model.ffn.experts=16", "train.global_batch=128",
+    ),
+    "qwen3-next": (
+        "v5e:2x4", "qwen3-next", *SMALL, "model.layers=8", "model.heads=8", "model.head_dim=128",
+        "model.ffn.experts=16", "model.ffn.experts_per_token=4", "data.seq_len=8192", "train.global_batch=16",
+    ),
+    # Experts with biases, nothing recomputed.
+    "kept": (
+        "v5e:2x4", "gpt-oss-20b", *SMALL, "model.layers=8", "model.heads=16", "model.kv_heads=4", "model.mlp=1024",
+        "model.ffn.experts=16", "train.global_batch=32", "model.remat=none",
+    ),
 }  # fmt: skip
 
 
@@ -96,11 +121,25 @@ NAMES = tuple(name for name in REMAT_NAMES if name != "latents")  # which only M
 @pytest.mark.parametrize("save", [(), *((name,) for name in NAMES), NAMES])
 def test_what_is_kept_is_what_autodiff_keeps(tiny, save):
     remat = ("model.remat=names", f"model.remat_save=[{','.join(save)}]")
-    cfg = tiny(
-        "model.dtype=bfloat16",
-        "model.scan_layers=true",
-        *(remat if save else ("model.remat=full",)),
-    )
+    keeps_what_is_counted(tiny(*PLAIN, *(remat if save else ("model.remat=full",))))
+
+
+PLAIN = "model.dtype=bfloat16", "model.scan_layers=true"
+UNLIKE = {
+    "prefix": ("model.layers=5", "model.dense_layers=2", "model.dense_mlp=96", "model.ffn.kind=moe"),
+    "mla": ("model.attention.kind=mla", "model.kv_heads=null", "model.attention.q_rank=24"),
+    "period": ("model.layers=6", "model.period=[{attention: {window: 8}}, {mlp: 96}]", "model.norms=both"),
+    "deltanet": ("model.layers=6", "model.period=[{attention: {kind: deltanet}}, {}]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_unlike_layers_keep_is_what_autodiff_keeps(tiny, name, remat):
+    keeps_what_is_counted(tiny(*PLAIN, *UNLIKE[name], f"model.remat={remat}"))
+
+
+def keeps_what_is_counted(cfg):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0))))
     tokens = jnp.zeros((cfg.train.global_batch, cfg.data.seq_len), jnp.int32)
 
@@ -109,14 +148,15 @@ def test_what_is_kept_is_what_autodiff_keeps(tiny, save):
 
     residuals = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params)
     # Stacks over the layers in the compute type; the parameters, which are kept too, are float32.
+    repeats = {stack.repeats for stack in cfg.model.stacks.values()}
     stacks = [
         x
         for x in jax.tree.leaves(residuals)
-        if x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[0] == cfg.model.layers
+        if x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[0] in repeats
     ]
     sizes = sum(x.size * 2 for x in stacks)
-    one = make_mesh(devices=jax.devices()[:1])
-    assert sizes == cfg.model.layers * kept(Sizes(cfg, one, "cpu"))
+    kinds = Sizes(cfg, make_mesh(devices=jax.devices()[:1]), "cpu").kinds
+    assert sizes == sum(kind.layers * kept(kind) for kind in kinds)
 
 
 def test_fsdp_leaves_an_eighth_and_what_is_replicated(tiny):
@@ -194,6 +234,48 @@ def test_command_refuses_bad_input(monkeypatch, capsys, words, says):
     assert run(monkeypatch, *words) == 2
     error = capsys.readouterr().err
     assert says in error and len(error.strip().splitlines()) == 1
+
+
+STATES = ["model.attention.kind=deltanet", "model.attention.key_dim=128", "mesh.data=1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ([*STATES, "model.attention.value_dim=128"], "model.remat=none"),
+        (
+            [*STATES, "model.attention.value_dim=96", "model.remat=full"],
+            "model.attention.value_dim=96",
+        ),
+        (
+            [*STATES, "model.attention.value_dim=128", "model.remat=full", "train.global_batch=8"],
+            "train.global_batch=8, 8 rows on a device",
+        ),
+        (
+            ["model.period=[{}, {attention: {kind: deltanet}}]", "mesh.data=1", "model.remat=full"],
+            "model.attention.key_dim=48",
+        ),
+    ],
+)
+def test_what_no_formula_knows_is_refused(monkeypatch, capsys, settings, named):
+    refuses(monkeypatch, capsys, "memory", settings, named)
+
+
+def test_a_search_without_a_formula_is_refused(monkeypatch, capsys):
+    """It chooses rows and what to recompute, but no widths."""
+    refuses(monkeypatch, capsys, "plan", STATES, "model.attention.value_dim=48")
+
+
+def refuses(monkeypatch, capsys, command, settings, named):
+    target = "target=v5e:1x1"
+    monkeypatch.setattr(
+        "sys.argv", ["minitext", command, "laptop", *TINY, "model.layers=2", *settings, target]
+    )
+    with pytest.raises(SystemExit) as stop:
+        main.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and named in error and "minitext compile" in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_notes_say_where_the_formulas_end():

@@ -60,6 +60,17 @@ def test_what_is_set_is_kept():
     assert not choices("v5e:4x4", "mesh.context=3")
 
 
+def test_experts_are_searched_for_in_every_layer():
+    """Experts of different layers are split over the same devices, whichever layer of a period has them."""
+    moe = "{ffn: {kind: moe, experts: 8}}"
+    for period, most in (
+        (f"[{{}}, {moe}]", 8),
+        (f"[{moe}, {{ffn: {{kind: moe, experts: 12}}}}]", 4),
+    ):
+        found = choices("v5e:4x4", *TINY, f"model.period={period}")
+        assert max(c["mesh.expert"] for c in found) == most
+
+
 def test_seconds_are_of_what_each_device_does():
     cfg = load_config("laptop", TINY)
     target = parse_target("v5e:4x4")
@@ -124,6 +135,7 @@ def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     [
         ("h100:2x8", [], "memory and the network of TPUs only"),
         ("v5e:4x4", ["mesh.fsdp=3"], "no mesh of 16 devices goes with"),
+        ("v5e:4x4", ["model.ffn.kind=moe"], "cannot count the arithmetic of experts yet"),
         (
             "v5e:4x4",
             ["train.global_batch=7", "model.heads=7", "model.embed=98"],
