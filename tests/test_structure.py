@@ -260,6 +260,7 @@ TESTED_WITH = {
     "training/samples": "training/run",
     "training/saving": "training/run",
     "kernels/linear/cpu": "models/layers",
+    "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",
 }
 

@@ -83,7 +83,7 @@ def remat(layer: Callable, cfg: ModelConfig) -> Callable:
     """Returns the layer with the rematerialisation that `model.remat` asks for."""
     if cfg.remat == "none":
         return layer
-    # JAX's policies for products don't see inside a custom_vjp (`Linear`), but its policies for names do.
+    # By name, since JAX's policies for products don't see inside `Linear`, which has a checkpoint of its own.
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
 
 
