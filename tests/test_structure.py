@@ -259,6 +259,7 @@ TESTED_WITH = {
     "training/loop": "training/run",
     "training/samples": "training/run",
     "training/saving": "training/run",
+    "config/quantization": "models/quantization",
     "kernels/linear/cpu": "models/layers",
     "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",

@@ -42,6 +42,23 @@ SENT = {
 }
 
 
+def check_products(model: ModelConfig, what: str) -> None:
+    """Refuses a model with quantized products.
+
+    Args:
+      model: the model.
+      what: what would be predicted, for the message.
+
+    Raises:
+      UserError: naming the setting.
+    """
+    if any(rule.dtype != "none" for rule in model.quantization):
+        raise UserError(
+            f"model.quantization: the formulas for {what} know only products of model.dtype={model.dtype}: `minitext "
+            "compile ... target=v5e:2x4` measures it"
+        )
+
+
 def check_plain(model: ModelConfig, what: str) -> None:
     """Refuses a model whose layers differ, or have what the formulas for memory don't count.
 
@@ -52,6 +69,7 @@ def check_plain(model: ModelConfig, what: str) -> None:
     Raises:
       UserError: naming the settings.
     """
+    check_products(model, what)
     found = [f"model.dense_layers={model.dense_layers}"] if model.dense_layers else []
     found += ["model.period"] if any(model.period) else []
     _refuse(
@@ -65,6 +83,7 @@ def check_sent(model: ModelConfig) -> None:
     Raises:
       UserError: naming the settings.
     """
+    check_products(model, "what devices send")
     found = [f"model.dense_layers={model.dense_layers}"] if model.dense_layers else []
     _refuse([*found, *_beyond(model, SENT)], "what devices send know only layers that have")
 
