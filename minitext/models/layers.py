@@ -141,7 +141,8 @@ class Linear(nnx.Module):
             rules.out(*self.axes, drop=STORAGE_AXES),
             rules.out(*_token_names(x, residual=out == "act"), out),
         )
-        y = project(x, self.w.get_value(), specs, self.quantization)
+        # Not `get_value()`: Qwix puts stored 8-bit weights in the parameter's place, which lack it.
+        y = project(x, self.w[...], specs, self.quantization)
         if not hasattr(self, "b"):
             return y
         b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])

@@ -3,7 +3,6 @@
 Chapters: 4.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,17 +18,24 @@ class Specs(NamedTuple):
     y: PartitionSpec | None
 
 
-# Autodiff would keep a copy of the weight in the compute type for the backward pass, in a scanned stack one for every
-# layer. It keeps what is stored, and casts it again. The product isn't repeated: no gradient needs its result.
-@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
 def linear(x: jax.Array, w_DF: jax.Array, specs: Specs) -> jax.Array:
     """Computes `minitext.kernels.linear`, whose gradients are two more products."""
-    return jnp.einsum("...D,DF->...F", *gather_factors(x, w_DF, specs), out_sharding=specs.y)
+
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.einsum("...D,DF->...F", *gather_factors(x, w_DF, specs), out_sharding=specs.y)
+
+    if x.dtype == w_DF.dtype:
+        return product(x)
+    # Autodiff would keep a copy of the weight in the compute type for the backward pass, in a scanned stack one for
+    # every layer. Now it keeps what is stored, and casts it again. The product isn't repeated: no gradient needs its
+    # result.
+    return jax.checkpoint(product, prevent_cse=False)(x)
 
 
 def gather_factors(x: jax.Array, w_DF: jax.Array, specs: Specs) -> tuple[jax.Array, jax.Array]:
     """Returns both factors as the product wants them. The weight is sent in the compute type, not in float32."""
-    w_DF = w_DF.astype(x.dtype)
+    if w_DF.dtype != x.dtype:
+        w_DF = w_DF.astype(x.dtype)
     if specs.x is None:
         return x, w_DF
     return jax.sharding.reshard(x, specs.x), jax.sharding.reshard(w_DF, specs.w)
