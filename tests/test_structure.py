@@ -252,6 +252,7 @@ TESTED_WITH = {
     "observability/xplane": "observability/profiler",
     "perf/comms_audit": "perf/comms",
     "perf/figures": "book/notebook",
+    "perf/product_types": "models/quantization",
     "perf/sizes": "perf/memory",
     "sharding/check": "training/step",
     "sharding/pipeline_schedule": "sharding/pipeline",

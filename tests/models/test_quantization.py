@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 from collections import Counter
 
 import jax
@@ -12,8 +13,7 @@ from flax import nnx
 
 import minitext as mt
 from minitext import kernels
-from minitext.compiler import aot, hlo
-from minitext.compiler.targets import topology_mesh
+from minitext.cli import main
 from minitext.config.model import ModelConfig
 from minitext.config.quantization import QuantizationRule
 from minitext.config.sections import MeshConfig
@@ -25,6 +25,7 @@ from minitext.models.layers import Linear
 from minitext.models.quantization import FORMATS, quantize, quantized_modules
 from minitext.models.transformer import Transformer
 from minitext.perf import comms, memory, roofline, serving
+from minitext.perf.product_types import find_products
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.rules import RULES
 from minitext.training.step import (
@@ -474,15 +475,7 @@ MOE = ["mesh.data=-1", "model.ffn.kind=moe", "model.ffn.experts=4"]
 
 
 def compiled_products(target, *settings):
-    cfg = mt.load_config("laptop", [*TPU, *settings])
-    mesh, texts = topology_mesh(target, cfg.mesh), []
-
-    def keep(_lowered, _compiled, folder):
-        texts.append(aot.read_dump(folder)[1])
-
-    args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
-    aot.compile_step(make_train_step(cfg, mesh), args, mesh, keep=keep)
-    return hlo.Module(texts[0]).products()
+    return find_products(mt.load_config("laptop", [*TPU, *settings]), target).products
 
 
 @needs_libtpu
@@ -506,6 +499,26 @@ def test_a_tpu_multiplies_the_narrow_type_in_all_three_products(target, settings
     # The rest: the output layer's three, and the router's.
     others = [p for p in found if p.types != (narrow, narrow)]
     assert all("logits" in p.where or "DE->" in p.where for p in others)
+
+
+@needs_libtpu
+def test_the_command_lists_products_with_their_types(monkeypatch, capsys):
+    rule = "model.quantization=[{module: blocks/ffn/(gate|up)}]"
+    words = ["minitext", "quantized", "laptop", *TPU, "mesh.data=-1", rule, "target=v5e:2x2"]
+
+    def printed(*more):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        with pytest.raises(SystemExit) as stop:
+            main.main()
+        assert not stop.value.code
+        return capsys.readouterr().out
+
+    found = json.loads(printed("--json"))
+    assert (found["runs"], found["narrow_runs"]) == (3 + 2 * 21, 2 * 6)
+    forward = [p for p in found["products"] if p["narrow"] and p["pass"] == "forward"]
+    assert [p["types"] for p in forward] == [["s8", "s8"]] * 2
+    text = printed()
+    assert "s8 x s8" in text and "12 of 45 products in a step multiply 8-bit numbers" in text
 
 
 # --- training
