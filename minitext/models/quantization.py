@@ -124,7 +124,7 @@ def contract(
 ) -> jax.Array:
     """Multiplies two quantized factors and sums over the letters that `out` doesn't have.
 
-    Where devices share a sum, each multiplies its own part, as numbers of `dtype` they are then added up.
+    Where devices share a sum, each multiplies its own part, and the parts are added up as numbers of `dtype`.
 
     Args:
       a: the first factor.
@@ -137,10 +137,10 @@ def contract(
     summed = [name for name in a.names if name in b.names and name not in out]
     parts = "".join(name.lower() for name in summed if _ways(a, name) > 1)
     sizes = [a.array.shape[a.names.index(name)] // _ways(a, name) for name in summed]
-    block = rule.block
-    if rule.granularity != "block":
-        longest = LONGEST if a.kind == "int8" else math.prod(sizes)
-        block = max(1, longest // math.prod(sizes[:-1]))
+    longest = LONGEST if a.kind == "int8" else math.prod(sizes)
+    block = max(1, longest // math.prod(sizes[:-1]))
+    if rule.granularity == "block":
+        block = min(block, rule.block)
     where = _spec(parts + out, (a, b), None if parts else out_sharding)
 
     def multiply(a: Factor, b: Factor) -> jax.Array:

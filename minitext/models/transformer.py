@@ -85,7 +85,7 @@ def remat(layer: Callable, cfg: ModelConfig) -> Callable:
     """Returns the layer with the rematerialisation that `model.remat` asks for."""
     if cfg.remat == "none":
         return layer
-    # By name, since JAX's policies for products don't see inside `Linear`, which has a checkpoint of its own.
+    # By name, since JAX's policies for products don't see inside a custom_vjp, which `Linear` is on a mesh.
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
 
 

@@ -19,7 +19,7 @@ def supports(x: jax.Array, _w_DF: jax.Array, _specs: Specs) -> str | None:
     return None
 
 
-def narrow_einsum(subscripts: str, a: jax.Array, b: jax.Array, out_sharding: Any) -> jax.Array:
+def typed_einsum(subscripts: str, a: jax.Array, b: jax.Array, out_sharding: Any) -> jax.Array:
     """Returns the einsum of two bfloat16 arrays, in bfloat16."""
     # The backend uses the processor's bfloat16 products only for a float32 result. Autodiff would multiply by that
     # result's gradient, in float32: on an AMD EPYC at 165 GFLOP/s in place of 340.
@@ -35,4 +35,4 @@ def transpose(x_XD: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x_XD.T[None])[0]
 
 
-linear = make_linear(narrow_einsum, transpose)
+linear = make_linear(typed_einsum, transpose)
