@@ -252,6 +252,7 @@ TESTED_WITH = {
     "observability/xplane": "observability/profiler",
     "perf/comms_audit": "perf/comms",
     "perf/figures": "book/notebook",
+    "perf/product_types": "models/quantization",
     "perf/sizes": "perf/memory",
     "sharding/check": "training/step",
     "sharding/pipeline_schedule": "sharding/pipeline",
@@ -259,7 +260,9 @@ TESTED_WITH = {
     "training/loop": "training/run",
     "training/samples": "training/run",
     "training/saving": "training/run",
+    "config/quantization": "models/quantization",
     "kernels/linear/cpu": "models/layers",
+    "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",
 }
 

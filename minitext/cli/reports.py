@@ -198,6 +198,22 @@ def comms(settings: Settings = None, as_json: Json = False) -> None:
     answer(found, as_json, comms_audit.print_audit)
 
 
+def quantized(settings: Settings = None, as_json: Json = False) -> None:
+    """List the products of a preset's train step, compiled for a target, with the types it multiplies: target=v5e:2x4.
+
+    What model.quantization names shows up as s8 or f8, forward and backward. Products inside kernels aren't listed.
+    """
+    target, settings = take_target(settings)
+    if target is None:
+        raise UserError("name one target, such as target=v5e:2x2 or target=v6e:2x2")
+    cfg = load(settings)
+    start()
+    from minitext.perf import product_types
+
+    found = product_types.find_products(cfg, target)
+    answer(found, as_json, product_types.print_products)
+
+
 def llo(
     settings: Annotated[
         list[str] | None,

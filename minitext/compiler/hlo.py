@@ -30,6 +30,7 @@ _CALLED_SETS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,]*)\}')
 CHAIN = re.compile(r'\bchain_id="(\d+)"')  # the pieces of a split collective share it
+_LIBRARY = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm)')
 _ELEMENT = re.compile(r" get-tuple-element\(.*index=(\d+)")
 
 
@@ -186,6 +187,24 @@ class Collective(NamedTuple):
         return ring_bytes(self.kind, self.bytes, self.group)
 
 
+class Product(NamedTuple):
+    """A matrix product of a program.
+
+    Attributes:
+      name: its name.
+      where: JAX's name for it, such as `jit(step)/transpose(jvp(ffn))/dot_general`; "" if the compiler left none.
+      types: the factors' types, such as `s8` or `bf16`, as they are multiplied.
+      result: the type and shape of its result, such as `s32[256,512]`.
+      runs: how often one run of the module executes it.
+    """
+
+    name: str
+    where: str
+    types: tuple[str, ...]
+    result: str
+    runs: int
+
+
 def ring_bytes(kind: str, size: int, group: int) -> float:
     """Returns the bytes that each device of a group sends for a collective whose larger side has `size` bytes."""
     kind = kind.removesuffix(" (dcn)")
@@ -262,6 +281,25 @@ class Module:
             arrays = _larger_side(i, self._sizes[name])
             size = sum(size for _, size in arrays)
             found.append(Collective(kind, i.name, group, size, runs, between, arrays))
+        return found
+
+    def products(self) -> list[Product]:
+        """The matrix products that run, in fusions or not, those of a GPU's library and a TPU's grouped ones too.
+
+        Products inside other kernels, such as attention's, aren't seen.
+        """
+        found = []
+        for name, i, runs in self._executed():
+            grouped = i.name.startswith("ragged-dot-") and "metadata" not in i.name
+            called = i.opcode == "custom-call" and (grouped or _LIBRARY.search(i.line))
+            if i.opcode not in ("dot", "convolution") and not called:
+                continue
+            types = {other.name: _TYPE.search(other.type) for other in self.computations[name]}
+            two = i.operands[-2:] if grouped else i.operands[:2]
+            factors = [match[1] for operand in two if (match := types.get(operand))]
+            where, result = re.search(r'op_name="([^"]*)"', i.line), _TYPE.search(i.type)
+            label, shape = where[1] if where else "", result[0] if result else ""
+            found.append(Product(i.name, label, tuple(factors), shape, runs))
         return found
 
     def _along(self, chain: str) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError, field_validator
 
+from minitext.config.quantization import QuantizationRule
 from minitext.config.rope import (
     LinearRopeConfig,
     Llama3RopeConfig,
@@ -333,6 +334,9 @@ class ModelConfig(Section):
         GQAConfig(), "attention", discriminator="kind"
     )
     ffn: SwiGLUConfig | MoEConfig = setting(SwiGLUConfig(), "feed-forward", discriminator="kind")
+    quantization: tuple[QuantizationRule, ...] = setting(
+        (), "rules, the first that matches a module counts: [{module: blocks/ffn/.*, dtype: int8}]"
+    )
 
     @field_validator("attention", "rope", "ffn", mode="before")
     @classmethod
@@ -421,6 +425,9 @@ class ModelConfig(Section):
             yield from broken
         yield from self.ffn.problems()
         yield from self.rope.problems()
+        for number, rule in enumerate(self.quantization):
+            for problem in rule.problems():
+                yield f"model.quantization[{number}]: {problem}"
         save = ",".join(self.remat_save)
         if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
             yield (

@@ -69,9 +69,12 @@ def unstack_cache(cache: Any) -> Any:
 
 
 def split_projections(model: Transformer, groups: int) -> Transformer:
-    """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU."""
+    """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU.
+
+    Quantized projections stay as they are.
+    """
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
-            if isinstance(child, Linear):
+            if isinstance(child, Linear) and child.quantization is None:
                 setattr(module, name, SplitLinear(child, groups))
     return model

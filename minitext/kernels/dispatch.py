@@ -73,7 +73,8 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("grouped_matmul", "xla_blocked"): Implementation("grouped_matmul.cpu:grouped_matmul"),
     **_pallas("grouped_matmul", "grouped_matmul"),
     ("linear", "xla"): Implementation("linear.xla:linear"),
-    ("linear", "xla_cpu"): Implementation("linear.cpu:linear"),
+    ("linear", "xla_sharded"): Implementation("linear.sharded:linear", check="supports"),
+    ("linear", "xla_cpu"): Implementation("linear.cpu:linear", check="supports"),
     ("rms_norm", "xla"): Implementation("rms_norm.xla:rms_norm"),
     **_pallas("rms_norm", "rms_norm"),
     ("linear_cross_entropy", "xla"): Implementation(
@@ -99,9 +100,9 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("grouped_matmul", "cpu"): ("xla_blocked",),
     ("grouped_matmul", "gpu"): ("pallas_gpu", "xla"),
     ("grouped_matmul", "tpu"): ("pallas_tpu", "xla"),
-    ("linear", "cpu"): ("xla_cpu",),
-    ("linear", "gpu"): ("xla",),
-    ("linear", "tpu"): ("xla",),
+    ("linear", "cpu"): ("xla_cpu", "xla_sharded", "xla"),
+    ("linear", "gpu"): ("xla_sharded", "xla"),
+    ("linear", "tpu"): ("xla_sharded", "xla"),
     ("paged_attention", "cpu"): ("xla_blocked", "xla"),
     ("paged_attention", "gpu"): ("pallas_gpu", "xla"),
     ("paged_attention", "tpu"): ("pallas_tpu", "xla"),
@@ -188,10 +189,8 @@ def linear(x: jax.Array, w_DF: jax.Array, specs: Specs, *, impl: str = "auto") -
       [X, F] or [B, T, F] in x's type.
 
     Raises:
-      UserError: if the named implementation doesn't exist.
+      UserError: if the named implementation doesn't exist or can't take these arguments.
     """
-    # Each platform has one: there is no choice to log.
-    impl = ORDER["linear", platform()][0] if impl == "auto" else impl
     return choose("linear", impl, x, w_DF, specs)(x, w_DF, specs)
 
 

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext import kernels
+from minitext.config.quantization import QuantizationRule
 from minitext.kernels.linear.xla import Specs
+from minitext.models import quantization
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 
@@ -94,6 +96,8 @@ class Linear(nnx.Module):
     gradient of the weight contracts over both and is preceded by a transposed copy. On TPU and GPU the reshape is free.
     """
 
+    quantization: QuantizationRule | None = None
+
     def __init__(
         self,
         inputs: int,
@@ -119,6 +123,12 @@ class Linear(nnx.Module):
         w_DNH = jax.lax.reshape(w_DF, (len(w_DF), N, w_DF.shape[1] // N), out_sharding=where)
         return jnp.swapaxes(w_DNH, 0, 1)
 
+    def cannot_quantize(self, _rule: QuantizationRule) -> str | None:
+        """Returns why a rule would leave a product as it is, or None."""
+        if self.heads is None:
+            return None
+        return "generation also multiplies it head by head; exempt it by an earlier rule with dtype=none"
+
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the weight [D, F] in `dtype`, whole but for what computes in parts."""
         return self.rules.gather(self.w.get_value().astype(dtype), *self.axes)
@@ -131,11 +141,21 @@ class Linear(nnx.Module):
             rules.out(*self.axes, drop=STORAGE_AXES),
             rules.out(*_token_names(x, residual=out == "act"), out),
         )
-        y = kernels.linear(x, self.w.get_value(), specs)
+        # Not `get_value()`: Qwix puts stored 8-bit weights in the parameter's place, which lack it.
+        y = project(x, self.w[...], specs, self.quantization)
         if not hasattr(self, "b"):
             return y
         b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])
         return y + rules.shard(b_F, out)
+
+
+def project(
+    x: jax.Array, w_DF: jax.Array, specs: Specs, rule: QuantizationRule | None
+) -> jax.Array:
+    """Returns `kernels.linear`, or with a rule the quantized product."""
+    if rule is None:
+        return kernels.linear(x, w_DF, specs)
+    return quantization.linear(x, w_DF, specs, rule)
 
 
 def _token_names(x: jax.Array, residual: bool = False) -> tuple[str, ...]:
@@ -144,6 +164,8 @@ def _token_names(x: jax.Array, residual: bool = False) -> tuple[str, ...]:
 
 class Embedding(nnx.Module):
     """A table of token vectors, which can also serve as the output layer."""
+
+    quantization: QuantizationRule | None = None
 
     def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
         # With fan_in 1, token vectors have unit variance per feature, as RMSNorm expects of the residual stream.
@@ -161,9 +183,20 @@ class Embedding(nnx.Module):
         """Returns the table [V, D] in `dtype`, split at most by vocabulary."""
         return self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
 
+    def cannot_quantize(self, _rule: QuantizationRule) -> str | None:
+        """Returns why a rule would leave the output layer's product as it is: None, for there is no reason."""
+        return None
+
     def attend(self, x: jax.Array) -> jax.Array:
         """Returns the products of x [..., D] with every token vector, [..., V]."""
         rules, names = self.rules, _token_names(x)
+        if self.quantization is not None:
+            specs = Specs(
+                rules.out(*names, "act"),
+                rules.out("embed", "vocab", drop=STORAGE_AXES),
+                rules.out(*names, "vocab"),
+            )
+            return quantization.linear(x, self.table.get_value().T, specs, self.quantization)
         table_VD = self.gathered(x.dtype)
         x = rules.shard(x, *names, "act")
         return jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))

@@ -4,6 +4,7 @@ Chapters: 18.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from minitext import hardware, kernels
 from minitext.config.model import ModelConfig, MoEConfig
+from minitext.config.quantization import QuantizationRule
+from minitext.models import quantization
 from minitext.models.ffn import SwiGLU, gated
 from minitext.models.layers import make_param
 from minitext.sharding.expert_parallel import Layout, exchange, on_each_device
@@ -104,6 +107,8 @@ def capacity(cfg: MoEConfig, seq_len: int) -> int | None:
 class MoE(nnx.Module):
     """E gated layers (`SwiGLU`): a router weights k of them for each token; optional shared ones take all tokens."""
 
+    quantization: QuantizationRule | None = None
+
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
         assert isinstance(cfg.ffn, MoEConfig)
         moe, D, F = cfg.ffn, cfg.embed, cfg.mlp
@@ -130,6 +135,12 @@ class MoE(nnx.Module):
             self.shared_gate = new(rngs.params(), (D,), ("embed",), fan_in=D)
         self.cfg, self.rules, self.regather = moe, rules, cfg.remat == "none"
 
+    def cannot_quantize(self, rule: QuantizationRule) -> str | None:
+        """Returns why a rule would leave the experts' products as they are, or None."""
+        if rule.granularity == "block" and self.cfg.capacity_factor is None:
+            return "groups of rows have no whole blocks: set granularity=channel, or model.ffn.capacity_factor"
+        return None
+
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         """Maps tokens [X, D], one row of them, to [X, D]."""
         return self.routed(x_XD, 1)[0]
@@ -151,7 +162,7 @@ class MoE(nnx.Module):
         # Cast weights before sending them; the router stays float32.
         params |= {name: params[name].astype(x.dtype) for name in names if name in EXPERTS}
         y, routing = on_each_device(
-            partial(_route_and_compute, cfg=cfg),
+            partial(_route_and_compute, cfg=cfg, rule=self.quantization),
             x,
             params,
             {name: getattr(self, name).axes for name in names},
@@ -189,7 +200,12 @@ class MoE(nnx.Module):
 
 
 def _route_and_compute(
-    x: jax.Array, params: Any, layout: Layout, *, cfg: MoEConfig
+    x: jax.Array,
+    params: Any,
+    layout: Layout,
+    *,
+    cfg: MoEConfig,
+    rule: QuantizationRule | None = None,
 ) -> tuple[jax.Array, Routing]:
     """Runs the layer on one device's tokens [..., D]; the routing covers the tokens of all devices."""
     # In float32, because small differences decide which experts are chosen.
@@ -201,7 +217,7 @@ def _route_and_compute(
     if cfg.bias:  # devices that share an expert's features sum their outputs
         parts = math.prod(jax.lax.axis_size(axis) for axis in layout.features)
         params = params | {"down_bias": params["down_bias"] / parts}
-    compute = partial(swiglu_experts, params, activation=cfg.activation)
+    compute = partial(swiglu_experts, params, activation=cfg.activation, rule=rule)
     if cfg.scale_input:
         # Each assignment is a token of its own, already weighted.
         x_kD = (wide[..., None, :] * choice.weights[..., None]).astype(x.dtype)
@@ -233,7 +249,12 @@ def _routing(logits: jax.Array, choice: Choice, layout: Layout, cfg: MoEConfig) 
 
 
 def swiglu_experts(
-    params: Any, rows_MD: jax.Array, sizes_E: jax.Array | None, *, activation: str = "silu"
+    params: Any,
+    rows_MD: jax.Array,
+    sizes_E: jax.Array | None,
+    *,
+    activation: str = "silu",
+    rule: QuantizationRule | None = None,
 ) -> jax.Array:
     """Applies a device's experts to their rows and returns [M, D].
 
@@ -243,12 +264,17 @@ def swiglu_experts(
       rows_MD: [M, D] sorted by expert.
       sizes_E: the number of each expert's rows; None if all have M / E.
       activation: of the gate.
+      rule: how the products are quantized, or None.
     """
     E, M, D = len(params["gate"]), *rows_MD.shape
-    if sizes_E is None and hardware.platform() == "cpu":
+    if rule is None and sizes_E is None and hardware.platform() == "cpu":
         # The same product as without a capacity, since XLA's batched product sums in a different order.
         sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
-    if sizes_E is None:
+    product: Callable[..., Any]
+    if rule is not None:
+        grouped = quantization.grouped_matmul
+        rows, product = rows_MD, lambda x, w: grouped(x, w, sizes_E, rule)
+    elif sizes_E is None:
         rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
     else:
         rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
@@ -258,7 +284,7 @@ def swiglu_experts(
         if (bias := params.get(f"{name}_bias")) is None:
             return y
         if sizes_E is None:
-            return y + bias[:, None]
+            return jnp.reshape(jnp.reshape(y, (E, M // E, -1)) + bias[:, None], y.shape)
         # Rows beyond the last expert's are never read.
         ends_E = jnp.cumsum(sizes_E)
         expert_M = jnp.searchsorted(ends_E, jnp.arange(M), side="right")

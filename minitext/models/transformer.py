@@ -29,6 +29,7 @@ from minitext.config.model import (
 )
 from minitext.config.section import Section
 from minitext.config.sections import PipelineConfig
+from minitext.errors import UserError
 from minitext.kernels.per_device import on_each_device
 from minitext.models.attention import GQA, KVCache
 from minitext.models.deltanet import DeltaNet, StateCache
@@ -37,6 +38,7 @@ from minitext.models.layers import Embedding, Linear, RMSNorm
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
 from minitext.models.paged import Paging
+from minitext.models.quantization import apply_rules
 from minitext.sharding.context_parallel import zigzag
 from minitext.sharding.pipeline import pipelined
 from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflatten_tokens
@@ -84,7 +86,7 @@ def remat(layer: Callable, cfg: ModelConfig) -> Callable:
     """Returns the layer with the rematerialisation that `model.remat` asks for."""
     if cfg.remat == "none":
         return layer
-    # JAX's policies for products don't see inside a custom_vjp (`Linear`), but its policies for names do.
+    # By name, since JAX's policies for products don't see inside a custom_vjp, which `Linear` is on a mesh.
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*cfg.saved))
 
 
@@ -215,6 +217,12 @@ class Transformer(nnx.Module):
                 cfg.embed, cfg.vocab, ("embed", "vocab"),
                 key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
             )  # fmt: skip
+        modules = nnx.iter_modules(self)
+        # Without tied embeddings the table is only looked up.
+        apply_rules(
+            [(path, m) for path, m in modules if cfg.tie_embeddings or m is not self.embed],
+            cfg.quantization,
+        )
 
     def _draw(self, stack: Stack, rngs: nnx.Rngs) -> Any:
         """Returns a stack of layers, or a `Period` of stacks if the layers of a repetition differ."""
@@ -322,8 +330,18 @@ class Transformer(nnx.Module):
         return jax.lax.reshape(self.norm(x_XD), shape, out_sharding=where)
 
     def output_weight(self, dtype: jnp.dtype) -> jax.Array:
-        """Returns the output layer's weight [D, V] in `dtype`, split at most by vocabulary."""
+        """Returns the output layer's weight [D, V] in `dtype`, split at most by vocabulary, for a loss of its own.
+
+        Raises:
+          UserError: if the output layer is quantized.
+        """
         tied = self.cfg.tie_embeddings
+        name, layer = ("embed", self.embed) if tied else ("unembed", self.unembed)
+        if layer.quantization is not None:
+            raise UserError(
+                f"model.quantization names {name}, and a train.loss_impl of its own multiplies without quantization: "
+                f"set train.loss_impl=xla, or exempt {name} by an earlier rule with dtype=none"
+            )
         return self._scaled(self.embed.gathered(dtype).T if tied else self.unembed.gathered(dtype))
 
     def _scaled(self, x: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from minitext.hardware import find_chip
 from minitext.models.deltanet import CHUNK
 from minitext.models.flops import all_layers, count_attention
 from minitext.models.moe import capacity
-from minitext.perf.sizes import Sizes
+from minitext.perf.sizes import Sizes, check_products
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.pipeline_schedule import groups_per_stage
 from minitext.terminal import print_tables, show_bytes, table
@@ -477,11 +477,12 @@ def predict(
 
 
 def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
-    """Refuses layers of gated DeltaNet whose memory the formulas don't know.
+    """Refuses quantized products, and layers of gated DeltaNet whose memory the formulas don't know.
 
     Raises:
       UserError: naming the setting.
     """
+    check_products(cfg.model, "memory")
     s = Sizes(cfg, mesh, platform)
     for kind in s.kinds:
         a, rows = kind.model.attention, s.rows // s.parts

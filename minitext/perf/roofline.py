@@ -18,6 +18,7 @@ from minitext import hardware
 from minitext.config.config import Config
 from minitext.errors import UserError
 from minitext.perf.cost import PARTS, Operation, count
+from minitext.perf.sizes import check_products
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, table
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
@@ -144,8 +145,9 @@ def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
     """Predicts the train step of a configuration on this machine, or on `mesh.*` devices of a chip.
 
     Raises:
-      UserError: if the table has no such chip.
+      UserError: if the table has no such chip, or products are quantized.
     """
+    check_products(cfg.model, "a step's roofline")
     if chip is None:
         # Simulated devices share one machine.
         return predict(count_step(cfg), this_machine(cfg.model.dtype))

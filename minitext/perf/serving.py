@@ -43,6 +43,7 @@ from minitext.inference.replicas import divide
 from minitext.inference.sampling import Want
 from minitext.models.flops import all_layers, count_attention, keys_seen
 from minitext.models.transformer import VARIANTS, Transformer, make_pages, with_paging
+from minitext.perf.sizes import check_products
 from minitext.sharding.mesh import abstract_mesh
 from minitext.sharding.rules import tree_shardings
 from minitext.terminal import print_tables, show_bytes, table
@@ -169,8 +170,9 @@ def predict_serving(
       compile: whether to compile the engine's two programs for the target.
 
     Raises:
-      UserError: for a bad target, or a mesh that fits neither the target nor the model.
+      UserError: for a bad target, a mesh that fits neither the target nor the model, or quantized products.
     """
+    check_products(cfg.model, "serving")
     parsed = parse_target(target)
     sizes = _sizes(cfg, parsed)
     chip, ways = parsed.chip, sizes.tensor

@@ -9,10 +9,28 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from minitext.config.config import Config
-from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, MoEConfig
+from minitext.config.model import DeltaNetConfig, GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from minitext.errors import UserError
 from minitext.models.flops import count_attention
 from minitext.sharding import pipeline_schedule as schedule
 from minitext.sharding.rules import RULES
+
+
+def check_products(model: ModelConfig, what: str) -> None:
+    """Refuses a model with quantized products.
+
+    Args:
+      model: the model.
+      what: what would be predicted, for the message.
+
+    Raises:
+      UserError: naming the setting.
+    """
+    if any(rule.dtype != "none" for rule in model.quantization):
+        raise UserError(
+            f"model.quantization: the formulas for {what} know only products of model.dtype={model.dtype}: `minitext "
+            "compile ... target=v5e:2x4` measures it"
+        )
 
 
 class Matrix(NamedTuple):

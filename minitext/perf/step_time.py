@@ -69,7 +69,10 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of a step divided by what the chips could do in that time."""
+        """Model FLOPs of a step divided by what the chips could do in that time, in products of `model.dtype`.
+
+        Quantized products are faster than that: with them it can be more than 1.
+        """
         return self.flops / self.seconds / self.chips / self.peak
 
     @property

@@ -200,6 +200,41 @@ def test_type_bytes(text, size):
     assert hlo.type_bytes(text) == size
 
 
+PRODUCTS = """\
+HloModule products
+
+%fused (p0: s8[16,32], p1: s8[32,8]) -> s32[16,8] {
+  %p0 = s8[16,32]{1,0:T(8,128)(4,1)} parameter(0)
+  %p1 = s8[32,8]{1,0:T(8,128)(4,1)} parameter(1)
+  ROOT %convolution.1 = s32[16,8]{1,0:T(8,128)} convolution(%p0, %p1), metadata={op_name="jit(f)/forward"}
+}
+
+ENTRY %main (a: s8[16,32], b: s8[32,8], n: s32[4], c: f8e4m3fn[16,32]) -> f32[16,8] {
+  %a = s8[16,32]{1,0} parameter(0)
+  %b = s8[32,8]{1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  %c = f8e4m3fn[16,32]{1,0} parameter(3)
+  %fusion = s32[16,8]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused
+  %wide = bf16[16,32]{1,0} convert(%a)
+  %narrow = bf16[32,8]{1,0} convert(%b)
+  %dot = f32[16,8]{1,0} dot(%wide, %narrow), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %library = (f32[16,8]{1,0}, s8[64]{0}) custom-call(%c, %narrow), custom_call_target="__cublas$lt$matmul$f8"
+  %ragged-dot-metadata = s32[4]{0} custom-call(%n), custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none.1 = s32[16,8] custom-call(%ragged-dot-metadata, %a, %b), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_products_are_read_with_the_types_that_they_multiply():
+    found = hlo.Module(PRODUCTS).products()
+    assert {p.name: (p.types, p.result, p.where, p.runs) for p in found} == {
+        "convolution.1": (("s8", "s8"), "s32[16,8]", "jit(f)/forward", 1),
+        "dot": (("bf16", "bf16"), "f32[16,8]", "", 1),  # a conversion before it is one
+        "library": (("f8e4m3fn", "bf16"), "f32[16,8]", "", 1),
+        "ragged-dot-none.1": (("s8", "s8"), "s32[16,8]", "", 1),
+    }
+
+
 def test_a_module_knows_its_loops_fusions_and_what_overlaps():
     module = hlo.Module(LOOP)
     assert module.loops() == [hlo.Loop("loop", "body", 40, 1)]
