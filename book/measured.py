@@ -99,6 +99,36 @@ def decode_cpu(records: list[Record]) -> str:
     return table(header, rows)
 
 
+def serve_cpu(records: list[Record]) -> str:
+    """Many texts at once, and one alone."""
+    rows = [
+        [
+            f"{r['texts']} texts" if request == "together" else "one text", name,
+            f"{s['tokens_per_second']:,.1f}", f"{s['times_ours']:.2f}", f"{min(r['equal_tokens'][request]):.0%}",
+        ]
+        for r in records
+        for request, sides in r["results"].items()
+        for name, s in sides.items()
+    ]  # fmt: skip
+    header = ["", "System", "Tokens/s", "Its time / minitext's", "Equal tokens, all sides"]
+    return table(header, rows)
+
+
+def serve_load(records: list[Record]) -> str:
+    """A server under rising load."""
+    rows = [
+        [
+            str(load["readers"]), f"{load['tokens_per_second']:,.0f}", f"{load['answers']:,}", str(load["failures"]),
+            *(f"{load[f'{part}_p{share}_ms']:,.0f}" for part in ("first_token", "next_tokens") for share in (50, 95)),
+        ]
+        for load in records[-1]["loads"]
+    ]  # fmt: skip
+    header = [
+        "Readers", "Tokens/s", "Answers", "Failed", "First token, median ms", "95%", "Between tokens, median ms", "95%",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
 def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
@@ -403,6 +433,8 @@ SECTIONS = {
     "train_cpu": ("Training on a CPU", train_cpu),
     "step_limit": ("What the 10.7M step could reach", step_limit),
     "decode_cpu": ("Generating on a CPU", decode_cpu),
+    "serve_cpu": ("Many texts at once", serve_cpu),
+    "serve_load": ("A server under load", serve_load),
     "train_gpu": ("Training on a GPU", train_gpu),
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),

@@ -227,12 +227,14 @@ def evaluate(
     Benchmarks are tasks of EleutherAI's lm-eval: --tasks my_task.yaml, or --tasks arc_easy with a network. A task file
     can run code: use only those you trust. Needs the extra eval.
     """
+    if include_path is not None:
+        files.local_path(include_path)
     if tasks is not None:
         if settings:
             raise UserError(
                 f"{settings[0]} has no effect with --tasks, which bring data of their own"
             )
-        names = [task.strip() for task in tasks.split(",") if task.strip()]
+        names = [files.local_path(name.strip()) for name in tasks.split(",") if name.strip()]
         scores = _score_tasks(
             directory, names, include_path, max_model_len,
             num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template,

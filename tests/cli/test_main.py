@@ -1,5 +1,6 @@
 """The command line: help, exit codes, and one clear line for bad input."""
 
+import http.client
 import inspect
 import json
 import os
@@ -12,8 +13,10 @@ import sys
 import time
 import typing
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 
@@ -290,7 +293,7 @@ def ways_to_name_a_path():
                 continue
             if name in ("settings", "command"):
                 target = ["target=v5e:2x2"] * (
-                    names[0] in ("compile", "plan", "predict", "predict-serving")
+                    names[0] in ("compile", "plan", "predict", "predict-serving", "quantized")
                 )
                 words = [*given[name], f"config={ADDRESS}", *target]
             else:
@@ -378,24 +381,78 @@ def test_a_run_of_another_model_is_refused_and_left_alone(minitext, trained):
 MESH = ["--tensor-parallel-size", "2", "--data-parallel-size", "2"]
 
 
-@pytest.mark.parametrize("options", [[], pytest.param(MESH, marks=pytest.mark.audit)])
-def test_a_run_is_served_until_sigterm(server, trained, tmp_path, options):
-    (tmp_path / "said").touch()
+def start_serving(server, trained, said, *options):
+    """Returns a server's process id and address."""
+    said.touch()
     words = ["--port", "0", "--served-model-name", "it", *options]
-    pid = server.start("serve", trained, *words, output=tmp_path / "said")
-    end, found = time.monotonic() + 60, None
-    while not (
-        found := re.search(r"ask it: curl (\S+)/v1/completions", (tmp_path / "said").read_text())
-    ):
+    pid = server.start("serve", trained, *words, output=said)
+    end = time.monotonic() + 60
+    while not (found := re.search(r"ask it: curl (\S+)/v1/completions", said.read_text())):
         assert time.monotonic() < end
         time.sleep(0.05)
+    return pid, found[1]
+
+
+@pytest.mark.parametrize("options", [[], pytest.param(MESH, marks=pytest.mark.audit)])
+def test_a_run_is_served_until_sigterm(server, trained, tmp_path, options):
+    pid, address = start_serving(server, trained, tmp_path / "said", *options)
     request = urllib.request.Request(
-        f"{found[1]}/v1/completions",
+        f"{address}/v1/completions",
         b'{"prompt": "the", "max_tokens": 3}',
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["model"] == "it"
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait() == 0
+    assert "Traceback" not in (tmp_path / "said").read_text()
+
+
+@pytest.mark.audit
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_requests_leave_memory_as_it_was(server, trained, tmp_path):
+    """Sixteen readers ask for short texts, some as streams and some of which they leave early."""
+    pid, address = start_serving(server, trained, tmp_path / "said")
+    host, process = address.removeprefix("http://"), psutil.Process(pid)
+
+    def read(numbers):
+        connection = http.client.HTTPConnection(host, timeout=120)
+        answered = 0
+        for i in numbers:
+            asked = {
+                "prompt": "word " * (i % 5) + str(i),
+                "max_tokens": 1 + i % 4,
+                "seed": i,
+                "stream": i % 7 == 0,
+            }
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            if i % 49 == 0:  # a stream whose reader hangs up
+                answer.read(1)
+                connection.close()
+                connection = http.client.HTTPConnection(host, timeout=120)
+            else:
+                body = answer.read()
+                assert (
+                    body.endswith(b"data: [DONE]\n\n")
+                    if asked["stream"]
+                    else json.loads(body)["choices"]
+                )
+            answered += 1
+        connection.close()
+        return answered
+
+    sizes, each = [], 2_500
+    with ThreadPoolExecutor(16) as readers:
+        for part in range(8):
+            numbers = range(part * each, (part + 1) * each)
+            assert sum(readers.map(read, [numbers[k::16] for k in range(16)])) == each
+            sizes.append(process.memory_info().rss)
+    print("MiB after each 2,500 requests:", [size >> 20 for size in sizes])
+    assert max(sizes[4:]) < sizes[3] * 1.02 + (4 << 20)
     os.kill(pid, signal.SIGTERM)
     assert server.wait() == 0
     assert "Traceback" not in (tmp_path / "said").read_text()
