@@ -22,7 +22,7 @@ from pathlib import Path
 from common import parser, write_record
 
 READER = Path(__file__).parent / "locust" / "reader.py"
-SHOWN = {"answer": "answer", "first token": "first_token", "next tokens": "next_tokens"}
+SHOWN = {"first token": "first_token", "next tokens": "next_tokens"}
 
 
 def serve(run, readers):

@@ -2,8 +2,8 @@
 
     locust -f benchmarks/locust/reader.py --host http://127.0.0.1:8000
 
-Beside locust's own times of whole answers, its table then has two more rows: the time to the first token, and the time
-between tokens.
+Locust's table then has two rows more: the time to the first token, and the time between tokens. Its row "answer" counts
+answers; its times end with the first line, before any token.
 """
 
 import os
