@@ -24,11 +24,11 @@ def linear(x: jax.Array, w_DF: jax.Array, specs: Specs) -> jax.Array:
     def product(x: jax.Array) -> jax.Array:
         return jnp.einsum("...D,DF->...F", *gather_factors(x, w_DF, specs), out_sharding=specs.y)
 
-    if x.dtype == w_DF.dtype:
+    if x.dtype == w_DF.dtype and specs.x is None:
         return product(x)
-    # Autodiff would keep a copy of the weight in the compute type for the backward pass, in a scanned stack one for
-    # every layer. Now it keeps what is stored, and casts it again. The product isn't repeated: no gradient needs its
-    # result.
+    # Autodiff would keep the factor that it multiplies by, cast and resharded, for the backward pass: in a scanned stack
+    # a copy of every layer's weight. Now it keeps what is stored, and makes the factor again. The product isn't
+    # repeated: no gradient needs its result.
     return jax.checkpoint(product, prevent_cse=False)(x)
 
 
