@@ -26,7 +26,7 @@ def linear(x: jax.Array, w_DF: jax.Array, specs: Specs) -> jax.Array:
 
     if x.dtype == w_DF.dtype and specs.x is None:
         return product(x)
-    # Autodiff would keep the factor that it multiplies by, cast and resharded, for the backward pass: in a scanned stack
+    # Autodiff would keep the factor that it multiplies by, cast and resharded, for the backward pass: in a scan
     # a copy of every layer's weight. Now it keeps what is stored, and makes the factor again. The product isn't
     # repeated: no gradient needs its result.
     return jax.checkpoint(product, prevent_cse=False)(x)
