@@ -14,7 +14,7 @@ from minitext import files
 from minitext.cli.arguments import Json, RunDir, Settings, answer, check_new, load, start
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
-from minitext.terminal import print_tables
+from minitext.terminal import print_tables, table
 
 
 def train(settings: Settings = None) -> None:
@@ -270,7 +270,9 @@ def _score_tasks(
     if not names:
         raise UserError("--tasks names no task: give a name or the path of a YAML file")
     if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"--include-path {files.shorten(folder)} is no folder")
+        raise UserError(
+            f"--include-path {files.shorten(folder)} is not a folder: name the one with your tasks"
+        )
     start()
     try:
         from minitext.inference.evaluate import MinitextLM, evaluate, load_tasks
@@ -289,13 +291,12 @@ def _score_tasks(
 
 
 def _show_scores(scores: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("task", "metric", "value", "standard error", "documents", box=None)
+    rows = []
     for task, values in scores.items():
         for metric in [key for key in values if key != "samples" and not key.endswith("_stderr")]:
             error = values.get(f"{metric}_stderr")
             known = "" if error is None else f"{error:.4f}"
             count = str(values.get("samples", ""))
-            table.add_row(task, metric, f"{values[metric]:.4f}", known, count)
-    print_tables(table)
+            rows.append((task, metric, f"{values[metric]:.4f}", known, count))
+    heads = ("task", "metric", "value", "standard error", "documents")
+    print_tables(table(heads, rows, right=(2, 3, 4)))

@@ -193,7 +193,7 @@ class MinitextLM(TemplateLM):
         """Returns messages as the model was trained to see them, up to where its answer begins."""
         if not add_generation_prompt:
             raise UserError(
-                "a task that begins the model's answer for it (gen_prefix) needs --no-apply-chat-template"
+                "a task begins the answer itself (gen_prefix): leave out --apply-chat-template"
             )
         return self._chat.render(chat_history, self._renderer)
 

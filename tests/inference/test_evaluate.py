@@ -171,7 +171,7 @@ def test_what_a_task_asks_in_vain_is_named(model, generation, words):
     [
         (["--tasks", "chose", "--include-path", "{folder}"], "did you mean choose"),
         (["--tasks", ","], "names no task"),
-        (["--tasks", "choose", "--include-path", "/nowhere"], "is no folder"),
+        (["--tasks", "choose", "--include-path", "/nowhere"], "is not a folder"),
         (["--limit", "3"], "--limit belongs to benchmarks"),
         (["data.path=x", "--tasks", "choose"], "data.path=x has no effect"),
     ],
