@@ -129,6 +129,26 @@ def serve_load(records: list[Record]) -> str:
     return table(header, rows)
 
 
+def serve_compiled(records: list[Record]) -> str:
+    """The engine's programs, compiled for chips that weren't there."""
+    rows = [
+        [
+            r["preset"], r["target"], str(r["texts"]),
+            f"{max(x['total_bytes'] for x in r['programs'].values()) / 2**30:.1f} of "
+            f"{r['programs']['decode']['available_bytes'] / 2**30:.1f}",
+            ", ".join(f"{name} ({count})" for name, count in r["kernels"]["decode"].items()) or "none",
+            f"{r['tokens_per_second_per_chip']:,.0f}", r["decode"]["limit"],
+            *(f"{r['programs'][name]['compile_seconds']:.0f}" for name in ("decode", "prefill")),
+        ]
+        for r in records[-1]["results"]
+    ]  # fmt: skip
+    header = [
+        "Model", "Target", "Texts", "GiB of a device", "Decode's kernels (calls)", "At best, tokens/s a chip",
+        "Bound by", "Decode compiled in, s", "Prefill, s",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
 def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
@@ -435,6 +455,7 @@ SECTIONS = {
     "decode_cpu": ("Generating on a CPU", decode_cpu),
     "serve_cpu": ("Many texts at once", serve_cpu),
     "serve_load": ("A server under load", serve_load),
+    "serve_compiled": ("The engine's programs for chips that aren't here", serve_compiled),
     "train_gpu": ("Training on a GPU", train_gpu),
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),

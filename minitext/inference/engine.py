@@ -1,9 +1,9 @@
 """Continuous batching: texts join and leave the batch at every step, and share one cache in pages.
 
-`Engine.step` is the whole of it. It admits waiting texts while there are pages, computes one part of one prompt
-(chunked prefill), and one token for every text whose prompt is done (decode). A long prompt so holds the others up for
-a part of it at a time. When pages run out, the youngest text gives its own back and is computed again later
-(preemption by recomputation).
+`Engine.step` is the whole of it. It admits waiting texts while there are pages, computes a few short prompts or a part
+of a long one (chunked prefill), and one token for every text whose prompt is done (decode). A long prompt so holds the
+others up for a part of it at a time. When pages run out, the youngest text gives its own back and is computed again
+later (preemption by recomputation).
 
 The last token of a prompt isn't part of prefill: it is the first row of decode. So prefill needs no logits, and n
 texts that share a prompt each draw their own first token.
@@ -40,7 +40,7 @@ from minitext import hardware
 from minitext.config.model import ModelConfig, MoEConfig
 from minitext.config.section import cached
 from minitext.errors import UserError
-from minitext.inference.cpu_decode import split_projections, unstack_layers
+from minitext.inference.cpu_decode import row_parts, split_projections, unstack_layers
 from minitext.inference.generate import has_states, switch_lengths
 from minitext.inference.paged_cache import OutOfPages, Pages
 from minitext.inference.requests import Busy, Event, Finish, Request, Usage
@@ -70,7 +70,7 @@ class EngineOptions:
       max_sequences: texts that are continued at once.
       max_length: tokens of a text, prompt included.
       max_waiting: texts that may wait; beyond that `submit` raises `Busy`.
-      chunk: tokens of a prompt that a step computes at most.
+      chunk: tokens of prompts that a step computes at most.
       reuse_prefixes: whether prompts that begin like an earlier text take its pages.
       speculate: tokens guessed ahead from earlier occurrences in the text (prompt look-up); 0: none.
     """
@@ -154,7 +154,7 @@ class Programs(NamedTuple):
 
     Attributes:
       lay_out: parameters -> arrays as the other two take them.
-      prefill: (arrays, cache, [3, C] token, page and slot, [1, X] table, start, state slot) -> cache.
+      prefill: (arrays, cache, [5, C] token, page, slot, position, segment, [1, X] table, start, state slot) -> cache.
       decode: (arrays, cache, [B] tokens, [B, 6 + X] integers, [B, 4] numbers, adjustments) -> (drawn, cache).
       copy: (cache, (pages from, to), (state slots from, to)) -> cache; the cache is donated to all three.
     """
@@ -170,13 +170,13 @@ RULES_OF_ENGINE = ShardingRules({**RULES["tp"].table, "batch": ()})
 
 
 @cached
-def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules, platform: str) -> Programs:
-    """Returns the programs for a platform (`hardware.platform`); `groups` is that of `split_projections`."""
+def make_programs(cfg: ModelConfig, parts: int, rules: ShardingRules, platform: str) -> Programs:
+    """Returns the programs for a platform (`hardware.platform`); `parts` is that of `split_projections`."""
     cfg = dropless(cfg)
 
     def arrange(model: Transformer) -> Transformer:
         apart = unstack_layers(model)
-        return split_projections(apart, groups) if groups > 1 else apart
+        return split_projections(apart, parts) if parts > 1 else apart
 
     def new_model() -> Transformer:
         return Transformer(cfg, rules=rules, rngs=nnx.Rngs(0))
@@ -191,21 +191,17 @@ def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules, platform:
         # Matrices are cast where they are used. Casting them once halves what each step reads.
         return [x.astype(cfg.dtype) if x.ndim > 1 else x for x in arrays]
 
-    def hidden(arrays, tokens_BT, positions_BT, cache, paging):
+    def hidden(arrays, tokens_BT, positions_BT, segments_BT, cache, paging):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
-        real_BT = (paging.page > 0).astype(jnp.int32) if states else None
-        out = model.hidden(tokens_BT, positions_BT, real_BT, with_paging(cache, paging))
+        out = model.hidden(tokens_BT, positions_BT, segments_BT, with_paging(cache, paging))
         x_BTD, new, _ = out
         return model, x_BTD, with_paging(new, None)
 
     @partial(jax.jit, donate_argnames="cache")
-    def prefill(arrays, cache, tokens_3C, table_1X, start, state):
-        token_C, page_C, slot_C = tokens_3C
-        count = jnp.sum(page_C > 0)
-        # Padding stays within the prompt's positions.
-        positions_C = start + jnp.minimum(jnp.arange(len(token_C)), count - 1)
-        paging = Paging(page_C[None], slot_C[None], table_1X, start[None], state[None])
-        return hidden(arrays, token_C[None], positions_C[None], cache, paging)[2]
+    def prefill(arrays, cache, tokens_5C, table_1X, start, state):
+        token_1C, page_1C, slot_1C, position_1C, segment_1C = tokens_5C[:, None]
+        paging = Paging(page_1C, slot_1C, table_1X, start[None], state[None])
+        return hidden(arrays, token_1C, position_1C, segment_1C, cache, paging)[2]
 
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
     options = in_place if platform == "cpu" else None
@@ -214,7 +210,10 @@ def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules, platform:
     def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):
         start, page, slot, state, seed, top_k = ints_BX[:, :COLUMNS].T
         paging = Paging(page[:, None], slot[:, None], ints_BX[:, COLUMNS:], start, state)
-        model, x_B1D, cache = hidden(arrays, token_B[:, None], start[:, None], cache, paging)
+        real_B1 = (paging.page > 0).astype(jnp.int32) if states else None
+        model, x_B1D, cache = hidden(
+            arrays, token_B[:, None], start[:, None], real_B1, cache, paging
+        )
         logits_BV = model.logits(x_B1D)[:, 0]
         knobs = Knobs(seed, floats_B4[:, 0], top_k, *floats_B4[:, 1:].T)
         return draw_tokens(logits_BV, start + 1, knobs, adjustments, want), cache
@@ -275,14 +274,19 @@ class Engine:
         self.pages = Pages(pages, S, reuse=options.reuse_prefixes and not states)
         # A text must fit alone, or it would be preempted for ever.
         self.max_length = min(longest, (pages - 1) * S)
+        # A row of several prompts has one recurrent state, and its chunks begin where the row does.
+        layers = [layer for stack in cfg.stacks.values() for layer in stack.layers]
+        self._packs = not states and not any(
+            getattr(layer.attention, "chunk", None) for layer in layers
+        )
         self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
         if mesh is not None:
             check_mesh(cfg, mesh)
             params = jax.device_put(params, tree_shardings(params, mesh, rules))
         platform = hardware.platform()
-        groups = 2 if platform == "cpu" and mesh is None else 1
+        parts = row_parts() if mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
-        self.programs = make_programs(cfg, groups, rules, platform)
+        self.programs = make_programs(cfg, parts, rules, platform)
         with self._on_mesh():
             self.arrays = self.programs.lay_out(params)
             make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
@@ -415,9 +419,9 @@ class Engine:
 
     def _rehearse_prefill(self, size: int) -> None:
         """Computes a prompt's first part that is all padding."""
-        tokens_3C, table_1X = np.zeros((3, size), np.int32), np.zeros((1, 0), np.int32)
+        tokens_5C, table_1X = np.zeros((5, size), np.int32), np.zeros((1, 0), np.int32)
         self.cache = self.programs.prefill(
-            self.arrays, self.cache, tokens_3C, table_1X, np.int32(0), np.int32(0)
+            self.arrays, self.cache, tokens_5C, table_1X, np.int32(0), np.int32(0)
         )
 
     def start(self) -> None:
@@ -523,30 +527,53 @@ class Engine:
                 self._divide(text)
 
     def _prefill(self) -> None:
-        """Computes the next part of the first prompt that isn't done."""
-        text = next((text for text in self.running if text.in_prompt), None)
-        if text is None:
+        """Computes the next part of the first prompt that isn't done, and whole prompts for which there is room."""
+        texts = self._next_prompts()
+        if not texts:
             return
-        start, S = text.computed, self.page_tokens
-        count = min(self.options.chunk, len(text.tokens) - 1 - start)
-        size = _least(count, PART)
-        table = self.pages.table(text.key)
-        places = np.arange(start, start + count)
-        tokens_3C = np.zeros((3, size), np.int32)
-        tokens_3C[0, :count] = text.tokens[start : start + count]
-        tokens_3C[1, :count] = np.asarray(table)[places // S]
-        tokens_3C[2, :count] = places % S
+        first, S = texts[0], self.page_tokens
+        start, columns = first.computed, []
+        for segment, text in enumerate(texts, 1):
+            count = min(self.options.chunk, _left(text))
+            places = np.arange(text.computed, text.computed + count)
+            table = np.asarray(self.pages.table(text.key))
+            columns.append(
+                np.stack([
+                    np.asarray(text.tokens[places[0] : places[-1] + 1]),
+                    table[places // S],
+                    places % S,
+                    places,
+                    np.full(count, segment),
+                ])
+            )  # fmt: skip
+            text.computed += count
+        real_5X = np.concatenate(columns, axis=1)
+        size = _least(real_5X.shape[1], PART)
+        tokens_5C = np.zeros((5, size), np.int32)
+        tokens_5C[:, : real_5X.shape[1]] = real_5X
         earlier = -(-start // S)
         table_1X = np.zeros((1, _least(earlier, LEAST_PAGES) if earlier else 0), np.int32)
-        table_1X[0, :earlier] = table[:earlier]
+        table_1X[0, :earlier] = self.pages.table(first.key)[:earlier]
         self.cache = self.programs.prefill(
-            self.arrays, self.cache, tokens_3C, table_1X, np.int32(start), np.int32(text.state)
+            self.arrays, self.cache, tokens_5C, table_1X, np.int32(start), np.int32(first.state)
         )
         self._counts["steps"] += 1
-        text.computed += count
-        self.pages.commit(text.key, text.tokens[: text.computed])
-        if not text.in_prompt:
-            self._divide(text)
+        for text in texts:
+            self.pages.commit(text.key, text.tokens[: text.computed])
+            if not text.in_prompt:
+                self._divide(text)
+
+    def _next_prompts(self) -> list[Text]:
+        """Returns the first text whose prompt isn't done, and others that fit beside it into one program."""
+        prompts = [text for text in self.running if text.in_prompt]
+        if not prompts or prompts[0].computed or not self._packs:
+            return prompts[:1]
+        found, room = [], self.options.chunk
+        for text in prompts:
+            if not found or (text.computed == 0 and _left(text) <= room):
+                found.append(text)
+                room -= _left(text)
+        return found
 
     def _divide(self, text: Text) -> None:
         """Lets the other texts of a request go on from the pages of the first, whose prompt is done."""
@@ -809,6 +836,11 @@ def seed_of(seed: int, sample: int) -> int:
     """Returns 31 bits for the draws of a request's text."""
     words = np.random.SeedSequence([seed % 2**64, sample]).generate_state(1)
     return int(words[0] >> 1)
+
+
+def _left(text: Text) -> int:
+    """Returns how many tokens of a text prefill has yet to compute."""
+    return len(text.tokens) - 1 - text.computed
 
 
 def _least(count: int, first: int) -> int:

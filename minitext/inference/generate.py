@@ -7,7 +7,6 @@ bounds its speed, and little else is copied.
 Chapters: 6, 24.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,12 @@ from minitext.config.model import DeltaNetConfig, ModelConfig
 from minitext.config.rope import LongRopeConfig
 from minitext.config.section import cached
 from minitext.errors import DoesNotFit, UserError
-from minitext.inference.cpu_decode import split_projections, unstack_cache, unstack_layers
+from minitext.inference.cpu_decode import (
+    row_parts,
+    split_projections,
+    unstack_cache,
+    unstack_layers,
+)
 from minitext.models.transformer import Cache, Transformer, make_cache
 from minitext.terminal import show_bytes
 
@@ -98,14 +102,14 @@ class Programs(NamedTuple):
 
 
 @cached
-def make_programs(cfg: ModelConfig, sampling: Sampling, groups: int = 1) -> Programs:
-    """Returns the jitted programs, the same ones for the same arguments; `groups` is that of `split_projections`."""
+def make_programs(cfg: ModelConfig, sampling: Sampling, parts: int = 1) -> Programs:
+    """Returns the jitted programs, the same ones for the same arguments; `parts` is that of `split_projections`."""
 
     def arrange(model: Transformer) -> Transformer:
         if cfg.scan_layers:
             return model
         apart = unstack_layers(model)
-        return split_projections(apart, groups) if groups > 1 else apart
+        return split_projections(apart, parts) if parts > 1 else apart
 
     def new_model() -> Transformer:
         return Transformer(cfg, rngs=nnx.Rngs(0))
@@ -197,7 +201,7 @@ class Generator:
                 f"the prompt holds token {prompt_BT.max()}, and the model's vocabulary has {self.cfg.vocab}"
             )
         check_length(self.cfg, len(prompt_BT), T, max_tokens, "max_tokens")
-        programs = self._prepare(len(prompt_BT))
+        programs = self._prepare()
         key, arrays = jax.random.key(seed), self.arrays
 
         def read(text_BT: np.ndarray, key: jax.Array) -> tuple[jax.Array, Cache]:
@@ -219,12 +223,9 @@ class Generator:
             token_B = next_B
         yield np.asarray(token_B)
 
-    def _prepare(self, batch: int) -> Programs:
-        """Returns the programs for so many texts; lays the parameters out as they want them, if they aren't yet."""
-        groups = 1
-        if batch == 1 and hardware.platform() == "cpu":
-            groups = 4 if (os.cpu_count() or 1) >= 4 else 2
-        programs = make_programs(self.cfg, self.sampling, groups)
+    def _prepare(self) -> Programs:
+        """Returns the programs; lays the parameters out as they want them, if they aren't yet."""
+        programs = make_programs(self.cfg, self.sampling, row_parts())
         if self.programs is not programs:
             self.programs, self.arrays = programs, programs.lay_out(self.params)
         return programs

@@ -157,7 +157,8 @@ class GQA(nnx.Module):
           x_XD: [B*T, D] normalised residual stream.
           positions_BT: [B, T] position of each token in its document.
           segment_ids_BT: [B, T] document of each token, or None for one document per row.
-          cache: one layer's cache of the tokens before these; each row must then be one document.
+          cache: one layer's cache of the tokens before these; each row must then be one document, but for prompts
+            that begin in a cache in pages.
 
         Returns:
           [B*T, D], and a cache of these tokens alone; of a cache in pages, the pages with these tokens in them.
@@ -167,7 +168,7 @@ class GQA(nnx.Module):
         sinks = self.sinks.get_value() if self.options.sinks else None
         more: Any = attention_options(self.options) | ({} if sinks is None else {"sinks_N": sinks})
         if isinstance(cache, PagedKVCache):
-            out_BTNH, new = cache.attend(q_BTNH, k_BTKH, v_BTKH, **more)
+            out_BTNH, new = cache.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, **more)
         elif cache is None or not cache.k.shape[2]:  # there are no earlier tokens
             qkvs = q_BTNH, k_BTKH, v_BTKH, segment_ids_BT
             out_BTNH = attend(*qkvs, self.cfg, self.rules, sinks_N=sinks)

@@ -5,7 +5,8 @@ them. A layer first writes its new tokens into the pages, which costs no copy be
 then attends to all. It is called with one of two shapes:
 
 - T = 1, B rows: one token of each text (decode), through `kernels.paged_attention`;
-- B = 1, T tokens: a part of one prompt (prefill), which reads the earlier pages as one array.
+- B = 1, T tokens: prefill, of whole prompts one after the other as segments of the row, or of a later part of one
+  prompt, which reads the earlier pages as one array.
 
 Page 0 belongs to no text. Padding, of rows as of tokens, is written there.
 
@@ -32,7 +33,7 @@ class Paging(NamedTuple):
       slot: [B, T] the token's slot in its page.
       table: [B, X] pages of each row's text in order, new tokens included if T = 1. Later entries may be any. In a
         prompt's first part X is 0.
-      start: [B] tokens of the text before these.
+      start: [B] tokens of the text before these; 0 for a row of several prompts.
       state: [B] slot of the text's recurrent state; 0 for padding.
     """
 
@@ -88,9 +89,16 @@ class PagedKVCache(NamedTuple):
         return PagedKVCache(k, v, self.paging)
 
     def attend(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **options: Any
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        **options: Any,
     ) -> tuple[jax.Array, "PagedKVCache"]:
         """Adds one layer's new tokens and attends to them and those before, with the options of `kernels.attention`.
+
+        Segments are of prompts without earlier tokens; other rows are one text.
 
         Returns:
           [B, T, N, H] in the queries' type, and the cache with the tokens in it.
@@ -114,7 +122,7 @@ class PagedKVCache(NamedTuple):
             )
             return out_BNH[:, None, :, :H], new
         if not paging.table.shape[1]:
-            return kernels.attention(q_BTNH, k_BTKH, v_BTKH, **options), new
+            return kernels.attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, **options), new
         k_1KSH, v_1KSH = (self._earlier(x)[..., :H] for x in (new.k, new.v))
         k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
         earlier = k_1KSH, v_1KSH, paging.start[0]

@@ -1,7 +1,7 @@
-"""Paged decode attention for XLA's CPU backend: a few key heads of a few sequences at a time.
+"""Paged decode attention for XLA's CPU backend: a few pages at a time, as many as the longest sequence has.
 
-XLA gathers keys and values before it multiplies them. Gathered for all sequences at once, they go to memory and back.
-Here they stay in the processor's cache.
+XLA gathers keys and values before it multiplies them. Gathered for whole sequences, they go to memory and back. Here
+they stay in the processor's cache, and the softmax is updated as it goes on (Milakov and Gimelshein 2018).
 
 Chapters: 17.
 """
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from minitext.kernels.attention.mask import CAUSAL, Mask
-from minitext.kernels.attention.xla import masked_softmax
 from minitext.kernels.paged_attention import operands
 from minitext.kernels.per_device import on_each_device
 
 BLOCK_BYTES = 2**20  # keys gathered at a time
+LEAST = -1e30  # below every logit, and finite, so that no difference is NaN
 
 
 def paged_attention(
@@ -43,34 +43,63 @@ def _paged_attention(
     X = page_BX.shape[1]
     # A sequence's unused pages are all the same one, which stays in the cache.
     page_BX = jnp.where(jnp.arange(X) * S < ends_B[:, None], page_BX, 0)
-    # A page is one row of a matrix; each of the Z = K*B pairs of a key head and a sequence has rows of its own.
+    # A page is one row of a matrix; each of the K*B pairs of a key head and a sequence has rows of its own.
     k_pages, v_pages = (jnp.reshape(x, (K * P, S * H)) for x in (k_pages_KPSH, v_pages_KPSH))
-    page_ZX = jnp.reshape(jnp.arange(K)[:, None, None] * P + page_BX, (K * B, X))
-    q_KBGH = jnp.swapaxes(jnp.reshape(q_BNH, (B, K, N // K, H)), 0, 1)
-    q_ZGH = jnp.reshape(q_KBGH, (K * B, N // K, H))
-    sinks_ZG1 = jnp.repeat(jnp.reshape(sinks_N, (K, N // K, 1)), B, axis=0)
-    ends_Z, starts_Z = jnp.tile(ends_B, K), jnp.tile(starts_B, K)
+    page_KBX = jnp.arange(K)[:, None, None] * P + page_BX
+    q_KBGH = jnp.swapaxes(jnp.reshape(q_BNH, (B, K, N // K, H)), 0, 1) / math.sqrt(H)
+    sinks_KBG = jnp.broadcast_to(jnp.reshape(sinks_N, (K, 1, N // K)), q_KBGH.shape[:3])
+    # Z pairs by a few pages at a time, up to the longest sequence's end.
+    page_bytes = S * H * k_pages_KPSH.dtype.itemsize
+    Z = min(K * B, max(1, BLOCK_BYTES // page_bytes))
+    step = min(X, max(1, BLOCK_BYTES // (Z * page_bytes)))
+    page_KBX = jnp.pad(page_KBX, ((0, 0), (0, 0), (0, -X % step)))
 
     def attend(operands):
-        q_GH, page_X, end, start, sinks_G1 = operands
-        # Within bounds by the caller's promise; XLA's gather takes the nearest page for others.
-        k_LH, v_LH = (
-            jnp.reshape(x.at[page_X].get(mode="promise_in_bounds"), (X * S, H))
-            for x in (k_pages, v_pages)
-        )
-        logits_GL = jnp.einsum("GH,LH->GL", q_GH, k_LH, preferred_element_type=jnp.float32)
-        logits_GL /= math.sqrt(H)
-        if softcap is not None:
-            logits_GL = softcap * jnp.tanh(logits_GL / softcap)
-        place_L = jnp.arange(X * S)
-        seen_L = (place_L >= start) & (place_L < end)
-        probs_GL = masked_softmax(logits_GL, seen_L, sinks_G1).astype(v_LH.dtype)
-        # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
-        v_LH = jnp.where(seen_L[:, None], v_LH, 0)
-        return jnp.einsum("GL,LH->GH", probs_GL, v_LH, preferred_element_type=jnp.float32)
+        q_ZGH, page_ZX, end_Z, start_Z, sink_ZG = operands
 
-    rows = max(1, BLOCK_BYTES // (X * S * H * k_pages_KPSH.dtype.itemsize))
-    args = q_ZGH, page_ZX, ends_Z, starts_Z, sinks_ZG1
-    out_ZGH = jax.lax.map(attend, args, batch_size=rows)
-    out_BKGH = jnp.swapaxes(jnp.reshape(out_ZGH, (K, B, N // K, H)), 0, 1)
-    return jnp.reshape(out_BKGH, (B, N, H)).astype(q_BNH.dtype)
+        def of_pages(i, kept):
+            most_ZG, sum_ZG, out_ZGH = kept
+            page_Zx = jax.lax.dynamic_slice_in_dim(page_ZX, i * step, step, 1)
+            # Within bounds by the caller's promise; XLA's gather takes the nearest page for others.
+            k_ZLH, v_ZLH = (
+                jnp.reshape(x.at[page_Zx].get(mode="promise_in_bounds"), (Z, step * S, H))
+                for x in (k_pages, v_pages)
+            )
+            logits_ZGL = jnp.einsum(
+                "ZGH,ZLH->ZGL", q_ZGH, k_ZLH, preferred_element_type=jnp.float32
+            )
+            if softcap is not None:
+                logits_ZGL = softcap * jnp.tanh(logits_ZGL / softcap)
+            place_L = i * step * S + jnp.arange(step * S)
+            seen_ZL = (place_L >= start_Z[:, None]) & (place_L < end_Z[:, None])
+            logits_ZGL = jnp.where(seen_ZL[:, None], logits_ZGL, LEAST)
+            new_ZG = jnp.maximum(most_ZG, jnp.max(logits_ZGL, axis=2))
+            weight_ZGL = jnp.where(seen_ZL[:, None], jnp.exp(logits_ZGL - new_ZG[..., None]), 0)
+            # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
+            v_ZLH = jnp.where(seen_ZL[..., None], v_ZLH, 0)
+            more_ZGH = jnp.einsum(
+                "ZGL,ZLH->ZGH", weight_ZGL.astype(v_ZLH.dtype), v_ZLH,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            kept_ZG = jnp.exp(most_ZG - new_ZG)
+            sum_ZG = sum_ZG * kept_ZG + jnp.sum(weight_ZGL, axis=2)
+            return new_ZG, sum_ZG, out_ZGH * kept_ZG[..., None] + more_ZGH
+
+        most_ZG = jnp.maximum(sink_ZG, LEAST)
+        first = most_ZG, jnp.exp(sink_ZG - most_ZG), jnp.zeros(q_ZGH.shape, jnp.float32)
+        steps = (jnp.max(end_Z) + step * S - 1) // (step * S)
+        _, sum_ZG, out_ZGH = jax.lax.fori_loop(0, steps, of_pages, first)
+        return (
+            out_ZGH / jnp.where(sum_ZG > 0, sum_ZG, 1)[..., None]
+        )  # 0 for a sequence without tokens
+
+    def blocks(x):
+        x = jnp.reshape(x, (K * B, *x.shape[2:]))
+        x = jnp.pad(x, [(0, -(K * B) % Z)] + [(0, 0)] * (x.ndim - 1))
+        return jnp.reshape(x, (-1, Z, *x.shape[1:]))
+
+    ends_KB, starts_KB = (jnp.broadcast_to(x, (K, B)) for x in (ends_B, starts_B))
+    args = q_KBGH, page_KBX, ends_KB, starts_KB, sinks_KBG
+    out_YZGH = jax.lax.map(attend, jax.tree.map(blocks, args))
+    out_KBGH = jnp.reshape(jnp.reshape(out_YZGH, (-1, N // K, H))[: K * B], (K, B, N // K, H))
+    return jnp.reshape(jnp.swapaxes(out_KBGH, 0, 1), (B, N, H)).astype(q_BNH.dtype)
