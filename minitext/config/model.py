@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError, field_validator
 
-from minitext.config.quantization import QuantizationRule
+from minitext.config.quantization import QuantizationRule, StorageRule
 from minitext.config.rope import (
     LinearRopeConfig,
     Llama3RopeConfig,
@@ -337,6 +337,9 @@ class ModelConfig(Section):
     quantization: tuple[QuantizationRule, ...] = setting(
         (), "rules, the first that matches a module counts: [{module: blocks/ffn/.*, dtype: int8}]"
     )
+    storage: tuple[StorageRule, ...] = setting(
+        (), "rules for stored weights, as `minitext quantize` writes them; not for training"
+    )
 
     @field_validator("attention", "rope", "ffn", mode="before")
     @classmethod
@@ -428,6 +431,9 @@ class ModelConfig(Section):
         for number, rule in enumerate(self.quantization):
             for problem in rule.problems():
                 yield f"model.quantization[{number}]: {problem}"
+        for number, rule in enumerate(self.storage):
+            for problem in rule.problems():
+                yield f"model.storage[{number}]: {problem}"
         save = ",".join(self.remat_save)
         if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
             yield (
