@@ -363,6 +363,11 @@ class ModelConfig(Section):
         return self.head_dim or self.embed // self.heads
 
     @property
+    def is_stored(self) -> bool:
+        """Whether any weights are stored in fewer bits."""
+        return any(rule.dtype != "none" for rule in self.storage)
+
+    @property
     def stacks(self) -> dict[str, Stack]:
         """The model's layers by the name of the module that holds them, in order.
 

@@ -103,8 +103,10 @@ def encode(blocks: jax.Array, kind: str, scale: jax.Array, axis: int = -2) -> ja
     scale = scale.astype(jnp.float32)
     if kind == "nf4":
         steps = blocks / scale
-        between = [(low + high) / 2 for low, high in itertools.pairwise(NF4)]
-        return pack(sum((steps > middle).astype(jnp.uint8) for middle in between), axis)
+        codes = jnp.zeros(steps.shape, jnp.uint8)
+        for low, high in itertools.pairwise(NF4):
+            codes += steps > (low + high) / 2
+        return pack(codes, axis)
     values = quantize(blocks, KINDS[kind], scale=scale).values
     if kind == "int4":
         return pack((values.astype(jnp.int8) + OFFSET).astype(jnp.uint8), axis)
