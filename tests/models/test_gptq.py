@@ -52,3 +52,20 @@ def test_an_input_that_is_always_zero_does_no_harm():
     for moments in (moments_DD, jnp.zeros((32, 32))):
         found = store_calibrated(w_DF, moments, kind="int4", block=16)
         assert np.all(np.isfinite(restore(found, "int4", 32, 16)))
+
+
+def test_an_error_is_passed_on_to_later_blocks():
+    """The second block sees nearly what the first sees, and so takes back most of its error."""
+    half_XB = jax.random.normal(jax.random.key(0), (256, 32))
+    x_XD = jnp.concatenate([half_XB, half_XB + 1e-3 * half_XB[::-1]], axis=1)
+    w_DF = (
+        jax.random.normal(jax.random.key(3), (64, 40))
+        * jnp.where(jnp.arange(64) < 32, 1, 0.1)[:, None]
+    )
+    found = store_calibrated(w_DF, x_XD.T @ x_XD, kind="int4", block=32)
+    nearest = store(w_DF, "int4", 32)
+
+    def error(stored):
+        return float(jnp.linalg.norm(x_XD @ (w_DF - restore(stored, "int4", 64, 32))))
+
+    assert error(found) < 0.5 * error(nearest), (error(found), error(nearest))
