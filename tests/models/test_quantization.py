@@ -51,7 +51,7 @@ def cosine(a, b):
 
 def half_step(kind, q):
     """Half the distance of the format's numbers around each value of q, in units of the scale."""
-    if kind == "int8":
+    if kind in ("int8", "int4"):
         return np.full(q.shape, 0.5)
     mantissa, least = {"e4m3": (3, -6), "e5m2": (2, -14)}[kind]
     exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(q), 2.0**least))), least)
