@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -168,13 +168,44 @@ class Checkpointer(AbstractContextManager):
         facts = self.facts(chosen)
         wanted, saved = leaves.named(abstract_state), facts["layout"]["leaves"]
         to_read = stacks.as_stored(saved, wanted)
-        if difference := leaves.difference(saved, to_read, partial):
-            raise UserError(
-                f"{self.directory} holds another model: {difference}; choose another run.dir or delete this one"
-            )
+        self._check_layout(saved, to_read, partial)
         values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
         state = leaves.rebuild(abstract_state, stacks.as_wanted(values, wanted))
         return Restored(state, facts["data_state"], chosen)
+
+    def read_each(
+        self, abstract_state: Any, step: int | None = None
+    ) -> tuple[int, Iterator[tuple[str, np.ndarray]]] | None:
+        """Reads what `restore` with `partial` would, a leaf at a time.
+
+        Args:
+            abstract_state: a pytree of arrays or their shapes; shardings don't matter.
+            step: the step to read; it must exist and be whole. By default the newest undamaged one.
+
+        Returns:
+            The step, and the leaves' names and arrays on the host, each read when it's asked for; None if nothing has
+            been saved yet.
+
+        Raises:
+            UserError: what `restore` raises.
+        """
+        self.wait()
+        if (chosen := self._choose_together(step)) is None:
+            return None
+        saved = self.facts(chosen)["layout"]["leaves"]
+        wanted = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for name, leaf in leaves.named(abstract_state).items()
+        }
+        self._check_layout(saved, stacks.as_stored(saved, wanted), partial=True)
+
+        def each() -> Iterator[tuple[str, np.ndarray]]:
+            for name, leaf in wanted.items():
+                to_read = stacks.as_stored(saved, {name: leaf})
+                values = leaves.read(self._orbax, self._path(chosen) / STATE, to_read)
+                yield name, np.asarray(stacks.as_wanted(values, {name: leaf})[name])
+
+        return chosen, each()
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first, except those found damaged."""
@@ -227,6 +258,12 @@ class Checkpointer(AbstractContextManager):
             if kind is None:
                 raise
             logger.warning("%s", error)  # must not hide the exception already on its way
+
+    def _check_layout(self, saved: Any, to_read: Any, partial: bool) -> None:
+        if difference := leaves.difference(saved, to_read, partial):
+            raise UserError(
+                f"{self.directory} holds another model: {difference}; choose another run.dir or delete this one"
+            )
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"

@@ -169,6 +169,39 @@ def export(
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
 
 
+def quantize(
+    directory: RunDir,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT", help="run directory to make; must not exist", callback=check_new
+        ),
+    ],
+    rules: Annotated[
+        str,
+        typer.Option(
+            metavar="RULES",
+            help="int8, fp8, int4, nf4, a YAML file, or such as '[{module: blocks/.*, dtype: int4, block: 32}]'",
+        ),
+    ] = "int8",
+    as_json: Json = False,
+) -> None:
+    """Store a run's weights in 4 or 8 bits, for generate, serve and eval: quantize runs/NAME OUT --rules int4.
+
+    The first rule that a module's path matches says how its weights are stored: int8, fp8, int4, nf4 or none, with a
+    scale for each output, or for each block of its inputs. Prints the error of each weight and the sizes.
+    """
+    start()
+    from minitext.terminal import show_bytes
+    from minitext.training import quantize_run
+    from minitext.training.interchange import peak_bytes
+
+    rows = quantize_run.quantize_run(directory, target, quantize_run.read_rules(rules))
+    as_rows = [row._asdict() for row in rows] if as_json else rows
+    answer(as_rows, as_json, quantize_run.print_errors)
+    print(f"{target} is made; peak memory {show_bytes(peak_bytes())}", file=sys.stderr)
+
+
 def parity(
     directory: Annotated[
         str,

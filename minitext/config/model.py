@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError, field_validator
 
-from minitext.config.quantization import QuantizationRule
+from minitext.config.quantization import QuantizationRule, StorageRule
 from minitext.config.rope import (
     LinearRopeConfig,
     Llama3RopeConfig,
@@ -337,6 +337,9 @@ class ModelConfig(Section):
     quantization: tuple[QuantizationRule, ...] = setting(
         (), "rules, the first that matches a module counts: [{module: blocks/ffn/.*, dtype: int8}]"
     )
+    storage: tuple[StorageRule, ...] = setting(
+        (), "rules for stored weights, as `minitext quantize` writes them; not for training"
+    )
 
     @field_validator("attention", "rope", "ffn", mode="before")
     @classmethod
@@ -358,6 +361,11 @@ class ModelConfig(Section):
     def H(self) -> int:
         """Width of a head, resolved."""
         return self.head_dim or self.embed // self.heads
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether any weights are stored in fewer bits."""
+        return any(rule.dtype != "none" for rule in self.storage)
 
     @property
     def stacks(self) -> dict[str, Stack]:
@@ -428,6 +436,9 @@ class ModelConfig(Section):
         for number, rule in enumerate(self.quantization):
             for problem in rule.problems():
                 yield f"model.quantization[{number}]: {problem}"
+        for number, rule in enumerate(self.storage):
+            for problem in rule.problems():
+                yield f"model.storage[{number}]: {problem}"
         save = ",".join(self.remat_save)
         if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
             yield (

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext.models.layers import Linear
+from minitext.models.quantized_storage import StoredWeight
 from minitext.models.transformer import PatternCache, Period, Transformer, places
 
 
@@ -71,10 +72,12 @@ def unstack_cache(cache: Any) -> Any:
 def split_projections(model: Transformer, groups: int) -> Transformer:
     """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU.
 
-    Quantized projections stay as they are.
+    Quantized projections, and those whose weights are stored in fewer bits, stay as they are.
     """
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
-            if isinstance(child, Linear) and child.quantization is None:
+            if not isinstance(child, Linear) or isinstance(child.w, StoredWeight):
+                continue
+            if child.quantization is None:
                 setattr(module, name, SplitLinear(child, groups))
     return model

@@ -46,6 +46,7 @@ from minitext.inference.paged_cache import OutOfPages, Pages
 from minitext.inference.requests import Busy, Event, Finish, Request, Usage
 from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw_tokens
 from minitext.models.paged import Paging
+from minitext.models.quantized_storage import StoredNumbers
 from minitext.models.transformer import Transformer, copy_pages, make_pages, with_paging
 from minitext.sharding.rules import RULES, ShardingRules, tree_shardings
 
@@ -187,9 +188,14 @@ def make_programs(cfg: ModelConfig, groups: int, rules: ShardingRules, platform:
 
     @jax.jit
     def lay_out(params):
-        arrays = jax.tree.leaves(nnx.state(arrange(nnx.merge(stacked, params))))
+        state = nnx.state(arrange(nnx.merge(stacked, params)))
+        variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
         # Matrices are cast where they are used. Casting them once halves what each step reads.
-        return [x.astype(cfg.dtype) if x.ndim > 1 else x for x in arrays]
+        return [
+            x.astype(cfg.dtype) if x.ndim > 1 and not isinstance(variable, StoredNumbers) else x
+            for variable in variables
+            for x in jax.tree.leaves(variable)
+        ]
 
     def hidden(arrays, tokens_BT, positions_BT, cache, paging):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))

@@ -8,6 +8,7 @@ Chapters: 4.
 """
 
 import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from flax import nnx
 from minitext import kernels
 from minitext.config.quantization import QuantizationRule
 from minitext.kernels.linear.xla import Specs
-from minitext.models import quantization
+from minitext.models import quantization, quantized_storage
+from minitext.models.quantized_storage import StoredWeight
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 
@@ -97,6 +99,7 @@ class Linear(nnx.Module):
     """
 
     quantization: QuantizationRule | None = None
+    storable: ClassVar[dict[str, int]] = {"w": -2}
 
     def __init__(
         self,
@@ -112,7 +115,10 @@ class Linear(nnx.Module):
     ):
         if bias:
             self.b = nnx.Param(jnp.zeros((outputs,), jnp.float32), axes=(axes[1],))
-        self.w = make_param(key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules)
+        # `model.storage` puts a `StoredWeight` in its place.
+        self.w: Any = make_param(
+            key, (inputs, outputs), axes, fan_in=inputs, scale=scale, rules=rules
+        )
         self.axes, self.rules, self.heads = axes, rules, heads
 
     def by_head(self) -> jax.Array:
@@ -141,8 +147,11 @@ class Linear(nnx.Module):
             rules.out(*self.axes, drop=STORAGE_AXES),
             rules.out(*_token_names(x, residual=out == "act"), out),
         )
-        # Not `get_value()`: Qwix puts stored 8-bit weights in the parameter's place, which lack it.
-        y = project(x, self.w[...], specs, self.quantization)
+        if isinstance(self.w, StoredWeight):
+            y = quantized_storage.project(x, self.w, specs)
+        else:
+            # Not `get_value()`: Qwix puts stored 8-bit weights in the parameter's place, which lack it.
+            y = project(x, self.w[...], specs, self.quantization)
         if not hasattr(self, "b"):
             return y
         b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])
@@ -166,17 +175,21 @@ class Embedding(nnx.Module):
     """A table of token vectors, which can also serve as the output layer."""
 
     quantization: QuantizationRule | None = None
+    storable: ClassVar[dict[str, int]] = {"table": -1}
 
     def __init__(self, vocab: int, width: int, *, key: jax.Array, rules: ShardingRules):
         # With fan_in 1, token vectors have unit variance per feature, as RMSNorm expects of the residual stream.
-        self.table = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
+        self.table: Any = make_param(key, (vocab, width), ("vocab", "embed"), fan_in=1, rules=rules)
         self.rules = rules
 
     @jax.named_scope("embed")
     def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
-        table_VD = self.gathered(dtype)
-        x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
+        if isinstance(self.table, StoredWeight):
+            x_BTD = self.table.rows(tokens_BT).astype(dtype)
+        else:
+            table_VD = self.gathered(dtype)
+            x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
         return self.rules.shard(x_BTD, "batch", "residual", "act")
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
@@ -197,6 +210,12 @@ class Embedding(nnx.Module):
                 rules.out(*names, "vocab"),
             )
             return quantization.linear(x, self.table.get_value().T, specs, self.quantization)
-        table_VD = self.gathered(x.dtype)
         x = rules.shard(x, *names, "act")
+        if isinstance(self.table, StoredWeight) and self.table.by_channel:
+            values_VD, scale_V = self.table.channels()
+            values_VD = rules.gather(values_VD, "vocab", "embed")
+            return quantized_storage.scaled_product(
+                "...D,VD->...V", x, values_VD, scale_V, rules.out(*names, "vocab")
+            )
+        table_VD = self.gathered(x.dtype)
         return jnp.einsum("...D,VD->...V", x, table_VD, out_sharding=rules.out(*names, "vocab"))

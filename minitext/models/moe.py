@@ -6,7 +6,7 @@ Chapters: 18.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,7 @@ class MoE(nnx.Module):
     """E gated layers (`SwiGLU`): a router weights k of them for each token; optional shared ones take all tokens."""
 
     quantization: QuantizationRule | None = None
+    storable: ClassVar[dict[str, int]] = {"gate": -2, "up": -2, "down": -2}
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):
         assert isinstance(cfg.ffn, MoEConfig)

@@ -45,6 +45,7 @@ class Format(NamedTuple):
 
 FORMATS = {
     "int8": Format(jnp.int8, 127.0, jnp.int32),
+    "int4": Format(jnp.int4, 7.0, jnp.int32),
     "e4m3": Format(jnp.float8_e4m3fn, 448.0, jnp.float32),
     "e5m2": Format(jnp.float8_e5m2, 57344.0, jnp.float32),
 }
@@ -62,7 +63,12 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    x: jax.Array, kind: str, axes: Sequence[int] | None = None, *, stochastic: bool = False
+    x: jax.Array,
+    kind: str,
+    axes: Sequence[int] | None = None,
+    *,
+    stochastic: bool = False,
+    scale: jax.Array | None = None,
 ) -> Quantized:
     """Quantizes numbers with the scale of the largest one.
 
@@ -70,17 +76,33 @@ def quantize(
       x: any float type and shape.
       kind: one of `FORMATS`.
       axes: the dimensions along which numbers share a scale; None: all.
-      stochastic: int8: round up or down at random, with the exact number as the mean.
+      stochastic: integers: round up or down at random, with the exact number as the mean.
+      scale: the scales, if they are given.
     """
     form = FORMATS[kind]
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
-    # Of zeros the scale is the smallest normal number, and 0 / scale is 0.
-    scale = jnp.maximum(largest / form.limit, jnp.finfo(jnp.float32).tiny)
+    if scale is None:
+        scale = absmax_scale(x, form.limit, axes)
     steps = x / scale
-    if kind == "int8":
+    if jnp.issubdtype(form.dtype, jnp.integer):
         steps = jnp.floor(steps + _noise(x)) if stochastic else jnp.round(steps)
     return Quantized(jnp.clip(steps, -form.limit, form.limit).astype(form.dtype), scale)
+
+
+def absmax_scale(
+    x: jax.Array, limit: float, axes: Sequence[int] | None = None, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Returns the scales, in `dtype`, with which the largest of the numbers that share one becomes `limit`.
+
+    Args:
+      x: numbers in float32.
+      limit: the largest number of a format.
+      axes: the dimensions along which numbers share a scale, which have size 1 in the result; None: all.
+      dtype: a float type with float32's range, to which the scales are rounded.
+    """
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    # Of zeros the scale is the smallest normal number, and 0 / scale is 0.
+    return jnp.maximum(largest / limit, jnp.finfo(jnp.float32).tiny).astype(dtype)
 
 
 def _noise(x: jax.Array) -> jax.Array:
@@ -390,24 +412,40 @@ def apply_rules(
     """
     known = {"/".join(map(str, path)): module for path, module in modules}
     able = {path: m for path, m in known.items() if hasattr(m, "quantization")}
-    used = set()
-    for path, module in able.items():
+    for path, number in match_rules(able, rules, "model.quantization").items():
+        rule, module = rules[number], able[path]
+        if rule.dtype != "none":
+            if reason := module.cannot_quantize(rule):
+                raise UserError(
+                    f"model.quantization[{number}] matches {path}, which can't be quantized: {reason}"
+                )
+            module.quantization = rule
+
+
+def match_rules(paths: Iterable[str], rules: Sequence[Any], key: str) -> dict[str, int]:
+    """Returns the number of the first rule that each module's path matches, for the paths that match one.
+
+    Args:
+      paths: of the modules that rules may name.
+      rules: with a regular expression `module` each.
+      key: the setting that has them, for the message.
+
+    Raises:
+      UserError: if a rule matches nothing.
+    """
+    paths, found = list(paths), {}
+    for path in paths:
         for number, rule in enumerate(rules):
             if re.fullmatch(rule.module, path):
-                used.add(number)
-                if rule.dtype != "none":
-                    if reason := module.cannot_quantize(rule):
-                        raise UserError(
-                            f"model.quantization[{number}] matches {path}, which can't be quantized: {reason}"
-                        )
-                    module.quantization = rule
+                found[path] = number
                 break
     for number, rule in enumerate(rules):
-        if number not in used:
+        if number not in found.values():
             raise UserError(
-                f"model.quantization[{number}].module={rule.module} matches no module that an earlier rule leaves: "
-                f"choose among {', '.join(able)}"
+                f"{key}[{number}].module={rule.module} matches no module that an earlier rule leaves: "
+                f"choose among {', '.join(paths)}"
             )
+    return found
 
 
 def quantized_modules(model: nnx.Module) -> Iterator[tuple[str, QuantizationRule]]:

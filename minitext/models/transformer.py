@@ -39,6 +39,7 @@ from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
 from minitext.models.paged import Paging
 from minitext.models.quantization import apply_rules
+from minitext.models.quantized_storage import apply_storage
 from minitext.sharding.context_parallel import zigzag
 from minitext.sharding.pipeline import pipelined
 from minitext.sharding.rules import RULES, ShardingRules, flatten_tokens, unflatten_tokens
@@ -217,12 +218,13 @@ class Transformer(nnx.Module):
                 cfg.embed, cfg.vocab, ("embed", "vocab"),
                 key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
             )  # fmt: skip
-        modules = nnx.iter_modules(self)
+        modules = list(nnx.iter_modules(self))
         # Without tied embeddings the table is only looked up.
         apply_rules(
             [(path, m) for path, m in modules if cfg.tie_embeddings or m is not self.embed],
             cfg.quantization,
         )
+        apply_storage(modules, cfg.storage)
 
     def _draw(self, stack: Stack, rngs: nnx.Rngs) -> Any:
         """Returns a stack of layers, or a `Period` of stacks if the layers of a repetition differ."""

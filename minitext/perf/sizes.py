@@ -17,7 +17,7 @@ from minitext.sharding.rules import RULES
 
 
 def check_products(model: ModelConfig, what: str) -> None:
-    """Refuses a model with quantized products.
+    """Refuses a model with quantized products or stored weights.
 
     Args:
       model: the model.
@@ -30,6 +30,10 @@ def check_products(model: ModelConfig, what: str) -> None:
         raise UserError(
             f"model.quantization: the formulas for {what} know only products of model.dtype={model.dtype}: `minitext "
             "compile ... target=v5e:2x4` measures it"
+        )
+    if model.is_stored:
+        raise UserError(
+            f"model.storage: the formulas for {what} know only float32 weights: set model.storage=[]"
         )
 
 

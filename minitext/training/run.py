@@ -31,7 +31,6 @@ from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
 from minitext.observability.goodput import Ledger
 from minitext.observability.metrics import Meter, MetricsWriter, progress_bar, status_line
-from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import make_mesh
 from minitext.training.capacity import check_memory
 from minitext.training.claim import Claim
@@ -51,7 +50,14 @@ from minitext.training.run_dir import (
 )
 from minitext.training.samples import Samples
 from minitext.training.saving import Save, SaveCopy, local_copies, restore
-from minitext.training.step import Batch, TrainState, evaluate, make_eval_step, make_train_step
+from minitext.training.step import (
+    Batch,
+    TrainState,
+    check_trainable,
+    evaluate,
+    make_eval_step,
+    make_train_step,
+)
 from minitext.training.stopping import Interrupted, Stopper
 from minitext.training.watchdog import STACKS, Watchdog
 
@@ -164,7 +170,7 @@ def _check_agreement(cfg: Config) -> None:
 
 def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
     """Refuses everything that can be refused before the run directory exists."""
-    check_mesh(cfg, mesh)
+    check_trainable(cfg, mesh)
     check_memory(cfg, mesh)
     check_same_run(cfg, directory)
     if cfg.profile != ProfileConfig():

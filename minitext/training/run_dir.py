@@ -179,7 +179,7 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
         with Checkpointer(Path(source) / CHECKPOINTS) as checkpointer:
             restored = checkpointer.restore(abstract_state(cfg, mesh))
         if restored is None:
-            raise _nothing_saved(source)
+            raise nothing_saved(source)
         if theirs.data.model_copy(update={"epochs": cfg.data.epochs}) == cfg.data:
             batches.set_state(restored.data_state)
         return restored.state, restored.step
@@ -205,6 +205,26 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     cfg, params, tokenizer, step = load_run(directory)
+    write_parameters(directory, target, cfg, params, tokenizer, step)
+    return step
+
+
+def write_parameters(
+    directory: Path | str, target: Path, cfg: Config, params: Any, tokenizer: Tokenizer, step: int
+) -> None:
+    """Writes a run directory with parameters alone, whole or not at all.
+
+    Args:
+      directory: the run from which they come, whose published files go along.
+      target: the directory to make.
+      cfg: its configuration.
+      params: its parameters.
+      tokenizer: its tokenizer.
+      step: of the parameters.
+
+    Raises:
+      UserError: if the target can't be written.
+    """
     try:
         with files.new_folder(target) as new:
             files.write(new / CONFIG, to_yaml(cfg))
@@ -217,7 +237,6 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     except OSError as error:
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
-    return step
 
 
 def _read_parameters(directory: Path | str, cfg: Config, mesh: Mesh) -> Restored:
@@ -226,11 +245,12 @@ def _read_parameters(directory: Path | str, cfg: Config, mesh: Mesh) -> Restored
         wanted = {"params": abstract_state(cfg, mesh).params}
         restored = checkpointer.restore(wanted, partial=True)
     if restored is None:
-        raise _nothing_saved(directory)
+        raise nothing_saved(directory)
     return restored
 
 
-def _nothing_saved(directory: Path | str) -> UserError:
+def nothing_saved(directory: Path | str) -> UserError:
+    """The error for a run without a checkpoint."""
     return UserError(
         f"{directory} has no checkpoint yet: train it with {resume_command(directory)}"
     )

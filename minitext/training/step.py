@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from minitext.checkpoint import stacks
 from minitext.config.config import Config
 from minitext.config.section import cached
+from minitext.errors import UserError
 from minitext.models import moe
 from minitext.models.transformer import Transformer
 from minitext.sharding.check import HOST, check_mesh
@@ -224,6 +225,20 @@ def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any
     return value_and_grad
 
 
+def check_trainable(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Checks that a model can be trained on a mesh (`check_mesh`).
+
+    Raises:
+      UserError: if not, or if weights are stored in fewer bits.
+    """
+    if cfg.model.is_stored:
+        raise UserError(
+            "model.storage stores weights in fewer bits, and training changes float32 ones: train the run from which "
+            "they were quantized, or set model.storage=[]"
+        )
+    check_mesh(cfg, mesh)
+
+
 def make_train_step(
     cfg: Config, mesh: Mesh | AbstractMesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -245,7 +260,7 @@ def make_step_fn(
     cfg: Config, mesh: Mesh | AbstractMesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics, Any]]:
     """Returns the function that `make_train_step` jits, `(state, batch) -> (state, metrics, gradients)`."""
-    check_mesh(cfg, mesh)
+    check_trainable(cfg, mesh)
     rules = RULES[cfg.sharding.rules]
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
     schedule = make_schedule(cfg.optim, cfg.train.steps)

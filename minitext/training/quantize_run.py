@@ -1,0 +1,254 @@
+"""A trained run becomes one whose weights are stored in fewer bits.
+
+Parameters are read one after another, and each is quantized a layer at a time. So the memory is that of the new run's
+parameters, and of a few copies of the largest old one.
+
+Chapters: 25.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from flax import nnx
+from pydantic import ValidationError
+
+from minitext import files, terminal
+from minitext.checkpoint import leaves, stored
+from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.config.config import Config
+from minitext.config.quantization import STORAGE_PRESETS, StorageRule
+from minitext.data.tokenizer import load_tokenizer
+from minitext.errors import UserError, did_you_mean
+from minitext.models.quantization import Quantized
+from minitext.models.quantized_storage import StoredWeight, restore, store, stored_weights
+from minitext.models.transformer import Transformer
+from minitext.sharding.mesh import make_mesh
+from minitext.training.run_dir import (
+    CHECKPOINTS,
+    TOKENIZER,
+    nothing_saved,
+    read_config,
+    write_parameters,
+)
+from minitext.training.step import abstract_state
+
+RULES_LIMIT = 1 << 20  # bytes of a file of rules
+PARAMS = "params."  # what names of parameters in a checkpoint begin with
+
+
+class StoredError(NamedTuple):
+    """How well a weight is stored, over all layers of its stack.
+
+    Attributes:
+      weight: the path of its module and its name, such as blocks/ffn/gate/w.
+      kind: the type of the stored numbers, or float32.
+      numbers: how many.
+      before: bytes in float32.
+      after: bytes as stored.
+      error: the distance of the stored weight from the float32 one, in parts of its length; 0 if it is as it was.
+      worst: the same of the layer with the largest.
+      layer: the number of this layer in its stack; None of a weight that isn't stacked.
+    """
+
+    weight: str
+    kind: str
+    numbers: int
+    before: int
+    after: int
+    error: float = 0.0
+    worst: float = 0.0
+    layer: int | None = None
+
+
+def read_rules(text: str) -> tuple[StorageRule, ...]:
+    """Returns storage rules by the name of a preset, from a YAML file, or from YAML itself.
+
+    Args:
+      text: a name of `STORAGE_PRESETS`, a path that ends in .yml or .yaml, or such as `[{module: .*, dtype: int8}]`.
+
+    Raises:
+      UserError: if it is none of these, or a rule is wrong.
+    """
+    if text in STORAGE_PRESETS:
+        return STORAGE_PRESETS[text]
+    said, where = text, "--rules"
+    if text.endswith((".yml", ".yaml")):
+        where = files.shorten(text)
+        said = files.read_text(Path(files.local_path(text)), RULES_LIMIT)
+    try:
+        found = yaml.safe_load(said)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {files.shorten(text)} is not YAML") from error
+    known = ", ".join(STORAGE_PRESETS)
+    if isinstance(found, str):
+        hint = did_you_mean(found, STORAGE_PRESETS)
+        raise UserError(
+            f"--rules {files.shorten(found)}: no preset has this name{hint}: choose among {known}, or write rules "
+            "such as '[{module: blocks/.*, dtype: int4, block: 32}]'"
+        )
+    if not isinstance(found, list) or not found or not all(isinstance(x, dict) for x in found):
+        raise UserError(
+            f"{where}: {files.shorten(said)} is no list of rules: write such as "
+            "'[{module: blocks/.*, dtype: int4, block: 32}]'"
+        )
+    rules = []
+    for number, rule in enumerate(found):
+        try:
+            rules.append(StorageRule.model_validate(rule))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            reason = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "extra_forbidden":
+                reason = f"unknown key{did_you_mean(key, StorageRule.model_fields)}"
+            value = f"{key}={files.shorten(str(problem['input']))}: " if key else ""
+            raise UserError(
+                f"{where}: rule {number}: {value}{reason[:1].lower()}{reason[1:]}"
+            ) from error
+    return tuple(rules)
+
+
+def quantize_run(
+    directory: Path | str, target: Path | str, rules: Sequence[StorageRule]
+) -> list[StoredError]:
+    """Makes a run directory whose weights are stored as rules say, whole or not at all.
+
+    Args:
+      directory: a run with float32 weights.
+      target: the run directory to make.
+      rules: as in `model.storage`.
+
+    Returns:
+      A row for each parameter, in the order of the checkpoint.
+
+    Raises:
+      UserError: if a rule doesn't fit the model, a weight is infinite or NaN, the run is quantized already or holds no
+        usable checkpoint, or the target exists or can't be written.
+    """
+    target = Path(files.local_path(target))
+    if target.exists():
+        raise UserError(f"{target} exists: name a directory that does not")
+    cfg = read_config(directory)
+    there = stored_config(cfg, rules, str(directory))
+    mesh = make_mesh(devices=jax.devices()[:1])
+    like = abstract_state(there, mesh).params
+    weights, values, rows = abstract_weights(there), {}, []
+    tokenizer = load_tokenizer(Path(directory) / TOKENIZER)
+    with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
+        whole = {"params": abstract_state(cfg, mesh).params}
+        if (found := checkpointer.read_each(whole)) is None:
+            raise nothing_saved(directory)
+        step, parameters = found
+        total, done = sum(x.size for x in jax.tree.leaves(whole)), 0
+        with terminal.of_slow_work(total, f"quantizing {directory}") as advance:
+            for name, w in parameters:
+                name = name.removeprefix(PARAMS)
+                made, row = quantize_parameter(name, w, weights.get(name))
+                values |= made
+                rows.append(row)
+                advance(done := done + w.size)
+    params = leaves.rebuild(like, values)
+    write_parameters(directory, target, there, params, tokenizer, step)
+    return rows
+
+
+def stored_config(cfg: Config, rules: Sequence[StorageRule], directory: str) -> Config:
+    """Returns a run's configuration with its weights stored as rules say, and no products quantized.
+
+    Raises:
+      UserError: if they are stored in fewer bits already.
+    """
+    if cfg.model.is_stored:
+        raise UserError(
+            f"{directory} is quantized already: name the run that it was made of, whose weights are float32"
+        )
+    model = cfg.model.model_copy(update={"storage": tuple(rules), "quantization": ()})
+    return cfg.model_copy(update={"model": model})
+
+
+def abstract_weights(cfg: Config) -> dict[str, StoredWeight]:
+    """Returns the weights that a model stores in fewer bits, by their names in a checkpoint, without their numbers."""
+    model = nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0)))
+    return {path.replace("/", "."): weight for path, weight in stored_weights(model)}
+
+
+def quantize_parameter(
+    name: str, w: np.ndarray, weight: StoredWeight | None
+) -> tuple[dict[str, Any], StoredError]:
+    """Quantizes a parameter, a layer at a time.
+
+    Args:
+      name: in the checkpoint.
+      w: float32, perhaps with a leading dimension of layers.
+      weight: how it is stored; None: as it is.
+
+    Returns:
+      What the new checkpoint has, by name, and the parameter's row in the table.
+
+    Raises:
+      UserError: if a number is infinite or NaN.
+    """
+    path = name.replace(".", "/")
+    if weight is None:
+        return {name: w}, StoredError(path, str(w.dtype), w.size, w.nbytes, w.nbytes)
+    if stored.has_nonfinite(w):
+        raise UserError(
+            f"{name} has numbers that are NaN or infinite, which have no scale: exempt it with --rules "
+            f"'[{{module: {path.rpartition('/')[0]}, dtype: none}}, ...]', or use an earlier checkpoint"
+        )
+    one = partial(_quantize_layer, kind=weight.kind, block=weight.block, axis=weight.axis)
+    is_stacked = w.ndim > len(weight.axes)
+    made = [jax.device_get(one(layer)) for layer in (w if is_stacked else w[None])]
+    parts = [
+        np.stack(part) if is_stacked else part[0]
+        for part in zip(*(m[0] for m in made), strict=True)
+    ]
+    squares = np.array([m[1] for m in made], np.float64)
+    errors = np.sqrt(squares[:, 0] / np.maximum(squares[:, 1], np.finfo(np.float64).tiny))
+    total = np.sqrt(squares[:, 0].sum() / max(squares[:, 1].sum(), np.finfo(np.float64).tiny))
+    row = StoredError(
+        path, weight.kind, w.size, w.nbytes, sum(part.nbytes for part in parts),
+        float(total), float(errors.max()), int(errors.argmax()) if is_stacked else None,
+    )  # fmt: skip
+    return dict(zip((f"{name}.values", f"{name}.scale"), parts, strict=True)), row
+
+
+@partial(jax.jit, static_argnames=("kind", "block", "axis"))
+def _quantize_layer(
+    w: jax.Array, *, kind: str, block: int | None, axis: int
+) -> tuple[Quantized, jax.Array]:
+    """Returns a layer's weight as stored, and the squared lengths of the error and of the weight."""
+    found = store(w, kind, block, axis)
+    error = w - restore(found, kind, w.shape[axis], block, axis)
+    return found, jnp.stack([jnp.sum(error**2), jnp.sum(w**2)])
+
+
+def print_errors(rows: Sequence[StoredError]) -> None:
+    """Prints a row for each weight, with those that stayed as they were together, and the sizes, on stdout."""
+
+    def cells(row: StoredError) -> tuple[str, ...]:
+        worst = f"{row.worst:.3%}" + ("" if row.layer is None else f" (layer {row.layer})")
+        sizes = terminal.show_bytes(row.before), terminal.show_bytes(row.after)
+        return row.weight, row.kind, f"{row.numbers:,}", *sizes, f"{row.error:.3%}", worst
+
+    kept = [row for row in rows if row.kind == "float32"]
+    table = [cells(row) for row in rows if row.kind != "float32"]
+    if kept:
+        size = terminal.show_bytes(sum(row.after for row in kept))
+        table.append(
+            ("others", "float32", f"{sum(r.numbers for r in kept):,}", size, size, "0", "")
+        )
+    heads = ("weight", "stored as", "numbers", "before", "after", "error", "worst layer")
+    terminal.print_tables(terminal.table(heads, table, right=(2, 3, 4, 5)))
+    before, after = sum(row.before for row in rows), sum(row.after for row in rows)
+    bits = 8 * after / sum(row.numbers for row in rows)
+    print(
+        f"{terminal.show_bytes(before)} became {terminal.show_bytes(after)}: {before / after:.2f} times smaller, "
+        f"{bits:.2f} bits for each number"
+    )
