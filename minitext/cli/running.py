@@ -184,6 +184,13 @@ def quantize(
             help="int8, fp8, int4, nf4, a YAML file, or such as '[{module: blocks/.*, dtype: int4, block: 32}]'",
         ),
     ] = "int8",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="text for which to round projections in 4 bits (GPTQ); data: the run's own",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Store a run's weights in 4 or 8 bits, for generate, serve and eval: quantize runs/NAME OUT --rules int4.
@@ -196,7 +203,7 @@ def quantize(
     from minitext.training import quantize_run
     from minitext.training.interchange import peak_bytes
 
-    rows = quantize_run.quantize_run(directory, target, quantize_run.read_rules(rules))
+    rows = quantize_run.quantize_run(directory, target, quantize_run.read_rules(rules), calibrate)
     as_rows = [row._asdict() for row in rows] if as_json else rows
     answer(as_rows, as_json, quantize_run.print_errors)
     print(f"{target} is made; peak memory {show_bytes(peak_bytes())}", file=sys.stderr)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from minitext.models.layers import Linear
-from minitext.models.quantized_storage import StoredWeight
+from minitext.models.layers import Embedding, Linear
+from minitext.models.quantization import quantize
+from minitext.models.quantized_storage import StoredNumbers, StoredWeight
 from minitext.models.transformer import PatternCache, Period, Transformer, places
 
 
@@ -43,6 +44,75 @@ class SplitLinear(nnx.Module):
         return y_XF + self.b.get_value().astype(y_XF.dtype) if hasattr(self, "b") else y_XF
 
 
+class StreamedWeight(nnx.Module):
+    """A weight of int8 by channel on one device, [F, D], for products of XLA's CPU backend.
+
+    The backend doesn't convert inside a product of float32: it would write the whole weight as float32 and read that.
+    It does multiply int8 with int8, but only several rows at a time with the processor's instructions for it. One token
+    x is therefore written as two rows of int8, x = s (h + l / 254), which is exact to 2**-15 of its largest number.
+    """
+
+    def __init__(self, weight: StoredWeight):
+        values, scale_F = weight.channels()
+        self.values = StoredNumbers(values if weight.axis == -1 else values.T)
+        self.scale = StoredNumbers(scale_F)
+
+    def product(self, x_XD: jax.Array) -> jax.Array:
+        """Returns [X, F] in x's type; of several tokens x is rounded to bfloat16, which has 2 bits more than int8."""
+        values_FD, scale_F, dtype = self.values.get_value(), self.scale.get_value(), x_XD.dtype
+        if len(x_XD) == 1:
+            y_XF = _product_of_token(x_XD.astype(jnp.float32), values_FD)
+        else:
+            x_XD, values_FD = x_XD.astype(jnp.bfloat16), values_FD.astype(jnp.bfloat16)
+            wide = jnp.float32
+            y_XF = jnp.einsum("XD,FD->XF", x_XD, values_FD, preferred_element_type=wide)
+        return (y_XF * scale_F).astype(dtype)
+
+    def rows(self, numbers: jax.Array) -> jax.Array:
+        """Returns rows [..., D], in float32."""
+        scale = self.scale.get_value()[numbers]
+        return self.values.get_value()[numbers] * scale[..., None]
+
+
+def _product_of_token(x_1D: jax.Array, values_FD: jax.Array) -> jax.Array:
+    """Returns the products [1, F] of a token with rows of int8."""
+    high = quantize(x_1D, "int8")
+    low = quantize(x_1D - high.dequantized(), "int8", scale=high.scale / 254)
+    rows_2D = jnp.concatenate([high.values, low.values])
+    sums_2F = jnp.einsum("XD,FD->XF", rows_2D, values_FD, preferred_element_type=jnp.int32)
+    y_F = (sums_2F[0] + sums_2F[1].astype(jnp.float32) / 254) * high.scale
+    return y_F
+
+
+class StreamedLinear(nnx.Module):
+    """A `Linear` whose weight is a `StreamedWeight`."""
+
+    def __init__(self, linear: Linear):
+        self.w = StreamedWeight(linear.w)
+        if hasattr(linear, "b"):
+            self.b = linear.b
+
+    def __call__(self, x_XD: jax.Array, _out: str = "act") -> jax.Array:
+        """Projects x [X, D] to [X, F] in x's type."""
+        y_XF = self.w.product(x_XD)
+        return y_XF + self.b.get_value().astype(y_XF.dtype) if hasattr(self, "b") else y_XF
+
+
+class StreamedEmbedding(nnx.Module):
+    """An `Embedding` that serves as the output layer, whose table is a `StreamedWeight` [V, D]."""
+
+    def __init__(self, embed: Embedding):
+        self.w = StreamedWeight(embed.table)
+
+    def __call__(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
+        return self.w.rows(tokens_BT).astype(dtype)
+
+    def attend(self, x_XD: jax.Array) -> jax.Array:
+        """Returns the products of x [X, D] with every token vector, [X, V]."""
+        return self.w.product(x_XD)
+
+
 def unstack_layers(model: Transformer) -> Transformer:
     """Returns the model with lists of layers in place of its stacks, for use with `unstack_cache`."""
 
@@ -72,12 +142,20 @@ def unstack_cache(cache: Any) -> Any:
 def split_projections(model: Transformer, groups: int) -> Transformer:
     """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU.
 
-    Quantized projections, and those whose weights are stored in fewer bits, stay as they are.
+    Quantized projections stay as they are, and so do those with stored weights unless they are int8 by channel.
     """
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
-            if not isinstance(child, Linear) or isinstance(child.w, StoredWeight):
+            if not isinstance(child, Linear) or child.quantization is not None:
                 continue
-            if child.quantization is None:
+            if not isinstance(child.w, StoredWeight):
                 setattr(module, name, SplitLinear(child, groups))
+            elif _is_streamed(child.w) and child.heads is None:
+                setattr(module, name, StreamedLinear(child))
+    if model.cfg.tie_embeddings and _is_streamed(model.embed.table):
+        model.embed = StreamedEmbedding(model.embed)
     return model
+
+
+def _is_streamed(weight: Any) -> bool:
+    return isinstance(weight, StoredWeight) and weight.kind == "int8" and weight.by_channel

@@ -198,6 +198,7 @@ class Transformer(nnx.Module):
     """
 
     blocks: Any
+    embed: Any
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ parameters, and of a few copies of the largest old one.
 Chapters: 25.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +25,16 @@ from minitext.config.config import Config
 from minitext.config.quantization import STORAGE_PRESETS, StorageRule
 from minitext.data.tokenizer import load_tokenizer
 from minitext.errors import UserError, did_you_mean
+from minitext.models.gptq import store_calibrated
 from minitext.models.quantization import Quantized
-from minitext.models.quantized_storage import StoredWeight, restore, store, stored_weights
+from minitext.models.quantized_storage import PACKED, StoredWeight, restore, store, stored_weights
 from minitext.models.transformer import Transformer
 from minitext.sharding.mesh import make_mesh
+from minitext.training import calibration
 from minitext.training.run_dir import (
     CHECKPOINTS,
     TOKENIZER,
+    load_run,
     nothing_saved,
     read_config,
     write_parameters,
@@ -115,7 +118,10 @@ def read_rules(text: str) -> tuple[StorageRule, ...]:
 
 
 def quantize_run(
-    directory: Path | str, target: Path | str, rules: Sequence[StorageRule]
+    directory: Path | str,
+    target: Path | str,
+    rules: Sequence[StorageRule],
+    calibrate: str | None = None,
 ) -> list[StoredError]:
     """Makes a run directory whose weights are stored as rules say, whole or not at all.
 
@@ -123,6 +129,9 @@ def quantize_run(
       directory: a run with float32 weights.
       target: the run directory to make.
       rules: as in `model.storage`.
+      calibrate: a text file, or `calibration.OWN` for the run's own text: projections in 4 bits are rounded for what
+        they see in it (`minitext.models.gptq`), for which the whole model and its inputs' moments are in memory. None:
+        every weight is rounded to the nearest number.
 
     Returns:
       A row for each parameter, in the order of the checkpoint.
@@ -140,6 +149,7 @@ def quantize_run(
     like = abstract_state(there, mesh).params
     weights, values, rows = abstract_weights(there), {}, []
     tokenizer = load_tokenizer(Path(directory) / TOKENIZER)
+    moments = {} if calibrate is None else _moments(directory, calibrate, weights)
     with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
         whole = {"params": abstract_state(cfg, mesh).params}
         if (found := checkpointer.read_each(whole)) is None:
@@ -149,7 +159,7 @@ def quantize_run(
         with terminal.of_slow_work(total, f"quantizing {directory}") as advance:
             for name, w in parameters:
                 name = name.removeprefix(PARAMS)
-                made, row = quantize_parameter(name, w, weights.get(name))
+                made, row = quantize_parameter(name, w, weights.get(name), moments.get(name))
                 values |= made
                 rows.append(row)
                 advance(done := done + w.size)
@@ -179,7 +189,7 @@ def abstract_weights(cfg: Config) -> dict[str, StoredWeight]:
 
 
 def quantize_parameter(
-    name: str, w: np.ndarray, weight: StoredWeight | None
+    name: str, w: np.ndarray, weight: StoredWeight | None, moments: np.ndarray | None = None
 ) -> tuple[dict[str, Any], StoredError]:
     """Quantizes a parameter, a layer at a time.
 
@@ -187,6 +197,7 @@ def quantize_parameter(
       name: in the checkpoint.
       w: float32, perhaps with a leading dimension of layers.
       weight: how it is stored; None: as it is.
+      moments: of its inputs in each layer, [L, D, D], to be rounded for; None: to the nearest number.
 
     Returns:
       What the new checkpoint has, by name, and the parameter's row in the table.
@@ -204,7 +215,9 @@ def quantize_parameter(
         )
     one = partial(_quantize_layer, kind=weight.kind, block=weight.block, axis=weight.axis)
     is_stacked = w.ndim > len(weight.axes)
-    made = [jax.device_get(one(layer)) for layer in (w if is_stacked else w[None])]
+    layers = w if is_stacked else w[None]
+    seen = [None] * len(layers) if moments is None else moments
+    made = [jax.device_get(one(*pair)) for pair in zip(layers, seen, strict=True)]
     parts = [
         np.stack(part) if is_stacked else part[0]
         for part in zip(*(m[0] for m in made), strict=True)
@@ -219,14 +232,39 @@ def quantize_parameter(
     return dict(zip((f"{name}.values", f"{name}.scale"), parts, strict=True)), row
 
 
-@partial(jax.jit, static_argnames=("kind", "block", "axis"))
 def _quantize_layer(
-    w: jax.Array, *, kind: str, block: int | None, axis: int
+    w: np.ndarray, moments: np.ndarray | None, *, kind: str, block: int | None, axis: int
 ) -> tuple[Quantized, jax.Array]:
     """Returns a layer's weight as stored, and the squared lengths of the error and of the weight."""
-    found = store(w, kind, block, axis)
+    w_DF = jnp.asarray(w)
+    if moments is None:
+        found = _store(w_DF, kind=kind, block=block, axis=axis)
+    else:
+        found = store_calibrated(w_DF, moments, kind=kind, block=block)
+    return found, _squares(w_DF, found, kind=kind, block=block, axis=axis)
+
+
+_store = jax.jit(store, static_argnames=("kind", "block", "axis"))
+
+
+@partial(jax.jit, static_argnames=("kind", "block", "axis"))
+def _squares(w: jax.Array, found: Quantized, *, kind: str, block: int | None, axis: int):
     error = w - restore(found, kind, w.shape[axis], block, axis)
-    return found, jnp.stack([jnp.sum(error**2), jnp.sum(w**2)])
+    return jnp.stack([jnp.sum(error**2), jnp.sum(w**2)])
+
+
+def _moments(
+    directory: Path | str, source: str, weights: Mapping[str, StoredWeight]
+) -> dict[str, np.ndarray]:
+    """Returns the moments of the inputs of projections in 4 bits, by their names."""
+    named = [name for name, weight in weights.items() if weight.kind in PACKED and weight.block]
+    cfg, params, tokenizer, _ = load_run(directory)
+    found = calibration.input_moments(cfg, params, calibration.read_rows(source, cfg, tokenizer))
+    if not (kept := {name: moments for name, moments in found.items() if name in named}):
+        raise UserError(
+            "--calibrate has no effect: it rounds projections in blocks of 4 bits, such as --rules int4"
+        )
+    return kept
 
 
 def print_errors(rows: Sequence[StoredError]) -> None:
