@@ -257,6 +257,7 @@ TESTED_WITH = {
     "sharding/check": "training/step",
     "sharding/pipeline_schedule": "sharding/pipeline",
     "sharding/pipeline_stages": "sharding/pipeline",
+    "training/calibration": "training/quantize_run",
     "training/loop": "training/run",
     "training/samples": "training/run",
     "training/saving": "training/run",

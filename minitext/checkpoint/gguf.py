@@ -26,8 +26,8 @@ MOST_ITEMS = 4 << 20  # of all lists in a header
 MOST_KEYS, MOST_TENSORS, MOST_DIMENSIONS, LONGEST_NAME = 1 << 12, 1 << 16, 4, 256
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
 STRING, LIST = 8, 9
-# What float16 rounds to infinity, and so does the scale of a block, which is a 127th of its largest number.
-LARGEST = {"F16": 65_520.0, "Q8_0": 127 * 65_520.0}
+# What float16 rounds to infinity, and so does the scale of a block, a 127th or an eighth of its largest number.
+LARGEST = {"F16": 65_520.0, "Q8_0": 127 * 65_520.0, "Q4_0": 8 * 65_520.0}
 
 
 class _Header:
@@ -181,7 +181,7 @@ def write(
       path: of the new file.
       architecture: llama.cpp's name for the family.
       fields: metadata: text, whole and other numbers, truth values, and lists of one of these.
-      tensors: name -> (shape, type: F32, F16 or Q8_0), the type as `stored_type` gives it.
+      tensors: name -> (shape, type: F32, F16, Q8_0 or Q4_0), the type as `stored_type` gives it.
       values: their float32 arrays, in the same order; each is asked for when the one before is written.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from minitext import files
-from minitext.cli.arguments import Json, RunDir, Settings, answer, check_new, load, start
+from minitext.cli.arguments import Json, Plot, RunDir, Settings, answer, check_new, load, start
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 from minitext.terminal import print_tables, table
@@ -148,13 +148,15 @@ def export(
         typer.Option("--format", help="minitext's own, Hugging Face's, or llama.cpp's"),
     ] = "orbax",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "q8_0"],
-        typer.Option(help="type of the numbers: bfloat16 for hf alone, q8_0 for gguf alone"),
+        Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"],
+        typer.Option(
+            help="type of the numbers: bfloat16 for hf alone, q8_0 and q4_0 for gguf alone"
+        ),
     ] = "float32",
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them."""
     if format_ == "orbax" and dtype != "float32":
-        other = "gguf" if dtype == "q8_0" else "hf"
+        other = "gguf" if dtype in ("q8_0", "q4_0") else "hf"
         raise UserError(f"--dtype {dtype} has no effect with --format orbax: add --format {other}")
     start()
     from minitext.training import interchange, run_dir
@@ -172,18 +174,15 @@ def export(
 def quantize(
     directory: RunDir,
     target: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT", help="run directory to make; must not exist", callback=check_new
-        ),
-    ],
+        str | None, typer.Argument(metavar="OUT", help="run directory to make; must not exist")
+    ] = None,
     rules: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="RULES",
-            help="int8, fp8, int4, nf4, a YAML file, or such as '[{module: blocks/.*, dtype: int4, block: 32}]'",
+            help="int8 (the default), fp8, int4, nf4, a YAML file, or '[{module: blocks/.*, dtype: int4, block: 32}]'",
         ),
-    ] = "int8",
+    ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -191,19 +190,46 @@ def quantize(
             help="text for which to round projections in 4 bits (GPTQ); data: the run's own",
         ),
     ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="compare the presets, and make no run")
+    ] = False,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="with --sweep: text to measure; else validation data"),
+    ] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Store a run's weights in 4 or 8 bits, for generate, serve and eval: quantize runs/NAME OUT --rules int4.
 
     The first rule that a module's path matches says how its weights are stored: int8, fp8, int4, nf4 or none, with a
-    scale for each output, or for each block of its inputs. Prints the error of each weight and the sizes.
+    scale for each output, or for each block of its inputs. Prints the error of each weight and the sizes. With --sweep
+    it prints the size and the perplexity of every preset instead.
     """
+    if sweep and (target or rules):
+        raise UserError(f"{target or rules} has no effect with --sweep: it makes no run")
+    if not sweep and (text or plot):
+        raise UserError(f"{text or plot} has no effect without --sweep: add it")
+    if not sweep and target is None:
+        raise UserError("OUT is missing: name a run directory to make, or add --sweep")
+    if target is not None:
+        check_new(target)
     start()
     from minitext.terminal import show_bytes
     from minitext.training import quantize_run
     from minitext.training.interchange import peak_bytes
 
-    rows = quantize_run.quantize_run(directory, target, quantize_run.read_rules(rules), calibrate)
+    if sweep:
+        found = quantize_run.sweep(directory, text, calibrate)
+        as_rows = [row._asdict() for row in found] if as_json else found
+        answer(as_rows, as_json, quantize_run.print_sweep)
+        if plot is not None:
+            from minitext.perf.figures import draw_storage, save_figure
+
+            save_figure(plot, lambda: draw_storage(found))
+        return
+    chosen = quantize_run.read_rules(rules or "int8")
+    rows = quantize_run.quantize_run(directory, str(target), chosen, calibrate)
     as_rows = [row._asdict() for row in rows] if as_json else rows
     answer(as_rows, as_json, quantize_run.print_errors)
     print(f"{target} is made; peak memory {show_bytes(peak_bytes())}", file=sys.stderr)

@@ -53,6 +53,7 @@ DTYPES = {
     "float32": ("F32", 0),
     "float16": ("F16", 1),
     "q8_0": ("Q8_0", 7),
+    "q4_0": ("Q4_0", 2),
 }  # with general.file_type
 
 

@@ -313,3 +313,25 @@ def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> 
     axes.set_yticks(range(len(used)), used)
     axes.set(xlim=(start * unit, end * unit), ylim=(len(used) - 0.5, -1.0), xlabel=f"time, {name}")
     return figure
+
+
+def draw_storage(schemes: Any) -> Any:
+    """Draws the perplexity of each `minitext.training.quantize_run.Scheme` against the bytes of its parameters.
+
+    Returns:
+      The figure, with a point for each scheme and its name beside it.
+    """
+    figure, axes = _subplots(figsize=(6.4, 3.6))
+    for number, scheme in enumerate(schemes):
+        size = scheme.bytes / 2**20
+        axes.plot(size, scheme.perplexity, "o", color=COLORS[number % len(COLORS)])
+        axes.annotate(
+            scheme.name,
+            (size, scheme.perplexity),
+            xytext=(6, 4),
+            textcoords="offset points",
+            fontsize=9,
+        )
+    axes.margins(0.2, 0.15)
+    axes.set(xlabel="parameters, MiB", ylabel="perplexity")
+    return figure

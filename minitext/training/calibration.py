@@ -21,7 +21,7 @@ from minitext.inference.cpu_decode import unstack_layers
 from minitext.models.layers import Linear
 from minitext.models.transformer import Period, Transformer, places
 
-OWN = "data"  # in place of a file: the run's own training text
+OWN, VALIDATION = "data", "validation"  # in place of a file: the run's own text
 ROWS, BATCH = 32, 4  # rows of data.seq_len tokens that are read, and at a time
 LIMIT = 64 << 20  # bytes of a text file
 
@@ -45,16 +45,18 @@ def read_rows(source: str, cfg: Config, tokenizer: Tokenizer) -> np.ndarray:
     """Returns tokens to calibrate with, [at most `ROWS`, data.seq_len].
 
     Args:
-      source: a text file, or `OWN`.
+      source: a text file, `OWN` or `VALIDATION`.
       cfg: the run's.
       tokenizer: the run's.
 
     Raises:
       UserError: if the text can't be read or has too few tokens for a row.
     """
-    if source == OWN:
+    if source in (OWN, VALIDATION):
+        split = "train" if source == OWN else "validation"
+        vocab = cfg.model.vocab
         batches = make_batches(
-            cfg.data, vocab=cfg.model.vocab, global_batch=ROWS, tokenizer=tokenizer
+            cfg.data, vocab=vocab, global_batch=ROWS, split=split, tokenizer=tokenizer
         )
         return np.asarray(next(iter(batches))["tokens"])
     return text_rows(source, tokenizer, cfg.data.seq_len, ROWS)

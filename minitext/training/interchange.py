@@ -25,13 +25,21 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.weights import INDEX, SINGLE, Weights, open_weights
 from minitext.config.config import Config, load_config, to_yaml
 from minitext.data import gguf_tokenizer
-from minitext.data.tokenizer import PublishedTokenizer, read_published
+from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, read_published
 from minitext.errors import UserError
 from minitext.inference.chat import read_chat
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
-from minitext.training.run_dir import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER, carry, load_run
+from minitext.training.run_dir import (
+    CHECKPOINTS,
+    CONFIG,
+    PUBLISHED,
+    TOKENIZER,
+    carry,
+    load_run,
+    read_config,
+)
 from minitext.training.step import abstract_state
 
 CONFIG_LIMIT, TOKENIZER_LIMIT = 4 << 20, 64 << 20
@@ -212,7 +220,7 @@ def export_hf(
         raise UserError(f"{target} exists: name a directory that does not")
     if dtype not in convert.DTYPES:
         raise UserError(f"dtype {dtype}: choose among {', '.join(convert.DTYPES)}")
-    cfg, params, tokenizer, step = load_run(directory)
+    cfg, params, tokenizer, step = _load_float_run(directory)
     came = Path(directory) / PUBLISHED
     first = "llama"
     if (came / "config.json").exists():
@@ -272,8 +280,8 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
     Args:
       directory: the run.
       target: the file to make.
-      dtype: float32, float16 or q8_0, which is for rows of whole blocks of 32; other rows are then float16. Vectors are
-        float32.
+      dtype: float32, float16, q8_0 or q4_0. The last two are for rows of whole blocks of 32; other rows are then
+        float16. Vectors are float32.
 
     Returns:
       The step that was exported.
@@ -287,7 +295,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         raise UserError(f"{target} exists: name a file that does not")
     if dtype not in gguf_names.DTYPES:
         raise UserError(f"dtype {dtype}: choose among {', '.join(gguf_names.DTYPES)} for gguf")
-    cfg, params, tokenizer, step = load_run(directory)
+    cfg, params, tokenizer, step = _load_float_run(directory)
     came = Path(directory) / PUBLISHED
     values, fields = gguf_names.described(cfg.model, longest_text(cfg, came))
     chat = read_chat(came, tokenizer)
@@ -316,6 +324,19 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         fix = "name a file in a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return step
+
+
+def _load_float_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
+    """Returns what `load_run` does of a run with float32 weights.
+
+    Raises:
+      UserError: also if they are stored in fewer bits.
+    """
+    if read_config(directory).model.is_stored:
+        raise UserError(
+            f"{directory} is quantized, and others have no name for its weights: export the run that it was made of"
+        )
+    return load_run(directory)
 
 
 def longest_text(cfg: Config, came: Path) -> int:

@@ -290,3 +290,108 @@ def print_errors(rows: Sequence[StoredError]) -> None:
         f"{terminal.show_bytes(before)} became {terminal.show_bytes(after)}: {before / after:.2f} times smaller, "
         f"{bits:.2f} bits for each number"
     )
+
+
+class Scheme(NamedTuple):
+    """What a way to store a run's weights costs and keeps.
+
+    Attributes:
+      name: of the preset.
+      bytes: of all parameters.
+      loss: nats per token of the text.
+      perplexity: of it.
+    """
+
+    name: str
+    bytes: int
+    loss: float
+    perplexity: float
+
+
+def sweep(
+    directory: Path | str, text: str | None = None, calibrate: str | None = None
+) -> list[Scheme]:
+    """Measures a run's perplexity with its weights in float32 and as each of `STORAGE_PRESETS` stores them.
+
+    Args:
+      directory: a run with float32 weights.
+      text: a text file to measure; None: the run's validation text. At most `calibration.ROWS` rows of data.seq_len
+        tokens are read.
+      calibrate: as in `quantize_run`; then presets with 4 bits are also measured calibrated.
+
+    Raises:
+      UserError: what `quantize_run` raises, or if the text can't be read.
+    """
+    cfg = read_config(directory)
+    for rules in STORAGE_PRESETS.values():
+        stored_config(cfg, rules, str(directory))
+    _, params, tokenizer, _ = load_run(directory)
+    rows_BT = calibration.read_rows(text or calibration.VALIDATION, cfg, tokenizer)
+    moments: dict[str, np.ndarray] = {}
+    if calibrate is not None:
+        seen = calibration.read_rows(calibrate, cfg, tokenizer)
+        moments = calibration.input_moments(cfg, params, seen)
+    tried: list[tuple[str, tuple[StorageRule, ...], dict[str, np.ndarray]]] = [("float32", (), {})]
+    for name, rules in STORAGE_PRESETS.items():
+        tried.append((name, rules, {}))
+        if moments and any(rule.dtype in PACKED for rule in rules):
+            tried.append((f"{name} calibrated", rules, moments))
+    found = []
+    with terminal.of_slow_work(len(tried), "measuring") as advance:
+        for number, (name, rules, seen) in enumerate(tried):
+            there = stored_config(cfg, rules, str(directory))
+            stored_params = store_parameters(there, params, seen)
+            size = sum(x.nbytes for x in jax.tree.leaves(stored_params))
+            loss = _loss(there, stored_params, rows_BT)
+            found.append(Scheme(name, size, loss, float(np.exp(loss))))
+            advance(number + 1)
+    return found
+
+
+def store_parameters(cfg: Config, params: Any, moments: Mapping[str, np.ndarray] = {}) -> Any:
+    """Returns float32 parameters as `model.storage` of a configuration stores them.
+
+    Args:
+      cfg: the configuration of the stored run.
+      params: parameters in memory.
+      moments: as `calibration.input_moments` returns them, for the weights that are to be rounded for them.
+
+    Raises:
+      UserError: if a number is infinite or NaN.
+    """
+    model = nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0)))
+    weights, values = abstract_weights(cfg), {}
+    for name, w in leaves.named(params).items():
+        weight = weights.get(name)
+        is_packed = weight is not None and weight.kind in PACKED and weight.block is not None
+        seen = moments.get(name) if is_packed else None
+        values |= quantize_parameter(name, np.asarray(w), weight, seen)[0]
+    return leaves.rebuild(nnx.state(model), values)
+
+
+def _loss(cfg: Config, params: Any, rows_BT: np.ndarray) -> float:
+    """Returns the mean loss of the tokens after each row's first, in nats."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0))))
+
+    @jax.jit
+    def total(params, rows_BT):
+        logits_BTV = nnx.merge(graphdef, params)(rows_BT[:, :-1])
+        return -jnp.sum(
+            jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), rows_BT[:, 1:, None], axis=2)
+        )
+
+    sums = [float(total(params, jnp.asarray(row[None]))) for row in rows_BT]
+    return sum(sums) / (rows_BT.shape[0] * (rows_BT.shape[1] - 1))
+
+
+def print_sweep(found: Sequence[Scheme]) -> None:
+    """Prints a row for each scheme on stdout."""
+    rows = [
+        (
+            s.name, terminal.show_bytes(s.bytes), f"{found[0].bytes / s.bytes:.2f}x", f"{s.loss:.4f}",
+            f"{s.perplexity:.3f}", f"{s.perplexity / found[0].perplexity - 1:+.2%}",
+        )
+        for s in found
+    ]  # fmt: skip
+    heads = ("stored as", "bytes", "smaller", "loss", "perplexity", "against float32")
+    terminal.print_tables(terminal.table(heads, rows, right=(1, 2, 3, 4, 5)))

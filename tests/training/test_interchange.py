@@ -183,7 +183,9 @@ def test_llama_cpp_says_what_our_model_says(tmp_path, family, tokenizer):
     np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float16", 2**-11), ("q8_0", 0.5 / 127)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [("float16", 2**-11), ("q8_0", 0.5 / 127), ("q4_0", 1 / 8)]
+)
 def test_rounded_numbers_are_near_and_vectors_exact(tmp_path, dtype, limit):
     (tmp_path / "run").mkdir()
     # Rows of 48 aren't whole blocks.
@@ -197,8 +199,15 @@ def test_rounded_numbers_are_near_and_vectors_exact(tmp_path, dtype, limit):
             np.testing.assert_array_equal(x, y, name)
         else:
             assert 0 < np.abs(x - y).max() <= 1.01 * limit * np.abs(x).max(), name
+    import gguf as library
+
+    # The library's own reader and arithmetic find the same numbers.
+    for tensor in library.GGUFReader(tmp_path / "m.gguf").tensors:
+        if tensor.name == "blk.0.ffn_up.weight":
+            found = library.quants.dequantize(tensor.data, tensor.tensor_type)
+            np.testing.assert_array_equal(found, np.asarray(b["blocks.ffn.up.w"])[0].T)
     with open_weights(tmp_path / "m.gguf") as file:
-        kind = {"float16": "F16", "q8_0": "Q8_0"}[dtype]
+        kind = {"float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}[dtype]
         assert file.tensors["blk.0.ffn_up.weight"].dtype == kind
         assert file.tensors["blk.0.ffn_down.weight"].dtype == "F16"
 

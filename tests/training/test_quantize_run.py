@@ -14,11 +14,12 @@ from minitext.cli import main
 from minitext.config.config import load_config, to_yaml
 from minitext.config.quantization import STORAGE_PRESETS, StorageRule
 from minitext.data.tokenizer import ByteTokenizer
+from minitext.inference.cpu_decode import StreamedLinear, split_projections, unstack_layers
 from minitext.inference.engine import Engine, EngineOptions
 from minitext.inference.generate import Sampling, generate
 from minitext.inference.requests import Request
 from minitext.models.transformer import Transformer
-from minitext.training import run_dir
+from minitext.training import calibration, run_dir
 from minitext.training.quantize_run import abstract_weights, quantize_run, read_rules
 
 SETTINGS = ["model.layers=2", "model.embed=32", "model.heads=4", "model.mlp=48", "data.seq_len=16",
@@ -164,6 +165,114 @@ def test_what_cannot_be_quantized_leaves_nothing(tmp_path, minitext):
         assert not (tmp_path / "out").exists()
     code, _, err = minitext("quantize", tmp_path / "a", tmp_path / "b")
     assert code == 2 and "exists" in err
+
+
+# Text with some words far more frequent than others, so that inputs differ in their moments.
+TEXT = "the cat sat on the mat and the dog sat on the cat; " * 60
+
+
+def test_calibration_lowers_the_error_of_logits(tmp_path, minitext):
+    write_run(tmp_path / "a")
+    (tmp_path / "text.txt").write_text(TEXT)
+    tokens_BT = jax.numpy.asarray(
+        calibration.text_rows(str(tmp_path / "text.txt"), ByteTokenizer(), 16, 8)
+    )
+
+    def logits(folder):
+        cfg, params, _, _ = run_dir.load_run(folder)
+        model = nnx.graphdef(nnx.eval_shape(lambda: Transformer(cfg.model, rngs=nnx.Rngs(0))))
+        return jax.jit(lambda params: nnx.merge(model, params)(tokens_BT))(params)
+
+    rules = "[{module: blocks/.*, dtype: int4, block: 8}]"
+    quantize_run(tmp_path / "a", tmp_path / "nearest", read_rules(rules))
+    words = ("--rules", rules, "--calibrate", tmp_path / "text.txt")
+    code, out, err = minitext("quantize", tmp_path / "a", tmp_path / "b", *words)
+    assert code == 0 and "blocks/ffn/up/w" in out, err
+    want = logits(tmp_path / "a")
+    near, calibrated = (
+        float(np.linalg.norm(logits(tmp_path / name) - want)) for name in ("nearest", "b")
+    )
+    assert calibrated < 0.85 * near
+    code, _, err = minitext("quantize", tmp_path / "a", tmp_path / "c", "--calibrate", "data")
+    assert code == 2 and "--calibrate has no effect" in err
+    (tmp_path / "short.txt").write_text("the")
+    words = ("--rules", "int4", "--calibrate", tmp_path / "short.txt")
+    code, _, err = minitext("quantize", tmp_path / "a", tmp_path / "c", *words)
+    assert code == 2 and "has 3 tokens" in err and not (tmp_path / "c").exists()
+
+
+def test_a_sweep_compares_all_presets(tmp_path, minitext):
+    write_run(tmp_path / "a", "model.attention.kind=gqa")
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ("--sweep", "--text", tmp_path / "text.txt", "--calibrate", tmp_path / "text.txt")
+    code, out, err = minitext(
+        "quantize", tmp_path / "a", *words, "--plot", tmp_path / "p.svg", "--json"
+    )
+    assert code == 0, err
+    found = {row["name"]: row for row in json.loads(out)}
+    assert list(found) == [
+        "float32",
+        "int8",
+        "fp8",
+        "int4",
+        "int4 calibrated",
+        "nf4",
+        "nf4 calibrated",
+    ]
+    assert found["nf4"]["bytes"] < found["int4"]["bytes"] < found["int8"]["bytes"]
+    losses = {name: row["loss"] for name, row in found.items()}
+    apart = {name: abs(loss - losses["float32"]) for name, loss in losses.items()}
+    assert apart["int8"] < 1e-2 and max(apart.values()) < 0.3
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+    # The stored runs' own bytes.
+    quantize_run(tmp_path / "a", tmp_path / "b", STORAGE_PRESETS["int4"])
+    params = run_dir.load_run(tmp_path / "b")[1]
+    assert found["int4"]["bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    for words, message in (
+        (("--sweep", "--rules", "int8"), "int8 has no effect with --sweep"),
+        ((tmp_path / "c", "--plot", tmp_path / "q.svg"), "has no effect without --sweep"),
+        ((), "OUT is missing"),
+    ):
+        code, _, err = minitext("quantize", tmp_path / "a", *words)
+        assert code == 2 and message in err
+
+
+def test_a_stored_run_is_not_exported_for_others(tmp_path, minitext):
+    write_run(tmp_path / "a")
+    quantize_run(tmp_path / "a", tmp_path / "b", STORAGE_PRESETS["int8"])
+    for words in (("m.gguf", "--format", "gguf"), ("hf", "--format", "hf")):
+        code, _, err = minitext("export", tmp_path / "b", tmp_path / words[0], *words[1:])
+        assert code == 2 and "export the run that it was made of" in err
+    code, _, err = minitext("export", tmp_path / "b", tmp_path / "again")
+    assert code == 0, err
+    a, b = (leaves.named(run_dir.load_run(tmp_path / name)[1]) for name in ("b", "again"))
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_one_token_on_a_cpu_multiplies_stored_int8(tmp_path):
+    """Layers taken apart read int8 as two rows of int8 and give what the stored weights give."""
+    for tied in ("true", "false"):
+        write_run(tmp_path / tied, f"model.tie_embeddings={tied}", "model.scan_layers=false")
+        quantize_run(tmp_path / tied, tmp_path / f"{tied}8", STORAGE_PRESETS["int8"])
+        cfg, params, _, _ = run_dir.load_run(tmp_path / f"{tied}8")
+        model = nnx.merge(
+            nnx.graphdef(nnx.eval_shape(lambda cfg=cfg: Transformer(cfg.model, rngs=nnx.Rngs(0)))),
+            params,
+        )
+        tokens_11 = jax.numpy.asarray([[100]])
+        want = model(tokens_11)
+        apart = split_projections(unstack_layers(model), 2)
+        assert isinstance(apart.blocks[0].ffn.up, StreamedLinear)
+        found = apart(tokens_11)
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-3 * float(abs(want).max()))
+        text = jax.jit(lambda tokens, apart=apart: apart(tokens)).lower(tokens_11).as_text()
+        products = [line for line in text.splitlines() if "dot_general" in line and "i8>" in line]
+        assert len(products) == 2 * 7 + 1
+        many = jax.numpy.asarray([[100, 101, 102, 103]])
+        np.testing.assert_allclose(
+            apart(many), model(many), rtol=0, atol=2e-2 * float(abs(want).max())
+        )
 
 
 def test_rules_are_presets_files_or_yaml(tmp_path):
