@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from minitext.models.layers import Linear
+from minitext.models.layers import Linear, is_qwixed
 from minitext.models.transformer import PatternCache, Period, Transformer, places
 
 
@@ -71,10 +71,10 @@ def unstack_cache(cache: Any) -> Any:
 def split_projections(model: Transformer, groups: int) -> Transformer:
     """Returns the model with every projection's columns in groups, for reading one token at a time on a CPU.
 
-    Quantized projections stay as they are.
+    Quantized projections stay as they are, and those that Qwix has taken.
     """
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
-            if isinstance(child, Linear) and child.quantization is None:
+            if isinstance(child, Linear) and not (child.quantization or is_qwixed(child)):
                 setattr(module, name, SplitLinear(child, groups))
     return model

@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext import hardware, kernels
 from minitext.config.model import ModelConfig, MoEConfig
 from minitext.config.quantization import QuantizationRule
+from minitext.kernels.grouped_matmul.xla import product as ragged_product
 from minitext.models import quantization
 from minitext.models.ffn import SwiGLU, gated
-from minitext.models.layers import make_param
+from minitext.models.layers import is_qwixed, make_param
 from minitext.sharding.expert_parallel import Layout, exchange, on_each_device
 from minitext.sharding.rules import ShardingRules
 
@@ -158,14 +159,15 @@ class MoE(nnx.Module):
         cfg, rules = self.cfg, self.rules
         slots = capacity(cfg, math.prod(x.shape[:-1]) // rows)
         names = [name for name in EXPERTS + ROUTER if hasattr(self, name)]
-        params = {name: getattr(self, name).get_value() for name in names}
+        # Not `get_value()` and `astype`, which a weight that Qwix stores lacks.
+        params = {name: getattr(self, name)[...] for name in names}
         # Cast weights before sending them; the router stays float32.
-        params |= {name: params[name].astype(x.dtype) for name in names if name in EXPERTS}
+        params |= {n: jnp.asarray(params[n], x.dtype) for n in names if n in EXPERTS}
         y, routing = on_each_device(
-            partial(_route_and_compute, cfg=cfg, rule=self.quantization),
+            partial(_route_and_compute, cfg=cfg, rule=self.quantization, plain=is_qwixed(self)),
             x,
             params,
-            {name: getattr(self, name).axes for name in names},
+            {name: _axes(getattr(self, name)) for name in names},
             Layout(cfg.experts, slots, rows),
             rules=rules,
             regather=self.regather,
@@ -199,6 +201,11 @@ class MoE(nnx.Module):
         return weights + biases
 
 
+def _axes(param: Any) -> tuple[str | None, ...] | None:
+    """Returns a parameter's dimension names, or None for one that Qwix stores, which has none."""
+    return param.axes if isinstance(param, nnx.Variable) else None
+
+
 def _route_and_compute(
     x: jax.Array,
     params: Any,
@@ -206,6 +213,7 @@ def _route_and_compute(
     *,
     cfg: MoEConfig,
     rule: QuantizationRule | None = None,
+    plain: bool = False,
 ) -> tuple[jax.Array, Routing]:
     """Runs the layer on one device's tokens [..., D]; the routing covers the tokens of all devices."""
     # In float32, because small differences decide which experts are chosen.
@@ -217,7 +225,7 @@ def _route_and_compute(
     if cfg.bias:  # devices that share an expert's features sum their outputs
         parts = math.prod(jax.lax.axis_size(axis) for axis in layout.features)
         params = params | {"down_bias": params["down_bias"] / parts}
-    compute = partial(swiglu_experts, params, activation=cfg.activation, rule=rule)
+    compute = partial(swiglu_experts, params, activation=cfg.activation, rule=rule, plain=plain)
     if cfg.scale_input:
         # Each assignment is a token of its own, already weighted.
         x_kD = (wide[..., None, :] * choice.weights[..., None]).astype(x.dtype)
@@ -255,6 +263,7 @@ def swiglu_experts(
     *,
     activation: str = "silu",
     rule: QuantizationRule | None = None,
+    plain: bool = False,
 ) -> jax.Array:
     """Applies a device's experts to their rows and returns [M, D].
 
@@ -265,9 +274,10 @@ def swiglu_experts(
       sizes_E: the number of each expert's rows; None if all have M / E.
       activation: of the gate.
       rule: how the products are quantized, or None.
+      plain: compute products that Qwix can replace: see `is_qwixed`.
     """
-    E, M, D = len(params["gate"]), *rows_MD.shape
-    if rule is None and sizes_E is None and hardware.platform() == "cpu":
+    E, M, D = params["gate"].shape[0], *rows_MD.shape
+    if rule is None and not plain and sizes_E is None and hardware.platform() == "cpu":
         # The same product as without a capacity, since XLA's batched product sums in a different order.
         sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
     product: Callable[..., Any]
@@ -275,9 +285,15 @@ def swiglu_experts(
         grouped = quantization.grouped_matmul
         rows, product = rows_MD, lambda x, w: grouped(x, w, sizes_E, rule)
     elif sizes_E is None:
-        rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
+        # Not an einsum, as the router's product is: a rule of Qwix tells the two apart by the operation.
+        batched = (((2,), (1,)), ((0,), (0,)))
+        rows, product = (
+            jnp.reshape(rows_MD, (E, -1, D)),
+            lambda x, w: jax.lax.dot_general(x, w, batched).astype(x.dtype),
+        )
     else:
-        rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
+        grouped = ragged_product if plain else kernels.grouped_matmul
+        rows, product = rows_MD, partial(grouped, group_sizes_G=sizes_E)
 
     def project(x: jax.Array, name: str) -> jax.Array:
         y = product(x, params[name])

@@ -182,6 +182,46 @@ def places(blocks: Any) -> Sequence[Any]:
     return blocks.layers if isinstance(blocks, Period) else (blocks,)
 
 
+class Lift:
+    """Takes the layers of a stack one by one, and what a layer's call changes in the layer back to the stack.
+
+    Our own layers change nothing. Qwix does: in a model's first call it puts quantized weights or adapters in the
+    modules, and later it may keep statistics there.
+    """
+
+    def __init__(self, stack: nnx.Module):
+        if getattr(stack, "qwix_rngs", None) is not None:  # Qwix draws each layer's adapters
+            count = len(jax.tree.leaves(nnx.state(stack, nnx.Param))[0])
+            stack.set_attributes(qwix_rngs=stack.qwix_rngs.split(count))
+        self.stack = stack
+        self.graphdef, self.params = nnx.split(stack)
+
+    def layer(self, params: Any) -> Any:
+        """Returns the layer with these parameters."""
+        return nnx.merge(self.graphdef, params)
+
+    def changes(self, layer: Any, params: Any) -> dict[tuple[Any, ...], Any]:
+        """Returns the variables that a call of the layer made or changed, by path."""
+        self.called, after = nnx.split(layer)
+        before, after = (dict(nnx.to_flat_state(state)) for state in (params, after))
+        changed = {
+            path: variable
+            for path, variable in after.items()
+            if path not in before or variable.get_raw_value() is not before[path].get_raw_value()
+        }
+        self.unchanged = after.keys() - changed.keys()
+        return changed
+
+    def apply(self, changes: dict[tuple[Any, ...], Any]) -> None:
+        """Gives the stack what its layers' calls have changed, stacked."""
+        if not changes and self.called == self.graphdef:
+            return
+        before = dict(nnx.to_flat_state(self.params))
+        state = {path: before[path] for path in self.unchanged} | changes
+        for name, child in vars(nnx.merge(self.called, nnx.from_flat_state(state))).items():
+            setattr(self.stack, name, child)
+
+
 class Transformer(nnx.Module):
     """A decoder-only transformer (Vaswani et al. 2017), by default with RMSNorm, RoPE, GQA and SwiGLU as in Llama.
 
@@ -408,12 +448,14 @@ class Transformer(nnx.Module):
                     lists[place].append(new)
             news = None if caches is None else [tuple(zip(*each, strict=True)) for each in lists]
             return x_XD, together(news), None
-        split = [nnx.split(stack) for stack in stacks]
+        lifts = [Lift(stack) for stack in stacks]
 
         def layer(place: int):
             def one(x, inputs):
                 params_l, kept_l = inputs
-                return run(place, nnx.merge(split[place][0], params_l), x, kept_l)
+                block = lifts[place].layer(params_l)
+                x, output = run(place, block, x, kept_l)
+                return x, (output, lifts[place].changes(block, params_l))
 
             one = remat(one, self.cfg)
             alone = len(stacks) == 1 or self.cfg.remat == "none" or self.rules.splits("layers")
@@ -428,8 +470,11 @@ class Transformer(nnx.Module):
                 outputs.append(output)
             return x, outputs
 
-        inputs = [(params, old) for (_, params), old in zip(split, kept, strict=True)]
-        x_XD, outputs = _run_stack(period, x_XD, inputs, self.cfg.scan_layers)
+        inputs = [(lift.params, old) for lift, old in zip(lifts, kept, strict=True)]
+        x_XD, results = _run_stack(period, x_XD, inputs, self.cfg.scan_layers)
+        for lift, (_, changes) in zip(lifts, results, strict=True):
+            lift.apply(changes)
+        outputs = [output for output, _ in results]
         return x_XD, together([new for new, _ in outputs]), _interleaved([r for _, r in outputs])
 
 

@@ -1,0 +1,218 @@
+"""Qwix, the stack's library for quantization, on our models: its rules from ours, and a check of what it leaves wide.
+
+Qwix (`minitext[qwix]`) replaces the products that it sees while a model runs, by rules on module paths. What it doesn't
+see stays as it was, without a word: the backward pass of a custom_vjp, and operations that it has no version of.
+
+Chapters: 25.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from minitext.config.quantization import QuantizationRule
+from minitext.errors import UserError
+from minitext.models.layers import Embedding
+from minitext.models.moe import MoE
+from minitext.models.transformer import Transformer
+
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+EXEMPT = "exempt"
+PLACE = re.compile(r"module\[(.*?)\]")
+
+
+class WideProduct(NamedTuple):
+    """A product, or a stored weight, that a rule names and that isn't of narrow numbers.
+
+    Attributes:
+      module: the path of its module.
+      what: `forward` or `backward` for a product, or the weight's name.
+      types: of the product's factors, or of the weight.
+    """
+
+    module: str
+    what: str
+    types: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module} {self.what} ({' x '.join(self.types)})"
+
+
+def to_qwix(rules: Sequence[QuantizationRule], model: Transformer) -> list[Any]:
+    """Returns `model.quantization`'s rules as Qwix's, for its `QtProvider`, one for each module that they quantize.
+
+    Ours name modules whose products have a weight. Qwix's name every product that runs inside a module, such as
+    attention's and the router's, which therefore get no rule here.
+
+    Args:
+      rules: ours; the first that matches a module's path counts.
+      model: the model, whose paths are matched.
+
+    Raises:
+      UserError: for a rule that Qwix has no equal of.
+    """
+    import qwix
+
+    found = []
+    for path, module in nnx.iter_modules(model):
+        name = "/".join(map(str, path))
+        looked_up = isinstance(module, Embedding) and not model.cfg.tie_embeddings
+        if not hasattr(module, "quantization") or looked_up:
+            continue
+        rule = next((rule for rule in rules if re.fullmatch(rule.module, name)), None)
+        if rule is None or rule.dtype == "none":
+            continue
+        forward, backward = _types(rule)
+        tile = rule.block if rule.granularity == "block" else None
+        found.append(
+            qwix.QtRule(
+                module_path=re.escape(name),
+                # The router's product is an einsum.
+                op_names=("dot_general", "ragged_dot") if isinstance(module, MoE) else (),
+                weight_qtype=forward,
+                act_qtype=forward,
+                bwd_qtype=backward,
+                tile_size=tile,
+                bwd_weight_grad_tile_size=tile,
+                disable_channelwise_axes=rule.granularity == "tensor",
+                bwd_stochastic_rounding="uniform" if rule.stochastic else None,
+            )
+        )
+    return found
+
+
+def _types(rule: QuantizationRule) -> tuple[Any, Any]:
+    """Returns the types of factors and of gradients."""
+    if rule.dtype == "int8":
+        return jnp.int8, jnp.int8
+    return jnp.float8_e4m3fn, jnp.float8_e4m3fn if rule.gradients == "e4m3" else jnp.float8_e5m2
+
+
+def wide_products(model: nnx.Module, provider: Any, *inputs: Any) -> list[WideProduct]:
+    """Returns what a provider of Qwix leaves wide although its rules name it.
+
+    The products of a forward pass and, for rules with a type of gradients, of a backward pass are those of the
+    program that JAX makes. In a rule without a type of activations only the stored weights count.
+
+    Args:
+      model: ours, before or after Qwix took it.
+      provider: of the kind `qwix.QtProvider` or `qwix.PtqProvider`, LoRA's included; one that has taken no model.
+      *inputs: the model's, such as tokens [B, T].
+    """
+    import qwix
+
+    kind = type(provider)
+    scoped = type(kind.__name__, (kind,), {"get_intercept_map": _marked(kind)})
+    marked = copy.copy(provider)
+    marked.__class__ = scoped
+    rngs = {"rngs": nnx.Rngs(0)} if isinstance(provider, qwix.LoraProvider) else {}
+    taken = qwix.quantize_model(model, marked, *inputs, **rngs)
+    found = []
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(taken)}
+    if isinstance(provider, qwix.PtqProvider):
+        for name, module in modules.items():
+            found += _wide_weights(name, module, provider._rules)
+    for module in modules.values():
+        if module is not taken:
+            module.__class__ = _scoped(type(module))
+    differentiable = nnx.DiffState(0, nnx.Param)
+    trains = isinstance(provider, qwix.QtProvider)
+
+    def loss(model: Any) -> jax.Array:
+        return jnp.sum(model(*inputs).astype(jnp.float32))
+
+    graphdef, state = nnx.split(taken)
+    run: Callable = nnx.grad(loss, argnums=differentiable) if trains else loss
+    program = jax.make_jaxpr(lambda state: jax.tree.leaves(run(nnx.merge(graphdef, state))))(state)
+    for where, types in _products(program.jaxpr, ""):
+        places = PLACE.findall(where)
+        if not places or EXEMPT in where.rpartition("module[")[2]:
+            continue
+        rule = _rule_of(places[-1], provider._rules)
+        back = "transpose(" in where
+        named = rule is not None and rule.weight_qtype is not None and rule.act_qtype is not None
+        if named and back:
+            named = getattr(rule, "bwd_qtype", None) is not None
+        if named and any(jnp.dtype(kind).itemsize > 1 for kind in types):
+            found.append(WideProduct(places[-1], "backward" if back else "forward", types))
+    return found
+
+
+def refuse_wide(model: nnx.Module, provider: Any, *inputs: Any) -> None:
+    """Raises a `UserError` that names what `wide_products` finds, if it finds anything."""
+    if found := wide_products(model, provider, *inputs):
+        places = dict.fromkeys(map(str, found))
+        raise UserError(
+            f"Qwix's rules name {len(found)} products and weights that would stay wide: {', '.join(places)}: exempt "
+            "these modules from the rules, or use model.quantization"
+        )
+
+
+def _rule_of(path: str, rules: Sequence[Any]) -> Any:
+    return next((rule for rule in rules if re.fullmatch(rule.module_path, path)), None)
+
+
+def _wide_weights(name: str, module: nnx.Module, rules: Sequence[Any]) -> Iterator[WideProduct]:
+    """Yields a module's matrices that its rule would store narrow and that are stored as they were."""
+    rule = _rule_of(name, rules)
+    if rule is None or rule.weight_qtype is None:
+        return
+    for key, value in vars(module).items():
+        matrix = isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam)
+        if key == "router" and rule.op_names and "einsum" not in rule.op_names:
+            continue
+        if matrix and len(getattr(value, "axes", ())) > 1:
+            yield WideProduct(name, key, (str(value.get_value().dtype),))
+
+
+def _marked(kind: type) -> Callable:
+    """Returns a provider's `get_intercept_map`, which marks the products that no rule names in the program."""
+
+    def get_intercept_map(self) -> dict[str, Callable]:
+        def marks(name: str, replaced: Callable) -> Callable:
+            op = name.rpartition(".")[2]
+
+            def run(*args, **options):
+                rule, _ = self._get_current_rule_and_op_id(op, only_rule=True)
+                if rule is not None and rule.weight_qtype is not None:
+                    return replaced(*args, **options)
+                with jax.named_scope(EXEMPT):
+                    return replaced(*args, **options)
+
+            return run
+
+        replaced = kind.get_intercept_map(self)
+        ops = ("jax.lax.dot_general", "jax.numpy.einsum", "jax.lax.ragged_dot")
+        return replaced | {name: marks(name, replaced[name]) for name in ops if name in replaced}
+
+    return get_intercept_map
+
+
+def _scoped(kind: Any) -> Any:
+    """Returns a class of modules whose calls' operations have the module's path in their names."""
+
+    def scoped(method: Callable) -> Callable:
+        def run(self, *args, **options):
+            with jax.named_scope(f"module[{'/'.join(map(str, self.qwix_path))}]"):
+                return method(self, *args, **options)
+
+        return run
+
+    methods = [name for name in ("__call__", "routed", "attend") if hasattr(kind, name)]
+    return type(kind.__name__, (kind,), {name: scoped(getattr(kind, name)) for name in methods})
+
+
+def _products(jaxpr: Any, outside: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields the names and the factors' types of a program's products, also of those in its loops and functions."""
+    for eqn in jaxpr.eqns:
+        where = f"{outside}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name in PRODUCTS:
+            yield where, tuple(str(x.aval.dtype) for x in eqn.invars[:2])
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _products(inner, where)
