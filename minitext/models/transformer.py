@@ -34,7 +34,7 @@ from minitext.kernels.per_device import on_each_device
 from minitext.models.attention import GQA, KVCache
 from minitext.models.deltanet import DeltaNet, StateCache
 from minitext.models.ffn import SwiGLU
-from minitext.models.layers import Embedding, Linear, RMSNorm
+from minitext.models.layers import Embedding, Linear, RMSNorm, is_qwixed
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
 from minitext.models.paged import Paging
@@ -189,7 +189,7 @@ class Lift:
     modules, and later it may keep statistics there.
     """
 
-    def __init__(self, stack: nnx.Module):
+    def __init__(self, stack: Any):
         if getattr(stack, "qwix_rngs", None) is not None:  # Qwix draws each layer's adapters
             count = len(jax.tree.leaves(nnx.state(stack, nnx.Param))[0])
             stack.set_attributes(qwix_rngs=stack.qwix_rngs.split(count))
@@ -458,6 +458,8 @@ class Transformer(nnx.Module):
                 return x, (output, lifts[place].changes(block, params_l))
 
             one = remat(one, self.cfg)
+            if is_qwixed(stacks[place]):
+                one = jax.jit(one)  # Qwix finds out which arrays are weights by how they are traced
             alone = len(stacks) == 1 or self.cfg.remat == "none" or self.rules.splits("layers")
             return one if alone else one_at_a_time(one)
 

@@ -1,19 +1,26 @@
 """Qwix on our models, without a change of the model: what is quantized, what it makes, and what stays wide."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import minitext as mt
 from minitext.config.quantization import QuantizationRule
+from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.inference.cpu_decode import split_projections, unstack_cache, unstack_layers
 from minitext.models.attention import GQA
 from minitext.models.layers import Linear
-from minitext.models.qwix import refuse_wide, to_qwix, wide_products
+from minitext.models.qwix_rules import refuse_wide, to_qwix, wide_products
 from minitext.models.transformer import Transformer, make_cache
+from minitext.sharding.mesh import make_mesh
+from minitext.sharding.rules import RULES
 
 qwix = pytest.importorskip("qwix", reason="needs minitext[qwix]")
 
@@ -22,23 +29,19 @@ DENSE: tuple[str, ...] = ()
 MOE = ("model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.experts_per_token=2")
 SLOTS = (*MOE, "model.ffn.capacity_factor=1.5")
 MODELS = {"dense": DENSE, "experts": MOE, "experts with slots": SLOTS}
-PERIOD = (
-    "model.attention.window=5",
-    "model.layers=4",
-    "model.pattern=[{attention: {window: null}}, {}]",
-)
+PERIOD = ("model.layers=4", "model.period=[{attention: {window: 5}}, {}]")
 each_model = pytest.mark.parametrize("kind", MODELS)
 scanned_or_not = pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 LAYERS = "blocks/.*"
 
 
-def make_model(*settings, dtype="float32"):
+def make_model(*settings, dtype="float32", rules=RULES["all"]):
     cfg = mt.load_config(
         "laptop",
         ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64",
          "model.vocab=320", f"model.dtype={dtype}", *settings],
     )  # fmt: skip
-    return Transformer(cfg.model, rngs=nnx.Rngs(0))
+    return Transformer(cfg.model, rules=rules, rngs=nnx.Rngs(0))
 
 
 def scanning(scan):
@@ -105,13 +108,10 @@ def test_one_line_stores_every_layers_weights_in_8_bits(kind, dtype, scan):
     logits = taken(TOKENS)
     assert 0 < error(logits, model(TOKENS)) < 0.03
     # Stored numbers are read, and not quantized anew from what is gone.
-    np.testing.assert_array_equal(
-        logits, nnx.jit(lambda m: m(TOKENS))(taken)
-    ) if dtype == "float32" else None
     np.testing.assert_array_equal(logits, taken(TOKENS))
 
 
-@each_model
+@pytest.mark.parametrize("kind", ["dense", "experts with slots"])
 def test_scanned_and_unrolled_layers_store_the_same(kind):
     taken = [
         qwix.quantize_model(
@@ -214,12 +214,16 @@ def test_statistics_of_each_layer_are_kept_and_move(scan):
     taken = qwix.quantize_model(
         model, qwix.QtProvider(int8("blocks/ffn/.*", act_static_scale=True)), TOKENS
     )
-    counts = {k: v for k, v in names_of(taken).items() if k.endswith("count")}
-    assert len(counts) == 3 and all(v.shape == (2,) for v in counts.values())
+
+    def statistics():
+        kept = nnx.to_flat_state(nnx.state(taken, qwix.QuantStat))
+        return [variable.get_value() for _, variable in kept]
+
+    assert len(statistics()) == 3
     for calls in (1, 2):
         taken(TOKENS)
-        for path in counts:
-            np.testing.assert_array_equal(names_of(taken)[path], calls)
+        for kept in statistics():
+            np.testing.assert_array_equal(kept["count"], [calls, calls])
 
 
 # --- adapters
@@ -245,9 +249,8 @@ def test_adapters_of_each_layer_start_without_effect_and_learn(dtype, scan):
 
 
 @scanned_or_not
-@pytest.mark.parametrize("kind", ["dense", "experts with slots"])
-def test_adapters_on_4_bit_weights(kind, scan):
-    model = make_model(*MODELS[kind], scanning(scan))
+def test_adapters_on_4_bit_weights(scan):
+    model = make_model(scanning(scan))
     taken = with_adapters(model, lora(weight_qtype="nf4", tile_size=32))
     stored = qwix.quantize_model(model, qwix.PtqProvider(nf4()), TOKENS)
     np.testing.assert_array_equal(taken(TOKENS), stored(TOKENS))
@@ -274,6 +277,10 @@ def test_adapters_on_4_bit_weights(kind, scan):
         ("experts", lambda: lora(weight_qtype="nf4", tile_size=32), {
             ("blocks/ffn", name) for name in ("gate", "up", "down")}),
         ("experts with slots", lambda: qwix.PtqProvider(int8()), set()),
+        ("experts with slots", lambda: lora(), set()),
+        # It tells stored weights apart by their shapes.
+        ("experts with slots", lambda: lora(weight_qtype="nf4", tile_size=32), {
+            ("blocks/ffn", f"{name}'s adapter") for name in ("gate", "up")}),
     ],
 )  # fmt: skip
 def test_the_check_names_what_stays_wide(kind, provider, found):
@@ -304,12 +311,12 @@ def test_the_check_sees_a_backward_pass_that_is_hidden(monkeypatch):
         ),
     )
     monkeypatch.setattr(Linear, "__call__", lambda self, x, out="act": hidden(x, self.w[...]))
-    wide = wide_products(make_model(), train_int8(), TOKENS)
-    assert {(w.module, w.what) for w in wide} == {
-        (f"blocks/{name}", "backward")
-        for name in ("attention/q", "attention/k", "attention/v", "attention/o", "ffn/gate", "ffn/up", "ffn/down")
-    }  # fmt: skip
-    assert len(wide) == 2 * 7
+    # As part of a step Qwix doesn't even find the forward product's module.
+    backward = Counter(
+        w.module for w in wide_products(make_model(), train_int8(), TOKENS) if w.what == "backward"
+    )
+    modules = [f"attention/{name}" for name in "qkvo"] + ["ffn/gate", "ffn/up", "ffn/down"]
+    assert backward == {f"blocks/{name}": 2 for name in modules}
 
 
 def test_the_check_leaves_the_model_as_it_was():
@@ -339,3 +346,73 @@ def test_our_rules_name_the_same_products_in_qwix():
     assert (up.weight_qtype, up.bwd_qtype) == (jnp.float8_e4m3fn, jnp.float8_e5m2)
     assert (q.weight_qtype, q.tile_size, q.bwd_weight_grad_tile_size) == (jnp.int8, 16, 16)
     assert out.disable_channelwise_axes and out.bwd_stochastic_rounding == "uniform"
+
+
+# --- on several devices
+
+MESHES = {
+    "dp": {"data": 8},
+    "fsdp": {"data": 1, "fsdp": 8},
+    "tp": {"data": 4, "tensor": 2},
+    "fsdp_tp": {"data": 1, "fsdp": 4, "tensor": 2},
+}
+ROWS = jnp.arange(8 * 16).reshape(8, 16) % 320
+
+
+def on_mesh(preset, take):
+    """The logits of a model that Qwix takes on a mesh, and the taken model."""
+    with jax.set_mesh(make_mesh(MeshConfig(**MESHES[preset]))):
+        rules = RULES[preset]
+        tokens = rules.shard(ROWS, "batch", "seq")
+        taken = take(make_model(rules=rules), tokens)
+        return np.asarray(taken(tokens)), taken
+
+
+@pytest.mark.parametrize("preset", ["dp", "fsdp"])
+def test_stored_weights_and_adapters_on_a_mesh_are_those_of_one_device(preset):
+    def take(model, tokens):
+        provider = lora(weight_qtype="nf4", tile_size=32)
+        return qwix.apply_lora_to_model(model, provider, tokens, rngs=nnx.Rngs(1))
+
+    logits, taken = on_mesh(preset, take)
+    alone = take(make_model(), ROWS)
+    np.testing.assert_allclose(logits, alone(ROWS), rtol=1e-4, atol=1e-4)
+    for path, x in names_of(alone).items():
+        np.testing.assert_allclose(
+            np.float32(names_of(taken)[path]), np.float32(x), rtol=1e-5, err_msg=path
+        )
+
+
+NO_SHARDING = (
+    "Qwix 0.1.8 passes no out_sharding to its weight gradient, and this version does: remove this test, the refusal "
+    "on meshes in minitext/models/qwix_rules.py with its test, and compare QtProvider on every mesh above"
+)
+
+
+def test_quantized_training_of_one_product_on_a_mesh_fails_in_qwix():
+    class Product(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 8)))
+
+        def __call__(self, x):
+            return jnp.einsum("XD,DF->XF", x, self.w[...])
+
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        x = jax.device_put(jnp.ones((32, 16)), P("data", None))
+        taken = qwix.quantize_model(Product(), train_int8(".*"), x)
+        try:
+            nnx.grad(lambda model: jnp.sum(model(x)))(taken)
+        except Exception as problem:
+            assert "specify the output sharding" in str(problem)
+        else:
+            pytest.fail(NO_SHARDING)
+
+
+def test_the_check_refuses_quantized_training_on_a_mesh_and_names_ours():
+    with (
+        jax.set_mesh(make_mesh(MeshConfig(data=8))),
+        pytest.raises(UserError, match="model.quantization"),
+    ):
+        refuse_wide(
+            make_model(rules=RULES["dp"]), train_int8(), RULES["dp"].shard(ROWS, "batch", "seq")
+        )

@@ -23,8 +23,7 @@ from minitext.models.moe import MoE
 from minitext.models.transformer import Transformer
 
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
-EXEMPT = "exempt"
-PLACE = re.compile(r"module\[(.*?)\]")
+OPERATION = re.compile(r"operation\[(\w+)\]")
 
 
 class WideProduct(NamedTuple):
@@ -104,15 +103,26 @@ def wide_products(model: nnx.Module, provider: Any, *inputs: Any) -> list[WidePr
       model: ours, before or after Qwix took it.
       provider: of the kind `qwix.QtProvider` or `qwix.PtqProvider`, LoRA's included; one that has taken no model.
       *inputs: the model's, such as tokens [B, T].
+
+    Raises:
+      UserError: on a mesh of several devices for a `QtProvider`, whose weight gradients have no sharding there.
     """
     import qwix
 
+    trains = isinstance(provider, qwix.QtProvider)
+    mesh = jax.sharding.get_abstract_mesh()
+    if trains and mesh.size > 1:
+        raise UserError(
+            f"Qwix {qwix.__version__} gives its weight gradients no sharding, and JAX refuses them on the mesh of "
+            f"{mesh.size} devices: use model.quantization"
+        )
     kind = type(provider)
     scoped = type(kind.__name__, (kind,), {"get_intercept_map": _marked(kind)})
-    marked = copy.copy(provider)
+    marked: Any = copy.copy(provider)
     marked.__class__ = scoped
     rngs = {"rngs": nnx.Rngs(0)} if isinstance(provider, qwix.LoraProvider) else {}
-    taken = qwix.quantize_model(model, marked, *inputs, **rngs)
+    # Nothing is computed.
+    taken = nnx.eval_shape(lambda model: qwix.quantize_model(model, marked, *inputs, **rngs), model)
     found = []
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(taken)}
     if isinstance(provider, qwix.PtqProvider):
@@ -122,7 +132,6 @@ def wide_products(model: nnx.Module, provider: Any, *inputs: Any) -> list[WidePr
         if module is not taken:
             module.__class__ = _scoped(type(module))
     differentiable = nnx.DiffState(0, nnx.Param)
-    trains = isinstance(provider, qwix.QtProvider)
 
     def loss(model: Any) -> jax.Array:
         return jnp.sum(model(*inputs).astype(jnp.float32))
@@ -130,17 +139,16 @@ def wide_products(model: nnx.Module, provider: Any, *inputs: Any) -> list[WidePr
     graphdef, state = nnx.split(taken)
     run: Callable = nnx.grad(loss, argnums=differentiable) if trains else loss
     program = jax.make_jaxpr(lambda state: jax.tree.leaves(run(nnx.merge(graphdef, state))))(state)
-    for where, types in _products(program.jaxpr, ""):
-        places = PLACE.findall(where)
-        if not places or EXEMPT in where.rpartition("module[")[2]:
-            continue
-        rule = _rule_of(places[-1], provider._rules)
+    for where, types in traced_products(program.jaxpr):
+        *_, inside = where.split("module[")
+        module, operation = inside.partition("]")[0], OPERATION.search(inside)
+        rule = _rule_of(module, operation and operation[1], provider._rules)
         back = "transpose(" in where
         named = rule is not None and rule.weight_qtype is not None and rule.act_qtype is not None
         if named and back:
             named = getattr(rule, "bwd_qtype", None) is not None
         if named and any(jnp.dtype(kind).itemsize > 1 for kind in types):
-            found.append(WideProduct(places[-1], "backward" if back else "forward", types))
+            found.append(WideProduct(module, "backward" if back else "forward", types))
     return found
 
 
@@ -154,13 +162,18 @@ def refuse_wide(model: nnx.Module, provider: Any, *inputs: Any) -> None:
         )
 
 
-def _rule_of(path: str, rules: Sequence[Any]) -> Any:
-    return next((rule for rule in rules if re.fullmatch(rule.module_path, path)), None)
+def _rule_of(path: str, operation: str | None, rules: Sequence[Any]) -> Any:
+    """Returns the first rule for an operation in a module; None stands for one that Qwix doesn't see."""
+    for rule in rules:
+        ours = operation is None or not rule.op_names or operation in rule.op_names
+        if re.fullmatch(rule.module_path, path) and ours:
+            return rule
+    return None
 
 
 def _wide_weights(name: str, module: nnx.Module, rules: Sequence[Any]) -> Iterator[WideProduct]:
     """Yields a module's matrices that its rule would store narrow and that are stored as they were."""
-    rule = _rule_of(name, rules)
+    rule = _rule_of(name, None, rules)
     if rule is None or rule.weight_qtype is None:
         return
     for key, value in vars(module).items():
@@ -169,20 +182,21 @@ def _wide_weights(name: str, module: nnx.Module, rules: Sequence[Any]) -> Iterat
             continue
         if matrix and len(getattr(value, "axes", ())) > 1:
             yield WideProduct(name, key, (str(value.get_value().dtype),))
+    if hasattr(rule, "rank"):
+        # Qwix knows a stored weight by its shape, and gives those of one shape no adapters.
+        stored = {k: v.shape for k, v in vars(module).items() if type(v).__name__ == "WithAux"}
+        for key, shape in stored.items():
+            if list(stored.values()).count(shape) > 1:
+                yield WideProduct(name, f"{key}'s adapter", ("none",))
 
 
 def _marked(kind: type) -> Callable:
-    """Returns a provider's `get_intercept_map`, which marks the products that no rule names in the program."""
+    """Returns a provider's `get_intercept_map`, which names in the program the operations that Qwix sees."""
 
     def get_intercept_map(self) -> dict[str, Callable]:
         def marks(name: str, replaced: Callable) -> Callable:
-            op = name.rpartition(".")[2]
-
             def run(*args, **options):
-                rule, _ = self._get_current_rule_and_op_id(op, only_rule=True)
-                if rule is not None and rule.weight_qtype is not None:
-                    return replaced(*args, **options)
-                with jax.named_scope(EXEMPT):
+                with jax.named_scope(f"operation[{name.rpartition('.')[2]}]"):
                     return replaced(*args, **options)
 
             return run
@@ -208,11 +222,12 @@ def _scoped(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {name: scoped(getattr(kind, name)) for name in methods})
 
 
-def _products(jaxpr: Any, outside: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def traced_products(jaxpr: Any, outside: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields the names and the factors' types of a program's products, also of those in its loops and functions."""
     for eqn in jaxpr.eqns:
         where = f"{outside}/{eqn.source_info.name_stack}"
         if eqn.primitive.name in PRODUCTS:
-            yield where, tuple(str(x.aval.dtype) for x in eqn.invars[:2])
+            types: Any = (str(x.aval.dtype) for x in eqn.invars[:2])
+            yield where, tuple(types)
         for inner in jaxprs_in_params(eqn.params):
-            yield from _products(inner, where)
+            yield from traced_products(inner, where)
