@@ -120,9 +120,12 @@ def wide_products(model: nnx.Module, provider: Any, *inputs: Any) -> list[WidePr
     scoped = type(kind.__name__, (kind,), {"get_intercept_map": _marked(kind)})
     marked: Any = copy.copy(provider)
     marked.__class__ = scoped
-    rngs = {"rngs": nnx.Rngs(0)} if isinstance(provider, qwix.LoraProvider) else {}
-    # Nothing is computed.
-    taken = nnx.eval_shape(lambda model: qwix.quantize_model(model, marked, *inputs, **rngs), model)
+
+    def take(model: nnx.Module) -> nnx.Module:
+        rngs = {"rngs": nnx.Rngs(0)} if isinstance(provider, qwix.LoraProvider) else {}
+        return qwix.quantize_model(model, marked, *inputs, **rngs)
+
+    taken = nnx.eval_shape(take, model)  # nothing is computed
     found = []
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(taken)}
     if isinstance(provider, qwix.PtqProvider):

@@ -198,17 +198,19 @@ class Lift:
 
     def layer(self, params: Any) -> Any:
         """Returns the layer with these parameters."""
-        return nnx.merge(self.graphdef, params)
+        copied = jax.tree.map(lambda x: x, params)  # statistics are dicts, which Qwix changes
+        return nnx.merge(self.graphdef, copied)
 
     def changes(self, layer: Any, params: Any) -> dict[tuple[Any, ...], Any]:
         """Returns the variables that a call of the layer made or changed, by path."""
         self.called, after = nnx.split(layer)
         before, after = (dict(nnx.to_flat_state(state)) for state in (params, after))
-        changed = {
-            path: variable
-            for path, variable in after.items()
-            if path not in before or variable.get_raw_value() is not before[path].get_raw_value()
-        }
+
+        def same(path: tuple[Any, ...], variable: Any) -> bool:
+            old = jax.tree.leaves(before.get(path))
+            return [id(x) for x in old] == [id(x) for x in jax.tree.leaves(variable)]
+
+        changed = {path: x for path, x in after.items() if not same(path, x)}
         self.unchanged = after.keys() - changed.keys()
         return changed
 

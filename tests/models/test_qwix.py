@@ -177,6 +177,7 @@ def test_a_quantized_model_continues_from_a_cache(apart):
 # --- in training
 
 
+@pytest.mark.slow
 @scanned_or_not
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @each_model
@@ -234,7 +235,8 @@ def test_statistics_of_each_layer_are_kept_and_move(scan):
 def test_adapters_of_each_layer_start_without_effect_and_learn(dtype, scan):
     model = make_model(scanning(scan), dtype=dtype)
     taken = with_adapters(model, lora())
-    np.testing.assert_array_equal(taken(TOKENS), model(TOKENS))
+    # XLA rounds at other places where it adds nothing.
+    assert error(taken(TOKENS), model(TOKENS)) < (1e-6 if dtype == "float32" else 0.01)
     adapters = gradients(taken, nnx.LoRAParam)
     assert len(adapters) == 2 * 7
     for path, gradient in adapters.items():
@@ -272,7 +274,7 @@ def test_adapters_on_4_bit_weights(scan):
         ("dense", lambda: lora(weight_qtype="nf4", tile_size=32), set()),
         ("experts", lambda: train_int8(), set()),
         # Qwix has no version of a grouped product for stored weights.
-        ("experts", lambda: qwix.PtqProvider(int8(op_names=("dot_general", "ragged_dot"))), {
+        ("experts", lambda: qwix.PtqProvider(int8("blocks/ffn")), {
             ("blocks/ffn", name) for name in ("gate", "up", "down", "forward")}),
         ("experts", lambda: lora(weight_qtype="nf4", tile_size=32), {
             ("blocks/ffn", name) for name in ("gate", "up", "down")}),
@@ -313,7 +315,9 @@ def test_the_check_sees_a_backward_pass_that_is_hidden(monkeypatch):
     monkeypatch.setattr(Linear, "__call__", lambda self, x, out="act": hidden(x, self.w[...]))
     # As part of a step Qwix doesn't even find the forward product's module.
     backward = Counter(
-        w.module for w in wide_products(make_model(), train_int8(), TOKENS) if w.what == "backward"
+        w.module
+        for w in wide_products(make_model(scanning(True)), train_int8(), TOKENS)
+        if w.what == "backward"
     )
     modules = [f"attention/{name}" for name in "qkvo"] + ["ffn/gate", "ffn/up", "ffn/down"]
     assert backward == {f"blocks/{name}": 2 for name in modules}
