@@ -17,7 +17,7 @@ from flax import nnx
 from minitext import kernels
 from minitext.config.quantization import QuantizationRule
 from minitext.errors import UserError
-from minitext.kernels.linear.xla import Specs, product
+from minitext.kernels.linear.xla import Specs, plain_linear
 from minitext.models import quantization
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
@@ -151,7 +151,7 @@ class Linear(nnx.Module):
         # Not `get_value()`: Qwix puts stored 8-bit weights in the parameter's place, which lack it.
         w_DF = self.w[...]
         plain = is_qwixed(self)
-        y = product(x, w_DF, specs) if plain else project(x, w_DF, specs, self.quantization)
+        y = plain_linear(x, w_DF, specs) if plain else project(x, w_DF, specs, self.quantization)
         y = y.astype(x.dtype)  # Qwix's adapters add in their own type
         if not hasattr(self, "b"):
             return y

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext import hardware, kernels
 from minitext.config.model import ModelConfig, MoEConfig
 from minitext.config.quantization import QuantizationRule
-from minitext.kernels.grouped_matmul.xla import product as ragged_product
+from minitext.kernels.grouped_matmul.xla import plain_grouped_matmul
 from minitext.models import quantization
 from minitext.models.ffn import SwiGLU, gated
 from minitext.models.layers import is_qwixed, make_param
@@ -285,14 +285,10 @@ def swiglu_experts(
         grouped = quantization.grouped_matmul
         rows, product = rows_MD, lambda x, w: grouped(x, w, sizes_E, rule)
     elif sizes_E is None:
-        # Not an einsum, as the router's product is: a rule of Qwix tells the two apart by the operation.
-        batched = (((2,), (1,)), ((0,), (0,)))
-        rows, product = (
-            jnp.reshape(rows_MD, (E, -1, D)),
-            lambda x, w: jax.lax.dot_general(x, w, batched).astype(x.dtype),
-        )
+        rows = jnp.reshape(rows_MD, (E, -1, D))
+        product = _plain_batched if plain else partial(jnp.einsum, "GMK,GKN->GMN")
     else:
-        grouped = ragged_product if plain else kernels.grouped_matmul
+        grouped = plain_grouped_matmul if plain else kernels.grouped_matmul
         rows, product = rows_MD, partial(grouped, group_sizes_G=sizes_E)
 
     def project(x: jax.Array, name: str) -> jax.Array:
@@ -309,6 +305,12 @@ def swiglu_experts(
     gate, up = checkpoint_name((project(rows, "gate"), project(rows, "up")), "gate_up")
     hidden = checkpoint_name(gated(gate, up, activation), "hidden")
     return jnp.reshape(project(hidden, "down"), rows_MD.shape)
+
+
+def _plain_batched(x_GMK: jax.Array, w_GKN: Any) -> jax.Array:
+    """Returns the einsum GMK,GKN->GMN as another operation, by which Qwix's rules tell it from the router's einsum."""
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    return jax.lax.dot_general(x_GMK, w_GKN, numbers).astype(x_GMK.dtype)
 
 
 def scaled(routing: Routing, factor: jax.Array) -> Routing:

@@ -196,10 +196,17 @@ class Lift:
         self.stack = stack
         self.graphdef, self.params = nnx.split(stack)
 
-    def layer(self, params: Any) -> Any:
-        """Returns the layer with these parameters."""
-        copied = jax.tree.map(lambda x: x, params)  # statistics are dicts, which Qwix changes
-        return nnx.merge(self.graphdef, copied)
+    def layer(self, run: Callable) -> Callable:
+        """Returns (x, (one layer's parameters, more)) -> (x, (output, changes)) of `run(layer, x, more)`."""
+
+        def one(x, inputs):
+            params, more = inputs
+            # Copied, since statistics are dicts, which Qwix changes.
+            layer = nnx.merge(self.graphdef, jax.tree.map(lambda leaf: leaf, params))
+            x, output = run(layer, x, more)
+            return x, (output, self.changes(layer, params))
+
+        return one
 
     def changes(self, layer: Any, params: Any) -> dict[tuple[Any, ...], Any]:
         """Returns the variables that a call of the layer made or changed, by path."""
@@ -453,13 +460,7 @@ class Transformer(nnx.Module):
         lifts = [Lift(stack) for stack in stacks]
 
         def layer(place: int):
-            def one(x, inputs):
-                params_l, kept_l = inputs
-                block = lifts[place].layer(params_l)
-                x, output = run(place, block, x, kept_l)
-                return x, (output, lifts[place].changes(block, params_l))
-
-            one = remat(one, self.cfg)
+            one = remat(lifts[place].layer(partial(run, place)), self.cfg)
             if is_qwixed(stacks[place]):
                 one = jax.jit(one)  # Qwix finds out which arrays are weights by how they are traced
             alone = len(stacks) == 1 or self.cfg.remat == "none" or self.rules.splits("layers")

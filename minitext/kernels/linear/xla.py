@@ -21,14 +21,14 @@ class Specs(NamedTuple):
 def linear(x: jax.Array, w_DF: jax.Array, specs: Specs) -> jax.Array:
     """Computes `minitext.kernels.linear`, whose gradients are two more products."""
     if x.dtype == w_DF.dtype and specs.x is None:
-        return product(x, w_DF, specs)
+        return plain_linear(x, w_DF, specs)
     # Autodiff would keep the factor that it multiplies by, cast and resharded, for the backward pass: in a scan
     # a copy of every layer's weight. Now it keeps what is stored, and makes the factor again. The product isn't
     # repeated: no gradient needs its result.
-    return jax.checkpoint(lambda x: product(x, w_DF, specs), prevent_cse=False)(x)
+    return jax.checkpoint(lambda x: plain_linear(x, w_DF, specs), prevent_cse=False)(x)
 
 
-def product(x: jax.Array, w_DF: Any, specs: Specs) -> jax.Array:
+def plain_linear(x: jax.Array, w_DF: Any, specs: Specs) -> jax.Array:
     """Returns the bare product, of which autodiff keeps both factors; libraries may give it a weight of their own."""
     return jnp.einsum("...D,DF->...F", *gather_factors(x, w_DF, specs), out_sharding=specs.y)
 
