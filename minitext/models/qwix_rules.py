@@ -1,7 +1,17 @@
 """Qwix, the stack's library for quantization, on our models: its rules from ours, and a check of what it leaves wide.
 
-Qwix (`minitext[qwix]`) replaces the products that it sees while a model runs, by rules on module paths. What it doesn't
-see stays as it was, without a word: the backward pass of a custom_vjp, and operations that it has no version of.
+Qwix (`minitext[qwix]`) replaces the products that it sees while `model(tokens)` runs, by rules on module paths. What
+it doesn't see stays as it was, without a word: the backward pass of a custom_vjp, and operations that it has no version
+of.
+Our models need no change for `PtqProvider`, for `QtProvider` (without a type of gradients it is quantization-aware
+training), and for `LoraProvider` with or without stored weights, scanned or unrolled. The limits of Qwix 0.1.8:
+
+- Experts without slots can be trained with quantized products, and nothing else. With
+  `model.ffn.capacity_factor` = experts / experts_per_token they have slots, and nothing is dropped.
+- Of the experts' weights that are stored narrow, `down` alone gets adapters.
+- On a mesh of several devices, weights that are stored narrow are whole on each device, and `QtProvider` fails:
+  `model.quantization` is for that.
+- Products in `model.hidden`, which our own train step calls, are replaced with `methods=("hidden",)` alone.
 
 Chapters: 25.
 """

@@ -198,6 +198,16 @@ def test_quantized_training_has_nearly_the_exact_gradients(kind, dtype, scan):
             ), path
 
 
+def test_hidden_states_are_quantized_where_they_are_asked_for():
+    """Our train step calls `hidden`, and Qwix replaces the products of one method."""
+    model = make_model()
+    exact = model.hidden(TOKENS)[0]
+    taken = qwix.quantize_model(model, train_int8(), TOKENS)
+    np.testing.assert_array_equal(taken.hidden(TOKENS)[0], exact)
+    taken = qwix.quantize_model(model, train_int8(), TOKENS, methods=("hidden",))
+    assert 0 < error(taken.hidden(TOKENS)[0], exact) < 0.05
+
+
 def test_fake_quantization_for_training_is_the_same_provider_without_a_type_of_gradients():
     """Quantization-aware training: the forward pass rounds, the backward pass is exact."""
     model = make_model()
