@@ -33,6 +33,7 @@ from minitext.models.moe import MoE
 from minitext.models.transformer import Transformer
 
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+LEAST_BLOCK = 128  # of numbers that share a scale: Qwix turns shorter ones back into wide numbers before it multiplies
 OPERATION = re.compile(r"operation\[(\w+)\]")
 
 
@@ -79,6 +80,11 @@ def to_qwix(rules: Sequence[QuantizationRule], model: Transformer) -> list[Any]:
             continue
         forward, backward = _types(rule)
         tile = rule.block if rule.granularity == "block" else None
+        if tile and tile < LEAST_BLOCK:
+            raise UserError(
+                f"model.quantization: block={tile}: Qwix multiplies blocks of less than {LEAST_BLOCK} as wide numbers: "
+                f"set {LEAST_BLOCK} or more, or use minitext's own products"
+            )
         found.append(
             qwix.QtRule(
                 module_path=re.escape(name),
@@ -91,6 +97,7 @@ def to_qwix(rules: Sequence[QuantizationRule], model: Transformer) -> list[Any]:
                 bwd_weight_grad_tile_size=tile,
                 disable_channelwise_axes=rule.granularity == "tensor",
                 bwd_stochastic_rounding="uniform" if rule.stochastic else None,
+                additional_qt_config=_blocks_backward(forward, tile) if tile else None,
             )
         )
     return found
@@ -101,6 +108,11 @@ def _types(rule: QuantizationRule) -> tuple[Any, Any]:
     if rule.dtype == "int8":
         return jnp.int8, jnp.int8
     return jnp.float8_e4m3fn, jnp.float8_e4m3fn if rule.gradients == "e4m3" else jnp.float8_e5m2
+
+
+def _blocks_backward(dtype: Any, tile: int) -> dict[str, Any]:
+    """Returns what Qwix's backward products need: by default they take the wide factors where scales are by block."""
+    return {"dlhs_residual_qtype": dtype, "drhs_residual_qtype": dtype, "dlhs_tile_size": tile}
 
 
 def wide_products(model: nnx.Module, provider: Any, *inputs: Any) -> list[WideProduct]:

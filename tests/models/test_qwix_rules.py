@@ -1,5 +1,6 @@
 """Qwix on our models, without a change of the model: what is quantized, what it makes, and what stays wide."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -308,6 +309,22 @@ def test_the_check_names_what_stays_wide(kind, provider, found):
         refuse_wide(model, provider(), TOKENS)
 
 
+def test_the_check_sees_that_blocks_leave_the_backward_pass_wide_by_default():
+    # 128 tokens, not as many as features: Qwix tells a weight by its shape.
+    model = make_model(scanning(True), "model.embed=256", "model.mlp=512", "model.kv_heads=4")
+    rules = to_qwix([QuantizationRule(module=LAYERS, granularity="block")], model)
+    assert not wide_products(model, qwix.QtProvider(rules), ROWS)
+    plain = [dataclasses.replace(rule, additional_qt_config=None) for rule in rules]
+    wide = Counter(w.what for w in wide_products(model, qwix.QtProvider(plain), ROWS))
+    assert wide == {"backward": 2 * 7}
+
+
+def test_blocks_that_qwix_would_multiply_as_wide_numbers_are_refused():
+    rules = [QuantizationRule(module=LAYERS, granularity="block", block=64)]
+    with pytest.raises(UserError, match="block=64: Qwix multiplies blocks of less than 128"):
+        to_qwix(rules, make_model())
+
+
 def test_the_check_sees_a_backward_pass_that_is_hidden(monkeypatch):
     """A custom_vjp shows Qwix its forward product alone; so projections were until they became plain ones."""
 
@@ -349,7 +366,7 @@ def test_our_rules_name_the_same_products_in_qwix():
     rules = [
         QuantizationRule(module="blocks/ffn/down", dtype="none"),
         QuantizationRule(module="blocks/ffn/.*", dtype="fp8", gradients="e5m2"),
-        QuantizationRule(module="blocks/attention/.*", granularity="block", block=16),
+        QuantizationRule(module="blocks/attention/.*", granularity="block", block=256),
         QuantizationRule(module="unembed", granularity="tensor", stochastic=True),
     ]
     found = {rule.module_path: rule for rule in to_qwix(rules, make_model())}
@@ -358,7 +375,7 @@ def test_our_rules_name_the_same_products_in_qwix():
     }  # fmt: skip
     up, q, out = (found[name] for name in ("blocks/ffn/up", "blocks/attention/q", "unembed"))
     assert (up.weight_qtype, up.bwd_qtype) == (jnp.float8_e4m3fn, jnp.float8_e5m2)
-    assert (q.weight_qtype, q.tile_size, q.bwd_weight_grad_tile_size) == (jnp.int8, 16, 16)
+    assert (q.weight_qtype, q.tile_size, q.bwd_weight_grad_tile_size) == (jnp.int8, 256, 256)
     assert out.disable_channelwise_axes and out.bwd_stochastic_rounding == "uniform"
 
 
