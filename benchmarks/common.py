@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-PACKAGES = ("minitext", "jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers")
+PACKAGES = ("minitext", "jax", "jaxlib", "flax", "optax", "numpy", "qwix", "torch", "transformers")
 
 
 # ---------------------------------------------------------------------------- sides

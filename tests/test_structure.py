@@ -324,7 +324,7 @@ def test_imports_are_declared():
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
         for n in declared(
-            "book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve", "eval"
+            "book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve", "eval", "qwix"
         )
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.

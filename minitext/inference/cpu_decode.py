@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext import hardware
-from minitext.models.layers import Embedding, Linear
+from minitext.models.layers import Embedding, Linear, is_qwixed
 from minitext.models.quantization import quantize
 from minitext.models.quantized_storage import StoredNumbers, StoredWeight
 from minitext.models.transformer import PatternCache, Period, Transformer, places
@@ -159,11 +159,12 @@ def row_parts() -> int:
 def split_projections(model: Transformer, parts: int) -> Transformer:
     """Returns the model with `SplitLinear` for every projection, for reading one token at a time on a CPU.
 
-    Quantized projections stay as they are, and so do those with stored weights unless they are int8 by channel.
+    Quantized projections and those that Qwix has taken stay as they are, and so do those with stored weights unless
+    they are int8 by channel.
     """
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
-            if not isinstance(child, Linear) or child.quantization is not None:
+            if not isinstance(child, Linear) or child.quantization or is_qwixed(child):
                 continue
             if not isinstance(child.w, StoredWeight):
                 setattr(module, name, SplitLinear(child, parts))

@@ -16,7 +16,8 @@ from flax import nnx
 
 from minitext import kernels
 from minitext.config.quantization import QuantizationRule
-from minitext.kernels.linear.xla import Specs
+from minitext.errors import UserError
+from minitext.kernels.linear.xla import Specs, plain_linear
 from minitext.models import quantization, quantized_storage
 from minitext.models.quantized_storage import StoredWeight
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
@@ -123,6 +124,11 @@ class Linear(nnx.Module):
 
     def by_head(self) -> jax.Array:
         """Returns the weight [D, N*H] of a projection onto `heads` N heads as [N, D, H]."""
+        if not isinstance(self.w, nnx.Variable | StoredWeight):
+            raise UserError(
+                f"Qwix stores a projection onto {self.heads} heads in 8 bits or fewer, and generation with "
+                "model.attention.kind=mla also multiplies it head by head: exempt it from Qwix's rules"
+            )
         w_DF, N, rules = self.w.get_value(), self.heads or 1, self.rules
         w_DF = rules.gather(w_DF, *self.axes)
         where = rules.out(None, self.axes[1], None)
@@ -149,13 +155,25 @@ class Linear(nnx.Module):
         )
         if isinstance(self.w, StoredWeight):
             y = quantized_storage.project(x, self.w, specs)
+        elif is_qwixed(self):
+            # Not `get_value()`: Qwix puts stored weights in the parameter's place, which lack it. Its adapters add in
+            # their own type.
+            y = plain_linear(x, self.w[...], specs).astype(x.dtype)
         else:
-            # Not `get_value()`: Qwix puts stored 8-bit weights in the parameter's place, which lack it.
-            y = project(x, self.w[...], specs, self.quantization)
+            y = project(x, self.w.get_value(), specs, self.quantization)
         if not hasattr(self, "b"):
             return y
         b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])
         return y + rules.shard(b_F, out)
+
+
+def is_qwixed(module: nnx.Module) -> bool:
+    """Whether the module is part of a model that Qwix has taken.
+
+    Its products must then be plain ones: Qwix replaces those that it sees, makes its parameters in the module where
+    they are, and sees neither the backward pass of a custom_vjp nor a way out of a checkpointed function.
+    """
+    return hasattr(module, "qwix_path")
 
 
 def project(
@@ -187,14 +205,23 @@ class Embedding(nnx.Module):
         """Looks up tokens [B, T] and returns [B, T, D] in `dtype`."""
         if isinstance(self.table, StoredWeight):
             x_BTD = self.table.rows(tokens_BT).astype(dtype)
+        elif not isinstance(self.table, nnx.Variable):
+            x_BTD = self._stored_rows(tokens_BT).astype(dtype)
         else:
             table_VD = self.gathered(dtype)
             x_BTD = table_VD.at[tokens_BT].get(out_sharding=self.rules.out("batch", "seq", "act"))
         return self.rules.shard(x_BTD, "batch", "residual", "act")
 
+    def _stored_rows(self, tokens_BT: jax.Array) -> jax.Array:
+        """Looks up tokens in a table that Qwix stores, whose rows have scales of their own, as numbers [B, T, D]."""
+        import qwix
+
+        stored: Any = self.table
+        return qwix.dequantize(stored[tokens_BT].array)
+
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the table [V, D] in `dtype`, split at most by vocabulary."""
-        return self.rules.gather(self.table.get_value().astype(dtype), "vocab", "embed")
+        return self.rules.gather(jnp.asarray(self.table[...], dtype), "vocab", "embed")
 
     def cannot_quantize(self, _rule: QuantizationRule) -> str | None:
         """Returns why a rule would leave the output layer's product as it is: None, for there is no reason."""

@@ -16,9 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from minitext import hardware, kernels
 from minitext.config.model import ModelConfig, MoEConfig
 from minitext.config.quantization import QuantizationRule
+from minitext.kernels.grouped_matmul.xla import plain_grouped_matmul
 from minitext.models import quantization
 from minitext.models.ffn import SwiGLU, gated
-from minitext.models.layers import make_param
+from minitext.models.layers import is_qwixed, make_param
+from minitext.models.quantized_storage import StoredWeight
 from minitext.sharding.expert_parallel import Layout, exchange, on_each_device
 from minitext.sharding.rules import ShardingRules
 
@@ -159,14 +161,15 @@ class MoE(nnx.Module):
         cfg, rules = self.cfg, self.rules
         slots = capacity(cfg, math.prod(x.shape[:-1]) // rows)
         names = [name for name in EXPERTS + ROUTER if hasattr(self, name)]
-        params = {name: getattr(self, name).get_value() for name in names}
+        # Not `get_value()` and `astype`, which a weight that Qwix stores lacks.
+        params = {name: getattr(self, name)[...] for name in names}
         # Cast weights before sending them; the router stays float32.
-        params |= {name: params[name].astype(x.dtype) for name in names if name in EXPERTS}
+        params |= {n: jnp.asarray(params[n], x.dtype) for n in names if n in EXPERTS}
         y, routing = on_each_device(
-            partial(_route_and_compute, cfg=cfg, rule=self.quantization),
+            partial(_route_and_compute, cfg=cfg, rule=self.quantization, plain=is_qwixed(self)),
             x,
             params,
-            {name: getattr(self, name).axes for name in names},
+            {name: _axes(getattr(self, name)) for name in names},
             Layout(cfg.experts, slots, rows),
             rules=rules,
             regather=self.regather,
@@ -200,6 +203,11 @@ class MoE(nnx.Module):
         return weights + biases
 
 
+def _axes(param: Any) -> tuple[str | None, ...] | None:
+    """Returns a parameter's dimension names, or None for one that Qwix stores, which has none."""
+    return param.axes if isinstance(param, nnx.Variable | StoredWeight) else None
+
+
 def _route_and_compute(
     x: jax.Array,
     params: Any,
@@ -207,6 +215,7 @@ def _route_and_compute(
     *,
     cfg: MoEConfig,
     rule: QuantizationRule | None = None,
+    plain: bool = False,
 ) -> tuple[jax.Array, Routing]:
     """Runs the layer on one device's tokens [..., D]; the routing covers the tokens of all devices."""
     # In float32, because small differences decide which experts are chosen.
@@ -218,7 +227,7 @@ def _route_and_compute(
     if cfg.bias:  # devices that share an expert's features sum their outputs
         parts = math.prod(jax.lax.axis_size(axis) for axis in layout.features)
         params = params | {"down_bias": params["down_bias"] / parts}
-    compute = partial(swiglu_experts, params, activation=cfg.activation, rule=rule)
+    compute = partial(swiglu_experts, params, activation=cfg.activation, rule=rule, plain=plain)
     if cfg.scale_input:
         # Each assignment is a token of its own, already weighted.
         x_kD = (wide[..., None, :] * choice.weights[..., None]).astype(x.dtype)
@@ -256,6 +265,7 @@ def swiglu_experts(
     *,
     activation: str = "silu",
     rule: QuantizationRule | None = None,
+    plain: bool = False,
 ) -> jax.Array:
     """Applies a device's experts to their rows and returns [M, D].
 
@@ -266,9 +276,10 @@ def swiglu_experts(
       sizes_E: the number of each expert's rows; None if all have M / E.
       activation: of the gate.
       rule: how the products are quantized, or None.
+      plain: compute products that Qwix can replace: see `is_qwixed`.
     """
-    E, M, D = len(params["gate"]), *rows_MD.shape
-    if rule is None and sizes_E is None and hardware.platform() == "cpu":
+    E, M, D = params["gate"].shape[0], *rows_MD.shape
+    if rule is None and not plain and sizes_E is None and hardware.platform() == "cpu":
         # The same product as without a capacity, since XLA's batched product sums in a different order.
         sizes_E = jnp.zeros_like(rows_MD, jnp.int32, (E,)) + M // E
     product: Callable[..., Any]
@@ -276,9 +287,11 @@ def swiglu_experts(
         grouped = quantization.grouped_matmul
         rows, product = rows_MD, lambda x, w: grouped(x, w, sizes_E, rule)
     elif sizes_E is None:
-        rows, product = jnp.reshape(rows_MD, (E, -1, D)), partial(jnp.einsum, "GMK,GKN->GMN")
+        rows = jnp.reshape(rows_MD, (E, -1, D))
+        product = _plain_batched if plain else partial(jnp.einsum, "GMK,GKN->GMN")
     else:
-        rows, product = rows_MD, partial(kernels.grouped_matmul, group_sizes_G=sizes_E)
+        grouped = plain_grouped_matmul if plain else kernels.grouped_matmul
+        rows, product = rows_MD, partial(grouped, group_sizes_G=sizes_E)
 
     def project(x: jax.Array, name: str) -> jax.Array:
         y = product(x, params[name])
@@ -294,6 +307,12 @@ def swiglu_experts(
     gate, up = checkpoint_name((project(rows, "gate"), project(rows, "up")), "gate_up")
     hidden = checkpoint_name(gated(gate, up, activation), "hidden")
     return jnp.reshape(project(hidden, "down"), rows_MD.shape)
+
+
+def _plain_batched(x_GMK: jax.Array, w_GKN: Any) -> jax.Array:
+    """Returns the einsum GMK,GKN->GMN as another operation, by which Qwix's rules tell it from the router's einsum."""
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    return jax.lax.dot_general(x_GMK, w_GKN, numbers).astype(x_GMK.dtype)
 
 
 def scaled(routing: Routing, factor: jax.Array) -> Routing:

@@ -193,6 +193,10 @@ class StoredWeight(nnx.Module):
         w = self._restored(stored)
         return w if w.ndim > len(self.axes) else self.rules.shard(w, *self.axes)
 
+    def __getitem__(self, where: Any) -> jax.Array:
+        """Returns a part of the weight in float32, as a parameter does."""
+        return self.get_value()[where]
+
     def rows(self, numbers: jax.Array) -> jax.Array:
         """Returns rows [..., D] of a table whose `axis` is -1, in float32, whole on each device."""
         rules, first = self.rules, self.axes[0]

@@ -34,7 +34,7 @@ from minitext.kernels.per_device import on_each_device
 from minitext.models.attention import GQA, KVCache
 from minitext.models.deltanet import DeltaNet, StateCache
 from minitext.models.ffn import SwiGLU
-from minitext.models.layers import Embedding, Linear, RMSNorm
+from minitext.models.layers import Embedding, Linear, RMSNorm, is_qwixed
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
 from minitext.models.paged import Paging
@@ -181,6 +181,55 @@ class Period(nnx.Module):
 def places(blocks: Any) -> Sequence[Any]:
     """Returns the stack of each place in the period: those of a `Period`, or the one stack of equal layers."""
     return blocks.layers if isinstance(blocks, Period) else (blocks,)
+
+
+class Lift:
+    """Takes the layers of a stack one by one, and what a layer's call changes in the layer back to the stack.
+
+    Our own layers change nothing. Qwix does: in a model's first call it puts quantized weights or adapters in the
+    modules, and later it may keep statistics there.
+    """
+
+    def __init__(self, stack: Any):
+        if getattr(stack, "qwix_rngs", None) is not None:  # Qwix draws each layer's adapters
+            count = len(jax.tree.leaves(nnx.state(stack, nnx.Param))[0])
+            stack.set_attributes(qwix_rngs=stack.qwix_rngs.split(count))
+        self.stack = stack
+        self.graphdef, self.params = nnx.split(stack)
+
+    def layer(self, run: Callable) -> Callable:
+        """Returns (x, (one layer's parameters, more)) -> (x, (output, changes)) of `run(layer, x, more)`."""
+
+        def one(x, inputs):
+            params, more = inputs
+            # Copied, since statistics are dicts, which Qwix changes.
+            layer = nnx.merge(self.graphdef, jax.tree.map(lambda leaf: leaf, params))
+            x, output = run(layer, x, more)
+            return x, (output, self.changes(layer, params))
+
+        return one
+
+    def changes(self, layer: Any, params: Any) -> dict[tuple[Any, ...], Any]:
+        """Returns the variables that a call of the layer made or changed, by path."""
+        self.called, after = nnx.split(layer)
+        before, after = (dict(nnx.to_flat_state(state)) for state in (params, after))
+
+        def same(path: tuple[Any, ...], variable: Any) -> bool:
+            old = jax.tree.leaves(before.get(path))
+            return [id(x) for x in old] == [id(x) for x in jax.tree.leaves(variable)]
+
+        changed = {path: x for path, x in after.items() if not same(path, x)}
+        self.unchanged = after.keys() - changed.keys()
+        return changed
+
+    def apply(self, changes: dict[tuple[Any, ...], Any]) -> None:
+        """Gives the stack what its layers' calls have changed, stacked."""
+        if not changes and self.called == self.graphdef:
+            return
+        before = dict(nnx.to_flat_state(self.params))
+        state = {path: before[path] for path in self.unchanged} | changes
+        for name, child in vars(nnx.merge(self.called, nnx.from_flat_state(state))).items():
+            setattr(self.stack, name, child)
 
 
 class Transformer(nnx.Module):
@@ -411,14 +460,12 @@ class Transformer(nnx.Module):
                     lists[place].append(new)
             news = None if caches is None else [tuple(zip(*each, strict=True)) for each in lists]
             return x_XD, together(news), None
-        split = [nnx.split(stack) for stack in stacks]
+        lifts = [Lift(stack) for stack in stacks]
 
         def layer(place: int):
-            def one(x, inputs):
-                params_l, kept_l = inputs
-                return run(place, nnx.merge(split[place][0], params_l), x, kept_l)
-
-            one = remat(one, self.cfg)
+            one = remat(lifts[place].layer(partial(run, place)), self.cfg)
+            if is_qwixed(stacks[place]):
+                one = jax.jit(one)  # Qwix finds out which arrays are weights by how they are traced
             alone = len(stacks) == 1 or self.cfg.remat == "none" or self.rules.splits("layers")
             return one if alone else one_at_a_time(one)
 
@@ -431,8 +478,11 @@ class Transformer(nnx.Module):
                 outputs.append(output)
             return x, outputs
 
-        inputs = [(params, old) for (_, params), old in zip(split, kept, strict=True)]
-        x_XD, outputs = _run_stack(period, x_XD, inputs, self.cfg.scan_layers)
+        inputs = [(lift.params, old) for lift, old in zip(lifts, kept, strict=True)]
+        x_XD, results = _run_stack(period, x_XD, inputs, self.cfg.scan_layers)
+        for lift, (_, changes) in zip(lifts, results, strict=True):
+            lift.apply(changes)
+        outputs = [output for output, _ in results]
         return x_XD, together([new for new, _ in outputs]), _interleaved([r for _, r in outputs])
 
 

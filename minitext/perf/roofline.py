@@ -71,7 +71,11 @@ def this_machine(dtype: str = "float32") -> Machine:
 
 def chip_machine(chip: hardware.Chip) -> Machine:
     """Returns one JAX device of a chip of the table, from its data sheet."""
-    peaks = {dtype: chip.peak(dtype) / chip.devices for dtype in ("float32", "bfloat16")}
+    types = ["float32", "bfloat16"]
+    # A narrow type that the matrix unit doesn't take is multiplied as a wider one.
+    types += ["int8"] if "int8" in chip.flops else []
+    types += ["float8_e4m3fn", "float8_e5m2"] if "f8" in chip.flops else []
+    peaks = {dtype: chip.peak(dtype) / chip.devices for dtype in types}
     return Machine(chip.name, peaks, chip.hbm_bandwidth / chip.devices)
 
 
@@ -145,10 +149,10 @@ def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
     """Predicts the train step of a configuration on this machine, or on `mesh.*` devices of a chip.
 
     Raises:
-      UserError: if the table has no such chip, or products are quantized.
+      UserError: if the table has no such chip, or if products are quantized and no chip is named.
     """
-    check_products(cfg.model, "a step's roofline")
     if chip is None:
+        check_products(cfg.model, "a step's roofline on this machine")
         # Simulated devices share one machine.
         return predict(count_step(cfg), this_machine(cfg.model.dtype))
     if chip not in hardware.CHIPS:

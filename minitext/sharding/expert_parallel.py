@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from minitext import hardware
+from minitext.errors import UserError
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 AXIS = "expert"
@@ -132,6 +133,11 @@ def on_each_device(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(x, params, layout)
+    if stored := [name for name, each in axes.items() if each is None]:
+        raise UserError(
+            f"the experts' {', '.join(stored)} are stored by Qwix, which doesn't divide them over the mesh's "
+            f"{mesh.size} devices: use one device, or exempt the experts from Qwix's rules"
+        )
     names = ("batch", "act") if x.ndim == 2 else ("batch", "seq", "act")
     spec = rules.spec(names)
     specs = jax.tree.map(rules.spec, axes, is_leaf=lambda names: isinstance(names, tuple))

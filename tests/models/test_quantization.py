@@ -456,7 +456,7 @@ def test_predictions_that_know_no_quantized_products_refuse():
     for predict in (
         lambda: memory.predict(cfg, mesh, "tpu"),
         lambda: comms.predict(cfg, mesh, "tpu"),
-        lambda: roofline.predict_step(cfg, "v5e"),
+        lambda: roofline.predict_step(cfg),
         lambda: serving.predict_serving(cfg, "v5e:1x1", texts=1, context=32, prompt=8),
     ):
         with pytest.raises(UserError, match=r"model\.quantization: the formulas for"):

@@ -66,6 +66,26 @@ def test_a_model_of_any_size_is_predicted_without_memory_or_compiler():
     assert peak_seconds < prediction.seconds < 3 * peak_seconds
 
 
+def test_quantized_products_take_the_chips_narrow_peak():
+    sizes = ["mesh.fsdp=64", "model.layers=2"]
+    seconds = {}
+    for chip, dtype in (("v5p", "none"), ("v5p", "int8"), ("v5p", "fp8"), ("v6e", "int8")):
+        rule = f"model.quantization=[{{module: blocks/.*, dtype: {dtype}}}]"
+        prediction = roofline.predict_step(load_config("llama2-70b", [*sizes, rule]), chip)
+        rows = [row for row in prediction.rows if row["operation"] == "dot_general"]
+        seconds[chip, dtype] = prediction.seconds
+        narrow = [row for row in rows if row["dtype"] in ("int8", "float8_e4m3fn")]
+        assert bool(narrow) == (dtype != "none")
+        name = "f8" if dtype == "fp8" and "f8" in hardware.CHIPS[chip].flops else dtype
+        peak = hardware.CHIPS[chip].flops.get(name, hardware.CHIPS[chip].peak("bf16"))
+        for row in narrow:
+            if row["limit"] == "compute":
+                assert row["seconds"] == pytest.approx(row["runs"] * row["flops"] / 64 / peak)
+    # A v5p has no fp8 products: they cost as much as bf16's, and the rounding comes on top.
+    assert seconds["v5p", "int8"] < seconds["v5p", "none"] < seconds["v5p", "fp8"]
+    assert seconds["v6e", "int8"] < seconds["v5p", "int8"]
+
+
 def test_the_kernels_counted_are_those_of_the_chip():
     cfg = load_config("laptop")
     here, there = (roofline.predict_step(cfg, chip).product_flops for chip in (None, "v5e"))

@@ -23,3 +23,10 @@ def grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     return jnp.where(owned_M1, out_MN, 0).astype(lhs_MK.dtype)
+
+
+def plain_grouped_matmul(lhs_MK, rhs_GKN, group_sizes_G) -> jax.Array:
+    """Computes the same with the bare product, whose types follow from the factors: Qwix's own supports no others."""
+    owned_M1 = jnp.arange(lhs_MK.shape[0])[:, None] < jnp.sum(group_sizes_G)
+    out_MN = jax.lax.ragged_dot(jnp.where(owned_M1, lhs_MK, 0), rhs_GKN, group_sizes_G)
+    return jnp.where(owned_M1, out_MN, 0)
