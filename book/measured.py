@@ -149,6 +149,22 @@ def serve_compiled(records: list[Record]) -> str:
     return table(header, rows)
 
 
+def quantization_qwix(records: list[Record]) -> str:
+    """Our quantized products beside Qwix's."""
+    rows = [
+        [
+            r["scheme"], r["products_of"], f"{r['narrow']} of {r['products']}", f"{max(r['gradient_error']):.2%}",
+            f"{min(r['gradient_cosine']):.4f}", f"{r['times_float32']:.2f}",
+        ]
+        for r in records[-1]["rows"]
+    ]  # fmt: skip
+    header = [
+        "Scheme", "Products of", "Narrow", "Error of the gradient, worst layer", "Its cosine, worst layer",
+        "Step / float32's",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
 def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
@@ -455,6 +471,7 @@ SECTIONS = {
     "decode_cpu": ("Generating on a CPU", decode_cpu),
     "serve_cpu": ("Many texts at once", serve_cpu),
     "serve_load": ("A server under load", serve_load),
+    "quantization_qwix": ("Quantized products, ours and Qwix's", quantization_qwix),
     "serve_compiled": ("The engine's programs for chips that aren't here", serve_compiled),
     "train_gpu": ("Training on a GPU", train_gpu),
     "compile": ("Starting and compiling", compile_),

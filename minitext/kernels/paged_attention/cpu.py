@@ -54,45 +54,6 @@ def _paged_attention(
     step = min(X, max(1, BLOCK_BYTES // (Z * page_bytes)))
     page_KBX = jnp.pad(page_KBX, ((0, 0), (0, 0), (0, -X % step)))
 
-    def attend(operands):
-        q_ZGH, page_ZX, end_Z, start_Z, sink_ZG = operands
-
-        def of_pages(i, kept):
-            most_ZG, sum_ZG, out_ZGH = kept
-            page_Zx = jax.lax.dynamic_slice_in_dim(page_ZX, i * step, step, 1)
-            # Within bounds by the caller's promise; XLA's gather takes the nearest page for others.
-            k_ZLH, v_ZLH = (
-                jnp.reshape(x.at[page_Zx].get(mode="promise_in_bounds"), (Z, step * S, H))
-                for x in (k_pages, v_pages)
-            )
-            logits_ZGL = jnp.einsum(
-                "ZGH,ZLH->ZGL", q_ZGH, k_ZLH, preferred_element_type=jnp.float32
-            )
-            if softcap is not None:
-                logits_ZGL = softcap * jnp.tanh(logits_ZGL / softcap)
-            place_L = i * step * S + jnp.arange(step * S)
-            seen_ZL = (place_L >= start_Z[:, None]) & (place_L < end_Z[:, None])
-            logits_ZGL = jnp.where(seen_ZL[:, None], logits_ZGL, LEAST)
-            new_ZG = jnp.maximum(most_ZG, jnp.max(logits_ZGL, axis=2))
-            weight_ZGL = jnp.where(seen_ZL[:, None], jnp.exp(logits_ZGL - new_ZG[..., None]), 0)
-            # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
-            v_ZLH = jnp.where(seen_ZL[..., None], v_ZLH, 0)
-            more_ZGH = jnp.einsum(
-                "ZGL,ZLH->ZGH", weight_ZGL.astype(v_ZLH.dtype), v_ZLH,
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            kept_ZG = jnp.exp(most_ZG - new_ZG)
-            sum_ZG = sum_ZG * kept_ZG + jnp.sum(weight_ZGL, axis=2)
-            return new_ZG, sum_ZG, out_ZGH * kept_ZG[..., None] + more_ZGH
-
-        most_ZG = jnp.maximum(sink_ZG, LEAST)
-        first = most_ZG, jnp.exp(sink_ZG - most_ZG), jnp.zeros(q_ZGH.shape, jnp.float32)
-        steps = (jnp.max(end_Z) + step * S - 1) // (step * S)
-        _, sum_ZG, out_ZGH = jax.lax.fori_loop(0, steps, of_pages, first)
-        return (
-            out_ZGH / jnp.where(sum_ZG > 0, sum_ZG, 1)[..., None]
-        )  # 0 for a sequence without tokens
-
     def blocks(x):
         x = jnp.reshape(x, (K * B, *x.shape[2:]))
         x = jnp.pad(x, [(0, -(K * B) % Z)] + [(0, 0)] * (x.ndim - 1))
@@ -100,6 +61,43 @@ def _paged_attention(
 
     ends_KB, starts_KB = (jnp.broadcast_to(x, (K, B)) for x in (ends_B, starts_B))
     args = q_KBGH, page_KBX, ends_KB, starts_KB, sinks_KBG
+    attend = partial(_attend, k_pages, v_pages, S, step, softcap)
     out_YZGH = jax.lax.map(attend, jax.tree.map(blocks, args))
     out_KBGH = jnp.reshape(jnp.reshape(out_YZGH, (-1, N // K, H))[: K * B], (K, B, N // K, H))
     return jnp.reshape(jnp.swapaxes(out_KBGH, 0, 1), (B, N, H)).astype(q_BNH.dtype)
+
+
+def _attend(k_pages, v_pages, S, step, softcap, operands):
+    """Attends with Z pairs of a key head and a sequence, `step` pages at a time; returns [Z, G, H]."""
+    q_ZGH, page_ZX, end_Z, start_Z, sink_ZG = operands
+    Z, _, H = q_ZGH.shape
+
+    def of_pages(i, kept):
+        most_ZG, sum_ZG, out_ZGH = kept
+        page_Zx = jax.lax.dynamic_slice_in_dim(page_ZX, i * step, step, 1)
+        # Within bounds by the caller's promise; XLA's gather takes the nearest page for others.
+        k_ZLH, v_ZLH = (
+            jnp.reshape(x.at[page_Zx].get(mode="promise_in_bounds"), (Z, step * S, H))
+            for x in (k_pages, v_pages)
+        )
+        wide = {"preferred_element_type": jnp.float32}
+        logits_ZGL = jnp.einsum("ZGH,ZLH->ZGL", q_ZGH, k_ZLH, **wide)
+        if softcap is not None:
+            logits_ZGL = softcap * jnp.tanh(logits_ZGL / softcap)
+        place_L = i * step * S + jnp.arange(step * S)
+        seen_ZL = (place_L >= start_Z[:, None]) & (place_L < end_Z[:, None])
+        logits_ZGL = jnp.where(seen_ZL[:, None], logits_ZGL, LEAST)
+        new_ZG = jnp.maximum(most_ZG, jnp.max(logits_ZGL, axis=2))
+        weight_ZGL = jnp.where(seen_ZL[:, None], jnp.exp(logits_ZGL - new_ZG[..., None]), 0)
+        # Unseen values may be NaN, and a weight of 0 doesn't make NaN 0.
+        v_ZLH = jnp.where(seen_ZL[..., None], v_ZLH, 0)
+        more_ZGH = jnp.einsum("ZGL,ZLH->ZGH", weight_ZGL.astype(v_ZLH.dtype), v_ZLH, **wide)
+        kept_ZG = jnp.exp(most_ZG - new_ZG)
+        sum_ZG = sum_ZG * kept_ZG + jnp.sum(weight_ZGL, axis=2)
+        return new_ZG, sum_ZG, out_ZGH * kept_ZG[..., None] + more_ZGH
+
+    most_ZG = jnp.maximum(sink_ZG, LEAST)
+    first = most_ZG, jnp.exp(sink_ZG - most_ZG), jnp.zeros(q_ZGH.shape, jnp.float32)
+    steps = (jnp.max(end_Z) + step * S - 1) // (step * S)
+    _, sum_ZG, out_ZGH = jax.lax.fori_loop(0, steps, of_pages, first)
+    return out_ZGH / jnp.where(sum_ZG > 0, sum_ZG, 1)[..., None]  # 0 for one without tokens
