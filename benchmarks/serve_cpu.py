@@ -6,9 +6,10 @@
     minitext train train.steps=1 run.name=10.7M model.layers=6 model.embed=384 model.heads=6 model.mlp=1024
     python benchmarks/serve_cpu.py runs/10.7M
 
-All sides hold the same float32 weights, continue the same prompts of several lengths greedily, and give the same number
-of tokens for each; none ends early. transformers is taken with `generate` for one text after the other, with `generate`
-for all together, padded on the left, and with its continuous batching. A single text is timed too: by the engine, by
+All sides hold the same float32 weights, continue the same prompts of several lengths greedily, and give the tokens that
+are asked for each; none ends early. With --shortest-answer answers have several lengths too, and only what was asked for
+counts. transformers is taken with `generate` for one text after the other, with `generate` for all together, padded on
+the left and up to the longest answer, and with its continuous batching, whose answers can't be asked for one by one. A single text is timed too: by the engine, by
 `minitext generate` and by transformers' `generate`. The server's own work isn't counted on any side.
 """
 
@@ -31,15 +32,17 @@ TOGETHER = (
 ALONE = ("minitext", "minitext generate", "transformers one by one")
 
 
-def draw_prompts(case):
-    """Returns the prompts, lists of token ids of several lengths, always the same."""
+def draw_texts(case):
+    """Returns prompts, lists of token ids of several lengths, and how many tokens to answer; always the same."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(case["shortest"], case["longest"] + 1, case["texts"])
-    return [draw.integers(0, case["vocab"] - 1, length).tolist() for length in lengths]
+    prompts = [draw.integers(0, case["vocab"] - 1, length).tolist() for length in lengths]
+    answers = draw.integers(case["shortest_answer"], case["new_tokens"] + 1, case["texts"])
+    return list(zip(prompts, answers.tolist(), strict=True))
 
 
 def engine_side(case):
-    """Returns a function of prompts for the engine: their continuations, all at once."""
+    """Returns a function of texts for the engine: their continuations, all at once."""
     from minitext.distributed import devices
 
     devices.start()  # before JAX is imported: an installed libtpu would look for a TPU
@@ -53,15 +56,15 @@ def engine_side(case):
         cfg.model, params, EngineOptions(max_length=longest, max_sequences=case["texts"], reuse_prefixes=False)
     )  # fmt: skip
 
-    def run(prompts):
-        tokens = [[] for _ in prompts]
-        for prompt, out in zip(prompts, tokens, strict=True):
+    def run(texts):
+        tokens = [[] for _ in texts]
+        for (prompt, answer), out in zip(texts, tokens, strict=True):
 
             def take(event, out=out):
                 if event.token is not None:
                     out.append(event.token)
 
-            engine.submit(Request(tuple(prompt), case["new_tokens"], temperature=0), take)
+            engine.submit(Request(tuple(prompt), answer, temperature=0), take)
         while engine.step():
             pass
         return tokens
@@ -80,10 +83,10 @@ def generate_side(case):
     cfg, params, _, _ = load_run(case["run"])
     generator = Generator(cfg.model, params, Sampling(temperature=0))
 
-    def run(prompts):
+    def run(texts):
         return [
-            [int(token_B[0]) for token_B in generator.tokens(np.asarray([prompt]), max_tokens=case["new_tokens"])]
-            for prompt in prompts
+            [int(token_B[0]) for token_B in generator.tokens(np.asarray([prompt]), max_tokens=answer)]
+            for prompt, answer in texts
         ]  # fmt: skip
 
     return run
@@ -95,29 +98,33 @@ def torch_side(case, how):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(case["folder"], dtype=torch.float32).eval()
-    count = case["new_tokens"]
-    greedy = GenerationConfig(
-        do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0, eos_token_id=None
-    )  # fmt: skip
-    model.generation_config = greedy
 
-    def together(prompts):
-        longest = max(map(len, prompts))
-        ids_BT = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        out_BT = model.generate(ids_BT, attention_mask=mask_BT, generation_config=greedy)
-        return out_BT[:, longest:].tolist()
+    def greedy(count):
+        return GenerationConfig(
+            do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0, eos_token_id=None
+        )  # fmt: skip
 
-    def continuous(prompts):
+    def together(texts):
+        longest, most = (max(each) for each in zip(*((len(p), n) for p, n in texts), strict=True))
+        ids_BT = torch.tensor([[0] * (longest - len(p)) + p for p, _ in texts])
+        mask_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in texts])
+        model.generation_config = greedy(most)
+        out_BT = model.generate(ids_BT, attention_mask=mask_BT)
+        return [
+            row[longest : longest + n] for row, (_, n) in zip(out_BT.tolist(), texts, strict=True)
+        ]
+
+    def continuous(texts):
         settings = GenerationConfig(
-            do_sample=False, max_new_tokens=count, eos_token_id=-1, pad_token_id=0
-        )
-        found = model.generate_batch(prompts, generation_config=settings)
+            do_sample=False, max_new_tokens=max(n for _, n in texts), eos_token_id=-1, pad_token_id=0
+        )  # fmt: skip
+        model.generation_config = settings
+        found = model.generate_batch([prompt for prompt, _ in texts], generation_config=settings)
         outputs = sorted(found.values(), key=lambda output: int(output.request_id.split("_")[-1]))
-        return [output.generated_tokens for output in outputs]
+        return [output.generated_tokens[:n] for output, (_, n) in zip(outputs, texts, strict=True)]
 
     if how == "one by one":
-        return lambda prompts: [together([prompt])[0] for prompt in prompts]
+        return lambda texts: [together([text])[0] for text in texts]
     return together if how == "batch" else continuous
 
 
@@ -126,10 +133,10 @@ def start(name, case):
     makers = {"minitext": engine_side, "minitext generate": generate_side}
     make = makers.get(name, partial(torch_side, how=name.removeprefix("transformers ")))
     run = make(case)
-    prompts = draw_prompts(case)
+    texts = draw_texts(case)
 
     def answer(request):
-        asked = prompts if request == "together" else prompts[:1]
+        asked = texts if request == "together" else texts[:1]
         begin = time.perf_counter()
         tokens = run(asked)
         return {"seconds": time.perf_counter() - begin, "tokens": tokens}
@@ -153,7 +160,7 @@ def measure(case, names, rounds):
             for side in [side for side in turns(sides, i) if side.name in named]:
                 answer = side.ask(request)
                 figures[request].setdefault(side.name, []).append(answer["seconds"])
-                tokens = np.asarray(answer["tokens"])
+                tokens = np.concatenate(answer["tokens"])
                 reference = tokens if reference is None else reference
                 equal.setdefault(request, []).append(float(np.mean(tokens == reference)))
                 rate = tokens.size / answer["seconds"]
@@ -165,7 +172,8 @@ def measure(case, names, rounds):
         side.close()
     results = {}
     for request, taken in figures.items():
-        count = case["new_tokens"] * (case["texts"] if request == "together" else 1)
+        answers = [answer for _, answer in draw_texts(case)]
+        count = sum(answers) if request == "together" else answers[0]
         results[request] = {
             name: {
                 "tokens_per_second": count / spread(seconds)["median"],
@@ -193,6 +201,9 @@ def main():
     cli.add_argument("--shortest", type=int, default=16, help="tokens of a prompt")
     cli.add_argument("--longest", type=int, default=128, help="tokens of a prompt")
     cli.add_argument("--new-tokens", type=int, default=32)
+    cli.add_argument(
+        "--shortest-answer", type=int, help="of answers of several lengths, up to --new-tokens"
+    )
     cli.add_argument("--rounds", type=int, default=3, help="turns of each side (default 3)")
     cli.add_argument("--sides", nargs="+", default=sorted({*TOGETHER, *ALONE}))
     args = cli.parse_args()
@@ -212,9 +223,11 @@ def main():
         case = {
             "model": said["model_type"], "vocab": said["vocab_size"], "run": args.run, "folder": f"{folder}/hf",
             "texts": args.texts, "shortest": args.shortest, "longest": args.longest, "new_tokens": args.new_tokens,
+            "shortest_answer": args.shortest_answer or args.new_tokens,
         }  # fmt: skip
         figures = measure(case, args.sides, args.rounds)
-        write_record(args.output, "serve_cpu", Path(args.run).name, figures)
+        name = Path(args.run).name + ("-answers" if args.shortest_answer else "")
+        write_record(args.output, "serve_cpu", name, figures)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def serve_cpu(records: list[Record]) -> str:
     """Many texts at once, and one alone."""
     rows = [
         [
-            f"{r['texts']} texts" if request == "together" else "one text", name,
+            f"{r['texts']} texts, {_answers(r)}" if request == "together" else "one text", name,
             f"{s['tokens_per_second']:,.1f}", f"{s['times_ours']:.2f}", f"{min(r['equal_tokens'][request]):.0%}",
         ]
         for r in records
@@ -112,6 +112,11 @@ def serve_cpu(records: list[Record]) -> str:
     ]  # fmt: skip
     header = ["", "System", "Tokens/s", "Its time / minitext's", "Equal tokens, all sides"]
     return table(header, rows)
+
+
+def _answers(record: Record) -> str:
+    least, most = record.get("shortest_answer", record["new_tokens"]), record["new_tokens"]
+    return f"{most} tokens each" if least == most else f"{least} to {most} tokens"
 
 
 def serve_load(records: list[Record]) -> str:

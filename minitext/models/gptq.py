@@ -18,14 +18,8 @@ from minitext.models.quantization import Quantized
 from minitext.models.quantized_storage import decode, encode, in_blocks, scales
 
 DAMPING = 0.01  # of the mean second moment, added to each: an input that is always 0 has no inverse
-SHRINKS = (
-    1.0,
-    0.95,
-    0.9,
-    0.85,
-    0.8,
-    0.75,
-)  # of the largest number, among which a block's scale is chosen
+# Of the largest number, among which a block's scale is chosen.
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 @partial(jax.jit, static_argnames=("kind", "block"))
