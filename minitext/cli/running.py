@@ -206,6 +206,9 @@ def quantize(
     scale for each output, or for each block of its inputs. Prints the error of each weight and the sizes. With --sweep
     it prints the size and the perplexity of every preset instead.
     """
+    written_here = rules is not None and rules.lstrip().startswith("[")
+    for path in (target, None if written_here else rules, calibrate, text):
+        files.local_path(path)
     if sweep and (target or rules):
         raise UserError(f"{target or rules} has no effect with --sweep: it makes no run")
     if not sweep and (text or plot):

@@ -180,7 +180,7 @@ def test_a_quantized_model_continues_from_a_cache(apart):
 
 @pytest.mark.slow
 @scanned_or_not
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.audit)])
 @each_model
 def test_quantized_training_has_nearly_the_exact_gradients(kind, dtype, scan):
     model = make_model(*MODELS[kind], scanning(scan), dtype=dtype)
