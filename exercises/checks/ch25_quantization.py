@@ -644,6 +644,11 @@ def _(fn, t):
 def _(fn, t):
     program = Program(t).computation(("s8", "bf16"), ("f32", "f8e5m2"), ("s8", "u4"))
     lists(fn, t, program, "products of two types")
+    for kind in WIDE:
+        pairs = [pair for narrow in NARROW for pair in ((narrow, kind), (kind, narrow))]
+        lists(fn, t, Program(t).computation(*pairs), f"products of narrow numbers and {kind}")
+    pairs = [(left, right) for left in WIDE for right in WIDE]
+    lists(fn, t, Program(t).computation(*pairs), "products of two wide types")
 
 
 @wide.check("converted before it is multiplied")

@@ -148,7 +148,7 @@ class StoredNumbers(nnx.Param):
 
 
 class StoredWeight(nnx.Module):
-    """A weight as it is stored, in the place of the parameter that a module would have.
+    """A stored weight, which replaces the parameter of a module.
 
     Args:
       w: float32 [..., D, ...]; more dimensions before those in `axes` are stacked layers.
