@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from minitext.config import sections
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
+from minitext.config.objective import LanguageModelConfig, PreferenceConfig
 from minitext.config.section import Section, choices, setting
 from minitext.errors import UserError, did_you_mean
 from minitext.files import local_path
@@ -34,6 +35,9 @@ class Config(Section):
 
     run: sections.RunConfig = setting(sections.RunConfig(), "run directory")
     train: sections.TrainConfig = setting(sections.TrainConfig(), "training loop")
+    objective: LanguageModelConfig | PreferenceConfig = setting(
+        LanguageModelConfig(), "what a step minimises", discriminator="kind"
+    )
     data: DataConfig = setting(DataConfig(), "data")
     model: ModelConfig = setting(ModelConfig(), "model")
     mesh: sections.MeshConfig = setting(sections.MeshConfig(), "devices")

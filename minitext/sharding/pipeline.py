@@ -141,7 +141,7 @@ class Pieces(NamedTuple):
     Attributes:
       embed: (parameters outside the layers, batch) -> activations [X, D].
       layers: (parameters of some layers, activations, batch) -> activations.
-      loss: (parameters outside the layers, activations, batch) -> sums (to differentiate, to report).
+      loss: (parameters outside the layers, activations, batch) -> a sum to differentiate, and sums to report.
     """
 
     embed: Callable[[Any, Any], jax.Array]
@@ -166,7 +166,7 @@ def one_forward_one_backward(
       batch: arrays [M, B, T].
 
     Returns:
-      The two sums of `Pieces.loss`, and the gradients of `outer` and `layers`, all summed over microbatches.
+      The sums of `Pieces.loss`, and the gradients of `outer` and `layers`, all summed over microbatches.
     """
     S, M = jax.sharding.get_abstract_mesh().shape[AXIS], _count(batch)
     x_XD = jax.eval_shape(pieces.embed, outer, _pick(batch, 0))
@@ -206,7 +206,7 @@ def one_forward_one_backward(
         )
         return (total, grad_layers, arrived, came_back, kept), None
 
-    sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    sums = jax.eval_shape(pieces.loss, outer, x_XD, _pick(batch, 0))
     zero = jax.tree.map(jnp.zeros_like, ((sums, outer), layers))
     start = (*zero, on_stages(), on_stages(), on_stages(2 * S - 1))
     (total, grad_layers, *_), _ = jax.lax.scan(tick, start, jnp.arange(one_f_one_b_ticks(S, M)))

@@ -35,6 +35,7 @@ from minitext.distributed import job
 from minitext.errors import UserError
 from minitext.sharding.rules import RULES
 from minitext.terminal import show_bytes
+from minitext.training.objective import Objective
 from minitext.training.step import abstract_batch, abstract_state, make_train_step
 
 FORMAT = 1
@@ -43,7 +44,7 @@ SOURCES = Path(__file__).parents[1]
 
 # Settings that the program depends on: the learning rate's schedule, for one, ends at train.steps. Meshes are compared
 # by the sizes of their axes.
-SECTIONS = ("model.", "sharding.", "pipeline.", "optim.")
+SECTIONS = ("model.", "sharding.", "pipeline.", "optim.", "objective.")
 KEYS = (
     "data.seq_len", "train.steps", "train.global_batch", "train.microbatches", "train.z_loss",
     "train.loss_chunks", "train.loss_impl",
@@ -189,7 +190,9 @@ def check_executable(cfg: Config, mesh: Mesh) -> bytes:
     return program
 
 
-def make_or_load_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
+def make_or_load_step(
+    cfg: Config, mesh: Mesh, objective: Objective | None = None
+) -> Callable[..., Any]:
     """Returns the train step: from `train.executable` if it names a file, else compiled on its first call.
 
     Several processes compile it here and wait for each other. The first collective of a CPU job fails when a process
@@ -198,11 +201,11 @@ def make_or_load_step(cfg: Config, mesh: Mesh) -> Callable[..., Any]:
     Raises:
       UserError: if the file holds another step or is for other devices.
     """
-    step = make_train_step(cfg, mesh)
+    step = make_train_step(cfg, mesh, objective)
     if cfg.train.executable is None and not job.joined():
         return step
     with jax.set_mesh(mesh):
-        lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh))
+        lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh, objective))
         if cfg.train.executable is None:
             compiled = lowered.compile()
             job.barrier("compiled the train step")

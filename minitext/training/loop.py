@@ -18,7 +18,8 @@ from minitext.config.sections import TrainConfig
 from minitext.data.batches import Batches
 from minitext.observability.goodput import Ledger
 from minitext.observability.metrics import MemoryReader, Meter
-from minitext.training.step import Batch, Metrics, TrainState
+from minitext.training.objective import Batch
+from minitext.training.step import Metrics, TrainState
 from minitext.training.stopping import Stopper
 
 Line = dict[str, Any]  # of metrics.jsonl
@@ -60,7 +61,7 @@ class Loop:
       cfg: how many steps, and how often to measure the validation loss.
       train_step: (state, batch) -> (state, metrics).
       batches: what to train on.
-      validate: (step, state) -> the validation loss in nats per token.
+      validate: (step, state) -> what was measured on the held-out data, such as `val_loss`.
       writers: called with each step's line and its batch, in order.
       actions: asked after each step whether they are due, and then called in order.
       meter: turns times into rates.
@@ -72,7 +73,7 @@ class Loop:
     cfg: TrainConfig
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     batches: Batches
-    validate: Callable[[int, TrainState], float]
+    validate: Callable[[int, TrainState], dict[str, float]]
     writers: Sequence[Callable[[Line, Batch], None]]
     actions: Sequence[Action]
     meter: Meter
@@ -90,7 +91,7 @@ class Loop:
         step, pending = start, None  # the step that was dispatched and isn't logged yet
         for step in range(start + 1, self.cfg.steps + 1):
             with jax.profiler.TraceAnnotation("data_wait"):
-                batch = next(self.batches)
+                batch = self.batches.take(state)
             self.ledger.lap("data_wait", step, pending and pending.metrics["loss"])
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = self.train_step(state, batch)
@@ -105,7 +106,7 @@ class Loop:
             if evaluates or due:
                 line, pending = self._read(pending), None
                 if evaluates:
-                    line["val_loss"] = self.validate(step, state)
+                    line |= self.validate(step, state)
                     self.ledger.lap("evaluation", step)
                     self.meter.skip()
                 # A step's line is written before the step is saved. A run that is killed in between has a line too

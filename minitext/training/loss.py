@@ -6,7 +6,8 @@ target tokens, and a mean of their means would weight the tokens unequally.
 Chapters: 6.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,18 +96,48 @@ def sum_in_chunks(
       rules: how tokens are sharded.
     """
 
-    def split(x, *names):
-        # Token t goes to chunk t % M: every device keeps its own tokens, and nothing moves.
-        (B, T, *rest), M = x.shape, chunks
-        out = rules.out(*names[:2], None, *names[2:])
-        return jnp.moveaxis(jax.lax.reshape(x, (B, T // M, M, *rest), out_sharding=out), 2, 0)
-
     @jax.checkpoint
     def add(total, chunk):
         return jax.tree.map(jnp.add, total, sums(*chunk)), None
 
-    arrays = (
+    arrays = _chunks(x_BTD, per_token_BT, chunks, rules)
+    return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), arrays)[0]
+
+
+def map_in_chunks(
+    fn: Callable[..., Any],
+    x_BTD: jax.Array,
+    *per_token_BT: jax.Array,
+    chunks: int,
+    rules: ShardingRules,
+) -> Any:
+    """Returns the arrays [B, T] of `fn(x_BtD, *per_token_Bt)`, computed by chunks as `sum_in_chunks` does."""
+    if chunks == 1:
+        return fn(x_BTD, *per_token_BT)
+
+    @jax.checkpoint
+    def one(_, chunk):
+        return None, fn(*chunk)
+
+    def join(x_MBt):
+        x_BtM, out = jnp.moveaxis(x_MBt, 0, 2), rules.out("batch", "seq")
+        return jax.lax.reshape(x_BtM, x_BTD.shape[:2], out_sharding=out)
+
+    arrays = _chunks(x_BTD, per_token_BT, chunks, rules)
+    return jax.tree.map(join, jax.lax.scan(one, None, arrays)[1])
+
+
+def _chunks(
+    x_BTD: jax.Array, per_token_BT: Sequence[jax.Array], chunks: int, rules: ShardingRules
+) -> tuple[jax.Array, ...]:
+    """Returns the arrays as [M, B, T / M, ...]: token t is in chunk t % M, so every device keeps its own tokens."""
+
+    def split(x, *names):
+        (B, T, *rest), M = x.shape, chunks
+        out = rules.out(*names[:2], None, *names[2:])
+        return jnp.moveaxis(jax.lax.reshape(x, (B, T // M, M, *rest), out_sharding=out), 2, 0)
+
+    return (
         split(x_BTD, "batch", "residual", "act"),
         *(split(x, "batch", "seq") for x in per_token_BT),
     )
-    return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), arrays)[0]

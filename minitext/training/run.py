@@ -23,7 +23,7 @@ from minitext import files, hardware
 from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.config.config import Config, flatten, to_yaml
 from minitext.config.sections import ProfileConfig
-from minitext.data.batches import Batches, make_batches
+from minitext.data.batches import Batches
 from minitext.data.rows import make_tokenizer
 from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.distributed import job
@@ -36,41 +36,42 @@ from minitext.training.capacity import check_memory
 from minitext.training.claim import Claim
 from minitext.training.loop import Action, Line, Loop
 from minitext.training.nonfinite import Guard
+from minitext.training.objective import Batch, Objective
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
     TOKENIZER,
     carry_published,
     check_same_run,
+    complete_state,
     disk_errors,
     first_state,
     published_tokenizer,
     read_config,
     resume_command,
 )
-from minitext.training.samples import Samples
 from minitext.training.saving import Save, SaveCopy, local_copies, restore
-from minitext.training.step import (
-    Batch,
-    TrainState,
-    check_trainable,
-    evaluate,
-    make_eval_step,
-    make_train_step,
-)
+from minitext.training.step import check_trainable, make_train_step
 from minitext.training.stopping import Interrupted, Stopper
+from minitext.training.task import PRETRAINING, Task
 from minitext.training.watchdog import STACKS, Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: Config, console: Console | None = None, began: float | None = None) -> Path:
+def train(
+    cfg: Config,
+    console: Console | None = None,
+    began: float | None = None,
+    task: Task = PRETRAINING,
+) -> Path:
     """Trains to the last step in the run directory, resuming from its newest checkpoint if there is one.
 
     Args:
       cfg: the resolved configuration.
       console: where to print; stderr by default.
       began: when the job began, in seconds since 1970, for its ledger; by default when this is called.
+      task: what to train for; by default pretraining, or supervised fine-tuning if the data are conversations.
 
     Returns:
       The run directory.
@@ -87,13 +88,10 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     cfg = _name(cfg)
     directory = Path(cfg.run.dir) / str(cfg.run.name)
     mesh = make_mesh(cfg.mesh)
-    _refuse(cfg, mesh, directory)
+    _refuse(cfg, mesh, directory, task)
     tokenizer = _open_tokenizer(cfg, directory / TOKENIZER)
-    make = functools.partial(
-        make_batches, cfg.data, mesh, vocab=cfg.model.vocab, tokenizer=tokenizer,
-        global_batch=cfg.train.global_batch,
-    )  # fmt: skip
-    batches, held_out = make(), make(split="validation")
+    make = functools.partial(task.batches, cfg, mesh, tokenizer)
+    batches, held_out = make("train"), make("validation")
     if not directory.exists():
         _check_enough(cfg, batches, 0)
     with disk_errors(directory), jax.set_mesh(mesh), contextlib.ExitStack() as stack:
@@ -114,29 +112,28 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
             guard = Guard(directory, cfg.train.on_nan, tokenizer, say)
             saves = [Save(cfg, batches, guard, ledger, checkpointer)]
             saves += [SaveCopy(cfg, batches, guard, ledger, copies)] if copies else []
-            samples = Samples(cfg, directory, held_out, tokenizer, console)
-            meter = _meter(cfg, mesh)
+            samples = task.samples(cfg, directory, held_out, tokenizer, console)
             log = stack.enter_context(_log(cfg, directory, start, batches.floor, console))
             stopper = stack.enter_context(Stopper(say, job.board("stop")))
             watchdog = stack.enter_context(_watchdog(cfg, directory))
             ledger.lap("init", start)
             # After the stopper: a signal that arrives while the step compiles has to wait for it.
-            train_step = _make_step(cfg, mesh)
+            train_step = _make_step(cfg, mesh, task.objective(cfg))
             ledger.lap("compile", start + 1)
             loop = Loop(
                 cfg.train,
                 train_step,
                 batches,
-                validate=_validation(cfg, held_out, say),
+                validate=task.validation(cfg, held_out, say),
                 writers=(claim.check, log, watchdog.step_ended, guard.check),
                 actions=(*saves, samples, *_trace(cfg, directory, start, stack)),
-                meter=meter,
+                meter=_meter(cfg, mesh),
                 stopper=stopper,
                 checkpointer=checkpointer,
                 ledger=ledger,
             )
             claim.begin()
-            step = loop.run(state, start)
+            step = loop.run(complete_state(cfg, mesh, state, task.needs_reference(cfg)), start)
             claim.check()
             if step < cfg.train.steps:
                 raise Interrupted(step, directory, stopper.number)
@@ -168,9 +165,14 @@ def _check_agreement(cfg: Config) -> None:
                 )
 
 
-def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
+def _refuse(cfg: Config, mesh: Mesh, directory: Path, task: Task) -> None:
     """Refuses everything that can be refused before the run directory exists."""
+    if cfg.objective.kind != task.kind:
+        raise UserError(
+            f"objective.kind={cfg.objective.kind}, and the run is one of objective.kind={task.kind}: set that"
+        )
     check_trainable(cfg, mesh)
+    task.check(cfg, mesh)
     check_memory(cfg, mesh)
     check_same_run(cfg, directory)
     if cfg.profile != ProfileConfig():
@@ -254,28 +256,13 @@ def _watchdog(cfg: Config, directory: Path) -> Watchdog:
     return Watchdog(directory, jax.process_index(), logger.warning, cfg.train.hang_seconds, end)
 
 
-def _make_step(cfg: Config, mesh: Mesh) -> Callable:
+def _make_step(cfg: Config, mesh: Mesh, objective: Objective) -> Callable:
     """Returns the train step, which compiles when first called; one from a file, or of several processes, is ready."""
     if cfg.train.executable is None and not job.joined():
-        return make_train_step(cfg, mesh)
+        return make_train_step(cfg, mesh, objective)
     from minitext.training.compile import make_or_load_step
 
-    return make_or_load_step(cfg, mesh)
-
-
-def _validation(
-    cfg: Config, held_out: Batches, say: Callable[[str], None]
-) -> Callable[[int, TrainState], float]:
-    """Returns a function that measures and prints the validation loss."""
-    make = functools.cache(lambda: make_eval_step(cfg))
-
-    def validate(step: int, state: TrainState) -> float:
-        loss = evaluate(make(), state.params, held_out, cfg.train.eval_batches)
-        floor = f"  (floor {held_out.floor:.4f})" if held_out.floor else ""
-        say(f"step {step:>6}  validation loss {loss:.4f} nats/token{floor}")
-        return loss
-
-    return validate
+    return make_or_load_step(cfg, mesh, objective)
 
 
 def _trace(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from minitext import files, terminal
@@ -190,6 +191,30 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
     return state, 0
 
 
+def complete_state(cfg: Config, mesh: Mesh, state: TrainState, reference: bool) -> TrainState:
+    """Returns the state with what checkpoints don't have, read from the run that training started from.
+
+    Args:
+      cfg: the run's configuration.
+      mesh: the devices.
+      state: the new or restored state.
+      reference: whether the objective compares with the model that training started from.
+
+    Raises:
+      UserError: if that model is needed and `checkpoint.load_parameters` isn't set, or can't be read.
+    """
+    if not reference:
+        return state
+    source = cfg.checkpoint.load_parameters
+    if source is None:
+        raise UserError(
+            f"objective.kind={cfg.objective.kind} compares with the model that training starts from: name its run in "
+            "checkpoint.load_parameters"
+        )
+    restored = _read_parameters(source, cfg, mesh)
+    return dataclasses.replace(state, reference=restored.state["params"])
+
+
 def export_run(directory: Path | str, target: Path | str) -> int:
     """Writes a run's newest parameters, configuration and tokenizer, whole or not at all.
 
@@ -288,11 +313,11 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
         tokenizer=tokenizer,
     )
     nll, tokens, size = 0.0, 0.0, 0
-    eval_step = make_eval_step(cfg)
+    eval_step, state = make_eval_step(cfg), TrainState(jnp.asarray(step), params, None)
     with jax.set_mesh(mesh), terminal.bar() as bar:
         for batch in bar.track(rows, description="evaluating"):
-            part, count = eval_step(params, batch)
-            nll, tokens = nll + float(part), tokens + float(count)
+            part, count = eval_step(state, batch)
+            nll, tokens = nll + float(part["loss"]), tokens + float(count)
             targets = jax.device_get(batch["targets"])[jax.device_get(batch["loss_mask"]) != 0]
             text = tokenizer.decode(targets)
             # A character cut by the end of a row decodes to U+FFFD: three bytes for one.

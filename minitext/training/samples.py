@@ -53,7 +53,7 @@ class Samples:
         rows = jax.device_get(next(iter(self.held_out))["tokens"].addressable_shards[0].data)
         prompt = rows[0, :PROMPT_TOKENS].tolist()
         # One row cannot be split over a batch axis, so the parameters come to one device.
-        params = stacks.as_one_stack(leaves.gather(state.params))
+        params = stacks.as_one_stack(leaves.gather(state.model_params))
         if not job.is_first():
             return
         params = jax.device_put(params, jax.local_devices()[0])

@@ -4,6 +4,7 @@ Chapters: 6, 8.
 """
 
 import contextlib
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ class Save:
         self.guard.check_parameters(step, state.params)
         self.ledger.flush()  # a kill must not take steps from the ledger that a checkpoint has
         config = self.cfg.model_dump(mode="json")
-        self.saver.save(step, state, self.batches.get_state(), config)
+        trained = dataclasses.replace(state, frozen=None, reference=None)
+        self.saver.save(step, trained, self.batches.get_state(), config)
 
 
 class SaveCopy(Save):

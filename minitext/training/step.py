@@ -28,24 +28,24 @@ from minitext.sharding.check import HOST, check_mesh
 from minitext.sharding.mesh import BATCH_AXES
 from minitext.sharding.pipeline import Pieces, one_forward_one_backward, split_rows
 from minitext.sharding.pipeline_schedule import count_microbatches, stored_groups
-from minitext.sharding.rules import RULES, reshard_tree, tree_shardings
+from minitext.sharding.rules import RULES, ShardingRules, reshard_tree, tree_shardings
 from minitext.training import nonfinite
-from minitext.training.loss import cross_entropy, fused_sums, masked_sum, sum_in_chunks
+from minitext.training.objective import Batch, Objective, count_targets, language_modelling
 from minitext.training.optim import DIRECTIONS, make_optimizer, make_schedule, state_bytes
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
 class Sums(NamedTuple):
-    """What is reported about some tokens, before dividing by the number of their targets.
+    """What is reported about a batch or a part of it, before dividing by its `Objective.weight`.
 
     Attributes:
-      nll: the summed negative log-likelihood of the targets, in nats.
-      routing: in a mixture of experts, the layers' routing, with its means multiplied by the number of targets.
+      values: the objective's sums by name; of language modelling, `loss` is the negative log-likelihood of the targets,
+        in nats.
+      routing: in a mixture of experts, the layers' routing, with its means multiplied by the weight.
     """
 
-    nll: jax.Array
+    values: dict[str, jax.Array]
     routing: moe.Routing | None = None
 
 
@@ -56,13 +56,23 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps taken.
-      params: `nnx.State` of float32 parameters.
+      params: `nnx.State` of the float32 parameters that are trained.
       opt_state: the optimizer's state.
+      frozen: `nnx.State` of the model's other parameters, or None. Checkpoints don't have it.
+      reference: `nnx.State` of another model's parameters that the objective compares with, or None. Checkpoints don't
+        have it.
     """
 
     step: jax.Array
     params: Any
     opt_state: Any
+    frozen: Any = None
+    reference: Any = None
+
+    @property
+    def model_params(self) -> Any:
+        """All parameters of the model."""
+        return self.params if self.frozen is None else nnx.merge_state(self.frozen, self.params)
 
 
 @cached
@@ -108,13 +118,16 @@ def _init(cfg: Config, repeats: int = 1) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
 
 
-def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(
+    cfg: Config, mesh: Mesh | AbstractMesh, objective: Objective | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, types and shardings of one batch, [B, T] each."""
     shape = (cfg.train.global_batch, cfg.data.seq_len)
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))  # as `make_batches` places it
     kinds = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
         "loss_mask": jnp.float32
     }
+    kinds |= dict.fromkeys(objective.arrays if objective else (), jnp.float32)
     return {
         name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()
     }
@@ -141,61 +154,47 @@ def model_def(cfg: Config) -> Any:
     return nnx.graphdef(nnx.eval_shape(lambda: new(rngs=nnx.Rngs(0))))
 
 
-def make_loss_fn(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, Sums]]:
-    """Returns a function of (params, batch) giving the summed loss, in nats, and `Sums`."""
-    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+def make_loss_fn(
+    cfg: Config, objective: Objective | None = None
+) -> Callable[..., tuple[jax.Array, Sums]]:
+    """Returns a function of (params, batch, frozen=None) giving the summed loss and `Sums`.
 
-    def loss_fn(params, batch):
-        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
-        model = nnx.merge(graphdef, params)
+    Args:
+      cfg: the configuration.
+      objective: what to minimise; None: cross-entropy, in nats.
+    """
+    graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+    objective = objective or language_modelling(cfg)
+
+    def loss_fn(params, batch, frozen=None):
+        batch = _sharded(batch, rules)
+        model = nnx.merge(graphdef, *(() if frozen is None else (frozen,)), params)
         x_BTD, _, routing = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-        loss, nll = _summed_loss(cfg, model, x_BTD, batch)
+        loss, values = objective.summed(model, x_BTD, batch)
         if routing is None:
-            return loss, Sums(nll)
-        tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
-        loss = loss + tokens * jnp.sum(routing.loss)
-        return loss, Sums(nll, moe.scaled(routing, tokens))
+            return loss, Sums(values)
+        weight = objective.weight(batch)
+        loss = loss + weight * jnp.sum(routing.loss)
+        return loss, Sums(values, moe.scaled(routing, weight))
 
     return loss_fn
 
 
-def _summed_loss(
-    cfg: Config, model: Transformer, x_BTD: jax.Array, batch: Batch
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the summed loss and negative log-likelihood of hidden states."""
-    rules = RULES[cfg.sharding.rules]
-    if cfg.train.loss_impl != "xla":
-        w_DV = model.output_weight(x_BTD.dtype)
-        per_token = batch["targets"], batch["loss_mask"]
-        return fused_sums(
-            x_BTD, w_DV, *per_token, z_loss=cfg.train.z_loss, impl=cfg.train.loss_impl, rules=rules
-        )
-
-    def sums(x_BTD, targets_BT, mask_BT):
-        logits_BTV = model.logits(x_BTD)
-        nll = masked_sum(cross_entropy(logits_BTV, targets_BT), mask_BT)
-        if not cfg.train.z_loss:
-            return nll, nll
-        total = cross_entropy(logits_BTV, targets_BT, z_loss=cfg.train.z_loss)
-        return masked_sum(total, mask_BT), nll
-
-    tokens, chunks = (x_BTD, batch["targets"], batch["loss_mask"]), cfg.train.loss_chunks
-    if chunks == 1:
-        return sums(*tokens)
-    return sum_in_chunks(sums, *tokens, chunks=chunks, rules=rules)
-
-
-def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any, Batch], Any]:
-    """Returns a function of (params, batch) giving ((summed loss, `Sums`), the loss's gradients).
+def make_value_and_grad(
+    cfg: Config, mesh: Mesh | AbstractMesh, objective: Objective | None = None
+) -> Callable[..., Any]:
+    """Returns a function of (params, batch, frozen=None) giving ((summed loss, `Sums`), the gradients of params).
 
     It's autodiff's, except for the pipeline schedule 1F1B: autodiff can't interleave forward and backward work.
     """
     S = mesh.shape["stage"]
     if S == 1 or cfg.pipeline.schedule != "1f1b":
-        return jax.value_and_grad(make_loss_fn(cfg), has_aux=True)
+        return jax.value_and_grad(make_loss_fn(cfg, objective), has_aux=True)
     graphdef, rules = model_def(cfg), RULES[cfg.sharding.rules]
+    summed = (objective or language_modelling(cfg)).summed
 
-    def value_and_grad(params, batch):
+    def value_and_grad(params, batch, frozen=None):
+        assert frozen is None  # `check_trainable`
         model = nnx.merge(graphdef, params)
         blocks, outer = nnx.split_state(params, nnx.PathContains("blocks"), ...)
         blocks_def = nnx.graphdef(model.blocks)
@@ -210,17 +209,17 @@ def make_value_and_grad(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[Any
         def loss(outer, x_XD, one):
             model = with_outer(outer)
             x_BTD = model.final_norm(x_XD, one["tokens"].shape[0])
-            return _summed_loss(cfg, model, x_BTD, one)
+            return summed(model, x_BTD, one)
 
         def embed(outer, one):
             return with_outer(outer).embed_tokens(model.order_tokens(one["tokens"]))
 
         M = count_microbatches(cfg.pipeline, S, batch["tokens"].shape[0] // rules.ways("batch"))
-        batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
+        batch = _sharded(batch, rules)
         parts = {n: split_rows(x, M, "batch", "seq", rules=rules) for n, x in batch.items()}
         pieces = Pieces(embed, layers, loss)
-        (total, nll), grads = one_forward_one_backward(pieces, outer, blocks, parts)
-        return (total, Sums(nll)), nnx.merge_state(*grads)
+        (total, values), grads = one_forward_one_backward(pieces, outer, blocks, parts)
+        return (total, Sums(values)), nnx.merge_state(*grads)
 
     return value_and_grad
 
@@ -240,15 +239,15 @@ def check_trainable(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
 
 
 def make_train_step(
-    cfg: Config, mesh: Mesh | AbstractMesh
+    cfg: Config, mesh: Mesh | AbstractMesh, objective: Objective | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
-    Metrics are float32 scalars: `loss` (nats per target token over the whole batch), `grad_norm` (before clipping),
-    `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts those of `moe.metrics` too; and
-    with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
+    Metrics are float32 scalars: those of the objective, by default `loss` (nats per target token over the whole batch);
+    `grad_norm` (before clipping), `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts
+    those of `moe.metrics` too; and with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
     """
-    step = make_step_fn(cfg, mesh)
+    step = make_step_fn(cfg, mesh, objective)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return step(state, batch)[:2]
@@ -257,21 +256,28 @@ def make_train_step(
 
 
 def make_step_fn(
-    cfg: Config, mesh: Mesh | AbstractMesh
+    cfg: Config, mesh: Mesh | AbstractMesh, objective: Objective | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics, Any]]:
     """Returns the function that `make_train_step` jits, `(state, batch) -> (state, metrics, gradients)`."""
     check_trainable(cfg, mesh)
     rules = RULES[cfg.sharding.rules]
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
     schedule = make_schedule(cfg.optim, cfg.train.steps)
-    gradients = accumulate(make_value_and_grad(cfg, mesh), cfg)
+    objective = objective or language_modelling(cfg)
+    value_and_grad = make_value_and_grad(cfg, mesh, objective)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Any]:
-        # Sums over all target tokens are divided once: a mean of the microbatches' or devices' means would weight
-        # tokens by how full their part of the batch is.
-        tokens = jnp.sum(batch["loss_mask"].astype(jnp.float32))
-        sums, grads = gradients(state.params, batch)
-        share = 1.0 / jnp.maximum(tokens, 1.0)
+        # Sums over the whole batch are divided once: a mean of the microbatches' or devices' means would weight tokens
+        # by how full their part of the batch is.
+        weight = objective.weight(batch)
+
+        def prepared(params, part):
+            return value_and_grad(
+                params, _prepare(cfg, objective, state, part), frozen=state.frozen
+            )
+
+        sums, grads = accumulate(prepared, cfg)(state.params, batch)
+        share = 1.0 / jnp.where(weight == 0, 1.0, weight)
         # With ZeRO each device updates the parameters whose optimizer state it holds, and then all gather them.
         params, grads = (reshard_tree(x, rules.of_optimizer) for x in (state.params, grads))
         grads = jax.tree.map(lambda g: g * share, grads)
@@ -284,10 +290,10 @@ def make_step_fn(
         if sums.routing is not None:
             params = moe.update_bias(params, sums.routing.load_E, cfg.model)
         metrics = {
-            "loss": sums.nll * share,
+            **{name: value * share for name, value in sums.values.items()},
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "tokens": tokens,
+            "tokens": count_targets(batch),
         }
         if sums.routing is not None:
             metrics |= moe.metrics(moe.scaled(sums.routing, share))
@@ -297,9 +303,22 @@ def make_step_fn(
             metrics["skipped"] = jnp.where(finite, 0.0, 1.0)
         if cfg.optim.offload:
             opt_state = jax.device_put(opt_state, jax.memory.Space.Host)
-        return TrainState(state.step + 1, params, opt_state), metrics, grads
+        changes = {"step": state.step + 1, "params": params, "opt_state": opt_state}
+        return dataclasses.replace(state, **changes), metrics, grads
 
     return step
+
+
+def _prepare(cfg: Config, objective: Objective, state: TrainState, batch: Batch) -> Batch:
+    """Returns the batch with what the objective needs of its reference model."""
+    if objective.prepare is None:
+        return batch
+    reference = state.frozen if state.reference is None else state.reference
+    return objective.prepare(reference, _sharded(batch, RULES[cfg.sharding.rules]))
+
+
+def _sharded(batch: Batch, rules: ShardingRules) -> Batch:
+    return {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}
 
 
 def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], tuple[Sums, Any]]:
@@ -327,22 +346,29 @@ def accumulate(value_and_grad: Callable, cfg: Config) -> Callable[[Any, Batch], 
     return whole if M == 1 else in_parts
 
 
-def make_eval_step(cfg: Config) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """Returns a jitted function of (params, batch) giving the summed loss in nats and the number of targets."""
-    loss_fn = make_loss_fn(cfg)
+def make_eval_step(
+    cfg: Config, objective: Objective | None = None
+) -> Callable[..., tuple[dict[str, jax.Array], jax.Array]]:
+    """Returns a jitted function of (state, batch) giving the objective's sums by name, and what to divide them by."""
+    objective = objective or language_modelling(cfg)
+    loss_fn = make_loss_fn(cfg, objective)
 
-    def eval_step(params, batch):
-        return loss_fn(params, batch)[1].nll, jnp.sum(batch["loss_mask"].astype(jnp.float32))
+    def eval_step(state, batch):
+        weight, batch = objective.weight(batch), _prepare(cfg, objective, state, batch)
+        return loss_fn(state.params, batch, state.frozen)[1].values, weight
 
     return jax.jit(eval_step)
 
 
-def evaluate(eval_step: Callable, params: Any, batches: Any, limit: int | None = None) -> float:
-    """Returns the loss in nats per target token over at most `limit` batches."""
-    total = count = 0.0
+def evaluate(
+    eval_step: Callable, state: TrainState, batches: Any, limit: int | None = None
+) -> dict[str, float]:
+    """Returns the means of an objective's sums by name, such as `loss`, over at most `limit` batches."""
+    total, count = dict[str, float](), 0.0
     for i, batch in enumerate(batches):
         if limit is not None and i >= limit:
             break
-        nll, tokens = eval_step(params, batch)
-        total, count = total + float(nll), count + float(tokens)
-    return total / max(count, 1.0)
+        values, weight = eval_step(state, batch)
+        total = {name: total.get(name, 0.0) + float(value) for name, value in values.items()}
+        count += float(weight)
+    return {name: value / max(count, 1.0) for name, value in total.items()}
