@@ -229,7 +229,7 @@ TESTED_WITH = {
     "distributed/launch/schedulers": "distributed/launch",
     "book/layouts": "book/equality",
     "book/pipeline_trace": "sharding/pipeline",
-    "inference/chat_template": "inference/chat",
+    "data/chat_template": "data/chat",
     "data/gguf_tokenizer": "training/interchange",
     "inference/cpu_decode": "inference/generate",
     "inference/protocol": "inference/server",

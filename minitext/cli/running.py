@@ -69,7 +69,7 @@ def generate(
             "give either --prompt, a text to go on from, or --chat, a message to answer"
         )
     start()
-    from minitext.inference.chat import read_chat
+    from minitext.data.chat import read_chat
     from minitext.inference.generate import Sampling, generate
     from minitext.training import run_dir
     from minitext.training.run_dir import PUBLISHED
@@ -347,7 +347,7 @@ def _score_tasks(
         from minitext.inference.evaluate import MinitextLM, evaluate, load_tasks
     except ImportError as error:
         raise UserError(f"benchmarks need {error.name}: pip install 'minitext[eval]'") from error
-    from minitext.inference.chat import read_chat
+    from minitext.data.chat import read_chat
     from minitext.training.interchange import longest_text
     from minitext.training.run_dir import PUBLISHED, load_run
 

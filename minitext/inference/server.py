@@ -34,11 +34,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from minitext.data.chat import Chat, Renderer
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.files import shorten
 from minitext.inference import requests
-from minitext.inference.chat import Chat, Renderer
 from minitext.inference.protocol import (
     Body,
     ChatAnswer,
