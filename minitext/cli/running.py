@@ -83,7 +83,11 @@ def generate(
         conversation = read_chat(Path(directory) / PUBLISHED, tokenizer)
         text = conversation.render([{"role": "user", "content": chat}])
         # The template writes the token at the beginning itself.
-        ids, stops, before = tokenizer.encode_batch([text])[0].tolist(), conversation.stops, ""
+        ids, stops, before = (
+            tokenizer.encode_spelled([text])[0].ids.tolist(),
+            conversation.stops,
+            "",
+        )
     tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
     for token in generate(
         cfg.model, params, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_id=stops,

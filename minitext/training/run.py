@@ -24,8 +24,8 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.config.config import Config, flatten, to_yaml
 from minitext.config.sections import ProfileConfig
 from minitext.data.batches import Batches, make_batches
-from minitext.data.rows import make_tokenizer
-from minitext.data.tokenizer import Tokenizer, load_tokenizer
+from minitext.data.chat import write_chat
+from minitext.data.tokenizer import Tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
@@ -39,12 +39,14 @@ from minitext.training.nonfinite import Guard
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
+    PUBLISHED,
     TOKENIZER,
     carry_published,
     check_same_run,
     disk_errors,
     first_state,
-    published_tokenizer,
+    open_chat,
+    open_tokenizer,
     read_config,
     resume_command,
 )
@@ -88,10 +90,11 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
     directory = Path(cfg.run.dir) / str(cfg.run.name)
     mesh = make_mesh(cfg.mesh)
     _refuse(cfg, mesh, directory)
-    tokenizer = _open_tokenizer(cfg, directory / TOKENIZER)
+    tokenizer = open_tokenizer(cfg)
+    chat = open_chat(cfg, tokenizer)
     make = functools.partial(
         make_batches, cfg.data, mesh, vocab=cfg.model.vocab, tokenizer=tokenizer,
-        global_batch=cfg.train.global_batch,
+        global_batch=cfg.train.global_batch, chat=chat,
     )  # fmt: skip
     batches, held_out = make(), make(split="validation")
     if not directory.exists():
@@ -108,6 +111,8 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
         _check_enough(cfg, batches, start)
         if first:
             _write_config(cfg, directory, tokenizer)
+            if chat is not None:
+                write_chat(directory / PUBLISHED, chat, batches.turn_ends)
         _introduce(cfg, mesh, directory, start, batches.floor, console)
         if start < cfg.train.steps:
             say = functools.partial(console.print, highlight=False)
@@ -183,13 +188,6 @@ def _refuse(cfg: Config, mesh: Mesh, directory: Path) -> None:
         check_executable(cfg, mesh)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
-
-
-def _open_tokenizer(cfg: Config, path: Path) -> Tokenizer:
-    """Opens the tokenizer of the run, or of the published model that it starts from, or makes one."""
-    if path.exists():
-        return load_tokenizer(path)
-    return published_tokenizer(cfg) or make_tokenizer(cfg.data, cfg.model.vocab)
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
