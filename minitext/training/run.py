@@ -24,7 +24,7 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.config.config import Config, flatten, to_yaml
 from minitext.config.sections import ProfileConfig
 from minitext.data.batches import Batches, make_batches
-from minitext.data.chat import write_chat
+from minitext.data.chat import Chat, write_chat
 from minitext.data.tokenizer import Tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
@@ -110,10 +110,8 @@ def train(cfg: Config, console: Console | None = None, began: float | None = Non
         ledger.lap("restore" if restored else "init", start)
         _check_enough(cfg, batches, start)
         if first:
-            _write_config(cfg, directory, tokenizer)
-            if chat is not None:
-                write_chat(directory / PUBLISHED, chat, batches.turn_ends)
-        _introduce(cfg, mesh, directory, start, batches.floor, console)
+            _write_config(cfg, directory, tokenizer, chat, batches)
+        _introduce(cfg, mesh, directory, start, batches, console)
         if start < cfg.train.steps:
             say = functools.partial(console.print, highlight=False)
             guard = Guard(directory, cfg.train.on_nan, tokenizer, say)
@@ -199,17 +197,21 @@ def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
         )
 
 
-def _write_config(cfg: Config, directory: Path, tokenizer: Tokenizer) -> None:
+def _write_config(
+    cfg: Config, directory: Path, tokenizer: Tokenizer, chat: Chat | None, batches: Batches
+) -> None:
     """Writes what the command that resumes reads; only now, when nothing can be refused any more."""
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         carry_published(Path(source), directory)
     files.write(directory / CONFIG, to_yaml(cfg))
     if not (directory / TOKENIZER).exists():
         tokenizer.save(directory / TOKENIZER)
+    if chat is not None:  # so that `generate --chat` renders as training did
+        write_chat(directory / PUBLISHED, chat, batches.turn_ends)
 
 
 def _introduce(
-    cfg: Config, mesh: Mesh, directory: Path, start: int, floor: float | None, console: Console
+    cfg: Config, mesh: Mesh, directory: Path, start: int, batches: Batches, console: Console
 ) -> None:
     shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
     total, active = count_params(cfg.model), count_params(cfg.model, active=True)
@@ -218,15 +220,17 @@ def _introduce(
         f"[bold]{directory}[/]  {total / 1e6:.1f}M parameters{of_these}, {shape}, "
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"
     ]
-    if floor:
+    if batches.floor:
         lines.append(
-            f"entropy rate of the source, below which no model can go: {floor:.4f} nats/token"
+            f"entropy rate of the source, below which no model can go: {batches.floor:.4f} nats/token"
         )
     if start >= cfg.train.steps:
         lines.append(f"already trained to step {start}: set train.steps higher to go on")
     elif start:
         lines.append(f"resuming after step {start}")
     console.print("\n".join(lines), highlight=False)
+    for line in batches.left_out:
+        console.print(f"left out: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
