@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the top down: a room imports only rooms to the right of it. The last four are files, the ground.
 ROOMS = (
-    "cli", "book", "perf", "training", "inference", "observability", "models", "data", "compiler", "sharding",
-    "kernels", "checkpoint", "distributed", "config", "hardware", "terminal", "files", "errors",
+    "cli", "book", "post_training", "perf", "training", "inference", "observability", "models", "data", "compiler",
+    "sharding", "kernels", "checkpoint", "distributed", "config", "hardware", "terminal", "files", "errors",
 )  # fmt: skip
 GROUND = ROOMS[-4:]
 
@@ -210,6 +210,7 @@ TESTED_WITH = {
     "cli/running": "cli/main",
     "cli/serving": "cli/main",
     "cli/setup": "cli/main",
+    "cli/tuning": "cli/main",
     "cli/watching": "cli/main",
     "compiler/llo_compiler": "compiler/llo",
     "config/data": "config/config",
@@ -229,7 +230,7 @@ TESTED_WITH = {
     "distributed/launch/schedulers": "distributed/launch",
     "book/layouts": "book/equality",
     "book/pipeline_trace": "sharding/pipeline",
-    "inference/chat_template": "inference/chat",
+    "data/chat_template": "data/chat",
     "data/gguf_tokenizer": "training/interchange",
     "inference/cpu_decode": "inference/generate",
     "inference/protocol": "inference/server",

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from minitext.cli import launching, reports, running, serving, setup, watching
+from minitext.cli import launching, reports, running, serving, setup, tuning, watching
 from minitext.errors import UserError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -57,6 +57,7 @@ launch_app = typer.Typer(no_args_is_help=True, help="Train with several processe
 app.add_typer(launch_app, name="launch")
 
 app.command("train")(running.train)
+app.command("sft")(tuning.sft)
 app.command("generate")(running.generate)
 app.command("serve")(serving.serve)
 app.command("predict-serving")(serving.predict)

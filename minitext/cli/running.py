@@ -69,7 +69,7 @@ def generate(
             "give either --prompt, a text to go on from, or --chat, a message to answer"
         )
     start()
-    from minitext.inference.chat import read_chat
+    from minitext.data.chat import read_chat
     from minitext.inference.generate import Sampling, generate
     from minitext.training import run_dir
     from minitext.training.run_dir import PUBLISHED
@@ -83,7 +83,11 @@ def generate(
         conversation = read_chat(Path(directory) / PUBLISHED, tokenizer)
         text = conversation.render([{"role": "user", "content": chat}])
         # The template writes the token at the beginning itself.
-        ids, stops, before = tokenizer.encode_batch([text])[0].tolist(), conversation.stops, ""
+        ids, stops, before = (
+            tokenizer.encode_spelled([text])[0].ids.tolist(),
+            conversation.stops,
+            "",
+        )
     tokens, shown = [], ""  # the prompt is shown with the first token, after what compiling may log
     for token in generate(
         cfg.model, params, ids, max_tokens=max_tokens, sampling=sampling, seed=seed, stop_id=stops,
@@ -347,7 +351,7 @@ def _score_tasks(
         from minitext.inference.evaluate import MinitextLM, evaluate, load_tasks
     except ImportError as error:
         raise UserError(f"benchmarks need {error.name}: pip install 'minitext[eval]'") from error
-    from minitext.inference.chat import read_chat
+    from minitext.data.chat import read_chat
     from minitext.training.interchange import longest_text
     from minitext.training.run_dir import PUBLISHED, load_run
 

@@ -137,7 +137,7 @@ def _load(
     run: Path, name: str, options: "EngineOptions", mesh: "Mesh | None", api_key: str | None
 ) -> "tuple[Served, int]":
     """Returns a run's model with an engine, and its step; `max_length` 0 is the longest it was trained for."""
-    from minitext.inference.chat import read_chat
+    from minitext.data.chat import read_chat
     from minitext.inference.engine import Engine
     from minitext.inference.replicas import divide, make_replicas
     from minitext.inference.server import Served

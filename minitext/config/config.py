@@ -172,7 +172,6 @@ def load_config(preset: str | None = DEFAULT_PRESET, overrides: Sequence[str] = 
     Raises:
       ConfigError: for an unknown preset or key, a bad value, or a broken rule between values; one line each.
     """
-    pairs = [_split(text) for text in overrides]
     layers = []
     if preset is not None:
         if preset not in presets():
@@ -182,14 +181,41 @@ def load_config(preset: str | None = DEFAULT_PRESET, overrides: Sequence[str] = 
             raise ConfigError([f"unknown preset {preset!r}{hint}: choose among {known}"])
         text = PRESETS.joinpath(f"{preset}.yml").read_text(encoding="utf-8")
         layers.append((f"preset {preset}", flatten(_parse(text, f"preset {preset}"))))
-    layers += [(f"file {file}", flatten(_read(file))) for key, file in pairs if key == "config"]
+    return resolve(layers + _layers(overrides))
+
+
+def load_recipe(
+    recipe: str, overrides: Sequence[str], start: Mapping[str, Any], where: str
+) -> Config:
+    """Resolves the configuration of a run that begins with another run's model.
+
+    The layers are `start` < recipe < `config=FILE` < `key=value` on the command line.
+
+    Args:
+      recipe: name of a recipe of post-training, a YAML file in `presets/recipes`.
+      overrides: as for `load_config`.
+      start: dotted keys that are taken from the other run.
+      where: what provenance says of them, such as `run runs/a`.
+
+    Raises:
+      ConfigError: as `load_config`.
+    """
+    text = PRESETS.joinpath("recipes", f"{recipe}.yml").read_text(encoding="utf-8")
+    of_recipe = f"recipe {recipe}"
+    layers = [(where, dict(start)), (of_recipe, flatten(_parse(text, of_recipe)))]
+    return resolve(layers + _layers(overrides))
+
+
+def _layers(overrides: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the layers of `key=value` strings: files that they name, then the values."""
+    pairs = [_split(text) for text in overrides]
+    layers = [(f"file {file}", flatten(_read(file))) for key, file in pairs if key == "config"]
     line: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
             parsed = _parse(value, key)
             line |= flatten({key: parsed}) if isinstance(parsed, Mapping) else {key: parsed}
-    layers.append(("command line", line))
-    return resolve(layers)
+    return [*layers, ("command line", line)]
 
 
 def to_yaml(cfg: Config, *, provenance: bool = False) -> str:

@@ -13,10 +13,13 @@ from minitext.files import shorten
 
 Indexed = Literal["stdlib", "grammar", "files", "arrayrecord", "tfds"]
 
+CHATS = ("conversations", "preferences")
+
 READ_BY = {  # key -> the sources that read it
-    "path": ("files", "arrayrecord", "tfds", "hf"),
+    "path": ("files", "arrayrecord", "tfds", "hf", *CHATS),
     "tfds_name": ("tfds",),
-    "hf_name": ("hf",),
+    "hf_name": ("hf", *CHATS),
+    "chat_template": CHATS,
 }
 
 NEEDS = {  # source -> the key it can't do without, and what to set it to
@@ -42,25 +45,40 @@ class MixturePart(Section):
 class DataConfig(Section):
     """Which text is read and how it becomes rows of tokens."""
 
-    source: Literal["stdlib", "grammar", "files", "arrayrecord", "tfds", "hf", "mixture"] = setting(
+    source: Literal[
+        "stdlib", "grammar", "files", "arrayrecord", "tfds", "hf", "mixture", "conversations", "preferences"
+    ] = setting(
         "stdlib",
-        "Python's library, synthetic grammar, local files, packed files, TensorFlow Datasets, Hugging Face, a mixture",
-    )
+        "Python's library, synthetic grammar, local files, packed files, TensorFlow Datasets, Hugging Face, a mixture, "
+        "conversations (loss on the assistant's words), pairs of a chosen and a rejected answer",
+    )  # fmt: skip
     mixture: tuple[MixturePart, ...] = setting(
         (),
         "mixture: parts such as [{weight: 3, source: files, path: a}, {weight: 1, source: stdlib}]",
     )
     path: OptionalPath = setting(
-        None, "files: a file, folder or glob of text; arrayrecord: the folder; tfds: the data_dir"
+        None,
+        "files: a file, folder or glob of text; conversations, preferences: of .jsonl or .parquet; arrayrecord: the "
+        "folder; tfds: the data_dir",
     )
     seq_len: int = setting(256, "tokens per row (T)", ge=2, le=2**24)
     tokenizer: Literal["byte", "bpe"] = setting("byte", "bytes, or BPE trained on the source")
     text_key: str = setting("text", "text field of jsonl, parquet, tfds and Hugging Face records")
     tfds_name: str | None = setting(None, "tfds: dataset, such as ag_news_subset:1.0.0")
     tfds_split: str = setting("train", "tfds: split, such as train or train[:10%]")
-    hf_name: str | None = setting(None, "hf: dataset name, or parquet or json with data.path")
+    hf_name: str | None = setting(
+        None, "hf, conversations, preferences: dataset name, or parquet or json with data.path"
+    )
     hf_subset: str | None = setting(None, "hf: configuration of the dataset")
     hf_split: str = setting("train", "hf: split of the dataset")
+    chat_template: OptionalPath = setting(
+        None,
+        "conversations, preferences: file with a chat template; null: the model's, or a plain one",
+    )
+    too_long: Literal["drop", "cut"] = setting(
+        "drop",
+        "conversations that are longer than a row: left out and counted, or cut at their end",
+    )
     validation_fraction: float = setting(0.05, "share of rows held out for validation", gt=0, lt=1)
     shuffle: bool = setting(True, "shuffle the training rows, in a new order every epoch")
     epochs: int | None = setting(None, "passes over the training rows; null: no limit", ge=1)
@@ -69,6 +87,16 @@ class DataConfig(Section):
     def problems(self) -> Iterator[str]:
         """Checks that the source has the settings it needs and none it can't use."""
         key, example = NEEDS.get(self.source, ("source", ""))
+        if self.source in CHATS and not (self.path or self.hf_name):
+            yield (
+                f"data.source={self.source} needs conversations: set data.path to a .jsonl or .parquet, or "
+                "data.hf_name to a dataset's name"
+            )
+        if self.too_long == "cut" and self.source != "conversations":
+            yield (
+                f"data.too_long=cut has no effect with data.source={self.source}: set data.source=conversations, or "
+                "data.too_long=drop"
+            )
         if not getattr(self, key):
             yield f"data.source={self.source} needs data.{key}: set it to {example}"
         for key, sources in READ_BY.items():

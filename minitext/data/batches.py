@@ -20,6 +20,7 @@ import numpy as np
 
 from minitext.config.data import DataConfig
 from minitext.data import packing
+from minitext.data.chat import Chat
 from minitext.data.placement import Batch, Placement, Split
 from minitext.data.rows import make_tokenizer, open_rows
 from minitext.data.streaming import StreamedWindows
@@ -41,6 +42,7 @@ def make_batches(
     global_batch: int,
     split: Split = "train",
     tokenizer: Tokenizer | None = None,
+    chat: Chat | None = None,
 ) -> "Batches":
     """Makes the batches of one split of the configured source.
 
@@ -53,6 +55,7 @@ def make_batches(
         split: "train" never ends, or ends after `data.epochs` passes, each in a new order;
             "validation" is one pass over the held-out rows in a fixed order. No target is in both.
         tokenizer: an earlier run's, so that its model reads the same ids; by default, the one in `cfg`.
+        chat: how conversations are rendered; by default, with the template in `cfg` or a plain one.
 
     Raises:
         UserError: the source can't be read, is too small for seq_len, or doesn't fit `vocab` or `mesh`.
@@ -98,7 +101,12 @@ class Batches:
         tokens_per_batch: B x T.
         floor: nats per target token that no model can beat on average, where known (`grammar`).
         count: batches from first to last, the last one padded; None if they never end.
+        left_out: of conversations: a line on each kind that isn't trained on, with how many and where the first is.
+        turn_ends: of conversations: ids that end the assistant's turns.
     """
+
+    left_out: tuple[str, ...] = ()
+    turn_ends: frozenset[int] = frozenset()
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ def write(
       published: the content of tokenizer.json.
       eod: the id that ends a text.
       vocab: rows of the model's embedding; those without a token get one that nothing uses.
-      special: name -> token, as `minitext.inference.chat.special_tokens` returns them.
+      special: name -> token, as `minitext.data.chat.special_tokens` returns them.
       stops: ids that end a model's turn.
 
     Raises:

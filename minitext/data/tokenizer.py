@@ -7,12 +7,13 @@ as one small JSON file, so a trained model works without its training text.
 Chapters: 7.
 """
 
+import functools
 import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,20 @@ from minitext.errors import UserError
 BYTES = 256
 MOST_IDS = 1 << 24  # of a published tokenizer; the largest known have 2^18
 END = "<|endoftext|>"  # our own end of a document, where another format needs a name for it
+
+
+class Spelled(NamedTuple):
+    """The ids of a text in which special tokens are spelled, and where they are.
+
+    Attributes:
+        ids: integer [n].
+        starts: int64 [n], the first character of each token; tokens that share a character all have it.
+        ends: int64 [n], one past its last character.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
 
 
 class Tokenizer(ABC):
@@ -49,6 +64,19 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns one integer array of ids per text: the fast way to encode a corpus."""
+
+    @abstractmethod
+    def encode_spelled(self, texts: Sequence[str]) -> list[Spelled]:
+        """Returns the ids of rendered conversations, in which special tokens are found where the text spells them.
+
+        Nothing is added at the texts' ends: a chat template writes every token itself. Our own tokenizers have one
+        special token, the end of a document, which is spelled as `END`.
+        """
+
+    @property
+    @abstractmethod
+    def spellings(self) -> dict[str, int]:
+        """How `encode_spelled` finds the special tokens: spelling -> id."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -82,7 +110,37 @@ class Tokenizer(ABC):
         Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
 
 
-class ByteTokenizer(Tokenizer):
+class OwnTokenizer(Tokenizer):
+    """What our own two kinds share: one special token, which text is cut at before it is encoded."""
+
+    @property
+    def spellings(self) -> dict[str, int]:
+        """The end of a document alone."""
+        return {END: self.eod_id}
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[Spelled]:
+        """Encodes what is between the special tokens, and puts their ids there."""
+        return [self._encode_spelled(text) for text in texts]
+
+    def _encode_spelled(self, text: str) -> Spelled:
+        found, at = [], 0
+        for number, piece in enumerate(text.split(END)):
+            if number:
+                found.append(Spelled(*(np.array([n]) for n in (self.eod_id, at, at + len(END)))))
+                at += len(END)
+            ids, starts, ends = self._with_offsets(piece)
+            found.append(Spelled(ids, starts + at, ends + at))
+            at += len(piece)
+        return Spelled(
+            *(np.concatenate(arrays).astype(np.int64) for arrays in zip(*found, strict=True))
+        )
+
+    @abstractmethod
+    def _with_offsets(self, text: str) -> Spelled:
+        """Encodes a text without special tokens."""
+
+
+class ByteTokenizer(OwnTokenizer):
     """Ids 0 to 255 are the bytes of the text's UTF-8, and 256 ends a document."""
 
     vocab_size = BYTES + 1
@@ -95,6 +153,14 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns a uint8 array for each text."""
         return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
+
+    def _with_offsets(self, text: str) -> Spelled:
+        ids = np.frombuffer(_utf8(text), np.uint8)
+        first = np.flatnonzero(
+            (ids & 0xC0) != 0x80
+        )  # the other bytes of a character begin with the bits 10
+        character = np.repeat(np.arange(len(text)), np.diff(first, append=len(ids)))
+        return Spelled(ids, character, character + 1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`."""
@@ -120,7 +186,7 @@ class ByteTokenizer(Tokenizer):
         return _with_end(model)
 
 
-class BPETokenizer(Tokenizer):
+class BPETokenizer(OwnTokenizer):
     """Byte-level byte-pair encoding by the `tokenizers` library, with GPT-2's word splitting.
 
     The 256 bytes come first, then the merges in the order they were learned, then `eod_id`. The
@@ -147,6 +213,10 @@ class BPETokenizer(Tokenizer):
             _utf8(text)
         encodings = self._model.encode_batch_fast(list(texts))
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _with_offsets(self, text: str) -> Spelled:
+        _utf8(text)
+        return _spelled(self._model.encode(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`."""
@@ -193,6 +263,24 @@ class PublishedTokenizer(Tokenizer):
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    @functools.cached_property
+    def spellings(self) -> dict[str, int]:
+        """The tokens that were added to the vocabulary: special ones and others, such as <think>."""
+        return {token.content: i for i, token in self._model.get_added_tokens_decoder().items()}
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[Spelled]:
+        """Encodes on all cores."""
+        for text in texts:
+            _utf8(text)
+        return [_spelled(found) for found in self._exact.encode_batch(list(texts))]
+
+    @functools.cached_property
+    def _exact(self) -> Any:
+        """The same tokenizer without what follows it, which adds tokens at the ends and shortens offsets."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(json.dumps(self.published() | {"post_processor": None}))
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids` without special tokens; ids beyond the vocabulary are left out."""
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
@@ -209,6 +297,11 @@ class PublishedTokenizer(Tokenizer):
     def published(self) -> dict[str, Any]:
         """Returns what was read."""
         return json.loads(self._model.to_str())
+
+
+def _spelled(encoding: Any) -> Spelled:
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    return Spelled(np.array(encoding.ids, np.int64), starts, ends)
 
 
 def _with_end(model: Any) -> dict[str, Any]:

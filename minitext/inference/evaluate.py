@@ -29,9 +29,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from minitext import files
 from minitext.config.model import ModelConfig
+from minitext.data.chat import Chat, Renderer
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
-from minitext.inference.chat import Chat, Renderer
 from minitext.inference.engine import Engine, EngineOptions, dropless
 from minitext.inference.requests import Busy, Event, Request
 from minitext.inference.text import TextStream

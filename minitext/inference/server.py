@@ -34,11 +34,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from minitext.data.chat import Chat, Renderer
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.files import shorten
 from minitext.inference import requests
-from minitext.inference.chat import Chat, Renderer
 from minitext.inference.protocol import (
     Body,
     ChatAnswer,
@@ -268,7 +268,7 @@ def _render(served: Served, messages: Sequence[dict[str, str]]) -> list[int]:
     finally:
         served.renderers.put(renderer)
     # The template writes the token at the beginning itself.
-    return served.tokenizer.encode_batch([text])[0].tolist()
+    return served.tokenizer.encode_spelled([text])[0].ids.tolist()
 
 
 async def _encode(served: Served, text: str) -> list[int]:

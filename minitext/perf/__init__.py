@@ -1,7 +1,7 @@
 """Predictions for a step that never ran: its time, its memory and its messages, and what to change.
 
 Each prediction can be compared with the compiled program. `plan` searches for a mesh and `tune` for block shapes, and
-`figures` draws the results. May import every room but `cli` and `book`.
+`figures` draws the results. May import every room but `cli`, `book` and `post_training`.
 """
 
 from minitext import exports

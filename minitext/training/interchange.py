@@ -25,9 +25,9 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.checkpoint.weights import INDEX, SINGLE, Weights, open_weights
 from minitext.config.config import Config, load_config, to_yaml
 from minitext.data import gguf_tokenizer
+from minitext.data.chat import read_chat
 from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, read_published
 from minitext.errors import UserError
-from minitext.inference.chat import read_chat
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh

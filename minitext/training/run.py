@@ -24,8 +24,8 @@ from minitext.checkpoint.checkpointer import Checkpointer
 from minitext.config.config import Config, flatten, to_yaml
 from minitext.config.sections import ProfileConfig
 from minitext.data.batches import Batches
-from minitext.data.rows import make_tokenizer
-from minitext.data.tokenizer import Tokenizer, load_tokenizer
+from minitext.data.chat import Chat, write_chat
+from minitext.data.tokenizer import Tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
@@ -40,17 +40,19 @@ from minitext.training.objective import Batch, Objective
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
+    PUBLISHED,
     TOKENIZER,
     carry_published,
     check_same_run,
     complete_state,
     disk_errors,
     first_state,
-    published_tokenizer,
+    open_chat,
+    open_tokenizer,
     read_config,
     resume_command,
 )
-from minitext.training.saving import Save, SaveCopy, local_copies, restore
+from minitext.training.saving import local_copies, make_saves, restore
 from minitext.training.step import check_trainable, make_train_step
 from minitext.training.stopping import Interrupted, Stopper
 from minitext.training.task import PRETRAINING, Task
@@ -89,8 +91,9 @@ def train(
     directory = Path(cfg.run.dir) / str(cfg.run.name)
     mesh = make_mesh(cfg.mesh)
     _refuse(cfg, mesh, directory, task)
-    tokenizer = _open_tokenizer(cfg, directory / TOKENIZER)
-    make = functools.partial(task.batches, cfg, mesh, tokenizer)
+    tokenizer = open_tokenizer(cfg)
+    chat = open_chat(cfg, tokenizer)
+    make = functools.partial(task.batches, cfg, mesh, tokenizer, chat)
     batches, held_out = make("train"), make("validation")
     if not directory.exists():
         _check_enough(cfg, batches, 0)
@@ -105,13 +108,12 @@ def train(
         ledger.lap("restore" if restored else "init", start)
         _check_enough(cfg, batches, start)
         if first:
-            _write_config(cfg, directory, tokenizer)
-        _introduce(cfg, mesh, directory, start, batches.floor, console)
+            _write_config(cfg, directory, tokenizer, chat, batches)
+        _introduce(cfg, mesh, directory, start, batches, console)
         if start < cfg.train.steps:
             say = functools.partial(console.print, highlight=False)
             guard = Guard(directory, cfg.train.on_nan, tokenizer, say)
-            saves = [Save(cfg, batches, guard, ledger, checkpointer)]
-            saves += [SaveCopy(cfg, batches, guard, ledger, copies)] if copies else []
+            saves = make_saves(cfg, batches, guard, ledger, checkpointer, copies)
             samples = task.samples(cfg, directory, held_out, tokenizer, console)
             log = stack.enter_context(_log(cfg, directory, start, batches.floor, console))
             stopper = stack.enter_context(Stopper(say, job.board("stop")))
@@ -187,13 +189,6 @@ def _refuse(cfg: Config, mesh: Mesh, directory: Path, task: Task) -> None:
         read_config(source)
 
 
-def _open_tokenizer(cfg: Config, path: Path) -> Tokenizer:
-    """Opens the tokenizer of the run, or of the published model that it starts from, or makes one."""
-    if path.exists():
-        return load_tokenizer(path)
-    return published_tokenizer(cfg) or make_tokenizer(cfg.data, cfg.model.vocab)
-
-
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
     left = batches.left()
     if left is not None and start + left < cfg.train.steps:
@@ -203,17 +198,21 @@ def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
         )
 
 
-def _write_config(cfg: Config, directory: Path, tokenizer: Tokenizer) -> None:
+def _write_config(
+    cfg: Config, directory: Path, tokenizer: Tokenizer, chat: Chat | None, batches: Batches
+) -> None:
     """Writes what the command that resumes reads; only now, when nothing can be refused any more."""
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         carry_published(Path(source), directory)
     files.write(directory / CONFIG, to_yaml(cfg))
     if not (directory / TOKENIZER).exists():
         tokenizer.save(directory / TOKENIZER)
+    if chat is not None:  # so that `generate --chat` renders as training did
+        write_chat(directory / PUBLISHED, chat, batches.turn_ends)
 
 
 def _introduce(
-    cfg: Config, mesh: Mesh, directory: Path, start: int, floor: float | None, console: Console
+    cfg: Config, mesh: Mesh, directory: Path, start: int, batches: Batches, console: Console
 ) -> None:
     shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
     total, active = count_params(cfg.model), count_params(cfg.model, active=True)
@@ -222,15 +221,17 @@ def _introduce(
         f"[bold]{directory}[/]  {total / 1e6:.1f}M parameters{of_these}, {shape}, "
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"
     ]
-    if floor:
+    if batches.floor:
         lines.append(
-            f"entropy rate of the source, below which no model can go: {floor:.4f} nats/token"
+            f"entropy rate of the source, below which no model can go: {batches.floor:.4f} nats/token"
         )
     if start >= cfg.train.steps:
         lines.append(f"already trained to step {start}: set train.steps higher to go on")
     elif start:
         lines.append(f"resuming after step {start}")
     console.print("\n".join(lines), highlight=False)
+    for line in batches.left_out:
+        console.print(f"left out: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,10 @@ from jax.sharding import Mesh
 from minitext import files, terminal
 from minitext.checkpoint.checkpointer import Checkpointer, Restored
 from minitext.config.config import Config, flatten, load_config, to_yaml
+from minitext.config.data import CHATS
 from minitext.data.batches import Batches, make_batches
+from minitext.data.chat import TEMPLATE_LIMIT, Chat, read_chat
+from minitext.data.rows import make_tokenizer
 from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, load_tokenizer
 from minitext.errors import UserError
 from minitext.sharding.mesh import make_mesh
@@ -124,8 +127,42 @@ def carry_published(source: Path, target: Path) -> None:
             carry(source / PUBLISHED, new, ("config.json", *CARRIED))
 
 
+def open_tokenizer(cfg: Config) -> Tokenizer:
+    """Opens the tokenizer of a run, or of the model that it starts from, or makes one.
+
+    Raises:
+      UserError: if it can't be read or made.
+    """
+    path = Path(cfg.run.dir) / str(cfg.run.name) / TOKENIZER
+    if path.exists():
+        return load_tokenizer(path)
+    return published_tokenizer(cfg) or make_tokenizer(cfg.data, cfg.model.vocab)
+
+
+def open_chat(cfg: Config, tokenizer: Tokenizer) -> Chat | None:
+    """Returns how a run renders conversations; None if it reads none.
+
+    That is the template that the run has already; or the one in data.chat_template; or that of the model it starts
+    from; or a plain one.
+
+    Raises:
+      UserError: if it can't be read.
+    """
+    if cfg.data.source not in CHATS:
+        return None
+    own = Path(cfg.run.dir) / str(cfg.run.name) / PUBLISHED
+    source = cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters
+    folder = own if own.exists() or not source else Path(source) / PUBLISHED
+    chat = read_chat(folder, tokenizer)
+    if cfg.data.chat_template is not None and not own.exists():
+        chat = chat.with_template(files.read_text(Path(cfg.data.chat_template), TEMPLATE_LIMIT))
+    return chat if chat.template is not None else chat.plain(tokenizer)
+
+
 def published_tokenizer(cfg: Config) -> Tokenizer | None:
     """Returns the tokenizer of the published model that training starts from, whose ids are the model's; or None.
+
+    Conversations are always read with the tokenizer of the model that they teach.
 
     Raises:
       UserError: if it can't be read, or has more ids than the model.
@@ -134,7 +171,7 @@ def published_tokenizer(cfg: Config) -> Tokenizer | None:
     if not source or not (path := Path(source) / TOKENIZER).exists():
         return None
     tokenizer = load_tokenizer(path)
-    if not isinstance(tokenizer, PublishedTokenizer):
+    if not isinstance(tokenizer, PublishedTokenizer) and cfg.data.source not in CHATS:
         return None
     if tokenizer.vocab_size > cfg.model.vocab:
         raise UserError(

@@ -100,3 +100,16 @@ class SaveCopy(Save):
         """Whether to copy after this step."""
         assert not isinstance(self.saver, Checkpointer)
         return self.saver.is_due(step) and not super().is_due(step, stop)
+
+
+def make_saves(
+    cfg: Config,
+    batches: Batches,
+    guard: Guard,
+    ledger: Ledger,
+    checkpointer: Checkpointer,
+    copies: LocalCopies | None,
+) -> list[Save]:
+    """Returns the actions that save a run; `copies` are this process's own, if it makes any."""
+    saves = [Save(cfg, batches, guard, ledger, checkpointer)]
+    return saves if copies is None else [*saves, SaveCopy(cfg, batches, guard, ledger, copies)]

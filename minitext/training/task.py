@@ -14,6 +14,7 @@ from rich.console import Console
 
 from minitext.config.config import Config
 from minitext.data.batches import Batches, make_batches
+from minitext.data.chat import Chat
 from minitext.data.placement import Split
 from minitext.data.tokenizer import Tokenizer
 from minitext.training.loop import Action
@@ -42,10 +43,12 @@ class Task:
         """Returns whether the objective compares with the model that training starts from."""
         return False
 
-    def batches(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, split: Split) -> Batches:
+    def batches(
+        self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, chat: Chat | None, split: Split
+    ) -> Batches:
         """Returns the batches to train on, or those to validate on."""
         return make_batches(
-            cfg.data, mesh, vocab=cfg.model.vocab, tokenizer=tokenizer,
+            cfg.data, mesh, vocab=cfg.model.vocab, tokenizer=tokenizer, chat=chat,
             global_batch=cfg.train.global_batch, split=split,
         )  # fmt: skip
 

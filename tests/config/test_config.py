@@ -65,9 +65,12 @@ def test_every_key_that_names_a_path_refuses_addresses():
         if field.annotation in (str, str | None) and k not in NAMES
     ]
     assert {"run.dir", "data.path", "checkpoint.local_dir"} < set(paths)
+    needs = {
+        "data.path": ["data.source=files"],
+        "data.chat_template": ["data.source=conversations", "data.hf_name=a"],
+    }
     for key in paths:
-        source = ["data.source=files"] if key == "data.path" else []
-        assert load_config("laptop", [f"{key}=a:b/c.x", *source])
+        assert load_config("laptop", [f"{key}=a:b/c.x", *needs.get(key, [])])
         for address in (
             "gs://b/a c",
             "S3://b/x",

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import minitext as mt
+from minitext.data.chat import Chat
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
 from minitext.inference import evaluate
-from minitext.inference.chat import Chat
 from minitext.inference.engine import dropless
 from minitext.models.transformer import Transformer
 from tests.inference.test_engine import KINDS, TINY

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitext as mt
+from minitext.data.chat import Chat
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.inference import server as server_module
-from minitext.inference.chat import Chat
 from minitext.inference.engine import Engine, EngineOptions
 from minitext.inference.requests import Request
 from minitext.inference.server import Served, Server, bind

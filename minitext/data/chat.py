@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,20 @@ from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
 JSON_LIMIT, TEMPLATE_LIMIT = 16 << 20, 256 << 10  # bytes; the longest known templates have 20,000
+PLAIN = """{% for message in messages %}
+{{ '<|' + message.role + '|>' }}
+{% if message.role == 'assistant' %}
+{% generation %}
+{{- message.content + eos_token }}
+{% endgeneration %}
+{% else %}
+{{ message.content }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+"""
 WALL_SECONDS = 60.0  # on a machine that is busy; of the processor, a template gets 3 seconds
 
 
@@ -67,6 +81,15 @@ class Chat(NamedTuple):
                 f"{files.shorten(' '.join(found['error'].split()))}"
             )
         return found["text"]
+
+    def with_template(self, template: str) -> "Chat":
+        """Returns the same special tokens with another template."""
+        return self._replace(template=template)
+
+    def plain(self, tokenizer: Tokenizer) -> "Chat":
+        """Returns a plain template for a model that has none; each answer ends with the end of a document."""
+        special = {"eos_token": tokenizer.published_end()} | self.special
+        return self._replace(template=PLAIN, special=special)
 
 
 class Renderer:
@@ -146,6 +169,30 @@ def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
+
+
+def write_chat(folder: Path, chat: Chat, ends: Collection[int]) -> None:
+    """Writes a template where `read_chat` finds it, with what it needs; files that are there stay.
+
+    Args:
+      folder: a run's folder `published`, which may be missing.
+      chat: the template and its special tokens.
+      ends: ids that end the model's turn; generation will stop at them too.
+
+    Raises:
+      UserError: for a file there that can't be read.
+      OSError: if the folder can't be written.
+    """
+    folder.mkdir(exist_ok=True)
+    files.write(folder / "chat_template.jinja", chat.template or "")
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        said = {"tokenizer_class": "PreTrainedTokenizerFast", **chat.special}
+        files.write(path, json.dumps(said, indent=2))
+    if more := set(ends) - chat.stops:
+        path = folder / "generation_config.json"
+        stops = sorted(chat.stops | more)
+        files.write(path, json.dumps(_object(path) | {"eos_token_id": stops}, indent=2))
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Renders a chat template, in a process of its own that may use little time and memory.
 
 A template comes with somebody's weights, and it's a program. Jinja's sandbox keeps it from Python's objects, but not
-from running for an hour or asking for all memory, so `minitext.inference.chat` runs this file as a program: jobs as
+from running for an hour or asking for all memory, so `minitext.data.chat` runs this file as a program: jobs as
 lines of JSON on stdin, the text or an error of each as a line on stdout. Each job has a process of its own, a fork of
 this one, which takes milliseconds because Jinja is loaded. macOS doesn't enforce a limit of memory; there time alone
 ends it.

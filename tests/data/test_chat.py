@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from minitext.data.chat import Chat, read_chat
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
-from minitext.inference.chat import Chat, read_chat
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"

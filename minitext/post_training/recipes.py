@@ -1,0 +1,84 @@
+"""The configuration of a run that begins with another run's model.
+
+A recipe is a YAML file of settings in `minitext/config/presets/recipes`, such as sft. It lies over what the new run
+takes from the old one (its model, mesh and layout of parameters) and under the words of the command line.
+
+Chapters: 26.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minitext.config.config import Config, flatten, load_recipe
+from minitext.data.batches import make_batches
+from minitext.errors import UserError
+from minitext.files import local_path
+from minitext.training.interchange import longest_text
+from minitext.training.run_dir import PUBLISHED, open_chat, open_tokenizer, read_config
+
+# What a new run takes from the one it begins with: the model, and how it's laid out and computed.
+TAKEN = (
+    "model.", "mesh.", "sharding.", "pipeline.", "data.seq_len", "data.tokenizer", "train.loss_chunks",
+    "train.loss_impl",
+)  # fmt: skip
+LONGEST_ROW = 512  # of a run from a published model, which says how long its texts may be, unless data.seq_len is given
+WARMUP_SHARE = 0.05  # of the steps, unless optim.warmup_steps is given
+
+
+def new_config(run: Path | str, recipe: str, words: Sequence[str]) -> Config:
+    """Resolves the configuration of a run that begins with another run's parameters.
+
+    Args:
+      run: the run, import or export to begin with.
+      recipe: name of a recipe, such as sft.
+      words: `key=value` of the command line.
+
+    Returns:
+      The configuration, with `checkpoint.load_parameters=RUN` and, by default, `run.name=RUN-RECIPE`.
+
+    Raises:
+      UserError: if `run` is no run directory.
+      ConfigError: for a setting that can't be used.
+    """
+    local_path(run)
+    if preset := [word for word in words if "=" not in word]:
+        raise UserError(
+            f"{preset[0]!r} is not key=value: the settings come from {run} and the recipe {recipe}"
+        )
+    directory, theirs = Path(run), read_config(run)
+    taken = flatten(theirs.model_dump()).items()
+    start: dict[str, Any] = {key: value for key, value in taken if key.startswith(TAKEN)}
+    longest = min(longest_text(theirs, directory / PUBLISHED), LONGEST_ROW)
+    start["data.seq_len"] = max(theirs.data.seq_len, longest)
+    start["run.name"] = f"{directory.resolve().name}-{recipe}"
+    start["checkpoint.load_parameters"] = str(directory)
+    given = {word.partition("=")[0].strip() for word in words}
+    # A number of steps is enough to say how long; then the recipe's epochs are no limit.
+    limit = ["data.epochs=null"] if "train.steps" in given and "data.epochs" not in given else []
+    return load_recipe(recipe, [*limit, *words], start, f"run {run}")
+
+
+def with_steps(cfg: Config) -> Config:
+    """Sets train.steps to the steps of `data.epochs` passes over the data, and a share of them as warm-up.
+
+    What the command line or a file says stays. Reads and tokenizes the data, once for this and the run.
+
+    Raises:
+      UserError: if the data can't be read, or nothing of it is left to train on.
+    """
+    values: dict[str, Any] = {}
+    steps = cfg.train.steps
+    if cfg.provenance("train.steps") == "default" and cfg.data.epochs is not None:
+        tokenizer = open_tokenizer(cfg)
+        batches = make_batches(
+            cfg.data, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch,
+            tokenizer=tokenizer, chat=open_chat(cfg, tokenizer),
+        )  # fmt: skip
+        steps = batches.left() or steps
+        batches.close()
+        values["train.steps"] = steps
+    if cfg.provenance("optim.warmup_steps") == "default":
+        values["optim.warmup_steps"] = math.ceil(WARMUP_SHARE * steps)
+    return cfg.replace(values)
