@@ -58,6 +58,7 @@ app.add_typer(launch_app, name="launch")
 
 app.command("train")(running.train)
 app.command("sft")(tuning.sft)
+app.command("dpo")(tuning.dpo)
 app.command("generate")(running.generate)
 app.command("serve")(serving.serve)
 app.command("predict-serving")(serving.predict)

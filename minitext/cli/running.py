@@ -32,11 +32,12 @@ def train(settings: Settings = None) -> None:
     simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
     start(simulate, keep_memory=True, join=True, cache=not dump)
     from minitext.distributed import job
+    from minitext.post_training.tasks import task_of
     from minitext.training import run
     from minitext.training.stopping import Interrupted
 
     try:
-        directory = run.train(cfg, began=began)
+        directory = run.train(cfg, began=began, task=task_of(cfg))
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None

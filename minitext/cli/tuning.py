@@ -27,6 +27,15 @@ def sft(directory: RunDir, settings: Changes = None) -> None:
     tune(directory, "sft", settings or [])
 
 
+def dpo(directory: RunDir, settings: Changes = None) -> None:
+    """Teach a run which of two answers to prefer: minitext dpo RUN data.path=FILE.
+
+    FILE is a .jsonl or .parquet of prompt, chosen and rejected; data.hf_name=NAME reads a dataset instead.
+    objective.loss=dpo, ipo, orpo or simpo chooses the loss.
+    """
+    tune(directory, "dpo", settings or [])
+
+
 def tune(run: str, recipe: str, settings: list[str]) -> None:
     """Makes the configuration of a recipe, trains, and says how to try the result.
 
@@ -42,6 +51,7 @@ def tune(run: str, recipe: str, settings: list[str]) -> None:
     simulate = simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate)
     start(simulate, keep_memory=True, join=True)
     from minitext.distributed import job
+    from minitext.post_training.tasks import task_of
     from minitext.training import run as training
     from minitext.training.stopping import Interrupted
 
@@ -53,7 +63,7 @@ def tune(run: str, recipe: str, settings: list[str]) -> None:
             file=sys.stderr,
         )
     try:
-        made = training.train(cfg, began=began)
+        made = training.train(cfg, began=began, task=task_of(cfg))
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None

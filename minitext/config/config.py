@@ -62,6 +62,13 @@ class Config(Section):
                 f"profile.{key}=true with run.name=null: the compiler needs its output folder before the run gets "
                 "a name from its start time: set run.name"
             )
+        pairs = self.data.source == "preferences"
+        if pairs != (self.objective.kind == "preference"):
+            fix = "objective.kind=preference" if pairs else "data.source=preferences"
+            yield (
+                f"objective.kind={self.objective.kind} with data.source={self.data.source}: pairs of answers are what "
+                f"preferences are learned from, and nothing else is: set {fix}"
+            )
         first, steps = self.profile.first_step, self.profile.steps
         if first is None and steps != sections.ProfileConfig().steps:
             yield (

@@ -27,7 +27,9 @@ def test_settings_without_an_effect_are_refused(words, said):
 
 def test_kinds():
     assert mt.load_config("laptop").objective.kind == "lm"
-    cfg = mt.load_config(
-        "laptop", ["objective.kind=preference", "objective.loss=simpo", "objective.margin=1"]
-    )
-    assert cfg.objective.margin == 1
+    words = ["objective.kind=preference", "objective.loss=simpo", "objective.margin=1"]
+    data = ["data.source=preferences", "data.path=pairs.jsonl"]
+    assert mt.load_config("laptop", words + data).objective.margin == 1
+    for half in (words, data):
+        with pytest.raises(ConfigError, match="pairs of answers"):
+            mt.load_config("laptop", half)

@@ -119,7 +119,7 @@ def test_log_probabilities_are_those_of_the_loss(tiny):
 
 
 def test_another_objective_is_not_taken_for_language_modelling(tiny):
-    cfg = tiny("objective.kind=preference")
+    cfg = tiny("objective.kind=preference", "data.source=preferences", "data.path=a.jsonl")
     with pytest.raises(UserError, match=r"objective.kind=preference is not language modelling"):
         language_modelling(cfg)
     assert isinstance(language_modelling(tiny()), Objective)

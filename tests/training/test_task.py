@@ -10,7 +10,13 @@ from minitext.training.task import PRETRAINING
 
 
 def test_a_task_of_another_kind_is_refused(tiny, tmp_path):
-    cfg = tiny("objective.kind=preference", f"run.dir={tmp_path}", "run.name=a")
+    cfg = tiny(
+        "objective.kind=preference",
+        "data.source=preferences",
+        "data.path=a.jsonl",
+        f"run.dir={tmp_path}",
+        "run.name=a",
+    )
     with pytest.raises(
         UserError, match=r"objective.kind=preference, and the run is one of objective.kind=lm"
     ):
