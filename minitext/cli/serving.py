@@ -1,11 +1,14 @@
-"""The commands that serve a model, and say how fast that would be elsewhere.
+"""The commands that serve a model or talk to it, and say how fast that would be elsewhere.
 
 Chapters: 24.
 """
 
+import contextlib
 import json
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -96,6 +99,96 @@ def serve(
     server.listen(listening)
     _say_how(listening, served, step)
     server.serve(server.Server(served, drain_seconds), listening)
+
+
+def chat(
+    directory: RunDir,
+    system: Annotated[str, typer.Option(help="message that goes before the conversation")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer at most")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="draw among the most likely tokens that sum to this probability")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="the same seed gives the same conversation")
+    ] = 0,
+) -> None:
+    """Talk to a model that has a chat template. Lines from a pipe are answered one by one.
+
+    Ctrl-C ends an answer, /new begins anew, and Ctrl-D or /exit ends the conversation.
+    """
+    start()
+    from minitext.data.chat import read_chat
+    from minitext.inference.conversation import Conversation
+    from minitext.inference.engine import Engine, EngineOptions, seed_of
+    from minitext.inference.generate import Sampling
+    from minitext.training.interchange import longest_text
+    from minitext.training.run_dir import PUBLISHED, load_run
+
+    sampling = Sampling(temperature, top_k, top_p)
+    sampling.check()
+    run = Path(directory)
+    cfg, params, tokenizer, _ = load_run(run)
+    template = read_chat(run / PUBLISHED, tokenizer)
+    template.check()
+    options = EngineOptions(max_sequences=1, max_length=longest_text(cfg, run / PUBLISHED))
+    engine = Engine(cfg.model, params, options)
+    conversation = Conversation(engine, template, tokenizer, system)
+    with contextlib.closing(conversation):
+        for turn, line in enumerate(_lines()):
+            if line == "/exit":
+                return
+            if line == "/new":
+                conversation.forget()
+                continue
+            try:
+                _print_answer(conversation.ask(
+                    line, max_tokens=max_tokens, sampling=sampling, seed=seed_of(seed, turn)
+                ))  # fmt: skip
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+            if conversation.forgotten:
+                print(
+                    f"(the first {conversation.forgotten} messages are forgotten: the model's texts have at most "
+                    f"{engine.max_length:,} tokens)",
+                    file=sys.stderr,
+                )
+
+
+def _lines() -> Iterator[str]:
+    """Yields what somebody types, or the lines of a pipe, without empty ones."""
+    person = sys.stdin.isatty()
+    if person:
+        import readline  # noqa: F401  edits the line and remembers earlier ones
+    while True:
+        try:
+            line = input("> " if person else "").strip()
+        except EOFError:
+            print(end="\n" if person else "")
+            return
+        if line:
+            yield line
+
+
+def _print_answer(pieces: Iterator[str]) -> None:
+    """Prints an answer as it is written; Ctrl-C ends it."""
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                print(piece, end="", flush=True)
+                if stopped:
+                    break
+        print()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def predict(

@@ -64,11 +64,7 @@ class Chat(NamedTuple):
         Raises:
           UserError: there is no template, it refuses the messages, or it wants more time or memory than a template may.
         """
-        if self.template is None:
-            raise UserError(
-                f"{self.where.parent} has no chat template, so its model wasn't trained for conversations: "
-                "give it text to go on from, with --prompt"
-            )
+        self.check()
         values = {**self.special, "messages": list(messages), "tools": None, "documents": None}
         values["add_generation_prompt"] = True
         with contextlib.ExitStack() as stack:
@@ -81,6 +77,14 @@ class Chat(NamedTuple):
                 f"{files.shorten(' '.join(found['error'].split()))}"
             )
         return found["text"]
+
+    def check(self) -> None:
+        """Raises UserError if there is no template."""
+        if self.template is None:
+            raise UserError(
+                f"{self.where.parent} has no chat template, so its model wasn't trained for conversations: "
+                "give it text to go on from, with minitext generate --prompt, or teach it with minitext sft"
+            )
 
     def with_template(self, template: str) -> "Chat":
         """Returns the same special tokens with another template."""

@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import resource
+import signal
 import sys
 from typing import Any, ClassVar
 
@@ -110,7 +111,8 @@ def in_a_fork(job: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Answers jobs until there are no more."""
+    """Answers jobs until there are no more. Ctrl-C is for whoever asks, who then closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         print(in_a_fork(json.loads(line)), flush=True)
 
