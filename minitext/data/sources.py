@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minitext import terminal
-from minitext.config.data import DataConfig
+from minitext.config.data import CHATS, DataConfig
 from minitext.data import text_files
 from minitext.errors import UserError
 
@@ -27,7 +27,7 @@ def identity(cfg: DataConfig) -> list[Any]:
         return [[part.weight, identity(cfg.of_part(part))] for part in cfg.mixture]
     if cfg.source in ("grammar", "arrayrecord"):
         return [cfg.source, cfg.path]
-    if cfg.source == "hf":
+    if cfg.source == "hf" or (cfg.source in CHATS and cfg.hf_name):
         return [cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key]
     if cfg.source == "tfds":
         records = open_tfds(cfg)

@@ -71,10 +71,11 @@ def with_steps(cfg: Config) -> Config:
     values: dict[str, Any] = {}
     steps = cfg.train.steps
     if cfg.provenance("train.steps") == "default" and cfg.data.epochs is not None:
-        tokenizer = open_tokenizer(cfg)
+        directory = Path(cfg.run.dir) / str(cfg.run.name)
+        tokenizer = open_tokenizer(cfg, directory)
         batches = make_batches(
             cfg.data, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch,
-            tokenizer=tokenizer, chat=open_chat(cfg, tokenizer),
+            tokenizer=tokenizer, chat=open_chat(cfg, directory, tokenizer),
         )  # fmt: skip
         steps = batches.left() or steps
         batches.close()
