@@ -170,7 +170,9 @@ def _whole(record: dict[str, Any], key: str) -> Messages:
     if isinstance(answer, str):
         if prompt is not None:
             return _as_messages(prompt, "user") + _as_messages(answer, "assistant")
-        _, *pieces = SPEAKER.split("\n\n" + answer.lstrip())
+        _, *pieces = SPEAKER.split("\n\n" + _text(answer).lstrip())
+        if not pieces:
+            raise Unusable(NO_TURN, f"{key} is a text, without a prompt")
         roles = {"Human": "user", "Assistant": "assistant"}
         turns = zip(pieces[::2], pieces[1::2], strict=True)
         return tuple({"role": roles[who], "content": text} for who, text in turns)
