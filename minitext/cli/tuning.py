@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.arguments import RunDir, start
+from minitext import files
+from minitext.cli.arguments import Json, RunDir, answer, start
 from minitext.distributed.devices import simulate_for
+from minitext.errors import UserError
 
 Changes = Annotated[
     list[str] | None,
@@ -34,6 +36,42 @@ def dpo(directory: RunDir, settings: Changes = None) -> None:
     objective.loss=dpo, ipo, orpo or simpo chooses the loss.
     """
     tune(directory, "dpo", settings or [])
+
+
+def preview(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="whose tokenizer and template: a run, a Hugging Face folder, or byte",
+        ),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH] [KEY=VALUE]...",
+            help=".jsonl or .parquet of conversations or pairs, then settings such as data.seq_len=512",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, max=10_000, help="rows to show")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Show what training would see of conversations: tokens, which of them are learned, and what is left out."""
+    from minitext.data import preview
+    from minitext.post_training import recipes
+    from minitext.terminal import print_tables
+
+    files.local_path(source)
+    paths = [word for word in words or [] if "=" not in word]
+    if len(paths) > 1:
+        raise UserError(f"one PATH at most: got {', '.join(map(repr, paths))}")
+    settings = [f"data.path={path}" for path in paths]
+    settings += [word for word in words or [] if "=" in word]
+    found = recipes.preview(source, settings, rows)
+    answer(found, as_json, lambda found: print_tables(*preview.shown(found)))
+    if not as_json:
+        what = "pairs" if found.pairs else "conversations"
+        print(f"{found.used:,} {what} in {found.total:,} rows to train on", file=sys.stderr)
 
 
 def tune(run: str, recipe: str, settings: list[str]) -> None:

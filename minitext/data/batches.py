@@ -2,10 +2,11 @@
 
 `make_batches` is the entry point. Behind it, `sources` and `text_files` read text, `token_file` and
 `array_record` store it tokenised, `packing` cuts rows and numbers documents, `grammar` generates a
-language of known entropy, `rows` orders and mixes rows, and `streaming` reads Hugging Face. Grain
-shuffles rows by index and reads ahead in a background thread.
+language of known entropy, `rows` orders and mixes rows, `streaming` reads Hugging Face, and
+`conversation_rows` makes rows of what users and assistants say. Grain shuffles rows by index and
+reads ahead in a background thread.
 
-Chapters: 7.
+Chapters: 7, 26.
 """
 
 import atexit
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from minitext.config.data import DataConfig
+from minitext.config.data import CHATS, DataConfig
 from minitext.data import packing
-from minitext.data.chat import Chat
+from minitext.data.chat import Chat, open_template
+from minitext.data.conversation_rows import ChatRows, empty_rows, open_chat_rows
 from minitext.data.placement import Batch, Placement, Split
 from minitext.data.rows import make_tokenizer, open_rows
 from minitext.data.streaming import StreamedWindows
@@ -73,6 +75,9 @@ def make_batches(
     def finish(windows: np.ndarray) -> Batch:
         return placement(packing.pack(windows, eod_id))
 
+    if cfg.source in CHATS:
+        chat = chat or open_template(cfg, tokenizer)
+        return _chat_batches(open_chat_rows(cfg, tokenizer, chat, split), placement, split)
     if cfg.source == "hf":
         stream = StreamedWindows(cfg, tokenizer, placement, split)
         ahead = grain.experimental.ThreadPrefetchIterDataset(
@@ -86,6 +91,16 @@ def make_batches(
     iterator = iter(grain.MapDataset.source(local).map(finish).to_iter_dataset(options))
     count = len(local) if len(rows.windows) < sys.maxsize else None
     return Batches(iterator, placement, split, rows.digest, rows.floor, count)
+
+
+def _chat_batches(found: ChatRows, placement: Placement, split: Split) -> "Batches":
+    local = LocalRows(found.rows, placement)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    iterator = iter(grain.MapDataset.source(local).map(placement).to_iter_dataset(options))
+    count = len(local) if len(found.rows) < sys.maxsize else None
+    batches = Batches(iterator, placement, split, found.digest, None, count)
+    batches.left_out, batches.turn_ends = found.left_out, found.turn_ends
+    return batches
 
 
 class Batches:
@@ -207,3 +222,16 @@ class LocalWindows:
             if (number := int(index) * batch + row) < len(self._windows):
                 windows[local] = self._windows[number]
         return windows
+
+
+class LocalRows(LocalWindows):
+    """Item k is this process's rows of global batch k, as a dict of [len(rows), T] arrays: rows of conversations."""
+
+    def __getitem__(self, index: int) -> Batch:
+        batch, seq_len = self._placement.shape
+        found = empty_rows(len(self._placement.rows), seq_len)
+        for local, row in enumerate(self._placement.rows):
+            if (number := int(index) * batch + row) < len(self._windows):
+                for name, values in self._windows[number].items():
+                    found[name][local] = values
+        return found

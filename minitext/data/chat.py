@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitext import files
+from minitext.config.data import DataConfig
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 
 JSON_LIMIT, TEMPLATE_LIMIT = 16 << 20, 256 << 10  # bytes; the longest known templates have 20,000
 PLAIN = """{% for message in messages %}
-{{ '<|' + message.role + '|>' }}
-{% if message.role == 'assistant' %}
-{% generation %}
-{{- message.content + eos_token }}
-{% endgeneration %}
-{% else %}
-{{ message.content }}
-{% endif %}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-"""
+{{- '<|' + message.role + '|>\\n' }}
+{%- if message.role == 'assistant' %}
+{%- generation %}{{ message.content + eos_token }}{% endgeneration %}
+{%- else %}
+{{- message.content }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>\\n' }}
+{%- endif %}
+"""  # of a model that came without a template
 WALL_SECONDS = 60.0  # on a machine that is busy; of the processor, a template gets 3 seconds
 
 
@@ -65,8 +65,7 @@ class Chat(NamedTuple):
           UserError: there is no template, it refuses the messages, or it wants more time or memory than a template may.
         """
         self.check()
-        values = {**self.special, "messages": list(messages), "tools": None, "documents": None}
-        values["add_generation_prompt"] = True
+        values = self.values(messages)
         with contextlib.ExitStack() as stack:
             if renderer is None:
                 renderer = stack.enter_context(contextlib.closing(Renderer()))
@@ -86,9 +85,10 @@ class Chat(NamedTuple):
                 "give it text to go on from, with minitext generate --prompt, or teach it with minitext sft"
             )
 
-    def with_template(self, template: str) -> "Chat":
-        """Returns the same special tokens with another template."""
-        return self._replace(template=template)
+    def values(self, messages: Sequence[Mapping[str, str]], ask: bool = True) -> dict[str, Any]:
+        """Returns the variables of the template; with `ask` its text ends where the model's answer begins."""
+        values = {**self.special, "messages": list(messages), "tools": None, "documents": None}
+        return values | {"add_generation_prompt": ask}
 
     def plain(self, tokenizer: Tokenizer) -> "Chat":
         """Returns a plain template for a model that has none; each answer ends with the end of a document."""
@@ -102,7 +102,30 @@ class Renderer:
     def __init__(self):
         self._process: subprocess.Popen[str] | None = None
 
-    def render(self, job: dict[str, Any]) -> dict[str, str]:
+    def render_all(
+        self, template: str, values: Sequence[Mapping[str, Any]], *, marks: bool
+    ) -> list[dict[str, Any]]:
+        """Renders a template with each of many variables.
+
+        Args:
+          template: its text.
+          values: the variables of each.
+          marks: whether to say what its tag `generation` marks.
+
+        Returns:
+          What `chat_template.render_all` does.
+        """
+        found = self.render({"template": template, "all": list(values), "marks": marks})
+        if "found" in found:
+            return found["found"]
+        if len(values) == 1:
+            return [found]
+        # Together they took too long; those that do so alone say so.
+        half = len(values) // 2
+        parts = (values[:half], values[half:])
+        return [one for part in parts for one in self.render_all(template, part, marks=marks)]
+
+    def render(self, job: dict[str, Any]) -> dict[str, Any]:
         """Returns what `chat_template.py` answers."""
         if self._process is None or self._process.poll() is not None:
             program = Path(__file__).with_name("chat_template.py")
@@ -163,6 +186,26 @@ def read_chat(folder: Path, tokenizer: Tokenizer) -> Chat:
     stops = {i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)}
     special = special_tokens(_object(folder / "special_tokens_map.json") | said)
     return Chat(template, special, frozenset(stops | {tokenizer.eod_id}), folder)
+
+
+def open_template(cfg: DataConfig, tokenizer: Tokenizer, folder: Path | None = None) -> Chat:
+    """Returns how conversations are rendered: data.chat_template, or else a folder's template, or a plain one.
+
+    Args:
+      cfg: the data section of a config.
+      tokenizer: the model's.
+      folder: the model's folder `published`, which may be missing; None if it has none.
+
+    Raises:
+      UserError: for a file that can't be read or is too long.
+    """
+    chat = Chat(None, {}, frozenset({tokenizer.eod_id}), Path("published"))
+    if folder is not None:
+        chat = read_chat(folder, tokenizer)
+    if cfg.chat_template is not None:
+        path = Path(cfg.chat_template).expanduser()
+        return chat.plain(tokenizer)._replace(template=files.read_text(path, TEMPLATE_LIMIT))
+    return chat if chat.template is not None else chat.plain(tokenizer)
 
 
 def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:

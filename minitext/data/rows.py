@@ -19,8 +19,16 @@ from typing import Any
 import grain
 import numpy as np
 
-from minitext.config.data import DataConfig
-from minitext.data import array_record, grammar, packing, sources, text_files, token_file
+from minitext.config.data import CHATS, DataConfig
+from minitext.data import (
+    array_record,
+    conversations,
+    grammar,
+    packing,
+    sources,
+    text_files,
+    token_file,
+)
 from minitext.data.placement import Split
 from minitext.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from minitext.errors import UserError
@@ -190,6 +198,7 @@ def make_tokenizer(cfg: DataConfig, vocab: int) -> Tokenizer:
     key = fingerprint(sources.identity(cfg), vocab)
     path = cache_dir() / f"bpe-{key}" / "tokenizer.json"
     if not path.exists():
+        texts = conversations.sample(cfg) if cfg.source in CHATS else sources.sample(cfg)
         with new_cache_entry(path.parent) as directory:
-            train_bpe(sources.sample(cfg), vocab).save(directory / path.name)
+            train_bpe(texts, vocab).save(directory / path.name)
     return load_tokenizer(path)

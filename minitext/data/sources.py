@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from minitext import terminal
-from minitext.config.data import DataConfig
+from minitext.config.data import CHATS, DataConfig
 from minitext.data import text_files
 from minitext.errors import UserError
 
+SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk made
 SAMPLE_BYTES = 16 << 20  # what a BPE tokenizer is trained on
 
 
@@ -27,15 +28,30 @@ def identity(cfg: DataConfig) -> list[Any]:
         return [[part.weight, identity(cfg.of_part(part))] for part in cfg.mixture]
     if cfg.source in ("grammar", "arrayrecord"):
         return [cfg.source, cfg.path]
-    if cfg.source == "hf":
-        return [cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key]
+    if cfg.source == "hf" or (cfg.source in CHATS and cfg.hf_name):
+        name = [cfg.hf_name, cfg.hf_subset, cfg.hf_split, cfg.path, cfg.text_key]
+        return name if cfg.source == "hf" else [*name, _stats(_files_of_hf(cfg))]
     if cfg.source == "tfds":
         records = open_tfds(cfg)
         # Has the version that was found; another data_dir may hold other records under the same name.
         name = records.dataset_info.full_name
         return [name, cfg.tfds_split, cfg.path, len(records), cfg.text_key]
-    stats = [(str(path.resolve()), path.stat()) for path in text_files.find_files(cfg)]
-    return [cfg.text_key, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+    return [cfg.text_key, _stats(text_files.find_files(cfg))]
+
+
+def _stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _files_of_hf(cfg: DataConfig) -> list[Path]:
+    """Returns the local files that a Hugging Face dataset is read from; of one on the Hub, none."""
+    if cfg.path:
+        return [
+            Path(name) for name in sorted(glob.glob(os.path.expanduser(cfg.path), recursive=True))
+        ]
+    found = Path(cfg.hf_name or "")
+    return sorted(path for path in found.rglob("*") if path.is_file()) if found.is_dir() else []
 
 
 def read(cfg: DataConfig) -> tuple[float, str, Iterator[tuple[text_files.Piece, float]]]:
@@ -203,6 +219,10 @@ def open_hf(cfg: DataConfig) -> Any:
     if not cfg.path and not os.path.exists(cfg.hf_name):
         _check_hub(cfg.hf_name)
     try:
+        if any((Path(cfg.hf_name) / name).is_file() for name in SAVED):
+            saved = datasets.load_from_disk(cfg.hf_name)
+            whole = saved[cfg.hf_split] if isinstance(saved, datasets.DatasetDict) else saved
+            return whole.to_iterable_dataset()
         return datasets.load_dataset(
             cfg.hf_name, cfg.hf_subset, split=cfg.hf_split, streaming=True, **given
         )

@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minitext.config.data import DataConfig
+from minitext.config.data import CHATS, DataConfig
 from minitext.errors import UserError
 
 Piece = tuple[str, bool]
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-PIECE_BYTES = 1 << 20
+RECORDS = (".jsonl", ".parquet")
+PIECE_BYTES, LINE_BYTES = 1 << 20, 64 << 20
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 # Third-party code, and code written to be odd.
@@ -32,7 +33,7 @@ SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-package
 
 
 def find_files(cfg: DataConfig) -> list[Path]:
-    """Returns the files of `data.source` stdlib or files, sorted.
+    """Returns the files of `data.source` stdlib or files, or of conversations, sorted.
 
     Raises:
         UserError: there are none, or one is of a kind that can't be read.
@@ -44,11 +45,12 @@ def find_files(cfg: DataConfig) -> list[Path]:
             raise UserError(f"no .py files in Python's library {root}: set data.source=files")
         return found
     assert cfg.path, "checked by the config"
-    path, known = Path(os.path.expanduser(cfg.path)), ", ".join(SUFFIXES)
+    suffixes = RECORDS if cfg.source in CHATS else SUFFIXES
+    path, known = Path(os.path.expanduser(cfg.path)), ", ".join(suffixes)
     try:
         if path.is_dir():
             found, none = (
-                _walk(path, {"__pycache__"}, SUFFIXES),
+                _walk(path, {"__pycache__"}, suffixes),
                 f"is a folder without a {known} file",
             )
         elif path.exists():
@@ -63,7 +65,7 @@ def find_files(cfg: DataConfig) -> list[Path]:
     if not found:
         raise UserError(f"data.path={cfg.path} {none}")
     for path in found:
-        if path.suffix not in SUFFIXES:
+        if path.suffix not in suffixes:
             raise UserError(f"data.path: cannot read {path}: its name must end in one of {known}")
     return found
 
@@ -115,21 +117,54 @@ def _decode(
         ) from error
 
 
-def _jsonl_rows(path: Path, text_key: str) -> Iterator[str]:
-    offset = 0
+def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the records of a .jsonl or .parquet file, each with where it is, such as `a.jsonl:7`.
+
+    Raises:
+        UserError: the file can't be read, or has a line that isn't a JSON object of at most 64 MiB.
+    """
+    yield from (_jsonl_records if path.suffix == ".jsonl" else _parquet_records)(path)
+
+
+def _jsonl_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    offset, number = 0, 0
     with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            text, where = _decode(UTF8(), line, path, offset, final=True), f"{path}:{number}"
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > LINE_BYTES:
+                raise UserError(
+                    f"{where}: the line has more than {LINE_BYTES >> 20} MiB, the limit"
+                )
+            text = _decode(UTF8(), line, path, offset, final=True)
             offset += len(line)
             if not text.strip():
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not a JSON object: {error}") from error
             if not isinstance(row, dict):
                 raise UserError(f"{where}: a {type(row).__name__} where a JSON object should be")
-            yield text_of(row, text_key, where)
+            yield row, where
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                yield row, f"{path}: row {number}"
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read {path} as parquet: {error}") from error
+
+
+def _jsonl_rows(path: Path, text_key: str) -> Iterator[str]:
+    for row, where in _jsonl_records(path):
+        yield text_of(row, text_key, where)
 
 
 def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:

@@ -265,8 +265,9 @@ class PublishedTokenizer(Tokenizer):
 
     @functools.cached_property
     def spellings(self) -> dict[str, int]:
-        """The tokens that were added to the vocabulary: special ones and others, such as <think>."""
-        return {token.content: i for i, token in self._model.get_added_tokens_decoder().items()}
+        """Those of its added tokens that are special; others, such as <think>, are words of a text."""
+        added = self._model.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
 
     def encode_spelled(self, texts: Sequence[str]) -> list[Spelled]:
         """Encodes on all cores."""

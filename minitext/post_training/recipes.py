@@ -13,10 +13,21 @@ from typing import Any
 
 from minitext.config.config import Config, flatten, load_recipe
 from minitext.data.batches import make_batches
+from minitext.data.chat import open_template
+from minitext.data.preview import Preview, with_kind
+from minitext.data.preview import preview as make_preview
+from minitext.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitext.errors import UserError
 from minitext.files import local_path
-from minitext.training.interchange import longest_text
-from minitext.training.run_dir import PUBLISHED, open_chat, open_tokenizer, read_config
+from minitext.training.interchange import longest_text, read_folder_tokenizer
+from minitext.training.run_dir import (
+    CONFIG,
+    PUBLISHED,
+    TOKENIZER,
+    open_chat,
+    open_tokenizer,
+    read_config,
+)
 
 # What a new run takes from the one it begins with: the model, and how it's laid out and computed.
 TAKEN = (
@@ -60,6 +71,31 @@ def new_config(run: Path | str, recipe: str, words: Sequence[str]) -> Config:
     return load_recipe(recipe, [*limit, *words], start, f"run {run}")
 
 
+def preview(source: str, words: Sequence[str], rows: int) -> Preview:
+    """Returns what training from a model would see of conversations.
+
+    Args:
+      source: whose tokenizer and template: a run, a Hugging Face folder, or `byte`.
+      words: `key=value` of the command line; unless they have data.source, the first record says what the data is.
+      rows: how many rows to return.
+
+    Raises:
+      UserError: if the source or the data can't be read.
+    """
+    given = {word.partition("=")[0].strip() for word in words}
+    if source == "byte":
+        cfg = load_recipe("sft", words, {}, "")
+        tokenizer, folder = ByteTokenizer(), None
+    elif (Path(source) / CONFIG).exists():
+        cfg, folder = new_config(source, "sft", words), Path(source) / PUBLISHED
+        tokenizer = load_tokenizer(Path(source) / TOKENIZER)
+    else:
+        cfg, folder = load_recipe("sft", words, {}, ""), Path(source)
+        tokenizer = read_folder_tokenizer(folder)
+    data = cfg.data if "data.source" in given else with_kind(cfg.data)
+    return make_preview(data, tokenizer, open_template(data, tokenizer, folder), rows)
+
+
 def with_steps(cfg: Config) -> Config:
     """Sets train.steps to the steps of `data.epochs` passes over the data, and a share of them as warm-up.
 
@@ -71,10 +107,11 @@ def with_steps(cfg: Config) -> Config:
     values: dict[str, Any] = {}
     steps = cfg.train.steps
     if cfg.provenance("train.steps") == "default" and cfg.data.epochs is not None:
-        tokenizer = open_tokenizer(cfg)
+        directory = Path(cfg.run.dir) / str(cfg.run.name)
+        tokenizer = open_tokenizer(cfg, directory)
         batches = make_batches(
             cfg.data, vocab=cfg.model.vocab, global_batch=cfg.train.global_batch,
-            tokenizer=tokenizer, chat=open_chat(cfg, tokenizer),
+            tokenizer=tokenizer, chat=open_chat(cfg, directory, tokenizer),
         )  # fmt: skip
         steps = batches.left() or steps
         batches.close()

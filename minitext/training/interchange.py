@@ -146,9 +146,21 @@ def read_tokenizer(weights: Weights, values: Mapping[str, Any]) -> PublishedToke
         text, eod = gguf_tokenizer.read(weights.metadata, str(weights.path))
         return read_published(text, eod, str(weights.path))
     folder = weights.path if weights.path.is_dir() else weights.path.parent
+    return read_folder_tokenizer(folder, values.get("eos_token_id"))
+
+
+def read_folder_tokenizer(folder: Path, eod: Any = None) -> PublishedTokenizer:
+    """Returns the tokenizer in a Hugging Face folder.
+
+    Args:
+      folder: with tokenizer.json, and perhaps tokenizer_config.json.
+      eod: the id or ids that end a text, if tokenizer_config.json names no token.
+
+    Raises:
+      UserError: if it has none, or one that can't be read.
+    """
     path = folder / "tokenizer.json"
     tokenizer = files.read_json(path, TOKENIZER_LIMIT)
-    eod = values.get("eos_token_id")
     if (folder / "tokenizer_config.json").exists():
         said = files.read_json(folder / "tokenizer_config.json", TOKENIZER_LIMIT)
         token = said.get("eos_token") if isinstance(said, dict) else None

@@ -91,8 +91,8 @@ def train(
     directory = Path(cfg.run.dir) / str(cfg.run.name)
     mesh = make_mesh(cfg.mesh)
     _refuse(cfg, mesh, directory, task)
-    tokenizer = open_tokenizer(cfg)
-    chat = open_chat(cfg, tokenizer)
+    tokenizer = open_tokenizer(cfg, directory)
+    chat = open_chat(cfg, directory, tokenizer)
     make = functools.partial(task.batches, cfg, mesh, tokenizer, chat)
     batches, held_out = make("train"), make("validation")
     if not directory.exists():

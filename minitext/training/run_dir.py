@@ -32,7 +32,7 @@ from minitext.checkpoint.checkpointer import Checkpointer, Restored
 from minitext.config.config import Config, flatten, load_config, to_yaml
 from minitext.config.data import CHATS
 from minitext.data.batches import Batches, make_batches
-from minitext.data.chat import TEMPLATE_LIMIT, Chat, read_chat
+from minitext.data.chat import Chat, open_template, read_chat
 from minitext.data.rows import make_tokenizer
 from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, load_tokenizer
 from minitext.errors import UserError
@@ -127,19 +127,18 @@ def carry_published(source: Path, target: Path) -> None:
             carry(source / PUBLISHED, new, ("config.json", *CARRIED))
 
 
-def open_tokenizer(cfg: Config) -> Tokenizer:
+def open_tokenizer(cfg: Config, directory: Path) -> Tokenizer:
     """Opens the tokenizer of a run, or of the model that it starts from, or makes one.
 
     Raises:
       UserError: if it can't be read or made.
     """
-    path = Path(cfg.run.dir) / str(cfg.run.name) / TOKENIZER
-    if path.exists():
+    if (path := directory / TOKENIZER).exists():
         return load_tokenizer(path)
     return published_tokenizer(cfg) or make_tokenizer(cfg.data, cfg.model.vocab)
 
 
-def open_chat(cfg: Config, tokenizer: Tokenizer) -> Chat | None:
+def open_chat(cfg: Config, directory: Path, tokenizer: Tokenizer) -> Chat | None:
     """Returns how a run renders conversations; None if it reads none.
 
     That is the template that the run has already; or the one in data.chat_template; or that of the model it starts
@@ -150,13 +149,15 @@ def open_chat(cfg: Config, tokenizer: Tokenizer) -> Chat | None:
     """
     if cfg.data.source not in CHATS:
         return None
-    own = Path(cfg.run.dir) / str(cfg.run.name) / PUBLISHED
-    source = cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters
-    folder = own if own.exists() or not source else Path(source) / PUBLISHED
-    chat = read_chat(folder, tokenizer)
-    if cfg.data.chat_template is not None and not own.exists():
-        chat = chat.with_template(files.read_text(Path(cfg.data.chat_template), TEMPLATE_LIMIT))
-    return chat if chat.template is not None else chat.plain(tokenizer)
+    own, source = (
+        directory / PUBLISHED,
+        cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters,
+    )
+    if (own / "chat_template.jinja").exists():  # which training wrote, also of data.chat_template
+        return read_chat(own, tokenizer)
+    if source is None:
+        return open_template(cfg.data, tokenizer)
+    return open_template(cfg.data, tokenizer, Path(source) / PUBLISHED)
 
 
 def published_tokenizer(cfg: Config) -> Tokenizer | None:
@@ -348,6 +349,7 @@ def evaluate_run(directory: Path | str, overrides: Sequence[str] = ()) -> dict[s
         global_batch=cfg.train.global_batch,
         split="validation",
         tokenizer=tokenizer,
+        chat=open_chat(cfg, Path(directory), tokenizer),
     )
     nll, tokens, size = 0.0, 0.0, 0
     eval_step, state = make_eval_step(cfg), TrainState(jnp.asarray(step), params, None)
