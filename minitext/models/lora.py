@@ -202,3 +202,8 @@ def is_adapter(variable: Any) -> bool:
 def without_lora(cfg: ModelConfig) -> ModelConfig:
     """Returns the model without adapters."""
     return cfg.model_copy(update={"lora": LoraConfig()})
+
+
+def merged_config(cfg: ModelConfig) -> ModelConfig:
+    """Returns the model that `merge` makes."""
+    return without_lora(cfg).model_copy(update={"storage": ()}) if cfg.lora.rank else cfg
