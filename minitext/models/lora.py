@@ -24,6 +24,7 @@ from minitext.config.model import ModelConfig
 from minitext.errors import UserError
 from minitext.kernels.linear.xla import Specs
 from minitext.models.layers import Linear, make_param
+from minitext.models.quantized_storage import StoredWeight
 from minitext.sharding.rules import STORAGE_AXES, ShardingRules
 
 # Of the first numbers of A: those of peft, uniform in +-1/sqrt(D), have this standard deviation times 1/sqrt(D).
@@ -158,12 +159,14 @@ def apply_lora(
 def merge(model: nnx.Module) -> None:
     """Adds each adapter's product to its weight, in float32, and takes the adapters away.
 
-    Weights that are stored in fewer bits are float32 from then on.
+    All weights that are stored in fewer bits are float32 from then on.
     """
-    for _, module in nnx.iter_modules(model):
+    for _, module in list(nnx.iter_modules(model)):
+        for name in getattr(module, "storable", ()):
+            if isinstance(stored := getattr(module, name), StoredWeight):
+                setattr(module, name, nnx.Param(stored.get_value(), axes=stored.axes))
         if isinstance(module, Linear) and module.adapter is not None:
-            axes = module.axes
-            module.w = nnx.Param(module.weight(), axes=axes)
+            module.w = nnx.Param(module.weight(), axes=module.axes)
             del module.adapter
 
 
