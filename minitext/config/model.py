@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError, field_validator
 
+from minitext.config.lora import LoraConfig
 from minitext.config.quantization import QuantizationRule, StorageRule
 from minitext.config.rope import (
     LinearRopeConfig,
@@ -338,8 +339,9 @@ class ModelConfig(Section):
         (), "rules, the first that matches a module counts: [{module: blocks/ffn/.*, dtype: int8}]"
     )
     storage: tuple[StorageRule, ...] = setting(
-        (), "rules for stored weights, as `minitext quantize` writes them; not for training"
+        (), "rules for stored weights, as `minitext quantize` writes them; trained are only adapters"
     )
+    lora: LoraConfig = setting(LoraConfig(), "low-rank adapters")
 
     @field_validator("attention", "rope", "ffn", mode="before")
     @classmethod
@@ -439,6 +441,7 @@ class ModelConfig(Section):
         for number, rule in enumerate(self.storage):
             for problem in rule.problems():
                 yield f"model.storage[{number}]: {problem}"
+        yield from self.lora.problems()
         save = ",".join(self.remat_save)
         if unknown := [name for name in self.remat_save if name not in REMAT_NAMES]:
             yield (

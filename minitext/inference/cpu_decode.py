@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minitext import hardware
+from minitext.kernels.linear.xla import Specs
 from minitext.models.layers import Embedding, Linear, is_qwixed
 from minitext.models.quantization import quantize
 from minitext.models.quantized_storage import StoredNumbers, StoredWeight
@@ -30,13 +31,15 @@ class SplitLinear(nnx.Module):
     def __init__(self, linear: Linear, parts: int):
         w_DF, heads = linear.w.get_value(), linear.heads
         self.w = nnx.Param(jnp.stack(jnp.split(w_DF, heads, axis=1)) if heads else w_DF)
-        self.parts = math.gcd(parts, w_DF.shape[0])
-        if hasattr(linear, "b"):
-            self.b = linear.b
+        self.parts, self.heads = math.gcd(parts, w_DF.shape[0]), heads
+        _take_rest(self, linear)
 
     def by_head(self) -> jax.Array:
-        """Returns the weight as [N, D, H], which is how it is stored."""
-        return self.w.get_value()
+        """Returns the weight as [N, D, H], which is how it is stored, with what an adapter adds to it."""
+        w_NDH = self.w.get_value()
+        if not hasattr(self, "adapter"):
+            return w_NDH
+        return w_NDH + jnp.stack(jnp.split(self.adapter.product(), self.heads or 1, axis=1))
 
     def __call__(self, x_XD: jax.Array, _out: str = "act") -> jax.Array:
         """Projects x [X, D] to [X, F] in x's type."""
@@ -51,7 +54,22 @@ class SplitLinear(nnx.Module):
             y_XF = jnp.sum(jnp.einsum("GXC,GCF->GXF", x_G1C, w_GCF), axis=0)
         else:
             y_XF = x_XD @ w
-        return y_XF + self.b.get_value().astype(y_XF.dtype) if hasattr(self, "b") else y_XF
+        return _with_rest(self, x_XD, y_XF)
+
+
+def _take_rest(module: Any, linear: Linear) -> None:
+    """Gives a projection what a `Linear` has besides its weight."""
+    if hasattr(linear, "b"):
+        module.b = linear.b
+    if linear.adapter is not None:
+        module.adapter = linear.adapter
+
+
+def _with_rest(module: Any, x_XD: jax.Array, y_XF: jax.Array) -> jax.Array:
+    """Returns a product with what the adapter and the bias add to it, if there are any."""
+    if hasattr(module, "adapter"):
+        y_XF = y_XF + module.adapter(x_XD, Specs(None, None, None))
+    return y_XF + module.b.get_value().astype(y_XF.dtype) if hasattr(module, "b") else y_XF
 
 
 class StreamedWeight(nnx.Module):
@@ -99,13 +117,11 @@ class StreamedLinear(nnx.Module):
 
     def __init__(self, linear: Linear):
         self.w = StreamedWeight(linear.w)
-        if hasattr(linear, "b"):
-            self.b = linear.b
+        _take_rest(self, linear)
 
     def __call__(self, x_XD: jax.Array, _out: str = "act") -> jax.Array:
         """Projects x [X, D] to [X, F] in x's type."""
-        y_XF = self.w.product(x_XD)
-        return y_XF + self.b.get_value().astype(y_XF.dtype) if hasattr(self, "b") else y_XF
+        return _with_rest(self, x_XD, self.w.product(x_XD))
 
 
 class StreamedEmbedding(nnx.Module):

@@ -19,7 +19,6 @@ al. 2024 (Sarathi-Serve) for prompts in parts.
 Chapters: 24.
 """
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -34,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from minitext import hardware
 from minitext.config.model import ModelConfig, MoEConfig
@@ -57,6 +56,7 @@ Sink = Callable[[Event], None]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PART = 16  # least tokens of a prompt's part
 LEAST_PAGES = 4  # of a table
+NO_MESH = Mesh(np.empty((), object), ())
 COLUMNS = 6  # integers of a row before its table: start, page, slot, state, seed, top_k
 
 
@@ -288,21 +288,23 @@ class Engine:
         self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
         if mesh is not None:
             check_mesh(cfg, mesh)
-            params = jax.device_put(params, tree_shardings(params, mesh, rules))
         platform = hardware.platform()
         parts = row_parts() if mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
         self.programs = make_programs(cfg, parts, rules, platform)
         with self._on_mesh():
-            self.arrays = self.programs.lay_out(params)
+            self.arrays = self.programs.lay_out(self._placed(params))
             make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
             self.cache: Any = make()
+            if mesh is None:
+                self.cache = jax.device_put(self.cache, self.arrays[0].sharding)
         self.free_states = list(range(1, slots))
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
         self.pending: Pending | None = None
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._lock, self._arrived = threading.Lock(), threading.Condition()
+        self._stepping = threading.Lock()
         self._inbox: list[Text] = []
         self._submitted = self._ended = 0  # texts
         self._cancelled: set[tuple[int, int | None]] = set()
@@ -372,6 +374,37 @@ class Engine:
             self._cancelled.add((number, sample))
         with self._arrived:
             self._arrived.notify()
+
+    def load(self, params: Any) -> None:
+        """Gives the idle engine other weights. They go from device to device, and what is cached of others is forgotten.
+
+        Args:
+          params: `nnx.State` of the model's parameters, on any devices and mesh. It isn't kept: layers are taken out of
+            their stacks, and matrices cast, as in the beginning.
+
+        Raises:
+          UserError: if there are texts.
+        """
+        with self._stepping, self._lock:
+            if self._busy():
+                raise UserError(
+                    "the engine continues texts: give it other weights when they are done"
+                )
+            with self._on_mesh():
+                params = self._placed(params)
+                jax.eval_shape(self.programs.lay_out, params)  # raises for another model's
+                self.arrays = []  # first, since memory may not hold both
+                self.arrays = self.programs.lay_out(params)
+            self.pages.clear()
+
+    def _placed(self, params: Any) -> Any:
+        """Returns parameters on the engine's devices; without a mesh, their types have none either."""
+        if self.mesh is not None:
+            return jax.device_put(params, tree_shardings(params, self.mesh, RULES_OF_ENGINE))
+        # All are bound to the device, so that programs compiled for the first weights also take later ones.
+        devices = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
+        first = min(devices, key=lambda device: device.id)
+        return jax.device_put(params, SingleDeviceSharding(first))
 
     def usage(self) -> Usage:
         """Returns what the engine is doing."""
@@ -485,7 +518,7 @@ class Engine:
 
     def step(self) -> bool:
         """Admits texts, computes a part of a prompt, and a token for all others; returns whether any text is left."""
-        with self._on_mesh():
+        with self._stepping, self._on_mesh():
             self._take_in()
             self._admit()
             self._prefill()
@@ -493,7 +526,8 @@ class Engine:
         return self._busy()
 
     def _on_mesh(self) -> Any:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        # An engine without a mesh also works where the caller has set one, as training does.
+        return jax.set_mesh(NO_MESH if self.mesh is None else self.mesh)
 
     def _take_in(self) -> None:
         with self._lock:

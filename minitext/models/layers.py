@@ -100,6 +100,7 @@ class Linear(nnx.Module):
     """
 
     quantization: QuantizationRule | None = None
+    adapter: Any = None  # of `minitext.models.lora`
     storable: ClassVar[dict[str, int]] = {"w": -2}
 
     def __init__(
@@ -129,7 +130,7 @@ class Linear(nnx.Module):
                 f"Qwix stores a projection onto {self.heads} heads in 8 bits or fewer, and generation with "
                 "model.attention.kind=mla also multiplies it head by head: exempt it from Qwix's rules"
             )
-        w_DF, N, rules = self.w.get_value(), self.heads or 1, self.rules
+        w_DF, N, rules = self.weight(), self.heads or 1, self.rules
         w_DF = rules.gather(w_DF, *self.axes)
         where = rules.out(None, self.axes[1], None)
         w_DNH = jax.lax.reshape(w_DF, (len(w_DF), N, w_DF.shape[1] // N), out_sharding=where)
@@ -143,7 +144,12 @@ class Linear(nnx.Module):
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the weight [D, F] in `dtype`, whole but for what computes in parts."""
-        return self.rules.gather(self.w.get_value().astype(dtype), *self.axes)
+        return self.rules.gather(self.weight().astype(dtype), *self.axes)
+
+    def weight(self) -> jax.Array:
+        """Returns the weight [D, F] in float32, with what an adapter adds to it; of stacked layers [L, D, F]."""
+        w = self.w.get_value()
+        return w if self.adapter is None else w + self.adapter.product()
 
     def __call__(self, x: jax.Array, out: str = "act") -> jax.Array:
         """Projects x [X, D] or [B, T, D] to [..., F] in x's type; `out` names the output's last dimension."""
@@ -161,6 +167,8 @@ class Linear(nnx.Module):
             y = plain_linear(x, self.w[...], specs).astype(x.dtype)
         else:
             y = project(x, self.w.get_value(), specs, self.quantization)
+        if self.adapter is not None:
+            y = y + self.adapter(x, specs)
         if not hasattr(self, "b"):
             return y
         b_F = rules.gather(self.b.get_value().astype(y.dtype), self.axes[1])

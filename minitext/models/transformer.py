@@ -35,6 +35,7 @@ from minitext.models.attention import GQA, KVCache
 from minitext.models.deltanet import DeltaNet, StateCache
 from minitext.models.ffn import SwiGLU
 from minitext.models.layers import Embedding, Linear, RMSNorm, is_qwixed
+from minitext.models.lora import apply_lora
 from minitext.models.mla import MLA, LatentCache
 from minitext.models.moe import MoE, Routing
 from minitext.models.paged import Paging
@@ -274,6 +275,7 @@ class Transformer(nnx.Module):
             [(path, m) for path, m in modules if cfg.tie_embeddings or m is not self.embed],
             cfg.quantization,
         )
+        apply_lora(modules, cfg.lora, rngs)
         apply_storage(modules, cfg.storage)
 
     def _draw(self, stack: Stack, rngs: nnx.Rngs) -> Any:

@@ -37,7 +37,7 @@ from minitext.training.run_dir import (
     PUBLISHED,
     TOKENIZER,
     carry,
-    load_run,
+    load_merged,
     read_config,
 )
 from minitext.training.step import abstract_state
@@ -339,16 +339,17 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
 
 
 def _load_float_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
-    """Returns what `load_run` does of a run with float32 weights.
+    """Returns what `load_merged` does of a run with float32 weights or with adapters, which are merged.
 
     Raises:
-      UserError: also if they are stored in fewer bits.
+      UserError: also if weights are stored in fewer bits and there are no adapters.
     """
-    if read_config(directory).model.is_stored:
+    model = read_config(directory).model
+    if model.is_stored and not model.lora.rank:
         raise UserError(
             f"{directory} is quantized, and others have no name for its weights: export the run that it was made of"
         )
-    return load_run(directory)
+    return load_merged(directory)
 
 
 def longest_text(cfg: Config, came: Path) -> int:

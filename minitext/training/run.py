@@ -107,6 +107,8 @@ def train(
         state, start = restored or first_state(cfg, mesh, batches)
         ledger.lap("restore" if restored else "init", start)
         _check_enough(cfg, batches, start)
+        if start < cfg.train.steps:
+            state = complete_state(cfg, mesh, state, task.needs_reference(cfg))
         if first:
             _write_config(cfg, directory, tokenizer, chat, batches)
         _introduce(cfg, mesh, directory, start, batches, console)
@@ -135,7 +137,7 @@ def train(
                 ledger=ledger,
             )
             claim.begin()
-            step = loop.run(complete_state(cfg, mesh, state, task.needs_reference(cfg)), start)
+            step = loop.run(state, start)
             claim.check()
             if step < cfg.train.steps:
                 raise Interrupted(step, directory, stopper.number)
@@ -175,6 +177,11 @@ def _refuse(cfg: Config, mesh: Mesh, directory: Path, task: Task) -> None:
         )
     check_trainable(cfg, mesh)
     task.check(cfg, mesh)
+    if cfg.model.lora.rank and cfg.checkpoint.load_parameters is None:
+        raise UserError(
+            f"model.lora.rank={cfg.model.lora.rank} trains adapters beside the weights of a run: name it in "
+            "checkpoint.load_parameters"
+        )
     check_memory(cfg, mesh)
     check_same_run(cfg, directory)
     if cfg.profile != ProfileConfig():

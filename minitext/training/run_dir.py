@@ -11,8 +11,9 @@
       samples.txt      text sampled at the start, middle and end
       lock             who trains here (`minitext.training.claim`)
       checkpoints/     state, position in the data and configuration, by step
+      base.json        of a run with adapters: the checkpoint of the other weights (`minitext.training.base`)
 
-Chapters: 6, 8.
+Chapters: 6, 8, 26.
 """
 
 import contextlib
@@ -20,11 +21,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from minitext import files, terminal
@@ -35,10 +38,19 @@ from minitext.data.batches import Batches, make_batches
 from minitext.data.chat import Chat, open_template, read_chat
 from minitext.data.rows import make_tokenizer
 from minitext.data.tokenizer import PublishedTokenizer, Tokenizer, load_tokenizer
+from minitext.distributed import job
 from minitext.errors import UserError
+from minitext.models.lora import merge, merged_config, without_lora
 from minitext.sharding.mesh import make_mesh
+from minitext.training import base
 from minitext.training.capacity import check_memory
-from minitext.training.step import TrainState, abstract_state, init_state, make_eval_step
+from minitext.training.step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    model_def,
+)
 
 CONFIG, TOKENIZER, CHECKPOINTS, PUBLISHED = (
     "config.yml",
@@ -183,26 +195,36 @@ def published_tokenizer(cfg: Config) -> Tokenizer | None:
 
 
 def load_run(directory: Path | str, mesh: Mesh | None = None) -> tuple[Config, Any, Tokenizer, int]:
-    """Reads a run's configuration, parameters, tokenizer and step.
+    """Reads a run's configuration, parameters, tokenizer and step; if it has adapters, its base's parameters too.
 
     Args:
       directory: of the run.
       mesh: devices that share the parameters by heads and features (its axis `tensor`); None: the first device.
 
     Raises:
-      UserError: if the directory holds no run or no usable checkpoint.
+      UserError: if the directory holds no run or no usable checkpoint, or its base is gone or another one.
     """
     cfg = read_config(directory)
     if mesh is None:
-        restored = _read_parameters(directory, cfg, make_mesh(devices=jax.devices()[:1]))
+        restored = _read_whole(directory, cfg, make_mesh(devices=jax.devices()[:1]))
         # Through the host: device_put alone would keep the mesh in their types, and they are used without one.
         params = jax.device_put(jax.device_get(restored.state["params"]), jax.devices()[0])
     else:
         divided = cfg.sharding.model_copy(update={"rules": "tp"})
         there = cfg.model_copy(update={"sharding": divided})
-        restored = _read_parameters(directory, there, mesh)
+        restored = _read_whole(directory, there, mesh)
         params = restored.state["params"]
     return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
+
+
+def load_merged(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
+    """Returns what `load_run` does, of a run with adapters the model in which they are merged, in float32."""
+    cfg, params, tokenizer, step = load_run(directory)
+    if cfg.model.lora.rank:
+        params = jax.jit(partial(_merged, cfg))(params)
+        alone = cfg.checkpoint.model_copy(update={"load_parameters": None})
+        cfg = cfg.model_copy(update={"model": merged_config(cfg.model), "checkpoint": alone})
+    return cfg, params, tokenizer, step
 
 
 def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, int]:
@@ -216,15 +238,15 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
     if source := cfg.checkpoint.load_full_state:
         theirs = read_config(source)
         with Checkpointer(Path(source) / CHECKPOINTS) as checkpointer:
-            restored = checkpointer.restore(abstract_state(cfg, mesh))
+            restored = checkpointer.restore(abstract_state(cfg, mesh).saved)
         if restored is None:
             raise nothing_saved(source)
         if theirs.data.model_copy(update={"epochs": cfg.data.epochs}) == cfg.data:
             batches.set_state(restored.data_state)
         return restored.state, restored.step
-    state = init_state(cfg, mesh)
-    if source := cfg.checkpoint.load_parameters:
-        restored = _read_parameters(source, cfg, mesh)
+    state, source = init_state(cfg, mesh, frozen=False), cfg.checkpoint.load_parameters
+    if source and not cfg.model.lora.rank:
+        restored = _read_merged(source, cfg, mesh)
         state = dataclasses.replace(state, params=restored.state["params"])
     return state, 0
 
@@ -241,20 +263,26 @@ def complete_state(cfg: Config, mesh: Mesh, state: TrainState, reference: bool) 
     Raises:
       UserError: if that model is needed and `checkpoint.load_parameters` isn't set, or can't be read.
     """
+    source = cfg.checkpoint.load_parameters
+    if cfg.model.lora.rank:  # the reference is then the model without adapters
+        directory = Path(cfg.run.dir) / str(cfg.run.name)
+        frozen, found = _read_base(directory, cfg, mesh)
+        if job.is_first():
+            base.write(directory, found)
+        return dataclasses.replace(state, frozen=frozen)
     if not reference:
         return state
-    source = cfg.checkpoint.load_parameters
     if source is None:
         raise UserError(
             f"objective.kind={cfg.objective.kind} compares with the model that training starts from: name its run in "
             "checkpoint.load_parameters"
         )
-    restored = _read_parameters(source, cfg, mesh)
+    restored = _read_merged(source, cfg, mesh)
     return dataclasses.replace(state, reference=restored.state["params"])
 
 
 def export_run(directory: Path | str, target: Path | str) -> int:
-    """Writes a run's newest parameters, configuration and tokenizer, whole or not at all.
+    """Writes a run's newest parameters, configuration and tokenizer, whole or not at all; adapters are merged.
 
     `minitext generate`, `minitext eval` and `checkpoint.load_parameters` read the result.
 
@@ -267,7 +295,7 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     target = Path(files.local_path(target))
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
-    cfg, params, tokenizer, step = load_run(directory)
+    cfg, params, tokenizer, step = load_merged(directory)
     write_parameters(directory, target, cfg, params, tokenizer, step)
     return step
 
@@ -302,14 +330,87 @@ def write_parameters(
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
 
 
-def _read_parameters(directory: Path | str, cfg: Config, mesh: Mesh) -> Restored:
-    """Reads the newest parameters alone, as {"params": ...} laid out on the mesh."""
+def _read_parameters(
+    directory: Path | str, cfg: Config, mesh: Mesh, step: int | None = None
+) -> Restored:
+    """Reads the newest parameters alone that a run has saved, as {"params": ...} laid out on the mesh."""
     with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
         wanted = {"params": abstract_state(cfg, mesh).params}
-        restored = checkpointer.restore(wanted, partial=True)
+        restored = checkpointer.restore(wanted, step, partial=True)
     if restored is None:
         raise nothing_saved(directory)
     return restored
+
+
+def _read_whole(
+    directory: Path | str, cfg: Config, mesh: Mesh, step: int | None = None
+) -> Restored:
+    """Reads what `_read_parameters` does, and if the run has adapters the other parameters from its base."""
+    restored = _read_parameters(directory, cfg, mesh, step)
+    if not cfg.model.lora.rank:
+        return restored
+    frozen, _ = _read_base(Path(directory), cfg, mesh)
+    return restored._replace(
+        state={"params": nnx.merge_state(frozen, restored.state["params"])}
+    )
+
+
+def _read_merged(
+    directory: Path | str, cfg: Config, mesh: Mesh, step: int | None = None
+) -> Restored:
+    """Reads the parameters of `cfg`'s model, which has no adapters, from a run that may have some: they are merged."""
+    theirs = read_config(directory)
+    if not theirs.model.lora.rank:
+        return _read_parameters(directory, cfg, mesh, step)
+    if cfg.model.is_stored:
+        raise UserError(
+            f"{directory} has adapters, which can't be added to weights in fewer bits: name another run, or export this "
+            "one, which adds them, and quantize what is exported"
+        )
+    sections = {"model": theirs.model, "checkpoint": theirs.checkpoint}
+    there = cfg.model_copy(update=sections)
+    restored = _read_whole(directory, there, mesh, step)
+    wanted = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh).params)
+    add = jax.jit(partial(_merged, there), out_shardings=wanted)
+    with jax.set_mesh(mesh):
+        return restored._replace(state={"params": add(restored.state["params"])})
+
+
+def _merged(cfg: Config, params: Any) -> Any:
+    """Returns parameters with the adapters added to the weights."""
+    model = nnx.merge(model_def(cfg), params)
+    merge(model)
+    return nnx.state(model)
+
+
+def _read_base(directory: Path, cfg: Config, mesh: Mesh) -> tuple[Any, base.Base]:
+    """Reads the parameters beside a run's adapters, and what tells them from others.
+
+    Raises:
+      UserError: if they can't be read, or aren't those with which the adapters were trained.
+    """
+    source = cfg.checkpoint.load_parameters
+    if source is None or not (Path(source) / CONFIG).is_file():
+        raise UserError(
+            f"{directory} has adapters beside the weights of checkpoint.load_parameters={source}, which is no run "
+            f"directory: put it back, or name where it is in {directory / CONFIG}"
+        )
+    known, checkpoints = base.read(directory), Path(source) / CHECKPOINTS
+    step = known.step if known else None
+    if known and not (checkpoints / str(step)).is_dir():
+        raise UserError(
+            f"the adapters of {directory} belong to step {step} of {source}, which is not there: put it back, or train "
+            "adapters beside what is there in another run.name"
+        )
+    there = cfg.model_copy(update={"model": without_lora(cfg.model)})
+    restored = _read_merged(source, there, mesh, step)
+    found = base.identify(checkpoints / str(restored.step), restored.step)
+    if known and found != known:
+        raise UserError(
+            f"the adapters of {directory} belong to another step {step} than {source} has now: put that back, or train "
+            "adapters beside this one in another run.name"
+        )
+    return restored.state["params"], found
 
 
 def nothing_saved(directory: Path | str) -> UserError:

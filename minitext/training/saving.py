@@ -4,7 +4,6 @@ Chapters: 6, 8.
 """
 
 import contextlib
-import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ def restore(
     """Returns the run's newest state and its step, and moves `batches` to where it was; None for a new run."""
     if copies is None and not job.joined() and checkpointer.latest() is None:
         return None
-    restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh))
+    restored = restore_newest(checkpointer, copies, abstract_state(cfg, mesh).saved)
     if restored is None:
         return None
     batches.set_state(restored.data_state)
@@ -89,8 +88,7 @@ class Save:
         self.guard.check_parameters(step, state.params)
         self.ledger.flush()  # a kill must not take steps from the ledger that a checkpoint has
         config = self.cfg.model_dump(mode="json")
-        trained = dataclasses.replace(state, frozen=None, reference=None)
-        self.saver.save(step, trained, self.batches.get_state(), config)
+        self.saver.save(step, state.saved, self.batches.get_state(), config)
 
 
 class SaveCopy(Save):

@@ -74,6 +74,11 @@ class TrainState:
         """All parameters of the model."""
         return self.params if self.frozen is None else nnx.merge_state(self.frozen, self.params)
 
+    @property
+    def saved(self) -> "TrainState":
+        """What checkpoints have of it."""
+        return dataclasses.replace(self, frozen=None, reference=None)
+
 
 @cached
 def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
@@ -93,18 +98,32 @@ def abstract_state(cfg: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     )
 
 
-def make_init(cfg: Config, mesh: Mesh | AbstractMesh) -> Callable[[], TrainState]:
-    """Returns the jitted function that draws the state; every array is born on its shard."""
+def make_init(
+    cfg: Config, mesh: Mesh | AbstractMesh, frozen: bool = True
+) -> Callable[[], TrainState]:
+    """Returns the jitted function that draws the state; every array is born on its shard.
+
+    Args:
+      cfg: the configuration.
+      mesh: the devices.
+      frozen: whether parameters that aren't trained are drawn too.
+    """
     check_mesh(cfg, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    abstract = abstract_state(cfg, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract if frozen else abstract.saved)
     groups = stored_groups(cfg.pipeline, mesh.shape["stage"])
-    return jax.jit(lambda: _init(cfg, groups), out_shardings=shardings)
+
+    def init() -> TrainState:
+        state = _init(cfg, groups)
+        return state if frozen else state.saved
+
+    return jax.jit(init, out_shardings=shardings)
 
 
-def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """Draws the parameters from `train.seed`, the same on every mesh."""
+def init_state(cfg: Config, mesh: Mesh, frozen: bool = True) -> TrainState:
+    """Draws the parameters from `train.seed`, the same on every mesh, with the arguments of `make_init`."""
     with jax.set_mesh(mesh):
-        return make_init(cfg, mesh)()
+        return make_init(cfg, mesh, frozen)()
 
 
 def _init(cfg: Config, repeats: int = 1) -> TrainState:
@@ -113,9 +132,11 @@ def _init(cfg: Config, repeats: int = 1) -> TrainState:
     if repeats > 1:
         graphdef, blocks = nnx.split(model.blocks)
         model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
-    params = nnx.state(model, nnx.Param)
+    params, frozen = nnx.state(model, nnx.Param), None
+    if cfg.model.lora.rank:
+        params, frozen = nnx.split_state(params, nnx.LoRAParam, ...)
     opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, frozen)
 
 
 def abstract_batch(
@@ -228,12 +249,18 @@ def check_trainable(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Checks that a model can be trained on a mesh (`check_mesh`).
 
     Raises:
-      UserError: if not, or if weights are stored in fewer bits.
+      UserError: if not; if weights are stored in fewer bits and no adapters are trained; or if the pipeline's schedule
+        can't leave weights as they are.
     """
-    if cfg.model.is_stored:
+    if cfg.model.is_stored and not cfg.model.lora.rank:
         raise UserError(
-            "model.storage stores weights in fewer bits, and training changes float32 ones: train the run from which "
-            "they were quantized, or set model.storage=[]"
+            "model.storage stores weights in fewer bits, and training changes float32 ones: train adapters beside them "
+            "(model.lora.rank=8) or the run from which they were quantized, or set model.storage=[]"
+        )
+    if cfg.model.lora.rank and mesh.shape["stage"] > 1 and cfg.pipeline.schedule == "1f1b":
+        raise UserError(
+            f"pipeline.schedule=1f1b trains all weights, and model.lora.rank={cfg.model.lora.rank} only adapters: set "
+            "pipeline.schedule=gpipe"
         )
     check_mesh(cfg, mesh)
 
@@ -287,7 +314,7 @@ def make_step_fn(
         old = state.params, opt_state
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = reshard_tree(optax.apply_updates(params, updates), rules)
-        if sums.routing is not None:
+        if sums.routing is not None and state.frozen is None:
             params = moe.update_bias(params, sums.routing.load_E, cfg.model)
         metrics = {
             **{name: value * share for name, value in sums.values.items()},

@@ -271,6 +271,36 @@ def test_the_queue_has_an_end(model):
     engine.submit(request, lambda event: None)
 
 
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_an_engine_takes_other_weights_when_it_is_idle(model, kind):
+    """Its answers are then those of a new engine, nothing cached is left, and nothing is compiled again."""
+    cfg, first, _, _ = model(kind)
+    engine = Engine(cfg, first, SMALL)
+    request = Request((5, 6, 7) * 8, 6, temperature=0.0)
+    before = answer(engine, request)
+    programs = engine.programs.decode._cache_size(), engine.programs.prefill._cache_size()
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, data=2))
+    with jax.set_mesh(mesh):  # as a trainer holds them
+        made = nnx.jit(lambda: Transformer(dropless(cfg), rngs=nnx.Rngs(2)))()
+    second = nnx.state(made)
+    with jax.set_mesh(mesh):
+        engine.load(second)
+        after = answer(engine, request)
+    assert engine.usage().reused_tokens == 0  # of the same prompt under other weights
+    fresh = Engine(cfg, nnx.state(Transformer(dropless(cfg), rngs=nnx.Rngs(2))), SMALL)
+    assert after == answer(fresh, request) != before
+    engine.load(first)
+    assert answer(engine, request) == before
+    assert programs == (
+        engine.programs.decode._cache_size(), engine.programs.prefill._cache_size()
+    )  # fmt: skip
+    ask(engine, request)
+    with pytest.raises(UserError, match="when they are done"):
+        engine.load(second)
+    finish(engine)
+    nothing_left(engine)
+
+
 def test_a_thread_answers_and_closing_ends_what_is_left(model):
     cfg, params, _, greedy = model("gqa")
     engine = Engine(cfg, params, SMALL)
