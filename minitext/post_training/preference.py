@@ -24,6 +24,7 @@ from flax import nnx
 
 from minitext.config.config import Config
 from minitext.config.objective import PreferenceConfig
+from minitext.models.lora import without_lora
 from minitext.training.objective import Batch, Objective, token_logps
 from minitext.training.step import model_def
 from minitext.training.task import Task
@@ -155,7 +156,7 @@ def _pairs(batch: Batch) -> jax.Array:
 
 def add_reference(cfg: Config) -> Callable[[object, Batch], Batch]:
     """Returns a function of (reference parameters, batch) that adds the targets' `ref_logp`, [B, T] float32."""
-    graphdef = model_def(cfg)
+    graphdef = model_def(cfg.model_copy(update={"model": without_lora(cfg.model)}))
 
     def prepare(reference, batch):
         model = nnx.merge(graphdef, reference)

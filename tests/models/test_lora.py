@@ -99,7 +99,11 @@ def test_gradients_reach_adapters_through_stored_weights():
     pairs = dict(nnx.iter_modules(floats))
     for path, module in nnx.iter_modules(stored):
         for name in getattr(module, "storable", ()):
-            setattr(pairs[path], name, nnx.Param(getattr(module, name).get_value(), axes=getattr(pairs[path], name).axes))
+            setattr(
+                pairs[path],
+                name,
+                nnx.Param(getattr(module, name).get_value(), axes=getattr(pairs[path], name).axes),
+            )
 
     def gradient(model):
         graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
@@ -171,7 +175,11 @@ def test_eight_devices_give_the_gradients_of_one(rules):
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: trained(cfg, rules=rules)))
 
         def loss(params):
-            return jnp.mean(jnp.square(nnx.merge(graphdef, params)(rules.shard(jnp.asarray(tokens), "batch", "seq"))))
+            return jnp.mean(
+                jnp.square(
+                    nnx.merge(graphdef, params)(rules.shard(jnp.asarray(tokens), "batch", "seq"))
+                )
+            )
 
         return jax.jit(jax.value_and_grad(loss))
 

@@ -2,15 +2,22 @@
 
 import dataclasses
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
+from minitext.observability.metrics import read_metrics
+from minitext.post_training import recipes
 from minitext.post_training.preference import LOSSES, Answers, preferences, sum_answers
+from minitext.post_training.tasks import task_of
 from minitext.sharding.mesh import make_mesh
+from minitext.training import run as training
 from minitext.training.step import abstract_batch, init_state, make_eval_step, make_train_step
+from minitext.training.stopping import Interrupted, Stopper
 
 PAIRS = ["objective.kind=preference", "data.source=preferences", "data.path=pairs.jsonl"]
 
@@ -176,3 +183,48 @@ def test_pairs_are_the_same_on_every_layout(tiny, words):
         for ours, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=2e-5, err_msg=name)
     np.testing.assert_allclose(got_held["loss"], want_held["loss"], rtol=1e-3)
+
+
+def pairs_file(path, count, seed=0):
+    """Greetings that are chosen if they are polite; 128 of them are held out by the run."""
+    rng = np.random.default_rng(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            name = "".join(rng.choice([*"abcdefgh"], 3))
+            pair = {"prompt": f"hi {name}", "chosen": f"good day {name}", "rejected": f"go {name}"}
+            file.write(json.dumps(pair) + "\n")
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_learns_from_a_file_of_pairs_and_goes_on_after_a_stop(tiny, tmp_path, lora):
+    pairs_file(tmp_path / "pairs.jsonl", 200)
+    base = tiny(f"run.dir={tmp_path}", "run.name=base", "train.steps=1", "data.seq_len=128")
+    run_of(base)
+    words = [
+        f"data.path={tmp_path / 'pairs.jsonl'}", f"run.dir={tmp_path}", "train.steps=16", "train.save_every=4",
+        "train.eval_every=8", "optim.learning_rate=3e-3", f"model.lora.rank={lora}",
+        "data.validation_fraction=0.2",
+    ]  # fmt: skip
+    whole, cut = (
+        recipes.new_config(tmp_path / "base", "dpo", [*words, f"run.name={n}"])
+        for n in ("whole", "cut")
+    )
+    lines = read_metrics(run_of(whole))
+    np.testing.assert_allclose(lines[0]["loss"], np.log(2), rtol=1e-4)
+    assert lines[-1]["val_accuracy"] > 0.75 and lines[-1]["val_margin"] > lines[7]["val_margin"] > 0
+    run_of(cut, stop=5)
+    again = read_metrics(run_of(cut))
+    for key in ("loss", "margin", "accuracy", "grad_norm"):
+        assert [line[key] for line in again] == [line[key] for line in lines]
+
+
+def run_of(cfg, stop=None):
+    """Trains; with `stop` a signal seems to come in that step."""
+    if stop is None:
+        return training.train(cfg, Console(quiet=True), task=task_of(cfg))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stopper, "last", lambda self, step: step >= stop)
+        patch.setattr(Stopper, "number", 2, raising=False)
+        with pytest.raises(Interrupted):
+            training.train(cfg, Console(quiet=True), task=task_of(cfg))
+    return None
