@@ -81,9 +81,9 @@ def open_chat_rows(cfg: DataConfig, tokenizer: Tokenizer, chat: Chat, split: Spl
     if pairs:
         packed = [np.array([2 * pair, 2 * pair + 1]) for pair in mine]
     else:
-        packed = [mine[row] for row in best_fit(sizes[mine], T)]
+        packed = [np.sort(mine[row]) for row in best_fit(sizes[mine], T)]
         if not cfg.shuffle:
-            packed.sort(key=min)
+            packed.sort(key=lambda row: row[0])
     rows: Any = PackedRows(text, packed, sizes, T)
     if split == "train":
         rows = grain.MapDataset.source(rows)

@@ -253,6 +253,7 @@ def test_text_that_spells_a_special_token_is_not_learned(tokenizer, tmp_path):
     assert bad == Fault(chat_mask.SPELLED, "<|im_end|>") and isinstance(fine, Masked)
 
 
+@pytest.mark.audit
 def test_a_slow_conversation_does_not_take_the_others_with_it(tmp_path):
     tokenizer = ByteTokenizer()
     plain = Chat(None, {}, frozenset({256}), tmp_path / "p").plain(tokenizer)
