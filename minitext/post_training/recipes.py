@@ -35,6 +35,8 @@ TAKEN = (
     "train.loss_impl",
 )  # fmt: skip
 LONGEST_ROW = 512  # of a run from a published model, which says how long its texts may be, unless data.seq_len is given
+# Adapters want about ten times the learning rate of all weights (Schulman et al. 2025, "LoRA Without Regret").
+ADAPTERS_RATE = 10
 WARMUP_SHARE = 0.05  # of the steps, unless optim.warmup_steps is given
 
 
@@ -68,7 +70,11 @@ def new_config(run: Path | str, recipe: str, words: Sequence[str]) -> Config:
     given = {word.partition("=")[0].strip() for word in words}
     # A number of steps is enough to say how long; then the recipe's epochs are no limit.
     limit = ["data.epochs=null"] if "train.steps" in given and "data.epochs" not in given else []
-    return load_recipe(recipe, [*limit, *words], start, f"run {run}")
+    cfg = load_recipe(recipe, [*limit, *words], start, f"run {run}")
+    key = "optim.learning_rate"
+    if cfg.model.lora.rank and cfg.provenance(key) == f"recipe {recipe}":
+        return cfg.replace({key: ADAPTERS_RATE * cfg.optim.learning_rate})
+    return cfg
 
 
 def preview(source: str, words: Sequence[str], rows: int) -> Preview:
