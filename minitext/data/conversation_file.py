@@ -129,7 +129,7 @@ def _write(directory: Path, cfg: DataConfig, tokenizer: Tokenizer, chat: Chat) -
     finally:
         encoder.close()
     if not length:
-        raise UserError(nothing_left(cfg, conversations.report(left_out)))
+        raise UserError(nothing_left(cfg, conversations.fault_lines(left_out)))
     found = np.frombuffer(ends, np.int64)
     digest.update(found.tobytes())
     np.save(directory / "ends.npy", found)
@@ -154,7 +154,7 @@ def _encoded(
                 made: list[Any] = [next(masked) for _ in group]
                 faults = [one for one in (found, *made) if isinstance(one, Fault)]
                 if faults:
-                    conversations.count(left_out, faults[0], where)
+                    conversations.count_fault(left_out, faults[0], where)
                 else:
                     yield made, where
             done += len(records)

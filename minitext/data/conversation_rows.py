@@ -66,8 +66,8 @@ def open_chat_rows(cfg: DataConfig, tokenizer: Tokenizer, chat: Chat, split: Spl
     left_out = dict(text.left_out)
     for kind, index in long:
         known = kind in left_out
-        conversations.count(left_out, Fault(kind), "" if known else text.where(index))
-    lines = conversations.report(left_out)
+        conversations.count_fault(left_out, Fault(kind), "" if known else text.where(index))
+    lines = conversations.fault_lines(left_out)
     if len(kept) < 2:
         why = nothing_left(cfg, lines) if not len(kept) else (
             f"{named(cfg)} has one {'pair' if pairs else 'conversation'}, and two are needed, one to train on and one "

@@ -267,7 +267,7 @@ def _keys(record: dict[str, Any]) -> str:
     return f"a record with {shorten(', '.join(map(str, record))) if record else 'no keys'}"
 
 
-def report(counts: dict[str, tuple[int, str, str]]) -> tuple[str, ...]:
+def fault_lines(counts: dict[str, tuple[int, str, str]]) -> tuple[str, ...]:
     """Returns a line on each kind of fault: kind -> (how many, where the first is, its detail)."""
     return tuple(
         f"{count:,} with {kind}, such as {where}{f' ({detail})' if detail else ''}"
@@ -275,7 +275,7 @@ def report(counts: dict[str, tuple[int, str, str]]) -> tuple[str, ...]:
     )
 
 
-def count(counts: dict[str, tuple[int, str, str]], fault: Fault, where: str) -> None:
+def count_fault(counts: dict[str, tuple[int, str, str]], fault: Fault, where: str) -> None:
     """Adds a fault to the counts."""
     many, first, detail = counts.get(fault.kind, (0, where, fault.detail))
     counts[fault.kind] = many + 1, first, detail

@@ -117,8 +117,8 @@ def test_faults_are_yielded_with_their_place_and_counted(tmp_path):
     counts = {}
     for one, where in found:
         if isinstance(one, Fault):
-            conversations.count(counts, one, where)
-    order, none = conversations.report(counts)
+            conversations.count_fault(counts, one, where)
+    order, none = conversations.fault_lines(counts)
     assert order.startswith("2 with roles in the wrong order") and f"{path}:3" in order
     assert none.startswith("1 with no turn of the assistant's") and f"{path}:7" in none
 
