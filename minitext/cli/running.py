@@ -85,7 +85,7 @@ def generate(
         text = conversation.render([{"role": "user", "content": chat}])
         # The template writes the token at the beginning itself.
         ids, stops, before = (
-            tokenizer.encode_spelled([text])[0].ids.tolist(),
+            tokenizer.encode_chat(text),
             conversation.stops,
             "",
         )

@@ -24,12 +24,15 @@ from minitext.config.data import DataConfig
 from minitext.data import conversations, sources
 from minitext.data.chat import Chat
 from minitext.data.chat_mask import ChatEncoder, Masked
-from minitext.data.conversations import Conversation, Fault
+from minitext.data.conversations import Fault
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.files import cache_dir, fingerprint, new_cache_entry
 
-AT_ONCE = 512  # records in memory, their texts and their tokens
+AT_ONCE, CHARACTERS = (
+    512,
+    4 << 20,
+)  # records in memory with their texts and tokens: whichever comes first
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,9 @@ def _encoded(
     """Yields the sequences of each record that can be learned and where it is, and counts the others in `left_out`."""
     done = 0
     with terminal.of_slow_work(0, f"rendering and tokenising {named(cfg)}") as advance_to:
-        for records in conversations.in_lists(conversations.read(cfg), AT_ONCE):
+        for records in conversations.in_lists(conversations.read(cfg), AT_ONCE, CHARACTERS):
             # A pair is two conversations, of which neither is used without the other.
-            groups = [_conversations(found) for found, _ in records]
+            groups = [conversations.each(found) for found, _ in records]
             masked = iter(encoder.encode([one for group in groups for one in group]))
             for (found, where), group in zip(records, groups, strict=True):
                 made: list[Any] = [next(masked) for _ in group]
@@ -159,12 +162,6 @@ def _encoded(
                     yield made, where
             done += len(records)
             advance_to(done)
-
-
-def _conversations(found: Any) -> tuple[Conversation, ...]:
-    if isinstance(found, Fault):
-        return ()
-    return (found,) if isinstance(found, Conversation) else found
 
 
 def named(cfg: DataConfig) -> str:

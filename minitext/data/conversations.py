@@ -16,7 +16,7 @@ Chapters: 26.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from minitext.config.data import DataConfig
@@ -253,10 +253,7 @@ def checked(conversation: Conversation) -> Conversation:
 def sample(cfg: DataConfig, size: float = sources.SAMPLE_BYTES) -> Iterator[str]:
     """Yields about 16 MiB of what is said, for a BPE tokenizer to learn from."""
     for found, _ in read(cfg):
-        if isinstance(found, Fault):
-            continue
-        both: Iterable[Conversation] = (found,) if isinstance(found, Conversation) else found
-        for message in (m for conversation in both for m in conversation.messages):
+        for message in said(found):
             if size <= 0:
                 return
             yield message["content"]
@@ -281,13 +278,29 @@ def count_fault(counts: dict[str, tuple[int, str, str]], fault: Fault, where: st
     counts[fault.kind] = many + 1, first, detail
 
 
-def in_lists(items: Iterable[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Yields the items in lists of `size`."""
-    found = []
+def in_lists(
+    items: Iterable[tuple[Conversation | Pair | Fault, str]], most: int, characters: int
+) -> Iterator[list[tuple[Conversation | Pair | Fault, str]]]:
+    """Yields what `read` does in lists: a new one after `most` of them, or once they have so many characters."""
+    found, size = [], 0
     for item in items:
         found.append(item)
-        if len(found) == size:
+        size += sum(len(message["content"]) for message in said(item[0]))
+        if len(found) == most or size >= characters:
             yield found
-            found = []
+            found, size = [], 0
     if found:
         yield found
+
+
+def each(found: Conversation | Pair | Fault) -> tuple[Conversation, ...]:
+    """Returns the conversations in what was read: one, the two of a pair, or none."""
+    if isinstance(found, Fault):
+        return ()
+    return (found,) if isinstance(found, Conversation) else found
+
+
+def said(found: Conversation | Pair | Fault) -> Iterator[dict[str, str]]:
+    """Yields the messages in what was read."""
+    for conversation in each(found):
+        yield from conversation.messages

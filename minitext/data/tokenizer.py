@@ -73,6 +73,10 @@ class Tokenizer(ABC):
         special token, the end of a document, which is spelled as `END`.
         """
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Returns the ids of one rendered conversation, as `encode_spelled` does."""
+        return self.encode_spelled([text])[0].ids.tolist()
+
     @property
     @abstractmethod
     def spellings(self) -> dict[str, int]:
@@ -274,6 +278,10 @@ class PublishedTokenizer(Tokenizer):
         for text in texts:
             _utf8(text)
         return [_spelled(found) for found in self._exact.encode_batch(list(texts))]
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Returns the same without offsets, for which no second tokenizer is made."""
+        return self.encode_batch([text])[0].tolist()
 
     @functools.cached_property
     def _exact(self) -> Any:

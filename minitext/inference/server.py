@@ -268,7 +268,7 @@ def _render(served: Served, messages: Sequence[dict[str, str]]) -> list[int]:
     finally:
         served.renderers.put(renderer)
     # The template writes the token at the beginning itself.
-    return served.tokenizer.encode_spelled([text])[0].ids.tolist()
+    return served.tokenizer.encode_chat(text)
 
 
 async def _encode(served: Served, text: str) -> list[int]:
