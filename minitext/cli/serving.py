@@ -1,6 +1,6 @@
 """The commands that serve a model or talk to it, and say how fast that would be elsewhere.
 
-Chapters: 24.
+Chapters: 24, 26.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ from minitext.terminal import of_slow_work
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from minitext.config.config import Config
     from minitext.inference.engine import EngineOptions
     from minitext.inference.server import Served
 
@@ -42,6 +43,13 @@ def serve(
     api_key: ApiKey = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="name of the model; by default the run's")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=RUN: a run with adapters for this one's weights, as another model",
+            metavar="NAME=RUN",
+        ),
     ] = None,
     max_model_len: Annotated[
         int,
@@ -92,7 +100,8 @@ def serve(
         max_length=max_model_len, speculate=speculate,
     )  # fmt: skip
     name = served_model_name or Path(directory).resolve().name
-    served, step = _load(Path(directory), name, options, _mesh(sizes), api_key)
+    adapters = _adapters(adapter or [], Path(directory), name)
+    served, step = _load(Path(directory), name, options, _mesh(sizes), api_key, adapters)
     with of_slow_work(1.0, "compiling") as told:
         served.engine.warm_up(warm_up, lambda done, whole: told(done / max(whole, 1)))
     served.engine.start()
@@ -226,8 +235,44 @@ def predict(
         raise typer.Exit(3)
 
 
+def _adapters(given: list[str], run: Path, name: str) -> "dict[str, tuple[Config, Any]]":
+    """Returns the configuration and the adapters of each run that is named, by the name of its model.
+
+    Raises:
+      UserError: for a name that is none or another model's, or a run that doesn't fit.
+    """
+    from minitext.training.run_dir import load_adapters, read_config
+
+    found: dict[str, tuple[Config, Any]] = {}
+    for text in given:
+        called, separator, directory = text.partition("=")
+        if not (called and separator and directory):
+            raise UserError(f"--adapter {text}: write NAME=RUN, such as --adapter tuned=runs/tuned")
+        if called == name or called in found:
+            raise UserError(
+                f"--adapter {text}: another model is called {called}: choose another name"
+            )
+        if read_config(run).model.lora.rank:
+            raise UserError(
+                f"{run} has adapters of its own: serve the run that they were trained beside"
+            )
+        found[called] = load_adapters(directory, run)
+        first, lora = next(iter(found.values()))[0].model.lora, found[called][0].model.lora
+        if lora != first:
+            raise UserError(
+                f"--adapter {text}: its model.lora ({lora}) differs from the first adapter's ({first}), and an engine "
+                "has adapters of one form: serve it by a process of its own, or merge it with minitext export"
+            )
+    return found
+
+
 def _load(
-    run: Path, name: str, options: "EngineOptions", mesh: "Mesh | None", api_key: str | None
+    run: Path,
+    name: str,
+    options: "EngineOptions",
+    mesh: "Mesh | None",
+    api_key: str | None,
+    adapters: "dict[str, tuple[Config, Any]]",
 ) -> "tuple[Served, int]":
     """Returns a run's model with an engine, and its step; `max_length` 0 is the longest it was trained for."""
     from minitext.data.chat import read_chat
@@ -241,9 +286,14 @@ def _load(
     cfg, params, tokenizer, step = load_run(run, divide(mesh)[0] if mesh else None)
     chat = read_chat(run / PUBLISHED, tokenizer)
     longest = options.max_length or longest_text(cfg, run / PUBLISHED)
-    options = replace(options, max_length=longest)
-    made = cfg.model, params, options, guides(tokenizer, cfg.model.vocab, chat.stops)
+    options = replace(options, max_length=longest, adapters=len(adapters))
+    model = cfg.model
+    for theirs, _ in adapters.values():
+        model = model.model_copy(update={"lora": theirs.model.lora})
+    made = model, params, options, guides(tokenizer, cfg.model.vocab, chat.stops)
     engine = make_replicas(*made, mesh) if mesh else Engine(*made)
+    for called, (_, weights) in adapters.items():
+        engine.load_adapter(called, weights)
     return Served(name, engine, tokenizer, chat, api_key), step
 
 

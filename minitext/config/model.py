@@ -339,7 +339,8 @@ class ModelConfig(Section):
         (), "rules, the first that matches a module counts: [{module: blocks/ffn/.*, dtype: int8}]"
     )
     storage: tuple[StorageRule, ...] = setting(
-        (), "rules for stored weights, as `minitext quantize` writes them; trained are only adapters"
+        (),
+        "rules for stored weights, as `minitext quantize` writes them; trained are only adapters",
     )
     lora: LoraConfig = setting(LoraConfig(), "low-rank adapters")
 

@@ -13,18 +13,22 @@ arrays only. The tokens of a step stay on the device and go into the next step b
 as the batch stays the same; a text that turns out to have ended in between has computed one token too many, which
 is dropped.
 
+Texts may use different adapters (`minitext.models.lora`): the programs take the number of each token's, and all
+adapters' weights, so that none is compiled for an adapter.
+
 Sources: Yu et al. 2022 (Orca) for batches by iteration, Kwon et al. 2023 (vLLM) for pages and preemption, Agrawal et
 al. 2024 (Sarathi-Serve) for prompts in parts.
 
-Chapters: 24.
+Chapters: 24, 26.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +48,7 @@ from minitext.inference.generate import has_states, switch_lengths
 from minitext.inference.paged_cache import OutOfPages, Pages
 from minitext.inference.requests import Busy, Event, Finish, Request, Usage
 from minitext.inference.sampling import Adjustments, Drawn, Knobs, Want, draw_tokens
+from minitext.models.lora import apply_lora, choose_adapters, is_adapter, use_banks, without_lora
 from minitext.models.paged import Paging
 from minitext.models.quantized_storage import StoredNumbers
 from minitext.models.transformer import Transformer, copy_pages, make_pages, with_paging
@@ -57,7 +62,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PART = 16  # least tokens of a prompt's part
 LEAST_PAGES = 4  # of a table
 NO_MESH = Mesh(np.empty((), object), ())
-COLUMNS = 6  # integers of a row before its table: start, page, slot, state, seed, top_k
+COLUMNS = 7  # integers of a row before its table: start, page, slot, state, seed, top_k, adapter
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class EngineOptions:
       chunk: tokens of prompts that a step computes at most.
       reuse_prefixes: whether prompts that begin like an earlier text take its pages.
       speculate: tokens guessed ahead from earlier occurrences in the text (prompt look-up); 0: none.
+      adapters: how many of the model's adapters it can have at a time, for requests that name one; 0: those in its
+        parameters, for all texts.
     """
 
     page_tokens: int = 0
@@ -84,6 +91,22 @@ class EngineOptions:
     chunk: int = 256
     reuse_prefixes: bool = True
     speculate: int = 0
+    adapters: int = 0
+
+
+class Loaded(NamedTuple):
+    """An adapter that the engine has.
+
+    Attributes:
+      number: in the banks; 0: none.
+      root: of its texts' pages (`Pages.admit`), 0 or less.
+    """
+
+    number: int
+    root: int
+
+
+NO_ADAPTER = Loaded(0, 0)
 
 
 @dataclass(eq=False)
@@ -102,6 +125,7 @@ class Text:
       ahead: tokens that programs compute and the host hasn't read.
       state: slot of its recurrent state.
       ended: whether its last event was sent.
+      adapter: what is added to the weights.
     """
 
     number: int
@@ -117,6 +141,7 @@ class Text:
     ahead: int = 0
     state: int = 0
     ended: bool = False
+    adapter: "Loaded" = NO_ADAPTER
 
     @property
     def answered(self) -> int:
@@ -155,12 +180,19 @@ class Programs(NamedTuple):
 
     Attributes:
       lay_out: parameters -> arrays as the other two take them.
-      prefill: (arrays, cache, [5, C] token, page, slot, position, segment, [1, X] table, start, state slot) -> cache.
-      decode: (arrays, cache, [B] tokens, [B, 6 + X] integers, [B, 4] numbers, adjustments) -> (drawn, cache).
+      lay_out_adapters: parameters of adapters -> arrays as they are in those of `lay_out`.
+      put_adapter: (arrays of all adapters, arrays of one, its number) -> arrays of all.
+      places: which of the arrays are of adapters.
+      prefill: (arrays, cache, [6, C] token, page, slot, position, segment, adapter, [1, X] table, start, state slot) ->
+        cache.
+      decode: (arrays, cache, [B] tokens, [B, 7 + X] integers, [B, 4] numbers, adjustments) -> (drawn, cache).
       copy: (cache, (pages from, to), (state slots from, to)) -> cache; the cache is donated to all three.
     """
 
     lay_out: Callable[..., Any]
+    lay_out_adapters: Callable[..., Any]
+    put_adapter: Callable[..., Any]
+    places: tuple[int, ...]
     prefill: Callable[..., Any]
     decode: Callable[..., Any]
     copy: Callable[..., Any]
@@ -170,55 +202,96 @@ class Programs(NamedTuple):
 RULES_OF_ENGINE = ShardingRules({**RULES["tp"].table, "batch": ()})
 
 
-@cached
-def make_programs(cfg: ModelConfig, parts: int, rules: ShardingRules, platform: str) -> Programs:
-    """Returns the programs for a platform (`hardware.platform`); `parts` is that of `split_projections`."""
-    cfg = dropless(cfg)
+class Layout:
+    """A model's parameters as an engine's programs take them: layers apart, matrices in the compute type.
 
-    def arrange(model: Transformer) -> Transformer:
+    Args:
+      cfg: the model.
+      parts: that of `split_projections`.
+      rules: sharding rules.
+      adapters: how many the engine can have, `EngineOptions.adapters`.
+    """
+
+    def __init__(self, cfg: ModelConfig, parts: int, rules: ShardingRules, adapters: int):
+        self.cfg, self.parts, self.rules, self.adapters = cfg, parts, rules, adapters
+        self.whole = nnx.eval_shape(self._new)
+        # With adapters that requests name, the engine's own parameters are those of the model without.
+        self.base = nnx.eval_shape(lambda: self._new(without_lora(cfg))) if adapters else self.whole
+        self.graphdef, abstract = nnx.split(nnx.eval_shape(lambda: self._arranged(self._new())))
+        self.treedef = jax.tree.structure(abstract)
+        self.places = tuple(i for i, (v, _) in enumerate(_parts(abstract)) if is_adapter(v))
+
+    def _new(self, cfg: ModelConfig | None = None) -> Transformer:
+        return Transformer(cfg or self.cfg, rules=self.rules, rngs=nnx.Rngs(0))
+
+    def _arranged(self, model: Transformer) -> Transformer:
         apart = unstack_layers(model)
-        return split_projections(apart, parts) if parts > 1 else apart
+        if self.adapters:
+            use_banks(apart, self.adapters)
+        return split_projections(apart, self.parts) if self.parts > 1 else apart
 
-    def new_model() -> Transformer:
-        return Transformer(cfg, rules=rules, rngs=nnx.Rngs(0))
-
-    stacked = nnx.graphdef(nnx.eval_shape(new_model))
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: arrange(new_model())))
-    treedef, states = jax.tree.structure(abstract), has_states(cfg)
-
-    @jax.jit
-    def lay_out(params):
-        state = nnx.state(arrange(nnx.merge(stacked, params)))
-        variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    def _cast(self, variable: Any, x: jax.Array) -> jax.Array:
         # Matrices are cast where they are used. Casting them once halves what each step reads.
-        return [
-            x.astype(cfg.dtype) if x.ndim > 1 and not isinstance(variable, StoredNumbers) else x
-            for variable in variables
-            for x in jax.tree.leaves(variable)
-        ]
+        wide = x.ndim < 2 or isinstance(variable, StoredNumbers)
+        return x if wide else x.astype(self.cfg.dtype)
 
-    def hidden(arrays, tokens_BT, positions_BT, segments_BT, cache, paging):
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+    def lay_out(self, params: Any) -> list[jax.Array]:
+        """Returns the arrays of the programs; those of adapters that requests name are zero."""
+        model = nnx.merge(nnx.graphdef(self.base), params)
+        if self.adapters:
+            apply_lora(list(nnx.iter_modules(model)), self.cfg.lora, nnx.Rngs(0))
+        return [self._cast(*part) for part in _parts(nnx.state(self._arranged(model)))]
+
+    def lay_out_adapters(self, params: Any) -> list[jax.Array]:
+        """Returns those of the arrays that are one adapter's, from its parameters alone."""
+        others = nnx.state(self.whole, nnx.Not(nnx.LoRAParam))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)  # never computed
+        model = unstack_layers(nnx.merge(nnx.graphdef(self.whole), zeros, params))
+        parts = _parts(nnx.state(model))
+        return [self._cast(variable, x) for variable, x in parts if is_adapter(variable)]
+
+    def model(self, arrays: Sequence[jax.Array]) -> Transformer:
+        """Returns the model that computes with the arrays."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
+
+
+def _parts(state: Any) -> list[tuple[Any, Any]]:
+    """Returns each array of a state, beside its variable."""
+    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [(variable, x) for variable in variables for x in jax.tree.leaves(variable)]
+
+
+@cached
+def make_programs(
+    cfg: ModelConfig, parts: int, rules: ShardingRules, platform: str, adapters: int = 0
+) -> Programs:
+    """Returns the programs for a platform (`hardware.platform`); the other arguments are those of `Layout`."""
+    cfg = dropless(cfg)
+    layout, states = Layout(cfg, parts, rules, adapters), has_states(cfg)
+
+    def hidden(arrays, tokens_BT, positions_BT, segments_BT, cache, paging, adapter_X):
+        model = layout.model(arrays)
+        choose_adapters(model, adapter_X)
         out = model.hidden(tokens_BT, positions_BT, segments_BT, with_paging(cache, paging))
         x_BTD, new, _ = out
         return model, x_BTD, with_paging(new, None)
 
     @partial(jax.jit, donate_argnames="cache")
-    def prefill(arrays, cache, tokens_5C, table_1X, start, state):
-        token_1C, page_1C, slot_1C, position_1C, segment_1C = tokens_5C[:, None]
+    def prefill(arrays, cache, tokens_6C, table_1X, start, state):
+        token_1C, page_1C, slot_1C, position_1C, segment_1C = tokens_6C[:5, None]
         paging = Paging(page_1C, slot_1C, table_1X, start[None], state[None])
-        return hidden(arrays, token_1C, position_1C, segment_1C, cache, paging)[2]
+        return hidden(arrays, token_1C, position_1C, segment_1C, cache, paging, tokens_6C[5])[2]
 
     in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
     options = in_place if platform == "cpu" else None
 
     @partial(jax.jit, donate_argnames="cache", static_argnames="want", compiler_options=options)
     def decode(arrays, cache, token_B, ints_BX, floats_B4, adjustments, want):
-        start, page, slot, state, seed, top_k = ints_BX[:, :COLUMNS].T
+        start, page, slot, state, seed, top_k, adapter = ints_BX[:, :COLUMNS].T
         paging = Paging(page[:, None], slot[:, None], ints_BX[:, COLUMNS:], start, state)
         real_B1 = (paging.page > 0).astype(jnp.int32) if states else None
         model, x_B1D, cache = hidden(
-            arrays, token_B[:, None], start[:, None], real_B1, cache, paging
+            arrays, token_B[:, None], start[:, None], real_B1, cache, paging, adapter
         )
         logits_BV = model.logits(x_B1D)[:, 0]
         knobs = Knobs(seed, floats_B4[:, 0], top_k, *floats_B4[:, 1:].T)
@@ -228,7 +301,18 @@ def make_programs(cfg: ModelConfig, parts: int, rules: ShardingRules, platform: 
     def copy(cache, pages, states):
         return copy_pages(cache, pages, states)
 
-    return Programs(lay_out, prefill, decode, copy)
+    @partial(jax.jit, donate_argnames="banks")
+    def put_adapter(banks, arrays, number):
+        def put(bank_n, x):
+            here_n = jnp.arange(len(bank_n)) == number
+            return jnp.where(jnp.reshape(here_n, (-1, *[1] * x.ndim)), x, bank_n)
+
+        return [put(*pair) for pair in zip(banks, arrays, strict=True)]
+
+    return Programs(
+        jax.jit(layout.lay_out), jax.jit(layout.lay_out_adapters), put_adapter, layout.places,
+        prefill, decode, copy,
+    )  # fmt: skip
 
 
 def dropless(cfg: ModelConfig) -> ModelConfig:
@@ -288,10 +372,14 @@ class Engine:
         self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
         if mesh is not None:
             check_mesh(cfg, mesh)
+        if options.adapters and not cfg.lora.rank:
+            raise UserError(
+                f"adapters={options.adapters} need the form of the model's adapters: set model.lora.rank"
+            )
         platform = hardware.platform()
         parts = row_parts() if mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
-        self.programs = make_programs(cfg, parts, rules, platform)
+        self.programs = make_programs(cfg, parts, rules, platform, options.adapters)
         with self._on_mesh():
             self.arrays = self.programs.lay_out(self._placed(params))
             make = jax.jit(lambda: with_paging(make_pages(cfg, pages, S, slots, rules), None))
@@ -303,6 +391,8 @@ class Engine:
         self.running: list[Text] = []
         self.pending: Pending | None = None
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
+        self._roots = itertools.count(-1, -1)
+        self._adapters: dict[str, Loaded] = {}
         self._lock, self._arrived = threading.Lock(), threading.Condition()
         self._stepping = threading.Lock()
         self._inbox: list[Text] = []
@@ -345,7 +435,7 @@ class Engine:
         ]
         with self._lock:
             number = next(self._numbers)
-            waiting = self._waiting()
+            waiting, adapter = self._waiting(), self._adapter(request.adapter)
             if self._closing or waiting + request.n > self.options.max_waiting:
                 raise Busy(f"{waiting} texts are waiting")
             texts = [
@@ -358,6 +448,7 @@ class Engine:
                     next(self._keys),
                     seed_of(request.seed, sample),
                     guides[sample],
+                    adapter=adapter,
                 )
                 for sample in range(request.n)
             ]
@@ -376,26 +467,94 @@ class Engine:
             self._arrived.notify()
 
     def load(self, params: Any) -> None:
-        """Gives the idle engine other weights. They go from device to device, and what is cached of others is forgotten.
+        """Gives the idle engine other weights, from device to device, and forgets what it has cached.
 
         Args:
-          params: `nnx.State` of the model's parameters, on any devices and mesh. It isn't kept: layers are taken out of
-            their stacks, and matrices cast, as in the beginning.
+          params: `nnx.State` of the model's parameters, on any devices and mesh, or of its adapters alone, beside which
+            the others stay as they are. They aren't kept: layers are taken out of their stacks, and matrices cast. Of
+            an engine for adapters that requests name, these stay, and the parameters are those of the model without.
 
         Raises:
           UserError: if there are texts.
         """
-        with self._stepping, self._lock:
-            if self._busy():
-                raise UserError(
-                    "the engine continues texts: give it other weights when they are done"
-                )
-            with self._on_mesh():
-                params = self._placed(params)
+        variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        alone = not self.options.adapters and all(map(is_adapter, variables))
+        with self._idle("other weights"), self._on_mesh():
+            params, places = self._placed(params), self.programs.places
+            if alone:
+                self._replace(self.programs.lay_out_adapters(params))
+            else:
                 jax.eval_shape(self.programs.lay_out, params)  # raises for another model's
+                banks = [self.arrays[i] for i in places] if self.options.adapters else []
                 self.arrays = []  # first, since memory may not hold both
                 self.arrays = self.programs.lay_out(params)
+                if banks:
+                    self._replace(banks)
             self.pages.clear()
+
+    def load_adapter(self, name: str, params: Any) -> None:
+        """Gives the idle engine an adapter for requests that name it, in place of an earlier one of that name.
+
+        Args:
+          name: of the adapter.
+          params: `nnx.State` of its parameters, on any devices and mesh.
+
+        Raises:
+          UserError: if there are texts, or no room for another adapter.
+        """
+        with self._idle("an adapter"), self._on_mesh():
+            free = set(range(1, self.options.adapters + 1)) - {
+                a.number for a in self._adapters.values()
+            }
+            if name not in self._adapters and not free:
+                raise UserError(
+                    f"adapter {name}: the engine has room for {self.options.adapters}: unload another, or raise "
+                    "EngineOptions.adapters"
+                )
+            number = self._adapters[name].number if name in self._adapters else min(free)
+            arrays = self.programs.lay_out_adapters(self._placed(params))
+            banks = [self.arrays[i] for i in self.programs.places]
+            self._replace(self.programs.put_adapter(banks, arrays, np.int32(number)))
+            # Pages of an earlier adapter of that number are never found again.
+            self._adapters[name] = Loaded(number, next(self._roots))
+
+    def unload(self, name: str) -> None:
+        """Makes room for another adapter.
+
+        Raises:
+          UserError: if there are texts, or the engine has no such adapter.
+        """
+        with self._idle("another set of adapters"):
+            self._adapter(name)
+            del self._adapters[name]
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of its adapters."""
+        return list(self._adapters)
+
+    def _adapter(self, name: str | None) -> Loaded:
+        if name is None:
+            return NO_ADAPTER
+        if name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise UserError(f"adapter {name}: the engine has {known}")
+        return self._adapters[name]
+
+    def _replace(self, arrays: Sequence[jax.Array]) -> None:
+        """Puts the arrays of adapters among those of the programs."""
+        whole = list(self.arrays)
+        for place, array in zip(self.programs.places, arrays, strict=True):
+            whole[place] = array
+        self.arrays = whole
+
+    @contextlib.contextmanager
+    def _idle(self, what: str) -> Iterator[None]:
+        """Keeps texts from coming, and raises if there are any."""
+        with self._stepping, self._lock:
+            if self._busy():
+                raise UserError(f"the engine continues texts: give it {what} when they are done")
+            yield
 
     def _placed(self, params: Any) -> Any:
         """Returns parameters on the engine's devices; without a mesh, their types have none either."""
@@ -458,9 +617,9 @@ class Engine:
 
     def _rehearse_prefill(self, size: int) -> None:
         """Computes a prompt's first part that is all padding."""
-        tokens_5C, table_1X = np.zeros((5, size), np.int32), np.zeros((1, 0), np.int32)
+        tokens_6C, table_1X = np.zeros((6, size), np.int32), np.zeros((1, 0), np.int32)
         self.cache = self.programs.prefill(
-            self.arrays, self.cache, tokens_5C, table_1X, np.int32(0), np.int32(0)
+            self.arrays, self.cache, tokens_6C, table_1X, np.int32(0), np.int32(0)
         )
 
     def start(self) -> None:
@@ -545,7 +704,7 @@ class Engine:
         """Moves texts from the queue to the batch while there are places and pages for their tokens."""
         while self.waiting and len(self.running) < self.options.max_sequences:
             text = self.waiting[0]
-            matched = self.pages.admit(text.key, text.tokens)
+            matched = self.pages.admit(text.key, text.tokens, text.adapter.root)
             try:
                 self._extend(text, len(text.tokens))
             except OutOfPages:
@@ -584,18 +743,19 @@ class Engine:
                     places % S,
                     places,
                     np.full(count, segment),
+                    np.full(count, text.adapter.number),
                 ])
             )  # fmt: skip
             text.computed += count
-        real_5X = np.concatenate(columns, axis=1)
-        size = _least(real_5X.shape[1], PART)
-        tokens_5C = np.zeros((5, size), np.int32)
-        tokens_5C[:, : real_5X.shape[1]] = real_5X
+        real_6X = np.concatenate(columns, axis=1)
+        size = _least(real_6X.shape[1], PART)
+        tokens_6C = np.zeros((6, size), np.int32)
+        tokens_6C[:, : real_6X.shape[1]] = real_6X
         earlier = -(-start // S)
         table_1X = np.zeros((1, _least(earlier, LEAST_PAGES) if earlier else 0), np.int32)
         table_1X[0, :earlier] = self.pages.table(first.key)[:earlier]
         self.cache = self.programs.prefill(
-            self.arrays, self.cache, tokens_5C, table_1X, np.int32(start), np.int32(first.state)
+            self.arrays, self.cache, tokens_6C, table_1X, np.int32(start), np.int32(first.state)
         )
         self._counts["steps"] += 1
         for text in texts:
@@ -740,7 +900,7 @@ class Engine:
         for row, (text, i, host_B[row]) in enumerate(rows):
             r, table, start = text.request, tables[id(text)], text.computed + i
             ints_BX[row, :COLUMNS] = (
-                start, table[start // S], start % S, text.state, text.seed, r.top_k,
+                start, table[start // S], start % S, text.state, text.seed, r.top_k, text.adapter.number,
             )  # fmt: skip
             ints_BX[row, COLUMNS : COLUMNS + len(table)] = table
             floats_B4[row] = r.temperature, r.top_p, r.min_p, r.repetition_penalty

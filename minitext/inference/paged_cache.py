@@ -38,6 +38,7 @@ class _Sequence:
     length: int  # committed tokens
     room: int  # tokens that it may have before the next `extend`
     findable: bool  # whether others may find its full pages
+    root: int  # stands for what its first page follows
 
 
 class Pages:
@@ -87,22 +88,24 @@ class Pages:
         """Pages in no table that can still be found."""
         return len(self._kept)
 
-    def match(self, tokens: Sequence[int]) -> int:
+    def match(self, tokens: Sequence[int], root: int = 0) -> int:
         """Returns how many leading tokens are in pages that can be found: whole pages, and at most len(tokens) - 1.
+
+        Sequences with another `root`, 0 or less, have other pages for the same tokens, as other adapters demand.
 
         One token must be computed in any case, because the next one is drawn from its logits.
         """
-        return len(self._find(tokens)) * self.page_tokens
+        return len(self._find(tokens, root)) * self.page_tokens
 
-    def admit(self, key: int, tokens: Sequence[int]) -> int:
+    def admit(self, key: int, tokens: Sequence[int], root: int = 0) -> int:
         """Begins a sequence with the pages that `match` finds for its tokens; returns how many tokens they hold.
 
         Raises:
           ValueError: there is a sequence `key` already.
         """
-        pages = self._find(tokens)
+        pages = self._find(tokens, root)
         length = len(pages) * self.page_tokens
-        self._begin(key, _Sequence(pages, length, length, self.reuse))
+        self._begin(key, _Sequence(pages, length, length, self.reuse, root))
         return length
 
     def extend(self, key: int, length: int) -> list[tuple[int, int]]:
@@ -152,7 +155,7 @@ class Pages:
         first, end = sequence.length // self.page_tokens, len(tokens) // self.page_tokens
         for i in range(first, end if sequence.findable else first):
             page = sequence.table[i]
-            parent = sequence.table[i - 1] if i else 0
+            parent = sequence.table[i - 1] if i else sequence.root
             entry = parent, self._tokens_of_page(tokens, i)
             found = self._found.setdefault(entry, page)
             if found == page:
@@ -173,7 +176,7 @@ class Pages:
         """
         old = self._sequences[key]
         pages = old.table[: -(-old.length // self.page_tokens)]
-        self._begin(new, _Sequence(pages, old.length, old.length, old.findable))
+        self._begin(new, _Sequence(pages, old.length, old.length, old.findable, old.root))
         old.room = old.length
 
     def release(self, key: int) -> None:
@@ -200,11 +203,11 @@ class Pages:
     def _tokens_of_page(self, tokens: Sequence[int], i: int) -> tuple[int, ...]:
         return tuple(tokens[i * self.page_tokens : (i + 1) * self.page_tokens])
 
-    def _find(self, tokens: Sequence[int]) -> list[int]:
+    def _find(self, tokens: Sequence[int], root: int) -> list[int]:
         """The pages that hold the first tokens."""
         pages = []
         for i in range((len(tokens) - 1) // self.page_tokens):
-            parent = pages[-1] if pages else 0
+            parent = pages[-1] if pages else root
             page = self._found.get((parent, self._tokens_of_page(tokens, i)))
             if page is None:
                 break

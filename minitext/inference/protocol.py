@@ -293,7 +293,11 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
 
 
 def requests_of(
-    body: Body, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], context: int
+    body: Body,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: frozenset[int],
+    context: int,
+    adapter: str | None = None,
 ) -> list[Request]:
     """Returns what to ask the engine for, a request for each prompt.
 
@@ -302,6 +306,7 @@ def requests_of(
       prompts: token ids of each prompt.
       stop_ids: tokens that end the model's texts.
       context: tokens that prompt and answer may have together.
+      adapter: the engine's that the request names, or None.
 
     Raises:
       Refused: prompt and answer don't fit.
@@ -332,7 +337,7 @@ def requests_of(
             presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=seed,
             stop_ids=(frozenset() if body.ignore_eos else stop_ids) | set(body.stop_token_ids),
-            logprobs=body.alternatives, grammar=body.grammar,
+            logprobs=body.alternatives, grammar=body.grammar, adapter=adapter,
         )
         for prompt in prompts
     ]  # fmt: skip

@@ -55,6 +55,26 @@ class Replicas:
         local, chosen = divmod(number, len(self.engines))
         self.engines[chosen].cancel(local, sample)
 
+    def load(self, params: Any) -> None:
+        """Gives all engines other weights, as `Engine.load` does."""
+        for engine in self.engines:
+            engine.load(params)
+
+    def load_adapter(self, name: str, params: Any) -> None:
+        """Gives all engines an adapter, as `Engine.load_adapter` does."""
+        for engine in self.engines:
+            engine.load_adapter(name, params)
+
+    def unload(self, name: str) -> None:
+        """Takes an adapter from all engines, as `Engine.unload` does."""
+        for engine in self.engines:
+            engine.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the engines' adapters."""
+        return self.engines[0].adapters
+
     def usage(self) -> Usage:
         """Returns what all engines do together."""
         return Usage(*map(sum, zip(*(engine.usage() for engine in self.engines), strict=True)))

@@ -36,6 +36,7 @@ class Request:
         n has a seed of its own.
       stop_ids: tokens that end the text; they aren't part of it.
       logprobs: None, or how many of the most likely tokens to report with each token, 0 to 20.
+      adapter: None, or the name of one that the engine has.
       grammar: None, or what the text must be: `("json_schema", SCHEMA)`, `("json_object", "")` or `("regex", PATTERN)`.
     """
 
@@ -54,6 +55,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     grammar: tuple[str, str] | None = None
+    adapter: str | None = None
 
     def check(self, vocab: int) -> None:
         """Raises UserError, naming the value, for one outside its range; `vocab` is the model's."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from minitext.inference.requests import MOST_LOGPROBS
 
@@ -110,6 +111,8 @@ def draw_tokens(
     if not want.logprobs:
         return Drawn(token_B)
     logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    if not jax.sharding.get_abstract_mesh().empty:  # top_k wants the whole vocabulary
+        logprobs_BV = jax.sharding.reshard(logprobs_BV, PartitionSpec())
     values, ids = jax.lax.top_k(logprobs_BV, min(MOST_LOGPROBS, logits_BV.shape[-1]))
     return Drawn(
         token_B, jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0], (ids, values)

@@ -134,10 +134,15 @@ def make_app(served: Served) -> FastAPI:
     app = FastAPI(title="minitext", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Counted, metrics=served.metrics)
     api = APIRouter(prefix="/v1", dependencies=[Depends(partial(_check_key, served))])
-    model = {
-        "id": served.name, "object": "model", "created": int(time.time()), "owned_by": "minitext",
+    common = {
+        "object": "model", "created": int(time.time()), "owned_by": "minitext",
         "max_model_len": served.engine.max_length,
     }  # fmt: skip
+
+    def described() -> dict[str, dict[str, Any]]:
+        """Returns the model and its adapters, by name."""
+        others = {n: {"id": n, **common, "parent": served.name} for n in served.engine.adapters}
+        return {served.name: {"id": served.name, **common}} | others
 
     @api.post("/completions", response_model=None)
     async def completions(request: Request) -> Response:
@@ -149,12 +154,12 @@ def make_app(served: Served) -> FastAPI:
 
     @api.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [*described().values()]}
 
     @api.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         _check_model(served, name)
-        return model
+        return described()[name]
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
@@ -190,7 +195,7 @@ async def _serve(served: Served, request: Request, kind: type[Body]) -> Response
     except ClientDisconnect:
         return _gone()
     make = ChatAnswer if kind is ChatBody else CompletionAnswer
-    answer = make(served.name, served.tokenizer, body.alternatives is not None)
+    answer = make(body.model or served.name, served.tokenizer, body.alternatives is not None)
     texts = Texts(served, asked, body, began, goes_on=kind is CompletionBody)
     await texts.submit()
     if body.stream:
@@ -253,7 +258,8 @@ async def _prepare(served: Served, body: Body) -> list[requests.Request]:
         raise Refused(str(error)) from None
     finally:
         served.preparing -= 1
-    return requests_of(body, prompts, served.chat.stops, served.engine.max_length)
+    adapter = None if body.model in (None, served.name) else body.model
+    return requests_of(body, prompts, served.chat.stops, served.engine.max_length, adapter)
 
 
 def _render(served: Served, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -529,9 +535,9 @@ def _check_key(served: Served, request: Request) -> None:
 
 
 def _check_model(served: Served, name: str) -> None:
-    if name != served.name:
+    if name not in (known := [served.name, *served.engine.adapters]):
         raise Refused(
-            f"there is no model {shorten(name)} here: name {served.name}", 404,
+            f"there is no model {shorten(name)} here: name {' or '.join(known)}", 404,
             param="model", code="model_not_found",
         )  # fmt: skip
 

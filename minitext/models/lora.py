@@ -91,8 +91,9 @@ class Bank(nnx.Module):
 
     def __init__(self, adapter: Adapter, count: int):
         def zeros(param: nnx.LoRAParam) -> nnx.LoRAParam:
-            shape = (count + 1, *param.get_value().shape)
-            return nnx.LoRAParam(jnp.zeros(shape, jnp.float32), axes=(None, *param.axes))
+            shape, axes = (count + 1, *param.get_value().shape), (None, *param.axes)
+            where = adapter.rules.out(*axes)
+            return nnx.LoRAParam(jnp.zeros(shape, jnp.float32, out_sharding=where), axes=axes)
 
         self.a, self.b = zeros(adapter.a), zeros(adapter.b)
         self.axes, self.scale, self.rules = adapter.axes, adapter.scale, adapter.rules

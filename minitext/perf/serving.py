@@ -234,7 +234,7 @@ def compile_engine(
     decode = jax.jit(partial(programs.decode, want=Want(random=True)), donate_argnums=1)
     earlier = -(-prompt // PAGE_TOKENS)
     number = like((), jnp.int32)
-    part = like((5, prompt), jnp.int32), like((1, earlier), jnp.int32), number, number
+    part = like((6, prompt), jnp.int32), like((1, earlier), jnp.int32), number, number
     runs = {
         "decode": (decode, (arrays, cache, tokens, ints, floats, None)),
         "prefill": (programs.prefill, (arrays, cache, *part)),

@@ -217,6 +217,32 @@ def load_run(directory: Path | str, mesh: Mesh | None = None) -> tuple[Config, A
     return cfg, params, load_tokenizer(Path(directory) / TOKENIZER), restored.step
 
 
+def load_adapters(directory: Path | str, source: Path | str) -> tuple[Config, Any]:
+    """Reads a run's configuration and its adapters alone, for the weights of another run.
+
+    Args:
+      directory: of the run with adapters.
+      source: the run whose newest weights they are for.
+
+    Raises:
+      UserError: if the run has no adapters, or others were trained beside them.
+    """
+    cfg = read_config(directory)
+    if not cfg.model.lora.rank:
+        raise UserError(f"{directory} has no adapters: train some with model.lora.rank=8")
+    with Checkpointer(Path(source) / CHECKPOINTS) as checkpointer:
+        step = checkpointer.latest()
+    if step is None:
+        raise nothing_saved(source)
+    if base.read(Path(directory)) != base.identify(Path(source) / CHECKPOINTS / str(step), step):
+        raise UserError(
+            f"the adapters of {directory} were trained beside {cfg.checkpoint.load_parameters}, and {source} at step "
+            f"{step} is not that checkpoint: name it, or train adapters beside this one"
+        )
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return cfg, _read_parameters(directory, cfg, mesh).state["params"]
+
+
 def load_merged(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
     """Returns what `load_run` does, of a run with adapters the model in which they are merged, in float32."""
     cfg, params, tokenizer, step = load_run(directory)
@@ -350,9 +376,7 @@ def _read_whole(
     if not cfg.model.lora.rank:
         return restored
     frozen, _ = _read_base(Path(directory), cfg, mesh)
-    return restored._replace(
-        state={"params": nnx.merge_state(frozen, restored.state["params"])}
-    )
+    return restored._replace(state={"params": nnx.merge_state(frozen, restored.state["params"])})
 
 
 def _read_merged(
@@ -364,8 +388,8 @@ def _read_merged(
         return _read_parameters(directory, cfg, mesh, step)
     if cfg.model.is_stored:
         raise UserError(
-            f"{directory} has adapters, which can't be added to weights in fewer bits: name another run, or export this "
-            "one, which adds them, and quantize what is exported"
+            f"{directory} has adapters, which can't be added to weights in fewer bits: name another run, or export "
+            "this one, which adds them, and quantize what is exported"
         )
     sections = {"model": theirs.model, "checkpoint": theirs.checkpoint}
     there = cfg.model_copy(update=sections)
