@@ -751,6 +751,7 @@ class Engine:
                 r.temperature > 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0) for r in asked
             ),
             logprobs=any(r.logprobs is not None for r in asked),
+            top=any(r.logprobs for r in asked),
         )
         adjustments = None
         if any(text.adjusts for text in texts):
@@ -802,7 +803,8 @@ class Engine:
     def _receive(self, text: Text, drawn: Drawn, row: int) -> None:
         """Takes a text's next token."""
         token, r = int(drawn.token[row]), text.request
-        if token in r.stop_ids:
+        stops = token in r.stop_ids
+        if stops and not r.keep_stop:
             self._end(text, "stop")
             return
         text.tokens.append(token)
@@ -818,11 +820,14 @@ class Engine:
             self.pages.commit(text.key, text.tokens[:known])
         logprob, top = None, ()
         if r.logprobs is not None:
-            assert drawn.logprob is not None and drawn.top is not None
-            ids, values = (x[row, : r.logprobs].tolist() for x in drawn.top)
-            logprob, top = float(drawn.logprob[row]), tuple(zip(ids, values, strict=True))
+            assert drawn.logprob is not None
+            logprob = float(drawn.logprob[row])
+            if r.logprobs:
+                assert drawn.top is not None
+                ids, values = (x[row, : r.logprobs].tolist() for x in drawn.top)
+                top = tuple(zip(ids, values, strict=True))
         text.sink(Event(text.sample, token, logprob, top))
-        if text.guide is not None and text.guide.done:
+        if stops or (text.guide is not None and text.guide.done):
             self._end(text, "stop")
         elif len(text.tokens) - len(r.prompt) >= r.max_tokens:
             self._end(text, "length")

@@ -56,11 +56,13 @@ class Want(NamedTuple):
       random: a temperature that is not 0.
       filters: top_k, top_p or min_p.
       logprobs: log-probabilities.
+      top: of other tokens too.
     """
 
     random: bool = False
     filters: bool = False
     logprobs: bool = False
+    top: bool = False
 
 
 class Drawn(NamedTuple):
@@ -110,10 +112,11 @@ def draw_tokens(
     if not want.logprobs:
         return Drawn(token_B)
     logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
+    if not want.top:
+        return Drawn(token_B, logprob_B)
     values, ids = jax.lax.top_k(logprobs_BV, min(MOST_LOGPROBS, logits_BV.shape[-1]))
-    return Drawn(
-        token_B, jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0], (ids, values)
-    )
+    return Drawn(token_B, logprob_B, (ids, values))
 
 
 def adjusted(logits_BV: jax.Array, knobs: Knobs, adjustments: Adjustments) -> jax.Array:
