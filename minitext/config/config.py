@@ -24,7 +24,12 @@ from pydantic.fields import FieldInfo
 from minitext.config import sections
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
-from minitext.config.objective import LanguageModelConfig, PreferenceConfig
+from minitext.config.objective import (
+    GRPOConfig,
+    LanguageModelConfig,
+    PPOConfig,
+    PreferenceConfig,
+)
 from minitext.config.section import Section, choices, setting
 from minitext.errors import UserError, did_you_mean
 from minitext.files import local_path
@@ -35,7 +40,7 @@ class Config(Section):
 
     run: sections.RunConfig = setting(sections.RunConfig(), "run directory")
     train: sections.TrainConfig = setting(sections.TrainConfig(), "training loop")
-    objective: LanguageModelConfig | PreferenceConfig = setting(
+    objective: LanguageModelConfig | PreferenceConfig | GRPOConfig | PPOConfig = setting(
         LanguageModelConfig(), "what a step minimises", discriminator="kind"
     )
     data: DataConfig = setting(DataConfig(), "data")
