@@ -18,24 +18,28 @@ from minitext.data.placement import Split
 HELD_OUT = 10  # every so many sums, one is for validation
 
 
-def sums(split: Split, *, most: int = 99, seed: int = 0) -> list[dict[str, Any]]:
+def sums(
+    split: Split, *, least: int = 10, most: int = 99, seed: int = 0
+) -> list[dict[str, Any]]:
     """Returns all sums of one part in an order drawn from a seed.
 
     Args:
       split: `train`, nine in ten sums, or `validation`, the others.
-      most: largest number that is added.
+      least: smallest number that is added.
+      most: largest.
       seed: of the order; which part a sum belongs to doesn't depend on it.
 
     Returns:
       Records with `prompt`, such as `37+58=`, and `answer`, such as `95`.
     """
-    numbers = most + 1
+    numbers = most - least + 1
     mixed = np.random.default_rng(0).permutation(numbers**2)
     held_out = len(mixed) // HELD_OUT
     part = mixed[:held_out] if split == "validation" else mixed[held_out:]
     order = np.random.default_rng(seed).permutation(part)
     pairs = (divmod(int(number), numbers) for number in order)
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    added = ((a + least, b + least) for a, b in pairs)
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in added]
 
 
 def taught(

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from minitext.config.config import Config
 from minitext.data.batches import Batches
+from minitext.data.chat import Chat
 from minitext.data.placement import Split
 from minitext.data.tokenizer import Tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
-from minitext.inference.chat import read_chat
 from minitext.post_training.policy_objective import (
     check_objective,
     make_objective,
@@ -29,7 +29,6 @@ from minitext.post_training.rollouts import Rollouts
 from minitext.post_training.sampler import Sampler
 from minitext.training.loop import Action
 from minitext.training.objective import Objective
-from minitext.training.run_dir import PUBLISHED
 from minitext.training.step import TrainState
 from minitext.training.task import Task
 
@@ -37,9 +36,14 @@ SHOWN = 4  # answers in a sample
 
 
 class Reinforce(Task):
-    """Learning from rewards for the model's own answers. Use one for one run: it keeps the run's engine."""
+    """Learning from rewards for the model's own answers. Use one for one run: it keeps the run's engine.
 
-    def __init__(self) -> None:
+    Args:
+      kind: grpo or ppo.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.rollouts: dict[Split, Rollouts] = {}
 
     def objective(self, cfg: Config) -> Objective:
@@ -58,11 +62,13 @@ class Reinforce(Task):
         """Returns whether answers are compared with the model that training starts from."""
         return rollout_config(cfg).kl > 0
 
-    def batches(self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, split: Split) -> Batches:
+    def batches(
+        self, cfg: Config, mesh: Mesh, tokenizer: Tokenizer, chat: Chat | None, split: Split
+    ) -> Batches:
         """Returns the rollouts of one part of the prompts; both parts share an engine and the processes that reward."""
-        rl, source = rollout_config(cfg), cfg.checkpoint.load_parameters or "."
-        chat = read_chat(Path(source) / PUBLISHED, tokenizer)
-        prompts = open_prompts(cfg, tokenizer, split, chat)
+        assert chat is not None  # of data.source=prompts
+        rl = rollout_config(cfg)
+        prompts = open_prompts(cfg, tokenizer, chat, split)
         other = next(iter(self.rollouts.values()), None)
         sampler = other.sampler if other else Sampler(cfg, chat.stops)
         limits = rl.reward_seconds, rl.failed_reward
@@ -79,9 +85,7 @@ class Reinforce(Task):
 
         def validate(step: int, state: TrainState) -> dict[str, float]:
             count = cfg.train.eval_batches * rollout_config(cfg).prompts
-            sampled, greedy = (held_out.measure(state, count, greedy=g) for g in (False, True))
-            found = {f"val_{name}": x for name, x in sampled.items()}
-            found |= {f"val_{name}_greedy": x for name, x in greedy.items()}
+            found = {f"val_{name}": x for name, x in held_out.measure(state, count).items()}
             say(
                 f"step {step:>6}  held out: reward {found['val_reward']:.3f}, correct {found['val_correct']:.1%}; "
                 f"greedy {found['val_reward_greedy']:.3f}, {found['val_correct_greedy']:.1%}"

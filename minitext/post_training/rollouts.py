@@ -155,19 +155,24 @@ class Rollouts(Batches):
     def _rng(self, *numbers: int) -> np.random.Generator:
         return np.random.default_rng([self.cfg.train.seed, self.rollout, *numbers])
 
-    def measure(self, state: Any, count: int, *, greedy: bool) -> dict[str, float]:
-        """Returns the mean `reward`, and the share `correct`, of one answer to each of the first prompts.
+    def measure(self, state: Any, count: int) -> dict[str, float]:
+        """Answers each of the first prompts twice: once drawn as in training, once always with the most likely token.
 
         Args:
           state: with the parameters.
           count: how many prompts, or as many as there are.
-          greedy: always take the most likely token; else draw as in training.
+
+        Returns:
+          The mean `reward` and the share `correct` of the drawn answers, and `reward_greedy` and `correct_greedy`.
         """
-        rl, numbers = rollout_config(self.cfg), range(min(count, len(self.prompts)))
-        temperature = 0.0 if greedy else rl.temperature
-        drawn = self._answers(state.model_params, list(numbers), 1, 1, temperature)
-        values = drawn.rewarded.values
-        return {"reward": float(drawn.rewards.mean()), "correct": float((values[:, 0] >= 1).mean())}
+        rl, numbers = rollout_config(self.cfg), list(range(min(count, len(self.prompts))))
+        temperatures = [rl.temperature] * len(numbers) + [0.0] * len(numbers)
+        drawn = self._answers(state.model_params, numbers * 2, 1, 0, temperatures)
+        found = {}
+        for kind, part in (("", slice(len(numbers))), ("_greedy", slice(len(numbers), None))):
+            found[f"reward{kind}"] = float(drawn.rewards[part].mean())
+            found[f"correct{kind}"] = float((drawn.rewarded.values[part, 0] >= 1).mean())
+        return found
 
     # One rollout.
 
@@ -197,16 +202,16 @@ class Rollouts(Batches):
         places = range(self.next_prompt, self.next_prompt + count)
         self.next_prompt += count
         numbers = [self.prompts.at(place) for place in places]
-        return self._answers(params, numbers, first, rl.group, rl.temperature)
+        return self._answers(params, numbers, rl.group, first, [rl.temperature] * count)
 
     def _answers(
-        self, params: Any, numbers: list[int], first: int, n: int, temperature: float
+        self, params: Any, numbers: list[int], n: int, first: int, temperatures: Sequence[float]
     ) -> Drawn:
         """Draws n answers to each of some prompts and rewards them."""
         rl = rollout_config(self.cfg)
         seeds = [int(self._rng(1, first + i).integers(2**62)) for i in range(len(numbers))]
         tokens = [self.prompts.tokens[i] for i in numbers]
-        answers = self.sampler.answer(params, tokens, seeds, n=n, temperature=temperature)
+        answers = self.sampler.answer(params, tokens, seeds, temperatures, n)
         flat = [answer for group in answers for answer in group]
         texts = [self.tokenizer.decode(self._said(answer)) for answer in flat]
         records = [self.prompts.records[i] for i in numbers for _ in range(n)]

@@ -70,6 +70,7 @@ class Sampler:
             max_waiting=1 << 30,
             chunk=max(256, page),
             reuse_prefixes=False,  # a prompt comes once with these parameters
+            row_sizes=tuple(sorted({-(-rows // 16), -(-rows // 4), rows})),
         )
 
     def answer(
@@ -77,9 +78,8 @@ class Sampler:
         params: Any,
         prompts: Sequence[tuple[int, ...]],
         seeds: Sequence[int],
-        *,
+        temperatures: Sequence[float],
         n: int = 1,
-        temperature: float = 1.0,
     ) -> list[list[Answer]]:
         """Returns n answers to each prompt.
 
@@ -87,8 +87,8 @@ class Sampler:
           params: of the model, on the trainer's mesh.
           prompts: ids of each.
           seeds: of each prompt's draws.
+          temperatures: of each prompt's answers; 0 takes the most likely token.
           n: answers to each.
-          temperature: divides the logits; 0 takes the most likely token.
         """
         engine = self._loaded(params)
         requests = [
@@ -96,7 +96,7 @@ class Sampler:
                 prompt, rollout_config(self.cfg).max_tokens, n=n, temperature=temperature, seed=seed,
                 stop_ids=self.stops, keep_stop=True, logprobs=0,
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt, seed, temperature in zip(prompts, seeds, temperatures, strict=True)
         ]  # fmt: skip
         events: list[list[list[Event]]] = [[[] for _ in range(n)] for _ in requests]
         for request, heard in zip(requests, events, strict=True):
