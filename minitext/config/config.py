@@ -67,8 +67,15 @@ class Config(Section):
                 f"profile.{key}=true with run.name=null: the compiler needs its output folder before the run gets "
                 "a name from its start time: set run.name"
             )
+        asks, learns = self.data.source == "prompts", self.objective.kind in ("grpo", "ppo")
+        if asks != learns:
+            fix = "objective.kind=grpo" if asks else "data.source=prompts"
+            yield (
+                f"objective.kind={self.objective.kind} with data.source={self.data.source}: prompts are what GRPO and PPO "
+                f"answer, and nothing else is: set {fix}"
+            )
         pairs = self.data.source == "preferences"
-        if pairs != (self.objective.kind == "preference"):
+        if not learns and pairs != (self.objective.kind == "preference"):
             fix = "objective.kind=preference" if pairs else "data.source=preferences"
             yield (
                 f"objective.kind={self.objective.kind} with data.source={self.data.source}: pairs of answers are what "

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from minitext.config.config import Config
 from minitext.config.objective import PPOConfig, RolloutConfig
 from minitext.errors import UserError
+from minitext.models.lora import without_lora
 from minitext.models.transformer import Transformer
 from minitext.post_training.policy_loss import (
     clipped_ratio_loss,
@@ -123,16 +124,22 @@ def arrays(rl: RolloutConfig) -> tuple[str, ...]:
     return names + (("old_values", "returns") if isinstance(rl, PPOConfig) else ())
 
 
-def make_scorer(cfg: Config) -> Callable[[Any, Batch], Batch]:
+def make_scorer(cfg: Config, *, reference: bool = False) -> Callable[[Any, Batch], Batch]:
     """Returns a jitted function of (parameters, batch) that says what a model finds of the batch's targets.
 
-    Of another model than the one in training, parameters are those of the same architecture.
+    Args:
+      cfg: the configuration.
+      reference: whether the model is the one that training starts from, without adapters and value head.
 
     Returns:
       A dict of arrays [B, T] float32: `logp`, the log-probabilities; `scaled_logp`, those at `objective.temperature`;
       and of a model with a value head `values`.
     """
-    rl, rules, graphdef = rollout_config(cfg), RULES[cfg.sharding.rules], model_def(cfg)
+    rl, rules = rollout_config(cfg), RULES[cfg.sharding.rules]
+    if reference:
+        plain = without_lora(cfg.model).model_copy(update={"value_head": False})
+        cfg = cfg.model_copy(update={"model": plain})
+    graphdef = model_def(cfg)
 
     def score(params: Any, batch: Batch) -> Batch:
         batch = {name: rules.shard(x, "batch", "seq") for name, x in batch.items()}

@@ -11,7 +11,7 @@ Chapters: 26.
 import base64
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +90,7 @@ class Rollouts(Batches):
         self.floor = self.count = None
         self.place = Placement(mesh, cfg.train.global_batch, cfg.data.seq_len)
         self.score = make_scorer(cfg)
+        self.score_reference = make_scorer(cfg, reference=True)
         self.rollout = self.next_prompt = self.update = 0
         self.rows: Arrays = {}
         self.about: dict[str, float] = {}
@@ -271,7 +272,7 @@ class Rollouts(Batches):
     def _judge(self, state: Any, drawn: Drawn, rows: Arrays) -> None:
         """Adds what the trainer says of the answers, and the advantages, to the rows."""
         rl = rollout_config(self.cfg)
-        found = self._scored(state.model_params, rows)
+        found = self._scored(self.score, state.model_params, rows)
         mask = rows["loss_mask"]
         apart = np.abs(found["logp"] - rows["engine_logp"])[mask != 0]
         if apart.size:
@@ -281,7 +282,8 @@ class Rollouts(Batches):
         by_trainer = rl.old_logp == "trainer"
         rows["old_logp"] = found["scaled_logp"] if by_trainer else rows["engine_logp"]
         if rl.kl:
-            rows["ref_logp"] = self._scored(state.reference, rows)["scaled_logp"]
+            reference = state.frozen if state.reference is None else state.reference
+            rows["ref_logp"] = self._scored(self.score_reference, reference, rows)["scaled_logp"]
         if isinstance(rl, PPOConfig):
             self._judge_by_values(rl, drawn, rows, found["values"])
             return
@@ -309,13 +311,13 @@ class Rollouts(Batches):
         rows["advantages"] = whiten(advantages, mask) if rl.whiten else advantages
         rows["returns"], rows["old_values"] = returns, (values * mask).astype(np.float32)
 
-    def _scored(self, params: Any, rows: Arrays) -> Arrays:
+    def _scored(self, score: Callable[..., Any], params: Any, rows: Arrays) -> Arrays:
         """Returns what a model says of all rows, a batch at a time."""
         B, names = self.cfg.train.global_batch, ("tokens", "targets", "positions", "segment_ids")
         parts = []
         for start in range(0, len(rows["tokens"]), B):
             batch = self.place({name: rows[name][start : start + B] for name in names})
-            parts.append(self.score(params, batch))
+            parts.append(score(params, batch))
         real = rows["loss_mask"] != 0
         found = {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
         return {name: np.where(real, x, 0).astype(np.float32) for name, x in found.items()}
