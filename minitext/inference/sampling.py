@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from minitext.inference.requests import MOST_LOGPROBS
 
@@ -112,6 +113,8 @@ def draw_tokens(
     if not want.logprobs:
         return Drawn(token_B)
     logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    if not jax.typeof(logprobs_BV).sharding.mesh.empty:
+        logprobs_BV = jax.sharding.reshard(logprobs_BV, PartitionSpec())  # for what follows, whole rows
     logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
     if not want.top:
         return Drawn(token_B, logprob_B)

@@ -57,6 +57,11 @@ def check_objective(cfg: Config, _mesh: Mesh | AbstractMesh) -> None:
             f"objective.max_tokens={rl.max_tokens} leaves no room for a prompt in rows of data.seq_len="
             f"{cfg.data.seq_len}: raise data.seq_len"
         )
+    if isinstance(rl, PPOConfig) and cfg.model.lora.rank:
+        raise UserError(
+            f"model.lora.rank={cfg.model.lora.rank} trains adapters alone, and objective.kind=ppo a value head: set "
+            "model.lora.rank=0, or objective.kind=grpo"
+        )
     if cfg.model.value_head != isinstance(rl, PPOConfig):
         needs = "needs" if isinstance(rl, PPOConfig) else "has no use for"
         raise UserError(
