@@ -38,6 +38,20 @@ def dpo(directory: RunDir, settings: Changes = None) -> None:
     tune(directory, "dpo", settings or [])
 
 
+def grpo(directory: RunDir, settings: Changes = None) -> None:
+    """Let a run answer prompts and learn from rewards: minitext grpo RUN data.path=FILE.
+
+    FILE is a .jsonl or .parquet with a prompt in each record, and what the reward reads, such as answer.
+    objective.rewards=[{name: exact}] names functions of this package or of yours, as FILE.py:FUNCTION.
+    """
+    tune(directory, "grpo", settings or [])
+
+
+def ppo(directory: RunDir, settings: Changes = None) -> None:
+    """Do the same with a value head, which learns to expect rewards token by token: minitext ppo RUN data.path=FILE."""
+    tune(directory, "ppo", settings or [])
+
+
 def preview(
     source: Annotated[
         str,

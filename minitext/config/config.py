@@ -24,7 +24,12 @@ from pydantic.fields import FieldInfo
 from minitext.config import sections
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
-from minitext.config.objective import LanguageModelConfig, PreferenceConfig
+from minitext.config.objective import (
+    GRPOConfig,
+    LanguageModelConfig,
+    PPOConfig,
+    PreferenceConfig,
+)
 from minitext.config.section import Section, choices, setting
 from minitext.errors import UserError, did_you_mean
 from minitext.files import local_path
@@ -35,7 +40,7 @@ class Config(Section):
 
     run: sections.RunConfig = setting(sections.RunConfig(), "run directory")
     train: sections.TrainConfig = setting(sections.TrainConfig(), "training loop")
-    objective: LanguageModelConfig | PreferenceConfig = setting(
+    objective: LanguageModelConfig | PreferenceConfig | GRPOConfig | PPOConfig = setting(
         LanguageModelConfig(), "what a step minimises", discriminator="kind"
     )
     data: DataConfig = setting(DataConfig(), "data")
@@ -62,8 +67,15 @@ class Config(Section):
                 f"profile.{key}=true with run.name=null: the compiler needs its output folder before the run gets "
                 "a name from its start time: set run.name"
             )
+        asks, learns = self.data.source == "prompts", self.objective.kind in ("grpo", "ppo")
+        if asks != learns:
+            fix = "objective.kind=grpo" if asks else "data.source=prompts"
+            yield (
+                f"objective.kind={self.objective.kind} with data.source={self.data.source}: prompts are what GRPO and PPO "
+                f"answer, and nothing else is: set {fix}"
+            )
         pairs = self.data.source == "preferences"
-        if pairs != (self.objective.kind == "preference"):
+        if not learns and pairs != (self.objective.kind == "preference"):
             fix = "objective.kind=preference" if pairs else "data.source=preferences"
             yield (
                 f"objective.kind={self.objective.kind} with data.source={self.data.source}: pairs of answers are what "

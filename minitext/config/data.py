@@ -13,7 +13,7 @@ from minitext.files import shorten
 
 Indexed = Literal["stdlib", "grammar", "files", "arrayrecord", "tfds"]
 
-CHATS = ("conversations", "preferences")
+CHATS = ("conversations", "preferences", "prompts")
 
 READ_BY = {  # key -> the sources that read it
     "path": ("files", "arrayrecord", "tfds", "hf", *CHATS),
@@ -46,11 +46,12 @@ class DataConfig(Section):
     """Which text is read and how it becomes rows of tokens."""
 
     source: Literal[
-        "stdlib", "grammar", "files", "arrayrecord", "tfds", "hf", "mixture", "conversations", "preferences"
+        "stdlib", "grammar", "files", "arrayrecord", "tfds", "hf", "mixture", "conversations", "preferences",
+        "prompts",
     ] = setting(
         "stdlib",
         "Python's library, synthetic grammar, local files, packed files, TensorFlow Datasets, Hugging Face, a mixture, "
-        "conversations (loss on the assistant's words), pairs of a chosen and a rejected answer",
+        "conversations (loss on the assistant's words), pairs of a chosen and a rejected answer, prompts to answer",
     )  # fmt: skip
     mixture: tuple[MixturePart, ...] = setting(
         (),
@@ -58,8 +59,8 @@ class DataConfig(Section):
     )
     path: OptionalPath = setting(
         None,
-        "files: a file, folder or glob of text; conversations, preferences: of .jsonl or .parquet; arrayrecord: the "
-        "folder; tfds: the data_dir",
+        "files: a file, folder or glob of text; conversations, preferences, prompts: of .jsonl or .parquet; arrayrecord: "
+        "the folder; tfds: the data_dir",
     )
     seq_len: int = setting(256, "tokens per row (T)", ge=2, le=2**24)
     tokenizer: Literal["byte", "bpe"] = setting("byte", "bytes, or BPE trained on the source")
@@ -67,13 +68,14 @@ class DataConfig(Section):
     tfds_name: str | None = setting(None, "tfds: dataset, such as ag_news_subset:1.0.0")
     tfds_split: str = setting("train", "tfds: split, such as train or train[:10%]")
     hf_name: str | None = setting(
-        None, "hf, conversations, preferences: dataset name, or parquet or json with data.path"
+        None,
+        "hf, conversations, preferences, prompts: dataset name, or parquet or json with data.path",
     )
     hf_subset: str | None = setting(None, "hf: configuration of the dataset")
     hf_split: str = setting("train", "hf: split of the dataset")
     chat_template: OptionalPath = setting(
         None,
-        "conversations, preferences: file with a chat template; null: the model's, or a plain one",
+        "conversations, preferences, prompts: file with a chat template; null: the model's, or a plain one",
     )
     too_long: Literal["drop", "cut"] = setting(
         "drop",
@@ -89,7 +91,7 @@ class DataConfig(Section):
         key, example = NEEDS.get(self.source, ("source", ""))
         if self.source in CHATS and not (self.path or self.hf_name):
             yield (
-                f"data.source={self.source} needs conversations: set data.path to a .jsonl or .parquet, or "
+                f"data.source={self.source} needs {self.source}: set data.path to a .jsonl or .parquet, or "
                 "data.hf_name to a dataset's name"
             )
         if self.too_long == "cut" and self.source != "conversations":

@@ -316,6 +316,9 @@ class ModelConfig(Section):
     )
     logit_softcap: float | None = setting(None, "bound of the logits, c tanh(logits / c)", gt=0)
     dtype: Literal["float32", "bfloat16"] = setting("float32", "compute type; parameters: float32")
+    value_head: bool = setting(
+        False, "a second output: the reward that is still to come (objective.kind=ppo)"
+    )
     scan_layers: bool = setting(True, "run layers by lax.scan (compiles once) instead of unrolling")
     remat: Literal["none", "dots", "names", "full"] = setting(
         "none", "recomputed in backward: nothing, all but matmuls, all but remat_save, everything"

@@ -13,7 +13,8 @@ import atexit
 import json
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -118,10 +119,12 @@ class Batches:
         count: batches from first to last, the last one padded; None if they never end.
         left_out: of conversations: a line on each kind that isn't trained on, with how many and where the first is.
         turn_ends: of conversations: ids that end the assistant's turns.
+        about: numbers about the batch last taken, which go into its step's line.
     """
 
     left_out: tuple[str, ...] = ()
     turn_ends: frozenset[int] = frozenset()
+    about: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,

@@ -81,6 +81,8 @@ class EngineOptions:
       speculate: tokens guessed ahead from earlier occurrences in the text (prompt look-up); 0: none.
       adapters: how many of the model's adapters it can have at a time, for requests that name one; 0: those in its
         parameters, for all texts.
+      row_sizes: rows of a decode program, ascending; a step takes the least that is enough, and compiles it once. Few
+        sizes compute more padding and compile less.
     """
 
     page_tokens: int = 0
@@ -91,6 +93,7 @@ class EngineOptions:
     chunk: int = 256
     reuse_prefixes: bool = True
     speculate: int = 0
+    row_sizes: tuple[int, ...] = ROWS
     adapters: int = 0
 
 
@@ -390,6 +393,7 @@ class Engine:
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
         self.pending: Pending | None = None
+        self._copies: list[tuple[int, int]] = []  # pages to copy before the next program
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._roots = itertools.count(-1, -1)
         self._adapters: dict[str, Loaded] = {}
@@ -587,7 +591,8 @@ class Engine:
           rows: texts at once, up to which programs are compiled; 0: none.
           told: called with programs done and their number, before each.
         """
-        sizes = [size for size in ROWS if size <= _least(rows, 1)] if rows else []
+        every = self.options.row_sizes
+        sizes = [size for size in every if size <= self._rows(rows)] if rows else []
         runs: list[Callable[[], None]] = []
         for size in sizes:
             empty = np.zeros((size, COLUMNS + LEAST_PAGES), np.int32)
@@ -815,6 +820,7 @@ class Engine:
             try:
                 self._extend(text, text.computed + 1 + len(guess))
             except OutOfPages:
+                self._copy_pages()  # before their pages can be given to others
                 if last is not None:  # read first: one may have ended
                     self._read(last)
                     self.pending = None
@@ -865,13 +871,20 @@ class Engine:
         self._counts["preemptions"] += 1
 
     def _extend(self, text: Text, length: int) -> None:
-        copies = self.pages.extend(text.key, length)
-        if copies:
+        """Gives a text pages for so many tokens; what must be copied into them waits for `_copy_pages`."""
+        self._copies += self.pages.extend(text.key, length)
+
+    def _copy_pages(self) -> None:
+        """Copies all pages that wait for it in one program, before another program writes."""
+        if self._copies:
+            copies, self._copies = self._copies, []
             self._copy(copies, [])
 
     def _copy(self, pages: list[tuple[int, int]], states: list[tuple[int, int]]) -> None:
         def pair(copies):
-            return tuple(np.asarray([*zip(*(copies or [(0, 0)]), strict=True)], np.int32))
+            # Page 0 to page 0 does nothing: few sizes are compiled.
+            padded = [*copies, *[(0, 0)] * (_least(max(len(copies), 1), 1) - len(copies))]
+            return tuple(np.asarray([*zip(*padded, strict=True)], np.int32))
 
         self.cache = self.programs.copy(self.cache, pair(pages), pair(states))
 
@@ -891,7 +904,7 @@ class Engine:
             for text, guess in zip(texts, guesses, strict=True)
             for i in range(len(guess) + 1)
         ]
-        size = next(size for size in (*ROWS, len(rows)) if size >= len(rows))
+        size = self._rows(len(rows))
         tables = {id(text): self.pages.table(text.key) for text in texts}
         width = _least(max(map(len, tables.values())), LEAST_PAGES)
         ints_BX = np.zeros((size, COLUMNS + width), np.int32)
@@ -905,12 +918,14 @@ class Engine:
             ints_BX[row, COLUMNS : COLUMNS + len(table)] = table
             floats_B4[row] = r.temperature, r.top_p, r.min_p, r.repetition_penalty
         asked = [text.request for text in texts]
+        self._copy_pages()
         want = Want(
             random=any(r.temperature > 0 for r in asked),
             filters=any(
                 r.temperature > 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0) for r in asked
             ),
             logprobs=any(r.logprobs is not None for r in asked),
+            top=any(r.logprobs for r in asked),
         )
         adjustments = None
         if any(text.adjusts for text in texts):
@@ -921,6 +936,10 @@ class Engine:
         )  # fmt: skip
         self._counts["steps"] += 1
         return drawn
+
+    def _rows(self, count: int) -> int:
+        """Returns the rows of the program that decodes so many."""
+        return next(size for size in (*self.options.row_sizes, count) if size >= count)
 
     def _adjustments(self, texts: list[Text], size: int) -> Adjustments:
         bias_BV = np.zeros((size, self.cfg.vocab), np.float32)
@@ -962,7 +981,8 @@ class Engine:
     def _receive(self, text: Text, drawn: Drawn, row: int) -> None:
         """Takes a text's next token."""
         token, r = int(drawn.token[row]), text.request
-        if token in r.stop_ids:
+        stops = token in r.stop_ids
+        if stops and not r.keep_stop:
             self._end(text, "stop")
             return
         text.tokens.append(token)
@@ -978,11 +998,14 @@ class Engine:
             self.pages.commit(text.key, text.tokens[:known])
         logprob, top = None, ()
         if r.logprobs is not None:
-            assert drawn.logprob is not None and drawn.top is not None
-            ids, values = (x[row, : r.logprobs].tolist() for x in drawn.top)
-            logprob, top = float(drawn.logprob[row]), tuple(zip(ids, values, strict=True))
+            assert drawn.logprob is not None
+            logprob = float(drawn.logprob[row])
+            if r.logprobs:
+                assert drawn.top is not None
+                ids, values = (x[row, : r.logprobs].tolist() for x in drawn.top)
+                top = tuple(zip(ids, values, strict=True))
         text.sink(Event(text.sample, token, logprob, top))
-        if text.guide is not None and text.guide.done:
+        if stops or (text.guide is not None and text.guide.done):
             self._end(text, "stop")
         elif len(text.tokens) - len(r.prompt) >= r.max_tokens:
             self._end(text, "length")

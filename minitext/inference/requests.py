@@ -35,6 +35,7 @@ class Request:
       seed: of the draws. The same seed gives the same text, whatever else the engine does at the time. Text number i of
         n has a seed of its own.
       stop_ids: tokens that end the text; they aren't part of it.
+      keep_stop: whether such a token is reported as part of the text nevertheless.
       logprobs: None, or how many of the most likely tokens to report with each token, 0 to 20.
       adapter: None, or the name of one that the engine has.
       grammar: None, or what the text must be: `("json_schema", SCHEMA)`, `("json_object", "")` or `("regex", PATTERN)`.
@@ -53,6 +54,7 @@ class Request:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
+    keep_stop: bool = False
     logprobs: int | None = None
     grammar: tuple[str, str] | None = None
     adapter: str | None = None

@@ -57,11 +57,13 @@ class Want(NamedTuple):
       random: a temperature that is not 0.
       filters: top_k, top_p or min_p.
       logprobs: log-probabilities.
+      top: of other tokens too.
     """
 
     random: bool = False
     filters: bool = False
     logprobs: bool = False
+    top: bool = False
 
 
 class Drawn(NamedTuple):
@@ -111,12 +113,15 @@ def draw_tokens(
     if not want.logprobs:
         return Drawn(token_B)
     logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    if not jax.sharding.get_abstract_mesh().empty:  # top_k wants the whole vocabulary
-        logprobs_BV = jax.sharding.reshard(logprobs_BV, PartitionSpec())
+    if not jax.typeof(logprobs_BV).sharding.mesh.empty:
+        logprobs_BV = jax.sharding.reshard(
+            logprobs_BV, PartitionSpec()
+        )  # for what follows, whole rows
+    logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
+    if not want.top:
+        return Drawn(token_B, logprob_B)
     values, ids = jax.lax.top_k(logprobs_BV, min(MOST_LOGPROBS, logits_BV.shape[-1]))
-    return Drawn(
-        token_B, jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0], (ids, values)
-    )
+    return Drawn(token_B, logprob_B, (ids, values))
 
 
 def adjusted(logits_BV: jax.Array, knobs: Knobs, adjustments: Adjustments) -> jax.Array:

@@ -14,8 +14,8 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
     """Returns the number of parameters by formula.
 
     Each layer has those of attention (D*H*(2N + 2K) for plain GQA), of its feed-forward layer (3*D*F, or `MoE.count`)
-    and of two norms, 2*D, or four. Outside the layers are the embedding V*D, the output layer V*D unless tied, and the
-    last norm D.
+    and of two norms, 2*D, or four. Outside the layers are the embedding V*D, the output layer V*D unless tied, the last
+    norm D, and perhaps a value head D + 1.
 
     Args:
       cfg: the model.
@@ -28,7 +28,8 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
         attention, ffn = count_attention(layer), VARIANTS[type(layer.ffn)]
         scales = attention.scales + norms
         layers += repeats * (attention.weights + scales + ffn.count(layer, active=active))
-    return layers + V * D * (1 if cfg.tie_embeddings else 2) + D
+    head = D + 1 if cfg.value_head else 0
+    return layers + V * D * (1 if cfg.tie_embeddings else 2) + D + head
 
 
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:

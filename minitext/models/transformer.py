@@ -269,6 +269,10 @@ class Transformer(nnx.Module):
                 cfg.embed, cfg.vocab, ("embed", "vocab"),
                 key=rngs.params(), rules=rules, scale=cfg.embed**-0.5,
             )  # fmt: skip
+        if cfg.value_head:  # it expects nothing at first
+            self.value = Linear(
+                cfg.embed, 1, ("embed", "one"), key=rngs.params(), rules=rules, scale=0.0, bias=True
+            )
         modules = list(nnx.iter_modules(self))
         # Without tied embeddings the table is only looked up.
         apply_rules(
@@ -416,6 +420,11 @@ class Transformer(nnx.Module):
         if cfg.logit_softcap is not None:
             logits_XV = cfg.logit_softcap * jnp.tanh(logits_XV / cfg.logit_softcap)
         return unflatten_tokens(logits_XV, len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules)
+
+    def values(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what the value head expects at every hidden state [B, T, D], as [B, T] float32."""
+        x_XD = flatten_tokens(x_BTD, self.rules).astype(jnp.float32)
+        return unflatten_tokens(self.value(x_XD)[..., 0], len(x_BTD), sizes=(), rules=self.rules)
 
     def apply_layers(
         self,

@@ -176,6 +176,10 @@ def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
         parts[0] += f" (floor {floor:.3f})"
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.3f}")
+    if "reward" in record:
+        parts.append(f"reward {record['reward']:.3f}  correct {record['correct']:.0%}")
+        parts.append(f"{record['answer_tokens']:.0f} tokens an answer")
+        parts += [f"{name} {record[name]:.3f}" for name in ("kl", "entropy") if name in record]
     if "expert_load_max" in record:
         low, high = record["expert_load_min"], record["expert_load_max"]
         parts.append(f"load {low:.2f}-{high:.2f}")

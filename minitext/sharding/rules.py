@@ -118,7 +118,7 @@ class ShardingRules:
 
 
 _WHOLE = dict.fromkeys(
-    ("act", "embed", "expert", "head_dim", "heads", "kv_heads", "layers", "mlp", "rank", "residual", "seq",
+    ("act", "embed", "expert", "head_dim", "heads", "kv_heads", "layers", "mlp", "one", "rank", "residual", "seq",
      "taps", "vocab"), ()
 )  # fmt: skip
 _DP = _WHOLE | {"batch": BATCH_AXES}

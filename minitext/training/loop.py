@@ -6,7 +6,7 @@ thread prepares the input, and another writes checkpoints.
 Chapters: 6.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ class Dispatched(NamedTuple):
     step: int
     metrics: Metrics
     batch: Batch  # kept until its loss is known to be finite
+    about: Mapping[str, float]  # what is known of the batch
 
 
 class Action(Protocol):
@@ -99,7 +100,7 @@ class Loop:
                 self.ledger.lap("compile", step)
             if pending is not None:
                 self._write(self._read(pending), pending.batch)
-            pending = Dispatched(step, metrics, batch)
+            pending = Dispatched(step, metrics, batch, self.batches.about)
             stop = self.stopper.last(step)
             evaluates = step == self.cfg.steps or step % self.cfg.eval_every == 0
             due = [action for action in self.actions if action.is_due(step, stop)]
@@ -136,7 +137,7 @@ class Loop:
         numbers = {name: float(value) for name, value in metrics.items()}
         # In a batch of NaNs even the count may be NaN.
         numbers["tokens"] = int(np.nan_to_num(metrics["tokens"]))
-        return {"step": one.step, **numbers, **rates}
+        return {"step": one.step, **numbers, **one.about, **rates}
 
     def _write(self, line: Line, batch: Batch) -> None:
         for write in self.writers:

@@ -197,6 +197,8 @@ def published_tokenizer(cfg: Config) -> Tokenizer | None:
 def load_run(directory: Path | str, mesh: Mesh | None = None) -> tuple[Config, Any, Tokenizer, int]:
     """Reads a run's configuration, parameters, tokenizer and step; if it has adapters, its base's parameters too.
 
+    A value head is left behind: only training has a use for it.
+
     Args:
       directory: of the run.
       mesh: devices that share the parameters by heads and features (its axis `tensor`); None: the first device.
@@ -204,7 +206,7 @@ def load_run(directory: Path | str, mesh: Mesh | None = None) -> tuple[Config, A
     Raises:
       UserError: if the directory holds no run or no usable checkpoint, or its base is gone or another one.
     """
-    cfg = read_config(directory)
+    cfg = _without_head(read_config(directory))
     if mesh is None:
         restored = _read_whole(directory, cfg, make_mesh(devices=jax.devices()[:1]))
         # Through the host: device_put alone would keep the mesh in their types, and they are used without one.
@@ -272,8 +274,11 @@ def first_state(cfg: Config, mesh: Mesh, batches: Batches) -> tuple[TrainState, 
         return restored.state, restored.step
     state, source = init_state(cfg, mesh, frozen=False), cfg.checkpoint.load_parameters
     if source and not cfg.model.lora.rank:
-        restored = _read_merged(source, cfg, mesh)
-        state = dataclasses.replace(state, params=restored.state["params"])
+        has_head = read_config(source).model.value_head
+        restored = _read_merged(source, cfg if has_head else _without_head(cfg), mesh)
+        # A value head that isn't there begins as it was drawn.
+        params = nnx.merge_state(state.params, restored.state["params"])
+        state = dataclasses.replace(state, params=params)
     return state, 0
 
 
@@ -303,8 +308,13 @@ def complete_state(cfg: Config, mesh: Mesh, state: TrainState, reference: bool) 
             f"objective.kind={cfg.objective.kind} compares with the model that training starts from: name its run in "
             "checkpoint.load_parameters"
         )
-    restored = _read_merged(source, cfg, mesh)
+    restored = _read_merged(source, _without_head(cfg), mesh)
     return dataclasses.replace(state, reference=restored.state["params"])
+
+
+def _without_head(cfg: Config) -> Config:
+    model = cfg.model.model_copy(update={"value_head": False})
+    return cfg.model_copy(update={"model": model})
 
 
 def export_run(directory: Path | str, target: Path | str) -> int:
