@@ -1,0 +1,133 @@
+"""Whole runs of GRPO and PPO: they learn, and a run that is killed goes on bit for bit."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from minitext.config.config import load_config
+from minitext.data.arithmetic import sums, write_records
+from minitext.observability.metrics import read_metrics
+from minitext.post_training.tasks import task_of
+from minitext.training import run
+from minitext.training.run_dir import load_run
+from tests.conftest import TINY, audit_but
+
+TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}
+{%- endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+REWARD = """def readable(record, answer):
+    return sum(c != chr(0xfffd) for c in answer) / max(len(answer), 1)
+"""
+TIMING = {
+    "tokens_per_second", "seconds", "mfu", "host_bytes", "device_bytes", "rollout_seconds", "scoring_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with prompts, a template, a reward, and a run to begin with."""
+    folder = tmp_path_factory.mktemp("rl")
+    write_records(folder / "sums.jsonl", sums("train")[:64])
+    (folder / "plain.jinja").write_text(TEMPLATE)
+    (folder / "mine.py").write_text(REWARD)
+    run.train(load_config("laptop", [*TINY, "train.steps=1", f"run.dir={folder}", "run.name=base"]))
+    return folder
+
+
+def words(folder, name, kind="grpo", *more):
+    return [
+        *TINY, f"run.dir={folder}", f"run.name={name}", f"checkpoint.load_parameters={folder}/base",
+        "data.source=prompts", f"data.path={folder}/sums.jsonl", f"data.chat_template={folder}/plain.jinja",
+        "data.seq_len=16", f"objective.kind={kind}", f"model.value_head={str(kind == 'ppo').lower()}",
+        "objective.max_tokens=6", "objective.prompts=8", "objective.group=4",
+        f"objective.rewards=[{{name: '{folder}/mine.py:readable'}}, {{name: exact, weight: 0}}]",
+        "optim.schedule=constant", "optim.warmup_steps=0", *more,
+    ]  # fmt: skip
+
+
+def train(folder, name, kind, *more):
+    cfg = load_config("laptop", words(folder, name, kind, *more))
+    return read_metrics(run.train(cfg, task=task_of(cfg)))
+
+
+def test_grpo_earns_more(folder):
+    lines = train(
+        folder, "grpo", "grpo", "train.global_batch=64", "train.steps=30", "optim.learning_rate=1e-2",
+        "objective.kl=0.01", "objective.group=8", "train.eval_every=10", "train.eval_batches=1", "train.sample_tokens=1",
+    )  # fmt: skip
+    print([round(line["reward"], 2) for line in lines])
+    first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:3], lines[-3:]))
+    assert last > first + 0.2
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"] > 0.01
+    assert lines[-1]["entropy"] < lines[0]["entropy"]
+    names = {
+        "reward_std", "correct", "clip_share", "answer_tokens", "no_signal", "logp_mismatch", "logp_mismatch_max",
+        "reward_readable", "reward_exact", "reward_failures", "cut_off",
+    }  # fmt: skip
+    assert names <= set(lines[-1]) and {"val_reward", "val_correct_greedy"} <= set(lines[9])
+    assert all(line["logp_mismatch_max"] < 1e-4 for line in lines)
+    assert "reward 0." in (folder / "grpo/samples.txt").read_text()
+
+
+def test_ppo_learns_what_to_expect(folder):
+    lines = train(
+        folder, "ppo", "ppo", "train.global_batch=16", "train.steps=60", "optim.learning_rate=5e-3",
+        "objective.group=1", "objective.prompts=32", "objective.iterations=2", "objective.kl=0.01",
+        "train.eval_every=60", "train.eval_batches=1",
+    )  # fmt: skip
+    print([(round(line["reward"], 2), round(line["value_error"],2)) for line in lines])
+    assert lines[-1]["value_error"] < 0.5 * lines[0]["value_error"]
+    assert lines[-1]["value_loss"] < lines[0]["value_loss"]
+    first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:8], lines[-8:]))
+    assert last > first + 0.1
+    assert lines[0]["ratio"] == pytest.approx(1, abs=1e-5) and lines[3]["ratio"] != 1
+    cfg, params, _, _ = load_run(folder / "ppo")  # the value head is only for training
+    assert not cfg.model.value_head and "value" not in params
+
+
+@pytest.fixture(scope="module")
+def whole(server, folder):
+    """A run that nothing disturbed; four of its steps use the answers of one set of parameters."""
+    more = "train.steps=11", "train.save_every=3", "objective.iterations=2", "objective.kl=0.1"
+    command = ["train", *words(folder, "whole", "grpo", "train.global_batch=16", *more, "train.eval_every=5")]
+    code, printed = server.run(*command, output=folder / "output")
+    assert code == 0, printed
+    return command
+
+
+def records(directory):
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [{name: line[name] for name in line if name not in TIMING} for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", audit_but([0], range(10)))
+def test_a_killed_run_goes_on_bit_for_bit(server, folder, whole, seed):
+    name = f"killed{seed}"
+    command = [word.replace("run.name=whole", f"run.name={name}") for word in whole]
+    at = random.Random(seed).uniform(1, 10)  # steps, and a part of one
+    pid = server.start(*command, output=folder / f"{name}.txt")
+    path, began = folder / name / "metrics.jsonl", None
+    while os.path.exists(f"/proc/{pid}"):
+        lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        if lines >= int(at):
+            began = began or time.monotonic()
+            if time.monotonic() - began > at % 1 * 0.1:
+                os.kill(pid, signal.SIGKILL)
+                break
+        time.sleep(0.002)
+    server.wait()
+    code, printed = server.run(*command, output=folder / f"{name}.txt")
+    assert code == 0, printed
+    assert records(folder / name) == records(folder / "whole")
+    ours, theirs = (load_run(folder / n)[1] for n in (name, "whole"))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True)
+    )
