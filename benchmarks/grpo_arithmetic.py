@@ -30,7 +30,14 @@ TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}"
     "{{ message.content + eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
-MODEL = ["model.layers=3", "model.embed=96", "model.heads=4", "model.kv_heads=4", "model.head_dim=24", "model.mlp=256"]
+MODEL = [
+    "model.layers=3",
+    "model.embed=96",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.head_dim=24",
+    "model.mlp=256",
+]
 BASE = [
     "data.source=conversations", "data.seq_len=64", "train.global_batch=32", "train.steps=300", "optim.kind=muon",
     "optim.learning_rate=3e-3", "optim.warmup_steps=30", "train.sample_tokens=0", "train.eval_every=300",
@@ -98,7 +105,10 @@ def measure(directory, records):
             right[greedy] += [
                 tokenizer.decode(said.get((greedy, number, i), [])) == record["answer"] for i in range(n)
             ]  # fmt: skip
-    return {"sampled": sum(right[False]) / len(right[False]), "greedy": sum(right[True]) / len(right[True])}
+    return {
+        "sampled": sum(right[False]) / len(right[False]),
+        "greedy": sum(right[True]) / len(right[True]),
+    }
 
 
 def cpu_seconds():
@@ -132,7 +142,9 @@ def one(case):
         words = [*GRPO, *seeds, f"data.path={path}", f"checkpoint.load_parameters={base}"]
         words += CARELESS if case["what"] == "careless" else []
         directory = train(folder, f"{case['what']}{seed}", words)
-        curve = [{key: line[key] for key in CURVE if key in line} for line in read_metrics(directory)]
+        curve = [
+            {key: line[key] for key in CURVE if key in line} for line in read_metrics(directory)
+        ]
         more = {"curve": curve[::5] + curve[-1:]}
     spent = {"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - cpu}
     return spent | measure(directory, held_out) | more
@@ -140,7 +152,9 @@ def one(case):
 
 def main():
     cli = parser(__doc__)
-    cli.add_argument("--folder", help="where runs are kept, to go on with; by default they are deleted")
+    cli.add_argument(
+        "--folder", help="where runs are kept, to go on with; by default they are deleted"
+    )
     args = cli.parse_args()
     if args.case:
         print(json.dumps(one(args.case)))
@@ -168,11 +182,19 @@ def main():
         rows = []
         for seed in range(SEEDS):
             before, after = run("base", seed), run("grpo", seed)
-            holds = after["sampled"] - before["sampled"] >= 0.25 and after["greedy"] >= before["greedy"]
+            holds = (
+                after["sampled"] - before["sampled"] >= 0.25 and after["greedy"] >= before["greedy"]
+            )
             rows.append({"seed": seed, "before": before, "after": after, "holds": holds})
         hacked = run("careless", CARELESS_SEED)
     print(f"holds for {sum(row['holds'] for row in rows)} of {SEEDS} seeds")
-    settings = {"model": MODEL, "base": BASE, "grpo": GRPO, "careless": CARELESS[:-1], "errors": ERRORS}
+    settings = {
+        "model": MODEL,
+        "base": BASE,
+        "grpo": GRPO,
+        "careless": CARELESS[:-1],
+        "errors": ERRORS,
+    }
     record = {"settings": settings, "load": os.getloadavg()[1], "seeds": rows, "careless": hacked}
     write_record(args.output, "grpo_arithmetic", "", record)
 

@@ -71,8 +71,8 @@ class Config(Section):
         if asks != learns:
             fix = "objective.kind=grpo" if asks else "data.source=prompts"
             yield (
-                f"objective.kind={self.objective.kind} with data.source={self.data.source}: prompts are what GRPO and PPO "
-                f"answer, and nothing else is: set {fix}"
+                f"objective.kind={self.objective.kind} with data.source={self.data.source}: prompts are what GRPO and "
+                f"PPO answer, and nothing else is: set {fix}"
             )
         pairs = self.data.source == "preferences"
         if not learns and pairs != (self.objective.kind == "preference"):

@@ -59,8 +59,8 @@ class DataConfig(Section):
     )
     path: OptionalPath = setting(
         None,
-        "files: a file, folder or glob of text; conversations, preferences, prompts: of .jsonl or .parquet; arrayrecord: "
-        "the folder; tfds: the data_dir",
+        "files: a file, folder or glob of text; conversations, preferences, prompts: of .jsonl or .parquet; "
+        "arrayrecord: the folder; tfds: the data_dir",
     )
     seq_len: int = setting(256, "tokens per row (T)", ge=2, le=2**24)
     tokenizer: Literal["byte", "bpe"] = setting("byte", "bytes, or BPE trained on the source")

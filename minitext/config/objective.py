@@ -119,7 +119,7 @@ class GRPOConfig(RolloutConfig):
     )
     dynamic_rounds: int | None = setting(
         None,
-        "drop groups without differences in reward, and draw up to so many times others for them (DAPO); null: keep them",
+        "drop groups without differences in reward, and draw others up to so many times (DAPO); null: keep them",
         ge=0,
     )
 
@@ -128,8 +128,8 @@ class GRPOConfig(RolloutConfig):
         yield from super().problems()
         if self.group < 2:
             yield (
-                f"objective.group={self.group} leaves nothing to compare an answer with: set objective.group=2 or more, "
-                "or objective.kind=ppo"
+                f"objective.group={self.group} leaves nothing to compare an answer with: set objective.group=2 or "
+                "more, or objective.kind=ppo"
             )
 
 

@@ -1,6 +1,7 @@
-"""Sums of two numbers as text, such as `37+58=` and `95`, and a teacher who errs: a task whose answers a program can check.
+"""Sums of two numbers as text, and a teacher who errs: a task whose answers a program can check.
 
-Every sum belongs to one of two parts, so what is measured on the one was never trained on.
+A prompt is `37+58=`, and its right answer `95`. Every sum belongs to one of two parts, so what is measured on the one
+was never trained on.
 
 Chapters: 26.
 """

@@ -19,8 +19,8 @@ def group_advantages(rewards_N: np.ndarray, group: int, *, divide: bool = True) 
     Args:
       rewards_N: [N] float, the answers of a group one after another.
       group: answers in a group; it divides N.
-      divide: by the standard deviation (of a sample, with N - 1). Dr. GRPO doesn't, because that gives prompts which are
-        almost always or almost never answered well more weight (Liu et al. 2025, https://arxiv.org/abs/2503.20783).
+      divide: by the standard deviation (of a sample, with N - 1). Dr. GRPO doesn't, because that gives more weight to
+        prompts that are almost always or almost never answered well (Liu et al. 2025, https://arxiv.org/abs/2503.20783).
 
     Returns:
       [N] float64.
@@ -50,9 +50,9 @@ def generalized_advantages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns generalized advantage estimates, and the returns that the values should have been.
 
-    With the surprise d_t = r_t + discount * V_(t+1) - V_t, the advantage is A_t = d_t + discount * decay * A_(t+1), where
-    t + 1 is the next token of the answer. After an answer's last token both V and A are 0. Source: Schulman et al. 2015,
-    equation 16.
+    With the surprise d_t = r_t + discount * V_(t+1) - V_t, the advantage is A_t = d_t + discount * decay * A_(t+1),
+    where t + 1 is the next token of the answer. After an answer's last token both V and A are 0. Source: Schulman et
+    al. 2015, equation 16.
 
     Args:
       rewards_BT: [B, T] reward for the token at each position.

@@ -1,7 +1,7 @@
 """What PPO and GRPO minimise, token by token: clipped ratios, a penalty for leaving the reference, and value errors.
 
-Everything here is [B, T]; `token_weights` says how tokens are summed. Both algorithms share the clipped ratio, and differ
-in where the advantages come from (`minitext.post_training.advantages`).
+Everything here is [B, T]; `token_weights` says how tokens are summed. Both algorithms share the clipped ratio, and
+differ in where the advantages come from (`minitext.post_training.advantages`).
 
 Chapters: 26.
 """

@@ -49,8 +49,8 @@ def check_objective(cfg: Config, _mesh: Mesh | AbstractMesh) -> None:
             )
     if rl.answers % cfg.train.global_batch:
         raise UserError(
-            f"objective.prompts={rl.prompts} x objective.group={rl.group} are {rl.answers} answers, which are not divisible "
-            f"by train.global_batch={cfg.train.global_batch}: set train.global_batch={rl.answers} or a divisor of it"
+            f"objective.prompts={rl.prompts} x objective.group={rl.group} are {rl.answers} answers, which are not "
+            f"divisible by train.global_batch={cfg.train.global_batch}: set it to {rl.answers} or a divisor of it"
         )
     if rl.max_tokens > cfg.data.seq_len:
         raise UserError(
@@ -83,7 +83,7 @@ def make_objective(cfg: Config) -> Objective:
     `kl`, `entropy`, `clip_share`, `ratio`, and `value_loss`.
     """
     rl = rollout_config(cfg)
-    has_values = isinstance(rl, PPOConfig)
+    ppo = rl if isinstance(rl, PPOConfig) else None
 
     def weight(batch: Batch) -> jax.Array:
         if rl.weighting == "constant":
@@ -106,14 +106,14 @@ def make_objective(cfg: Config) -> Objective:
         means = {"entropy": entropy_BT, "clip_share": clipped.clipped, "ratio": clipped.ratio}
         if rl.kl:
             means["kl"] = kl_estimate(logp_BT, batch["ref_logp"])
-        if rl.kl and not has_values:  # PPO has it in the rewards
+        if rl.kl and not ppo:  # PPO has it in the rewards
             loss_BT = loss_BT + rl.kl * means["kl"]
         if rl.entropy:
             loss_BT = loss_BT - rl.entropy * entropy_BT
-        if has_values:
+        if ppo:
             old = batch["old_values"], batch["returns"]
-            means["value_loss"] = clipped_value_loss(model.values(x_BTD), *old, clip=rl.value_clip)
-            loss_BT = loss_BT + rl.value_weight * means["value_loss"]
+            means["value_loss"] = clipped_value_loss(model.values(x_BTD), *old, clip=ppo.value_clip)
+            loss_BT = loss_BT + ppo.value_weight * means["value_loss"]
         loss = masked_sum(batch["token_weight"] * loss_BT, batch["loss_mask"])
         share_BT = batch["token_share"]
         sums = {name: masked_sum(share_BT * x_BT, share_BT) for name, x_BT in means.items()}

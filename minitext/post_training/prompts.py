@@ -1,8 +1,8 @@
 """Prompts to answer, and what a reward wants to know about them.
 
 A record has `prompt`, what a user says or a list of messages, and whatever else the reward reads, such as `answer`. It
-comes from the same files and datasets as conversations (`minitext.data.conversations`), and the chat template makes a text
-of its prompt.
+comes from the same files and datasets as conversations (`minitext.data.conversations`), and the chat template makes a
+text of its prompt.
 
 Chapters: 26.
 """
@@ -88,8 +88,8 @@ def open_prompts(cfg: Config, tokenizer: Tokenizer, chat: Chat, split: Split) ->
     kept = [i for i, one in enumerate(tokens) if 0 < len(one) <= most]
     if not kept:
         raise UserError(
-            f"{named(cfg.data)}: none of {len(chosen)} prompts for {split} has at most {most} tokens, which data.seq_len="
-            f"{cfg.data.seq_len} leaves beside an answer: raise data.seq_len or lower objective.max_tokens"
+            f"{named(cfg.data)}: none of {len(chosen)} prompts for {split} has at most {most} tokens, which "
+            f"data.seq_len={cfg.data.seq_len} leaves beside an answer: raise data.seq_len or lower objective.max_tokens"
         )
     if left := len(chosen) - len(kept):
         log.warning("%d of %d prompts for %s leave no room for an answer", left, len(chosen), split)
@@ -103,8 +103,8 @@ def _read(cfg: DataConfig) -> list[tuple[Record, Any]]:
     found = []
     for record, where in records(cfg):
         if "prompt" not in record:
-            keys = shorten(", ".join(map(str, record)))
-            raise UserError(f"{where}: a record with {keys or 'no keys'}: it needs a prompt")
+            keys = shorten(", ".join(map(str, record))) if record else "no keys"
+            raise UserError(f"{where}: a record with {keys}: it needs a prompt")
         prompt = record["prompt"]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
@@ -118,8 +118,8 @@ def _read(cfg: DataConfig) -> list[tuple[Record, Any]]:
 
 
 def _tokens(conversations: list[Any], tokenizer: Tokenizer, chat: Chat) -> list[tuple[int, ...]]:
+    texts: list[dict[str, Any]] = []
     with contextlib.closing(Renderer()) as renderer:
-        texts = []
         for some in in_lists(conversations, AT_ONCE):
             values = [chat.values(messages) for messages in some]
             texts += renderer.render_all(chat.template or "", values, marks=False)

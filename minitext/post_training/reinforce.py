@@ -80,7 +80,7 @@ class Reinforce(Task):
     def validation(
         self, cfg: Config, held_out: Batches, say: Callable[[str], None]
     ) -> Callable[[int, TrainState], dict[str, float]]:
-        """Returns a function that answers held-out prompts, once as in training and once always with the likeliest token."""
+        """Returns a function that answers held-out prompts, once as in training and once with the likeliest tokens."""
         assert isinstance(held_out, Rollouts)
 
         def validate(step: int, state: TrainState) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Rewards are computed in processes of their own, each answer within a time limit.
 
-An endless loop or a crash costs the reward of that answer alone: its process is killed and another takes its place. Such
-answers, and those for which the function raises, get a reward from the settings and are counted. What can't be a mistake
-in an answer is refused: a function that returns something other than a number, or that fails for every answer.
+An endless loop or a crash costs the reward of that answer alone: its process is killed and another takes its place.
+Such answers, and those for which the function raises, get a reward from the settings and are counted. What no answer is
+to blame for is refused: a function that returns something other than a number, or that fails for every answer.
 
 Processes begin anew rather than as copies of this one, whose threads and devices a copy couldn't use.
 

@@ -1,8 +1,8 @@
 """Rewards: plain functions of a prompt's record and the answer's text.
 
-A reward is named in the settings by what it's registered as, or as `FILE.py:FUNCTION`. It gets the record, with whatever
-fields the data have, and the text of the answer; if its settings have an `argument`, that comes third. It returns a number.
-`minitext.post_training.reward_workers` runs them.
+A reward is named in the settings by what it's registered as, or as `FILE.py:FUNCTION`. It gets the record, with
+whatever fields the data have, and the text of the answer; if its settings have an `argument`, that comes third. It
+returns a number. `minitext.post_training.reward_workers` runs them.
 
 This file and those of users are imported by processes that only compute rewards: nothing here imports JAX.
 
@@ -98,4 +98,4 @@ def find(name: str) -> Reward:
     found = getattr(module, function, None)
     if not callable(found):
         raise UserError(f"reward {name}: {file} has no function {function}")
-    return found
+    return found  # pyright: ignore[reportReturnType]

@@ -1,9 +1,9 @@
 """Batches that the model writes itself: prompts, answers drawn with the parameters of the time, and what they earned.
 
 One rollout is `objective.prompts` x `objective.group` answers. It gives the batches of several steps where
-`objective.iterations` or `train.global_batch` say so. Everything in it follows from the run's seed, the rollout's number
-and the parameters, so a run that resumes draws what it would have drawn. Between the batches of one rollout, its position
-includes those that are left, because the parameters that drew them are gone.
+`objective.iterations` or `train.global_batch` say so. Everything in it follows from the run's seed, the rollout's
+number and the parameters, so a run that resumes draws what it would have drawn. Between the batches of one rollout, its
+position includes those that are left, because the parameters that drew them are gone.
 
 Chapters: 26.
 """
@@ -59,8 +59,8 @@ class Drawn(NamedTuple):
 class Rollouts(Batches):
     """Batches of the model's own answers, with the interface of `Batches`.
 
-    A batch is a dict of [B, T] arrays: those of language modelling, a row being a prompt and an answer, with `loss_mask` 1
-    where the target is the answer's; and those of `policy_objective.arrays`.
+    A batch is a dict of [B, T] arrays: those of language modelling, a row being a prompt and an answer, with
+    `loss_mask` 1 where the target is the answer's; and those of `policy_objective.arrays`.
 
     Args:
       cfg: the run's configuration.

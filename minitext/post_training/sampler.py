@@ -1,7 +1,7 @@
 """Answers to prompts, drawn by the engine of `minitext.inference.engine` in this process, on the trainer's own devices.
 
-Weights go from the trainer to the engine without a trip through the host: where both keep an array on the same devices in
-the same way nothing moves, elsewhere devices send each other their parts.
+Weights go from the trainer to the engine without a trip through the host: where both keep an array on the same devices
+in the same way nothing moves, elsewhere devices send each other their parts.
 
 Chapters: 26.
 """

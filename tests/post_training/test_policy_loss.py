@@ -64,7 +64,9 @@ def test_divergence_is_estimated_without_bias(drawn):
 def test_entropy_is_that_of_the_softmax():
     logits = np.random.default_rng(2).normal(0, 3, (B, T, 11))
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    np.testing.assert_allclose(entropy(*f32(logits)), -(p * np.log(p)).sum(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        entropy(*f32(logits)), -(p * np.log(p)).sum(-1), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_values_are_pushed_no_further_than_the_clip(drawn):

@@ -58,9 +58,9 @@ def train(folder, name, kind, *more):
 def test_grpo_earns_more(folder):
     lines = train(
         folder, "grpo", "grpo", "train.global_batch=64", "train.steps=30", "optim.learning_rate=1e-2",
-        "objective.kl=0.01", "objective.group=8", "train.eval_every=10", "train.eval_batches=1", "train.sample_tokens=1",
+        "objective.kl=0.01", "objective.group=8", "train.eval_every=10", "train.eval_batches=1",
+        "train.sample_tokens=1",
     )  # fmt: skip
-    print([round(line["reward"], 2) for line in lines])
     first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:3], lines[-3:]))
     assert last > first + 0.2
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"] > 0.01
@@ -80,7 +80,6 @@ def test_ppo_learns_what_to_expect(folder):
         "objective.group=1", "objective.prompts=32", "objective.iterations=2", "objective.kl=0.01",
         "train.eval_every=60", "train.eval_batches=1",
     )  # fmt: skip
-    print([(round(line["reward"], 2), round(line["value_error"],2)) for line in lines])
     assert lines[-1]["value_error"] < 0.5 * lines[0]["value_error"]
     assert lines[-1]["value_loss"] < lines[0]["value_loss"]
     first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:8], lines[-8:]))
@@ -94,7 +93,10 @@ def test_ppo_learns_what_to_expect(folder):
 def whole(server, folder):
     """A run that nothing disturbed; four of its steps use the answers of one set of parameters."""
     more = "train.steps=11", "train.save_every=3", "objective.iterations=2", "objective.kl=0.1"
-    command = ["train", *words(folder, "whole", "grpo", "train.global_batch=16", *more, "train.eval_every=5")]
+    command = [
+        "train",
+        *words(folder, "whole", "grpo", "train.global_batch=16", *more, "train.eval_every=5"),
+    ]
     code, printed = server.run(*command, output=folder / "output")
     assert code == 0, printed
     return command

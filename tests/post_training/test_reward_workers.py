@@ -73,7 +73,10 @@ def test_parts_are_computed_side_by_side():
     ],
 )
 def test_mistakes_of_a_function_are_refused_in_a_line(part, name, problem):
-    with pytest.raises(UserError, match=problem) as caught:
+    def rewards():
         with RewardWorkers([part(name)], seconds=5, workers=1) as workers:
             workers.compute([{"factor": 1}] * 2, ["a", "b"])
+
+    with pytest.raises(UserError, match=problem) as caught:
+        rewards()
     assert "\n" not in str(caught.value) and "reward" in str(caught.value)

@@ -1,5 +1,7 @@
 """Answers drawn by the engine, and the batches that are made of them."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -82,7 +84,7 @@ def test_mismatch_of_bfloat16_is_reported(make):
 
 
 def test_a_row_is_a_prompt_and_its_answer(make):
-    cfg, mesh, state, rollouts = make("objective.weighting=token")
+    _, mesh, state, rollouts = make("objective.weighting=token")
     batch = take(mesh, rollouts, state)
     drawn = rollouts.last
     parts = [batch, take(mesh, rollouts, state)]
@@ -111,8 +113,6 @@ def test_batches_follow_from_seed_and_parameters(make):
     """A second run gives the same, and so does one that goes on within a rollout."""
     words = "objective.iterations=2", "objective.kl=0.1"
     _, mesh, state, rollouts = make(*words)
-    import dataclasses
-
     state = dataclasses.replace(state, reference=state.params)
     positions, batches = [], []
     for _ in range(6):
