@@ -19,7 +19,7 @@ from minitext.config.config import Config
 from minitext.config.data import DataConfig
 from minitext.data.chat import Chat, Renderer
 from minitext.data.conversation_file import AT_ONCE, named
-from minitext.data.conversations import Unusable, in_lists, messages_of, records
+from minitext.data.conversations import Unusable, messages_of, records
 from minitext.data.placement import Split
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
@@ -120,7 +120,8 @@ def _read(cfg: DataConfig) -> list[tuple[Record, Any]]:
 def _tokens(conversations: list[Any], tokenizer: Tokenizer, chat: Chat) -> list[tuple[int, ...]]:
     texts: list[dict[str, Any]] = []
     with contextlib.closing(Renderer()) as renderer:
-        for some in in_lists(conversations, AT_ONCE):
+        for start in range(0, len(conversations), AT_ONCE):
+            some = conversations[start : start + AT_ONCE]
             values = [chat.values(messages) for messages in some]
             texts += renderer.render_all(chat.template or "", values, marks=False)
     if wrong := next((one for one in texts if "text" not in one), None):
