@@ -174,6 +174,18 @@ def end_the_processes():
         encoder.close()
 
 
+def test_nothing_counts_after_the_first_end_of_a_turn(tokenizer, tmp_path):
+    """Generation stops there, so what a template adds is never asked of the model."""
+    template = CHATML.replace("<|im_end|>\n", "<|im_end|>\n<|endoftext|>\n")
+    encoder = ChatEncoder(chat(template, tokenizer, tmp_path), tokenizer)
+    (found,) = encoder.encode([Conversation(tuple(TURNS), 0)])
+    encoder.close()
+    end, other = (tokenizer.spellings[name] for name in ("<|im_end|>", "<|endoftext|>"))
+    learned = found.ids[found.learned].tolist()
+    assert learned.count(end) == 2 and other not in learned and found.ids[-1] == end
+    assert encoder.turn_ends == {end} and other in found.ids
+
+
 def test_only_the_completion_of_a_prompt_counts(tmp_path):
     tokenizer = ByteTokenizer()
     record = {"prompt": TURNS[:3], "completion": [TURNS[3]]}
