@@ -156,12 +156,16 @@ def abstract_batch(
 
 def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
     """Returns the bytes of `parameters`, `gradients` and `state` over all devices, for each kind of optimizer."""
-    params = jax.eval_shape(lambda: _init(cfg)).params
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    state = jax.eval_shape(lambda: _init(cfg))
+    params = state.params
+
+    def size(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
     return {
         kind: {
-            "parameters": size,
-            "gradients": size,
+            "parameters": size(params) + size(state.frozen),
+            "gradients": size(params),
             "state": state_bytes(cfg.optim.model_copy(update={"kind": kind}), params),
         }
         for kind in DIRECTIONS

@@ -14,10 +14,12 @@ from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.inference.cpu_decode import split_projections, unstack_cache, unstack_layers
 from minitext.models import lora
+from minitext.models.flops import count_adapters, count_flops, count_params
 from minitext.models.layers import Linear
 from minitext.models.transformer import Transformer, make_cache
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.rules import RULES, tree_shardings
+from tests.models.test_transformer import dot_flops
 
 TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "model.vocab=64",
@@ -267,3 +269,18 @@ def test_a_bank_does_not_serve_projections_that_are_used_by_head():
     model = unstack_layers(Transformer(settings("mla"), rngs=nnx.Rngs(0)))
     with pytest.raises(UserError, match="k_up is also multiplied head by head"):
         lora.use_banks(model, 2)
+
+
+def test_parameters_and_operations_are_counted():
+    cfg = settings("gqa", "model.scan_layers=true")
+    model = trained(cfg)
+    assert count_params(cfg) == sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+    adapters = nnx.state(model, nnx.LoRAParam)
+    assert count_adapters(cfg) == sum(x.size for x in jax.tree.leaves(adapters))
+    graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
+
+    def loss(adapters):
+        return jnp.sum(jnp.square(nnx.merge(graphdef, adapters, rest)(TOKENS)))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(adapters)
+    assert dot_flops(jaxpr.jaxpr) == count_flops(cfg, TOKENS.size, 12, causal=False)

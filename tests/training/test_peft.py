@@ -22,7 +22,7 @@ TOKENS = np.random.default_rng(0).integers(1, 100, (2, 10))
 
 
 def with_adapters(folder, found):
-    """Our model of a tiny one of transformers with the adapters in a folder, and their settings."""
+    """Our model of a tiny one of transformers with the adapters in a folder, and their names."""
     values = json.loads((folder / peft.SETTINGS).read_text())
     with open_weights(folder / peft.WEIGHTS) as weights:
         lora = peft_names.lora_config(values, weights.names(), found.cfg, found.name)
@@ -36,7 +36,7 @@ def with_adapters(folder, found):
         )
         table = peft_names.table(cfg, found.name)
         adapters = convert.load(weights, table, like)
-    return nnx.merge(graphdef, nnx.state(found.ours), adapters), cfg, adapters, table
+    return nnx.merge(graphdef, nnx.state(found.ours), adapters), table
 
 
 @pytest.mark.parametrize("modules", [["q_proj", "v_proj"], "all-linear"])
@@ -53,7 +53,7 @@ def test_logits_and_gradients_are_pefts(tmp_path_factory, modules, rslora):
             value.data.copy_(0.15 * torch.randn(value.shape))
     folder = tmp_path_factory.mktemp("adapters")
     model.save_pretrained(folder)
-    ours, cfg, adapters, table = with_adapters(folder, found)
+    ours, table = with_adapters(folder, found)
 
     logits = model(torch.tensor(TOKENS)).logits
     np.testing.assert_allclose(ours(TOKENS), logits.detach().numpy(), atol=2e-5)
