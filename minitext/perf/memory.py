@@ -117,6 +117,8 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
     # A scan gathers a layer's weights again in its backward pass; an unrolled stack keeps them all, for products.
     largest = max(_layer_weights(kind) for kind in kinds)
     gathered = weights * s.operand if unrolled_whole else largest * size
+    if is_stored:  # made of the stored numbers in float32, and cast
+        gathered = largest * (4 + size)
     layer = {
         "activations kept": stacks,  # 1F1B recomputes a microbatch's after its loss
         "logits": tokens * vocab * s.operand if waits else 0,
@@ -429,13 +431,16 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, platform: str) -> int:
     size = math.prod(shape) * itemsize
     if platform != "tpu":
         return size
+    if itemsize < 4:  # stored weights have dimensions of size 1, which the compiler leaves out
+        shape = tuple(n for n in shape if n > 1)
     if len(shape) < 2:
         tile = min(1024, max(128, 2 ** math.ceil(math.log2(max(1, size // itemsize)))))
         return itemsize * tile * math.ceil(max(1, size // itemsize) / tile)
     *rest, a, b = shape
 
     def tiled(rows, columns):
-        height = min(8, 2 ** math.ceil(math.log2(rows))) * (4 // itemsize)
+        packed = 4 // itemsize  # rows in one of 32 bits
+        height = min(8, 2 ** math.ceil(math.log2(math.ceil(rows / packed)))) * packed
         return math.ceil(rows / height) * height * math.ceil(columns / 128) * 128
 
     return math.prod(rest) * min(tiled(a, b), tiled(b, a)) * itemsize

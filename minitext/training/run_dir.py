@@ -448,7 +448,7 @@ def _read_base(directory: Path, cfg: Config, mesh: Mesh) -> tuple[Any, base.Base
             f"the adapters of {directory} belong to step {step} of {source}, which is not there: put it back, or train "
             "adapters beside what is there in another run.name"
         )
-    there = cfg.model_copy(update={"model": without_lora(cfg.model)})
+    there = _without_head(cfg.model_copy(update={"model": without_lora(cfg.model)}))
     restored = _read_merged(source, there, mesh, step)
     found = base.identify(checkpoints / str(restored.step), restored.step)
     if known and found != known:

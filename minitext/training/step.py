@@ -134,7 +134,9 @@ def _init(cfg: Config, repeats: int = 1) -> TrainState:
         model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
     params, frozen = nnx.state(model, nnx.Param), None
     if cfg.model.lora.rank:
-        params, frozen = nnx.split_state(params, nnx.LoRAParam, ...)
+        # A value head is no part of the base, and learned with the adapters.
+        trained = nnx.Any(nnx.LoRAParam, nnx.PathContains("value"))
+        params, frozen = nnx.split_state(params, trained, ...)
     opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, frozen)
 

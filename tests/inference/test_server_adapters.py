@@ -50,19 +50,29 @@ def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
         assert client.models.retrieve("two").id == "two"
         texts = []
         for name in found:
-            got = client.completions.create(model=name, prompt="the cat", max_tokens=8, temperature=0)
+            got = client.completions.create(
+                model=name, prompt="the cat", max_tokens=8, temperature=0
+            )
             assert got.model == name
             cfg, params, tokenizer, _ = load_merged(runs / name)
             prompt = tokenizer.encode("the cat")
             greedy = Sampling(temperature=0.0)
-            want = generate(cfg.model, params, prompt, max_tokens=8, stop_id=tokenizer.eod_id, sampling=greedy, seed=0)
+            want = generate(
+                cfg.model,
+                params,
+                prompt,
+                max_tokens=8,
+                stop_id=tokenizer.eod_id,
+                sampling=greedy,
+                seed=0,
+            )
             assert got.choices[0].text == tokenizer.decode(list(want))
             texts.append(got.choices[0].text)
         assert len(set(texts)) == 3
         with pytest.raises(openai.NotFoundError, match="name base or one or two"):
             client.completions.create(model="three", prompt="the cat", max_tokens=1)
     finally:
-        server.close() if hasattr(server, "close") else None
+        server.close()
         served.engine.close()
 
 

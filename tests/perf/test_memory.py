@@ -57,6 +57,16 @@ CONFIGS = {
         "v5e:2x4", "qwen3-next", *SMALL, "model.layers=8", "model.heads=8", "model.head_dim=128",
         "model.ffn.experts=16", "model.ffn.experts_per_token=4", "data.seq_len=8192", "train.global_batch=16",
     ),
+    # Adapters alone have gradients and moments; beside float32 weights, and beside four bits.
+    "lora": (
+        "v5e:2x2", "gpt2-124m", "mesh.fsdp=4", "train.global_batch=8", "data.seq_len=512", "model.vocab=4096",
+        "model.remat=full", "model.lora.rank=16",
+    ),
+    "qlora": (
+        "v5e:2x2", "gpt2-124m", "mesh.fsdp=4", "train.global_batch=8", "data.seq_len=512", "model.vocab=4096",
+        "model.remat=full", "model.lora.rank=16",
+        "model.storage=[{module: embed|unembed, dtype: int8}, {dtype: nf4, block: 64}]",
+    ),
     # Experts with biases, nothing recomputed.
     "kept": (
         "v5e:2x4", "gpt-oss-20b", *SMALL, "model.layers=8", "model.heads=16", "model.kv_heads=4", "model.mlp=1024",
