@@ -295,10 +295,7 @@ class Engine:
         mesh: Mesh | None = None,
     ):
         states = has_states(cfg)
-        if states and options.speculate:
-            raise UserError(
-                f"speculate={options.speculate}: a recurrent state can't take guesses back; choose 0"
-            )
+        _check_options(cfg, options)
         S = options.page_tokens or (32 if hardware.platform() == "cpu" else 64)
         longest = min([options.max_length, *switch_lengths(cfg)])
         pages = -(-options.cache_tokens // S) + 1
@@ -316,10 +313,6 @@ class Engine:
         self.mesh, rules = mesh, RULES["all"] if mesh is None else RULES_OF_ENGINE
         if mesh is not None:
             check_mesh(cfg, mesh)
-        if options.adapters and not cfg.lora.rank:
-            raise UserError(
-                f"adapters={options.adapters} need the form of the model's adapters: set model.lora.rank"
-            )
         platform = hardware.platform()
         parts = row_parts() if mesh is None else 1
         slots = options.max_sequences + 1 if states else 1
@@ -970,6 +963,17 @@ class Engine:
         if text.state:
             self.free_states.append(text.state)
             text.state = 0
+
+
+def _check_options(cfg: ModelConfig, options: EngineOptions) -> None:
+    if has_states(cfg) and options.speculate:
+        raise UserError(
+            f"speculate={options.speculate}: a recurrent state can't take guesses back; choose 0"
+        )
+    if options.adapters and not cfg.lora.rank:
+        raise UserError(
+            f"adapters={options.adapters} need the form of the model's adapters: set model.lora.rank"
+        )
 
 
 def check_mesh(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
