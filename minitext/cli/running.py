@@ -122,9 +122,24 @@ def import_(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="read NaN and infinite numbers as they are")
     ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="SOURCE has adapters in peft's format for this run"),
+    ] = None,
 ) -> None:
     """Make a run of a published checkpoint, for generate, eval and checkpoint.load_parameters."""
     from minitext.config.config import load_config
+
+    if base is not None:
+        if settings or allow_nonfinite:
+            given = settings[0] if settings else "--allow-nonfinite"
+            raise UserError(f"{given} has no effect with --base: leave it out")
+        start()
+        from minitext.training.peft import import_peft
+
+        count = import_peft(source, target, base)
+        print(f"adapters of {count:,} parameters beside {base} are in {target}", file=sys.stderr)
+        return
 
     mesh = load_config(None, settings or []).mesh
     start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
@@ -149,8 +164,11 @@ def export(
         ),
     ],
     format_: Annotated[
-        Literal["orbax", "hf", "gguf"],
-        typer.Option("--format", help="minitext's own, Hugging Face's, or llama.cpp's"),
+        Literal["orbax", "hf", "gguf", "peft"],
+        typer.Option(
+            "--format",
+            help="minitext's own, Hugging Face's, llama.cpp's, or of the adapters alone peft's",
+        ),
     ] = "orbax",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"],
@@ -159,10 +177,15 @@ def export(
         ),
     ] = "float32",
 ) -> None:
-    """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them."""
-    if format_ == "orbax" and dtype != "float32":
+    """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them.
+
+    Adapters are merged into the weights beside which they were trained, except with --format peft.
+    """
+    if format_ in ("orbax", "peft") and dtype != "float32":
         other = "gguf" if dtype in ("q8_0", "q4_0") else "hf"
-        raise UserError(f"--dtype {dtype} has no effect with --format orbax: add --format {other}")
+        raise UserError(
+            f"--dtype {dtype} has no effect with --format {format_}: add --format {other}"
+        )
     start()
     from minitext.training import interchange, run_dir
 
@@ -171,6 +194,10 @@ def export(
             step = interchange.export_hf(directory, target, dtype)
         case "gguf":
             step = interchange.export_gguf(directory, target, dtype)
+        case "peft":
+            from minitext.training import peft
+
+            step = peft.export_peft(directory, target)
         case _:
             step = run_dir.export_run(directory, target)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)

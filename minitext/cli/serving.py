@@ -35,6 +35,14 @@ ApiKey = Annotated[
     ),
 ]
 
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=RUN: a run with adapters for this one's weights, as another model",
+        metavar="NAME=RUN",
+    ),
+]
+
 
 def serve(
     directory: RunDir,
@@ -44,13 +52,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="name of the model; by default the run's")
     ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=RUN: a run with adapters for this one's weights, as another model",
-            metavar="NAME=RUN",
-        ),
-    ] = None,
+    adapter: Adapters = None,
     max_model_len: Annotated[
         int,
         typer.Option(min=0, help="tokens of a text, prompt included; 0: as the model was trained"),

@@ -5,9 +5,13 @@ Chapters: 4.
 
 from collections.abc import Iterator
 
+import jax
+from flax import nnx
+
 from minitext.config.model import ModelConfig
+from minitext.config.section import cached
 from minitext.models.attention import Counts
-from minitext.models.transformer import VARIANTS
+from minitext.models.transformer import VARIANTS, Transformer
 
 
 def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
@@ -15,7 +19,7 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
 
     Each layer has those of attention (D*H*(2N + 2K) for plain GQA), of its feed-forward layer (3*D*F, or `MoE.count`)
     and of two norms, 2*D, or four. Outside the layers are the embedding V*D, the output layer V*D unless tied, the last
-    norm D, and perhaps a value head D + 1.
+    norm D, and perhaps a value head D + 1. Adapters are counted too.
 
     Args:
       cfg: the model.
@@ -29,7 +33,17 @@ def count_params(cfg: ModelConfig, *, active: bool = False) -> int:
         scales = attention.scales + norms
         layers += repeats * (attention.weights + scales + ffn.count(layer, active=active))
     head = D + 1 if cfg.value_head else 0
-    return layers + V * D * (1 if cfg.tie_embeddings else 2) + D + head
+    table = V * D * (1 if cfg.tie_embeddings else 2)
+    return layers + table + D + head + count_adapters(cfg)
+
+
+@cached
+def count_adapters(cfg: ModelConfig) -> int:
+    """Returns the number of parameters of adapters, r * (D + F) for each projection that has one."""
+    if not cfg.lora.rank:
+        return 0
+    model = nnx.eval_shape(lambda: Transformer(cfg, rngs=nnx.Rngs(0)))
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
 
 
 def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = True) -> int:
@@ -38,8 +52,8 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
     A token's matrix product with P weights takes 2*P operations; only the experts that the token uses count. The two
     products of GQA take 4*N*H*S per token for S keys, and a causal token sees half of the keys on average, or what its
     window or chunk leaves. A token of DeltaNet takes three products with each head's state, as in generation. Norms,
-    convolutions, rotations, softmax and rematerialisation are not counted, so a utilisation computed
-    from this is MFU (Chowdhery et al. 2022).
+    convolutions, rotations, softmax and rematerialisation are not counted, so a utilisation computed from this is MFU
+    (Chowdhery et al. 2022). Weights beside adapters need no gradient: their backward pass takes as much as the forward.
 
     Args:
       cfg: the model.
@@ -47,13 +61,17 @@ def count_flops(cfg: ModelConfig, tokens: int, seq_len: int, *, causal: bool = T
       seq_len: length of a row.
       causal: count only the half of the attention square that is used.
     """
-    total = 2.0 * cfg.vocab * cfg.embed
+    weights_used, others = 1.0 * cfg.vocab * cfg.embed, 0.0
     for repeats, layer in all_layers(cfg):
         attention = count_attention(layer)
         weights = attention.weights + VARIANTS[type(layer.ffn)].count(layer, active=True)
         keys = keys_seen(layer, seq_len) if causal else seq_len
-        total += repeats * (2 * weights + attention.per_token + attention.per_key * keys)
-    return int(3 * tokens * total)
+        weights_used += repeats * weights
+        others += repeats * (attention.per_token + attention.per_key * keys)
+    # Forward, and backward for the inputs; for the weights only if they are trained.
+    passes = 2 if cfg.lora.rank else 3
+    adapters = 3 * 2 * count_adapters(cfg)
+    return int(tokens * (passes * 2 * weights_used + 3 * others + adapters))
 
 
 def all_layers(cfg: ModelConfig) -> Iterator[tuple[int, ModelConfig]]:

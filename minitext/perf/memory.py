@@ -61,13 +61,14 @@ LANES = 128  # elements in a row of a TPU's vector register
 VMEM_SHARE = 7 / 8
 
 
-def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0) -> Moments:
+def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int = 0) -> Moments:
     """Returns the bytes of temporaries at each moment.
 
     Args:
       s: sizes of the step on one device.
       params: bytes of the device's parameters.
       optimizer: bytes of its optimizer state.
+      adapters: bytes of its adapters, if only they are trained.
       vmem: bytes of vector memory that the compiler may use; 0 plans everything in main memory.
     """
     cfg, size, kinds = s.cfg, s.itemsize, s.kinds
@@ -77,13 +78,16 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0) -> Moments:
     tokens, weights = s.tokens // chunks, sum(k.layers * _layer_weights(k) for k in kinds)
     # Accumulated gradients take memory of their own, which ZeRO-2 splits.
     scattered = s.optimizer if s.scatters else 1
-    summed = params // scattered if cfg.train.microbatches > 1 else 0
+    trained = adapters or params
+    summed = trained // scattered if cfg.train.microbatches > 1 else 0
     unrolled_whole = cfg.model.remat == "none" and unrolled
     blocks = params - tables * s.table // s.fsdp * 4
     if unrolled_whole:
         blocks //= layers  # each layer frees what it kept while gradients arrive
     # The stacked weights are cast once, before the loop: their cast does not depend on the layer.
-    cast = weights // s.fsdp * size if size < 4 else 0
+    # Those stored in fewer bits are made layer by layer.
+    is_stored = cfg.model.is_stored
+    cast = weights // s.fsdp * size if size < 4 and not is_stored else 0
     _, in_flight = _pipeline(s)
     stacks = _stacks(s, weights, vmem)
     always = {
@@ -99,31 +103,35 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0) -> Moments:
         logits = 4 + 4 if vocab % (128 if s.tpu else 1) else size + s.operand
     # The weight's gradient comes first if it is smaller than the logits' gradient, which it then frees; otherwise last.
     waits = chunks == 1 and tokens < cfg.model.embed and not s.one_f_one_b
-    early = 0 if waits else s.table * size
+    early = 0 if waits or adapters else s.table * size
+    if adapters:
+        blocks, waits = adapters, False
     loss = {
         "output layer's weight": s.table * size,
         "logits": tokens * vocab * logits,
         "residual stream": _residual(s) * 4,
         "gradients": summed
-        + (0 if chunks == 1 else s.table // s.fsdp * 4 + s.table * size)
+        + (0 if chunks == 1 or adapters else s.table // s.fsdp * 4 + s.table * size)
         + (params if s.one_f_one_b else 0),
     }
     # A scan gathers a layer's weights again in its backward pass; an unrolled stack keeps them all, for products.
     largest = max(_layer_weights(kind) for kind in kinds)
     gathered = weights * s.operand if unrolled_whole else largest * size
+    if is_stored:  # made of the stored numbers in float32, and cast
+        gathered = largest * (4 + size)
     layer = {
         "activations kept": stacks,  # 1F1B recomputes a microbatch's after its loss
         "logits": tokens * vocab * s.operand if waits else 0,
         "gradients": summed + (params + params if s.one_f_one_b else blocks + early),
-        "gathered weights": gathered if s.fsdp > 1 else 0,
+        "gathered weights": gathered if s.fsdp > 1 or is_stored else 0,
         "a layer's working set": max(working_set(kind, vmem) for kind in kinds),
     }
     # Tables' gradients are split over fsdp only once the clipping norm is known: until then they are whole.
     whole = tables * (s.table * size - s.table // s.fsdp * 4)
     update = {
         "logits": layer["logits"],
-        "gradients": summed or params,
-        "tables' gradients": max(0, whole),
+        "gradients": summed or trained,
+        "tables' gradients": 0 if adapters else max(0, whole),
         "state from the host": optimizer * cfg.optim.offload,
     }
     return {"loss": always | loss, "layer": always | layer, "update": update}
@@ -375,7 +383,7 @@ class Memory:
     """Bytes of a train step on one device.
 
     Attributes:
-      parameters: float32 parameters, including their layout's padding.
+      parameters: parameters, those that aren't trained too, including their layout's padding.
       optimizer: optimizer state, with padding; 0 if it is offloaded.
       batch: the step's other arguments.
       host: optimizer state in host memory.
@@ -423,13 +431,16 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, platform: str) -> int:
     size = math.prod(shape) * itemsize
     if platform != "tpu":
         return size
+    if itemsize < 4:  # stored weights have dimensions of size 1, which the compiler leaves out
+        shape = tuple(n for n in shape if n > 1)
     if len(shape) < 2:
         tile = min(1024, max(128, 2 ** math.ceil(math.log2(max(1, size // itemsize)))))
         return itemsize * tile * math.ceil(max(1, size // itemsize) / tile)
     *rest, a, b = shape
 
     def tiled(rows, columns):
-        height = min(8, 2 ** math.ceil(math.log2(rows))) * (4 // itemsize)
+        packed = 4 // itemsize  # rows in one of 32 bits
+        height = min(8, 2 ** math.ceil(math.log2(math.ceil(rows / packed)))) * packed
         return math.ceil(rows / height) * height * math.ceil(columns / 128) * 128
 
     return math.prod(rest) * min(tiled(a, b), tiled(b, a)) * itemsize
@@ -460,17 +471,19 @@ def predict(
             if wanted(x)
         )
 
-    s, params, optimizer = Sizes(cfg, mesh, platform), stored(state.params), stored(state.opt_state)
-    found = moments(s, params, optimizer)
+    s, optimizer = Sizes(cfg, mesh, platform), stored(state.opt_state)
+    params = stored((state.params, state.frozen))
+    adapters = stored(state.params) if cfg.model.lora.rank else 0
+    found = moments(s, params, optimizer, adapters=adapters)
     if vmem_bytes and max(heap(found).values()) > VMEM_SHARE * vmem_bytes:
-        found = moments(s, params, optimizer, int(VMEM_SHARE * vmem_bytes))
+        found = moments(s, params, optimizer, int(VMEM_SHARE * vmem_bytes), adapters)
     return Memory(
         parameters=params,
         optimizer=0 if cfg.optim.offload else optimizer,
         batch=stored((abstract_batch(cfg, mesh), state.step)),
         host=optimizer if cfg.optim.offload else 0,
         replicated=stored(
-            (state.params, state.opt_state), lambda x: x.sharding.is_fully_replicated
+            (state.params, state.frozen, state.opt_state), lambda x: x.sharding.is_fully_replicated
         ),
         moments=found,
     )
@@ -482,7 +495,10 @@ def check(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> None:
     Raises:
       UserError: naming the setting.
     """
-    check_products(cfg.model, "memory")
+    model = cfg.model
+    if model.lora.rank:  # beside which the weights may be stored in any form
+        model = model.model_copy(update={"storage": ()})
+    check_products(model, "memory")
     s = Sizes(cfg, mesh, platform)
     for kind in s.kinds:
         a, rows = kind.model.attention, s.rows // s.parts
@@ -593,7 +609,7 @@ def _compile_for(cfg: Config, target: str) -> dict[str, int]:
     report = compile.compile_preset(cfg, target)
     parts = report.arguments
     return {
-        "parameters": parts.get("state.params", 0),
+        "parameters": parts.get("state.params", 0) + parts.get("state.frozen", 0),
         "optimizer": parts.get("state.opt_state", 0),
         "batch": parts.get("batch", 0) + parts.get("state.step", 0),
         "temporaries": report.total_bytes - report.argument_bytes - report.code_bytes,

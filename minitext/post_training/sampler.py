@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from minitext.checkpoint import stacks
 from minitext.config.config import Config
@@ -109,6 +110,8 @@ class Sampler:
         params = stacks.as_one_stack(params)
         if self.engine is None:
             self.engine = Engine(self.cfg.model, params, self.options, mesh=self.mesh)
+        elif self.cfg.model.lora.rank:  # nothing else that answers need has changed
+            self.engine.load(nnx.filter_state(params, nnx.LoRAParam))
         else:
             self.engine.load(params)
         return self.engine

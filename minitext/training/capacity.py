@@ -13,7 +13,7 @@ from minitext import hardware
 from minitext.config.config import Config
 from minitext.errors import DoesNotFit
 from minitext.inference.generate import PROMPT_BUCKET, check_length
-from minitext.models.flops import count_params
+from minitext.models.flops import count_adapters, count_params
 from minitext.terminal import show_bytes
 
 TOKEN_BYTES = 20  # token, target, position, segment id and loss mask
@@ -36,7 +36,11 @@ def check_memory(cfg: Config, mesh: Mesh, *, training: bool = True) -> None:
     model, train, tokens = cfg.model, cfg.train, cfg.train.global_batch * cfg.data.seq_len
     # Parameters; in training also the optimizer's moments, unless they're in the host's memory.
     copies = 1 if cfg.optim.offload or not training else 3 if cfg.optim.kind == "adamw" else 2
-    state = 4 * count_params(model) * copies
+    trained, adapters = count_params(model), count_adapters(model)
+    frozen = 0
+    if adapters:  # the others have no moments, and half a byte each if they are stored in four bits
+        trained, frozen = adapters, trained - adapters
+    state = int(4 * trained * copies + frozen * (0.5 if model.is_stored else 4))
     # The input of every layer is kept for its backward pass; a pipeline keeps only some microbatches'.
     parts = train.microbatches if training else 1
     kept = model.layers * model.embed * (2 if model.dtype == "bfloat16" else 4) * training

@@ -28,7 +28,7 @@ from minitext.data.chat import Chat, write_chat
 from minitext.data.tokenizer import Tokenizer
 from minitext.distributed import job
 from minitext.errors import UserError
-from minitext.models.flops import count_flops, count_params
+from minitext.models.flops import count_adapters, count_flops, count_params
 from minitext.observability.goodput import Ledger
 from minitext.observability.metrics import Meter, MetricsWriter, progress_bar, status_line
 from minitext.sharding.mesh import make_mesh
@@ -224,6 +224,8 @@ def _introduce(
     shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
     total, active = count_params(cfg.model), count_params(cfg.model, active=True)
     of_these = f" ({active / 1e6:.1f}M active)" if active < total else ""
+    if trained := count_adapters(cfg.model):
+        of_these += f", of which {trained:,} in adapters are trained"
     lines = [
         f"[bold]{directory}[/]  {total / 1e6:.1f}M parameters{of_these}, {shape}, "
         f"{cfg.train.global_batch} x {cfg.data.seq_len} tokens a step, source {cfg.data.source}"

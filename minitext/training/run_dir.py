@@ -242,7 +242,7 @@ def load_adapters(directory: Path | str, source: Path | str) -> tuple[Config, An
             f"{step} is not that checkpoint: name it, or train adapters beside this one"
         )
     mesh = make_mesh(devices=jax.devices()[:1])
-    return cfg, _read_parameters(directory, cfg, mesh).state["params"]
+    return cfg, read_parameters(directory, cfg, mesh).state["params"]
 
 
 def load_merged(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
@@ -366,10 +366,22 @@ def write_parameters(
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
 
 
-def _read_parameters(
+def read_parameters(
     directory: Path | str, cfg: Config, mesh: Mesh, step: int | None = None
 ) -> Restored:
-    """Reads the newest parameters alone that a run has saved, as {"params": ...} laid out on the mesh."""
+    """Reads the newest parameters alone that a run has saved, as {"params": ...} laid out on the mesh.
+
+    Of a run with adapters these are the adapters.
+
+    Args:
+      directory: the run.
+      cfg: its configuration, or of another run with the same model.
+      mesh: the devices.
+      step: the step to read; by default the newest undamaged one.
+
+    Raises:
+      UserError: if there is none, or of another model.
+    """
     with Checkpointer(Path(directory) / CHECKPOINTS) as checkpointer:
         wanted = {"params": abstract_state(cfg, mesh).params}
         restored = checkpointer.restore(wanted, step, partial=True)
@@ -381,8 +393,8 @@ def _read_parameters(
 def _read_whole(
     directory: Path | str, cfg: Config, mesh: Mesh, step: int | None = None
 ) -> Restored:
-    """Reads what `_read_parameters` does, and if the run has adapters the other parameters from its base."""
-    restored = _read_parameters(directory, cfg, mesh, step)
+    """Reads what `read_parameters` does, and if the run has adapters the other parameters from its base."""
+    restored = read_parameters(directory, cfg, mesh, step)
     if not cfg.model.lora.rank:
         return restored
     frozen, _ = _read_base(Path(directory), cfg, mesh)
@@ -395,7 +407,7 @@ def _read_merged(
     """Reads the parameters of `cfg`'s model, which has no adapters, from a run that may have some: they are merged."""
     theirs = read_config(directory)
     if not theirs.model.lora.rank:
-        return _read_parameters(directory, cfg, mesh, step)
+        return read_parameters(directory, cfg, mesh, step)
     if cfg.model.is_stored:
         raise UserError(
             f"{directory} has adapters, which can't be added to weights in fewer bits: name another run, or export "
@@ -436,7 +448,7 @@ def _read_base(directory: Path, cfg: Config, mesh: Mesh) -> tuple[Any, base.Base
             f"the adapters of {directory} belong to step {step} of {source}, which is not there: put it back, or train "
             "adapters beside what is there in another run.name"
         )
-    there = cfg.model_copy(update={"model": without_lora(cfg.model)})
+    there = _without_head(cfg.model_copy(update={"model": without_lora(cfg.model)}))
     restored = _read_merged(source, there, mesh, step)
     found = base.identify(checkpoints / str(restored.step), restored.step)
     if known and found != known:

@@ -134,7 +134,9 @@ def _init(cfg: Config, repeats: int = 1) -> TrainState:
         model.blocks = nnx.merge(graphdef, stacks.in_groups(blocks, repeats))
     params, frozen = nnx.state(model, nnx.Param), None
     if cfg.model.lora.rank:
-        params, frozen = nnx.split_state(params, nnx.LoRAParam, ...)
+        # A value head is no part of the base, and learned with the adapters.
+        trained = nnx.Any(nnx.LoRAParam, nnx.PathContains("value"))
+        params, frozen = nnx.split_state(params, trained, ...)
     opt_state = make_optimizer(cfg.optim, cfg.train.steps).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, frozen)
 
@@ -156,12 +158,16 @@ def abstract_batch(
 
 def optimizer_memory(cfg: Config) -> dict[str, dict[str, int]]:
     """Returns the bytes of `parameters`, `gradients` and `state` over all devices, for each kind of optimizer."""
-    params = jax.eval_shape(lambda: _init(cfg)).params
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    state = jax.eval_shape(lambda: _init(cfg))
+    params = state.params
+
+    def size(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
     return {
         kind: {
-            "parameters": size,
-            "gradients": size,
+            "parameters": size(params) + size(state.frozen),
+            "gradients": size(params),
             "state": state_bytes(cfg.optim.model_copy(update={"kind": kind}), params),
         }
         for kind in DIRECTIONS

@@ -14,6 +14,7 @@ import minitext as mt
 from minitext.cli import main
 from minitext.config.model import REMAT_NAMES
 from minitext.config.sections import MeshConfig
+from minitext.models.flops import count_adapters
 from minitext.models.transformer import Transformer
 from minitext.perf import memory
 from minitext.perf.memory import heap, kept, predict, predict_and_compile, stored_bytes
@@ -23,6 +24,13 @@ from minitext.sharding.mesh import make_mesh
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 
 SMALL = "model.embed=1024", "model.vocab=4096", "data.seq_len=2048"
+
+# Adapters alone have gradients and moments.
+LORA = (
+    "v5e:2x2", "gpt2-124m", "mesh.fsdp=4", "train.global_batch=64", "data.seq_len=512", "model.vocab=4096",
+    "model.remat=full", "model.lora.rank=16",
+)  # fmt: skip
+NF4 = "model.storage=[{module: embed|unembed, dtype: int8}, {dtype: nf4, block: 64}]"
 
 # As different as they are few: each is compiled, and scanned layers make that as fast for many as for one.
 CONFIGS = {
@@ -57,6 +65,7 @@ CONFIGS = {
         "v5e:2x4", "qwen3-next", *SMALL, "model.layers=8", "model.heads=8", "model.head_dim=128",
         "model.ffn.experts=16", "model.ffn.experts_per_token=4", "data.seq_len=8192", "train.global_batch=16",
     ),
+    "lora": LORA,
     # Experts with biases, nothing recomputed.
     "kept": (
         "v5e:2x4", "gpt-oss-20b", *SMALL, "model.layers=8", "model.heads=16", "model.kv_heads=4", "model.mlp=1024",
@@ -81,6 +90,43 @@ def test_the_prediction_is_what_the_compiler_plans(name):
     assert predicted["total"] == pytest.approx(compiled["total"], rel=0.1)
     # Not only because the state is most of it.
     assert predicted["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.15)
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_adapters_beside_four_bits_take_what_is_predicted():
+    """The padding of narrow numbers in blocks, a tenth of them here, is the compiler's choice."""
+    target, preset, *settings = LORA
+    found = predict_and_compile(mt.load_config(preset, [*settings, NF4]), target)
+    predicted, compiled = found["predicted"], found["compiled"]
+    assert predicted["optimizer"] == compiled["optimizer"]
+    assert predicted["parameters"] == pytest.approx(compiled["parameters"], rel=0.1)
+    assert predicted["total"] == pytest.approx(compiled["total"], rel=0.1)
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments():
+    """A step that trains adapters needs less than one that trains all, by the moments and the gradients of the rest."""
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    lines = [
+        "model.embed=64",
+        "model.vocab=64",
+        "model.layers=8",
+        "train.global_batch=1",
+        "data.seq_len=16",
+    ]
+    whole = predict(mt.load_config("laptop", lines), mesh, "cpu")
+    cfg = mt.load_config("laptop", [*lines, "model.lora.rank=2"])
+    found = predict(cfg, mesh, "cpu")
+    adapters = 4 * count_adapters(cfg.model)
+    assert found.parameters == whole.parameters + adapters
+    assert 2 * adapters <= found.optimizer <= 2 * adapters + 16
+    assert found.moments["layer"]["gradients"] == found.moments["update"]["gradients"] == adapters
+    stored = predict(
+        mt.load_config("laptop", [*lines, "model.lora.rank=2", "model.storage=[{dtype: int8}]"]),
+        mesh,
+        "cpu",
+    )
+    assert found.parameters - stored.parameters > 2 * (whole.parameters / 3)
 
 
 def test_a_large_array_finds_no_room_in_small_holes():

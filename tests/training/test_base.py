@@ -219,3 +219,15 @@ def test_a_step_is_the_same_on_every_mesh(tiny, name):
     np.testing.assert_allclose(other["grad_norm"], one["grad_norm"], rtol=1e-4)
     for want, got in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_a_value_head_is_trained_beside_adapters(runs, tiny, tmp_path):
+    """The base doesn't have it, and it is saved with the adapters."""
+    cfg = tiny(*LORA, "model.value_head=true", f"run.dir={tmp_path}", "run.name=a",
+               f"checkpoint.load_parameters={runs[0]}/base")  # fmt: skip
+    mesh = make_mesh(cfg.mesh)
+    state, _ = run_dir.first_state(cfg, mesh, None)
+    (tmp_path / "a").mkdir()
+    state = run_dir.complete_state(cfg, mesh, state, reference=False)
+    assert "value" in state.params and "value" not in state.frozen
+    assert not any(map(is_adapter, variables(state.frozen)))

@@ -1,0 +1,99 @@
+"""A server's adapters are models of their own, chosen by the field `model`, as in vLLM."""
+
+import re
+from pathlib import Path
+
+import openai
+import pytest
+from rich.console import Console
+
+from minitext.cli.serving import _adapters, _load
+from minitext.errors import UserError
+from minitext.inference.engine import EngineOptions
+from minitext.inference.generate import Sampling, generate
+from minitext.training import run
+from minitext.training.run_dir import load_merged
+from tests.inference.test_server import Running
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """A run, two of adapters beside it that differ, and one of adapters of another form."""
+    folder = tmp_path_factory.mktemp("runs")
+    cfg = tiny(f"run.dir={folder}", "run.name=base", "train.steps=2")
+    run.train(cfg, Console(quiet=True))
+    for name, rank, seed in (("one", 3, 1), ("two", 3, 2), ("wide", 5, 3)):
+        values = {
+            "run.name": name, "model.lora.rank": rank, "train.seed": seed, "optim.learning_rate": 0.3,
+            "train.steps": 4, "checkpoint.load_parameters": str(folder / "base"),
+        }  # fmt: skip
+        run.train(cfg.replace(values), Console(quiet=True))
+    return folder
+
+
+def test_each_adapter_is_a_model(runs, tmp_path, monkeypatch):
+    given = [f"{name}={runs / name}" for name in ("one", "two")]
+    adapters = _adapters(given, runs / "base", "base")
+    served, step = _load(runs / "base", "base", EngineOptions(), None, None, adapters)
+    assert step == 2
+    server = Running(tmp_path)
+    server.engine.close()
+    monkeypatch.setattr(server.served, "engine", served.engine)
+    monkeypatch.setattr(server.served, "name", "base")
+    monkeypatch.setattr(server.served, "tokenizer", served.tokenizer)
+    served.engine.start()
+    try:
+        client = server.client()
+        found = {m.id: m for m in client.models.list().data}
+        assert list(found) == ["base", "one", "two"]
+        assert found["one"].parent == found["two"].parent == "base"
+        assert client.models.retrieve("two").id == "two"
+        texts = []
+        for name in found:
+            got = client.completions.create(
+                model=name, prompt="the cat", max_tokens=8, temperature=0
+            )
+            assert got.model == name
+            cfg, params, tokenizer, _ = load_merged(runs / name)
+            prompt = tokenizer.encode("the cat")
+            greedy = Sampling(temperature=0.0)
+            want = generate(
+                cfg.model,
+                params,
+                prompt,
+                max_tokens=8,
+                stop_id=tokenizer.eod_id,
+                sampling=greedy,
+                seed=0,
+            )
+            assert got.choices[0].text == tokenizer.decode(list(want))
+            texts.append(got.choices[0].text)
+        assert len(set(texts)) == 3
+        with pytest.raises(openai.NotFoundError, match="name base or one or two"):
+            client.completions.create(model="three", prompt="the cat", max_tokens=1)
+    finally:
+        server.close()
+        served.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["one"], "write NAME=RUN"),
+        (["base={one}"], "another model is called base"),
+        (["one={one}", "one={two}"], "another model is called one"),
+        (["plain={base}"], "has no adapters: train some"),
+        (["none={base}/none"], "is not a run directory"),
+        (["one={one}", "wide={wide}"], "adapters of one form"),
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_be_served_are_refused(runs, given, says):
+    folders = {path.name: str(path) for path in Path(runs).iterdir()}
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        _adapters([text.format(**folders) for text in given], runs / "base", "base")
+    assert "\n" not in str(error.value)
+
+
+def test_adapters_of_another_base_are_refused(runs):
+    with pytest.raises(UserError, match="has adapters of its own"):
+        _adapters([f"one={runs / 'one'}"], runs / "two", "two")
