@@ -115,7 +115,22 @@ def encoder(template, whole=()):
     return encode
 
 
-WORDS = "red green sea lamp why how 4 27 903 stone bread , yes no ? .".split()
+WORDS = (
+    "red",
+    "green",
+    "sea",
+    "lamp",
+    "why",
+    "how",
+    "4",
+    "27",
+    "903",
+    "stone",
+    ",",
+    "yes",
+    "no",
+    "?",
+)
 
 
 def says(t, count=None):
@@ -132,7 +147,9 @@ def masks(fn, t, messages, template, why, whole=()):
     encode = encoder(template, whole)
     got = fn(messages, template, encode, template.end)
     want = answer_mask_with()(messages, template, encode, template.end)
-    t.true(isinstance(got, (tuple, list)) and len(got) == 3, f"want three lists, {why}", str(type(got)))
+    t.true(
+        isinstance(got, (tuple, list)) and len(got) == 3, f"want three lists, {why}", str(type(got))
+    )
     for name, g, w in zip(("tokens", "targets"), got, want, strict=False):
         t.equal([int(i) for i in g], w, f"{name}, {why}")
     t.equal([int(i) for i in got[2]], want[2], f"the mask of targets {want[1]}, {why}")
@@ -291,10 +308,18 @@ def _(fn, t):
     w, a, b = adapter(t, (2,), 40, 30, 4)
     w = (10 * w).astype(jnp.bfloat16)
     got, want = fn(w, a, b, 3.0, 1), merge_with()(w, a, b, 3.0, 1)
-    t.true(getattr(got, "dtype", None) == jnp.bfloat16, "want the type of w, bfloat16", str(getattr(got, "dtype", 0)))
+    t.true(
+        getattr(got, "dtype", None) == jnp.bfloat16,
+        "want the type of w, bfloat16",
+        str(getattr(got, "dtype", 0)),
+    )
     # Sums of products in another order may fall on the other side of a rounding.
     off = np.asarray(got, np.float32) != np.asarray(want, np.float32)
-    t.true(off.mean() < 0.01, f"{off.mean():.0%} of the values are not rounded once, from float32", np.asarray(got))
+    t.true(
+        off.mean() < 0.01,
+        f"{off.mean():.0%} of the values are not rounded once, from float32",
+        np.asarray(got),
+    )
 
 
 for name, hint, options in (
@@ -375,7 +400,9 @@ def lora_rows_with(*, how="gather", none="select", scaled="each", scale_one=Fals
 
 
 def served(t, B, T, D, F, N, R, which):
-    draw = lambda *shape: jnp.asarray(t.rng.normal(size=shape), jnp.float32)
+    def draw(*shape):
+        return jnp.asarray(t.rng.normal(size=shape), jnp.float32)
+
     a, b = draw(N, D, R) / D**0.5, draw(N, R, F)
     scale = jnp.asarray(t.rng.uniform(0.5, 3, N), jnp.float32)
     return draw(B, T, D), draw(D, F) / D**0.5, a, b, scale, jnp.asarray(which, jnp.int32)
@@ -384,9 +411,9 @@ def served(t, B, T, D, F, N, R, which):
 def sizes_in(jaxpr, seen):
     """(primitive, sizes of inputs, sizes of outputs) of a jaxpr and those in it."""
     for equation in jaxpr.eqns:
-        size = lambda v: int(np.prod(getattr(v.aval, "shape", ())))
-        seen.append((equation.primitive.name, [size(v) for v in equation.invars],
-                     [size(v) for v in equation.outvars]))  # fmt: skip
+        both = equation.invars, equation.outvars
+        sizes = [[int(np.prod(getattr(v.aval, "shape", ()))) for v in side] for side in both]
+        seen.append((equation.primitive.name, *sizes))
         for inner in jaxprs_in_params(equation.params):
             sizes_in(inner, seen)
     return seen
@@ -396,7 +423,9 @@ def sizes_in(jaxpr, seen):
 def _(fn, t):
     for B, T, N, R in ((4, 3, 6, 2), (1, 5, 3, 1), (6, 1, 2, 4)):
         args = served(t, B, T, 24, 17, N, R, t.rng.integers(0, N, B))
-        t.close(fn(*args), lora_rows_with()(*args), 1e-4, 1e-4, f"{B} rows, {N} adapters of rank {R}")
+        t.close(
+            fn(*args), lora_rows_with()(*args), 1e-4, 1e-4, f"{B} rows, {N} adapters of rank {R}"
+        )
 
 
 @lora_rows.check("rows without")
@@ -412,11 +441,19 @@ def _(fn, t):
     bad = jnp.array([0, 3])
     a, b, scale = a.at[bad].set(jnp.nan), b.at[bad].set(jnp.inf), scale.at[bad].set(jnp.nan)
     args = (x, w, a, b, scale, which)
-    t.close(fn(*args), lora_rows_with()(*args), 1e-4, 1e-4, "adapters 0 and 3 are NaN; rows use 1, -1, 2, 1")
+    t.close(
+        fn(*args),
+        lora_rows_with()(*args),
+        1e-4,
+        1e-4,
+        "adapters 0 and 3 are NaN; rows use 1, -1, 2, 1",
+    )
 
 
 def tangents(fn, x, w, a, b, scale, which, g):
-    loss = lambda x, w, a, b: jnp.sum(fn(x, w, a, b, scale, which) * g)
+    def loss(x, w, a, b):
+        return jnp.sum(fn(x, w, a, b, scale, which) * g)
+
     return jax.grad(loss, (0, 1, 2, 3))(x, w, a, b)
 
 
@@ -427,7 +464,9 @@ def _(fn, t):
     for why in ("all adapters are numbers", "adapters 0 and 3 are NaN"):
         g = jnp.asarray(t.rng.normal(size=(5, 3, 21)), jnp.float32)
         args = (x, w, a, b, scale, which, g)
-        t.close(tangents(fn, *args), tangents(lora_rows_with(), *args), 1e-4, 1e-4, f"gradients, {why}")
+        t.close(
+            tangents(fn, *args), tangents(lora_rows_with(), *args), 1e-4, 1e-4, f"gradients, {why}"
+        )
         a, b, scale = a.at[bad].set(jnp.nan), b.at[bad].set(jnp.nan), scale.at[bad].set(jnp.nan)
 
 
@@ -436,7 +475,9 @@ def _(fn, t):
     args = served(t, 3, 4, 96, 80, 40, 4, [7, -1, 31])
     seen = sizes_in(jax.make_jaxpr(fn)(*args).jaxpr, [])
     largest = max((n for _, _, made in seen for n in made), default=0)
-    t.true(largest < 96 * 80, f"an array of {largest:,} numbers is made; w has {96 * 80:,}", largest)
+    t.true(
+        largest < 96 * 80, f"an array of {largest:,} numbers is made; w has {96 * 80:,}", largest
+    )
 
 
 @lora_rows.check("no product of all adapters")
@@ -444,7 +485,11 @@ def _(fn, t):
     args = served(t, 3, 4, 96, 80, 40, 4, [7, -1, 31])
     seen = sizes_in(jax.make_jaxpr(fn)(*args).jaxpr, [])
     read = max((n for name, took, _ in seen if name == "dot_general" for n in took), default=0)
-    t.true(read <= 96 * 80, f"a product reads {read:,} numbers; w has {96 * 80:,}, all a {40 * 96 * 4:,}", read)
+    t.true(
+        read <= 96 * 80,
+        f"a product reads {read:,} numbers; w has {96 * 80:,}, all a {40 * 96 * 4:,}",
+        read,
+    )
 
 
 @lora_rows.check("under jit")
@@ -458,7 +503,8 @@ for name, hint, options in (
      "leaves R numbers a token.", {"how": "merged"}),
     ("all_adapters", "You multiply with all N adapters and keep B of them. Take the wanted ones by their index first.",
      {"how": "one_hot"}),
-    ("last_for_none", "In JAX the index -1 takes the last adapter. Rows without one get x w alone.", {"none": "ignore"}),
+    ("last_for_none", "In JAX the index -1 takes the last adapter. Rows without one get x w alone.",
+     {"none": "ignore"}),
     ("times_zero", "You multiply the adapter's part by 0 where there is none. 0 times NaN is NaN: select with "
      "`jnp.where`.", {"none": "multiply"}),
     ("where_at_the_end", "The result is right, but its gradient is NaN: 0 times NaN again, backward. Select before you "
@@ -494,8 +540,8 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
 """,
     hints=(
         "-log σ(m) is a function that `jax.nn` has, under a name that begins with soft. What does it do at ±10,000?",
-        "Which targets belong to answer 1 and which to 2 is a [B, T, 2] array of booleans. Select with `jnp.where`, and "
-        "sum over T. A row is a pair if both have a target.",
+        "Which targets belong to answer 1 and which to 2 is a [B, T, 2] array of booleans. Select with `jnp.where`, "
+        "and sum over T. A row is a pair if both have a target.",
         "`change = logp.astype(f32) - ref.astype(f32)`, `is_BT2 = (segment[..., None] == jnp.array([1, 2])) & (mask > "
         "0)[..., None]`, `reward_B2 = beta * jnp.where(is_BT2, change[..., None], 0).sum(1)`, and "
         "`jax.nn.softplus(reward_B2[:, 1] - reward_B2[:, 0])` is the loss of a row.",
@@ -516,10 +562,9 @@ def dpo_with(
         of = segment_BT[..., None] == jnp.array([1, 2])
         if masked != "ignored":
             of = of & (mask_BT > 0)[..., None]
+        chosen = jnp.where(of, change[..., None], 0)
         if masked == "times":
             chosen = change[..., None] * of.astype(kind)
-        else:
-            chosen = jnp.where(of, change[..., None], 0)
         if wide:
             sums = chosen.sum(1)
         else:  # added one after another, as bfloat16
@@ -561,8 +606,8 @@ def packed(t, B, T, *, spread=1.0, missing=(), empty=None):
     ref = -spread * t.rng.exponential(1.0, (B, T))
     if empty is not None:
         logp, ref = np.where(mask > 0, logp, empty), np.where(mask > 0, ref, empty)
-    cast = lambda x: jnp.asarray(x, jnp.float32)
-    return cast(logp), cast(ref), jnp.asarray(segment), cast(mask)
+    logp, ref, mask = (jnp.asarray(x, jnp.float32) for x in (logp, ref, mask))
+    return logp, ref, jnp.asarray(segment), mask
 
 
 def prefers(fn, t, args, beta, why, rtol=1e-4):
@@ -724,7 +769,11 @@ def rollouts(t, sizes, T=9, empty=(), rewards=None):
     names = t.rng.choice(1000, len(sizes), replace=False) - 300
     group = t.rng.permutation(np.repeat(names, sizes))
     N = len(group)
-    reward = t.rng.normal(size=N) if rewards is None else np.asarray(rewards)[np.searchsorted(np.sort(names), group)]
+    reward = (
+        t.rng.normal(size=N)
+        if rewards is None
+        else np.asarray(rewards)[np.searchsorted(np.sort(names), group)]
+    )
     length = t.rng.integers(1, T + 1, N)
     length[list(empty)] = 0
     mask = (np.arange(T) < length[:, None]).astype(np.float32)
@@ -759,7 +808,11 @@ def _(fn, t):
         args = rollouts(t, sizes, rewards=rewards)
         for scaled in (True, False):
             got = fn(*(x.copy() for x in args), scaled, "token")[0]
-            t.equal(np.asarray(got, np.float32), np.zeros(sum(sizes), np.float32), f"all rewards are {value:.3g}")
+            t.equal(
+                np.asarray(got, np.float32),
+                np.zeros(sum(sizes), np.float32),
+                f"all rewards are {value:.3g}",
+            )
 
 
 @advantages.check("a group of one")
@@ -875,15 +928,20 @@ def drawn(t, B, T, *, spread=0.3, empty=None):
     mask = (t.rng.random((B, T)) < 0.7).astype(np.float32)
     mask[0, 0] = mask[-1, -1] = 1
     if empty is not None:
-        logp, old, ref, advantage = (np.where(mask > 0, x, empty) for x in (logp, old, ref, advantage))
+        logp, old, ref, advantage = (
+            np.where(mask > 0, x, empty) for x in (logp, old, ref, advantage)
+        )
     return [jnp.asarray(x, jnp.float32) for x in (logp, old, ref, advantage, mask)]
 
 
 def surrogate(fn, t, args, limits, why, gradient=True):
     t.close(fn(*args, *limits), clipped_with()(*args, *limits), 1e-4, 1e-5, f"the loss, {why}")
     if gradient:
-        loss = lambda f: jax.grad(lambda x: jnp.sum(f(x, *args[1:], *limits)))(args[0])
-        t.close(loss(fn), loss(clipped_with()), 1e-4, 1e-5, f"the gradient, {why}")
+        got, want = (
+            jax.grad(lambda x, f=f: jnp.sum(f(x, *args[1:], *limits)))(args[0])
+            for f in (fn, clipped_with())
+        )
+        t.close(got, want, 1e-4, 1e-5, f"the gradient, {why}")
 
 
 @clipped.check("ratios that are not clipped")
@@ -939,7 +997,8 @@ def _(fn, t):
 for name, hint, options in (
     ("one_bound", "You clip at 1 - low and 1 + low. The upper bound is 1 + high.", {"bounds": "low"}),
     ("other_bound", "You clip at 1 - high. The lower bound is 1 - low.", {"bounds": "high"}),
-    ("larger", "You take the larger of the two: then nothing holds a step back. It's the smaller.", {"best": "maximum"}),
+    ("larger", "You take the larger of the two: then nothing holds a step back. It's the smaller.",
+     {"best": "maximum"}),
     ("always_clipped", "You always use the clipped ratio. A bad token that has become more likely must still be pushed "
      "back: the smaller of the two does that.", {"best": "clipped"}),
     ("ratio_first", "You take the smaller *ratio* and multiply by A afterwards. With a negative A that is the larger "
@@ -1001,12 +1060,18 @@ def gae_with(
         reward, value, mask = (np.asarray(x, np.float64) for x in (reward, value, mask))
         B, T = reward.shape
         on = mask > 0
-        factor = {"both": discount * decay, "decay": decay, "discount": discount, "one": 1.0}[decays]
+        factor = {"both": discount * decay, "decay": decay, "discount": discount, "one": 1.0}[
+            decays
+        ]
         advantage = np.zeros((B, T))
         after = np.asarray(last_B, np.float64) if last else np.zeros(B)
         later = np.zeros(B) if start == "zero" else after.copy()
         for i in range(T) if forward else reversed(range(T)):
-            error = reward[:, i] + (discount if next_step != "undiscounted" else 1) * after - value[:, i]
+            error = (
+                reward[:, i]
+                + (discount if next_step != "undiscounted" else 1) * after
+                - value[:, i]
+            )
             if next_step == "same":
                 error = reward[:, i] - value[:, i]
             new = error + factor * later
@@ -1084,7 +1149,9 @@ def _(fn, t):
 @gae.check("tokens of somebody else between")
 def _(fn, t):
     for _ in range(2):
-        credits(fn, t, episodes(t, 5, 24, holes=True), 0.9, 0.8, "tokens between that weren't drawn")
+        credits(
+            fn, t, episodes(t, 5, 24, holes=True), 0.9, 0.8, "tokens between that weren't drawn"
+        )
 
 
 @gae.check("what wasn't drawn")
@@ -1098,7 +1165,9 @@ def _(fn, t):
 def _(fn, t):
     one = [jnp.asarray(t.rng.normal(size=(3, 1)), jnp.float32) for _ in range(2)]
     last = jnp.asarray(t.rng.normal(size=3), jnp.float32)
-    credits(fn, t, [*one, jnp.array([[1.0], [0.0], [1.0]]), last], 0.7, 0.9, "T = 1, one row has none")
+    credits(
+        fn, t, [*one, jnp.array([[1.0], [0.0], [1.0]]), last], 0.7, 0.9, "T = 1, one row has none"
+    )
 
 
 for name, hint, options in (
@@ -1142,8 +1211,8 @@ whatever brings it.
 - Whatever is in the answer, no exception leaves the function, and no code in it runs. It may have a million characters.
 """,
     hints=(
-        'What do `int("٩٥")`, `int(" 95")`, `int("9_5")` and `int("0095")` return? And what does `$` match in a regular '
-        "expression?",
+        'What do `int("٩٥")`, `int(" 95")`, `int("9_5")` and `int("0095")` return? And what does `$` match in a '
+        "regular expression?",
         "You know the one text that is right. You needn't read the answer at all.",
         "`float(ended and answer == str(result))`, where the result comes from the two numbers of the prompt.",
     ),
@@ -1248,7 +1317,9 @@ def _(fn, t):
 @honest.check("the number is somewhere in it")
 def _(fn, t):
     paid(fn, t, lambda p, r: f"{r}{t.rng.integers(0, 9)}", "one more digit")
-    paid(fn, t, lambda p, r: f"{t.rng.integers(1, 9)}{r}" if r >= 0 else f"1{r}", "one more in front")
+    paid(
+        fn, t, lambda p, r: f"{t.rng.integers(1, 9)}{r}" if r >= 0 else f"1{r}", "one more in front"
+    )
     paid(fn, t, lambda p, r: " ".join(str(n) for n in range(r - 9, r + 9)), "all numbers nearby")
     paid(fn, t, lambda p, r: f"{r} {r + 1}", "two answers, the first is right")
     paid(fn, t, lambda p, r: f"{r + 1} or {r}", "two answers, the last is right")
@@ -1290,7 +1361,12 @@ def _(fn, t):
     paid(fn, t, lambda p, r: str(r).translate(full), "full-width digits")
     paid(fn, t, lambda p, r: str(r).translate(digits), "Arabic digits")
     paid(fn, t, lambda p, r: f"+{r}" if r >= 0 else f"{r}_0", "a plus in front")
-    paid(fn, t, lambda p, r: "_".join(str(abs(r))) if r >= 0 else f"-{'_'.join(str(-r))}", "underscores")
+    paid(
+        fn,
+        t,
+        lambda p, r: "_".join(str(abs(r))) if r >= 0 else f"-{'_'.join(str(-r))}",
+        "underscores",
+    )
 
 
 @honest.check("very long")

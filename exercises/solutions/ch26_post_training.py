@@ -200,6 +200,7 @@ def gae(reward_BT, value_BT, mask_BT, last_B, discount, decay):
     Returns:
       (advantage_BT, return_BT): float32, 0 where mask_BT is 0.
     """
+
     # BEGIN SOLUTION
     def back(later, now):
         advantage_B, value_after_B = later
