@@ -697,7 +697,8 @@ Write `group_advantages(reward_N, group_N, mask_NT, scaled, mean)`, the part of 
 Rollouts with the same number in `group_N` answer the same prompt.
 
 - A rollout's advantage is its reward less the mean reward of its group. With `scaled=True` it is divided by the
-  standard deviation of the group (over all its N rewards, divided by their number). Dr. GRPO has `scaled=False`.
+  standard deviation of the group, that of a sample: the sum of squares is divided by one less than the number of
+  rewards. Dr. GRPO has `scaled=False`.
 - In a group whose rewards are all equal every advantage is *exactly* 0. Groups may have any size, also 1.
 - The loss is going to be the sum of `weight_NT` times the loss of each token, where the weights say how tokens count.
   All tokens where the mask is 0 weigh 0. The others:
@@ -718,7 +719,7 @@ Rollouts with the same number in `group_N` answer the same prompt.
 
 
 def advantages_with(
-    *, ddof=0, equal="exact", by="group", scaled=None, mean=None, empty="skip", loo=False, all_n=False,
+    *, ddof=1, equal="exact", by="group", scaled=None, mean=None, empty="skip", loo=False, all_n=False,
     padding=True, constant="size", mad=False,
 ):  # fmt: skip
     def fn(reward_N, group_N, mask_NT, is_scaled, how):
@@ -837,7 +838,7 @@ def _(fn, t):
 
 
 for name, hint, options in (
-    ("one_less", "You divide the squares by one less than their number. Divide by the number.", {"ddof": 1}),
+    ("by_number", "`np.std` divides the squares by their number. That of a sample has one less: `ddof=1`.", {"ddof": 0}),
     ("tiny_noise", "Where all rewards are equal, their mean differs from them by rounding, and the standard deviation "
      "is as tiny: their ratio isn't 0. Ask whether the smallest is the largest.", {"equal": "float32"}),
     ("nan", "In a group of equal rewards you divide 0 by 0.", {"equal": "nan"}),

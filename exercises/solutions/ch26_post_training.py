@@ -135,7 +135,7 @@ def group_advantages(reward_N, group_N, mask_NT, scaled, mean):
         of = group_N == group
         rewards = reward_N[of]
         if rewards.min() < rewards.max():
-            deviation = rewards.std() if scaled else 1.0
+            deviation = rewards.std(ddof=1) if scaled else 1.0
             advantage_N[of] = (rewards - rewards.mean()) / deviation
     mask_NT = (mask_NT > 0).astype(np.float64)
     length_N = mask_NT.sum(1)
