@@ -31,7 +31,7 @@ targets that the assistant says.
   the ids but the first.
 - The assistant says what comes after the header that opens its turn, up to the *last* `end` of its turn and with it. It
   doesn't say the header, and not what the template writes after `end`. There may be several such turns.
-- A token is the assistant's if it *begins* in what it says.
+- A token is the assistant's if any of its characters is.
 - Some templates change what was before, or leave a turn out. If the whole text doesn't begin with the conversation up
   to the header, or with that up to the turn's end, raise `ValueError`.
 
@@ -42,15 +42,15 @@ A conversation without the assistant has a mask of zeros.
         "does `render` write if you give it only the messages up to a turn?",
         "For message n of the assistant, what it says begins at `len(render(messages[:n], True))` and ends in "
         "`render(messages[:n + 1], False)`. Both must be beginnings of the whole text.",
-        "With a list of such (begin, stop): `said = [any(a <= start < b for a, b in spans) for start, _ in offsets]`. "
-        "The mask of targets is `said[1:]`. The stop is `after.rindex(end) + len(end)`.",
+        "With a list of such (a, b): `said = [any(start < b and a < stop for a, b in spans) for start, stop in "
+        "offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end) + len(end)`.",
     ),
 )
 
 
 def answer_mask_with(
     *, shift=1, turns="all", header=False, ended=True, after=False, find=False, refuses=True,
-    begins=True, until=False, first_end=False,
+    begins=False, until=False, first_end=False,
 ):  # fmt: skip
     def fn(messages, render, encode, end):
         text = render(messages, False)
@@ -226,8 +226,8 @@ for name, hint, options in (
      {"find": True, "refuses": False}),
     ("to_the_end", "You mark everything after the first header. The user's later turns are marked too.",
      {"until": True}),
-    ("overlapping", "A token that begins in the header and goes on into the answer is the header's.",
-     {"begins": False}),
+    ("where_it_begins", "A token that begins in the header and goes on into the answer is the assistant's too: one "
+     "of its characters is.", {"begins": True}),
     ("first_end", "The answer itself has the text of `end` in it. Its turn goes on to the last one.",
      {"first_end": True}),
     ("trusting", "You trust the template. Compare what it wrote for the first messages with the beginning of the "
@@ -838,7 +838,8 @@ def _(fn, t):
 
 
 for name, hint, options in (
-    ("by_number", "`np.std` divides the squares by their number. That of a sample has one less: `ddof=1`.", {"ddof": 0}),
+    ("by_number", "`np.std` divides the squares by their number. That of a sample has one less: `ddof=1`.",
+     {"ddof": 0}),
     ("tiny_noise", "Where all rewards are equal, their mean differs from them by rounding, and the standard deviation "
      "is as tiny: their ratio isn't 0. Ask whether the smallest is the largest.", {"equal": "float32"}),
     ("nan", "In a group of equal rewards you divide 0 by 0.", {"equal": "nan"}),

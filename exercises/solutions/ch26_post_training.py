@@ -36,7 +36,7 @@ def answer_mask(messages, render, encode, end):
             raise ValueError(f"the template rewrites what is before message {n}")
         spoken.append((len(before), after.rindex(end) + len(end)))
     ids, offsets = encode(text)
-    said = [int(any(a <= start < b for a, b in spoken)) for start, _ in offsets]
+    said = [int(any(s < b and a < e for a, b in spoken)) for s, e in offsets]
     return ids[:-1], ids[1:], said[1:]
     # END SOLUTION
 
