@@ -775,7 +775,7 @@ def rollouts(t, sizes, T=9, empty=(), rewards=None):
         if rewards is None
         else np.asarray(rewards)[np.searchsorted(np.sort(names), group)]
     )
-    length = t.rng.integers(1, T + 1, N)
+    length = t.rng.integers(1, T, N)  # the last token is nobody's
     length[list(empty)] = 0
     mask = (np.arange(T) < length[:, None]).astype(np.float32)
     return reward.astype(np.float32), group, mask
