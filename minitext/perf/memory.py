@@ -61,6 +61,16 @@ LANES = 128  # elements in a row of a TPU's vector register
 VMEM_SHARE = 7 / 8
 
 
+def _logit_bytes(s: Sizes, vocab: int) -> int:
+    """Returns the bytes that a logit and its gradient take, of so many logits on a device."""
+    # Softmax writes the logits' gradient over the logits, unless [B*T, V] is reshaped to [B, T, V] in between. If tiles
+    # of 128 do not divide the vocabulary, tokens are then the last dimension, and transposed in float32.
+    flat = s.context * s.sequence == 1
+    if flat and s.rows // (s.parts if s.one_f_one_b else 1) > 1:
+        return 4 + 4 if vocab % (128 if s.tpu else 1) else s.itemsize + s.operand
+    return s.itemsize
+
+
 def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int = 0) -> Moments:
     """Returns the bytes of temporaries at each moment.
 
@@ -95,12 +105,6 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
         "weights in the compute type": cast,
         "microbatches under way": in_flight * s.layer_tokens * cfg.model.embed * size,
     }
-    # Softmax writes the logits' gradient over the logits, unless [B*T, V] is reshaped to [B, T, V] in between. If tiles
-    # of 128 do not divide the vocabulary, tokens are then the last dimension, and transposed in float32.
-    logits = size
-    flat = s.context * s.sequence == 1
-    if flat and s.rows // (s.parts if s.one_f_one_b else 1) > 1:
-        logits = 4 + 4 if vocab % (128 if s.tpu else 1) else size + s.operand
     # The weight's gradient comes first if it is smaller than the logits' gradient, which it then frees; otherwise last.
     waits = chunks == 1 and tokens < cfg.model.embed and not s.one_f_one_b
     early = 0 if waits or adapters else s.table * size
@@ -108,7 +112,7 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
         blocks, waits = adapters, False
     loss = {
         "output layer's weight": s.table * size,
-        "logits": tokens * vocab * logits,
+        "logits": tokens * vocab * _logit_bytes(s, vocab),
         "residual stream": _residual(s) * 4,
         "gradients": summed
         + (0 if chunks == 1 or adapters else s.table // s.fsdp * 4 + s.table * size)

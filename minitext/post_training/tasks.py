@@ -1,4 +1,4 @@
-"""Which task a configuration asks for. Each is imported when it's asked for: pretraining needs no engine and no rewards.
+"""Which task a configuration asks for. Each is imported when it is needed: pretraining has no use for rewards.
 
 Chapters: 26.
 """
