@@ -91,12 +91,7 @@ def train(
     directory = Path(cfg.run.dir) / str(cfg.run.name)
     mesh = make_mesh(cfg.mesh)
     _refuse(cfg, mesh, directory, task)
-    tokenizer = open_tokenizer(cfg, directory)
-    chat = open_chat(cfg, directory, tokenizer)
-    make = functools.partial(task.batches, cfg, mesh, tokenizer, chat)
-    batches, held_out = make("train"), make("validation")
-    if not directory.exists():
-        _check_enough(cfg, batches, 0)
+    tokenizer, chat, batches, held_out = _open_data(cfg, mesh, directory, task)
     with disk_errors(directory), jax.set_mesh(mesh), contextlib.ExitStack() as stack:
         claim = stack.enter_context(Claim(directory, first))
         ledger = stack.enter_context(Ledger(directory, began, writes=first))
@@ -194,6 +189,19 @@ def _refuse(cfg: Config, mesh: Mesh, directory: Path, task: Task) -> None:
         check_executable(cfg, mesh)
     if source := cfg.checkpoint.load_full_state or cfg.checkpoint.load_parameters:
         read_config(source)
+
+
+def _open_data(
+    cfg: Config, mesh: Mesh, directory: Path, task: Task
+) -> tuple[Tokenizer, Chat | None, Batches, Batches]:
+    """Returns the tokenizer, how conversations are rendered, and the batches to train and to validate on."""
+    tokenizer = open_tokenizer(cfg, directory)
+    chat = open_chat(cfg, directory, tokenizer)
+    make = functools.partial(task.batches, cfg, mesh, tokenizer, chat)
+    batches, held_out = make("train"), make("validation")
+    if not directory.exists():
+        _check_enough(cfg, batches, 0)
+    return tokenizer, chat, batches, held_out
 
 
 def _check_enough(cfg: Config, batches: Batches, start: int) -> None:

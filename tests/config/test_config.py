@@ -55,6 +55,7 @@ def test_every_key_is_described_and_there_are_not_too_many():
 
 NAMES = {
     "run.name", "data.text_key", "data.tfds_name", "data.tfds_split", "data.hf_name", "data.hf_subset", "data.hf_split",
+    "model.lora.modules",
 }  # fmt: skip
 
 
