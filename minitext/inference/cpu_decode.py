@@ -28,6 +28,8 @@ class SplitLinear(nnx.Module):
     is also used by head, it is stored by head.
     """
 
+    adapter: Any = None
+
     def __init__(self, linear: Linear, parts: int):
         w_DF, heads = linear.w.get_value(), linear.heads
         self.w = nnx.Param(jnp.stack(jnp.split(w_DF, heads, axis=1)) if heads else w_DF)
@@ -37,7 +39,7 @@ class SplitLinear(nnx.Module):
     def by_head(self) -> jax.Array:
         """Returns the weight as [N, D, H], which is how it is stored, with what an adapter adds to it."""
         w_NDH = self.w.get_value()
-        if not hasattr(self, "adapter"):
+        if self.adapter is None:
             return w_NDH
         return w_NDH + jnp.stack(jnp.split(self.adapter.product(), self.heads or 1, axis=1))
 
@@ -67,7 +69,7 @@ def _take_rest(module: Any, linear: Linear) -> None:
 
 def _with_rest(module: Any, x_XD: jax.Array, y_XF: jax.Array) -> jax.Array:
     """Returns a product with what the adapter and the bias add to it, if there are any."""
-    if hasattr(module, "adapter"):
+    if module.adapter is not None:
         y_XF = y_XF + module.adapter(x_XD, Specs(None, None, None))
     return y_XF + module.b.get_value().astype(y_XF.dtype) if hasattr(module, "b") else y_XF
 
@@ -114,6 +116,8 @@ def _product_of_token(x_1D: jax.Array, values_FD: jax.Array) -> jax.Array:
 
 class StreamedLinear(nnx.Module):
     """A `Linear` whose weight is a `StreamedWeight`."""
+
+    adapter: Any = None
 
     def __init__(self, linear: Linear):
         self.w = StreamedWeight(linear.w)

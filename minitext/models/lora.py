@@ -103,19 +103,18 @@ class Bank(nnx.Module):
         """Returns what is added to the projection of tokens x [X, D], in x's type."""
         rules, (inputs, outputs), dtype = self.rules, self.axes, x_XD.dtype
         a_nDR, b_nRF = (param.get_value().astype(dtype) for param in (self.a, self.b))
-        where = {"out_sharding": rules.out("batch", None)}
-        out = {"out_sharding": specs.y}
         if len(x_XD) <= len(a_nDR):  # each token's own matrices are then the fewest to read
             a_XDR = a_nDR.at[self.number_X].get(out_sharding=rules.out(None, inputs, None))
             b_XRF = b_nRF.at[self.number_X].get(out_sharding=rules.out(None, None, outputs))
-            h_XR = jnp.einsum("XD,XDR->XR", x_XD, a_XDR, **where)
-            return jnp.einsum("XR,XRF->XF", h_XR * jnp.asarray(self.scale, dtype), b_XRF, **out)
+            h_XR = jnp.einsum("XD,XDR->XR", x_XD, a_XDR, out_sharding=rules.out("batch", None))
+            h_XR = h_XR * jnp.asarray(self.scale, dtype)
+            return jnp.einsum("XR,XRF->XF", h_XR, b_XRF, out_sharding=specs.y)
         # All adapters as one of n times the rank, of which a token keeps its own part.
-        wide = {"out_sharding": rules.out("batch", None, None)}
-        h_XnR = jnp.einsum("XD,nDR->XnR", x_XD, a_nDR, **wide)
+        where = rules.out("batch", None, None)
+        h_XnR = jnp.einsum("XD,nDR->XnR", x_XD, a_nDR, out_sharding=where)
         own_Xn = self.number_X[:, None] == jnp.arange(len(a_nDR))
         h_XnR = jnp.where(own_Xn[..., None], h_XnR * jnp.asarray(self.scale, dtype), 0)
-        return jnp.einsum("XnR,nRF->XF", h_XnR, b_nRF, **out)
+        return jnp.einsum("XnR,nRF->XF", h_XnR, b_nRF, out_sharding=specs.y)
 
 
 def apply_lora(

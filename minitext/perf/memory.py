@@ -94,10 +94,9 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
     blocks = params - tables * s.table // s.fsdp * 4
     if unrolled_whole:
         blocks //= layers  # each layer frees what it kept while gradients arrive
-    # The stacked weights are cast once, before the loop: their cast does not depend on the layer.
-    # Those stored in fewer bits are made layer by layer.
-    is_stored = cfg.model.is_stored
-    cast = weights // s.fsdp * size if size < 4 and not is_stored else 0
+    # The stacked weights are cast once, before the loop: their cast does not depend on the layer. Those stored in fewer
+    # bits are made layer by layer.
+    cast = weights // s.fsdp * size if size < 4 and not cfg.model.is_stored else 0
     _, in_flight = _pipeline(s)
     stacks = _stacks(s, weights, vmem)
     always = {
@@ -118,16 +117,11 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
         + (0 if chunks == 1 or adapters else s.table // s.fsdp * 4 + s.table * size)
         + (params if s.one_f_one_b else 0),
     }
-    # A scan gathers a layer's weights again in its backward pass; an unrolled stack keeps them all, for products.
-    largest = max(_layer_weights(kind) for kind in kinds)
-    gathered = weights * s.operand if unrolled_whole else largest * size
-    if is_stored:  # made of the stored numbers in float32, and cast
-        gathered = largest * (4 + size)
     layer = {
         "activations kept": stacks,  # 1F1B recomputes a microbatch's after its loss
         "logits": tokens * vocab * s.operand if waits else 0,
         "gradients": summed + (params + params if s.one_f_one_b else blocks + early),
-        "gathered weights": gathered if s.fsdp > 1 or is_stored else 0,
+        "gathered weights": _gathered(s, weights),
         "a layer's working set": max(working_set(kind, vmem) for kind in kinds),
     }
     # Tables' gradients are split over fsdp only once the clipping norm is known: until then they are whole.
@@ -139,6 +133,18 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
         "state from the host": optimizer * cfg.optim.offload,
     }
     return {"loss": always | loss, "layer": always | layer, "update": update}
+
+
+def _gathered(s: Sizes, weights: int) -> int:
+    """Returns the bytes of weights, so many elements in all layers, that are made for a layer's backward pass."""
+    largest = max(_layer_weights(kind) for kind in s.kinds)
+    if s.cfg.model.is_stored:  # made of the stored numbers in float32, and cast
+        return largest * (4 + s.itemsize)
+    if s.fsdp == 1:
+        return 0
+    # A scan gathers a layer's weights again; an unrolled stack keeps them all, for products.
+    whole = s.cfg.model.remat == "none" and not s.cfg.model.scan_layers
+    return weights * s.operand if whole else largest * s.itemsize
 
 
 def _stacks(s: Sizes, weights: int, vmem: int) -> int:

@@ -53,7 +53,7 @@ from minitext.training.run_dir import (
     resume_command,
 )
 from minitext.training.saving import local_copies, make_saves, restore
-from minitext.training.step import check_trainable, make_train_step
+from minitext.training.step import TrainState, check_trainable, make_train_step
 from minitext.training.stopping import Interrupted, Stopper
 from minitext.training.task import PRETRAINING, Task
 from minitext.training.watchdog import STACKS, Watchdog
@@ -101,9 +101,7 @@ def train(
         restored = restore(cfg, mesh, checkpointer, copies, batches)
         state, start = restored or first_state(cfg, mesh, batches)
         ledger.lap("restore" if restored else "init", start)
-        _check_enough(cfg, batches, start)
-        if start < cfg.train.steps:
-            state = complete_state(cfg, mesh, state, task.needs_reference(cfg))
+        state = _complete(cfg, mesh, task, batches, state, start)
         if first:
             _write_config(cfg, directory, tokenizer, chat, batches)
         _introduce(cfg, mesh, directory, start, batches, console)
@@ -211,6 +209,16 @@ def _check_enough(cfg: Config, batches: Batches, start: int) -> None:
             f"data.epochs={cfg.data.epochs} ends after step {start + left:,}, before train.steps="
             f"{cfg.train.steps}: set train.steps={start + left} or raise data.epochs"
         )
+
+
+def _complete(
+    cfg: Config, mesh: Mesh, task: Task, batches: Batches, state: TrainState, start: int
+) -> TrainState:
+    """Returns the state with what checkpoints don't have, if there are steps to take and data for them."""
+    _check_enough(cfg, batches, start)
+    if start >= cfg.train.steps:
+        return state
+    return complete_state(cfg, mesh, state, task.needs_reference(cfg))
 
 
 def _write_config(
