@@ -39,13 +39,13 @@ MODEL = [
     "model.mlp=256",
 ]
 BASE = [
-    "data.source=conversations", "data.seq_len=64", "train.global_batch=32", "train.steps=300", "optim.kind=muon",
-    "optim.learning_rate=3e-3", "optim.warmup_steps=30", "train.sample_tokens=0", "train.eval_every=300",
+    "data.source=conversations", "data.seq_len=64", "train.global_batch=32", "train.steps=400", "optim.kind=muon",
+    "optim.learning_rate=3e-3", "optim.warmup_steps=30", "train.sample_tokens=0", "train.eval_every=400",
 ]  # fmt: skip
 GRPO = [
     "objective.kind=grpo", "data.source=prompts", "data.seq_len=9", "data.validation_fraction=0.1",
     "objective.prompts=64", "objective.group=16", "objective.max_tokens=4", "objective.kl=0.05",
-    "train.global_batch=1024", "train.steps=80", "train.save_every=80", "train.eval_every=80",
+    "train.global_batch=1024", "train.steps=100", "train.save_every=100", "train.eval_every=100",
     "train.eval_batches=1", "train.sample_tokens=0", "optim.schedule=cosine", "optim.min_ratio=0",
     "optim.learning_rate=4e-4", "optim.b2=0.99", "optim.warmup_steps=5", "optim.weight_decay=0",
 ]  # fmt: skip

@@ -260,6 +260,7 @@ TESTED_WITH = {
     "sharding/check": "training/step",
     "sharding/pipeline_schedule": "sharding/pipeline",
     "sharding/pipeline_stages": "sharding/pipeline",
+    "post_training/policy_objective": "post_training/policy_objective",
     "training/calibration": "training/quantize_run",
     "training/loop": "training/run",
     "training/samples": "training/run",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -24,7 +23,7 @@ from minitext.post_training.policy_loss import (
 )
 from minitext.sharding.rules import RULES
 from minitext.training.loss import cross_entropy, masked_sum
-from minitext.training.objective import Batch, Objective, count_targets
+from minitext.training.objective import Batch, Objective
 from minitext.training.step import model_def
 
 
@@ -86,15 +85,7 @@ def make_objective(cfg: Config) -> Objective:
     ppo = rl if isinstance(rl, PPOConfig) else None
 
     def weight(batch: Batch) -> jax.Array:
-        if rl.weighting == "constant":
-            answered_B = jnp.max(batch["loss_mask"].astype(jnp.float32), axis=1)
-            return jnp.sum(answered_B)
-        return jnp.sum(batch["token_weight"])
-
-    def prepare(_reference: Any, batch: Batch) -> Batch:
-        # The mean over tokens is to be had from a division by `weight`.
-        share = weight(batch) / jnp.maximum(count_targets(batch), 1.0)
-        return batch | {"token_share": batch["loss_mask"].astype(jnp.float32) * share}
+        return loss_weight(rl, batch)
 
     def summed(model: Transformer, x_BTD: jax.Array, batch: Batch):
         logits_BTV = model.logits(x_BTD) / rl.temperature
@@ -119,12 +110,25 @@ def make_objective(cfg: Config) -> Objective:
         sums = {name: masked_sum(share_BT * x_BT, share_BT) for name, x_BT in means.items()}
         return loss, {"loss": loss, **sums}
 
-    return Objective(summed, weight, prepare, arrays(rl))
+    return Objective(summed, weight, arrays=arrays(rl))
+
+
+def loss_weight(rl: RolloutConfig, batch: Any) -> Any:
+    """Returns by what sums over a batch are divided, a float32 scalar: of `jax.Array`s, or of numpy's."""
+    if rl.weighting == "constant":
+        return (batch["loss_mask"] != 0).any(axis=1).sum().astype("float32")  # answers
+    return batch["token_weight"].sum()
+
+
+def token_share(rl: RolloutConfig, batch: Any) -> Any:
+    """Returns what sums of means over the answers' tokens are weighted with, [B, T]: `loss_weight` / tokens each."""
+    mask_BT = batch["loss_mask"]
+    return mask_BT * (loss_weight(rl, batch) / max(mask_BT.sum(), 1.0))
 
 
 def arrays(rl: RolloutConfig) -> tuple[str, ...]:
     """Returns the names of the arrays [B, T] that batches have besides those of language modelling."""
-    names = ("old_logp", "advantages", "token_weight")
+    names = ("old_logp", "advantages", "token_weight", "token_share")
     names += ("ref_logp",) if rl.kl else ()
     return names + (("old_values", "returns") if isinstance(rl, PPOConfig) else ())
 

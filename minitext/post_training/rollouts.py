@@ -30,7 +30,12 @@ from minitext.post_training.advantages import (
     whiten,
 )
 from minitext.post_training.policy_loss import overlong_penalty, token_weights
-from minitext.post_training.policy_objective import make_scorer, rollout_config, updates
+from minitext.post_training.policy_objective import (
+    make_scorer,
+    rollout_config,
+    token_share,
+    updates,
+)
 from minitext.post_training.prompts import Prompts
 from minitext.post_training.reward_workers import Rewarded, RewardWorkers
 from minitext.post_training.sampler import Answer, Sampler
@@ -105,6 +110,7 @@ class Rollouts(Batches):
         order = self._rng(2, iteration).permutation(rl.answers)
         rows = np.sort(order[part * B : (part + 1) * B])
         batch = {name: x[rows] for name, x in self.rows.items()}
+        batch["token_share"] = token_share(rl, batch).astype(np.float32)
         self.update = (self.update + 1) % updates(self.cfg)
         if self.update == 0:
             self.rollout += 1
