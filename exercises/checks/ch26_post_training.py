@@ -379,6 +379,8 @@ def lora_rows_with(*, how="gather", none="select", scaled="each", scale_one=Fals
             a, b = (jnp.einsum("bn,nxy->bxy", hot_BN, y) for y in clean)
         elif how == "first":
             a, b = (jnp.broadcast_to(y[which_B[0]], (len(which_B), *y.shape[1:])) for y in (a_NDR, b_NRF))  # fmt: skip
+        elif none == "clamp":
+            a, b = (y[jnp.maximum(which_B, 0)] for y in (a_NDR, b_NRF))
         else:
             a, b = a_NDR[which_B], b_NRF[which_B]
         scale = {"each": scale_N[which_B], "one": jnp.ones(len(which_B)),
@@ -387,6 +389,8 @@ def lora_rows_with(*, how="gather", none="select", scaled="each", scale_one=Fals
             a, b, scale = (jnp.where(used, y, 0) for y in (a, b, scale))
         elif none == "multiply":
             scale = scale * used
+        elif none == "clamp":
+            scale = jnp.where(used, scale, 0)
         if how == "merged":
             w_BDF = w_DF + scale * jnp.einsum("bdr,brf->bdf", a, b)
             return jnp.einsum("btd,bdf->btf", x_BTD, w_BDF)
@@ -507,6 +511,8 @@ for name, hint, options in (
      {"none": "ignore"}),
     ("times_zero", "You multiply the adapter's part by 0 where there is none. 0 times NaN is NaN: select with "
      "`jnp.where`.", {"none": "multiply"}),
+    ("adapter_0_for_none", "Rows without an adapter take adapter 0 and multiply by 0. If its slot was freed, that is "
+     "NaN: select with `jnp.where` before you multiply.", {"none": "clamp"}),
     ("where_at_the_end", "The result is right, but its gradient is NaN: 0 times NaN again, backward. Select before you "
      "multiply, not after.", {"none": "result"}),
     ("no_scale", "Each adapter has a scale.", {"scaled": "one"}),
@@ -582,6 +588,8 @@ def dpo_with(
         pair = of.any(1).all(-1)
         if rows == "all":
             return loss.mean(), reward
+        if rows == "rejected":
+            pair = of.any(1)[:, 1]
         if rows == "divided":
             return jnp.where(pair, loss, 0).mean(), reward
         loss = jnp.where(pair, loss, 0).sum()
@@ -675,6 +683,8 @@ for name, hint, options in (
     ("prompt_too", "You sum over the prompts, too. mask_BT says which targets are an answer's.", {"masked": "ignored"}),
     ("times_mask", "You multiply by the mask. 0 times NaN or infinity is NaN: select with `jnp.where`.",
      {"masked": "times"}),
+    ("one_answer", "A row with the rejected answer alone isn't a pair. You look only for that one.",
+     {"rows": "rejected"}),
     ("all_rows", "You count rows that lack an answer. They aren't pairs.", {"rows": "all"}),
     ("divided_by_rows", "You divide by all rows. Divide by those that are pairs.", {"rows": "divided"}),
     ("zero_over_zero", "With no pair at all you divide 0 by 0.", {"rows": "no_pair"}),
