@@ -252,7 +252,8 @@ def _ffn(s: Sizes) -> int:
     """
     features, tokens = _features(s), int(_slots(s) * s.layer_tokens) * s.model.embed
     if not s.moe:
-        return 5 * features * s.itemsize
+        # An adapter's gradient reads the product first, and frees it; a weight's is computed last.
+        return (4 if s.model.lora.rank else 5) * features * s.itemsize
     bias = 2 * features + tokens if s.moe.bias else 0
     return (max(5 * features + tokens, 3 * features + 6 * tokens) + bias) * s.itemsize
 
