@@ -119,7 +119,7 @@ def cpu_seconds():
 
 def one(case):
     """In a process of its own: teaches the base of a seed if it isn't there, or lets it learn from rewards."""
-    from minitext.data.arithmetic import sums, taught, write_records
+    from minitext.data.arithmetic import make_sums, taught, write_records
     from minitext.distributed import devices
     from minitext.observability.metrics import read_metrics
 
@@ -129,16 +129,16 @@ def one(case):
     template = folder / "plain.jinja"
     template.write_text(TEMPLATE)
     seeds = [f"train.seed={seed}", f"data.seed={seed}", f"data.chat_template={template}"]
-    base, held_out = folder / f"base{seed}", sums("validation")
+    base, held_out = folder / f"base{seed}", make_sums("validation")
     began, cpu = time.perf_counter(), cpu_seconds()
     if case["what"] == "base":
         path = folder / f"taught{seed}.jsonl"
-        records = taught(sums("train", seed=seed), count=TAUGHT, errors=ERRORS, seed=seed)
+        records = taught(make_sums("train", seed=seed), count=TAUGHT, errors=ERRORS, seed=seed)
         write_records(path, [{key: r[key] for key in ("prompt", "completion")} for r in records])
         directory, more = train(folder, base.name, [*BASE, *seeds, f"data.path={path}"]), {}
     else:
         path = folder / "sums.jsonl"
-        write_records(path, sums("train"))
+        write_records(path, make_sums("train"))
         words = [*GRPO, *seeds, f"data.path={path}", f"checkpoint.load_parameters={base}"]
         words += CARELESS if case["what"] == "careless" else []
         directory = train(folder, f"{case['what']}{seed}", words)

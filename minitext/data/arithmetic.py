@@ -19,7 +19,9 @@ from minitext.data.placement import Split
 HELD_OUT = 10  # every so many sums, one is for validation
 
 
-def sums(split: Split, *, least: int = 10, most: int = 99, seed: int = 0) -> list[dict[str, Any]]:
+def make_sums(
+    split: Split, *, least: int = 10, most: int = 99, seed: int = 0
+) -> list[dict[str, Any]]:
     """Returns all sums of one part in an order drawn from a seed.
 
     Args:

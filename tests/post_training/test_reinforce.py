@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minitext.config.config import load_config
-from minitext.data.arithmetic import sums, write_records
+from minitext.data.arithmetic import make_sums, write_records
 from minitext.observability.metrics import read_metrics
 from minitext.post_training.tasks import task_of
 from minitext.training import run
@@ -32,7 +32,7 @@ TIMING = {
 def folder(tmp_path_factory):
     """A folder with prompts, a template, a reward, and a run to begin with."""
     folder = tmp_path_factory.mktemp("rl")
-    write_records(folder / "sums.jsonl", sums("train")[:64])
+    write_records(folder / "sums.jsonl", make_sums("train")[:64])
     (folder / "plain.jinja").write_text(TEMPLATE)
     (folder / "mine.py").write_text(REWARD)
     run.train(load_config("laptop", [*TINY, "train.steps=1", f"run.dir={folder}", "run.name=base"]))

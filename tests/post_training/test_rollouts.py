@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import minitext as mt
-from minitext.data.arithmetic import sums, write_records
+from minitext.data.arithmetic import make_sums, write_records
 from minitext.data.chat import open_template
 from minitext.data.tokenizer import ByteTokenizer
 from minitext.errors import UserError
@@ -24,7 +24,7 @@ T = 16
 def make(tmp_path_factory):
     """Returns a function of settings that gives (configuration, mesh, state, rollouts)."""
     folder, made = tmp_path_factory.mktemp("sums"), []
-    write_records(folder / "sums.jsonl", sums("train")[:40])
+    write_records(folder / "sums.jsonl", make_sums("train")[:40])
     (folder / "plain.jinja").write_text(TEMPLATE)
 
     def build(*words, kind="grpo", devices=1):
