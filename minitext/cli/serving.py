@@ -8,7 +8,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -182,7 +182,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _print_answer(pieces: Iterator[str]) -> None:
+def _print_answer(pieces: Generator[str]) -> None:
     """Prints an answer as it is written; Ctrl-C ends it."""
     stopped = False
 

@@ -6,7 +6,7 @@ Chapters: 26.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from minitext.data.chat import Chat, Renderer
 from minitext.data.tokenizer import Tokenizer
