@@ -46,7 +46,7 @@ class Conversation:
         max_tokens: int = 512,
         sampling: Sampling = DEFAULT_SAMPLING,
         seed: int = 0,
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         """Yields the answer to a message in pieces of text.
 
         Each token yields a piece, though it may be empty. What was written when the caller stops asking for more is

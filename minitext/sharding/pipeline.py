@@ -146,12 +146,12 @@ class Pieces(NamedTuple):
 
     embed: Callable[[Any, Any], jax.Array]
     layers: Callable[[Any, jax.Array, Any], jax.Array]
-    loss: Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
+    loss: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def one_forward_one_backward(
     pieces: Pieces, outer: Any, layers: Any, batch: Any
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, Any]]:
+) -> tuple[tuple[jax.Array, Any], tuple[Any, Any]]:
     """Computes loss and gradients by 1F1B (Fan et al. 2021; Narayanan et al. 2021, section 2.2.1).
 
     In each tick a stage does the forward work of one microbatch and the backward work of another. It keeps only the
