@@ -176,6 +176,8 @@ def status_line(record: Mapping[str, float], floor: float | None = None) -> str:
         parts[0] += f" (floor {floor:.3f})"
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.3f}")
+    if "margin" in record:
+        parts.append(f"margin {record['margin']:.3f}  accuracy {record['accuracy']:.0%}")
     if "reward" in record:
         parts.append(f"reward {record['reward']:.3f}  correct {record['correct']:.0%}")
         parts.append(f"{record['answer_tokens']:.0f} tokens an answer")

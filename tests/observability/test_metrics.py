@@ -81,6 +81,11 @@ def test_status_line_shows_what_is_known(floor):
     assert ("floor 0.500" in line) == (floor is not None)
 
 
+def test_status_line_shows_what_a_model_prefers():
+    line = status_line({"loss": 0.5, "margin": 1.25, "accuracy": 0.875, "tokens_per_second": 10.0})
+    assert "margin 1.250  accuracy 88%" in line
+
+
 def test_status_line_shows_the_load_of_experts():
     record = {
         "loss": 1.0,
