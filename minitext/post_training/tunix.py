@@ -155,7 +155,7 @@ def on_mesh(model: TunixModel, mesh: Mesh) -> TunixModel:
     placed = jax.device_put(state, tree_shardings(state, mesh, rules))
 
     def divided(variable: Any) -> Any:
-        return variable.replace(out_sharding=tuple(param_spec(rules, variable, mesh)))
+        return variable.replace(out_sharding=tuple(param_spec(rules, variable, mesh)), mesh=mesh)
 
     known = jax.tree.map(divided, placed, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return nnx.merge(graphdef, known)
