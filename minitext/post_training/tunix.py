@@ -3,13 +3,13 @@
 Tunix (`minitext[tunix]`) calls a model as `model(tokens, positions, cache, attention_mask)` and wants logits and a cache.
 `as_tunix` gives ours that form and leaves their parameters as they are, so any trainer of Tunix can change them, and
 `write_run` makes a run of them again. Tunix's own sampler needs a cache that ours don't have: in its place
-`EngineRollout` draws answers with the engine of `minitext serve`.
+`tunix_rollout.EngineRollout` draws answers with the engine of `minitext serve`.
 
     model, tokenizer = read_run("runs/tiny")
     actor = as_tunix(model)                      # then, for adapters: qwix.apply_lora_to_model(actor, provider, tokens)
     PeftTrainer(actor, optax.adamw(1e-3), config).with_loss_fn(batch_loss).train(batches)   # ours, packed or not
     DPOTrainer(actor, as_tunix(reference), optimizer, config, tokenizer)
-    RLCluster(actor=actor, ..., tokenizer=tokenizer, cluster_config=ClusterConfig(rollout_engine=EngineRollout, ...))
+    RLCluster(actor=actor, tokenizer=tokenizer, cluster_config=ClusterConfig(rollout_engine=EngineRollout, ...))
     write_run(actor, "runs/tiny", "runs/tiny-tunix", step)
 
 The limits of Tunix 0.1.7 on our models:
@@ -22,26 +22,19 @@ The limits of Tunix 0.1.7 on our models:
 Chapters: 26.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from tunix.rl import common
-from tunix.rl.rollout import base_rollout
+from jax.sharding import Mesh
 
-from minitext.config.sections import MeshConfig
 from minitext.data.tokenizer import Tokenizer, load_tokenizer
 from minitext.errors import UserError
-from minitext.inference.engine import Engine, EngineOptions
-from minitext.inference.requests import Event, Request
+from minitext.models.lora import merge, merged_config
 from minitext.models.transformer import Transformer
-from minitext.sharding.mesh import make_mesh
 from minitext.sharding.rules import param_spec, tree_shardings
 from minitext.training.loss import cross_entropy, masked_sum
 from minitext.training.run_dir import TOKENIZER, load_run, read_config, write_parameters
@@ -181,50 +174,51 @@ def write_run(model: TunixModel, run: Path | str, target: Path | str, step: int)
       step: steps that it was trained.
 
     Raises:
-      UserError: if it has other parameters than `run`, or can't be written.
+      UserError: if it isn't `run`'s model, or can't be written.
     """
-    cfg, params = read_config(run), plain_params(model)
     if Path(target).exists():
         raise UserError(f"{target} exists: name a directory that does not")
-    wanted = nnx.eval_shape(lambda: nnx.state(Transformer(cfg.model, rngs=nnx.Rngs(0)), nnx.Param))
-    if _shapes(params) != _shapes(wanted):
-        raise UserError(f"the model's parameters are not those of {run}: name the run that it was read from")
+    cfg = read_config(run)
+    if cfg.model != model.model.cfg:
+        raise UserError(f"this is not the model of {run}: name the run that it was read from")
+    alone = cfg.checkpoint.model_copy(update={"load_parameters": None})
+    cfg = cfg.model_copy(update={"model": merged_config(cfg.model), "checkpoint": alone})
     tokenizer = load_tokenizer(Path(run) / TOKENIZER)
-    write_parameters(run, Path(target), cfg, params, tokenizer, step)
+    write_parameters(run, Path(target), cfg, plain_params(model), tokenizer, step)
 
 
 def plain_params(model: TunixModel) -> Any:
-    """Returns the parameters of our model as `nnx.State`, with Qwix's adapters added to their weights.
+    """Returns the parameters of our model as `nnx.State`, with adapters, Qwix's or ours, added to their weights.
 
     Raises:
-      UserError: for adapters without `alpha`, or of other weights than matrices.
+      UserError: for Qwix's adapters without `alpha`, or of other weights than matrices as they are in our runs.
     """
-    flat = dict(nnx.to_flat_state(nnx.state(model.model, nnx.Param)))
-    params = {path: x for path, x in flat.items() if not isinstance(x, nnx.LoRAParam)}
-    adapters = {path for path in flat if path not in params}
-    if adapters and model.alpha is None:
-        raise UserError("the model has adapters of Qwix: give as_tunix their alpha")
-    for path in params:
-        *above, name = path
-        a, b = (flat.get((*above, f"{name}_lora_{part}")) for part in "ab")
-        if a is None or b is None:
-            continue
-        adapters -= {(*above, f"{name}_lora_{part}") for part in "ab"}
-        scale = model.alpha / a.get_value().shape[-1]
-        arrays = params[path].get_value(), a.get_value(), b.get_value()
-        params[path] = params[path].replace(_with_adapter(*arrays, scale))
-    if adapters:
-        raise UserError(f"{'/'.join(map(str, min(adapters)))} is no adapter of a matrix")
-    return nnx.from_flat_state(params)
+    if not any(isinstance(x, nnx.LoRAParam) for _, x in nnx.to_flat_state(nnx.state(model))):
+        return nnx.state(model.model, nnx.Param)
+    return _merged(*nnx.split(model.model), model.alpha)
 
 
-@partial(jax.jit, static_argnames="scale")
-def _with_adapter(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    return w + scale * jnp.einsum("...DR,...RF->...DF", a, b).astype(w.dtype)
-
-
-def _shapes(params: Any) -> dict[Any, tuple[int, ...]]:
-    return {path: x.get_value().shape for path, x in nnx.to_flat_state(params)}
+@partial(jax.jit, static_argnames="alpha")
+def _merged(graphdef: Any, state: Any, alpha: float | None) -> Any:
+    model = nnx.merge(graphdef, state)
+    merge(model)
+    for path, module in list(nnx.iter_modules(model)):
+        for key in [key for key in vars(module) if key.endswith("_lora_a")]:
+            name = key.removesuffix("_lora_a")
+            w, a, b = (getattr(module, name + end) for end in ("", "_lora_a", "_lora_b"))
+            if alpha is None:
+                raise UserError("the model has adapters of Qwix: give as_tunix their alpha")
+            if not isinstance(w, nnx.Param) or a.get_value().ndim != w.get_value().ndim:
+                where = "/".join(map(str, (*path, name)))
+                raise UserError(
+                    f"{where} has an adapter of Qwix and isn't a float matrix: exempt it"
+                )
+            product = jnp.einsum("...DR,...RF->...DF", a.get_value(), b.get_value())
+            scale = alpha / a.get_value().shape[-1]
+            setattr(module, name, w.replace(w.get_value() + scale * product))
+            delattr(module, name + "_lora_a")
+            delattr(module, name + "_lora_b")
+    return nnx.state(model, nnx.Param)
 
 
 class TunixTokenizer:
@@ -243,7 +237,9 @@ class TunixTokenizer:
         if pad is None:
             pad = vocab - 1 if vocab > tokenizer.vocab_size else tokenizer.no_text
         if pad is None:
-            raise UserError("every id of this tokenizer may stand for text: name one for padding with pad=")
+            raise UserError(
+                "every id of this tokenizer may stand for text: name one for padding with pad="
+            )
         self.tokenizer, self.pad = tokenizer, pad
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -264,104 +260,3 @@ class TunixTokenizer:
     def pad_id(self) -> int:
         """Returns the id of padding."""
         return self.pad
-
-
-class EngineRollout(base_rollout.BaseRollout):
-    """Answers drawn by our engine: pass the class to Tunix's `ClusterConfig(rollout_engine=...)`.
-
-    The engine has every device of the rollout's mesh, which divide heads and features. Weights go there from the
-    trainer's devices, not through the host.
-
-    Args:
-      rollout_actor: the model in training.
-      tokenizer: Tunix's adapter of a `TunixTokenizer`.
-      mesh: the rollout's.
-      rollout_config: says how long texts may be.
-      sequences: texts at a time.
-    """
-
-    def __init__(
-        self, rollout_actor: TunixModel, tokenizer: Any, mesh: Mesh,
-        rollout_config: base_rollout.RolloutConfig, sequences: int = 64,
-    ):  # fmt: skip
-        self.tokenizer, self.calls = tokenizer, 0
-        # What the trainer changes is copied, or Tunix takes both models for one, which it then doesn't synchronize.
-        graphdef, state = nnx.split(rollout_actor)
-        self.actor = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
-        length = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
-        options = EngineOptions(max_sequences=sequences, max_length=length, max_waiting=1 << 30)
-        devices, params = list(mesh.devices.flat), plain_params(self.actor)
-        divided = None
-        if len(devices) > 1:
-            divided = make_mesh(MeshConfig(data=1, tensor=len(devices)), devices)
-        else:
-            params = jax.device_put(params, devices[0])
-        self.engine = Engine(rollout_actor.model.cfg, params, options, mesh=divided)
-
-    def generate(
-        self, prompts: Sequence[str], rollout_config: base_rollout.RolloutConfig, **_: Any
-    ) -> base_rollout.RolloutOutput:
-        """Draws an answer to each prompt, each with a seed of its own.
-
-        Args:
-          prompts: texts.
-          rollout_config: `seed` decides the draws of all calls; `logprobs` are those at temperature 1.
-
-        Returns:
-          The answers. Their tokens include the one that ended them.
-
-        Raises:
-          UserError: for a prompt longer than `max_prompt_length`.
-        """
-        c, longest = rollout_config, rollout_config.max_prompt_length
-        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
-        if (most := max(map(len, ids))) > longest:
-            raise UserError(f"a prompt has {most} tokens: set max_prompt_length={most}, now {longest}")
-        seed = [0] if c.seed is None else np.ravel(np.asarray(c.seed)).tolist()
-        self.calls += 1
-        seeds = np.random.SeedSequence([*seed, self.calls]).generate_state(len(ids))
-        heard: list[list[Event]] = [[] for _ in ids]
-        for prompt, one, events in zip(ids, seeds.tolist(), heard, strict=True):
-            request = Request(
-                tuple(prompt), c.max_tokens_to_generate, temperature=c.temperature, seed=one,
-                top_p=1.0 if c.top_p is None else c.top_p, top_k=max(c.top_k or 0, 0),
-                stop_ids=frozenset(c.eos_tokens or [self.eos_id()]), keep_stop=True,
-                logprobs=0 if c.return_logprobs else None,
-            )  # fmt: skip
-            self.engine.submit(request, events.append)
-        while self.engine.step():
-            pass
-        tokens = [np.array([e.token for e in events[:-1]], np.int32) for events in heard]
-        padded = np.full((len(ids), longest), self.pad_id(), np.int32)
-        for row, prompt in zip(padded, ids, strict=True):
-            row[longest - len(prompt) :] = prompt
-        logprobs = [np.array([e.logprob for e in events[:-1]], np.float32) for events in heard]
-        return base_rollout.RolloutOutput(
-            text=[self.tokenizer.decode(x) for x in tokens], logits=[], tokens=tokens,
-            left_padded_prompt_tokens=padded, logprobs=logprobs if c.return_logprobs else None,
-        )  # fmt: skip
-
-    def get_per_token_logps(
-        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
-    ) -> jax.Array:
-        """Returns what the model that draws says of answers, [B, T] in nats at temperature 1."""
-        graphdef, state = nnx.split(self.actor)
-        ids = {"pad_id": self.pad_id(), "eos_id": self.eos_id()}
-        return common.compute_per_token_logps(graphdef, state, prompt_tokens, completion_tokens, **ids)
-
-    def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """Takes the trainer's newest weights, or adapters."""
-        nnx.update(self.actor, params)
-        self.engine.load(plain_params(self.actor))
-
-    def pad_id(self) -> int:
-        """Returns the id of padding."""
-        return self.tokenizer.pad_id()
-
-    def eos_id(self) -> int:
-        """Returns the id that ends an answer."""
-        return self.tokenizer.eos_id()
-
-    def model(self) -> TunixModel:
-        """Returns the model that draws, as of the last weights it took."""
-        return self.actor

@@ -1,9 +1,9 @@
 """Arrays from one set of devices to another, as weights go from devices that train to others that sample.
 
-One process that sees all devices (a single controller, as on a machine with several chips, or Pathways on pods) can have
-two meshes at a time. `jax.device_put` then copies from device to device where every part that a device of the new mesh
-needs is whole on one of the old ones. Where it isn't, it goes through the host's memory, and says nothing. `move` cuts
-the arrays on the old devices as the new ones need them before it copies.
+One process that sees all devices (a single controller, as on one machine, or on pods with Pathways) can have several
+meshes at a time. `jax.device_put` then copies from device to device where every part that a device of the new mesh needs
+is whole on one of the old ones. Where it isn't, it goes through the host's memory, and says nothing. `move` cuts the
+arrays on the old devices as the new ones need them before it copies.
 
 Chapters: 26.
 """
