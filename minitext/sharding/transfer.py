@@ -30,18 +30,24 @@ def move(tree: Any, shardings: Any) -> Any:
         devices.
     """
     leaves, targets = jax.tree.leaves(tree), jax.tree.leaves(shardings)
-    if all(x.sharding == target for x, target in zip(leaves, targets, strict=True)):
+    if all(_is_there(x, target) for x, target in zip(leaves, targets, strict=True)):
         return jax.device_put(tree, shardings)  # binds them to the devices, no more
     old, new = _devices(leaves[0].sharding), _devices(targets[0])
     with jax.set_mesh(NO_MESH):
-        if old == new:
-            return _reshard(tree, shardings)
         if len(old) % len(new) == 0:
             cut = jax.tree.map(lambda target: _like(target, old), shardings)
+            # The copy, which where nothing moves is none, also takes the old mesh out of the arrays' types.
             return jax.device_put(_reshard(tree, cut), shardings)
         whole = jax.tree.map(lambda _: _whole(old), shardings)
         there = jax.tree.map(lambda _: _whole(new), shardings)
-        return _reshard(jax.device_put(_reshard(tree, whole), there), shardings)
+        apart = jax.device_put(_reshard(tree, whole), there)
+        return jax.device_put(_reshard(apart, shardings), shardings)
+
+
+def _is_there(x: jax.Array, target: Sharding) -> bool:
+    """Whether an array has the sharding, and no mesh in its type if the sharding has none."""
+    typed = isinstance(target, NamedSharding) or jax.typeof(x).sharding.mesh.empty
+    return x.sharding == target and typed
 
 
 def _reshard(tree: Any, shardings: Any) -> Any:
