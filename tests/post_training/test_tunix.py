@@ -416,8 +416,8 @@ def test_grpo_learns_from_the_engine_on_one_device_or_two_meshes(spelling):
 def test_grpo_trains_adapters_of_qwix(spelling):
     actor = with_adapters(spelling())
     fixed = arrays_of(nnx.state(actor.model, lambda _, x: type(x) is nnx.Param))
-    means, cluster = learn(actor, grpo, one_device(), steps=10, rate=2e-2)
-    assert means[0] < 0.4 and np.mean(means[-3:]) > 0.6
+    means, cluster = learn(actor, grpo, one_device(), steps=16, rate=1e-2)
+    assert np.mean(means[-6:]) > np.mean(means[:4]) + 0.08
     assert_same_policy(cluster)
     after = nnx.state(cluster.actor_trainer.model.model, lambda _, x: type(x) is nnx.Param)
     for path, x in arrays_of(after).items():
