@@ -328,7 +328,17 @@ def test_imports_are_declared():
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
         for n in declared(
-            "book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve", "eval", "qwix"
+            "book",
+            "aot",
+            "tfds",
+            "tune",
+            "goodput",
+            "convert",
+            "parity",
+            "serve",
+            "eval",
+            "qwix",
+            "tunix",
         )
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.
