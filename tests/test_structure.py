@@ -283,7 +283,9 @@ def declared(*extras: str) -> set[str]:
     return names - {"minitext"}
 
 
-MODULE_OF = {"protobuf": "google", "orbax-checkpoint": "orbax", "pyyaml": "yaml", "jax": "jax"}
+MODULE_OF = {
+    "protobuf": "google", "orbax-checkpoint": "orbax", "pyyaml": "yaml", "jax": "jax", "google-tunix": "tunix",
+}  # fmt: skip
 
 
 def test_every_dependency_is_imported():
@@ -319,7 +321,7 @@ def test_every_extra_earns_its_line():
         "ipykernel": "kernel",
     }
     for name in declared(*PROJECT["optional-dependencies"]) - declared():
-        word = commands.get(name, name)
+        word = commands.get(name, MODULE_OF.get(name, name))
         assert word in text or word.replace("-", "_") in text, f"{name} is not used"
 
 

@@ -1,8 +1,8 @@
-"""Tunix, the stack's library for post-training, on our models: its trainers and learners train them, our engine samples.
+"""Tunix, the stack's library for post-training, on our models: its trainers train them, and our engine samples.
 
-Tunix (`minitext[tunix]`) calls a model as `model(tokens, positions, cache, attention_mask)` and wants logits and a cache.
-`as_tunix` gives ours that form and leaves their parameters as they are, so any trainer of Tunix can change them, and
-`write_run` makes a run of them again. Tunix's own sampler needs a cache that ours don't have: in its place
+Tunix (`minitext[tunix]`) calls a model as `model(tokens, positions, cache, attention_mask)` and wants logits and a
+cache. `as_tunix` gives ours that form and leaves their parameters as they are, so any trainer of Tunix can change them,
+and `write_run` makes a run of them again. Tunix's own sampler needs a cache that ours don't have: in its place
 `tunix_rollout.EngineRollout` draws answers with the engine of `minitext serve`.
 
     model, tokenizer = read_run("runs/tiny")
@@ -15,7 +15,8 @@ Tunix (`minitext[tunix]`) calls a model as `model(tokens, positions, cache, atte
 The limits of Tunix 0.1.7 on our models:
 
 - It sees logits alone, so a mixture of experts is trained without its balancing loss.
-- On a mesh (`on_mesh`) it leaves the division of the work to the compiler, which our own step states for each operation.
+- On a mesh (`on_mesh`) it leaves the division of the work to the compiler. Our own step states it for each operation.
+- Its optimizer sees arrays without our names, so `weight_decay` also counts the stacked scales [L, D] as matrices.
 - Padding is an id: what a model answers with it isn't learned from.
 - `PPOLearner` keeps rewards as integers, so 0.5 is 0. Log-probabilities of old answers are at temperature 1.
 
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from minitext.data.tokenizer import Tokenizer, load_tokenizer
@@ -87,7 +89,7 @@ class TunixModel(nnx.Module):
         fits_B = jnp.ones(len(tokens_BT), bool)
         if mask_BTT is not None:
             segment_ids_BT, fits_B = segments_of(mask_BTT)
-            if not isinstance(fits_B, jax.core.Tracer) and not jnp.all(fits_B):
+            if not isinstance(fits_B, Tracer) and not jnp.all(fits_B):
                 raise UserError(
                     f"row {int(jnp.argmin(fits_B))} of the attention mask is not causal within texts: minitext's "
                     "models know no other mask from outside"
@@ -117,7 +119,7 @@ def as_tunix(model: Transformer, alpha: float | None = None) -> TunixModel:
 
 
 def segments_of(mask_BTT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns segment ids [B, T] that mean the same as an attention mask [B, T, T], and which rows [B] have such ids."""
+    """Returns segment ids [B, T] that mean the same as attention masks [B, T, T], and which rows [B] have such ids."""
     mask_BTT = mask_BTT != 0
     real_BT = jnp.diagonal(mask_BTT, axis1=1, axis2=2)
     ids_BT = jnp.where(real_BT, 1 + jnp.argmax(mask_BTT, axis=2), 0)

@@ -1,9 +1,9 @@
 """Arrays from one set of devices to another, as weights go from devices that train to others that sample.
 
 One process that sees all devices (a single controller, as on one machine, or on pods with Pathways) can have several
-meshes at a time. `jax.device_put` then copies from device to device where every part that a device of the new mesh needs
-is whole on one of the old ones. Where it isn't, it goes through the host's memory, and says nothing. `move` cuts the
-arrays on the old devices as the new ones need them before it copies.
+meshes at a time. `jax.device_put` then copies from device to device where every part that a device of the new mesh
+needs is whole on one of the old ones. Where it isn't, it goes through the host's memory, and says nothing. `move` cuts
+the arrays on the old devices as the new ones need them before it copies.
 
 Chapters: 26.
 """
@@ -57,7 +57,7 @@ def _reshard(tree: Any, shardings: Any) -> Any:
 
 def _devices(sharding: Sharding) -> list[Any]:
     if isinstance(sharding, NamedSharding):
-        return list(sharding.mesh.devices.flat)
+        return np.ravel(_mesh(sharding).devices).tolist()
     return sorted(sharding.device_set, key=lambda device: device.id)
 
 
@@ -65,10 +65,14 @@ def _like(target: Any, devices: Sequence[Any]) -> NamedSharding:
     """Returns what cuts an array as `target` does, over other devices, several of which may have the same part."""
     if not isinstance(target, NamedSharding):
         return _whole(devices)
-    sizes, names = target.mesh.devices.shape, target.mesh.axis_names
-    copies = len(devices) // target.mesh.size
-    mesh = Mesh(np.array(devices).reshape(copies, *sizes), ("copy", *names))
-    return NamedSharding(mesh, target.spec)
+    mesh = _mesh(target)
+    arranged = np.array(devices).reshape(-1, *mesh.devices.shape)
+    return NamedSharding(Mesh(arranged, ("copy", *mesh.axis_names)), target.spec)
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
 
 
 def _whole(devices: Sequence[Any]) -> NamedSharding:

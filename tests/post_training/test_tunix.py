@@ -12,18 +12,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-tunix = pytest.importorskip("tunix", reason="needs minitext[tunix] in an environment of its own")
-
-import qwix
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import rl_cluster
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
-from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.sft import utils
-from tunix.sft.dpo import dpo_trainer
-from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
-
 from minitext.data.tokenizer import ByteTokenizer, train_bpe
 from minitext.errors import UserError
 from minitext.models.transformer import Transformer
@@ -38,12 +26,23 @@ from minitext.post_training.tunix import (
     read_run,
     write_run,
 )
-from minitext.post_training.tunix_rollout import EngineRollout
 from minitext.sharding.mesh import AXES, make_mesh
 from minitext.training.optim import make_optimizer
 from minitext.training.run import train
 from minitext.training.run_dir import load_run
 from minitext.training.step import init_state, make_train_step
+
+part = functools.partial(
+    pytest.importorskip,
+    reason="needs minitext[tunix] in an environment of its own: make test-tunix",
+)
+qwix, utils, rl_cluster = part("qwix"), part("tunix.sft.utils"), part("tunix.rl.rl_cluster")
+dpo_trainer, grpo_learner = part("tunix.sft.dpo.dpo_trainer"), part("tunix.rl.grpo.grpo_learner")
+peft_trainer, ppo_learner = part("tunix.sft.peft_trainer"), part("tunix.rl.ppo.ppo_learner")
+TokenizerAdapter = part("tunix.generate.tokenizer_adapter").TokenizerAdapter
+RolloutConfig = part("tunix.rl.rollout.base_rollout").RolloutConfig
+EngineRollout = part("minitext.post_training.tunix_rollout").EngineRollout
+PeftTrainer, TrainingConfig = peft_trainer.PeftTrainer, peft_trainer.TrainingConfig
 
 PAD = 255
 SFT = [
@@ -101,7 +100,7 @@ def as_tunix_input(batch):
     for row, end in enumerate(last):
         tokens[row, end] = batch["targets"][row, end - 1]
     mask = np.pad(batch["loss_mask"], ((0, 0), (1, 0))).astype(np.int32)
-    return TrainingInput(input_tokens=tokens, input_mask=mask)
+    return peft_trainer.TrainingInput(input_tokens=tokens, input_mask=mask)
 
 
 def seen(inputs):
@@ -370,12 +369,14 @@ def learn(actor, make_learner, where, *, critic=None, steps, prompts=8, rate=5e-
 
 
 def grpo(cluster, reward):
-    return GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward)
+    return grpo_learner.GRPOLearner(
+        cluster, grpo_learner.GRPOConfig(num_generations=8, beta=0.0), reward
+    )
 
 
 def ppo(cluster, reward):
     whole = lambda **x: [float(r >= 0.5) for r in reward(**x)]  # noqa: E731 (Tunix rounds rewards)
-    return PPOLearner(cluster, PPOConfig(beta=0.0), whole)
+    return ppo_learner.PPOLearner(cluster, ppo_learner.PPOConfig(beta=0.0), whole)
 
 
 def assert_same_policy(cluster):
