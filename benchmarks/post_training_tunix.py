@@ -25,7 +25,7 @@ import numpy as np
 from common import parser, ratio, spread, write_record
 from grpo_arithmetic import BASE, ERRORS, GRPO, MODEL, TAUGHT, TEMPLATE, measure, train
 
-SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 40, 64
+SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 12, 64
 SFT = [
     "optim.kind=adamw",
     "optim.learning_rate=1e-3",
@@ -154,7 +154,7 @@ def sft():
 
     from flax import nnx  # isort: skip
 
-    cfg = config([*BASE, *SFT])
+    cfg = config([*BASE, *SFT, "data.source=grammar"])  # the batches below, not those of the source
     actor = as_tunix(Transformer(cfg.model, rngs=nnx.Rngs(SEED)))
     settings = TrainingConfig(eval_every_n_steps=10**6)
     trainer = PeftTrainer(actor, make_optimizer(cfg.optim, cfg.train.steps), settings).with_loss_fn(
@@ -212,7 +212,7 @@ def dpo(base):
     from minitext.post_training.tunix import as_tunix, read_run
     from minitext.training.optim import make_optimizer
 
-    cfg = config(DPO)
+    cfg = config([*DPO, "data.path=none.jsonl"])
     (policy, _), (reference, _) = read_run(base), read_run(base)
     settings = DPOTrainingConfig(eval_every_n_steps=10**6, beta=0.5)
     optimizer = make_optimizer(cfg.optim, cfg.train.steps)
@@ -321,17 +321,26 @@ def one(case):
 
 
 def main():
-    args = parser(__doc__).parse_args()
+    cli = parser(__doc__)
+    cli.add_argument(
+        "--folder", help="where runs are kept, to go on with; by default they are deleted"
+    )
+    args = cli.parse_args()
     if args.case:
         print(json.dumps(one(args.case)))
         return
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.folder or temporary)
+        folder.mkdir(exist_ok=True)
         for what in ("base", "sft", "dpo", "ours", "tunix"):
-            case = json.dumps({"folder": folder, "what": what})
-            command = [sys.executable, __file__, "--case", case]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-            found[what] = json.loads(done.stdout.splitlines()[-1])
+            kept = folder / f"{what}.json"
+            if not kept.exists():
+                case = json.dumps({"folder": str(folder), "what": what})
+                command = [sys.executable, __file__, "--case", case]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+                kept.write_text(done.stdout.splitlines()[-1])
+            found[what] = json.loads(kept.read_text())
             shown = {k: v for k, v in found[what].items() if k not in ("losses", "reward")}
             print(what, shown, flush=True)
     record = {

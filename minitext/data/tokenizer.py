@@ -152,7 +152,7 @@ class ByteTokenizer(OwnTokenizer):
 
     vocab_size = BYTES + 1
     eod_id = BYTES
-    no_text = 255  # a byte that never occurs in UTF-8
+    no_text: int = 255  # a byte that never occurs in UTF-8
 
     def encode(self, text: str) -> list[int]:
         """Returns the UTF-8 bytes of `text`."""

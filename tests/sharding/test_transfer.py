@@ -74,7 +74,11 @@ def test_jax_alone_goes_through_the_host():
 def test_four_devices_train_and_four_others_answer(tiny):
     """One process has both meshes. The answers after each step are those of an engine on one device."""
     cfg = tiny(
-        "model.vocab=64", "model.kv_heads=4", "model.dtype=float32", "optim.learning_rate=1e-2"
+        "model.vocab=64",
+        "model.kv_heads=4",
+        "model.dtype=float32",
+        "optim.learning_rate=5e-2",
+        "optim.warmup_steps=0",
     )
     trains = make_mesh(MeshConfig(fsdp=4, data=1), jax.devices()[:4])
     answers = make_mesh(MeshConfig(tensor=4, data=1), jax.devices()[4:])
