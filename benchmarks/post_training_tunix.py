@@ -148,7 +148,7 @@ def sft():
     from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
     from minitext.models.transformer import Transformer
-    from minitext.post_training.tunix import as_tunix, batch_loss
+    from minitext.post_training.tunix import as_tunix, packed_loss
     from minitext.training.objective import language_modelling
     from minitext.training.optim import make_optimizer
 
@@ -248,7 +248,7 @@ def grpo_with_tunix(cfg, base, directory):
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
     from minitext.data.arithmetic import sums
-    from minitext.post_training.tunix import as_tunix, on_mesh, read_run, write_run
+    from minitext.post_training.tunix import as_tunix, place_model, read_run, write_run
     from minitext.post_training.tunix_rollout import EngineRollout
     from minitext.sharding.mesh import AXES
     from minitext.training.optim import make_optimizer
@@ -265,7 +265,7 @@ def grpo_with_tunix(cfg, base, directory):
 
     roles = (Role.ACTOR, Role.REFERENCE, Role.ROLLOUT)
     cluster = rl_cluster.RLCluster(
-        actor=on_mesh(as_tunix(policy), mesh), reference=on_mesh(as_tunix(reference), mesh), tokenizer=tokenizer,
+        actor=place_model(as_tunix(policy), mesh), reference=place_model(as_tunix(reference), mesh), tokenizer=tokenizer,
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh=dict.fromkeys(roles, mesh), rollout_engine=EngineRollout,
             training_config=rl_cluster.RLTrainingConfig(

@@ -7,7 +7,7 @@ and `write_run` makes a run of them again. Tunix's own sampler needs a cache tha
 
     model, tokenizer = read_run("runs/tiny")
     actor = as_tunix(model)                      # then, for adapters: qwix.apply_lora_to_model(actor, provider, tokens)
-    PeftTrainer(actor, optax.adamw(1e-3), config).with_loss_fn(batch_loss).train(batches)   # ours, packed or not
+    PeftTrainer(actor, optax.adamw(1e-3), config).with_loss_fn(packed_loss).train(batches)   # ours, packed or not
     DPOTrainer(actor, as_tunix(reference), optimizer, config, tokenizer)
     RLCluster(actor=actor, tokenizer=tokenizer, cluster_config=ClusterConfig(rollout_engine=EngineRollout, ...))
     write_run(actor, "runs/tiny", "runs/tiny-tunix", step)
@@ -15,7 +15,7 @@ and `write_run` makes a run of them again. Tunix's own sampler needs a cache tha
 The limits of Tunix 0.1.7 on our models:
 
 - It sees logits alone, so a mixture of experts is trained without its balancing loss.
-- On a mesh (`on_mesh`) it leaves the division of the work to the compiler. Our own step states it for each operation.
+- On a mesh (`place_model`) it leaves the division of the work to the compiler. Our own step states it for each operation.
 - Its optimizer sees arrays without our names, so `weight_decay` also counts the stacked scales [L, D] as matrices.
 - Padding is an id: what a model answers with it isn't learned from.
 - `PPOLearner` keeps rewards as integers, so 0.5 is 0. Log-probabilities of old answers are at temperature 1.
@@ -129,7 +129,7 @@ def segments_of(mask_BTT: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ids_BT, jnp.all(same_BTT, axis=(1, 2))
 
 
-def batch_loss(model: TunixModel, tokens, targets, positions, segment_ids, loss_mask) -> jax.Array:
+def packed_loss(model: TunixModel, tokens, targets, positions, segment_ids, loss_mask) -> jax.Array:
     """The loss of our batches for `PeftTrainer.with_loss_fn`: nats per target, as in `minitext sft`.
 
     Tunix's own loss takes the next token of the row as target, and so loses the last one of each packed conversation.
@@ -138,7 +138,7 @@ def batch_loss(model: TunixModel, tokens, targets, positions, segment_ids, loss_
     return masked_sum(cross_entropy(logits_BTV, targets), loss_mask) / jnp.sum(loss_mask)
 
 
-def on_mesh(model: TunixModel, mesh: Mesh) -> TunixModel:
+def place_model(model: TunixModel, mesh: Mesh) -> TunixModel:
     """Returns the model divided over a mesh, with what Tunix divides the optimizer's state by.
 
     Args:

@@ -20,8 +20,8 @@ from minitext.post_training.tunix import (
     TunixCritic,
     TunixTokenizer,
     as_tunix,
-    batch_loss,
-    on_mesh,
+    packed_loss,
+    place_model,
     plain_params,
     read_run,
     write_run,
@@ -130,7 +130,7 @@ def trained(cfg, actor, batches, *, own_loss):
     trainer = PeftTrainer(actor, make_optimizer(cfg.optim, cfg.train.steps), config)
     if own_loss:
         return curve(trainer.with_gen_model_input_fn(seen), map(as_tunix_input, batches))
-    return curve(trainer.with_loss_fn(batch_loss), batches)
+    return curve(trainer.with_loss_fn(packed_loss), batches)
 
 
 def ours(cfg, batches):
@@ -325,7 +325,7 @@ def spelling(cfg):
         batches.append({**batch, **ones})
     actor = as_tunix(new_model(cfg))
     config = TrainingConfig(eval_every_n_steps=10**6, max_steps=len(batches))
-    curve(PeftTrainer(actor, optax.adam(1e-2), config).with_loss_fn(batch_loss), batches)
+    curve(PeftTrainer(actor, optax.adam(1e-2), config).with_loss_fn(packed_loss), batches)
     graphdef, state = nnx.split(actor.model)
     return lambda: nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
 
@@ -357,8 +357,8 @@ def learn(actor, make_learner, where, *, critic=None, steps, prompts=8, rate=5e-
         ),
     )  # fmt: skip
     cluster = rl_cluster.RLCluster(
-        actor=on_mesh(actor, train_mesh),
-        critic=critic and on_mesh(critic, train_mesh), cluster_config=config,
+        actor=place_model(actor, train_mesh),
+        critic=critic and place_model(critic, train_mesh), cluster_config=config,
         tokenizer=TunixTokenizer(ByteTokenizer(), actor.model.cfg.vocab),
     )  # fmt: skip
     data = [
