@@ -148,7 +148,7 @@ def sft():
     from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
     from minitext.models.transformer import Transformer
-    from minitext.post_training.tunix import as_tunix, packed_loss
+    from minitext.post_training.tunix import as_tunix
     from minitext.training.objective import language_modelling
     from minitext.training.optim import make_optimizer
 
@@ -158,7 +158,7 @@ def sft():
     actor = as_tunix(Transformer(cfg.model, rngs=nnx.Rngs(SEED)))
     settings = TrainingConfig(eval_every_n_steps=10**6)
     trainer = PeftTrainer(actor, make_optimizer(cfg.optim, cfg.train.steps), settings).with_loss_fn(
-        batch_loss
+        packed_loss
     )
     batches = ((batch, batch) for batch in text_batches(cfg, SFT_STEPS))
     return alternate(Ours(cfg, language_modelling(cfg)), Tunix(trainer), batches)

@@ -269,6 +269,7 @@ TESTED_WITH = {
     "kernels/linear/cpu": "models/layers",
     "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",
+    "post_training/tunix_rollout": "post_training/tunix",
 }
 
 

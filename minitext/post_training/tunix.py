@@ -15,7 +15,7 @@ and `write_run` makes a run of them again. Tunix's own sampler needs a cache tha
 The limits of Tunix 0.1.7 on our models:
 
 - It sees logits alone, so a mixture of experts is trained without its balancing loss.
-- On a mesh (`place_model`) it leaves the division of the work to the compiler. Our own step states it for each operation.
+- On a mesh (`place_model`) the compiler divides the work. Our own step states it for each operation.
 - Its optimizer sees arrays without our names, so `weight_decay` also counts the stacked scales [L, D] as matrices.
 - Padding is an id: what a model answers with it isn't learned from.
 - `PPOLearner` keeps rewards as integers, so 0.5 is 0. Log-probabilities of old answers are at temperature 1.
