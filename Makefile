@@ -11,7 +11,7 @@ ifndef SEED
 SEED := $(shell date +%s)
 endif
 
-.PHONY: help train test audit notebooks test-gpu-aot book lab grade check sync clean
+.PHONY: help train test audit notebooks test-gpu-aot test-tunix book lab grade check sync clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,6 +26,7 @@ audit: .venv/test  ## long proofs: programs for TPUs against predictions, proper
 	@echo "properties and exercises start from SEED=$(SEED): make audit SEED=$(SEED) repeats them"
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 -m '(audit or hypothesis) and not gpu_aot' --hypothesis-profile=search \
 		--hypothesis-seed=$(SEED) $(ARGS)
+	$(MAKE) test-tunix ARGS=
 	$(MAKE) notebooks ARGS=
 
 notebooks: .venv/dev  ## run every chapter in environments that its readers would have (two hours; ARGS="--help")
@@ -34,6 +35,9 @@ notebooks: .venv/dev  ## run every chapter in environments that its readers woul
 test-gpu-aot: .venv-gpu/made  ## compile every GPU kernel for an H100 without one (installs 4 GB into .venv-gpu)
 	$(ON_CPU) .venv-gpu/bin/python -m pytest -m gpu_aot tests/kernels/test_gpu.py tests/compiler/test_aot.py $(ARGS)
 	$(ON_CPU) .venv-gpu/bin/python -m pytest -k gpu tests/compiler/test_hlo.py
+
+test-tunix: .venv-tunix/made  ## train our models with Tunix, whose pins are older (installs 2 GB into .venv-tunix)
+	$(ON_CPU) .venv-tunix/bin/python -m pytest -n 2 tests/post_training/test_tunix.py $(ARGS)
 
 book: .venv/test  ## execute every chapter, build the book into _build/html, and look at it in a browser
 	rm -rf _build/html
@@ -59,7 +63,7 @@ sync: .venv/book  ## rewrite exercise stubs, their cells in the chapters, and th
 	$(ON_CPU) $(BIN)/python book/sync.py
 
 clean:  ## remove what can be made again (not runs/)
-	rm -rf .venv .venv-gpu .venv-notebooks _build book/_generated dist
+	rm -rf .venv .venv-gpu .venv-tunix .venv-notebooks _build book/_generated dist
 
 .venv/made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minitext needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -83,4 +87,13 @@ clean:  ## remove what can be made again (not runs/)
 	@echo "installing minitext[aot-gpu] into .venv-gpu"
 	@$(PYTHON) -m venv .venv-gpu
 	@$(PIP) -e ".[aot-gpu]" pytest pytest-timeout hypothesis
+	@touch $@
+
+.venv-tunix/made: pyproject.toml constraints.txt
+	@echo "installing minitext[tunix] into .venv-tunix"
+	@$(PYTHON) -m venv .venv-tunix
+	@# What Tunix pins lower, and what comes with it.
+	@grep -vE '^(safetensors|tokenizers|transformers|huggingface_hub)==' constraints.txt > .venv-tunix/constraints.txt
+	@.venv-tunix/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-tunix/constraints.txt \
+		-e ".[tunix]" pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@

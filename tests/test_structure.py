@@ -270,6 +270,7 @@ TESTED_WITH = {
     "kernels/linear/cpu": "models/layers",
     "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",
+    "post_training/tunix_rollout": "post_training/tunix",
 }
 
 
@@ -284,7 +285,9 @@ def declared(*extras: str) -> set[str]:
     return names - {"minitext"}
 
 
-MODULE_OF = {"protobuf": "google", "orbax-checkpoint": "orbax", "pyyaml": "yaml", "jax": "jax"}
+MODULE_OF = {
+    "protobuf": "google", "orbax-checkpoint": "orbax", "pyyaml": "yaml", "jax": "jax", "google-tunix": "tunix",
+}  # fmt: skip
 
 
 def test_every_dependency_is_imported():
@@ -320,7 +323,7 @@ def test_every_extra_earns_its_line():
         "ipykernel": "kernel",
     }
     for name in declared(*PROJECT["optional-dependencies"]) - declared():
-        word = commands.get(name, name)
+        word = commands.get(name, MODULE_OF.get(name, name))
         assert word in text or word.replace("-", "_") in text, f"{name} is not used"
 
 
@@ -329,7 +332,17 @@ def test_imports_are_declared():
     known = {
         MODULE_OF.get(n, n.replace("-", "_")).lower()
         for n in declared(
-            "book", "aot", "tfds", "tune", "goodput", "convert", "parity", "serve", "eval", "qwix"
+            "book",
+            "aot",
+            "tfds",
+            "tune",
+            "goodput",
+            "convert",
+            "parity",
+            "serve",
+            "eval",
+            "qwix",
+            "tunix",
         )
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.

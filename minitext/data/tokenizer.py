@@ -47,11 +47,14 @@ class Tokenizer(ABC):
         eod_id: the id that ends a document; no text encodes to it.
         byte_ids: ids of bytes that are decoded a run at a time: one that isn't UTF-8 makes U+FFFD of every byte beside
             it (SentencePiece's byte fallback). Empty where each byte stands for itself.
+        no_text: an id below `vocab_size` that no text encodes to and that isn't `eod_id`, free to mean
+            padding; None if none is known.
     """
 
     vocab_size: int
     eod_id: int
     byte_ids: frozenset[int] = frozenset()
+    no_text: int | None = None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -149,6 +152,7 @@ class ByteTokenizer(OwnTokenizer):
 
     vocab_size = BYTES + 1
     eod_id = BYTES
+    no_text: int = 255  # a byte that never occurs in UTF-8
 
     def encode(self, text: str) -> list[int]:
         """Returns the UTF-8 bytes of `text`."""
@@ -168,8 +172,7 @@ class ByteTokenizer(OwnTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`."""
-        # Byte 255 never occurs in UTF-8, so it can replace every id that means nothing.
-        known = (i if 0 <= i < BYTES else 255 for i in map(int, ids) if i != self.eod_id)
+        known = (i if 0 <= i < BYTES else self.no_text for i in map(int, ids) if i != self.eod_id)
         return bytes(known).decode("utf-8", errors="replace")
 
     def to_json(self) -> dict[str, Any]:
@@ -204,7 +207,7 @@ class BPETokenizer(OwnTokenizer):
         self._model = model
         self.eod_id = model.get_vocab_size()
         self.vocab_size = self.eod_id + 1
-        self._unknown: int = model.token_to_id("\u00ff")  # the entry of byte 255, see ByteTokenizer
+        self.no_text: int = model.token_to_id("\u00ff")  # the entry of byte 255, see ByteTokenizer
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`."""
@@ -225,7 +228,7 @@ class BPETokenizer(OwnTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`."""
         known = [
-            i if 0 <= i < self.eod_id else self._unknown for i in map(int, ids) if i != self.eod_id
+            i if 0 <= i < self.eod_id else self.no_text for i in map(int, ids) if i != self.eod_id
         ]
         return self._model.decode(known, skip_special_tokens=False)
 

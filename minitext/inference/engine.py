@@ -53,6 +53,7 @@ from minitext.models.lora import choose_adapters, is_adapter
 from minitext.models.paged import Paging
 from minitext.models.transformer import copy_pages, make_pages, with_paging
 from minitext.sharding.rules import RULES, ShardingRules, tree_shardings
+from minitext.sharding.transfer import NO_MESH, move
 
 log = logging.getLogger("minitext.inference")
 Sink = Callable[[Event], None]
@@ -61,7 +62,6 @@ Sink = Callable[[Event], None]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PART = 16  # least tokens of a prompt's part
 LEAST_PAGES = 4  # of a table
-NO_MESH = Mesh(np.empty((), object), ())
 COLUMNS = 7  # integers of a row before its table: start, page, slot, state, seed, top_k, adapter
 
 
@@ -497,11 +497,11 @@ class Engine:
     def _placed(self, params: Any) -> Any:
         """Returns parameters on the engine's devices; without a mesh, their types have none either."""
         if self.mesh is not None:
-            return jax.device_put(params, tree_shardings(params, self.mesh, RULES_OF_ENGINE))
+            return move(params, tree_shardings(params, self.mesh, RULES_OF_ENGINE))
         # All are bound to the device, so that programs compiled for the first weights also take later ones.
         devices = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
         first = min(devices, key=lambda device: device.id)
-        return jax.device_put(params, SingleDeviceSharding(first))
+        return move(params, jax.tree.map(lambda _: SingleDeviceSharding(first), params))
 
     def usage(self) -> Usage:
         """Returns what the engine is doing."""
