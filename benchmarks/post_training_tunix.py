@@ -25,7 +25,7 @@ import numpy as np
 from common import parser, ratio, spread, write_record
 from grpo_arithmetic import BASE, ERRORS, GRPO, MODEL, TAUGHT, TEMPLATE, measure, train
 
-SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 12, 64
+SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 24, 64
 SFT = [
     "optim.kind=adamw",
     "optim.learning_rate=1e-3",
@@ -148,7 +148,7 @@ def sft():
     from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
     from minitext.models.transformer import Transformer
-    from minitext.post_training.tunix import as_tunix
+    from minitext.post_training.tunix import as_tunix, packed_loss
     from minitext.training.objective import language_modelling
     from minitext.training.optim import make_optimizer
 
