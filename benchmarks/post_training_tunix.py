@@ -25,7 +25,7 @@ import numpy as np
 from common import parser, ratio, spread, write_record
 from grpo_arithmetic import BASE, ERRORS, GRPO, MODEL, TAUGHT, TEMPLATE, measure, train
 
-SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 24, 64
+SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 80, 64
 SFT = [
     "optim.kind=adamw",
     "optim.learning_rate=1e-3",
