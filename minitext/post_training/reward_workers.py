@@ -119,7 +119,7 @@ class RewardWorkers(AbstractContextManager):
         self, parts: Sequence[RewardPart], seconds: float, failed: float = 0.0, workers: int = 0
     ):
         self.parts, self.seconds, self.failed = tuple(parts), seconds, failed
-        self.count = workers or len(os.sched_getaffinity(0))
+        self.count = workers or os.cpu_count() or 1
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._idle.put(Worker(self.parts, seconds))  # the others start when there is work for them
         self._pool = ThreadPoolExecutor(self.count, "rewards")
