@@ -170,6 +170,48 @@ def quantization_qwix(records: list[Record]) -> str:
     return table(header, rows)
 
 
+def grpo_arithmetic(records: list[Record]) -> str:
+    """Both accuracies of each seed before and after GRPO, and what a careless reward brings."""
+    r = records[-1]
+    rows = [
+        [
+            str(row["seed"]),
+            *(
+                f"{row['before'][kind]:.1%} to {row['after'][kind]:.1%}"
+                for kind in ("sampled", "greedy")
+            ),
+            f"{row['after']['wall_seconds']:.0f}",
+            f"{row['after']['cpu_seconds']:.0f}",
+        ]
+        for row in r["seeds"]
+    ]
+    header = ["Seed", "Right, sampled", "Right, greedy", "Seconds", "Of the processor"]
+    first, last = r["careless"]["curve"][0], r["careless"]["curve"][-1]
+    return (
+        f"{table(header, rows)}\n\nIn {last['step']} steps a careless reward, the share of the right "
+        f"digits that occur anywhere in the answer, rises from {first['reward']:.0%} to {last['reward']:.0%}, and right "
+        f"answers go from {first['reward_exact']:.0%} to {last['reward_exact']:.0%}."
+    )
+
+
+def post_training_tunix(records: list[Record]) -> str:
+    """The same post-training by ours and by Tunix."""
+    r = records[-1]
+    rows = [
+        [name, f"{r[key]['largest_difference']:.1e}", f"{r[key]['tunix_over_ours']:.2f}"]
+        for key, name in (("sft", "SFT"), ("dpo", "DPO"))
+    ]
+    header = ["Task", "Largest difference of the loss, 60 steps", "Seconds of a step, Tunix / ours"]
+    answered = [
+        [name, f"{found['sampled']:.1%}", f"{found['greedy']:.1%}"]
+        for name, found in (
+            ("before", r["base"]), ("ours", r["grpo"]["ours"]), ("Tunix, our engine", r["grpo"]["tunix"]),
+        )
+    ]  # fmt: skip
+    head = ["80 steps of GRPO", "Right, sampled", "Right, greedy"]
+    return f"{table(header, rows)}\n\n{table(head, answered)}"
+
+
 def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
@@ -478,6 +520,8 @@ SECTIONS = {
     "serve_load": ("A server under load", serve_load),
     "quantization_qwix": ("Quantized products, ours and Qwix's", quantization_qwix),
     "serve_compiled": ("The engine's programs for chips that aren't here", serve_compiled),
+    "grpo_arithmetic": ("Learning from rewards", grpo_arithmetic),
+    "post_training_tunix": ("Post-training, ours and Tunix's", post_training_tunix),
     "train_gpu": ("Training on a GPU", train_gpu),
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),

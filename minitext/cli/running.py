@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from minitext import files
-from minitext.cli.arguments import Json, Plot, RunDir, Settings, answer, check_new, load, start
+from minitext.cli.arguments import (
+    Json,
+    Plot,
+    RunDir,
+    Settings,
+    answer,
+    check_new,
+    check_run,
+    load,
+    start,
+)
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 from minitext.terminal import print_tables, table
@@ -123,7 +133,7 @@ def import_(
         bool, typer.Option("--allow-nonfinite", help="read NaN and infinite numbers as they are")
     ] = False,
     base: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="RUN", help="SOURCE has adapters in peft's format for this run"),
     ] = None,
 ) -> None:
@@ -131,6 +141,7 @@ def import_(
     from minitext.config.config import load_config
 
     if base is not None:
+        check_run(base)
         if settings or allow_nonfinite:
             given = settings[0] if settings else "--allow-nonfinite"
             raise UserError(f"{given} has no effect with --base: leave it out")

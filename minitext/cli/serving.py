@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minitext import files
 from minitext.cli.arguments import Json, RunDir, Settings, answer, load, start, take_target
 from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import simulate_for
@@ -248,6 +249,7 @@ def _adapters(given: list[str], run: Path, name: str) -> "dict[str, tuple[Config
     found: dict[str, tuple[Config, Any]] = {}
     for text in given:
         called, separator, directory = text.partition("=")
+        files.local_path(directory or text)
         if not (called and separator and directory):
             raise UserError(f"--adapter {text}: write NAME=RUN, such as --adapter tuned=runs/tuned")
         if called == name or called in found:

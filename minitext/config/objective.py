@@ -1,6 +1,6 @@
 """What a step minimises: the likelihood of text, or how clearly a model prefers one answer to another.
 
-Chapters: 6.
+Chapters: 6, 26.
 """
 
 from collections.abc import Iterator

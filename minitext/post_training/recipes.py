@@ -56,6 +56,9 @@ def new_config(run: Path | str, recipe: str, words: Sequence[str]) -> Config:
       ConfigError: for a setting that can't be used.
     """
     local_path(run)
+    for word in words:
+        if word.startswith("config="):  # before the run is read
+            local_path(word.partition("=")[2])
     if preset := [word for word in words if "=" not in word]:
         raise UserError(
             f"{preset[0]!r} is not key=value: the settings come from {run} and the recipe {recipe}"

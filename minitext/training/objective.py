@@ -3,7 +3,7 @@
 An objective is a sum over a batch, and what this sum is divided by. Both are added up over microbatches and devices
 before the division (`minitext.training.loss` says why).
 
-Chapters: 6.
+Chapters: 6, 26.
 """
 
 from collections.abc import Callable

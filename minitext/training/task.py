@@ -2,7 +2,7 @@
 
 `Task` is pretraining and supervised fine-tuning. Post-training has others, and everything else about a run is the same.
 
-Chapters: 6.
+Chapters: 6, 26.
 """
 
 import functools

@@ -255,7 +255,7 @@ def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
 
 
 # Text that names no path, some only in one command; and the settings of eval, which are read after the run's own.
-WORDS = {"serve host", "serve api_key", "serve served_model_name", 
+WORDS = {"serve host", "chat system", "serve api_key", "serve served_model_name", 
     "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image",
     "project", "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
 }  # fmt: skip
