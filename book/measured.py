@@ -189,8 +189,8 @@ def grpo_arithmetic(records: list[Record]) -> str:
     first, last = r["careless"]["curve"][0], r["careless"]["curve"][-1]
     return (
         f"{table(header, rows)}\n\nIn {last['step']} steps a careless reward, the share of the right "
-        f"digits that occur anywhere in the answer, rises from {first['reward']:.0%} to {last['reward']:.0%}, and right "
-        f"answers go from {first['reward_exact']:.0%} to {last['reward_exact']:.0%}."
+        f"digits that occur anywhere in the answer, rises from {first['reward']:.0%} to {last['reward']:.0%}, and "
+        f"right answers go from {first['reward_exact']:.0%} to {last['reward_exact']:.0%}."
     )
 
 
