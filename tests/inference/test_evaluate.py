@@ -60,7 +60,9 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["gqa", "moe", "deltanet"])
+@pytest.fixture(
+    scope="module", params=["gqa", "moe", pytest.param("deltanet", marks=pytest.mark.audit)]
+)
 def model(request):
     """Returns our model for the harness, and a function from tokens [T] to logits [T, V] by one forward pass."""
     settings = [*TINY, *KINDS[request.param], "model.vocab=257"]

