@@ -261,7 +261,7 @@ def box(room: Room, middle: float, y: float) -> str:
     files = f"{len(room.files)} file" + "s" * (len(room.files) > 1)
     texts = ((19, room.name, ' class="name"'), (34, files, ""), (47, f"{room.lines:,} lines", ""))
     return (
-        f'<a href="#room-{room.name}"><rect class="box" x="{middle - BOX / 2:g}" y="{y:g}" width="{BOX}" '
+        f'<a href="#room-{room.name.replace("_", "-")}"><rect class="box" x="{middle - BOX / 2:g}" y="{y:g}" width="{BOX}" '
         f'height="{HEIGHT}" rx="4"/>'
         + "".join(
             f'<text x="{middle:g}" y="{y + down:g}"{kind}>{escape(text)}</text>'
