@@ -260,8 +260,9 @@ def box(room: Room, middle: float, y: float) -> str:
     """A room's box, which leads to its paragraph."""
     files = f"{len(room.files)} file" + "s" * (len(room.files) > 1)
     texts = ((19, room.name, ' class="name"'), (34, files, ""), (47, f"{room.lines:,} lines", ""))
+    anchor = f"room-{room.name.replace('_', '-')}"  # as Sphinx writes it
     return (
-        f'<a href="#room-{room.name.replace("_", "-")}"><rect class="box" x="{middle - BOX / 2:g}" y="{y:g}" width="{BOX}" '
+        f'<a href="#{anchor}"><rect class="box" x="{middle - BOX / 2:g}" y="{y:g}" width="{BOX}" '
         f'height="{HEIGHT}" rx="4"/>'
         + "".join(
             f'<text x="{middle:g}" y="{y + down:g}"{kind}>{escape(text)}</text>'
