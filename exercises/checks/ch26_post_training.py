@@ -1021,7 +1021,7 @@ for name, hint, options in (
     ("k2", "Half the square of d is only near exp(d) - d - 1.", {"estimate": "k2"}),
     ("reversed", "d is ref - logp. You have it the other way round.", {"reverse": True}),
     ("no_kl", "kl times the distance is missing.", {"kl_is": 0.0}),
-    ("not_negative", "A loss is made small, and the gain shall be large: it needs a minus.", {"sign": -1}),
+    ("not_negative", "Training lowers a loss, but you want the gain to grow: put a minus in front of it.", {"sign": -1}),
     ("own_ratio", "Your ratio is always 1: it divides by the probability of now instead of that when the token was "
      "drawn.", {"old": False}),
     ("not_masked", "Where the mask is 0 the loss must be 0.", {"masked": "not"}),
