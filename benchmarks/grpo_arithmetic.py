@@ -14,13 +14,11 @@ that reward, compiling and evaluation included.
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import parser, write_record
+from common import kept_case, parser, write_record
 
 SEEDS, CARELESS_SEED = 5, 0
 ERRORS = 0.25  # of the teacher's digits
@@ -164,14 +162,8 @@ def main():
         folder.mkdir(exist_ok=True)
 
         def run(what, seed):
-            kept = folder / f"{what}{seed}.json"
-            if not kept.exists():
-                case = json.dumps({"folder": str(folder), "what": what, "seed": seed})
-                done = subprocess.run(
-                    [sys.executable, __file__, "--case", case], stdout=subprocess.PIPE, check=True, text=True
-                )  # fmt: skip
-                kept.write_text(done.stdout.splitlines()[-1])
-            found = json.loads(kept.read_text())
+            case = {"folder": str(folder), "what": what, "seed": seed}
+            found = kept_case(__file__, folder / f"{what}{seed}.json", case)
             print(
                 f"{what} of seed {seed}: sampled {found['sampled']:.3f}, greedy {found['greedy']:.3f}, "
                 f"{found['wall_seconds']:.0f} s, {found['cpu_seconds']:.0f} s of CPU",

@@ -15,14 +15,12 @@ seconds include compiling. Accuracies are those of all held-out sums, drawn and 
 
 import json
 import logging
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from common import parser, ratio, spread, write_record
+from common import kept_case, parser, ratio, spread, write_record
 from grpo_arithmetic import BASE, ERRORS, GRPO, MODEL, TAUGHT, TEMPLATE, measure, train
 
 SEED, SFT_STEPS, DPO_STEPS, GRPO_STEPS, PAIRS = 0, 60, 60, 80, 64
@@ -118,9 +116,9 @@ def alternate(ours, tunix, batches):
 
 def text_batches(cfg, count):
     """Rows of taught sums, packed, with the answers' digits as targets."""
-    from minitext.data.arithmetic import sums, taught
+    from minitext.data.arithmetic import make_sums, taught
 
-    rng = taught(sums("train", seed=SEED), count=TAUGHT, errors=ERRORS, seed=SEED)
+    rng = taught(make_sums("train", seed=SEED), count=TAUGHT, errors=ERRORS, seed=SEED)
     B, T = cfg.train.global_batch, cfg.data.seq_len
     for _ in range(count):
         batch = {
@@ -168,9 +166,9 @@ def pairs(cfg):
     """The same pairs as our rows and as Tunix's."""
     from tunix.sft.dpo.dpo_trainer import TrainingInput
 
-    from minitext.data.arithmetic import sums, taught
+    from minitext.data.arithmetic import make_sums, taught
 
-    records = taught(sums("train", seed=SEED), count=TAUGHT, errors=0.6, seed=SEED + 1)
+    records = taught(make_sums("train", seed=SEED), count=TAUGHT, errors=0.6, seed=SEED + 1)
     wrong = (record for record in records if record["completion"] != record["answer"])
     B, T = cfg.train.global_batch, cfg.data.seq_len
     for _ in range(DPO_STEPS):
@@ -223,11 +221,11 @@ def dpo(base):
 
 def grpo(side, folder, base):
     """One side's run: its curve of rewards, seconds, and accuracies after."""
-    from minitext.data.arithmetic import sums, write_records
+    from minitext.data.arithmetic import make_sums, write_records
     from minitext.observability.metrics import read_metrics
 
     path = folder / "sums.jsonl"
-    write_records(path, sums("train"))
+    write_records(path, make_sums("train"))
     words = [*GRPO, *SHORTER, f"data.path={path}", f"train.seed={SEED}", f"data.seed={SEED}"]
     words += [f"data.chat_template={folder / 'plain.jinja'}", f"checkpoint.load_parameters={base}"]
     start, directory = time.perf_counter(), folder / side
@@ -237,7 +235,7 @@ def grpo(side, folder, base):
     else:
         curve = grpo_with_tunix(config(words), base, directory)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "reward": curve, **measure(directory, sums("validation"))}
+    return {"seconds": seconds, "reward": curve, **measure(directory, make_sums("validation"))}
 
 
 def grpo_with_tunix(cfg, base, directory):
@@ -247,7 +245,7 @@ def grpo_with_tunix(cfg, base, directory):
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
-    from minitext.data.arithmetic import sums
+    from minitext.data.arithmetic import make_sums
     from minitext.post_training.tunix import as_tunix, place_model, read_run, write_run
     from minitext.post_training.tunix_rollout import EngineRollout
     from minitext.sharding.mesh import AXES
@@ -278,7 +276,7 @@ def grpo_with_tunix(cfg, base, directory):
     settings = GRPOConfig(
         num_generations=rl.group, beta=rl.kl, kl_loss_mode="low_var_kl", loss_agg_mode="token-mean"
     )
-    records = sums("train", seed=SEED)
+    records = make_sums("train", seed=SEED)
     data = []
     for step in range(cfg.train.steps):
         some = [records[(step * rl.prompts + i) % len(records)] for i in range(rl.prompts)]
@@ -295,7 +293,7 @@ def grpo_with_tunix(cfg, base, directory):
 
 def one(case):
     """In a process of its own: one of the four parts."""
-    from minitext.data.arithmetic import sums, taught, write_records
+    from minitext.data.arithmetic import make_sums, taught, write_records
     from minitext.distributed import devices
 
     logging.disable(logging.WARNING)
@@ -305,7 +303,7 @@ def one(case):
     (folder / "plain.jinja").write_text(TEMPLATE)
     if case["what"] == "base":
         path = folder / "taught.jsonl"
-        records = taught(sums("train", seed=SEED), count=TAUGHT, errors=ERRORS, seed=SEED)
+        records = taught(make_sums("train", seed=SEED), count=TAUGHT, errors=ERRORS, seed=SEED)
         write_records(path, [{key: r[key] for key in ("prompt", "completion")} for r in records])
         words = [
             f"train.seed={SEED}",
@@ -313,7 +311,7 @@ def one(case):
             f"data.chat_template={folder / 'plain.jinja'}",
         ]
         return measure(
-            train(folder, base.name, [*BASE, *words, f"data.path={path}"]), sums("validation")
+            train(folder, base.name, [*BASE, *words, f"data.path={path}"]), make_sums("validation")
         )
     if case["what"] == "sft":
         return sft()
@@ -334,13 +332,8 @@ def main():
         folder = Path(args.folder or temporary)
         folder.mkdir(exist_ok=True)
         for what in ("base", "sft", "dpo", "ours", "tunix"):
-            kept = folder / f"{what}.json"
-            if not kept.exists():
-                case = json.dumps({"folder": str(folder), "what": what})
-                command = [sys.executable, __file__, "--case", case]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-                kept.write_text(done.stdout.splitlines()[-1])
-            found[what] = json.loads(kept.read_text())
+            case = {"folder": str(folder), "what": what}
+            found[what] = kept_case(__file__, folder / f"{what}.json", case)
             shown = {k: v for k, v in found[what].items() if k not in ("losses", "reward")}
             print(what, shown, flush=True)
     record = {

@@ -212,7 +212,8 @@ def _(fn, t):
 
 
 for name, hint, options in (
-    ("not_shifted", "You mark the tokens that the assistant says. The mask belongs to targets, which are one further.",
+    ("not_shifted", "You mark the tokens that the assistant says. The mask belongs to targets, which are one "
+     "position further on.",
      {"shift": 0}),
     ("last_turn", "Only the last turn of the assistant is marked. It says all of them.", {"turns": "last"}),
     ("first_turn", "Only the first turn of the assistant is marked.", {"turns": "first"}),
@@ -324,7 +325,7 @@ def _(fn, t):
 
 for name, hint, options in (
     ("alpha_alone", "You multiply by alpha. It is divided by R, the columns of a.", {"scale": "alpha"}),
-    ("no_scale", "The adapter counts alpha / R, not 1.", {"scale": "1"}),
+    ("no_scale", "The adapter is multiplied by alpha / R, not by 1.", {"scale": "1"}),
     ("root", "You divide alpha by the square root of R. That is rsLoRA; here it's R.", {"scale": "root"}),
     ("divided_by_d", "You divide by D. R is the number of columns of a.", {"scale": "alpha/d"}),
     ("always_adds", "sign = -1 must take the adapter out.", {"sign": False}),
@@ -505,9 +506,10 @@ def _(fn, t):
 for name, hint, options in (
     ("merged_weights", "You merge each row's adapter into the weights: B copies of w. Multiply x by a first, which "
      "leaves R numbers a token.", {"how": "merged"}),
-    ("all_adapters", "You multiply with all N adapters and keep B of them. Take the wanted ones by their index first.",
+    ("all_adapters", "You multiply with all N adapters and keep B of them. Pick out the ones you need by their "
+     "index first.",
      {"how": "one_hot"}),
-    ("last_for_none", "In JAX the index -1 takes the last adapter. Rows without one get x w alone.",
+    ("last_for_none", "In JAX the index -1 picks the last adapter. Rows without an adapter get x w alone.",
      {"none": "ignore"}),
     ("times_zero", "You multiply the adapter's part by 0 where there is none. 0 times NaN is NaN: select with "
      "`jnp.where`.", {"none": "multiply"}),
@@ -677,13 +679,14 @@ for name, hint, options in (
      "SimPO does.", {"mean_tokens": True}),
     ("no_reference", "The reference is missing: without it any answer that is likely anyway gets a reward.",
      {"reference": False}),
-    ("rejected_first", "Segment 1 is the chosen one. Your loss falls when the rejected gains.", {"swapped": True}),
+    ("rejected_first", "Segment 1 is the chosen one. Your loss falls when the rejected answer gains.",
+     {"swapped": True}),
     ("beta_fixed", "You use a beta of 0.1, whatever is asked for.", {"fixed": 0.1}),
     ("beta_twice", "beta is already in the rewards. You multiply their margin by it once more.", {"beta_twice": True}),
     ("prompt_too", "You sum over the prompts, too. mask_BT says which targets are an answer's.", {"masked": "ignored"}),
     ("times_mask", "You multiply by the mask. 0 times NaN or infinity is NaN: select with `jnp.where`.",
      {"masked": "times"}),
-    ("one_answer", "A row with the rejected answer alone isn't a pair. You look only for that one.",
+    ("one_answer", "You check only for the rejected answer. A row that has nothing else isn't a pair.",
      {"rows": "rejected"}),
     ("all_rows", "You count rows that lack an answer. They aren't pairs.", {"rows": "all"}),
     ("divided_by_rows", "You divide by all rows. Divide by those that are pairs.", {"rows": "divided"}),
@@ -848,7 +851,8 @@ def _(fn, t):
 
 
 for name, hint, options in (
-    ("by_number", "`np.std` divides the squares by their number. That of a sample has one less: `ddof=1`.",
+    ("by_number", "`np.std` divides the squares by their number. The sample's standard deviation divides by one "
+     "less: `ddof=1`.",
      {"ddof": 0}),
     ("tiny_noise", "Where all rewards are equal, their mean differs from them by rounding, and the standard deviation "
      "is as tiny: their ratio isn't 0. Ask whether the smallest is the largest.", {"equal": "float32"}),
@@ -858,7 +862,7 @@ for name, hint, options in (
      {"by": "blocks"}),
     ("always_scaled", "With scaled=False nothing is divided by the standard deviation.", {"scaled": True}),
     ("without_itself", "You compare with the mean of the *others*. It's the mean of the whole group.", {"loo": True}),
-    ("token_for_sequence", "You take the mean over all tokens, whatever `mean` says.", {"mean": "token"}),
+    ("token_for_sequence", "You take the mean over all tokens, whatever the argument `mean` says.", {"mean": "token"}),
     ("empty_nan", "A rollout without tokens gives 0 / 0.", {"empty": "nan"}),
     ("empty_counts", "Rollouts without tokens don't count: divide by the number of those that have some.",
      {"all_n": True}),
@@ -1021,14 +1025,16 @@ for name, hint, options in (
     ("k2", "Half the square of d is only near exp(d) - d - 1.", {"estimate": "k2"}),
     ("reversed", "d is ref - logp. You have it the other way round.", {"reverse": True}),
     ("no_kl", "kl times the distance is missing.", {"kl_is": 0.0}),
-    ("not_negative", "Training lowers a loss, but you want the gain to grow: put a minus in front of it.", {"sign": -1}),
-    ("own_ratio", "Your ratio is always 1: it divides by the probability of now instead of that when the token was "
+    ("not_negative", "Training lowers a loss, but you want the gain to grow: put a minus in front of it.",
+     {"sign": -1}),
+    ("own_ratio", "Your ratio is always 1: it divides by today's probability instead of the one the token was "
      "drawn.", {"old": False}),
     ("not_masked", "Where the mask is 0 the loss must be 0.", {"masked": "not"}),
     ("times_mask", "You multiply by the mask. 0 times NaN is NaN: select with `jnp.where`.", {"masked": "times"}),
     ("where_at_the_end", "The loss is right, and the gradient is NaN. A NaN that `jnp.where` throws away at the end "
      "comes back in the backward pass, as 0 times NaN: select before you compute.", {"masked": "after"}),
-    ("overflows", "exp of 90 is infinite in float32. Clip the differences first.", {"limit": None}),
+    ("overflows", "exp of 90 is infinite in float32. Clip the difference of the log-probabilities first.",
+     {"limit": None}),
 ):  # fmt: skip
     mistaken(clipped, name, hint, clipped_with(**options))
 
@@ -1192,7 +1198,7 @@ for name, hint, options in (
     ("no_next_value", "An error compares with reward plus the value that comes next. You left the latter out.",
      {"next_step": "same"}),
     ("forward", "Your loop runs from the first token to the last. Credit flows the other way.", {"forward": True}),
-    ("values_of_holes", "You take the tokens that weren't drawn for steps without reward and value. They aren't steps: "
+    ("values_of_holes", "You treat tokens that weren't drawn as steps without reward and value. They aren't steps: "
      "the next step is the next one that was drawn.", {"holes": "worthless"}),
     ("reset", "At a token that wasn't drawn you begin anew. It doesn't end the answer.", {"holes": "reset"}),
     ("returns_of_rewards", "A return is advantage + value. The sum of discounted rewards is the same only if decay "
@@ -1393,7 +1399,7 @@ for name, hint, options in (
      {"how": "contains"}),
     ("starts", "The answer begins with the number, and goes on.", {"how": "starts"}),
     ("ends", "Whatever comes before the number is ignored: other digits, other answers.", {"how": "ends"}),
-    ("last_number", "You take the last number. A policy may write several, and choose its last at leisure.",
+    ("last_number", "You take the last number. A policy may write several, and make the last one right.",
      {"how": "last_number"}),
     ("stripped", "You strip spaces. They aren't part of the number, and cost tokens: the statement wants none.",
      {"how": "strip"}),
@@ -1402,7 +1408,7 @@ for name, hint, options in (
     ("int", "`int()` reads spaces, underscores, a plus and digits of other alphabets.", {"how": "integer"}),
     ("int_raises", "`int()` raises for more than 4,300 digits, although they are digits.", {"how": "raises"}),
     ("float", "`float()` reads 95.0 and 9.5e1.", {"how": "float"}),
-    ("sums", "You add up what the answer leaves to be added. A policy that repeats the problem is always right.",
+    ("sums", "You evaluate sums in the answer. A policy that repeats the problem is always right.",
      {"how": "sums"}),
     ("absolute", "You ignore the sign.", {"how": "absolute"}),
     ("normalized", "You turn other digits into ASCII ones. `str` writes only these.", {"how": "normal"}),
