@@ -109,6 +109,23 @@ class Server:
         self.process.wait()
 
 
+@pytest.fixture
+def minitext(monkeypatch, capsys):
+    """Runs the command line in this process; returns exit code, stdout and stderr."""
+    from minitext.cli import main
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["minitext", *map(str, words)])
+        try:
+            main.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def server():
     """A server for commands, which imports everything once."""

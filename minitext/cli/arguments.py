@@ -64,6 +64,11 @@ RunDir = Annotated[
 Plot = Annotated[
     str | None, typer.Option(metavar="FILE", help="draw it: .svg, .png, .pdf", callback=check_plot)
 ]
+Temperature = Annotated[float, typer.Option(help="0: always the most likely token")]
+TopK = Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")]
+TopP = Annotated[
+    float, typer.Option(help="draw among the most likely tokens that sum to this probability")
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 
 

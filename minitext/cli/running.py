@@ -16,6 +16,9 @@ from minitext.cli.arguments import (
     Plot,
     RunDir,
     Settings,
+    Temperature,
+    TopK,
+    TopP,
     answer,
     check_new,
     check_run,
@@ -64,11 +67,9 @@ def generate(
         str | None, typer.Option(help="message to answer, with the chat template of the model")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="draw among the most likely tokens that sum to this probability")
-    ] = 1.0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     seed: Annotated[
         int, typer.Option(min=0, max=2**31 - 1, help="the same seed gives the same text")
     ] = 0,

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minitext import files
-from minitext.cli.arguments import Json, RunDir, Settings, answer, load, start, take_target
+from minitext.cli.arguments import (
+    Json,
+    RunDir,
+    Settings,
+    Temperature,
+    TopK,
+    TopP,
+    answer,
+    load,
+    start,
+    take_target,
+)
 from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
@@ -117,11 +128,9 @@ def chat(
     directory: RunDir,
     system: Annotated[str, typer.Option(help="message that goes before the conversation")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer at most")] = 512,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="draw among this many most likely tokens; 0: all")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="draw among the most likely tokens that sum to this probability")
-    ] = 1.0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     seed: Annotated[
         int, typer.Option(min=0, max=2**31 - 1, help="the same seed gives the same conversation")
     ] = 0,

@@ -25,23 +25,6 @@ from minitext.cli import main
 from minitext.training import run
 from tests.conftest import QUICK_FLAGS
 
-
-@pytest.fixture
-def minitext(monkeypatch, capsys):
-    """Runs the command line in this process; returns exit code, stdout and stderr."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["minitext", *map(str, words)])
-        try:
-            main.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return call
-
-
 SMALL = ["model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16", "data.seq_len=16", "train.global_batch=8",
          "data.source=grammar", "train.steps=2", "train.eval_batches=1", "train.sample_tokens=0"]  # fmt: skip
 

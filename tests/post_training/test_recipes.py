@@ -1,13 +1,11 @@
 """Recipes: the settings of a run that begins with another, and supervised fine-tuning by one."""
 
 import json
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from minitext.cli import main
 from minitext.config.config import load_config
 from minitext.data.batches import make_batches
 from minitext.data.tokenizer import ByteTokenizer
@@ -90,21 +88,10 @@ def test_words_that_cannot_be_meant_are_refused(base, tmp_path):
         recipes.new_config(tmp_path, "sft", ["data.path=a"])
 
 
-@pytest.fixture
-def minitext(monkeypatch, capsys, tmp_path):
-    """Runs the command line in this process and a folder of its own; returns exit code, stdout and stderr."""
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """Commands run in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["minitext", *map(str, words)])
-        try:
-            main.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_a_model_learns_to_answer_and_its_template_stays_with_it(base, minitext, tmp_path):

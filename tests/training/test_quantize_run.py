@@ -1,7 +1,6 @@
 """A run becomes one with stored weights, which the commands then use like any other."""
 
 import json
-import sys
 
 import jax
 import numpy as np
@@ -10,7 +9,6 @@ from flax import nnx
 
 from minitext.checkpoint import leaves
 from minitext.checkpoint.checkpointer import Checkpointer
-from minitext.cli import main
 from minitext.config.config import load_config, to_yaml
 from minitext.config.quantization import STORAGE_PRESETS, StorageRule
 from minitext.data.tokenizer import ByteTokenizer
@@ -36,20 +34,6 @@ def write_run(folder, *settings, damage=lambda params: params):
     with Checkpointer(folder / "checkpoints") as checkpointer:
         checkpointer.save(3, {"params": params}, {}, cfg.model_dump(mode="json"), wait=True)
     return cfg, params
-
-
-@pytest.fixture
-def minitext(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["minitext", *map(str, words)])
-        try:
-            main.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize("kind", STORAGE_PRESETS)
