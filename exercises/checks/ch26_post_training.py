@@ -749,10 +749,12 @@ def advantages_with(
                 of = rows // size == n
             elif by == "all":
                 of = np.ones(len(rows), bool)
+            elif by == "absolute":
+                of = np.abs(group_N) == abs(group)
             r = reward_N[of]
             if len(r) == 0:
                 continue
-            if equal == "exact" and r.min() == r.max():
+            if r.max() - r.min() <= {"exact": 0.0, "near": 1e-3}.get(equal, -1.0):
                 continue
             with np.errstate(all="ignore"):
                 deviation = r.std(ddof=min(ddof, len(r) - 1)) if is_scaled else 1.0
@@ -780,7 +782,8 @@ def advantages_with(
 
 
 def rollouts(t, sizes, T=9, empty=(), rewards=None):
-    names = t.rng.choice(1000, len(sizes), replace=False) - 300
+    names = t.rng.choice(np.arange(1, 1000), len(sizes), replace=False)
+    names[0] = -names[-1]  # two groups whose numbers differ in their sign alone
     group = t.rng.permutation(np.repeat(names, sizes))
     N = len(group)
     reward = (
@@ -829,6 +832,13 @@ def _(fn, t):
             )
 
 
+@advantages.check("rewards that differ little")
+def _(fn, t):
+    reward, group, mask = rollouts(t, (4, 5, 3))
+    args = reward * np.float32(1e-5), group, mask
+    estimates(fn, t, args, True, "token", "rewards that differ by some hundred-thousandths")
+
+
 @advantages.check("a group of one")
 def _(fn, t):
     for scaled in (True, False):
@@ -856,6 +866,9 @@ for name, hint, options in (
      {"ddof": 0}),
     ("tiny_noise", "Where all rewards are equal, their mean differs from them by rounding, and the standard deviation "
      "is as tiny: their ratio isn't 0. Ask whether the smallest is the largest.", {"equal": "float32"}),
+    ("near", "You take rewards for equal that only differ little. Zero is for rewards that don't differ at all.",
+     {"equal": "near"}),
+    ("sign_of_the_group", "Groups g and -g are two groups. You throw them together.", {"by": "absolute"}),
     ("nan", "In a group of equal rewards you divide 0 by 0.", {"equal": "nan"}),
     ("one_mean", "You compare with the mean of all rollouts. Each group has its own.", {"by": "all"}),
     ("neighbours", "You take neighbours for a group. group_N says who belongs together, in any order.",
@@ -904,7 +917,7 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
 
 def clipped_with(
     *, bounds="both", best="minimum", estimate="k3", masked="before", limit=20.0, old=True, kl_is=None,
-    reverse=False, sign=1, total=False,
+    reverse=False, sign=1, pulls=True,
 ):  # fmt: skip
     def fn(logp, old_, ref, advantage, mask, low, high, kl):
         drawn = mask > 0
@@ -926,7 +939,7 @@ def clipped_with(
             gain = (inside if best == "clipped" else ratio) * advantage
         d = limited(pick(logp - ref if reverse else ref - logp))
         far = {"k3": jnp.exp(d) - d - 1, "k2": d**2 / 2, "k1": -d}[estimate]
-        loss = kl * far - sign * gain
+        loss = kl * (far if pulls else jax.lax.stop_gradient(far)) - sign * gain
         if masked == "times":
             loss = loss * mask
         elif masked == "after":
@@ -1025,6 +1038,8 @@ for name, hint, options in (
     ("k2", "Half the square of d is only near exp(d) - d - 1.", {"estimate": "k2"}),
     ("reversed", "d is ref - logp. You have it the other way round.", {"reverse": True}),
     ("no_kl", "kl times the distance is missing.", {"kl_is": 0.0}),
+    ("pulls_nowhere", "The distance is in the loss, but no gradient flows through it: it doesn't hold the model back.",
+     {"pulls": False}),
     ("not_negative", "Training lowers a loss, but you want the gain to grow: put a minus in front of it.",
      {"sign": -1}),
     ("own_ratio", "Your ratio is always 1: it divides by today's probability instead of the one the token was "
@@ -1279,6 +1294,8 @@ def honest_with(how="text", needs_end=True, operators="+-*", reads=True):
             if all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
                 return sum(map(int, parts)) == want
             return answer == text
+        if how == "plus":
+            return answer.lstrip("+") == text
         if how == "absolute":
             return answer.lstrip("-") == text.lstrip("-")
         if how == "normal":
@@ -1372,13 +1389,17 @@ def _(fn, t):
     paid(fn, t, lambda p, r: f"{r}\n", "a line break at the end")
 
 
+@honest.check("a plus")
+def _(fn, t):
+    paid(fn, t, lambda p, r: f"+{r}" if r >= 0 else str(r), "a plus in front")
+
+
 @honest.check("other ways to write a number")
 def _(fn, t):
     digits = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
     full = str.maketrans("0123456789", "０１２３４５６７８９")
     paid(fn, t, lambda p, r: str(r).translate(full), "full-width digits")
     paid(fn, t, lambda p, r: str(r).translate(digits), "Arabic digits")
-    paid(fn, t, lambda p, r: f"+{r}" if r >= 0 else f"{r}_0", "a plus in front")
     paid(
         fn,
         t,
@@ -1411,6 +1432,7 @@ for name, hint, options in (
     ("sums", "You evaluate sums in the answer. A policy that repeats the problem is always right.",
      {"how": "sums"}),
     ("absolute", "You ignore the sign.", {"how": "absolute"}),
+    ("plus", "You drop a plus in front of the number. `str` writes none.", {"how": "plus"}),
     ("normalized", "You turn other digits into ASCII ones. `str` writes only these.", {"how": "normal"}),
     ("never_ended", "You ignore `ended`. An answer that was cut off isn't an answer yet.", {"needs_end": False}),
     ("always_adds", "The prompt may have - or * too.", {"operators": "+"}),
