@@ -136,6 +136,8 @@ LINES = [
     *(["compile", *SMALL, "--save", file] for file in [*PATHS, "{folder}", "no/such/x.bin"]),
     *(["compile", *SMALL, "target=v5e:2x2", "--save", file] for file in ["", "{folder}", LONG]),
     *(["export", "{run}", path] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
+    ["export", "{run}", "out", "--format", "onnx", "--dtype", "float16"],
+    ["export", "nowhere", "out", "--format", "onnx"],
     *(["data", "pack", path, *SMALL] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
     *(["grade", "01", option, "{folder}"] for option in ["--json", "--gradescope"]),
     # Settings.

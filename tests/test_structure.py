@@ -338,6 +338,7 @@ def test_imports_are_declared():
             "tune",
             "goodput",
             "convert",
+            "onnx",
             "parity",
             "serve",
             "eval",
