@@ -235,6 +235,7 @@ TESTED_WITH = {
     "data/chat_template": "data/chat",
     "data/gguf_tokenizer": "training/interchange",
     "inference/cpu_decode": "inference/generate",
+    "inference/http_server": "inference/server",
     "inference/protocol": "inference/server",
     "inference/requests": "inference/engine",
     "inference/sampling": "inference/engine",

@@ -99,12 +99,12 @@ def serve(
     Stops on SIGTERM or Ctrl-C, after what runs is done. Needs the extra serve.
     """
     try:
-        from minitext.inference import server
+        from minitext.inference import http_server, server
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'minitext[serve]'") from error
     if api_key is not None and not api_key.strip():
         raise UserError("the API key is empty: set one, or unset --api-key and MINITEXT_API_KEY")
-    listening = server.bind(host, port)
+    listening = http_server.bind(host, port)
     sizes = MeshConfig(data=data_parallel_size, tensor=tensor_parallel_size)
     start(simulate_for(list(sizes.sizes().values()), None))
     from minitext.inference.engine import EngineOptions
@@ -119,9 +119,9 @@ def serve(
     with of_slow_work(1.0, "compiling") as told:
         served.engine.warm_up(warm_up, lambda done, whole: told(done / max(whole, 1)))
     served.engine.start()
-    server.listen(listening)
+    http_server.listen(listening)
     _say_how(listening, served, step)
-    server.serve(server.Server(served, drain_seconds), listening)
+    http_server.serve(server.Server(served, drain_seconds), listening)
 
 
 def chat(
