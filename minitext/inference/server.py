@@ -131,7 +131,11 @@ def make_app(served: Served) -> FastAPI:
     # No pages about the API: FastAPI's load their scripts from another host.
     app = FastAPI(title="minitext", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Counted, answers=served.metrics.answers)
-    api = APIRouter(prefix="/v1", dependencies=[Depends(partial(check_key, served.api_key))])
+
+    async def with_key(request: Request) -> None:
+        check_key(served.api_key, request)
+
+    api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
     common = {
         "object": "model", "created": int(time.time()), "owned_by": "minitext",
         "max_model_len": served.engine.max_length,
