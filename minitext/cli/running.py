@@ -176,10 +176,11 @@ def export(
         ),
     ],
     format_: Annotated[
-        Literal["orbax", "hf", "gguf", "peft", "onnx"],
+        Literal["orbax", "hf", "gguf", "peft", "onnx", "stablehlo"],
         typer.Option(
             "--format",
-            help="minitext's own, Hugging Face's, llama.cpp's, of the adapters alone peft's, or ONNX",
+            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, programs for "
+            "JAX alone",
         ),
     ] = "orbax",
     dtype: Annotated[
@@ -193,7 +194,7 @@ def export(
 
     Adapters are merged into the weights beside which they were trained, except with --format peft.
     """
-    if format_ in ("orbax", "peft", "onnx") and dtype != "float32":
+    if format_ in ("orbax", "peft", "onnx", "stablehlo") and dtype != "float32":
         other = "gguf" if dtype in ("q8_0", "q4_0") else "hf"
         raise UserError(
             f"--dtype {dtype} has no effect with --format {format_}: add --format {other}"
@@ -214,6 +215,10 @@ def export(
             from minitext.training import onnx_export
 
             step = onnx_export.export_onnx(directory, target)
+        case "stablehlo":
+            from minitext.training import artefact_run
+
+            step = artefact_run.export_artefact(directory, target)
         case _:
             step = run_dir.export_run(directory, target)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
