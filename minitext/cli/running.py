@@ -179,8 +179,8 @@ def export(
         Literal["orbax", "hf", "gguf", "peft", "onnx", "stablehlo"],
         typer.Option(
             "--format",
-            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, programs for "
-            "JAX alone",
+            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, or "
+            "programs for JAX alone",
         ),
     ] = "orbax",
     dtype: Annotated[

@@ -300,14 +300,6 @@ def is_artefact(folder: Path | str) -> bool:
     return (Path(folder) / artefact.MANIFEST).is_file()
 
 
-def holds_artefacts(folder: Path | str) -> bool:
-    """Returns whether a folder is an artefact, or holds some as a repository does."""
-    try:
-        return bool(_folders(Path(folder)))
-    except UserError:
-        return False
-
-
 def _folders(place: Path) -> list[Path]:
     """Returns the artefacts in a folder: itself, or DIR/NAME and DIR/NAME/VERSION."""
     if is_artefact(place):

@@ -196,8 +196,15 @@ def test_types_scalars_and_rows_in_any_dimension(server):
 def test_bytes_instead_of_numbers_in_json(server):
     """The extension that Triton's client uses unless it's told otherwise."""
     x = np.random.default_rng(0).normal(size=(3, D)).astype("f4")
-    one = {"name": "x", "shape": [3, D], "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
-    head = json.dumps({"inputs": [one], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]})
+    one = {
+        "name": "x",
+        "shape": [3, D],
+        "datatype": "FP32",
+        "parameters": {"binary_data_size": x.nbytes},
+    }
+    head = json.dumps(
+        {"inputs": [one], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}
+    )
     path, length = "/v2/models/mlp/infer", {"Inference-Header-Content-Length": str(len(head))}
     kinds = ({"Content-Type": "application/octet-stream"}, {"Content-Type": "application/json"})
     for kind in kinds:
@@ -216,7 +223,9 @@ def test_bytes_instead_of_numbers_in_json(server):
     ]
     head = json.dumps({"inputs": inputs})
     length = {"Inference-Header-Content-Length": str(len(head))}
-    status, _, said = server.ask("/v2/models/odd.mixed/infer", head.encode() + flags.tobytes(), **length)
+    status, _, said = server.ask(
+        "/v2/models/odd.mixed/infer", head.encode() + flags.tobytes(), **length
+    )
     assert status == 400 and "a byte of it is 2" in said["error"]
 
 
@@ -235,7 +244,10 @@ def test_requests_are_computed_together_and_answered_as_if_alone(server):
     for x, got in zip(xs, crowd(server, xs), strict=True):
         assert got.shape == (len(x), F)
         np.testing.assert_allclose(got, alone(x), rtol=2e-6, atol=1e-6)
-    calls = server.value('minitext_inference_requests_per_call_count{model="mlp",version="10"}') - before
+    calls = (
+        server.value('minitext_inference_requests_per_call_count{model="mlp",version="10"}')
+        - before
+    )
     assert calls < len(xs), "no requests were joined"
 
 
@@ -351,7 +363,9 @@ def test_nobody_waits_longer_than_they_must():
     gone.cancelled = True
     batcher.submit({"x": np.array([9, 10, 11], "f4")}, answers.of(9))
     answers.wait(1)
-    assert computed[-1] == [9, 10, 11, 11] and 8 not in answers.found  # filled up to 4 by the last row
+    assert (
+        computed[-1] == [9, 10, 11, 11] and 8 not in answers.found
+    )  # filled up to 4 by the last row
     with pytest.raises(Refused, match="5 rows, and at most 4"):
         batcher.submit({"x": np.zeros(5, "f4")}, answers.of(5))
     batcher.close(5)
@@ -383,7 +397,10 @@ def test_models_come_and_go_while_requests_run(folder, tmp_path):
         assert [(one["version"], one["state"]) for one in index] == [("1", "READY")]
         shutil.copytree(folder / "mlp" / "ten", home / "mlp" / "b")
         index = running.ask("/v2/repository/index", b"", "POST")[2]
-        assert [(one["version"], one["state"]) for one in index] == [("1", "READY"), ("10", "UNAVAILABLE")]
+        assert [(one["version"], one["state"]) for one in index] == [
+            ("1", "READY"),
+            ("10", "UNAVAILABLE"),
+        ]
         for _ in range(3):
             assert running.ask(f"{path}/load", b"", "POST")[0] == 200
             np.testing.assert_allclose(running.infer("mlp", x=x)["y"], right[1], rtol=1e-6)
@@ -407,21 +424,28 @@ def test_models_come_and_go_while_requests_run(folder, tmp_path):
 def test_an_unloaded_model_is_out_of_memory(tmp_path):
     """Weights and compiled programs."""
     shape = (37, 41)
-    function = artefact.Function(lambda w, inputs: {"y": inputs["x"] @ w}, {"x": ("b, 37", "float32")}, batch="b")
+    function = artefact.Function(
+        lambda w, inputs: {"y": inputs["x"] @ w}, {"x": ("b, 37", "float32")}, batch="b"
+    )
     artefact.save(tmp_path / "a", {"run": function}, np.ones(shape, "f4"), name="a")
 
     def alive():
         gc.collect()
         found = [x for x in jax.live_arrays() if x.shape == shape]
-        return len({x.unsafe_buffer_pointer() for x in found})  # a program's constants share the weights' memory
+        return len(
+            {x.unsafe_buffer_pointer() for x in found}
+        )  # a program's constants share the weights' memory
 
+    def batch_threads():
+        return sum(thread.name == "batch" for thread in threading.enumerate())
+
+    before = batch_threads()
     running = Running(tmp_path / "a")
     assert running.infer("a", x=np.ones((2, 37), "f4"))["y"].tolist() == [[37.0] * 41] * 2
     model = weakref.ref(running.served.store.loaded()[0])
-    threads = threading.active_count()
-    assert alive() == 1
+    assert alive() == 1 and batch_threads() == before + 1
     assert running.ask("/v2/repository/models/a/unload", b"", "POST")[0] == 200
-    assert alive() == 0 and model() is None and threading.active_count() < threads
+    assert alive() == 0 and model() is None and batch_threads() == before
     assert running.ask("/v2/repository/models/a/load", b"", "POST")[0] == 200
     assert alive() == 1
     running.close()
@@ -438,7 +462,11 @@ def test_a_damaged_artefact_is_refused_and_the_others_go_on(folder, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     status, _, said = running.ask("/v2/repository/models/mlp/load", b"", "POST")
-    assert status == 400 and "weights.safetensors was changed" in said["error"] and "\n" not in said["error"]
+    assert (
+        status == 400
+        and "weights.safetensors was changed" in said["error"]
+        and "\n" not in said["error"]
+    )
     index = {one["version"]: one for one in running.ask("/v2/repository/index", {})[2]}
     assert index["1"]["state"] == "READY" and "was changed" in index["10"]["reason"]
     assert running.infer("mlp", x=np.zeros((1, D), "f4"))["y"].shape == (1, F)
@@ -458,7 +486,13 @@ def test_folders_that_cannot_be_served(folder, tmp_path):
     assert "cannot be read" in refuse(tmp_path / "none")
     shutil.copytree(folder / "mlp" / "one", tmp_path / "twin")
     assert "are both mlp version 1" in refuse(folder, tmp_path / "twin")
-    for text in ("", "[]", "{", '{"name": "a"}', '{"name": "../a", "version": "1", "sha256": "", "weights": {"file": "weights.safetensors"}}', "[" * 100_000):
+    outside = {
+        "name": "../a",
+        "version": "1",
+        "sha256": "",
+        "weights": {"file": "weights.safetensors"},
+    }
+    for text in ("", "[]", "{", '{"name": "a"}', json.dumps(outside), "[" * 100_000):
         (tmp_path / "twin" / "manifest.json").write_text(text)
         assert "manifest" in refuse(tmp_path / "twin")
 
@@ -472,16 +506,21 @@ def test_memory_is_looked_at_before_it_is_taken(folder, monkeypatch):
 
 def test_a_call_that_needs_too_much_memory_is_refused_before_it_runs(tmp_path):
     """A hundred bytes of request may ask for gigabytes, where shapes grow inside."""
-    function = artefact.Function(
-        lambda w, inputs: {"y": jnp.cos(inputs["x"][:, None] * inputs["x"] * w).sum(0)[None] * jnp.ones(inputs["x"].shape + inputs["x"].shape)},
-        {"x": ("t", "float32")},
-    )  # fmt: skip
+
+    def grows(w, inputs):
+        x_T = inputs["x"]
+        y_TT = jnp.cos(x_T[:, None] * x_T * w)
+        return {"y": y_TT / y_TT.sum(0)}
+
+    function = artefact.Function(grows, {"x": ("t", "float32")})
     artefact.save(tmp_path / "a", {"run": function}, np.float32(1), name="a")
     running = Running(tmp_path / "a")
     batcher = running.served.store.loaded()[0].batchers["run"]
     batcher.program._most_bytes = 1 << 20
     assert running.infer("a", x=np.ones(10, "f4"))["y"].shape == (10, 10)
-    status, _, said = running.ask("/v2/models/a/infer", {"inputs": [tensor("x", np.ones(2000, "f4"))]})
+    status, _, said = running.ask(
+        "/v2/models/a/infer", {"inputs": [tensor("x", np.ones(2000, "f4"))]}
+    )
     assert status == 413 and "of memory, and a call may have" in said["error"]
     running.close()
 
@@ -501,6 +540,7 @@ def test_constraints_of_a_program_are_its_own(tmp_path):
 # --- those who mean no good
 
 X = {"name": "x", "shape": [1, D], "datatype": "FP32", "data": [0.0] * D}
+BARE = {"name": "x", "shape": [1, D], "datatype": "FP32"}
 HOSTILE = [
     (b"", 400), (b"{", 400), (b"[]", 400), (b"null", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400),
     (b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400), ({}, 400), ({"inputs": None}, 400),
@@ -526,9 +566,9 @@ HOSTILE = [
     ({"inputs": [X], "parameters": {"binary_data_output": "yes"}}, 400), ({"inputs": [X], "parameters": []}, 400),
     ({"inputs": [X], "id": 7}, 400), ({"inputs": [X], "id": "i" * 100_000}, 400),
     ({"inputs": [{**X, "parameters": {"binary_data_size": 16}}]}, 400),
-    ({"inputs": [{"name": "x", "shape": [1, D], "datatype": "FP32", "parameters": {"binary_data_size": 16}}]}, 400),
-    ({"inputs": [{"name": "x", "shape": [1, D], "datatype": "FP32", "parameters": {"binary_data_size": -1}}]}, 400),
-    ({"inputs": [{"name": "x", "shape": [1, D], "datatype": "FP32", "parameters": {"shared_memory_region": "r"}}]}, 400),
+    ({"inputs": [{**BARE, "parameters": {"binary_data_size": 16}}]}, 400),
+    ({"inputs": [{**BARE, "parameters": {"binary_data_size": -1}}]}, 400),
+    ({"inputs": [{**BARE, "parameters": {"shared_memory_region": "r"}}]}, 400),
     ({"inputs": [{**X, "shape": [9, D], "data": [0.0] * 9 * D}]}, 413), (b" " * 300_000, 413),
 ]  # fmt: skip
 
@@ -547,7 +587,9 @@ def test_hostile_requests_are_refused_in_one_line(narrow):
     for body, status in HOSTILE:
         got, _, said = narrow.ask("/v2/models/mlp/infer", body, **KEY)
         assert got == status, (body if len(str(body)) < 300 else str(body)[:300], said)
-        assert list(said) == ["error"] and "\n" not in said["error"] and 10 < len(said["error"]) < 400
+        assert (
+            list(said) == ["error"] and "\n" not in said["error"] and 10 < len(said["error"]) < 400
+        )
     good = {"inputs": [X]}
     path = "/v2/models/mlp/infer"
     for where, status in (
@@ -576,7 +618,11 @@ def test_the_key_is_wanted_but_for_health_and_metrics(narrow):
         assert narrow.ask(path)[0] == 401
         assert narrow.ask(path, Authorization="Bearer wrong")[0] == 401
         assert narrow.ask(path, **KEY)[0] == 200
-    for path in ("/v2/models/mlp/infer", "/v2/repository/index", "/v2/repository/models/mlp/unload"):
+    for path in (
+        "/v2/models/mlp/infer",
+        "/v2/repository/index",
+        "/v2/repository/models/mlp/unload",
+    ):
         assert narrow.ask(path, {"inputs": [X]})[0] == 401
     assert narrow.ask("/v2/health/ready")[0] == 200 and narrow.ask("/metrics")[0] == 200
 
@@ -584,9 +630,9 @@ def test_the_key_is_wanted_but_for_health_and_metrics(narrow):
 def test_too_many_requests_are_told_to_come_again(narrow):
     """Those who are slow to send their requests take places too."""
     head = (
-        f"POST /v2/models/mlp/infer HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer secret\r\nContent-Length: 100\r\n\r\n"
-    ).encode()
+        b"POST /v2/models/mlp/infer HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Authorization: Bearer secret\r\nContent-Length: 100\r\n\r\n"
+    )
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             slow = stack.enter_context(socket.create_connection(("127.0.0.1", narrow.port)))
@@ -616,7 +662,8 @@ def _until(holds, seconds=20.0):
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(
-        st.sampled_from(["name", "shape", "datatype", "data", "parameters", "inputs", "outputs", "id", "x"]), inner, max_size=5,
+        st.sampled_from(["name", "shape", "datatype", "data", "parameters", "inputs", "outputs", "id", "x"]),
+        inner, max_size=5,
     ), max_leaves=20,
 ))  # fmt: skip
 def test_no_json_makes_the_server_fail(narrow, value):
@@ -639,7 +686,8 @@ def test_infinite_numbers_go_through(server):
     body = json.dumps({"inputs": [tensor("x", x)]}).encode()
     assert b"Infinity" in body and b"NaN" in body
     got = array(server.ask("/v2/models/odd.centred/infer", body)[2]["outputs"][0])
-    np.testing.assert_array_equal(got, (x - x.mean(0)).astype("f4"))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(got, (x - x.mean(0)).astype("f4"))
 
 
 # --- the end
@@ -663,10 +711,15 @@ def test_a_client_that_hangs_up_is_not_computed_for(folder):
     with socket.create_connection(("127.0.0.1", running.port)) as client:
         client.sendall(
             f"POST /v2/models/mlp/infer HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
         )
         _until(lambda: running.served.under_way == 1)
-        _until(lambda: any(b.waiting for m in running.served.store.loaded() for b in m.batchers.values()))
+        _until(
+            lambda: any(
+                b.waiting for m in running.served.store.loaded() for b in m.batchers.values()
+            )
+        )
     _until(lambda: running.served.under_way == 0)
     assert running.value("minitext_inference_requests_per_call_count") == 0
     assert running.value('minitext_inference_requests_total{model="mlp",status="499"') == 1
@@ -677,7 +730,11 @@ def test_metrics_are_by_model_and_version(server):
     server.infer("mlp", "9", x=np.zeros((1, D), "f4"))
     text = server.ask("/metrics")[2].decode()
     labels = '{model="mlp",version="9"}'
-    for name in ("inference_seconds_count", "inference_queue_seconds_count", "inference_rows_per_call_count"):
+    for name in (
+        "inference_seconds_count",
+        "inference_queue_seconds_count",
+        "inference_rows_per_call_count",
+    ):
         assert f"minitext_{name}{labels}" in text
     assert f"minitext_inference_shapes{labels}" in text
     server.ask("/v2/models/secret-name/infer", {"inputs": [X]})
