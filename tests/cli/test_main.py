@@ -405,10 +405,12 @@ def test_artefacts_are_served_until_sigterm(server, minitext, trained, tmp_path)
         time.sleep(0.05)
     manifest = json.loads((tmp_path / "lm" / "manifest.json").read_text())
 
+    datatypes = {"int32": "INT32", "float32": "FP32"}
+
     def ask(function, **arrays):
         types = manifest["functions"][function]["inputs"]
         inputs = [
-            {"name": name, "shape": list(arrays[name].shape), "datatype": {"int32": "INT32", "float32": "FP32"}[x["dtype"]],
+            {"name": name, "shape": list(arrays[name].shape), "datatype": datatypes[x["dtype"]],
              "data": arrays[name].ravel().tolist()}
             for name, x in types.items()
         ]  # fmt: skip
