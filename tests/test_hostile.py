@@ -128,6 +128,12 @@ LINES = [
     [*LOCAL, "--restarts", "-1", "--", "train"],
     *(["grade", "--seed", s] for s in ["-1", "soon"]),
     *(["grade", "--jobs", n] for n in ["0", "-1", "x"]),
+    *(["serve", path] for path in [*PATHS, "nowhere", "{folder}", "{file}", "/dev/null"]),
+    ["serve", "{run}", "{folder}"],
+    ["serve", "{run}", "{run}"],
+    *(["serve", "{run}", option, "4"] for option in ["--max-batch", "--max-wait-ms", "--max-body-mb"]),
+    *(["serve", "{run}", "--max-batch", n] for n in ["0", "-1", HUGE, "x"]),
+    *(["serve", "{run}", "--max-wait-ms", n] for n in ["nan", "-1", "inf"]),
     # Files that can't be written, before anything is computed.
     *(["goodput", "{run}", "--plot", file] for file in [*FILES, "{folder}/", "plain", "no/such/x.svg"]),
     *(["roofline", *SMALL, "--plot", file] for file in FILES),
