@@ -238,7 +238,7 @@ def test_a_process_without_minitext_finds_the_same_tokens(text, jax_alone, tmp_p
     assert not ran.returncode, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     want = {}
-    for length, several in prompts.items():
+    for several in prompts.values():
         rows = np.stack(list(generator.tokens(np.array(several), max_tokens=TOKENS)), axis=1)
         want |= {json.dumps(p): row for p, row in zip(several, rows.tolist(), strict=True)}
     assert {len(batch) for batch in asked} == set(range(1, 8))
