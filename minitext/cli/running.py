@@ -30,6 +30,14 @@ from minitext.errors import UserError
 from minitext.terminal import print_tables, table
 
 
+def check_licence(name: str) -> str:
+    """Refuses what can't be the name of a licence, before a model is read."""
+    if not name.strip() or len(name) > 100 or not name.isprintable():
+        shown = files.shorten(name)
+        raise UserError(f"--license {shown} is not the name of a licence: give one, such as mit")
+    return name
+
+
 def train(settings: Settings = None) -> None:
     """Train a model, by default the preset `laptop` on the text of the Python standard library.
 
@@ -189,7 +197,13 @@ def export(
         ),
     ] = "float32",
     licence: Annotated[
-        str, typer.Option("--license", metavar="NAME", help="for the model card: apache-2.0")
+        str,
+        typer.Option(
+            "--license",
+            metavar="NAME",
+            help="for the model card, such as apache-2.0",
+            callback=check_licence,
+        ),
     ] = "unknown",
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them.

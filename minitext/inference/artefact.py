@@ -27,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flatbuffers  # noqa: F401  # missing, it is missed here and not by jax.export after all is traced
 import jax
 import numpy as np
 

@@ -19,15 +19,12 @@ from typing import Any
 import jax
 import yaml
 
-from minitext import files
 from minitext.config.config import Config
-from minitext.errors import UserError
 from minitext.models.flops import count_params
 from minitext.observability.metrics import read_json_lines, read_metrics
 from minitext.terminal import show_bytes
 
 CARD, UNKNOWN, EVALUATIONS = "README.md", "unknown", "evaluations.jsonl"
-LICENCE_LIMIT = 100  # characters
 
 # How to run each format, in its folder.
 COMMANDS = {
@@ -91,13 +88,7 @@ def card(
       size: of the weights, in bytes.
       dtype: of the weights.
       licence: under which the model may be used.
-
-    Raises:
-      UserError: for a licence that can't be the name of one.
     """
-    if not licence.strip() or len(licence) > LICENCE_LIMIT or not licence.isprintable():
-        shown = files.shorten(licence)
-        raise UserError(f"--license {shown} is not a licence's name: give one, such as apache-2.0")
     name = Path(directory).resolve().name
     front = {
         "license": licence, "library_name": "minitext" if form != "hf" else "transformers",
