@@ -28,6 +28,7 @@ from minitext.inference.shipped import load as loader
 from minitext.models.transformer import Transformer
 from minitext.sharding.mesh import make_mesh
 from tests.conftest import QUICK_FLAGS, TINY, audit_but
+from tests.models import tiny_models
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 255, 300)
 TOKENS = 6
@@ -504,3 +505,21 @@ def test_texts_end_where_positions_would_change(tmp_path):
     np.testing.assert_array_equal(np.stack(list(steps)), want)
     with pytest.raises(ValueError, match="at most 70"):
         list(shipped_generate.generate(manifest, functions, [prompt], 11))
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("name", tiny_models.CASES)
+def test_every_family(name, tmp_path):
+    """Texts on both sides of the families' windows and chunks, and of different lengths."""
+    pair = tiny_models.pair(name, tmp_path)
+    cfg, params = pair.cfg, nnx.state(pair.ours)
+    manifest, functions = artefact.load(save_text(tmp_path / "model", cfg, params))
+    count = 3
+    longest = min(13, manifest["text"]["max_length"] - count)
+    prompts = [tiny_models.tokens(n, 1)[0].tolist() for n in (1, 4, longest)]
+    steps = shipped_generate.generate(manifest, functions, prompts, count)
+    found = np.stack(list(steps), axis=1).tolist()
+    generator = Generator(cfg, params, Sampling(0))
+    for prompt, row in zip(prompts, found, strict=True):
+        tokens = generator.tokens(np.array([prompt]), max_tokens=count)
+        assert row == [int(token[0]) for token in tokens], len(prompt)
