@@ -82,12 +82,11 @@ def journey(
     start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
     from minitext.journey import dial
 
+    dial.check(dial.DEFAULT_DEPTH if depth is None else depth, tokens_per_parameter)
     tokens = tokens_per_parameter * (dial.QUICK_SHARE if quick else 1)
-    dial.check(dial.DEFAULT_DEPTH, tokens)
     if budget is not None:
         depth = dial.depth_for(budget, tokens)
     depth = dial.DEFAULT_DEPTH if depth is None else depth
-    dial.check(depth, tokens)
     recipe, study = dial.recipe(depth, tokens), dial.study_of(depth, tokens)
     if plan:
         found = {"recipe": recipe.to_json(), "study": [each.to_json() for each in study]}

@@ -1,7 +1,7 @@
 """How often a model answers right: as it draws answers, and always with its likeliest token.
 
-Both are needed. Reinforcement learning makes right answers likelier, which the first shows; whether the model knows more
-sums than before, the second.
+Both are needed. Reinforcement learning makes right answers likelier, which the first shows; the second shows
+whether the model knows more sums than before.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """What the model is to learn after pretraining: to answer questions such as "What is 37+58?".
 
-The sums are those of `minitext.data.arithmetic`. A teacher who writes a wrong digit in place of one in four shows how to
-answer. A model that learns from it draws wrong answers as often as its teacher gives them, although its likeliest answer
-is mostly right: what reinforcement learning from a checked reward then evens out. One sum in ten is held out from both.
+The sums are those of `minitext.data.arithmetic`. A teacher who writes a wrong digit in place of one in four shows how
+to answer. A model that learns from it draws wrong answers as often as its teacher gives them, although its likeliest
+answer is mostly right. Reinforcement learning from a checked reward then makes right answers likelier. One sum in
+ten is held out from both.
 """
 
 from collections.abc import Iterator

@@ -127,9 +127,9 @@ def _tokenizer(stages: dict[str, Any]) -> str:
     tokens = " ".join(f"<code>{escape(token)}</code>" for token in t["example"])
     return (
         _p(
-            f"{t['ids']:,} ids, learned from the text; {t['bytes_per_token']:.2f} bytes a token, {t['tokens']:,} tokens "
-            f"in {t['rows']['train']:,} rows to train on and {t['rows']['validation']:,} to validate on. Pretraining "
-            f"reads {t['epochs']:.2f} times what there is to train on."
+            f"{t['ids']:,} ids, learned from the text; {t['bytes_per_token']:.2f} bytes a token, {t['tokens']:,} "
+            f"tokens in {t['rows']['train']:,} rows to train on and {t['rows']['validation']:,} to validate on. "
+            f"Pretraining reads {t['epochs']:.2f} times what there is to train on."
         )
         + f"<p>A question in tokens, each digit one of its own: {tokens}</p>"
     )
@@ -163,7 +163,10 @@ def _scaling(stages: dict[str, Any]) -> str:
         Axis("nats per token", log=True),
     )  # fmt: skip
     rows = [
-        (one["depth"], f"{one['parameters']:,}", f"{one['flops']:.2e}", f"{one['loss']:.4f}", f"{law(one['flops']):.4f}")
+        (
+            one["depth"], f"{one['parameters']:,}", f"{one['flops']:.2e}", f"{one['loss']:.4f}",
+            f"{law(one['flops']):.4f}",
+        )
         for one in s["points"]
     ]  # fmt: skip
     return _p(text) + after + drawn + _table(("depth", "parameters", "FLOPs", "loss", "law"), rows)
@@ -187,8 +190,9 @@ def _written(samples: Sequence[dict[str, Any]]) -> str:
 def _evaluate(stages: dict[str, Any]) -> str:
     e = stages["evaluate"]
     text = (
-        f"On {e['tokens']:,} tokens that it never saw: {e['loss']:.4f} nats per token, perplexity {e['perplexity']:.2f}, "
-        f"{e['bits_per_byte']:.3f} bits per byte. It continues text; it doesn't answer questions yet:"
+        f"On {e['tokens']:,} tokens that it never saw: {e['loss']:.4f} nats per token, perplexity "
+        f"{e['perplexity']:.2f}, {e['bits_per_byte']:.3f} bits per byte. It continues text; it "
+        "doesn't answer questions yet:"
     )
     written = "".join(
         f"<pre><b>{escape(one['before'])}</b>{escape(one['after'])}</pre>" for one in e["written"]

@@ -80,24 +80,27 @@ def run_journey(trip: Trip, names: Sequence[str] = ()) -> Path:
     """
     chosen = check_stages(names)
     trip.check()
+    _check_order(trip, chosen)
+    stages.check(trip)
     with disk_errors(trip.directory), Claim(trip.directory) as claim:
         trip.begin()
         claim.begin()
         for name in chosen:
             if trip.result(name) is None:
-                _check_before(trip, name)
                 _run(trip, name)
                 report.write(trip, tuple(STAGES))  # also of a part of the way
         return report.write(trip, tuple(STAGES))
 
 
-def _check_before(trip: Trip, name: str) -> None:
-    for before in STAGES:
-        if before == name:
-            return
-        if trip.result(before) is None:
+def _check_order(trip: Trip, chosen: Sequence[str]) -> None:
+    """Refuses stages whose predecessors are neither done nor among them."""
+    for number, name in enumerate(STAGES):
+        before = list(STAGES)[:number]
+        missing = [b for b in before if b not in chosen and trip.result(b) is None]
+        if name in chosen and missing:
             raise UserError(
-                f"stage {name} needs stage {before}: leave out --stages, or add {before}"
+                f"--stages: {name} needs what {', '.join(missing)} leave in {trip.directory}: add them, or leave out "
+                "--stages"
             )
 
 

@@ -1,7 +1,7 @@
 """A scaling law from a few small runs, and what it predicts of a larger one.
 
-The law is L(C) = E + A * C^-alpha: the loss falls as a power of the training compute C towards a floor E, the entropy of
-the text itself. It holds along one recipe, in which sizes and tokens follow from one dial (Kaplan et al. 2020,
+The law is L(C) = E + A * C^-alpha: the loss falls as a power of the training compute C towards a floor E, the entropy
+of the text itself. It holds along one recipe, in which sizes and tokens follow from one dial (Kaplan et al. 2020,
 https://arxiv.org/abs/2001.08361, without the floor; Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, with one).
 
 How it is fitted: for each of many exponents alpha the best E and A, neither negative, are a least-squares problem with
@@ -61,23 +61,29 @@ def fit(compute: Sequence[float], loss: Sequence[float]) -> Law:
         raise ValueError(f"{len(set(x.tolist()))} different sizes: a law needs two or more")
     if not (np.isfinite(x).all() and np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
         raise ValueError("compute and losses must be finite and above 0")
-    unit, has_floor = float(x.max()), len(set(x.tolist())) > 2
-    tried = [(_solve((x / unit) ** -a, y, has_floor), float(a)) for a in EXPONENTS]
-    (error, floor, scale), exponent = min(tried, key=lambda one: one[0][0])
-    return Law(floor, scale, exponent, unit, float(np.sqrt(error / len(y))))
+    unit = float(x.max())
+    powers = (x / unit) ** -EXPONENTS[:, None]  # [exponents, runs]
+    floors, scales = _solve(powers / y, 1 / y, has_floor=len(set(x.tolist())) > 2)
+    errors = (floors[:, None] + scales[:, None] * powers) / y - 1
+    squares = np.sum(errors**2, axis=1)
+    best = int(np.argmin(squares))
+    residual = float(np.sqrt(squares[best] / len(y)))
+    return Law(float(floors[best]), float(scales[best]), float(EXPONENTS[best]), unit, residual)
 
 
-def _solve(u: np.ndarray, y: np.ndarray, has_floor: bool) -> tuple[float, float, float]:
-    """Returns the squared relative error, E and A of the best E + A * u, neither below 0."""
-    ones, powers, target = 1 / y, u / y, np.ones_like(y)  # all divided by y: errors are relative
-    candidates = [(0.0, float(powers @ target / (powers @ powers)))]
-    if has_floor:
-        candidates.append((float(ones @ target / (ones @ ones)), 0.0))
-        both = np.linalg.lstsq(np.stack([ones, powers], 1), target, rcond=None)[0]
-        if (both >= 0).all():
-            candidates.append((float(both[0]), float(both[1])))
-    found = [(float(np.sum((E * ones + A * powers - 1) ** 2)), E, A) for E, A in candidates]
-    return min(found)
+def _solve(
+    powers: np.ndarray, ones: np.ndarray, *, has_floor: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each row of powers the E and A, neither below 0, that bring E * ones + A * powers nearest to 1."""
+    pp, p1, po = np.sum(powers**2, 1), np.sum(powers, 1), powers @ ones
+    no_floor = np.zeros(len(powers)), p1 / pp
+    if not has_floor:
+        return no_floor
+    oo, o1 = float(np.sum(ones**2)), float(np.sum(ones))
+    determinant = oo * pp - po**2
+    E, A = (o1 * pp - p1 * po) / determinant, (oo * p1 - po * o1) / determinant
+    E, A = np.where(A < 0, o1 / oo, E), np.maximum(A, 0.0)
+    return np.where(E < 0, no_floor[0], E), np.where(E < 0, no_floor[1], A)
 
 
 @dataclass(frozen=True)

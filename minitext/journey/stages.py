@@ -16,7 +16,7 @@ import jax
 from minitext import files
 from minitext.config.config import Config, load_config
 from minitext.data import rows, sources
-from minitext.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from minitext.data.tokenizer import Tokenizer, train_bpe
 from minitext.inference.generate import Sampling, generate
 from minitext.journey import asking, scaling
 from minitext.journey.dial import Recipe
@@ -28,8 +28,11 @@ from minitext.observability import goodput
 from minitext.observability.metrics import read_metrics
 from minitext.post_training import recipes
 from minitext.post_training.tasks import task_of
+from minitext.sharding.mesh import make_mesh
 from minitext.training import interchange, quantize_run, run, run_dir
+from minitext.training.capacity import check_memory
 from minitext.training.run_dir import load_run
+from minitext.training.step import check_trainable
 
 PACKED, TOKENIZER, PREDICTION = "packed", "tokenizer.json", "prediction.json"
 TAUGHT_COUNT = 60_000  # answers of the teacher
@@ -42,6 +45,21 @@ EXPORTED = {
     "model.gguf": "llama.cpp: llama-cli -m model.gguf",
 }
 BEGINNINGS = ("def ", "import ", "class ", question(37, 58) + "\n")
+
+
+def check(trip: Trip) -> None:
+    """Refuses what later stages could not do, before anything is written.
+
+    Raises:
+      UserError: for text that isn't there, or a mesh that can't divide a model.
+      DoesNotFit: for a model that this machine's memory can't hold.
+    """
+    sources.read(_text_config(trip).data)
+    for recipe in (*trip.study, trip.recipe):
+        cfg = _pretraining(trip, recipe, trip.of("pretrain"), "run")
+        mesh = make_mesh(cfg.mesh)
+        check_trainable(cfg, mesh)
+        check_memory(cfg, mesh)
 
 
 def gather(trip: Trip) -> Result:
