@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from minitext import files
 from minitext.cli.arguments import Json, answer, start
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
+
+if TYPE_CHECKING:
+    from minitext.journey.trip import Trip
 
 ALLOWED = (
     "data.source=",
@@ -74,14 +77,12 @@ def journey(
         raise UserError(
             f"--depth {depth} and --budget {budget:g} both set the dial: give one of them"
         )
-    from minitext.config.config import load_config
-
-    mesh = load_config(None, words).mesh
-    if not plan:
-        _check_extras()
-    start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
+    _start(words, plan)
     from minitext.journey import dial
+    from minitext.journey.run import check_stages
+    from minitext.journey.trip import Trip
 
+    names = check_stages([name.strip() for name in stages.split(",")] if stages is not None else [])
     dial.check(dial.DEFAULT_DEPTH if depth is None else depth, tokens_per_parameter)
     tokens = tokens_per_parameter * (dial.QUICK_SHARE if quick else 1)
     if budget is not None:
@@ -92,16 +93,21 @@ def journey(
         found = {"recipe": recipe.to_json(), "study": [each.to_json() for each in study]}
         answer(found, as_json, lambda _: dial.print_plan(recipe, study, words))
         return
-    from minitext.journey.run import check_stages
-    from minitext.journey.trip import Trip
-
-    names = check_stages([name.strip() for name in stages.split(",")] if stages is not None else [])
     name = f"journey-d{depth}{'-quick' if quick else ''}"
     trip = Trip(directory or Path("runs") / name, recipe, tuple(study), tuple(words), quick)
     _walk(trip, names, as_json)
 
 
-def _walk(trip, names: tuple[str, ...], as_json: bool) -> None:
+def _start(words: list[str], plan: bool) -> None:
+    from minitext.config.config import load_config
+
+    mesh = load_config(None, words).mesh
+    if not plan:
+        _check_extras()
+    start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
+
+
+def _walk(trip: "Trip", names: tuple[str, ...], as_json: bool) -> None:
     from minitext.journey.run import run_journey
     from minitext.training.stopping import Interrupted
 

@@ -73,7 +73,7 @@ def _last(lines: Sequence[str]) -> str:
     return lines[-1] if lines else "it printed nothing"
 
 
-def ask(address: str, name: str, prompts: Sequence[str]) -> list[dict[str, Any]]:
+def ask_client(address: str, name: str, prompts: Sequence[str]) -> list[dict[str, Any]]:
     """Asks questions one after another, and takes the likeliest answers.
 
     Args:

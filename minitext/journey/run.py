@@ -43,7 +43,7 @@ STAGES = {
     "pretrain": Stage("trains the model on the text", stages.pretrain, 25, True),
     "evaluate": Stage("measures it on held-out text", stages.evaluate, 15),
     "sft": Stage("teaches it to answer", stages.fine_tune, 40, True),
-    "grpo": Stage("rewards right answers", stages.reinforce, 60, True),
+    "grpo": Stage("rewards right answers", stages.reward, 60, True),
     "quantize": Stage("stores its weights in 8 and 4 bits", stages.quantize, 30),
     "export": Stage("writes it for other programs", stages.export, 10),
     "serve": Stage("serves it and asks it as a client", stages.serve, 25),

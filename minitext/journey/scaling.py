@@ -46,7 +46,7 @@ class Law:
         return asdict(self)
 
 
-def fit(compute: Sequence[float], loss: Sequence[float]) -> Law:
+def fit_law(compute: Sequence[float], loss: Sequence[float]) -> Law:
     """Fits the law to runs.
 
     Args:
@@ -110,11 +110,11 @@ class Prediction:
 
 
 def predict(compute: Sequence[float], loss: Sequence[float], at: float) -> Prediction:
-    """Predicts the loss of a run from smaller ones; raises what `fit` raises."""
-    law = fit(compute, loss)
+    """Predicts the loss of a run from smaller ones; raises what `fit_law` raises."""
+    law = fit_law(compute, loss)
     said = [law(at)]
     for left_out in range(len(compute)):
         rest = [[v for i, v in enumerate(values) if i != left_out] for values in (compute, loss)]
         if len(set(rest[0])) > 1:
-            said.append(fit(*rest)(at))
+            said.append(fit_law(*rest)(at))
     return Prediction(law, at, said[0], min(said), max(said))

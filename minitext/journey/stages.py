@@ -29,7 +29,7 @@ from minitext.observability.metrics import read_metrics
 from minitext.post_training import recipes
 from minitext.post_training.tasks import task_of
 from minitext.sharding.mesh import make_mesh
-from minitext.training import interchange, quantize_run, run, run_dir
+from minitext.training import artefact_run, interchange, quantize_run, run, run_dir
 from minitext.training.capacity import check_memory
 from minitext.training.run_dir import load_run
 from minitext.training.step import check_trainable
@@ -41,6 +41,7 @@ PROMPTS, GROUP, ANSWER_TOKENS, GRPO_LENGTH, GRPO_STEPS = 32, 16, 4, 17, 60
 QUICK_SFT_STEPS, QUICK_GRPO_STEPS = 20, 2
 QUANTIZED = ("int8", "int4")
 EXPORTED = {
+    "stablehlo": "JAX alone, on CPUs, GPUs and TPUs: python generate.py",
     "hf": "transformers: AutoModelForCausalLM.from_pretrained",
     "model.gguf": "llama.cpp: llama-cli -m model.gguf",
 }
@@ -238,7 +239,7 @@ def fine_tune(trip: Trip) -> Result:
     return Result(figures, _times(directory))
 
 
-def reinforce(trip: Trip) -> Result:
+def reward(trip: Trip) -> Result:
     """Lets the model answer sums that it was taught, and rewards right answers (GRPO)."""
     lessons, recipe = trip.of("data"), trip.recipe
     steps = _steps(trip)["grpo"]
@@ -303,6 +304,7 @@ def export(trip: Trip) -> Result:
     source, folder = trip.of("grpo") / "run", trip.of("export")
     interchange.export_hf(source, folder / "hf")
     interchange.export_gguf(source, folder / "model.gguf", "float16")
+    artefact_run.export_artefact(source, folder / "stablehlo")
     found = []
     for name, reader in EXPORTED.items():
         path = folder / name
@@ -319,7 +321,7 @@ def serve(trip: Trip) -> Result:
     began = time.perf_counter()
     with asking.served(trip.of("quantize") / QUANTIZED[0], "journey") as address:
         started = time.perf_counter() - began
-        found = asking.ask(address, "journey", prompts)
+        found = asking.ask_client(address, "journey", prompts)
         began = time.perf_counter()
     times = {"start": started, "answers": [one.pop("seconds") for one in found]}
     return Result({"asked": found}, times | {"stop": time.perf_counter() - began})

@@ -17,7 +17,7 @@ def losses(floor, scale, exponent, compute=COMPUTE):
 @given(st.floats(0.0, 3.0), st.floats(0.5, 5.0), st.integers(50, 500))
 def test_known_constants_are_found(floor, scale, thousandths):
     exponent = thousandths / 1000
-    law = scaling.fit(COMPUTE, losses(floor, scale, exponent))
+    law = scaling.fit_law(COMPUTE, losses(floor, scale, exponent))
     assert law.exponent == pytest.approx(exponent, abs=1e-3)
     assert law.floor == pytest.approx(floor, abs=2e-2) and law.residual < 1e-4
     at = 6e13
@@ -39,19 +39,19 @@ def test_predictions_lie_between_the_floor_and_the_last_loss():
     rng = np.random.default_rng(1)
     for _ in range(50):
         noisy = sorted(rng.uniform(1, 6, 4), reverse=True)
-        law = scaling.fit(COMPUTE, noisy)
+        law = scaling.fit_law(COMPUTE, noisy)
         assert law.floor >= 0 and law.scale >= 0
         assert law.floor <= law(1e20) <= law(1e14) <= max(noisy)
 
 
 def test_flat_losses_and_growing_ones_predict_their_mean():
     assert scaling.predict(COMPUTE, [3.0] * 4, 1e14).loss == pytest.approx(3.0)
-    grows = scaling.fit(COMPUTE, [2.0, 2.1, 2.2, 2.3])
+    grows = scaling.fit_law(COMPUTE, [2.0, 2.1, 2.2, 2.3])
     assert grows.scale == 0 and 2.0 < grows.floor < 2.3
 
 
 def test_two_points_give_a_power_law_without_a_floor():
-    law = scaling.fit(COMPUTE[:2], [4.0, 2.0])
+    law = scaling.fit_law(COMPUTE[:2], [4.0, 2.0])
     assert law.floor == 0 and law.exponent == pytest.approx(np.log10(2), abs=1e-3)
 
 
@@ -61,4 +61,4 @@ def test_two_points_give_a_power_law_without_a_floor():
 )  # fmt: skip
 def test_what_is_no_series_is_refused(compute, loss):
     with pytest.raises(ValueError):
-        scaling.fit(compute, loss)
+        scaling.fit_law(compute, loss)
