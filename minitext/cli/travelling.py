@@ -139,6 +139,6 @@ def _check_extras() -> None:
     """Refuses to begin without what the last stages need."""
     import importlib.util
 
-    for name in ("fastapi", "uvicorn", "openai", "gguf", "safetensors"):
+    for name in ("fastapi", "uvicorn", "openai", "gguf", "safetensors", "flatbuffers"):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"the journey needs {name}: pip install 'minitext[journey]'")

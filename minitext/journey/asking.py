@@ -12,7 +12,7 @@ from typing import Any
 
 from minitext.errors import UserError
 
-START_SECONDS, STOP_SECONDS = 300.0, 60.0
+START_SECONDS, STOP_SECONDS = 600.0, 60.0
 # `minitext serve`, ended like by SIGTERM when its stdin closes: so it outlives this process by no more than a moment,
 # however this one ends.
 PROGRAM = """
@@ -32,7 +32,7 @@ def served(directory: Path, name: str) -> Iterator[str]:
     Raises:
       UserError: if the server doesn't start, or fails to end.
     """
-    words = ["serve", str(directory), "--port", "0", "--served-model-name", name, "--warm-up", "8"]
+    words = ["serve", str(directory), "--port", "0", "--served-model-name", name, "--max-num-seqs", "4"]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL, text=True,
@@ -65,7 +65,7 @@ def _address(process: "subprocess.Popen[str]", lines: list[str]) -> str:
 
     threading.Thread(target=read, daemon=True).start()
     if not ready.wait(START_SECONDS) or not found:
-        raise UserError(f"minitext serve {process.args[-1]} did not start: {_last(lines)}")
+        raise UserError(f"minitext serve did not start: {_last(lines)}")
     return found[0]
 
 
