@@ -181,6 +181,18 @@ LINES = [
     *(["grade", "01", "--notebook", path] for path in ["", "nowhere.ipynb", "{folder}", "{binary}", "/dev/null"]),
     ["grade", "--start", "a", "b"],
     ["grade", "--start", "{file}"],
+    # The journey.
+    *(["journey", "--depth", d] for d in ["0", "-1", "2", "129", HUGE, "5.5", "x", ""]),
+    *(["journey", "--budget", b] for b in ["0", "-1", "nan", "1e9", "x", ""]),
+    *(["journey", "--tokens-per-parameter", t] for t in ["0", "-1", "nan", "inf", "1e9"]),
+    *(["journey", "--run", path] for path in ["", LONG, DEEP, "{file}", "{file}/below", "{home}", "gs://b/r"]),
+    *(["journey", "--stages", names] for names in ["", "sftt", "data,,serve", "evaluate", LONG]),
+    *(["journey", word] for word in [
+        "", "=", "laptop", "model.embed=9", "train.steps=3", "data.seq_len=9", "data.source=grammar", "mesh.fsdp=7",
+        "data.path=nowhere", "mesh.data=1000000",
+    ]),
+    *(["journey", "data.source=files", f"data.path={path}"] for path in ["nowhere", "{folder}"]),
+    ["journey", "--depth", "5", "--budget", "1e13"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],

@@ -14,7 +14,16 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from minitext.cli import launching, reports, running, serving, setup, tuning, watching
+from minitext.cli import (
+    launching,
+    reports,
+    running,
+    serving,
+    setup,
+    travelling,
+    tuning,
+    watching,
+)
 from minitext.errors import UserError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -67,6 +76,7 @@ app.command("serve")(serving.serve)
 app.command("predict-serving")(serving.predict)
 app.command("import")(running.import_)
 app.command("export")(running.export)
+app.command("journey")(travelling.journey)
 app.command("quantize")(running.quantize)
 app.command("eval")(running.evaluate)
 app.command("parity")(running.parity)
