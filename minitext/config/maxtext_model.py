@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from minitext.config.model import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from minitext.errors import UserError, did_you_mean
 
 FACTS = resources.files("minitext.config").joinpath("maxtext_models.yml")
@@ -37,7 +38,7 @@ LACKING = {
     "deepseek4": "compressed attention and hyper-connections",
     "qwen3_5": "Qwen 3.5's rotary sections and its projections of gated DeltaNet",
     "qwen3_custom_moe": "attention whose output is narrower than the residual stream",
-    "envy": "layers of the block envy",
+    "envy": "a norm of what the feed-forward layer adds without one of what attention adds",
     "simple": "the block simple, which has no attention",
     "simple_mlp": "the block simple_mlp, which has no attention",
     "default": "the block default",
@@ -251,10 +252,12 @@ def _latent(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of DeepSeek's attention."""
     if str(values["attention_type"]) != "mla":
         raise UserError(
-            f"attention_type={ascii(values['attention_type'])[1:-1][:40]} with decoder_block=deepseek: minitext has mla there"
+            f"attention_type={ascii(values['attention_type'])[1:-1][:40]} with decoder_block=deepseek: minitext has "
+            "mla there"
         )
     names = {
-        "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim",
+        "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim",
+        "v_dim": "v_head_dim",
     }  # fmt: skip
     keys: dict[str, Any] = {
         f"model.attention.{ours}": _whole(values, theirs) for ours, theirs in names.items()
@@ -460,3 +463,107 @@ def _wrong(key: str, value: Any, wanted: str) -> UserError:
     return UserError(
         f"{key}={ascii(value)[:60]} is not {wanted}: correct it in the command or file"
     )
+
+
+# The other way: MaxText's keys for a model of ours.
+
+
+def blocks_of(model: ModelConfig) -> list[str]:
+    """Returns the blocks, of those whose checkpoints are read and written, that a model could be, likeliest first."""
+    moe = model.ffn.kind == "moe"
+    if model.attention.kind != "gqa":
+        return ["deepseek"]
+    if moe:
+        return (
+            ["qwen3_moe", "mixtral"]
+            if model.attention.qk_norm == "head"
+            else ["mixtral", "qwen3_moe"]
+        )
+    if model.norms == "both":
+        return ["gemma3", "gemma2"] if model.attention.qk_norm == "head" else ["gemma2", "gemma3"]
+    if model.attention.qk_norm == "head":
+        return ["qwen3"]
+    return ["qwen2", "llama2"] if model.attention.qkv_bias else ["llama2", "gemma", "qwen2"]
+
+
+def values_of(model: ModelConfig, block: str) -> dict[str, Any]:
+    """Returns MaxText's keys of a model with a block, those that the block has; the caller compares `model_keys`.
+
+    Args:
+      model: the model, with the scales that MaxText's weights have.
+      block: the decoder_block.
+    """
+    a, moe = model.attention, model.ffn
+    values: dict[str, Any] = {
+        "decoder_block": block, "base_emb_dim": model.embed, "base_num_query_heads": model.heads,
+        "base_num_kv_heads": model.K, "head_dim": model.H, "base_mlp_dim": model.mlp,
+        "base_num_decoder_layers": model.layers // (2 if block == "gemma2" else 1), "vocab_size": model.vocab,
+        "normalization_layer_epsilon": model.norm_eps, "logits_via_embedding": model.tie_embeddings,
+        "normalize_embedding_logits": model.logit_scale is None, "final_logits_soft_cap": model.logit_softcap or 0.0,
+        "mlp_activations": ["silu" if moe.activation == "silu" else "gelu", "linear"],
+    }  # fmt: skip
+    if isinstance(a, GQAConfig):
+        values |= {
+            "attention_bias": a.qkv_bias, "use_qk_norm": a.qk_norm == "head" and block != "gemma3",
+            "attn_logits_soft_cap": a.softcap or 0.0, "sliding_window_size": a.window or 0,
+        }  # fmt: skip
+    if model.norms == "both":
+        values |= {"use_post_attn_norm": True, "use_post_ffw_norm": True}
+    if isinstance(a, MLAConfig):
+        values |= {
+            "attention_type": "mla", "q_lora_rank": a.q_rank or 0, "kv_lora_rank": a.kv_rank,
+            "qk_nope_head_dim": a.nope_dim, "qk_rope_head_dim": a.rope_dim, "v_head_dim": a.v_dim,
+        }  # fmt: skip
+    if block == "gemma3":
+        values["model_name"] = "gemma3-27b" if _is_27b(model) else "gemma3-4b"
+    if isinstance(moe, MoEConfig):
+        values |= _values_of_experts(model, moe)
+    return values | _values_of_rope(model, block)
+
+
+def _is_27b(model: ModelConfig) -> bool:
+    scale = getattr(model.attention, "scale", None)
+    return scale is not None and scale != model.H**-0.5
+
+
+def _values_of_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    return {
+        "base_mlp_dim": model.dense_mlp or model.mlp, "base_moe_mlp_dim": model.mlp, "num_experts": moe.experts,
+        "num_experts_per_tok": moe.experts_per_token, "shared_experts": moe.shared_experts,
+        "load_balance_loss_weight": moe.balance_loss, "capacity_factor": moe.capacity_factor or -1.0,
+        "first_num_dense_layers": model.dense_layers, "routed_scaling_factor": moe.scaling,
+        "routed_score_func": moe.router, "routed_bias": moe.bias_rate > 0, "routed_bias_update_rate": moe.bias_rate,
+        "n_routing_groups": moe.groups if moe.groups > 1 else -1,
+        "topk_routing_group": moe.groups_per_token if moe.groups > 1 else -1,
+        # Which of MaxText's two ways to route a block of DeepSeek takes hangs on the model's name.
+        **({"model_name": "deepseek3-671b"} if moe.router == "sigmoid" else {}),
+    }  # fmt: skip
+
+
+def _values_of_rope(model: ModelConfig, block: str) -> dict[str, Any]:
+    rope: Any = model.rope
+    values: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_max_timescale": getattr(rope, "theta", 1e4),
+    }
+    if block == "gemma3":
+        last: Any = model.with_layer(model.period[5]).rope if len(model.period) > 5 else rope
+        return {
+            "rope_type": "default", "local_rope_max_timescale": rope.theta, "rope_max_timescale": last.theta,
+            "rope_linear_scaling_factor": getattr(last, "factor", 1.0),
+        }  # fmt: skip
+    match rope.kind:
+        case "linear":
+            values["rope_linear_scaling_factor"] = rope.factor
+        case "llama3":
+            values |= {"rope_type": "llama3.1", "rope_use_scale": True}
+        case "yarn":
+            values |= {
+                "rope_type": "yarn", "rope_factor": rope.factor, "beta_fast": rope.beta_fast,
+                "beta_slow": rope.beta_slow, "rope_truncate": rope.truncate, "mscale": rope.mscale or 1.0,
+                "original_max_position_embeddings": rope.original_length,
+                "max_position_embeddings": round(rope.original_length * max(1.0, rope.factor)),
+                "rope_interleave": model.attention.kind == "mla",
+                "rope_attention_scaling": rope.attention_factor is None and rope.mscale is None,
+            }  # fmt: skip
+    return values
