@@ -88,7 +88,7 @@ def scaled_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     Raises:
       UserError: if that isn't a power of two, or a size isn't positive.
     """
-    scale = _whole(values, "global_parameter_scale")
+    scale = whole(values, "global_parameter_scale")
     if scale < 1 or scale & (scale - 1):
         raise UserError(
             f"global_parameter_scale={scale} is not a power of two: choose 1, 2, 4, ..."
@@ -96,7 +96,7 @@ def scaled_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     third, rest = divmod(scale.bit_length() - 1, 3)
     wide, heads = third + (rest > 1), third + (rest > 0)
     shift = dict.fromkeys(BASE, heads) | {"emb_dim": wide, "num_decoder_layers": third}
-    sizes = {name: _whole(values, f"base_{name}") for name in BASE}
+    sizes = {name: whole(values, f"base_{name}") for name in BASE}
     if sizes["moe_mlp_dim"] < 1:
         sizes["moe_mlp_dim"] = sizes["mlp_dim"]
     for name, size in sizes.items():
@@ -124,20 +124,20 @@ def model_keys(values: Mapping[str, Any], exact: bool = False) -> dict[str, Any]
     """
     block = str(values["decoder_block"])
     _refuse(values, block)
-    sizes, width = scaled_sizes(values), _whole(values, "head_dim")
+    sizes, width = scaled_sizes(values), whole(values, "head_dim")
     keys: dict[str, Any] = {
-        "model.vocab": _whole(values, "vocab_size"),
+        "model.vocab": whole(values, "vocab_size"),
         "model.layers": sizes["num_decoder_layers"],
         "model.embed": sizes["emb_dim"],
         "model.heads": sizes["num_query_heads"],
-        "model.norm_eps": _number(values, "normalization_layer_epsilon"),
-        "model.tie_embeddings": _switch(values, "logits_via_embedding"),
+        "model.norm_eps": number(values, "normalization_layer_epsilon"),
+        "model.tie_embeddings": switch(values, "logits_via_embedding"),
         "model.mlp": sizes["mlp_dim"],
         "model.ffn.activation": _activation(values, block),
     }
-    if keys["model.tie_embeddings"] and not _switch(values, "normalize_embedding_logits"):
+    if keys["model.tie_embeddings"] and not switch(values, "normalize_embedding_logits"):
         keys["model.logit_scale"] = 1.0
-    if cap := _number(values, "final_logits_soft_cap"):
+    if cap := number(values, "final_logits_soft_cap"):
         keys["model.logit_softcap"] = cap
     if block == "deepseek":
         keys |= _latent(values)
@@ -154,7 +154,7 @@ def interleaves(values: Mapping[str, Any]) -> bool:
     """Whether neighbouring features rotate together in MaxText's weights, not the halves of a head."""
     if _is_llama31(values):
         return True
-    return str(values["rope_type"]).startswith("yarn") and _switch(values, "rope_interleave")
+    return str(values["rope_type"]).startswith("yarn") and switch(values, "rope_interleave")
 
 
 def _refuse(values: Mapping[str, Any], block: str) -> None:
@@ -163,24 +163,24 @@ def _refuse(values: Mapping[str, Any], block: str) -> None:
         what = LACKING.get(block, f"the block {ascii(block)[1:-1][:40]}")
         raise UserError(f"{name} (decoder_block={ascii(block)[1:-1][:40]}): minitext lacks {what}")
     lacks = {
-        "vision or audio input": _switch(values, "use_multimodal") or _switch(values, "use_audio"),
-        "sparse attention by an indexer": _switch(values, "use_indexer"),
-        "hyper-connections": _number(values, "mhc_expansion_rate") > 1,
+        "vision or audio input": switch(values, "use_multimodal") or switch(values, "use_audio"),
+        "sparse attention by an indexer": switch(values, "use_indexer"),
+        "hyper-connections": number(values, "mhc_expansion_rate") > 1,
         "engram layers": bool(values.get("engram_layers")),
-        "attention to blocks that a router chooses (moba)": _switch(values, "moba"),
+        "attention to blocks that a router chooses (moba)": switch(values, "moba"),
         "scores sqrtsoftplus of a router": values["routed_score_func"] == "sqrtsoftplus",
-        "a wider attention output (attention_output_dim)": _number(values, "attention_output_dim")
+        "a wider attention output (attention_output_dim)": number(values, "attention_output_dim")
         > 0,
-        "keys that serve as values": _switch(values, "share_kv_projections"),
-        "projections fused into one tensor (fused_qkv)": _switch(values, "fused_qkv"),
-        "projections fused into one tensor (fused_mlp)": _switch(values, "fused_mlp"),
+        "keys that serve as values": switch(values, "share_kv_projections"),
+        "projections fused into one tensor (fused_qkv)": switch(values, "fused_qkv"),
+        "projections fused into one tensor (fused_mlp)": switch(values, "fused_mlp"),
     }
     for what, is_there in lacks.items():
         if is_there:
             raise UserError(f"{name} (decoder_block={block}): minitext lacks {what}")
     if (
         block == "deepseek"
-        and _number(values, "n_routing_groups") > 1
+        and number(values, "n_routing_groups") > 1
         and values["routed_score_func"] != "sigmoid"
     ):
         raise UserError(
@@ -194,7 +194,7 @@ def _activation(values: Mapping[str, Any], block: str) -> str:
     known = {("silu", "linear"): "silu", ("gelu", "linear"): "gelu_tanh"}
     if block == "gpt_oss":
         known = {("sigmoid", "linear"): "clamped"}
-        if (limit := _number(values, "mlp_activations_limit")) != 7:
+        if (limit := number(values, "mlp_activations_limit")) != 7:
             raise UserError(
                 f"mlp_activations_limit={limit}: minitext has gpt-oss's limit of 7 alone"
             )
@@ -212,14 +212,14 @@ def _attention(
 ) -> dict[str, Any]:
     """Returns the keys of grouped-query attention and of norms."""
     a: dict[str, Any] = {}
-    if cap := _number(values, "attn_logits_soft_cap"):
+    if cap := number(values, "attn_logits_soft_cap"):
         a["softcap"] = cap
-    if _switch(values, "attention_bias"):
+    if switch(values, "attention_bias"):
         a |= {"qkv_bias": True} | ({"out_bias": True} if block == "gpt_oss" else {})
     norm = {"gemma3": "head", "olmo3": "whole", "qwen3_next": "head"}.get(block, "none")
-    if block in ("qwen2", "qwen3", "qwen3_moe") and _switch(values, "use_qk_norm"):
+    if block in ("qwen2", "qwen3", "qwen3_moe") and switch(values, "use_qk_norm"):
         norm = "head"
-    if block == "llama4" and _switch(values, "use_qk_norm"):
+    if block == "llama4" and switch(values, "use_qk_norm"):
         norm = "l2"
     if norm != "none":
         a["qk_norm"] = norm
@@ -228,16 +228,16 @@ def _attention(
     if block == "gemma3" and values["model_name"] == "gemma3-27b":
         a["scale"] = (sizes["emb_dim"] // sizes["num_query_heads"]) ** -0.5
     if block == "gpt_oss":
-        a["sinks"] = _switch(values, "attention_sink")
+        a["sinks"] = switch(values, "attention_sink")
     if block == "qwen3_next":
         a["gate"] = True
-    if block == "llama4" and _switch(values, "temperature_tuning"):
+    if block == "llama4" and switch(values, "temperature_tuning"):
         a["temperature_length"] = 8192
     keys = {f"model.attention.{name}": value for name, value in a.items()}
     if block in ("gemma2", "gemma3"):
         keys["model.norms"] = "both"
         for key in ("use_post_attn_norm", "use_post_ffw_norm"):
-            if not _switch(values, key):
+            if not switch(values, key):
                 raise UserError(
                     f"{key}=false with decoder_block={block}: minitext has norms after both layers or neither"
                 )
@@ -260,11 +260,11 @@ def _latent(values: Mapping[str, Any]) -> dict[str, Any]:
         "v_dim": "v_head_dim",
     }  # fmt: skip
     keys: dict[str, Any] = {
-        f"model.attention.{ours}": _whole(values, theirs) for ours, theirs in names.items()
+        f"model.attention.{ours}": whole(values, theirs) for ours, theirs in names.items()
     }
-    eps = _number(values, "normalization_layer_epsilon")
+    eps = number(values, "normalization_layer_epsilon")
     keys |= {"model.attention.kind": "mla", "model.attention.latent_eps": eps}
-    if rank := _whole(values, "q_lora_rank"):
+    if rank := whole(values, "q_lora_rank"):
         keys["model.attention.q_rank"] = rank
     return keys
 
@@ -277,15 +277,15 @@ def _is_llama31(values: Mapping[str, Any]) -> bool:
 
 def _rope(values: Mapping[str, Any], block: str) -> dict[str, Any]:
     """Returns the keys of rotary positions, of layers that have no other."""
-    theta = _number(values, "rope_max_timescale")
+    theta = number(values, "rope_max_timescale")
     rope: dict[str, Any] = {"theta": theta}
     kind = str(values["rope_type"])
-    if _number(values, "rope_min_timescale") != 1:
+    if number(values, "rope_min_timescale") != 1:
         raise UserError(
             f"rope_min_timescale={values['rope_min_timescale']}: minitext's fastest pair turns by 1 a token"
         )
     if _is_llama31(values):
-        if _switch(values, "rope_use_scale"):
+        if switch(values, "rope_use_scale"):
             rope |= {"kind": "llama3", "factor": 8.0, "original_length": 8192}
     elif kind.startswith("yarn"):
         rope |= _yarn(values)
@@ -293,26 +293,26 @@ def _rope(values: Mapping[str, Any], block: str) -> dict[str, Any]:
         raise UserError(
             f"rope_type={ascii(kind)[1:-1][:40]}: MaxText has default, llama3.1 and yarn"
         )
-    elif (factor := _number(values, "rope_linear_scaling_factor")) != 1 and block != "gemma3":
+    elif (factor := number(values, "rope_linear_scaling_factor")) != 1 and block != "gemma3":
         rope |= {"kind": "linear", "factor": factor}
-    if (part := _number(values, "partial_rotary_factor")) != 1:
+    if (part := number(values, "partial_rotary_factor")) != 1:
         rope["fraction"] = part
-    if block == "gemma3" and (local := _number(values, "local_rope_max_timescale")) > 0:
+    if block == "gemma3" and (local := number(values, "local_rope_max_timescale")) > 0:
         rope["theta"] = local
     return {f"model.rope.{name}": value for name, value in rope.items()}
 
 
 def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
-    original = _whole(values, "original_max_position_embeddings")
+    original = whole(values, "original_max_position_embeddings")
     found: dict[str, Any] = {
-        "kind": "yarn", "factor": _number(values, "rope_factor"), "original_length": original,
-        "beta_fast": _number(values, "beta_fast"), "beta_slow": _number(values, "beta_slow"),
-        "truncate": _switch(values, "rope_truncate"),
+        "kind": "yarn", "factor": number(values, "rope_factor"), "original_length": original,
+        "beta_fast": number(values, "beta_fast"), "beta_slow": number(values, "beta_slow"),
+        "truncate": switch(values, "rope_truncate"),
     }  # fmt: skip
-    longer = _whole(values, "max_position_embeddings") > original
-    if not _switch(values, "rope_attention_scaling"):
+    longer = whole(values, "max_position_embeddings") > original
+    if not switch(values, "rope_attention_scaling"):
         mla = str(values["attention_type"]) == "mla"
-        mscale = _number(values, "mscale")
+        mscale = number(values, "mscale")
         # Multi-head latent attention scales its logits by the square of the factor, and nothing else.
         found |= (
             {"mscale": mscale, "mscale_all_dim": mscale}
@@ -324,19 +324,19 @@ def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(values: Mapping[str, Any], block: str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the keys of mixtures of experts."""
-    count = _whole(values, "num_experts")
+    count = whole(values, "num_experts")
     if count < 2:
         raise UserError(f"num_experts={count} with decoder_block={block}: choose 2 or more")
     moe: dict[str, Any] = {
-        "kind": "moe", "experts": count, "experts_per_token": _whole(values, "num_experts_per_tok"),
-        "balance_loss": _number(values, "load_balance_loss_weight"),
+        "kind": "moe", "experts": count, "experts_per_token": whole(values, "num_experts_per_tok"),
+        "balance_loss": number(values, "load_balance_loss_weight"),
         # The weights of a token's experts are a softmax over them alone, normalized with or without norm_topk_prob.
         "normalize": True,
     }  # fmt: skip
-    if (capacity := _number(values, "capacity_factor")) > 0:
+    if (capacity := number(values, "capacity_factor")) > 0:
         moe["capacity_factor"] = capacity
     if block in ("deepseek", "llama4", "qwen3_next"):
-        moe["shared_experts"] = _whole(values, "shared_experts")
+        moe["shared_experts"] = whole(values, "shared_experts")
     if block == "qwen3_next":
         moe["shared_gate"] = True
     if block == "llama4":
@@ -346,22 +346,22 @@ def _experts(values: Mapping[str, Any], block: str, sizes: Mapping[str, int]) ->
     keys: dict[str, Any] = {"model.mlp": sizes["moe_mlp_dim"]}
     if block == "deepseek":
         sigmoid = values["routed_score_func"] == "sigmoid"
-        moe |= {"normalize": sigmoid, "scaling": _number(values, "routed_scaling_factor")}
+        moe |= {"normalize": sigmoid, "scaling": number(values, "routed_scaling_factor")}
         if sigmoid:
             moe["router"] = "sigmoid"
-        if _switch(values, "routed_bias"):
+        if switch(values, "routed_bias"):
             # Where MaxText leaves the biases as they are, ours still exist only if they may move.
-            moe["bias_rate"] = _number(values, "routed_bias_update_rate") or 0.001
-        if (groups := _whole(values, "n_routing_groups")) > 1:
-            moe |= {"groups": groups, "groups_per_token": _whole(values, "topk_routing_group")}
-        if dense := _whole(values, "first_num_dense_layers"):
+            moe["bias_rate"] = number(values, "routed_bias_update_rate") or 0.001
+        if (groups := whole(values, "n_routing_groups")) > 1:
+            moe |= {"groups": groups, "groups_per_token": whole(values, "topk_routing_group")}
+        if dense := whole(values, "first_num_dense_layers"):
             keys |= {"model.dense_layers": dense, "model.dense_mlp": sizes["mlp_dim"]}
     return keys | {f"model.ffn.{name}": value for name, value in moe.items()}
 
 
 def _pattern(values: Mapping[str, Any], block: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of layers that repeat in a pattern."""
-    layers, window = keys["model.layers"], _whole(values, "sliding_window_size")
+    layers, window = keys["model.layers"], whole(values, "sliding_window_size")
     everything = {"attention": {"window": None}}
     period: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
@@ -378,14 +378,14 @@ def _pattern(values: Mapping[str, Any], block: str, keys: Mapping[str, Any]) -> 
             yarn = keys.get("model.rope.kind") == "yarn"
             period = [*[plain if yarn else {}] * 3, everything]
         case "gemma3":
-            rope: dict[str, Any] = {"theta": _number(values, "rope_max_timescale")}
-            if (factor := _number(values, "rope_linear_scaling_factor")) != 1:
+            rope: dict[str, Any] = {"theta": number(values, "rope_max_timescale")}
+            if (factor := number(values, "rope_linear_scaling_factor")) != 1:
                 rope |= {"kind": "linear", "factor": factor}
             period = [*[{}] * 5, everything | {"rope": rope}]
         case "qwen3_next":
             period = _qwen3_next(values)
         case "llama4":
-            found |= {"model.attention.chunk": _whole(values, "chunk_attn_window_size") or None}
+            found |= {"model.attention.chunk": whole(values, "chunk_attn_window_size") or None}
             period = _llama4(values, found)
     if period:
         found["model.period"] = period[:layers]
@@ -397,18 +397,18 @@ def _qwen3_next(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "conv": "gdn_conv_kernel_dim", "key_dim": "gdn_key_head_dim", "value_dim": "gdn_value_head_dim",
         "key_heads": "gdn_num_key_heads", "value_heads": "gdn_num_value_heads",
     }  # fmt: skip
-    linear = {"kind": "deltanet"} | {ours: _whole(values, theirs) for ours, theirs in names.items()}
-    every = _whole(values, "inhomogeneous_layer_cycle_interval")
+    linear = {"kind": "deltanet"} | {ours: whole(values, theirs) for ours, theirs in names.items()}
+    every = whole(values, "inhomogeneous_layer_cycle_interval")
     return [*[{"attention": linear}] * (every - 1), {}] if every > 1 else []
 
 
 def _llama4(values: Mapping[str, Any], keys: dict[str, Any]) -> list[dict[str, Any]]:
     unrotated, sparse = (
-        _whole(values, "nope_layer_interval"),
-        _whole(values, "interleave_moe_layer_step"),
+        whole(values, "nope_layer_interval"),
+        whole(values, "interleave_moe_layer_step"),
     )
     length = math.lcm(max(1, unrotated), max(1, sparse))
-    tuned = _switch(values, "temperature_tuning")
+    tuned = switch(values, "temperature_tuning")
     period: list[dict[str, Any]] = []
     for i in range(1, min(length, 64) + 1):
         layer: dict[str, Any] = {}
@@ -431,7 +431,8 @@ def _given(values: Mapping[str, Any], key: str) -> Any:
     return 0 if value is None or value == "" else value
 
 
-def _number(values: Mapping[str, Any], key: str) -> float:
+def number(values: Mapping[str, Any], key: str) -> float:
+    """Returns a key's value as a finite number; 0 where it is empty or missing."""
     value = _given(values, key)
     if isinstance(value, str):
         try:
@@ -443,14 +444,16 @@ def _number(values: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _whole(values: Mapping[str, Any], key: str) -> int:
-    value = _number(values, key)
+def whole(values: Mapping[str, Any], key: str) -> int:
+    """Returns a key's value as a whole number."""
+    value = number(values, key)
     if value != int(value) or abs(value) > 2**53:
         raise _wrong(key, values.get(key), "a whole number")
     return int(value)
 
 
-def _switch(values: Mapping[str, Any], key: str) -> bool:
+def switch(values: Mapping[str, Any], key: str) -> bool:
+    """Returns a key's value as true or false."""
     value = _given(values, key)
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
