@@ -286,6 +286,25 @@ def plot_goodput(goodput: Any) -> Any:
     return figure
 
 
+def plot_downtime(downtime: Any) -> Any:
+    """Draws a `minitext.observability.downtime.Downtime`: as `plot_goodput`, with an arrow for each fault.
+
+    Returns:
+      The figure.
+    """
+    figure = plot_goodput(downtime)
+    strip = figure.axes[0]
+    began = downtime.spans[0].start if downtime.spans else 0.0
+    for bill in downtime.bills:
+        at = (bill.strike.at - began, 0.4)
+        strip.annotate(
+            bill.strike.kind, at, (at[0], 0.75), fontsize=7, rotation=60, ha="left", va="bottom",
+            annotation_clip=False, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkB": 0},
+        )  # fmt: skip
+    strip.set_title(f"goodput {downtime.goodput:.1%}", loc="left", pad=38)
+    return figure
+
+
 def plot_schedule(events: Any, start: float = 0.0, end: float | None = None) -> Any:
     """Draws what the core and the queues of a `minitext.perf.step_time.StepTime` do, from `start` to `end` seconds.
 
