@@ -38,6 +38,7 @@ these protect from mistakes, not from malice.
 Chapters: 16.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -59,6 +60,7 @@ from minitext.hardware import CHIPS
 from minitext.terminal import print_tables, show_bytes, table
 
 LIMIT = 2**20  # bytes of a file
+SIMULATED = ("runs", "races", "bounds", "blocks", "initialized", "values")  # checks, in order
 SEEDS = (0, 1, 2)  # orders of parallel steps that are tried
 # Largest difference from the reference, relative to its largest entry; integers must be equal.
 TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
@@ -202,6 +204,8 @@ def judge(
     try:
         compile(text, path, "exec")
     except SyntaxError as error:
+        if error.lineno is None:
+            raise UserError(f"{shown} is no Python: {error.msg}") from error
         raise UserError(f"{shown}:{error.lineno}: SyntaxError: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{shown} is no Python: {files.shorten(str(error))}") from error
@@ -300,10 +304,8 @@ def _death(code: int, complaints: bytes) -> str:
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait()
 
 
@@ -406,7 +408,6 @@ def simulate_case(case: Case, path: str) -> Iterator[Check]:
     """
     from minitext.kernels.simulator import Fault
 
-    names = ("runs", "races", "bounds", "blocks", "initialized", "values")
     outputs, kernels = None, 0
     try:
         for seed in SEEDS:
@@ -416,7 +417,7 @@ def simulate_case(case: Case, path: str) -> Iterator[Check]:
         is_fault = isinstance(error, Fault)
         failed = _kind(str(error)) if is_fault else "runs"
         said = str(error) if is_fault or isinstance(error, UserError) else locate(error, path)
-        for name in names:
+        for name in SIMULATED:
             passed = False if name == failed else True if name == "runs" and is_fault else None
             yield Check(case.name, name, passed, said if name == failed else "not reached")
         return

@@ -115,7 +115,7 @@ class Job:
                 self._readers.append(reader)
 
     def poll(self) -> tuple[int, int] | None:
-        """Returns exit code and index of the first process that failed, or 0 and the last index; None while any runs."""
+        """Returns exit code and index of the first process to fail, or 0 and the last index; None while any runs."""
         while self._signals:
             number = self._signals.pop()
             for process in self.running:
@@ -156,6 +156,8 @@ class Job:
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
+        """Passes the signals of `FORWARDED` on to every process."""
+
         def forward(number: int, _):
             self.asked_to_stop |= number != signal.SIGUSR1
             self._signals.append(number)
