@@ -1154,10 +1154,12 @@ Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
   the attempt *before* pays; nobody pays for the first attempt's.
-- `"lost"`: all the time of a step that any later attempt took again, because it resumed from a lower step. The fault
-  that ended the attempt just before the *first* such later attempt pays. An attempt whose `resumed` is None undoes
-  nothing; one that has read a checkpoint does, even if it completed no step. A checkpoint may be damaged, so an
-  attempt may go back further than the one before it, and undo steps of several attempts.
+- `"lost"`: all the time of a step that any later attempt went back behind, because it resumed from a lower step. Of the
+  attempts before the *first* such later attempt, take the last one that had read a checkpoint (the step's own attempt,
+  if none came after it): the step was still there, and the fault that ended that attempt pays. An attempt whose
+  `resumed` is None undoes nothing and keeps nothing; one that has read a checkpoint does, even if it completed no
+  step. A checkpoint may be damaged, so an attempt may go back further than the one before it, and undo steps of
+  several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
   it, which pays.
 - `"slow"`: of a step that counts, and during part of which a passing fault lasted, what it took beyond the usual time,
@@ -1174,7 +1176,8 @@ The repeated steps of a fault are the completed steps whose lost time it pays.
         "Three passes. First list all completed steps with attempt, number, begin and end, and find which fault ended "
         "each attempt. Then decide about each step. Then add what is between the steps of one attempt and the next.",
         "For a step of attempt i, look for the first j > i whose `resumed` is not None and below the step's number. "
-        "If there is one, the step is lost, and the fault that ended attempt j - 1 pays. Else it counts.",
+        "If there is one, the step is lost. Go back from j - 1 over attempts whose `resumed` is None, at most to i: the "
+        "fault that ended that one pays. Without such a j the step counts.",
         "A passing fault lasts during a step if `at` < the step's end and `over` > its begin. For each attempt: "
         "start-up (the fault before pays), the cut-off step up to `at`, `noticed` - `at`, next `start` - `noticed`.",
     ),
@@ -1259,9 +1262,11 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
         candidates = range(i + 1, len(attempts))[: 1 if later == "next" else None]
         again = [j for j in candidates if lows[j] is not None and lows[j] < number]
         if again:
-            who = ender[again[0] - 1] if payer == "resumed" else ender[i]
-            if payer == "last":
-                who = ender[again[-1] - 1]
+            stop = again[-1] if payer == "last" else again[0]
+            known = [
+                k for k in range(i, stop) if k == i or payer == "before" or lows[k] is not None
+            ]
+            who = ender[i] if payer == "own" else ender[known[-1]]
             extra = max(0.0, s - typical) if lost_slow and passing is not None else 0.0
             spans += [("lost", s - extra, who), ("slow", extra, passing if extra else None)]
             repeated[who] += 1
@@ -1394,10 +1399,18 @@ def next_attempt_only(attempts, faults):
 
 @account.mutant(
     "You charge a lost step to the fault that ended its own attempt. It survived that one if the next attempt resumed "
-    "above it: the fault before the first attempt that took it again pays."
+    "at it or above: the fault that sent the job back behind it pays."
 )
 def own_fault_pays(attempts, faults):
     return right_bill(attempts, faults, payer="own")
+
+
+@account.mutant(
+    "You charge a lost step to whatever ended the attempt just before the one that went back. An attempt that was "
+    "ended before it had read a checkpoint undid nothing: go back to the last one that had."
+)
+def just_before_pays(attempts, faults):
+    return right_bill(attempts, faults, payer="before")
 
 
 @account.mutant(

@@ -212,15 +212,18 @@ def bill(attempts, faults):
     usual = np.median([end - begin for _, _, begin, end in taken if lasting(begin, end) is None])
 
     for index, number, begin, end in taken:
-        # The first later attempt that went on from less took this step again.
-        again = [
-            j for j in range(index + 1, len(attempts))
-            if attempts[j]["resumed"] is not None and attempts[j]["resumed"] < number
-        ]  # fmt: skip
-        if again:
-            charge("lost", end - begin, ended_by[again[0] - 1])
-            # In between it may have been taken, and undone, several times: each repetition counts.
-            repeated[ended_by[again[0] - 1]] += 1
+        # The step was there until the first later attempt that went on from less.
+        payer, is_lost = ended_by[index], False
+        for later in range(index + 1, len(attempts)):
+            low = attempts[later]["resumed"]
+            if low is not None and low < number:
+                is_lost = True
+                break
+            if low is not None:
+                payer = ended_by[later]
+        if is_lost:
+            charge("lost", end - begin, payer)
+            repeated[payer] += 1
             continue
         passing = lasting(begin, end)
         extra = 0.0 if passing is None else max(0.0, end - begin - usual)

@@ -117,7 +117,8 @@ def drill(
     from minitext.training.faults import plan as make_plan
 
     words, save_every = _drill_words(settings, faults)
-    chosen, cfg = _drill_kinds(kinds), load(words)
+    cfg = load(words)
+    chosen = _drill_kinds(kinds, cfg.train.on_nan)
     name = cfg.run.name or f"drill-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
     directory = Path(check_new(str(Path(cfg.run.dir) / name)))
     plan = make_plan(
@@ -133,7 +134,7 @@ def drill(
 
         found = drill.drill(
             kept, directory, plan, processes=processes, devices=devices, save_every=save_every,
-            seed=seed, compared=not ("nan" in chosen and cfg.train.on_nan == "skip"), say=say,
+            seed=seed, say=say,
         )  # fmt: skip
     answer(found, as_json, drill.print_drill)
     if plot is not None:
@@ -168,17 +169,23 @@ def _drill_words(settings: list[str] | None, count: int) -> tuple[list[str], int
     return words, save_every
 
 
-def _drill_kinds(kinds: str | None) -> list[str]:
+def _drill_kinds(kinds: str | None, on_nan: str) -> list[str]:
     """Returns the kinds of faults to make."""
     from minitext.training import faults
 
-    known = [kind for kind in faults.KINDS if kind != "disk" or faults.can_fill_disks()]
+    why_not = {
+        "disk": "" if faults.can_fill_disks() else "needs Linux",
+        "nan": ""
+        if on_nan == "stop"
+        else "costs a batch with train.on_nan=skip, and no comparison is left",
+    }
+    known = [kind for kind in faults.KINDS if not why_not.get(kind)]
     if kinds is None:
         return known
     chosen = kinds.split(",")
     for kind in chosen:
         if kind not in known:
-            why = "needs Linux" if kind in faults.KINDS else f"is none{did_you_mean(kind, known)}"
+            why = why_not.get(kind) or f"is none{did_you_mean(kind, known)}"
             raise UserError(f"--kinds {shorten(kind)!r} {why}: choose among {', '.join(known)}")
     return chosen
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from minitext.observability.goodput import Event, last_kept
+from minitext.observability.goodput import Event
 
 # In the tables' order.
 CAUSES = {
@@ -183,8 +183,10 @@ class Downtime:
 def account(attempts: Sequence[Attempt], events: Sequence[Event]) -> Downtime:
     """Gives each second of a supervised run its cause.
 
-    A step counts unless a later attempt took it again. A fault is charged what it undid, the time until it was noticed,
-    the restart with its start-up and compilation, and what it added to steps while it lasted.
+    A step counts unless a later attempt went on from less. A fault is charged what it undid, the time until it was
+    noticed, the restart with its start-up and compilation, and what it added to steps while it lasted. Steps are undone
+    by the fault that ended the last attempt before which they were still there: one that is killed before it has read a
+    checkpoint undoes nothing.
 
     Args:
       attempts: in order.
@@ -192,21 +194,52 @@ def account(attempts: Sequence[Attempt], events: Sequence[Event]) -> Downtime:
     """
     strikes = [strike for attempt in attempts for strike in attempt.strikes]
     jobs = _by_attempt(attempts, events)
-    kept = last_kept(jobs)
     usual = _usual_pace(jobs, strikes)
     records: list[_Record] = []
     blamed: int | None = None  # the fault because of which this attempt was started
     for index, attempt in enumerate(attempts):
         after = attempts[index + 1].start if index + 1 < len(attempts) else attempt.end
-        for record in _records(attempt, jobs[index], kept[index], usual, after, strikes):
-            strike = record.strike
-            if record.cause == "lost":
-                strike = _undone_by(attempts, jobs, strikes, index, record.step)
+        for record in _records(attempt, jobs[index], usual, after, strikes):
+            if record.cause == "step" and _is_undone(attempts, index, record.step):
+                payer = _undone_by(attempts, index, record.step, strikes)
+                record = record._replace(cause="lost", strike=payer)
             elif record.cause in ("start-up", "compile"):
-                strike = blamed
-            records.append(record._replace(strike=strike))
+                record = record._replace(strike=blamed)
+            records.append(record)
         blamed = _number(strikes, attempt.strikes[-1]) if attempt.failed else None
-    return _sweep(records, attempts, strikes, jobs, kept)
+    taken = [
+        (index, event.step or 0)
+        for index, job in enumerate(jobs)
+        for event in job
+        if event.event == "step"
+    ]
+    useful = {step for index, step in taken if not _is_undone(attempts, index, step)}
+    repeated = [0] * len(strikes)
+    for index, attempt in enumerate(attempts):
+        for step, _ in attempt.lines:
+            if _is_undone(attempts, index, step):
+                repeated[_undone_by(attempts, index, step, strikes)] += 1
+    return _sweep(records, attempts, strikes, repeated, len(useful))
+
+
+def _is_undone(attempts: Sequence[Attempt], index: int, step: int | None) -> bool:
+    """Whether an attempt after this one went on from less than its step."""
+    lows = [a.resumed for a in attempts[index + 1 :] if a.resumed is not None]
+    return min(lows, default=step or 0) < (step or 0)
+
+
+def _undone_by(
+    attempts: Sequence[Attempt], index: int, step: int | None, strikes: Sequence[Strike]
+) -> int:
+    """The fault that undid a step of an attempt."""
+    ended = index
+    for later in range(index + 1, len(attempts)):
+        resumed = attempts[later].resumed
+        if resumed is not None and resumed < (step or 0):
+            break
+        if resumed is not None:
+            ended = later
+    return _number(strikes, attempts[ended].strikes[-1])
 
 
 def _number(strikes: Sequence[Strike], strike: Strike) -> int:
@@ -219,22 +252,6 @@ def _by_attempt(attempts: Sequence[Attempt], events: Sequence[Event]) -> list[li
     for event in sorted(events, key=lambda event: event.start):
         jobs[max(0, bisect.bisect_right(starts, event.start) - 1)].append(event)
     return jobs
-
-
-def _undone_by(
-    attempts: Sequence[Attempt],
-    jobs: Sequence[Sequence[Event]],
-    strikes: Sequence[Strike],
-    index: int,
-    step: int | None,
-) -> int | None:
-    """The fault that made a later attempt take a step again; None of `step`: the one that ended the attempt."""
-    for later in range(index + 1, len(attempts)):
-        taken = [e.step for e in jobs[later] if e.event in ("step", "compile") and e.step]
-        if step is None or min(taken, default=step + 1) <= step:
-            before = attempts[later - 1]
-            return _number(strikes, before.strikes[-1]) if before.failed else None
-    return None
 
 
 def _usual_pace(
@@ -260,7 +277,6 @@ def _lasting(event: Event, strikes: Sequence[Strike]) -> int | None:
 def _records(
     attempt: Attempt,
     job: Sequence[Event],
-    kept: float,
     usual: dict[str, list[float]],
     after: float,
     strikes: Sequence[Strike],
@@ -269,16 +285,15 @@ def _records(
     last = job[0].start if job else attempt.start
     yield _Record(attempt.start, last, "start-up")
     for event in job:
-        last, cause = event.start + event.seconds, _CAUSE_OF.get(event.event, "other")
-        if cause == "step" and (event.step or 0) > kept:
-            cause = "lost"
+        end, cause = event.start + event.seconds, _CAUSE_OF.get(event.event, "other")
+        last = max(last, end)
         number, normal = _lasting(event, strikes), usual.get(event.event)
         if number is None or not normal:
-            yield _Record(event.start, last, cause, step=event.step)
+            yield _Record(event.start, end, cause, step=event.step)
             continue
         part = event.start + min(event.seconds, statistics.median(normal))
         yield _Record(event.start, part, cause, step=event.step)
-        yield _Record(part, last, "slow", number)
+        yield _Record(part, end, "slow", number)
     if not attempt.failed:
         yield _Record(last, attempt.end, "end")
         return
@@ -286,7 +301,7 @@ def _records(
     number, noticed = _number(strikes, fault), max(fault.noticed or 0.0, fault.at)
     for record in _tail(attempt, job, usual, last, fault):
         last = record.end
-        yield record
+        yield record._replace(strike=number)
     if noticed > last:
         yield _Record(max(last, fault.at), noticed, "detect", number)
     yield _Record(max(last, noticed), after, "restart", number)
@@ -324,8 +339,8 @@ def _sweep(
     records: list[_Record],
     attempts: Sequence[Attempt],
     strikes: Sequence[Strike],
-    jobs: Sequence[Sequence[Event]],
-    kept: Sequence[float],
+    repeated: Sequence[int],
+    useful: int,
 ) -> Downtime:
     seconds, twice = dict.fromkeys(CAUSES, 0.0), 0.0
     costs = [dict.fromkeys(CAUSES, 0.0) for _ in strikes]
@@ -352,22 +367,18 @@ def _sweep(
                 costs[record.strike][record.cause] += cursor - begin
     if attempts[-1].end > cursor:
         add("unexplained", cursor, attempts[-1].end)
-    taken = [{event.step or 0 for event in job if event.event == "step"} for job in jobs]
-    useful: set[int] = set()
-    for steps, bound in zip(taken, kept, strict=True):
-        useful |= {step for step in steps if step <= bound}
-    bills = tuple(_bill(attempts, strike, costs[i]) for i, strike in enumerate(strikes))
-    lost = sum(bill.repeated for bill in bills)
-    return Downtime(seconds, sum(seconds.values()), twice, len(useful), lost, bills, tuple(spans))
+    bills = tuple(
+        Bill(strike, _resumed(attempts, strike), n, {c: s for c, s in cost.items() if s > 0})
+        for strike, n, cost in zip(strikes, repeated, costs, strict=True)
+    )
+    wall = sum(seconds.values())
+    return Downtime(seconds, wall, twice, useful, sum(repeated), bills, tuple(spans))
 
 
-def _bill(attempts: Sequence[Attempt], strike: Strike, costs: dict[str, float]) -> Bill:
-    costs = {cause: n for cause, n in costs.items() if n > 0}
-    hit = next(i for i, a in enumerate(attempts) if any(one is strike for one in a.strikes))
-    attempt = attempts[hit]
-    if not attempt.failed or attempt.strikes[-1] is not strike:
-        return Bill(strike, None, 0, costs)
-    resumed = next((a.resumed for a in attempts[hit + 1 :] if a.resumed is not None), None)
-    reached = max((step for step, _ in attempt.lines), default=0)
-    repeated = max(0, reached - resumed) if resumed is not None and attempt.lines else 0
-    return Bill(strike, resumed, repeated, costs)
+def _resumed(attempts: Sequence[Attempt], strike: Strike) -> int | None:
+    """The step from which the job went on after a fault; None if it didn't end the attempt."""
+    for index, attempt in enumerate(attempts):
+        if attempt.failed and attempt.strikes[-1] is strike:
+            later = (a.resumed for a in attempts[index + 1 :])
+            return next((step for step in later if step is not None), None)
+    return None

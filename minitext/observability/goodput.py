@@ -230,7 +230,7 @@ def account(events: list[Event], lines: list[dict[str, Any]] | None = None) -> G
     useful: set[int] = set()
     lost = 0
     end = None
-    for job, undone in zip(jobs, last_kept(jobs), strict=True):
+    for job, undone in zip(jobs, _undone(jobs), strict=True):
         job = sorted(job, key=lambda event: event.start)
         cursor = job[0].start
         if end is not None and cursor > end:
@@ -260,8 +260,8 @@ def _split(events: list[Event]) -> list[list[Event]]:
     return jobs
 
 
-def last_kept(jobs: list[list[Event]]) -> list[float]:
-    """Returns for each job, given by its events, the last of its steps that no later job repeated."""
+def _undone(jobs: list[list[Event]]) -> list[float]:
+    """For each job, the last of its steps that no later job repeated."""
     found, first = [], math.inf
     for job in reversed(jobs):
         found.append(first - 1)

@@ -55,7 +55,6 @@ class Drill:
       alone: seconds that the undisturbed run took.
       curve_equal: whether each number of `metrics.jsonl` is the undisturbed run's, bit for bit, but for times.
       state_equal: the same of every array of the last checkpoint.
-      compared: whether they may be compared: with `train.on_nan=skip` a NaN costs a batch.
     """
 
     directory: str
@@ -66,7 +65,6 @@ class Drill:
     alone: float
     curve_equal: bool
     state_equal: bool
-    compared: bool = True
 
     @property
     def failures(self) -> list[str]:
@@ -84,7 +82,7 @@ class Drill:
                 )
         if self.downtime.accounted < ACCOUNTED:
             found.append(f"only {self.downtime.accounted:.1%} of the wall time have a cause")
-        if self.compared and not (self.curve_equal and self.state_equal):
+        if not (self.curve_equal and self.state_equal):
             what = "state" if self.curve_equal else "curve"
             found.append(f"the final {what} is not that of the undisturbed run")
         return found
@@ -93,7 +91,7 @@ class Drill:
         """Returns everything, for json.dumps."""
         return {
             "directory": self.directory, "command": list(self.command), "save_every": self.save_every,
-            "planned": self.planned, "seconds_undisturbed": self.alone, "compared": self.compared,
+            "planned": self.planned, "seconds_undisturbed": self.alone,
             "curve_equal": self.curve_equal, "state_equal": self.state_equal,
             "failures": self.failures, **self.downtime.to_json(),
         }  # fmt: skip
@@ -362,7 +360,6 @@ def drill(
     devices: int | None = None,
     save_every: int,
     seed: int = 0,
-    compared: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Drill:
     """Trains twice, once undisturbed and once under faults, and compares.
@@ -375,7 +372,6 @@ def drill(
       devices: CPU devices that each simulates; None: see `launch.local`.
       save_every: steps between two checkpoints, as in the settings.
       seed: of what is damaged in a checkpoint.
-      compared: whether the two runs must end equal.
       say: given a line for each thing that happens.
 
     Raises:
@@ -395,7 +391,7 @@ def drill(
     made = Drill(
         str(directory), tuple(command), save_every, len(plan), found, seconds,
         _curve(directory / ALONE) == _curve(directory / DRILLED),
-        _same_state(directory / ALONE, directory / DRILLED), compared,
+        _same_state(directory / ALONE, directory / DRILLED),
     )  # fmt: skip
     files.write(directory / RECORD, json.dumps(made.to_json(), indent=1) + "\n")
     return made
@@ -494,7 +490,7 @@ def _row(number: int, bill: Bill) -> tuple[str, ...]:
 def _verdict(found: Drill) -> list[str]:
     if found.failures:
         return [f"FAILED: {line}" for line in found.failures]
-    equal = "curve and final state are those of the undisturbed run, bit for bit"
-    if not found.compared:
-        equal = "curve and final state weren't compared: train.on_nan=skip leaves batches out"
-    return [f"nothing was lost beyond the steps since a checkpoint; {equal}; see {found.directory}"]
+    return [
+        "nothing was lost beyond the steps since a checkpoint; curve and final state are those of the undisturbed run, "
+        f"bit for bit; see {found.directory}"
+    ]

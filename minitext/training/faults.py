@@ -206,9 +206,9 @@ def _poison_next(*_: object) -> None:
 
     take = Batches.take
 
-    def poisoned(batches: Batches, state: Any) -> Any:
+    def poisoned(self: Batches, _state: Any) -> Any:
         Batches.take = take
-        batch = take(batches, state)
+        batch = take(self, _state)
         print(POISONED, file=sys.stderr, flush=True)
         return batch | {"loss_mask": _with_nan(batch["loss_mask"])}
 
