@@ -131,6 +131,7 @@ LINES = [
     *(["drill", "--devices", n] for n in ["0", HUGE]),
     *(["drill", "--seed", n] for n in ["-1", HUGE]),
     *(["drill", "--kinds", kinds] for kinds in ["", "kil", "kill,", "kill,,nan", LONG, "all"]),
+    ["drill", "--kinds", "nan", "train.on_nan=skip"],
     *(["drill", "--plot", file] for file in FILES),
     *(["drill", word] for word in ["laptp", "model.headz=1", "", "train.steps=10", "run.name=../x", "run.dir={file}",
       "train.hang_seconds=0", "checkpoint.load_full_state={run}", "run.name=run run.dir={home}"]),

@@ -1176,8 +1176,8 @@ The repeated steps of a fault are the completed steps whose lost time it pays.
         "Three passes. First list all completed steps with attempt, number, begin and end, and find which fault ended "
         "each attempt. Then decide about each step. Then add what is between the steps of one attempt and the next.",
         "For a step of attempt i, look for the first j > i whose `resumed` is not None and below the step's number. "
-        "If there is one, the step is lost. Go back from j - 1 over attempts whose `resumed` is None, at most to i: the "
-        "fault that ended that one pays. Without such a j the step counts.",
+        "If there is one, the step is lost. Go back from j - 1 over attempts whose `resumed` is None, at most to i: "
+        "the fault that ended that one pays. Without such a j the step counts.",
         "A passing fault lasts during a step if `at` < the step's end and `over` > its begin. For each attempt: "
         "start-up (the fault before pays), the cut-off step up to `at`, `noticed` - `at`, next `start` - `noticed`.",
     ),

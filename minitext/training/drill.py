@@ -199,8 +199,9 @@ class _Supervisor:
                     continue
                 unplanned += 1
                 last = f"process {index} ended with {explain(code)}: {self._last_error()}"
+                seen = self._run.with_suffix(".txt")
                 if unplanned > UNPLANNED or len(self.attempts) == 1:
-                    raise UserError(f"the job fails without a fault: {last}")
+                    raise UserError(f"the job fails without a fault: {last}; see {seen}")
                 say(self._unplanned(last))
         finally:
             self._let_go()
@@ -377,7 +378,12 @@ def drill(
     Raises:
       UserError: if the job fails without a fault.
     """
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make {directory}: {error.strerror}: choose another run.dir"
+        ) from error
     command = ["train", *words]
     say(f"undisturbed: {' '.join(command)}")
     alone = _Supervisor(command, directory / ALONE, processes, devices, save_every)
