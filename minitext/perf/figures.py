@@ -12,6 +12,7 @@ from minitext.errors import UserError
 COLORS = ("#2463c4", "#de7a0c", "#0f8a6d", "#b865c9", "#c4314b")
 LINESTYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 INK = "#70777f"
+MOST_NAMED = 16  # faults in a picture with names
 
 
 def figure_style() -> None:
@@ -295,13 +296,16 @@ def plot_downtime(downtime: Any) -> Any:
     figure = plot_goodput(downtime)
     strip = figure.axes[0]
     began = downtime.spans[0].start if downtime.spans else 0.0
+    named = len(downtime.bills) <= MOST_NAMED
     for bill in downtime.bills:
-        at = (bill.strike.at - began, 0.4)
+        at = bill.strike.at - began
         strip.annotate(
-            bill.strike.kind, at, (at[0], 0.75), fontsize=7, rotation=60, ha="left", va="bottom",
-            annotation_clip=False, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkB": 0},
+            bill.strike.kind if named else "", (at, 0.4), (at, 0.75), fontsize=7, rotation=60, ha="left",
+            va="bottom", annotation_clip=False, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkB": 0},
         )  # fmt: skip
-    strip.set_title(f"goodput {downtime.goodput:.1%}", loc="left", pad=38)
+    title = strip.get_title()
+    strip.set_title("")
+    strip.set_title(title, loc="left", pad=38 if named else 14)
     return figure
 
 
