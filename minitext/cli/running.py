@@ -392,17 +392,18 @@ def evaluate(
     start()
     from minitext.training import model_card, run_dir
 
-    def show(r: dict) -> None:
-        floor = f", floor {r['floor']:.4f}" if r["floor"] else ""
-        print(
-            f"step {r['step']}: validation loss {r['loss']:.4f} nats/token{floor}, perplexity {r['perplexity']:.2f}, "
-            f"{r['bits_per_byte']:.3f} bits/byte, over {r['tokens']:,} tokens"
-        )
-
     found = run_dir.evaluate_run(directory, settings or [])
     what = " ".join(["validation", *(settings or [])])
     model_card.keep_evaluation(directory, found["step"], what, found)
-    answer(found, as_json, show)
+    answer(found, as_json, _show_loss)
+
+
+def _show_loss(r: dict[str, Any]) -> None:
+    floor = f", floor {r['floor']:.4f}" if r["floor"] else ""
+    print(
+        f"step {r['step']}: validation loss {r['loss']:.4f} nats/token{floor}, perplexity {r['perplexity']:.2f}, "
+        f"{r['bits_per_byte']:.3f} bits/byte, over {r['tokens']:,} tokens"
+    )
 
 
 def _score_tasks(
