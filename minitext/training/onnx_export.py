@@ -22,6 +22,7 @@ from minitext.config.model import DeltaNetConfig, ModelConfig
 from minitext.errors import UserError
 from minitext.hardware import any_platform
 from minitext.terminal import of_slow_work
+from minitext.training import model_card
 from minitext.training.interchange import load_float_run
 from minitext.training.run_dir import PUBLISHED, carry
 
@@ -36,7 +37,10 @@ EXTRA = "pip install 'minitext[onnx]'"
 
 
 def export_onnx(
-    directory: Path | str, target: Path | str, single_file_bytes: int = SINGLE_FILE_BYTES
+    directory: Path | str,
+    target: Path | str,
+    licence: str = model_card.UNKNOWN,
+    single_file_bytes: int = SINGLE_FILE_BYTES,
 ) -> int:
     """Writes a run's newest parameters and its forward pass as ONNX, whole or not at all; adapters are merged.
 
@@ -46,6 +50,7 @@ def export_onnx(
     Args:
       directory: the run.
       target: the folder to make.
+      licence: for the model card, README.md.
       single_file_bytes: parameters larger than this together go into a second file, `model.onnx.data`.
 
     Returns:
@@ -77,6 +82,10 @@ def export_onnx(
                 carry(came, new)
                 if not (new / "tokenizer.json").exists():
                     files.write(new / "tokenizer.json", json.dumps(tokenizer.published()))
+                card = model_card.card(
+                    directory, cfg, step, form="onnx", size=size, dtype="float32", licence=licence
+                )
+                files.write(new / model_card.CARD, card)
                 session = open_session(onnxruntime, new / MODEL)
                 _compare(session.run(None, {"tokens": text_BT})[0], want_BTV, directory)
                 advance(4)

@@ -613,7 +613,9 @@ def test_hostile_requests_are_refused_in_one_line(narrow):
     kinds = {"Content-Type": "text/plain"}, {"Content-Type": "application/octet-stream"}
     assert [narrow.ask(path, good, **KEY, **kind)[0] for kind in kinds] == [415, 400]
     assert narrow.untyped(path, good, KEY) == 200  # as Triton's client asks
-    assert narrow.untyped(path, good, KEY | {"Origin": "http://elsewhere"}) == 415  # another site's page
+    assert (
+        narrow.untyped(path, good, KEY | {"Origin": "http://elsewhere"}) == 415
+    )  # another site's page
     for length in ("-1", "1e3", "99999999999", "x", "9" * 30, "3"):
         header = {"Inference-Header-Content-Length": length}
         assert narrow.ask(path, good, **KEY, **header)[0] == 400, length

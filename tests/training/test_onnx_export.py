@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,18 @@ def test_onnxruntime_gives_the_same_logits(tmp_path, kind):
     names = {one.name for one in onnx.load(tmp_path / "out" / "model.onnx").graph.initializer}
     assert "norm.scale" in names and any(name.startswith("blocks.1.") for name in names)
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]
+
+
+def test_the_cards_commands_run(tmp_path, monkeypatch, capsys):
+    """What the model card says works in the folder, with onnxruntime and the tokenizer's file alone."""
+    write_run(tmp_path / "run", "model.vocab=257")
+    onnx_export.export_onnx(tmp_path / "run", tmp_path / "out", "mit")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "license: mit" in card and "float32" in card
+    monkeypatch.chdir(tmp_path / "out")
+    exec(re.search(r"```python\n(.*?)```", card, re.S)[1], {})
+    said = capsys.readouterr().out
+    assert said.startswith("the ") and len(said) > len("the \n")
 
 
 def test_large_parameters_are_in_a_file_of_their_own(tmp_path):
