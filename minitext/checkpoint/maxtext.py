@@ -12,7 +12,7 @@ Chapters: 27.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +135,7 @@ def _stacked(array: Any, axis: int, name: str, path: Path) -> int:
     return array.shape[axis]
 
 
-def stacked_name(name: str, scanned: Mapping[str, Any], cycle: int, layers: int) -> Part:
+def stacked_name(name: str, scanned: Sequence[str], cycle: int, layers: int) -> Part:
     """Returns where a tensor goes in a scanned checkpoint.
 
     Args:
