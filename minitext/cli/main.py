@@ -14,7 +14,17 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from minitext.cli import bridge, launching, reports, running, serving, setup, tuning, watching
+from minitext.cli import (
+    bridge,
+    launching,
+    reports,
+    running,
+    serving,
+    setup,
+    travelling,
+    tuning,
+    watching,
+)
 from minitext.errors import UserError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -70,12 +80,14 @@ app.command("serve")(serving.serve)
 app.command("predict-serving")(serving.predict)
 app.command("import")(running.import_)
 app.command("export")(running.export)
+app.command("journey")(travelling.journey)
 app.command("quantize")(running.quantize)
 app.command("eval")(running.evaluate)
 app.command("parity")(running.parity)
 app.command("goodput")(watching.goodput)
 app.command("profile")(watching.profile)
 app.command("watch")(watching.watch)
+app.command("drill")(launching.drill)
 app.command("compile")(reports.compile_)
 app.command("plan")(reports.plan)
 app.command("roofline")(reports.roofline)
@@ -86,6 +98,7 @@ app.command("comms")(reports.comms)
 app.command("quantized")(reports.quantized)
 app.command("llo")(reports.llo)
 app.command("tune")(reports.tune)
+app.command("judge")(reports.judge)
 config_app.command("show")(setup.config_show)
 config_app.command("explain")(setup.config_explain)
 config_app.command("presets")(setup.config_presets)
