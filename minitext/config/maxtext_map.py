@@ -23,7 +23,7 @@ from minitext.config.config import (
     presets,
     resolve,
 )
-from minitext.config.maxtext_command import Reading
+from minitext.config.maxtext_command import Reading, is_variable
 from minitext.errors import UserError, did_you_mean
 
 ICI = ("data", "fsdp", "tensor", "tensor_sequence", "context", "sequence", "expert", "pipeline", "fsdp_transpose",
@@ -156,6 +156,7 @@ def translate(reading: Reading, machine: Machine) -> Translation:
     keys = [work.report(key, value) for key, value in reading.given.items()]
     if refused:
         return Translation(None, refused, keys, [], machine, work.notes)
+    work.settings.setdefault("data.source", "stdlib")
     try:
         cfg = resolve([("MaxText", work.settings)])
     except ConfigError as error:
@@ -630,9 +631,16 @@ class _Work:
             ours = same_key(key)
             if ours is None or key in self.mapped or key in self.reasons or value in ("", None):
                 continue
-            if isinstance(value, str) and (":" in value or "$" in value):
-                why = "a variable without a value here" if "$" in value else "not on this machine"
-                self.name(f"{value[:60]} is {why}: set {ours} yourself", key)
+            if is_variable(value):
+                continue
+            if ours == "data.epochs" and self.settings.get("data.source") in (
+                "grammar",
+                "hf",
+                "prompts",
+            ):
+                self.name("rows are read until train.steps", key)
+            elif isinstance(value, str) and ":" in value:
+                self.name(f"{value[:60]} is not on this machine: set {ours} yourself", key)
             elif key in ("load_parameters_path", "load_full_state_path"):
                 self.name(
                     f"first minitext maxtext import {value[:60]} RUN, then checkpoint.load_parameters=RUN",
@@ -648,6 +656,13 @@ class _Work:
 
     def report(self, key: str, value: Any) -> Key:
         """Returns what became of a key."""
+        if is_variable(value):
+            return Key(
+                key,
+                value,
+                "none",
+                "a variable that has no value here: MaxText's default is assumed",
+            )
         shown = "..." if key in OF_THE_TRAINING_ONLY or len(str(value)) > 200 else value
         if key in self.mapped:
             return Key(key, shown, "mapped", self.mapped[key])

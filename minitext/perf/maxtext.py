@@ -15,7 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from minitext.compiler.targets import Target, parse_target
-from minitext.config import maxtext_command, maxtext_map
+from minitext.config import maxtext_command, maxtext_map, maxtext_model
 from minitext.config.config import Config
 from minitext.config.maxtext_command import Reading
 from minitext.config.maxtext_map import Machine, Translation
@@ -142,9 +142,9 @@ def machine_for(reading: Reading, target: str | None) -> tuple[Machine, Target |
             wanted.chip.name, wanted.devices // wanted.slices, wanted.slices, wanted.shape
         ), wanted
     device, slices = reading.device, reading.slices
-    if device is None and reading.given.get("compile_topology"):
-        device = str(reading.given["compile_topology"])
-        slices = max(1, int(reading.given.get("compile_topology_num_slices") or 1))
+    if device is None and reading.values.get("compile_topology"):
+        device = str(reading.values["compile_topology"])
+        slices = max(1, maxtext_model.whole(reading.values, "compile_topology_num_slices"))
     found = maxtext_map.machine_of(device, slices) if device else None
     if found is not None:
         chip, shape = found
