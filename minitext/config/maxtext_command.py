@@ -8,6 +8,7 @@ Chapters: 27.
 """
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -154,11 +155,13 @@ _NAME = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_"
 def _as_path(text: str) -> Path | None:
     """Returns the file that a text names; None if it is a command."""
     text = text.strip()
-    if not text or len(text) > 4096 or "\n" in text or ("=" in text and not Path(text).exists()):
+    if not text or len(text) > 4096 or "\n" in text:
         return None
-    path = Path(files.local_path(text)).expanduser()
-    if path.is_file():
-        return path
+    if os.path.isfile(os.path.expanduser(text)):  # False too where no file could have such a name
+        return Path(files.local_path(text)).expanduser()
+    if "=" in text:
+        return None
+    path = Path(text)
     if re.fullmatch(r"\S+\.(ya?ml|sh|txt)", text):
         if path.name in FILES:
             return None

@@ -602,6 +602,7 @@ class _Work:
             self.put("data.hf_name", name or "json", "hf_path", "dataset_name")
         if self.given.get("lora.enable_lora") or (self.given.get("lora.lora_rank") or 0):
             self.fill("model.lora.rank", "lora.lora_rank")
+            self.mapped["lora.enable_lora"] = "model.lora.rank above 0"
             self.fill("model.lora.alpha", "lora.lora_alpha")
 
     def fill(self, ours: str, theirs: str) -> None:

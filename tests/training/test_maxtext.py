@@ -152,7 +152,6 @@ def test_a_checkpoint_goes_in_and_out_bit_by_bit(tmp_path, scanned):
     )
     # The other layout has the same numbers.
     other = maxtext.export_run(tmp_path / "run", tmp_path / "other", not scanned)
-    assert_same(read_back(other.items), theirs_of(other.items))
     again = maxtext.import_run(other.items, tmp_path / "again", words("llama31"))
     assert again.is_scanned != scanned
     for a, b in zip(
@@ -162,14 +161,10 @@ def test_a_checkpoint_goes_in_and_out_bit_by_bit(tmp_path, scanned):
         assert np.array_equal(a, b)
 
 
-def theirs_of(folder):
-    return read_back(folder)
-
-
 def test_neighbours_rotate_together_where_llama31_has_them():
     """Feature 2i of a head there is feature i here, and 2i + 1 is i + H/2; values and other blocks stay."""
     for case, pairs in (("llama31", True), ("llama2", False)):
-        _, model, table = described(case)
+        table = described(case)[2]
         rows = {row.path: row for row in table.rows}
         head = np.arange(32 * 4 * 8).reshape(32, 4, 8)
         ours = rows["blocks.attention.q.w"].view.of(head).reshape(32, 4, 8)
@@ -179,8 +174,17 @@ def test_neighbours_rotate_together_where_llama31_has_them():
         assert np.array_equal(rows["blocks.attention.v.w"].view.of(values), values)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unscanned"])
+QUICK = ("gemma2", "gemma3", "mixtral", "deepseek3")  # whose layers are stacked in other ways
+
+
+@pytest.mark.parametrize(
+    ("case", "scanned"),
+    [
+        pytest.param(case, scanned, marks=[] if scanned and case in QUICK else [pytest.mark.audit])
+        for case in CASES
+        for scanned in (True, False)
+    ],
+)
 def test_every_family_is_written_and_read_with_the_same_numbers(tmp_path, case, scanned):
     values, model, table = described(case)
     params = drawn(model)
@@ -213,12 +217,19 @@ HF = {
     "deepseek3": {
         "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+        "routed_scaling_factor": 2.5,
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", HF)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=[] if f in ("llama2", "gemma3", "deepseek3") else [pytest.mark.audit])
+        for f in HF
+    ],
+)
 def test_a_model_of_hugging_face_says_the_same_in_maxtexts_terms(family):
     """The scales that MaxText has in its weights are multiplied in, and the model with them has the same logits."""
     config = {
@@ -295,8 +306,12 @@ def test_a_folder_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
         file.write_bytes(file.read_bytes()[:40])
     assert "cannot be read" in refused(torn)
     said = json.loads((tmp_path / "good" / "_METADATA").read_text())
-    for tree, message in (({}, "describes no tree"), ({"x": {"key_metadata": [{"key": "../../x"}]}}, "a name that is none"),
-                          ({"x": {"key_metadata": [{"key": "step"}]}}, "has no params")):  # fmt: skip
+    trees = {
+        "describes no tree": {},
+        "a name that is none": {"x": {"key_metadata": [{"key": "../../x"}]}},
+        "has no params": {"x": {"key_metadata": [{"key": "step"}]}},
+    }
+    for message, tree in trees.items():
         lying = tmp_path / message.replace(" ", "-")
         shutil.copytree(tmp_path / "good", lying)
         (lying / "_METADATA").write_text(json.dumps(said | {"tree_metadata": tree}))
