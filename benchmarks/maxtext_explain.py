@@ -23,9 +23,8 @@ def sources(folder: Path):
     """Yields the files of a folder that could be read, with their names below it."""
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if path.suffix == ".yml" and "configs" in path.parts and path.name not in OTHER:
-            yield name, path
-        elif path.suffix == ".sh" and "model_name=" in path.read_text(errors="replace"):
+        settings = path.suffix == ".yml" and "configs" in path.parts and path.name not in OTHER
+        if settings or (path.suffix == ".sh" and "model_name=" in path.read_text(errors="replace")):
             yield name, path
 
 
@@ -39,10 +38,19 @@ def explain_one(name: str, path: Path) -> dict:
         found = maxtext.explain(str(path))
     except UserError as error:
         # The message begins with where the file is on this machine.
-        return {"file": name, "error": str(error).replace(str(path), path.name).replace(str(path.parent), "")}
+        return {
+            "file": name,
+            "error": str(error).replace(str(path), path.name).replace(str(path.parent), ""),
+        }
     t = found.translation
     counts = dict(collections.Counter(key.status for key in t.keys))
-    row = {"file": name, "keys": len(t.keys), **counts, "refused": t.refused, "target": t.machine.target}
+    row = {
+        "file": name,
+        "keys": len(t.keys),
+        **counts,
+        "refused": t.refused,
+        "target": t.machine.target,
+    }
     row["unknown_keys"] = [key.name for key in t.keys if key.status == "unknown"]
     row["unnamed"] = [key.name for key in t.keys if not key.ours]
     if found.answers is not None:
@@ -70,7 +78,12 @@ def main():
         for name, path in sources(folder):
             rows.append(explain_one(name, path))
             row = rows[-1]
-            print(name, row.get("error") or row.get("refused") or "mapped", row.get("step_s", ""), file=sys.stderr)
+            print(
+                name,
+                row.get("error") or row.get("refused") or "mapped",
+                row.get("step_s", ""),
+                file=sys.stderr,
+            )
     total = {
         "files": len(rows),
         "errors": sum("error" in row for row in rows),
@@ -80,7 +93,7 @@ def main():
         "unnamed": sum(len(row.get("unnamed", ())) for row in rows),
         "unknown": sorted({key for row in rows for key in row.get("unknown_keys", ())}),
     }
-    write_record(options.results, "maxtext_explain", "", {"total": total, "rows": rows})
+    write_record(options.output, "maxtext_explain", "", {"total": total, "rows": rows})
 
 
 if __name__ == "__main__":

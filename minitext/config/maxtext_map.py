@@ -53,17 +53,18 @@ STATUSES = ("mapped", "by hand", "default", "none", "unknown")
 _MODEL = (
     "decoder_block", "model_name", "global_parameter_scale", "vocab_size", "head_dim", "normalization_layer_epsilon",
     "logits_via_embedding", "normalize_embedding_logits", "final_logits_soft_cap", "attn_logits_soft_cap",
-    "mlp_activations", "mlp_activations_limit", "attention_bias", "attention_sink", "use_qk_norm", "use_post_attn_norm",
-    "use_post_ffw_norm", "temperature_tuning", "attention_type", "mlp_bias", "sliding_window_size",
-    "chunk_attn_window_size", "rope_type", "rope_max_timescale", "rope_min_timescale", "local_rope_max_timescale",
-    "rope_linear_scaling_factor", "rope_use_scale", "rope_factor", "beta_fast", "beta_slow", "mscale",
-    "rope_interleave", "rope_truncate", "rope_attention_scaling", "max_position_embeddings",
-    "original_max_position_embeddings", "partial_rotary_factor", "nope_layer_interval", "interleave_moe_layer_step", "inhomogeneous_layer_cycle_interval",
-    "num_experts", "num_experts_per_tok", "capacity_factor", "load_balance_loss_weight", "norm_topk_prob",
-    "first_num_dense_layers", "shared_experts", "routed_scaling_factor", "routed_score_func", "routed_bias",
-    "routed_bias_update_rate", "n_routing_groups", "topk_routing_group", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "gdn_conv_kernel_dim", "gdn_key_head_dim",
-    "gdn_value_head_dim", "gdn_num_key_heads", "gdn_num_value_heads", *(f"base_{name}" for name in maxtext_model.BASE),
+    "mlp_activations", "mlp_activations_limit", "attention_bias", "attention_sink", "use_qk_norm",
+    "use_post_attn_norm", "use_post_ffw_norm", "temperature_tuning", "attention_type", "mlp_bias",
+    "sliding_window_size", "chunk_attn_window_size", "rope_type", "rope_max_timescale", "rope_min_timescale",
+    "local_rope_max_timescale", "rope_linear_scaling_factor", "rope_use_scale", "rope_factor", "beta_fast",
+    "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling", "max_position_embeddings",
+    "original_max_position_embeddings", "partial_rotary_factor", "nope_layer_interval", "interleave_moe_layer_step",
+    "inhomogeneous_layer_cycle_interval", "num_experts", "num_experts_per_tok", "capacity_factor",
+    "load_balance_loss_weight", "norm_topk_prob", "first_num_dense_layers", "shared_experts", "routed_scaling_factor",
+    "routed_score_func", "routed_bias", "routed_bias_update_rate", "n_routing_groups", "topk_routing_group",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "gdn_conv_kernel_dim",
+    "gdn_key_head_dim", "gdn_value_head_dim", "gdn_num_key_heads", "gdn_num_value_heads",
+    *(f"base_{name}" for name in maxtext_model.BASE),
 )  # fmt: skip
 
 
@@ -455,8 +456,8 @@ class _Work:
         self.keep(tuple(kept))
         if moved:
             self.notes.append(
-                f"remat_policy=custom: {', '.join(moved)} would be in the host's memory there; here a layer's input stays "
-                "on the device, and the rest is recomputed"
+                f"remat_policy=custom: {', '.join(moved)} would be in the host's memory there; here a layer's input "
+                "stays on the device, and the rest is recomputed"
             )
 
     def keep(self, names: tuple[str, ...]) -> None:

@@ -359,9 +359,9 @@ def _answers(a: Answers) -> Iterator[Any]:
         ("  parameters and moments", show_bytes(a.state)),
         *((f"within a slice (ICI): {kind}", f"{show_bytes(round(size))} sent by a device in a step")
           for kind, size in sorted(a.ici.items(), key=lambda item: -item[1])),
-        ("across slices (DCN)", f"{show_bytes(round(a.dcn))} sent by a device in a step" if a.dcn else "nothing"),
+        ("across slices (DCN)", f"{show_bytes(round(a.dcn))} sent by a device in a step"),
         *((f"seconds: {name}", "bandwidth unknown" if s is None else f"{s:,.4g}") for name, s in a.times.items()),
-        ("a step, everything overlapped", f"{a.lower:,.4g} s: {a.tokens / a.lower:,.0f} tokens/s, {a.mfu:.1%} of the peak"),
+        ("a step, everything overlapped", f"{a.lower:,.4g} s: {a.tokens / a.lower:,.0f} tokens/s, {a.mfu:.1%} of peak"),
         ("a step, nothing overlapped", f"{a.upper:,.4g} s"),
     ]  # fmt: skip
     if a.compiled is not None:
