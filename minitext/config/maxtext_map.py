@@ -321,7 +321,9 @@ class _Work:
     def mesh(self) -> None:
         within = self.axes("ici", self.machine.devices)
         across = self.axes("dcn", self.machine.slices)
-        sizes = dict.fromkeys(("data", "fsdp", "tensor", "context", "expert", "stage"), 1)
+        sizes: dict[str, int] = dict.fromkeys(
+            ("data", "fsdp", "tensor", "context", "expert", "stage"), 1
+        )
         for name in ICI:
             sizes[AXES[name]] *= within[name] * across[name]
         for axis, size in sizes.items():

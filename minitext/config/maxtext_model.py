@@ -191,7 +191,10 @@ def _refuse(values: Mapping[str, Any], block: str) -> None:
 def _activation(values: Mapping[str, Any], block: str) -> str:
     given = values["mlp_activations"]
     given = [given] if isinstance(given, str) else given
-    known = {("silu", "linear"): "silu", ("gelu", "linear"): "gelu_tanh"}
+    known: dict[tuple[str, ...], str] = {
+        ("silu", "linear"): "silu",
+        ("gelu", "linear"): "gelu_tanh",
+    }
     if block == "gpt_oss":
         known = {("sigmoid", "linear"): "clamped"}
         if (limit := number(values, "mlp_activations_limit")) != 7:

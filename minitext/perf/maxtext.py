@@ -20,8 +20,8 @@ from minitext.config.config import Config
 from minitext.config.maxtext_command import Reading
 from minitext.config.maxtext_map import Machine, Translation
 from minitext.errors import UserError
-from minitext.models.flops import count_params
-from minitext.perf import comms, memory, plan, roofline, step_time
+from minitext.models.flops import count_flops, count_params
+from minitext.perf import comms, memory, plan, step_time
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
 
@@ -64,7 +64,7 @@ class Answers:
       times: seconds by what they are spent on.
       lower: seconds of a step if everything overlaps.
       upper: if nothing does.
-      mfu: the share of the chips' peak at `lower`.
+      mfu: model FLOPs of a step over what the chips could do in `lower` seconds.
       changes: what to change, the best first.
       compiled: the prediction from the compiled step, if it was asked for.
       notes: what the predictions leave out.
@@ -179,13 +179,12 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     sent: dict[str, float] = {}
     for term in terms:
         sent[term.kind] = sent.get(term.kind, 0.0) + term.moved
-    flops = roofline.predict(
-        roofline.count_step(cfg, target.chip.name), roofline.chip_machine(target.chip)
-    ).product_flops
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    flops = count_flops(cfg.model, tokens, cfg.data.seq_len)
     kind = "bfloat16" if cfg.model.dtype == "bfloat16" else "float32"
     peak = target.chip.peak(kind) * target.devices / target.chip.devices
     base = Answers(
-        target=str(target), parameters=count_params(cfg.model), tokens=cfg.train.global_batch * cfg.data.seq_len,
+        target=str(target), parameters=count_params(cfg.model), tokens=tokens,
         memory=used.total, usable=target.chip.usable_bytes, state=used.parameters + used.optimizer, ici=sent,
         dcn=plan.sent_across(plain, target), times=_shown(times), lower=times.hidden, upper=times.waited,
         mfu=flops / times.hidden / peak, changes=(), compiled=None, notes=(*notes, *_notes(plain, target)),

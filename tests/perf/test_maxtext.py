@@ -72,8 +72,8 @@ def test_experts_are_predicted_for_tpus():
     answers = maxtext.explain(f"{SMALL} {experts}", "v5e:2x4").answers
     dense = maxtext.explain(SMALL, "v5e:2x4").answers
     assert answers is not None and dense is not None
-    work = answers.times["compute"] * answers.mfu, dense.times["compute"] * dense.mfu
-    assert 0 < answers.mfu < 1 and work[0] > work[1]
+    # Two of four experts are twice the feed-forward work.
+    assert 0 < answers.mfu < 1 and 1.2 < answers.times["compute"] / dense.times["compute"] < 2
 
 
 def test_a_command_without_a_machine_says_how_to_name_one(capsys):
@@ -86,26 +86,19 @@ def test_a_command_without_a_machine_says_how_to_name_one(capsys):
         maxtext.explain(SMALL, "v9:2x2")
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ([SMALL, "--target", "v5e:2x4"], 0, "fits"),
-        ([f"{SMALL} per_device_batch_size=4096", "--target", "v5e:2x4"], 3, "does NOT fit"),
-        ([f"{SMALL} decoder_block=gpt3", "--target", "v5e:2x4"], 2, "LayerNorm"),
-    ],
-    ids=["fits", "too large", "refused"],
-)  # fmt: skip
-def test_the_command_answers_and_its_exit_code_says_whether_it_fits(
-    monkeypatch, capsys, words, code, said
-):
+def run(monkeypatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["minitext", "maxtext", "explain", *words])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    assert ended.value.code == code and said in capsys.readouterr().out
-    if code == 0:
-        monkeypatch.setattr("sys.argv", ["minitext", "maxtext", "explain", *words, "--json"])
-        with pytest.raises(SystemExit):
-            main.main()
-        found = json.loads(capsys.readouterr().out)
-        assert found["answers"]["fits"] and found["target"] == "v5e:2x4" and not found["refused"]
-        assert all(key["ours"] for key in found["keys"])
+    return int(ended.value.code or 0)
+
+
+def test_the_command_answers_and_its_exit_code_says_whether_it_fits(monkeypatch, capsys):
+    assert run(monkeypatch, f"{SMALL} per_device_batch_size=4096", "--target", "v5e:2x4") == 3
+    assert "does NOT fit" in capsys.readouterr().out
+    assert run(monkeypatch, f"{SMALL} decoder_block=gpt3", "--target", "v5e:2x4") == 2
+    assert "LayerNorm" in capsys.readouterr().out
+    assert run(monkeypatch, SMALL, "--target", "v5e:2x4", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["answers"]["fits"] and found["target"] == "v5e:2x4" and not found["refused"]
+    assert all(key["ours"] for key in found["keys"])
