@@ -233,8 +233,8 @@ class _Work:
     def whole(self, key: str) -> int:
         return maxtext_model.whole(self.values, key)
 
-    def switch(self, key: str) -> bool:
-        return maxtext_model.switch(self.values, key)
+    def truth(self, key: str) -> bool:
+        return maxtext_model.truth(self.values, key)
 
     def text(self, key: str) -> str:
         value = self.values.get(key)
@@ -276,7 +276,7 @@ class _Work:
         self.put(
             "model.dtype", "float32" if self.text("dtype") == "float32" else "bfloat16", "dtype"
         )
-        self.put("model.scan_layers", self.switch("scan_layers"), "scan_layers")
+        self.put("model.scan_layers", self.truth("scan_layers"), "scan_layers")
         if self.whole("mtp_num_layers"):
             self.notes.append(
                 "mtp_num_layers: layers that predict further tokens are left out, and not counted"
@@ -351,7 +351,7 @@ class _Work:
             )
         if within["tensor_sequence"] > 1:
             self.put("sharding.rules", "tp_seq", "ici_tensor_sequence_parallelism")
-        elif self.switch("shard_optimizer_over_data"):
+        elif self.truth("shard_optimizer_over_data"):
             self.put("sharding.rules", "zero1", "shard_optimizer_over_data")
         if sizes["context"] > 1 and self.settings.get("model.attention.kind", "gqa") == "gqa":
             how = {"ring": "ring", "all_gather": "allgather"}.get(
@@ -418,7 +418,7 @@ class _Work:
                 f"minitext has no policy {policy[:40]}: model.remat=full is assumed", "remat_policy"
             )
             self.put("model.remat", "full")
-        if self.switch("optimizer_memory_host_offload"):
+        if self.truth("optimizer_memory_host_offload"):
             self.put("optim.offload", True, "optimizer_memory_host_offload")
         attention = self.text("attention")
         impl = {"dot_product": "xla", "cudnn_flash_te": "cudnn", "cudnn_flash_jax": "cudnn"}.get(
@@ -573,10 +573,10 @@ class _Work:
         """Post-training."""
         name = self.text("hf_path") or self.text("dataset_name")
         chats = None
-        if self.switch("use_sft"):
+        if self.truth("use_sft"):
             chats = "conversations"
             self.mapped["use_sft"] = "data.source=conversations, as minitext sft RUN does"
-        elif self.switch("use_dpo"):
+        elif self.truth("use_dpo"):
             chats = "preferences"
             self.put("objective.kind", "preference", "use_dpo")
             self.fill("objective.beta", "dpo.dpo_beta")

@@ -22,6 +22,7 @@ from minitext.config.maxtext_map import Machine, Translation
 from minitext.errors import UserError
 from minitext.models.flops import count_flops, count_params
 from minitext.perf import comms, memory, plan, step_time
+from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
 
@@ -173,8 +174,8 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     if cfg.model.quantization:
         plain = cfg.replace({"model.quantization": ()})
         notes.append("memory and bytes are predicted without model.quantization")
-    work = plan.Work(cfg, target)
-    times, used = plan.predict(plain, target, work), _memory(plain, target)
+    work, used = plan.Work(cfg, target), _memory(plain, target)
+    times = plan.predict(plain, target, work)
     terms = _within(plain, target)
     sent: dict[str, float] = {}
     for term in terms:
@@ -196,6 +197,7 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
 
 
 def _memory(cfg: Config, target: Target) -> memory.Memory:
+    check_mesh(cfg, abstract_mesh(cfg.mesh))
     return memory.predict(
         cfg, abstract_mesh(cfg.mesh), target.chip.platform, target.chip.vmem_bytes or 0
     )
@@ -333,9 +335,10 @@ def print_explanation(found: Explanation) -> None:
         lines.append(
             "name the machine to see whether it fits and how long a step takes: --target v5p:4x4x8"
         )
-    lines += [f"note: {line}" for line in t.notes]
+    if notes := [*t.notes, *(found.answers.notes if found.answers is not None else ())]:
+        lines.append(Text("\n".join(f"note: {line}" for line in notes)))
     if t.words:
-        lines += ["", Text("minitext train " + " ".join(map(_quoted, t.words)))]
+        lines.append(Text("minitext train " + " ".join(map(_quoted, t.words))))
     print_tables(*lines)
 
 
@@ -384,4 +387,3 @@ def _answers(a: Answers) -> Iterator[Any]:
         )
     elif not a.fits:
         yield "nothing that was tried fits: take more chips, or a shorter max_target_length"
-    yield from (f"note: {line}" for line in a.notes)

@@ -319,7 +319,7 @@ def describe(
         except UserError:
             pass  # settings have changed since
     closest: tuple[int, str] | None = None
-    for block in maxtext_model.blocks_of(model):
+    for block in maxtext_model.likely_blocks(model):
         scaled, factors = _rescaled(model, block)
         values = defaults | maxtext_model.values_of(scaled, block)
         try:
