@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 
@@ -171,6 +172,20 @@ def test_figures_taken_down_elsewhere_say_when_where_and_by_what_command(monkeyp
     for part in (part for part in other.values() if isinstance(part, dict) and "command" in part):
         script = re.match(r"python (benchmarks/\w+\.py)", part["command"] or "")
         assert (ROOT / script[1]).is_file() if script else part["what"]
+
+
+def test_the_curves_beside_tunix_in_chapter_26_are_those_of_the_newest_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    measured = importlib.import_module("measured")
+    (record,) = measured.newest(measured.RESULTS)["post_training_tunix"]
+    chapter = (ROOT / "notebooks" / "26_post_training.md").read_text(encoding="utf-8")
+    shown = eval(re.search(r"^RECORD = (\{.*?^\})", chapter, re.DOTALL | re.MULTILINE)[1])
+    sides = ("ours", "tunix")
+    for name in ("sft", "dpo"):
+        losses = [record[name]["losses"][side] for side in sides]
+        np.testing.assert_allclose(shown[f"{name.upper()}, loss"], losses, atol=5.1e-5)
+    rewards = [np.reshape(record["grpo"][side]["reward"], (-1, 8)).mean(1) for side in sides]
+    np.testing.assert_allclose(shown["GRPO, reward"], rewards, atol=5.1e-4)
 
 
 def test_the_page_of_limits_has_the_errors_of_the_newest_record(monkeypatch):

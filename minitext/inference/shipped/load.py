@@ -19,7 +19,8 @@ def load(folder):
         weights = _weights(folder / said["weights"]["file"], said["weights"]["arrays"])
         return said, {n: _function(folder, f, weights) for n, f in said["functions"].items()}
     except Exception as error:  # of any kind: files in three formats are read here
-        raise error if type(error) is Refused else Refused(f"{folder}: {error!r:.200}") from error
+        reason = f"{folder}: {type(error).__name__}: {error}".replace("\n", " ")[:300]
+        raise error if type(error) is Refused else Refused(reason) from error
 
 
 def _need(fact, otherwise):
@@ -67,10 +68,5 @@ def _function(folder, said, weights):
         types = [(x[name].shape, x[name].dtype) for x in (wanted, weights) if name in x]
         _need(types == types[:1] * 2, f"{path} and the weights differ in {name}: {types}")
     kept = said["inputs"].keys() & said["outputs"].keys()
-    run = jax.jit(lambda weights, new, old: program.call(weights, new | old), donate_argnums=2)
-
-    def call(inputs):
-        old = {name: inputs[name] for name in inputs.keys() & kept}
-        return run(weights, {name: inputs[name] for name in inputs.keys() - kept}, old)
-
-    return call
+    run = jax.jit(lambda ws, /, **inputs: program.call(ws, inputs), donate_argnames=kept)
+    return lambda inputs: run(weights, **inputs)
