@@ -78,3 +78,22 @@ def resume(folder, wanted, index, count, batch):
     """
     # YOUR CODE HERE
     raise NotImplementedError("21.elastic")
+
+
+# EXERCISE 21.account
+def bill(attempts, faults):
+    """Give every second of a run under faults its cause, and each fault its bill.
+
+    Args:
+      attempts: list of dicts, one for each start of the job, in order: `start`, `first`, `end`,
+        `resumed` and `steps`, as in the statement.
+      faults: list of dicts in the order of their times: `at`, and either `noticed` or `over`; the
+        other is None.
+
+    Returns:
+      (seconds, bills): a dict of the seconds of "start-up", "step", "slow", "lost", "detect",
+      "restart" and "end", which sum to the wall time; and for each fault a tuple (seconds that it
+      cost, steps that were repeated because of it).
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("21.account")

@@ -126,6 +126,21 @@ LINES = [
     *([*LOCAL, "--processes", n, "--", "train"] for n in ["0", "-1", HUGE, "1000000"]),
     *([*LOCAL, "--devices", n, "--", "train"] for n in ["0", HUGE, "1000000"]),
     [*LOCAL, "--restarts", "-1", "--", "train"],
+    *(["drill", "--faults", n] for n in ["0", "-1", "1001", HUGE, "x"]),
+    *(["drill", "--processes", n] for n in ["0", "-1", "1000000"]),
+    *(["drill", "--devices", n] for n in ["0", HUGE]),
+    *(["drill", "--seed", n] for n in ["-1", HUGE]),
+    *(["drill", "--kinds", kinds] for kinds in ["", "kil", "kill,", "kill,,nan", LONG, "all"]),
+    ["drill", "--kinds", "nan", "train.on_nan=skip"],
+    *(["drill", "--plot", file] for file in FILES),
+    *(["drill", word] for word in ["laptp", "model.headz=1", "", "train.steps=10", "run.name=../x", "run.dir={file}",
+      "train.hang_seconds=0", "checkpoint.load_full_state={run}", "run.name=run run.dir={home}"]),
+    *(["judge", path] for path in [*PATHS, "{folder}", "{file}", "{binary}", "/dev/null", "/dev/zero", "nowhere.py"]),
+    *(["judge", "{kernel}", "--chip", chip] for chip in ["", "v9", "h100", "v5e,", LONG]),
+    *(["judge", "{kernel}", "--budget", b] for b in ["", "vmem", "vmem=-1", "vmem=1e3", f"speed={HUGE}", "mxu=1MiB"]),
+    *(["judge", "{kernel}", "--seconds", n] for n in ["0", "nan", "inf", "-1"]),
+    *(["judge", "{kernel}", "--memory", n] for n in ["0", "nan", "1e9"]),
+    ["judge", "{kernel}"],
     *(["grade", "--seed", s] for s in ["-1", "soon"]),
     *(["grade", "--jobs", n] for n in ["0", "-1", "x"]),
     # Files that can't be written, before anything is computed.
@@ -181,6 +196,18 @@ LINES = [
     *(["grade", "01", "--notebook", path] for path in ["", "nowhere.ipynb", "{folder}", "{binary}", "/dev/null"]),
     ["grade", "--start", "a", "b"],
     ["grade", "--start", "{file}"],
+    # The journey.
+    *(["journey", "--depth", d] for d in ["0", "-1", "2", "129", HUGE, "5.5", "x", ""]),
+    *(["journey", "--budget", b] for b in ["0", "-1", "nan", "1e9", "x", ""]),
+    *(["journey", "--tokens-per-parameter", t] for t in ["0", "-1", "nan", "inf", "1e9"]),
+    *(["journey", "--run", path] for path in ["", LONG, DEEP, "{file}", "{file}/below", "{home}", "gs://b/r"]),
+    *(["journey", "--stages", names] for names in ["", "sftt", "data,,serve", "evaluate", LONG]),
+    *(["journey", word] for word in [
+        "", "=", "laptop", "model.embed=9", "train.steps=3", "data.seq_len=9", "data.source=grammar", "mesh.fsdp=7",
+        "data.path=nowhere", "mesh.data=1000000",
+    ]),
+    *(["journey", "data.source=files", f"data.path={path}"] for path in ["nowhere", "{folder}"]),
+    ["journey", "--depth", "5", "--budget", "1e13"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],
@@ -204,6 +231,7 @@ def places(server, tmp_path_factory):
         "python": b"train: !!python/object/apply:os.system ['touch hacked']\n",
         "binary": bytes(range(256)),
         "other": b"train: {steps: 9}\n",
+        "kernel": b"1 / 0\n",  # for judge, which refuses everything else first
         "bomb": "\n".join(
             ["a0: &a0 {x: 1}"]
             + [f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}" for i in range(1, 12)]

@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # From the top down: a room imports only rooms to the right of it. The last four are files, the ground.
 ROOMS = (
-    "cli", "book", "post_training", "perf", "training", "inference", "observability", "models", "data", "compiler",
+    "cli", "book", "journey", "post_training", "perf", "training", "inference", "observability", "models", "data", "compiler",
     "sharding", "kernels", "checkpoint", "distributed", "config", "hardware", "terminal", "files", "errors",
 )  # fmt: skip
 GROUND = ROOMS[-4:]
@@ -210,6 +210,7 @@ TESTED_WITH = {
     "cli/running": "cli/main",
     "cli/serving": "cli/main",
     "cli/setup": "cli/main",
+    "cli/travelling": "journey/run",
     "cli/tuning": "cli/main",
     "cli/watching": "cli/main",
     "compiler/llo_compiler": "compiler/llo",
@@ -271,6 +272,12 @@ TESTED_WITH = {
     "kernels/linear/sharded": "models/layers",
     "kernels/linear/xla": "models/layers",
     "post_training/tunix_rollout": "post_training/tunix",
+    "journey/asking": "journey/run",
+    "journey/exam": "journey/run",
+    "journey/lessons": "journey/run",
+    "journey/stages": "journey/run",
+    "journey/trip": "journey/run",
+    "journey/chart": "journey/report",
 }
 
 
@@ -343,6 +350,7 @@ def test_imports_are_declared():
             "eval",
             "qwix",
             "tunix",
+            "journey",
         )
     }
     # Installed with what is declared: jaxlib and ml_dtypes with jax, pyarrow with datasets, and so on.

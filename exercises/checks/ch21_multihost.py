@@ -1118,3 +1118,417 @@ def one_after_another(folder, wanted, index, count, batch):
 )
 def dealt(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, dealt=True)
+
+
+# -------------------------------------------------------------------------------------- account
+
+CAUSES = ("start-up", "step", "slow", "lost", "detect", "restart", "end")
+
+account = Exercise(
+    "21.account",
+    title="What each fault cost",
+    function="bill",
+    minutes=35,
+    points=15,
+    statement="""
+A job was hit by faults on purpose, and started again each time it ended. Write `bill(attempts, faults)`, which gives
+every second of the run a cause, and every fault its bill. It returns `(seconds, bills)`: a dict of seconds by cause,
+which sum to the time from the first start to the last end, and for each fault a tuple `(seconds it cost, steps
+repeated)`.
+
+`attempts` has a dict for each start of the job, in order. Times are in seconds.
+
+- `start` and `end`: when its processes were started, and when the last of them was gone.
+- `resumed`: the step of the checkpoint that it went on from, 0 for none; None if it ended before it had read one.
+- `first`: when its first step began; None if it completed none.
+- `steps`: a list with the duration of each completed step. The first is step `resumed` + 1, and each begins where the
+  one before ends.
+
+`faults` has a dict for each fault, in order of `at`, when it came. A fault that **ends** its attempt has `noticed`,
+when the job noticed; its `over` is None. One that **passes** has `over`, when it ended; its `noticed` is None. A fault
+belongs to the attempt with `start` <= `at` <= `end`. Every attempt but the last is ended by one fault, the last by
+none, and the last completes a step. A passing fault comes and ends while steps are taken, and no two passing faults
+touch the same step.
+
+Each second has one of seven causes:
+
+- `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
+  the attempt *before* pays; nobody pays for the first attempt's.
+- `"lost"`: all the time of a step that any later attempt went back behind, because it resumed from a lower step. Of the
+  attempts before the *first* such later attempt, take the last one that had read a checkpoint (the step's own attempt,
+  if none came after it): the step was still there, and the fault that ended that attempt pays. An attempt whose
+  `resumed` is None undoes nothing and keeps nothing; one that has read a checkpoint does, even if it completed no
+  step. A checkpoint may be damaged, so an attempt may go back further than the one before it, and undo steps of
+  several attempts.
+- `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
+  it, which pays.
+- `"slow"`: of a step that counts, and during part of which a passing fault lasted, what it took beyond the usual time,
+  at least 0. That fault pays. The usual time is the median over all completed steps during which no passing fault
+  lasted, lost ones included.
+- `"step"`: steps that count, without what is `"slow"`. Nobody pays.
+- `"detect"`: from `at` to `noticed` of the fault that ended the attempt, and `"restart"`: from there to the next
+  attempt's `start`. That fault pays both.
+- `"end"`: after the last step of the last attempt, to its `end`. Nobody pays.
+
+The repeated steps of a fault are the completed steps whose lost time it pays.
+""",
+    hints=(
+        "Three passes. First list all completed steps with attempt, number, begin and end, and find which fault ended "
+        "each attempt. Then decide about each step. Then add what is between the steps of one attempt and the next.",
+        "For a step of attempt i, look for the first j > i whose `resumed` is not None and below the step's number. "
+        "If there is one, the step is lost. Go back from j - 1 over attempts whose `resumed` is None, at most to i: "
+        "the fault that ended that one pays. Without such a j the step counts.",
+        "A passing fault lasts during a step if `at` < the step's end and `over` > its begin. For each attempt: "
+        "start-up (the fault before pays), the cut-off step up to `at`, `noticed` - `at`, next `start` - `noticed`.",
+    ),
+)
+
+
+def faulty_run(t, plan):
+    """Draws a run: `plan` has (resumed, steps, passing, ends) for each attempt.
+
+    Undisturbed steps of one attempt all differ, with a few long ones, and later attempts are slower.
+
+    `passing` has (number of a step in the attempt, how many steps it lasts); `ends` says whether a fault ends it.
+    """
+
+    def draw(low, high):
+        return int(t.rng.integers(low, high)) / 8
+
+    now, attempts, faults = 1000.0 * int(t.rng.integers(1, 9)), [], []
+    base = int(t.rng.integers(8, 40))
+    for index, (resumed, count, passing, ends) in enumerate(plan):
+        jitter = t.rng.permutation(count) ** 2 / 64
+        attempt = {"start": now, "first": None, "end": 0.0, "resumed": resumed, "steps": []}
+        now += draw(40, 90)
+        if count:
+            attempt["first"] = now
+        slow = {k + i: n for n, (k, many) in enumerate(passing) for i in range(many)}
+        opened = {}
+        for k in range(count):
+            usual = base / 8 + 2 * index + float(jitter[k])
+            extra = draw(48, 90) if k in slow else 0.0
+            if k in slow and slow[k] not in opened:
+                opened[slow[k]] = now + usual / 4  # it comes during its first step
+            now += usual + extra
+            attempt["steps"].append(usual + extra)
+            if k in slow and slow.get(k + 1) != slow[k]:
+                over = now - 1 / 16
+                faults.append({"at": opened[slow[k]], "noticed": None, "over": over})
+        if ends:
+            now += draw(1, 12)
+            noticed = now + draw(3, 80)
+            faults.append({"at": now, "noticed": noticed, "over": None})
+            attempt["end"] = noticed + draw(1, 40)
+            now = attempt["end"] + draw(1, 20)
+        else:
+            attempt["end"] = now = now + draw(2, 30)
+        attempts.append(attempt)
+    return attempts, faults
+
+
+def right_bill(attempts, faults, later="any", payer="resumed", usual="median", of="calm", lost_slow=False,
+               overlap="any", cut=True, startup="before", none="nothing", detect=True, negative=False,
+               counts="paid", restart="noticed"):  # fmt: skip
+    """The bill, or one with a mistake."""
+    spans = []  # (cause, seconds, fault)
+    ender = [
+        next((n for n, f in enumerate(faults)
+              if f["noticed"] is not None and a["start"] <= f["at"] <= a["end"]), None)
+        for a in attempts
+    ]  # fmt: skip
+    lows = [0 if a["resumed"] is None and none == "zero" else a["resumed"] for a in attempts]
+    if none == "steps":
+        lows = [a["resumed"] if a["steps"] else None for a in attempts]
+    steps = []
+    for i, a in enumerate(attempts):
+        ends = list(itertools.accumulate(a["steps"], initial=a["first"] or 0.0))
+        for k, (begin, end) in enumerate(itertools.pairwise(ends)):
+            touches = [
+                n for n, f in enumerate(faults)
+                if f["over"] is not None
+                and (f["at"] < end and f["over"] > begin if overlap == "any" else f["at"] <= begin < f["over"])
+            ]  # fmt: skip
+            steps.append((i, a["resumed"] + 1 + k, end - begin, touches[0] if touches else None))
+    calm = [s for _, _, s, n in steps if n is None or of == "all"]
+    if of == "kept":
+        calm = [
+            s for i, number, s, n in steps
+            if n is None and not any(low is not None and low < number for low in lows[i + 1 :])
+        ]  # fmt: skip
+    typical = float(np.median(calm) if usual == "median" else np.mean(calm))
+    repeated = [0] * len(faults)
+    for i, number, s, passing in steps:
+        candidates = range(i + 1, len(attempts))[: 1 if later == "next" else None]
+        again = [j for j in candidates if lows[j] is not None and lows[j] < number]
+        if again:
+            stop = again[-1] if payer == "last" else again[0]
+            known = [
+                k for k in range(i, stop) if k == i or payer == "before" or lows[k] is not None
+            ]
+            who = ender[i] if payer == "own" else ender[known[-1]]
+            extra = max(0.0, s - typical) if lost_slow and passing is not None else 0.0
+            spans += [("lost", s - extra, who), ("slow", extra, passing if extra else None)]
+            repeated[who] += 1
+        else:
+            extra = 0.0 if passing is None else s - typical if negative else max(0.0, s - typical)
+            spans += [("slow", extra, passing), ("step", s - extra, None)]
+    for i, a in enumerate(attempts):
+        before, n = (ender[i - 1] if i else None), ender[i]
+        before = {"before": before, "own": n, "nobody": None}[startup]
+        last = (a["first"] or 0.0) + sum(a["steps"]) if a["steps"] else a["start"]
+        if a["steps"]:
+            spans.append(("start-up", a["first"] - a["start"], before))
+        if n is None:
+            spans.append(("end", a["end"] - last, None))
+            continue
+        f = faults[n]
+        if cut and a["steps"]:
+            spans.append(("lost", f["at"] - last, n))
+            repeated[n] += counts == "cut"
+        elif not a["steps"]:
+            spans.append(("start-up", f["at"] - last, before))
+        since = f["noticed"] if restart == "noticed" else a["end"]
+        spans += [
+            ("detect" if detect else "restart", f["noticed"] - f["at"], n),
+            ("restart", attempts[i + 1]["start"] - since, n),
+        ]
+    if counts == "newest":
+        for i, n in enumerate(ender[:-1]):
+            reached = (attempts[i]["resumed"] or 0) + len(attempts[i]["steps"])
+            low = next((x for x in lows[i + 1 :] if x is not None), 0)
+            repeated[n] = max(0, reached - low) if attempts[i]["steps"] else 0
+    seconds = {cause: sum(s for c, s, _ in spans if c == cause) for cause in CAUSES}
+    costs = [sum(s for _, s, who in spans if who == n) for n in range(len(faults))]
+    return seconds, list(zip(costs, repeated, strict=True))
+
+
+def bills_well(fn, t, plan, why):
+    attempts, faults = faulty_run(t, plan)
+    want_seconds, want_bills = right_bill(attempts, faults)
+    seconds, bills = fn(
+        [dict(a, steps=list(a["steps"])) for a in attempts], [dict(f) for f in faults]
+    )
+    t.equal(sorted(seconds), sorted(CAUSES), why="the keys of the seconds")
+    t.equal(len(bills), len(faults), why="one bill for each fault")
+    # In one list, so that a wrong answer is known by all of its numbers.
+    got = [*(float(seconds[c]) for c in CAUSES), *(float(x) for one in bills for x in one)]
+    want = [*(want_seconds[c] for c in CAUSES), *(float(x) for one in want_bills for x in one)]
+    t.close(got, want, rtol=0, atol=1e-6,
+            why=f"seconds of {', '.join(CAUSES)}, then each fault's cost and repeated steps: {why}")  # fmt: skip
+
+
+@account.check("nothing happens")
+def _(fn, t):
+    bills_well(fn, t, [(0, int(t.rng.integers(3, 9)), [], False)], "one attempt, no fault")
+
+
+@account.check("one fault ends the job")
+def _(fn, t):
+    n, save = int(t.rng.integers(7, 12)), int(t.rng.integers(2, 6))
+    bills_well(fn, t, [(0, n, [], True), (save, n - save + 4, [], False)], "killed once")
+    bills_well(fn, t, [(0, n, [], True), (0, n + 2, [], False)], "killed before the first save")
+    bills_well(fn, t, [(0, n, [], True), (n, 4, [], False)], "killed just after a save")
+
+
+@account.check("faults that pass")
+def _(fn, t):
+    k = int(t.rng.integers(1, 5))
+    bills_well(fn, t, [(0, 14, [(k, 2), (k + 5, 1)], False)], "slow twice")
+    bills_well(fn, t, [(0, 9, [(2, 5)], False)], "slow for most of the steps")
+
+
+@account.check("slow steps that are lost, and some that are kept")
+def _(fn, t):
+    save = int(t.rng.integers(4, 7))
+    plan = [(0, 11, [(1, 2), (8, 2)], True), (save, 9, [(2, 1)], False)]
+    bills_well(fn, t, plan, "slow before and after a save, then killed")
+
+
+@account.check("killed while it starts")
+def _(fn, t):
+    plan = [(0, 8, [], True), (None, 0, [], True), (6, 0, [], True), (6, 5, [], False)]
+    bills_well(fn, t, plan, "killed before and after it had read its checkpoint")
+    bills_well(fn, t, [(None, 0, [], True), (0, 5, [], False)], "the first start killed")
+    bills_well(
+        fn, t, [(0, 8, [], True), (6, 0, [], True), (8, 5, [], False)],
+        "an attempt that read an old checkpoint and took no step",
+    )  # fmt: skip
+
+
+@account.check("several faults, each further on")
+def _(fn, t):
+    plan, at = [], 0
+    for _ in range(int(t.rng.integers(3, 6))):
+        save = at + int(t.rng.integers(0, 6))
+        extra = int(t.rng.integers(2, 5))
+        plan.append((at, save - at + extra, [(0, 1)] if t.rng.random() < 0.5 else [], True))
+        at = save
+    bills_well(fn, t, [*plan, (at, 6, [(2, 2)], False)], "killed several times")
+
+
+@account.check("a damaged checkpoint")
+def _(fn, t):
+    k = int(t.rng.integers(1, 4))
+    plan = [(0, 13, [(k, 1)], True), (10, 5, [], True), (5, 8, [(1, 2)], True), (10, 7, [], False)]
+    bills_well(fn, t, plan, "the third attempt goes back further than the second")
+    plan = [(0, 13, [], True), (10, 0, [], True), (None, 0, [], True), (5, 4, [], True), (5, 9, [], False)]  # fmt: skip
+    bills_well(fn, t, plan, "it goes back further after two attempts without a step")
+
+
+@account.check("faster than usual while a fault lasted")
+def _(fn, t):
+    attempts, faults = faulty_run(t, [(0, 9, [(4, 1)], False)])
+    # That step took less than the median: nothing was slow.
+    attempts[0]["steps"][4] = min(attempts[0]["steps"]) / 2
+    begin = attempts[0]["first"] + sum(attempts[0]["steps"][:4])
+    faults[0] = {"at": begin + 0.01, "noticed": None, "over": begin + 0.02}
+    attempts[0]["end"] = attempts[0]["first"] + sum(attempts[0]["steps"]) + 1
+    seconds, bills = fn([dict(a) for a in attempts], [dict(f) for f in faults])
+    t.close([seconds["slow"], float(bills[0][0])], [0.0, 0.0], atol=1e-6, why="slow, and the bill")
+    t.close(seconds["step"], sum(attempts[0]["steps"]), atol=1e-6, why="steps that count")
+
+
+@account.mutant(
+    "You look at the next attempt alone. A damaged checkpoint sends a later one back further: a step is lost if *any* "
+    "later attempt resumed below it."
+)
+def next_attempt_only(attempts, faults):
+    return right_bill(attempts, faults, later="next")
+
+
+@account.mutant(
+    "You charge a lost step to the fault that ended its own attempt. It survived that one if the next attempt resumed "
+    "at it or above: the fault that sent the job back behind it pays."
+)
+def own_fault_pays(attempts, faults):
+    return right_bill(attempts, faults, payer="own")
+
+
+@account.mutant(
+    "You charge a lost step to whatever ended the attempt just before the one that went back. An attempt that was "
+    "ended before it had read a checkpoint undid nothing: go back to the last one that had."
+)
+def just_before_pays(attempts, faults):
+    return right_bill(attempts, faults, payer="before")
+
+
+@account.mutant(
+    "You charge a lost step to the last fault after which it was taken again. The first one undid it: what came later "
+    "undid its repetition."
+)
+def last_fault_pays(attempts, faults):
+    return right_bill(attempts, faults, payer="last")
+
+
+@account.mutant(
+    "Your usual time is a mean. One long step moves it, and then every slow step looks less slow: take the median."
+)
+def mean_pace(attempts, faults):
+    return right_bill(attempts, faults, usual="mean")
+
+
+@account.mutant(
+    "Your median includes the steps during which a fault lasted. Take it over the undisturbed ones."
+)
+def pace_of_all(attempts, faults):
+    return right_bill(attempts, faults, of="all")
+
+
+@account.mutant(
+    "Your median leaves out the lost steps. They were undone, but they took the usual time like others: include them."
+)
+def pace_of_kept(attempts, faults):
+    return right_bill(attempts, faults, of="kept")
+
+
+@account.mutant(
+    "You divide a lost step's time into `lost` and `slow`. What was undone is lost whole, however slow it was."
+)
+def lost_and_slow(attempts, faults):
+    return right_bill(attempts, faults, lost_slow=True)
+
+
+@account.mutant(
+    "You count a step as slowed only if it began while the fault lasted. The fault comes in the middle of a step: look "
+    "for an overlap."
+)
+def began_slow(attempts, faults):
+    return right_bill(attempts, faults, overlap="begin")
+
+
+@account.mutant(
+    "A step that was under way when the fault came is in no cause: the seconds don't sum to the wall time. From the "
+    "end of the last completed step to `at` is lost, too."
+)
+def without_the_cut(attempts, faults):
+    return right_bill(attempts, faults, cut=False)
+
+
+@account.mutant(
+    "You count the step that was cut off among the repeated ones. It never completed: only completed steps count."
+)
+def counts_the_cut(attempts, faults):
+    return right_bill(attempts, faults, counts="cut")
+
+
+@account.mutant(
+    "You charge an attempt's start-up to the fault that ended it. It was started because of the fault before: that one "
+    "pays, and nobody pays for the first start."
+)
+def own_startup(attempts, faults):
+    return right_bill(attempts, faults, startup="own")
+
+
+@account.mutant(
+    "Your bills lack the start-up after the restart. Often it's the largest part of what a fault costs."
+)
+def free_startup(attempts, faults):
+    return right_bill(attempts, faults, startup="nobody")
+
+
+@account.mutant(
+    "An attempt whose `resumed` is None counts as one that went back to step 0. It had read no checkpoint: it undoes "
+    "nothing."
+)
+def none_is_zero(attempts, faults):
+    return right_bill(attempts, faults, none="zero")
+
+
+@account.mutant(
+    "You look only at attempts that completed a step. One that read a checkpoint went back to it, even if it was ended "
+    "before its first step: `resumed` decides."
+)
+def only_with_steps(attempts, faults):
+    return right_bill(attempts, faults, none="steps")
+
+
+@account.mutant(
+    "The time until the job noticed is in `restart`. They have different cures: `at` to `noticed` is `detect`."
+)
+def no_detect(attempts, faults):
+    return right_bill(attempts, faults, detect=False)
+
+
+@account.mutant(
+    "Your `restart` begins when the last process was gone. It begins when the job noticed: between the two, processes "
+    "are ending."
+)
+def restart_from_the_end(attempts, faults):
+    return right_bill(attempts, faults, restart="end")
+
+
+@account.mutant(
+    "A step that was faster than usual while a fault lasted gives a negative `slow`. What it took beyond the usual "
+    "time is at least 0."
+)
+def negative_slow(attempts, faults):
+    return right_bill(attempts, faults, negative=True)
+
+
+@account.mutant(
+    "You count as repeated what lies between the step reached and the checkpoint. A damaged checkpoint undoes steps of "
+    "several attempts, and each is charged on its own: count the steps whose lost time a fault pays."
+)
+def reached_minus_resumed(attempts, faults):
+    return right_bill(attempts, faults, counts="newest")

@@ -165,3 +165,86 @@ def resume(folder, wanted, index, count, batch):
 
     return step, state, batches()
     # END SOLUTION
+
+
+# EXERCISE 21.account
+def bill(attempts, faults):
+    """Give every second of a run under faults its cause, and each fault its bill.
+
+    Args:
+      attempts: list of dicts, one for each start of the job, in order: `start`, `first`, `end`,
+        `resumed` and `steps`, as in the statement.
+      faults: list of dicts in the order of their times: `at`, and either `noticed` or `over`; the
+        other is None.
+
+    Returns:
+      (seconds, bills): a dict of the seconds of "start-up", "step", "slow", "lost", "detect",
+      "restart" and "end", which sum to the wall time; and for each fault a tuple (seconds that it
+      cost, steps that were repeated because of it).
+    """
+    # BEGIN SOLUTION
+    seconds = dict.fromkeys(("start-up", "step", "slow", "lost", "detect", "restart", "end"), 0.0)
+    costs, repeated = [0.0] * len(faults), [0] * len(faults)
+
+    def charge(cause, amount, fault):
+        seconds[cause] += amount
+        if fault is not None:
+            costs[fault] += amount
+
+    def lasting(begin, end):
+        found = [
+            n for n, f in enumerate(faults)
+            if f["over"] is not None and f["at"] < end and f["over"] > begin
+        ]  # fmt: skip
+        return found[0] if found else None
+
+    taken, ended_by = [], []
+    for index, attempt in enumerate(attempts):
+        at = attempt["first"]
+        for k, duration in enumerate(attempt["steps"]):
+            taken.append((index, attempt["resumed"] + 1 + k, at, at + duration))
+            at += duration
+        inside = [
+            n for n, f in enumerate(faults)
+            if f["noticed"] is not None and attempt["start"] <= f["at"] <= attempt["end"]
+        ]  # fmt: skip
+        ended_by.append(inside[0] if inside else None)
+    usual = np.median([end - begin for _, _, begin, end in taken if lasting(begin, end) is None])
+
+    for index, number, begin, end in taken:
+        # The step was there until the first later attempt that went on from less.
+        payer, is_lost = ended_by[index], False
+        for later in range(index + 1, len(attempts)):
+            low = attempts[later]["resumed"]
+            if low is not None and low < number:
+                is_lost = True
+                break
+            if low is not None:
+                payer = ended_by[later]
+        if is_lost:
+            charge("lost", end - begin, payer)
+            repeated[payer] += 1
+            continue
+        passing = lasting(begin, end)
+        extra = 0.0 if passing is None else max(0.0, end - begin - usual)
+        charge("slow", extra, passing)
+        charge("step", end - begin - extra, None)
+
+    for index, attempt in enumerate(attempts):
+        fault, before = ended_by[index], ended_by[index - 1] if index else None
+        last = attempt["start"]
+        if attempt["steps"]:
+            charge("start-up", attempt["first"] - attempt["start"], before)
+            last = attempt["first"] + sum(attempt["steps"])
+        if fault is None:
+            charge("end", attempt["end"] - last, None)
+            continue
+        at, noticed = faults[fault]["at"], faults[fault]["noticed"]
+        if attempt["steps"]:  # one was under way
+            charge("lost", at - last, fault)
+        else:
+            charge("start-up", at - last, before)
+        charge("detect", noticed - at, fault)
+        charge("restart", attempts[index + 1]["start"] - noticed, fault)
+    return seconds, list(zip(costs, repeated, strict=True))
+    # END SOLUTION

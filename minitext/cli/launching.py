@@ -5,18 +5,24 @@ The options of `slurm`, `xpk` and `k8s` are the arguments of the functions in `l
 Chapters: 21.
 """
 
+import contextlib
 import datetime
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from minitext.cli.arguments import load
-from minitext.errors import UserError
+from minitext import terminal
+from minitext.cli.arguments import Json, Plot, Settings, answer, check_new, load
+from minitext.errors import UserError, did_you_mean
+from minitext.files import shorten
 
 
 def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
@@ -62,6 +68,136 @@ def local(
     words = launch.with_run_name(command, datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     load(words[1:])  # a fault in them is said once, not by every process
     sys.exit(local.launch(words, processes=processes, devices=devices, restarts=restarts))
+
+
+# What `drill` trains unless told otherwise: a model with which a start costs more than a hundred steps.
+DRILL = (
+    "model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
+    "data.source=grammar", "train.global_batch=8", "train.sample_tokens=0", "train.save_every=10",
+    "train.eval_every=50", "train.eval_batches=1",
+)  # fmt: skip
+HANG_SECONDS = 15
+
+
+def drill(
+    settings: Settings = None,
+    processes: Annotated[int, typer.Option(min=1, max=64, help="of the job")] = 2,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="CPU devices each simulates; without: the GPU of its number"
+        ),
+    ] = None,
+    faults: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 6,
+    kinds: Annotated[
+        str | None, typer.Option(help="which, such as kill,freeze; by default all that work here")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="of the faults: when, which, whom")
+    ] = 0,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Hit a training job of several processes with faults on purpose, and say what each of them cost.
+
+    minitext drill --faults 6                           # a tiny model, 2 processes: about three minutes
+
+    minitext drill laptop train.save_every=20 --processes 4 --kinds kill,tear --faults 10 --seed 3
+
+    kill: SIGKILL while it trains, saves or starts. freeze: SIGSTOP, for seconds or for good. slow: stopped half of the
+    time. tear: the newest checkpoint damaged, then SIGKILL. disk: no file can grow (RLIMIT_FSIZE set from outside: it
+    needs Linux but no privilege). nan: a NaN in a batch.
+
+    Trains twice: undisturbed, then under faults, with the same command after each end. Every second gets a cause, and
+    the final state is compared bit for bit. Both runs, their output and drill.json are kept in run.dir/run.name. Exits
+    with 1 if steps before the newest whole checkpoint were lost, if more than 2% of the time have no cause, or if the
+    state differs. Ctrl-C ends all processes.
+    """
+    from minitext.training import drill
+    from minitext.training.faults import plan as make_plan
+
+    words, save_every = _drill_words(settings, faults)
+    cfg = load(words)
+    chosen = _drill_kinds(kinds, cfg.train.on_nan)
+    name = cfg.run.name or f"drill-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    directory = Path(check_new(str(Path(cfg.run.dir) / name)))
+    plan = make_plan(
+        chosen, faults, processes=processes, steps=cfg.train.steps, save_every=save_every, seed=seed
+    )
+    kept = [word for word in words if not word.startswith(("run.dir=", "run.name="))]
+    with terminal.bar() as bar, _hang_up_is_the_end():
+        task = bar.add_task("drill", total=faults + 1)
+
+        def say(line: str) -> None:
+            bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            bar.update(task, advance=line.startswith(("fault", "undisturbed: done")))
+
+        found = drill.drill(
+            kept, directory, plan, processes=processes, devices=devices, save_every=save_every,
+            seed=seed, say=say,
+        )  # fmt: skip
+    answer(found, as_json, drill.print_drill)
+    if plot is not None:
+        from minitext.perf.figures import plot_downtime, save_figure
+
+        save_figure(plot, lambda: plot_downtime(found.downtime))
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def _drill_words(settings: list[str] | None, count: int) -> tuple[list[str], int]:
+    """Returns preset and settings with what a drill adds, and the steps between two saves."""
+    from minitext.training import faults
+
+    given = [*(settings or [])]
+    is_tiny = not any("=" not in word or word.startswith("config=") for word in given)
+    words = [*(DRILL if is_tiny else ()), *given]
+    cfg = load(words)
+    if cfg.checkpoint.load_full_state is not None:
+        raise UserError("checkpoint.load_full_state: a drill trains from step 0: leave it out")
+    if cfg.provenance("train.hang_seconds") == "default":
+        words.append(f"train.hang_seconds={HANG_SECONDS}")
+    save_every = cfg.train.save_every
+    least = faults.least_steps(count, save_every)
+    if not any(word.startswith("train.steps=") for word in given):
+        words.append(f"train.steps={least}")
+    elif cfg.train.steps < least:
+        raise UserError(
+            f"train.steps={cfg.train.steps}: {count} faults with train.save_every={save_every} need at least {least} "
+            "steps: raise train.steps, or lower --faults or train.save_every"
+        )
+    return words, save_every
+
+
+def _drill_kinds(kinds: str | None, on_nan: str) -> list[str]:
+    """Returns the kinds of faults to make."""
+    from minitext.training import faults
+
+    why_not = {
+        "disk": "" if faults.can_fill_disks() else "needs Linux",
+        "nan": ""
+        if on_nan == "stop"
+        else "costs a batch with train.on_nan=skip, and no comparison is left",
+    }
+    known = [kind for kind in faults.KINDS if not why_not.get(kind)]
+    if kinds is None:
+        return known
+    chosen = kinds.split(",")
+    for kind in chosen:
+        if kind not in known:
+            why = why_not.get(kind) or f"is none{did_you_mean(kind, known)}"
+            raise UserError(f"--kinds {shorten(kind)!r} {why}: choose among {', '.join(known)}")
+    return chosen
+
+
+@contextlib.contextmanager
+def _hang_up_is_the_end() -> Iterator[None]:
+    """A terminal that closes ends the command as SIGTERM does: by way of its `finally` blocks."""
+    before = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def slurm(

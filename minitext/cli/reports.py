@@ -303,6 +303,48 @@ def tune(
             raise UserError(f"cannot write {block_shapes.FILE}: {error.strerror}") from error
 
 
+def judge(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE.py", help="with the kernels; it is executed")
+    ],
+    chip: Annotated[str, typer.Option(help="TPUs to compile for, such as v5e,v6e")] = "v5e",
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="vmem=12MiB, spills=0, bundles=4000 or mxu=50%"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, max=86_400, help="limit for all together")] = 600,
+    memory: Annotated[float, typer.Option(min=0.5, max=1024, help="limit in GiB")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Judge anyone's Pallas TPU kernel without a TPU: simulated strictly, compiled for real chips.
+
+    minitext judge FILE.py --chip v5e,v6e --budget vmem=12MiB --budget spills=0
+
+    FILE.py defines kernel(x, y), which calls pl.pallas_call; example_inputs(), which returns a tuple of (small) arrays;
+    and, if you like, reference(x, y), which computes the same in plain JAX. Or a list CASES = [Case(fn, inputs,
+    reference), ...] with Case from minitext.perf.judge, for several kernels or shapes, jax.vmap(kernel) or jax.grad of
+    it. That module's docstring is a whole example: python -m pydoc minitext.perf.judge.
+
+    The simulator looks for races, accesses out of bounds and reads of memory that nothing initialized, and compares
+    values. The TPU compiler then says how many bundles a kernel has, how busy they keep the matrix units, how many
+    registers it spills and how much VMEM it takes. FILE.py is executed, in a process of its own: judge only what you
+    would run. Exits with 1 if a check fails, with 2 if the file can't be executed or exceeds --seconds or --memory.
+    """
+    from minitext import terminal
+    from minitext.perf import judge
+
+    chips, limits = judge.check_chips(chip), judge.parse_budget(budget or [])
+    with terminal.bar() as bar:
+        task = bar.add_task("judging", total=None)
+        found = judge.judge(
+            file, chips, limits, seconds=seconds, memory_gib=memory,
+            say=lambda what: bar.update(task, description=what),
+        )  # fmt: skip
+    answer(found, as_json, judge.print_verdict)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
 def _lengths(words: list[str]) -> dict[str, int]:
     """Reads `BLOCK=LENGTH` words."""
     pairs = [word.partition("=")[::2] for word in words]

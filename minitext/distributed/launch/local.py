@@ -12,11 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, Protocol
 
 PATIENCE = 45.0  # seconds for the others to end by themselves, saying why, after one has failed
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FINAL = (0, 2, 3, 130)  # exit codes after which nothing is restarted: done, refused, interrupted
+
+
+class Lines(Protocol):
+    """What takes lines: a stream, or an object with these two of its methods."""
+
+    def write(self, text: str, /) -> object:
+        """Takes one line with its end."""
+        ...
+
+    def flush(self) -> object:
+        """Passes on what it has taken."""
+        ...
 
 
 def launch(
@@ -36,11 +48,14 @@ def launch(
     Returns:
       The exit code of the process that failed first, 128 plus the signal's number if it was killed; or 0.
     """
-    job = _Job()
+    job = Job()
     with job.forwarding_signals():
         for attempt in range(restarts + 1):
-            code, index = job.run(command, processes, devices)
-            end = f"process {index} of {processes} ended first, with {_explain(code)}"
+            job.start(command, processes, devices)
+            while (ended := job.poll()) is None:
+                time.sleep(0.05)
+            code, index = ended
+            end = f"process {index} of {processes} ended first, with {explain(code)}"
             if code in FINAL or job.asked_to_stop or attempt == restarts:
                 break
             _say(f"{end}; restart {attempt + 1} of {restarts}")
@@ -49,20 +64,44 @@ def launch(
     return code
 
 
-class _Job:
-    """The processes of the current attempt."""
+class Job:
+    """The processes of the current attempt. Whoever starts it calls `poll` many times a second until it has ended.
 
-    def __init__(self):
+    Args:
+      out, err: where the processes' lines go, each in one call of `write`; by default this process's own streams.
+      patience: seconds for the others to end by themselves after one has failed; by default `PATIENCE`.
+      program: what runs the command: arguments of Python.
+
+    Attributes:
+      running: the processes, by index.
+      asked_to_stop: whether a signal has asked for the end, under `forwarding_signals`.
+    """
+
+    def __init__(
+        self,
+        out: Lines | None = None,
+        err: Lines | None = None,
+        patience: float | None = None,
+        program: Sequence[str] = ("-m", "minitext"),
+    ):
         self.running: list[subprocess.Popen] = []
         self.asked_to_stop = False
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._patience = PATIENCE if patience is None else patience
+        self._program = program
         self._signals: list[int] = []  # to pass on once every process has started
+        self._readers: list[threading.Thread] = []
+        self._left: set[int] = set()
+        self._failed: tuple[int, int] | None = None
+        self._deadline = float("inf")
 
-    def run(self, command: Sequence[str], processes: int, devices: int | None) -> tuple[int, int]:
-        """Runs all processes; returns the exit code and index of the first that failed, or 0 and the last index."""
-        port, readers = free_port(), []
+    def start(self, command: Sequence[str], processes: int, devices: int | None) -> None:
+        """Starts all processes; the attempt before must have ended."""
+        port = free_port()
+        self._left, self._failed, self._deadline = set(range(processes)), None, float("inf")
         for index in range(processes):
             process = subprocess.Popen(
-                [sys.executable, "-m", "minitext", *command],
+                [sys.executable, *self._program, *command],
                 env=environment_of(os.environ, index, processes, port, devices),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -70,39 +109,55 @@ class _Job:
                 start_new_session=True,  # a terminal's Ctrl-C comes through this process alone
             )
             self.running.append(process)
-            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            for source, target in ((process.stdout, self._out), (process.stderr, self._err)):
                 reader = threading.Thread(target=_copy, args=(source, target, f"[{index}] "))
                 reader.start()
-                readers.append(reader)
-        failed, index = self._wait()
-        for reader in readers:
-            reader.join()
-        self.running, self._signals = [], []
-        return failed, index
+                self._readers.append(reader)
 
-    def _wait(self) -> tuple[int, int]:
-        left, failed, deadline = set(range(len(self.running))), None, float("inf")
-        while left:
-            while self._signals:
-                number = self._signals.pop()
-                for process in self.running:
-                    process.send_signal(number)
-            for index in sorted(left):
-                code = self.running[index].poll()
-                if code is None:
-                    continue
-                left.remove(index)
-                if code and failed is None:
-                    failed = (code if code > 0 else 128 - code), index
-                    deadline = time.monotonic() + PATIENCE
-            if time.monotonic() > deadline:
-                for index in left:
-                    self.running[index].kill()
-            time.sleep(0.05)
-        return failed or (0, len(self.running) - 1)
+    def poll(self) -> tuple[int, int] | None:
+        """Returns exit code and index of the first process to fail, or 0 and the last index; None while any runs."""
+        while self._signals:
+            number = self._signals.pop()
+            for process in self.running:
+                process.send_signal(number)
+        for index in sorted(self._left):
+            code = self.running[index].poll()
+            if code is None:
+                continue
+            self._left.remove(index)
+            if code and self._failed is None:
+                self._failed = (code if code > 0 else 128 - code), index
+                self._deadline = time.monotonic() + self._patience
+        if time.monotonic() > self._deadline:
+            self.kill()
+        if self._left:
+            return None
+        ended = self._failed or (0, len(self.running) - 1)
+        self._forget()
+        return ended
+
+    def kill(self) -> None:
+        """Kills every process that still runs, a stopped one too."""
+        for index in self._left:
+            self.running[index].kill()
+
+    def end(self) -> None:
+        """Kills all processes and waits until they are gone; does nothing after the end."""
+        self.kill()
+        for process in self.running:
+            process.wait()
+        self._left = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        for reader in self._readers:
+            reader.join()
+        self.running, self._readers, self._signals = [], [], []
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
+        """Passes the signals of `FORWARDED` on to every process."""
+
         def forward(number: int, _):
             self.asked_to_stop |= number != signal.SIGUSR1
             self._signals.append(number)
@@ -146,13 +201,14 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def _copy(source: IO[bytes], target: IO[str], prefix: str) -> None:
+def _copy(source: IO[bytes], target: Lines, prefix: str) -> None:
     for line in source:
         target.write(prefix + line.decode(errors="replace"))
         target.flush()
 
 
-def _explain(code: int) -> str:
+def explain(code: int) -> str:
+    """Returns an exit code for messages, with the name of the signal that it stands for."""
     with contextlib.suppress(ValueError):  # not a signal
         return f"exit code {code} ({signal.Signals(code - 128).name})"
     return f"exit code {code}"
