@@ -417,11 +417,15 @@ def _(fn, t):
     finds(fn, t, (manifest, files, wanted), "an array of no numbers, its shape a tuple")
 
 
-@manifest_.check("arrays outside their file")
+@manifest_.check("an array that is too large, and one that begins too early")
 def _(fn, t):
     manifest, files, wanted = relisted(t, {"codes": {"shape": [999]}, "scale": {"offset": -1}})
     wanted["codes"] = ("int8", (999,))
     finds(fn, t, (manifest, files, wanted), "codes alone is larger than a file, scale begins at byte -1")
+
+
+@manifest_.check("arrays outside their file")
+def _(fn, t):
     for beyond in (0, 1, 1000):
         manifest, files, wanted = artefact_of(t)
         for name in wanted:
