@@ -184,7 +184,7 @@ def fit_law(sizes, losses):
         return error, floor, a
 
     low, high = 1e-3, 2.0
-    for _ in range(8):
+    for _ in range(5):
         grid = np.linspace(low, high, 101)
         at = min(range(101), key=lambda i: best(grid[i])[0])
         low, high = grid[max(at - 1, 0)], grid[min(at + 1, 100)]
