@@ -521,7 +521,7 @@ chooses the sizes for a known day of requests.
 - At most `most` sizes (at least 1), each a multiple of `multiple`. Fewer may be better. Each length has a size that's long
   enough.
 - Without requests there are no sizes. A length with a count of 0 needs none.
-- There may be 250 lengths and 12 sizes. Trying all choices would take longer than the universe is old.
+- There may be 250 lengths and 12 sizes. Trying all choices would take millions of years.
 """,
     hints=(
         "Why is every size of a best choice some request's own length, rounded up to `multiple`? How many sizes does "
