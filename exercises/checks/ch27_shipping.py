@@ -32,8 +32,8 @@ rows before it, `window` rows in all, or fewer at the beginning. In NumPy, for a
 Write `export_means(window, width, platforms)`. It returns the bytes of *one* program, exported and serialized with
 `jax.export`, that computes this for any batch and any length, independent of each other.
 
-- The program takes x [B, T, width] in float32 and length [B] in int32, and returns [B, T, width] in float32. `B` and `T`
-  are symbolic; `window` and `width` are plain ints, fixed when you export.
+- The program takes x [B, T, width] in float32 and length [B] in int32, and returns [B, T, width] in float32. `B` and
+  `T` are symbolic; `window` and `width` are plain ints, fixed when you export.
 - It's lowered for exactly the platforms in `platforms`, in their order.
 - What is in x at or beyond a text's length may be anything, also NaN.
 - A very large row changes only the means that it is in. (The difference of two long sums forgets small numbers.)
@@ -114,7 +114,9 @@ def _(fn, t):
         program = read_program(fn, t, window, width, platforms)
         shapes = [tuple(map(str, a.shape)) for a in program.in_avals]
         free = sorted({s for shape in shapes for s in shape if not s.isdigit()})
-        why = f"{free} are the symbolic sizes in {shapes}: want two, one for texts, one for positions"
+        why = (
+            f"{free} are the symbolic sizes in {shapes}: want two, one for texts, one for positions"
+        )
         t.true(len(free) == 2, why, f"{shapes}")
         want = [(free[0], free[1], str(width)), (free[0],)]
         if shapes[0][0] != free[0]:
@@ -221,11 +223,11 @@ that the program takes. Per array there's at most one fault, the first of these:
 
 - `"missing array"`: the program wants it and the manifest hasn't got it. `"extra array"`: the other way round.
 - `"dtype"`, then `"shape"`: they differ from what's wanted.
-- `"outside"`: it begins before its file does, or ends after it. The file's size is the one in the manifest; a file that the
-  manifest doesn't list has no bytes.
+- `"outside"`: it begins before its file does, or ends after it. The file's size is the one in the manifest; a file that
+  the manifest doesn't list has no bytes.
 
-Types are float32, int32 (4 bytes), bfloat16, float16 (2) and int8 (1). A shape may be a list or a tuple, and `[]` is one
-number.
+Types are float32, int32 (4 bytes), bfloat16, float16 (2) and int8 (1). A shape may be a list or a tuple, and `[]` is
+one number.
 """,
     hints=(
         "Write down who must be compared with whom: manifest with folder, both ways; manifest with program, both ways; "
@@ -292,7 +294,9 @@ def faults_with(
                 found.append(("shape", name))
                 continue
             size = math.prod(a) * {"items": 1, "four": 4}.get(outside, BYTES[said["dtype"]])
-            room = manifest["files"].get(said["file"], {"bytes": math.inf if trusts else 0})["bytes"]
+            room = manifest["files"].get(said["file"], {"bytes": math.inf if trusts else 0})[
+                "bytes"
+            ]
             if folder_size:
                 room = len(files.get(said["file"], b""))
             start = said["offset"]
@@ -325,8 +329,14 @@ def artefact_of(t):
             arrays[name] = {"file": file, "offset": size, "dtype": dtype, "shape": list(shape)}
             size += BYTES[dtype] * math.prod(shape)
         files[file] = t.rng.bytes(size)
-    listed = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
-    return {"files": listed, "arrays": arrays}, files, {n: (d, tuple(s)) for n, (d, s) in shapes.items()}
+    listed = {
+        n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()
+    }
+    return (
+        {"files": listed, "arrays": arrays},
+        files,
+        {n: (d, tuple(s)) for n, (d, s) in shapes.items()},
+    )
 
 
 def finds(fn, t, artefact, why):
@@ -428,7 +438,12 @@ def _(fn, t):
 def _(fn, t):
     manifest, files, wanted = relisted(t, {"codes": {"shape": [999]}, "scale": {"offset": -1}})
     wanted["codes"] = ("int8", (999,))
-    finds(fn, t, (manifest, files, wanted), "codes alone is larger than a file, scale begins at byte -1")
+    finds(
+        fn,
+        t,
+        (manifest, files, wanted),
+        "codes alone is larger than a file, scale begins at byte -1",
+    )
 
 
 @manifest_.check("arrays outside their file")
@@ -518,8 +533,8 @@ chooses the sizes for a known day of requests.
   `seconds(size)`, which never falls as size grows. Each size that you choose costs `compile_seconds` once.
 - The day costs the time of all requests, plus the compilations. Return a list of sizes, ascending, for which it costs
   least. The checks compare the cost, so any of several best lists is right.
-- At most `most` sizes (at least 1), each a multiple of `multiple`. Fewer may be better. Each length has a size that's long
-  enough.
+- At most `most` sizes (at least 1), each a multiple of `multiple`. Fewer may be better. Each length has a size that's
+  long enough.
 - Without requests there are no sizes. A length with a count of 0 needs none.
 - There may be 250 lengths and 12 sizes. Trying all choices would take millions of years.
 """,
@@ -576,7 +591,9 @@ def chosen_buckets(
             if not tries:
                 break
             new = min(tries, key=lambda c: price_of(c, kept, seconds, compile_seconds))
-            if price_of(new, kept, seconds, compile_seconds) >= price_of(chosen, kept, seconds, compile_seconds):
+            if price_of(new, kept, seconds, compile_seconds) >= price_of(
+                chosen, kept, seconds, compile_seconds
+            ):
                 break
             chosen = new
         return chosen
@@ -616,34 +633,51 @@ def line(a, b):
 
 def day(t, lengths, most_of_one=90):
     drawn = t.rng.choice(range(1, 12 * lengths), lengths, replace=False)
-    return {int(n): int(c) for n, c in zip(drawn, t.rng.integers(1, most_of_one, lengths), strict=True)}
+    return {
+        int(n): int(c) for n, c in zip(drawn, t.rng.integers(1, most_of_one, lengths), strict=True)
+    }
 
 
 @buckets.check("one size")
 def _(fn, t):
     for multiple in (1, 8):
-        cheapest(fn, t, f"most = 1, multiple = {multiple}", day(t, 9), line(0, 0.01), 1, 1.0, multiple)
+        cheapest(
+            fn, t, f"most = 1, multiple = {multiple}", day(t, 9), line(0, 0.01), 1, 1.0, multiple
+        )
 
 
 @buckets.check("a few sizes")
 def _(fn, t):
     for n in range(6):
         count = day(t, 14)
-        cheapest(fn, t, f"{len(count)} lengths, most = {2 + n % 3}", count, line(0.3, 0.02), 2 + n % 3, 0.5, 1)
+        cheapest(
+            fn,
+            t,
+            f"{len(count)} lengths, most = {2 + n % 3}",
+            count,
+            line(0.3, 0.02),
+            2 + n % 3,
+            0.5,
+            1,
+        )
 
 
 @buckets.check("a few very common lengths")
 def _(fn, t):
     for _ in range(3):
         count = {n: c * (100 if t.rng.random() < 0.2 else 1) for n, c in day(t, 20).items()}
-        cheapest(fn, t, "some lengths are a hundred times as common", count, line(0, 0.01), 4, 0.5, 1)
+        cheapest(
+            fn, t, "some lengths are a hundred times as common", count, line(0, 0.01), 4, 0.5, 1
+        )
 
 
 @buckets.check("compilations that are dear")
 def _(fn, t):
     for most in (3, 12):
         count = day(t, 12, 9)
-        cheapest(fn, t, f"a compilation takes 90 s, most = {most}", count, line(0.1, 0.03), most, 90.0, 1)
+        cheapest(
+            fn, t, f"a compilation takes 90 s, most = {most}", count, line(0.1, 0.03), most, 90.0, 1
+        )
     cheapest(fn, t, "compilations are free", day(t, 6), line(0, 1), 9, 0.0, 1)
 
 
@@ -696,7 +730,9 @@ def too_small(count, seconds, most, compile_seconds, multiple):
 
 
 def with_zeros(count, seconds, most, compile_seconds, multiple):
-    got = chosen_buckets({n: max(c, 1) for n, c in count.items()}, seconds, most, compile_seconds, multiple)
+    got = chosen_buckets(
+        {n: max(c, 1) for n, c in count.items()}, seconds, most, compile_seconds, multiple
+    )
     return got
 
 
@@ -891,15 +927,17 @@ floats.
 """,
     hints=(
         "If somebody gave you alpha, what kind of problem would remain for floor and a?",
-        "With alpha known it's linear least squares: columns 1 / loss and size^(-alpha) / loss, right side 1. If the floor "
-        "comes out negative, the best allowed one is 0, and a alone is left to fit.",
+        "With alpha known it's linear least squares: columns 1 / loss and size^(-alpha) / loss, right side 1. If the "
+        "floor comes out negative, the best allowed one is 0, and a alone is left to fit.",
         "That leaves one number to search for: try 100 values of alpha in (0, 2], then 100 around the best, and "
         "again. Divide sizes by the smallest first, and multiply a by smallest^alpha at the end.",
     ),
 )
 
 
-def fitted(sizes, losses, *, floor="fit", weights="relative", rounds=5, allowed=True, scale=True, top=2.0):
+def fitted(
+    sizes, losses, *, floor="fit", weights="relative", rounds=5, allowed=True, scale=True, top=2.0
+):
     sizes, losses = (np.asarray(x, np.float64) for x in (sizes, losses))
     unit = sizes.min() if scale else 1.0
     small = sizes / unit
@@ -929,18 +967,28 @@ def fitted(sizes, losses, *, floor="fit", weights="relative", rounds=5, allowed=
 def said_by(law, sizes):
     floor, a, alpha = (float(np.asarray(x)) for x in law)
     with np.errstate(all="ignore"):
-        return floor + np.exp(np.log(a) - alpha * np.log(sizes)) if a > 0 else floor + a * sizes**-alpha
+        return (
+            floor + np.exp(np.log(a) - alpha * np.log(sizes))
+            if a > 0
+            else floor + a * sizes**-alpha
+        )
 
 
 def fits(fn, t, sizes, losses, why, rtol=1e-3):
     law = fn(np.array(sizes, float), np.array(losses, float))
-    t.true(isinstance(law, (tuple, list)) and len(law) == 3, f"want three numbers, {why}", str(type(law)))
+    t.true(
+        isinstance(law, (tuple, list)) and len(law) == 3,
+        f"want three numbers, {why}",
+        str(type(law)),
+    )
     law = tuple(float(np.asarray(x)) for x in law)
     want = fitted(sizes, losses)
     at = np.array([*sizes, 10 * max(sizes)])
     t.close(said_by(law, at), said_by(want, at), rtol, 0, f"the losses that your law says, {why}")
     good = law[0] >= 0 and 0 < law[2] <= 2
-    t.true(good, f"floor = {law[0]:.4g} and alpha = {law[2]:.4g} break the rules, {why}", np.array(law))
+    t.true(
+        good, f"floor = {law[0]:.4g} and alpha = {law[2]:.4g} break the rules, {why}", np.array(law)
+    )
 
 
 def runs(t, law, smallest, most, many):
@@ -985,7 +1033,9 @@ def _(fn, t):
 def _(fn, t):
     # Falls faster and faster on a log-log plot: the best floor would be negative.
     sizes = 1e5 * np.exp(np.linspace(0, 5, 6))
-    losses = t.rng.uniform(4, 6) * np.exp(-0.02 * np.linspace(0, 5, 6) ** 2 - 0.05 * np.linspace(0, 5, 6))
+    losses = t.rng.uniform(4, 6) * np.exp(
+        -0.02 * np.linspace(0, 5, 6) ** 2 - 0.05 * np.linspace(0, 5, 6)
+    )
     fits(fn, t, sizes, losses, "runs that fall ever faster: the best floor allowed is 0")
     sizes, losses = runs(t, (0.0, 5.0, t.rng.uniform(0.1, 0.3)), 1e6, 1e3, 5)
     fits(fn, t, sizes, losses, "runs of a law with floor 0")
@@ -1065,22 +1115,24 @@ FLOPs, and each token that it writes later takes 2 N. Write `plan(flops, served,
 has the lowest loss among those whose training and use cost exactly `flops`.
 
 - The model will write `served` tokens in its life, 0 or more. So 6 N D + 2 N `served` = `flops`.
-- There are only `tokens` different tokens, and none is trained on twice: D <= `tokens`. If data runs out, the rest of the
-  budget goes into a larger model.
+- There are only `tokens` different tokens, and none is trained on twice: D <= `tokens`. If data runs out, the rest of
+  the budget goes into a larger model.
 - `law` is (floor, a, alpha, b, beta), all positive. N and D are floats; the checks accept 0.1% in each.
 """,
     hints=(
         "The budget leaves one free number. Say it's N: what's D then? And what happens to the two terms of the loss "
         "as N grows?",
-        "Along the budget the loss has one valley in log N. D <= `tokens` says that N is at least flops / (6 tokens + 2 "
-        "served); if the valley's bottom is below that, the bound is the answer.",
-        "Halve an interval of log N, between that bound and where D becomes 0, by the sign of -alpha a N^(-alpha) + beta b "
-        "D^(-beta - 1) (D + served / 3), 100 times. Golden section on the loss does as well.",
+        "Along the budget the loss has one valley in log N. D <= `tokens` says that N is at least flops / (6 tokens + "
+        "2 served); if the valley's bottom is below that, the bound is the answer.",
+        "Halve an interval of log N, between that bound and where D becomes 0, by the sign of -alpha a N^(-alpha) + beta "
+        "b D^(-beta - 1) (D + served / 3), 100 times. Golden section on the loss does as well.",
     ),
 )
 
 
-def plan_with(*, train=6, use=2, bound="grow", how="law", swap=False, epochs=1.0, fixed=20.0, apart=False):
+def plan_with(
+    *, train=6, use=2, bound="grow", how="law", swap=False, epochs=1.0, fixed=20.0, apart=False
+):
     def fn(flops, served, tokens, law):
         _, a, alpha, b, beta = law
         if swap:
@@ -1094,15 +1146,20 @@ def plan_with(*, train=6, use=2, bound="grow", how="law", swap=False, epochs=1.0
         high = math.log(flops / max(use * served, 1e-9))
         if how == "ratio":
             # fixed * N tokens: train fixed N^2 + use N served = flops
-            n = (-use * served + math.sqrt((use * served) ** 2 + 4 * train * fixed * flops)) / (2 * train * fixed)
+            n = (-use * served + math.sqrt((use * served) ** 2 + 4 * train * fixed * flops)) / (
+                2 * train * fixed
+            )
             return (n, fixed * n) if fixed * n <= tokens else (math.exp(low), tokens)
         if how == "equal":
+
             def steep(n, d):
                 return b * d**-beta - a * n**-alpha
         else:
+
             def steep(n, d):
                 share = d if apart else d + served * use / train
                 return b * beta * d ** (-beta - 1) * share - a * alpha * n**-alpha
+
         low, high = max(low, -60.0), min(high, 300.0)
         for step in range(300):
             n = math.exp(low if step == 0 else (low + high) / 2)
@@ -1110,7 +1167,9 @@ def plan_with(*, train=6, use=2, bound="grow", how="law", swap=False, epochs=1.0
             rises = d <= 0 or steep(n, d) >= 0
             if step == 0 and rises:
                 break
-            low, high = (low, high) if step == 0 else (low, math.log(n)) if rises else (math.log(n), high)
+            low, high = (
+                (low, high) if step == 0 else (low, math.log(n)) if rises else (math.log(n), high)
+            )
         n = math.exp(low)
         d = data(n)
         if bound == "cut":
@@ -1129,7 +1188,8 @@ def plans(fn, t, flops, served, tokens, law, why):
 
 def some_law(t):
     return tuple(
-        float(t.rng.uniform(*r)) for r in ((1, 2), (200, 600), (0.25, 0.4), (300, 2000), (0.22, 0.38))
+        float(t.rng.uniform(*r))
+        for r in ((1, 2), (200, 600), (0.25, 0.4), (300, 2000), (0.22, 0.38))
     )
 
 
@@ -1151,7 +1211,15 @@ def _(fn, t):
 def _(fn, t):
     for tokens, served in ((1e9, 0), (3e8, 1e9), (2e10, 1e11)):
         law = some_law(t)
-        plans(fn, t, 1e23, served, tokens, law, f"1e23 FLOPs, {served:.0e} served, {tokens:.0e} tokens")
+        plans(
+            fn,
+            t,
+            1e23,
+            served,
+            tokens,
+            law,
+            f"1e23 FLOPs, {served:.0e} served, {tokens:.0e} tokens",
+        )
 
 
 @budget_.check("small worlds")
@@ -1201,14 +1269,14 @@ runs, in a right order, the stages that must be run, and returns their names.
 
 - A stage comes after all stages that write a file that it reads. `stages` may be in any order; there is always a right
   one. No file has two writers.
-- A stage needn't be run if `record` has an entry for it with the same `settings`, the same digests of all its `reads` and
-  `writes` as now, and all its `writes` are there. `digest(file)` is the digest now, or None for a file that isn't there.
+- A stage needn't be run if `record` has an entry for it with the same `settings`, the same digests of all its `reads`
+  and `writes` as now, and all its `writes` are there. `digest(file)` is the digest now, None for a file that isn't there.
   "Now" means when its time comes: stages before it may have written the same bytes again, and then it needn't be run.
 - `run(name)` runs a stage. It may raise, and then so do you.
 - `save(name, entry)` writes an entry to disk, where the next `record` comes from. Call it once for each stage that was
   run, as soon as it's done: the machine may stop at any moment. Don't change `record`.
-- An entry has exactly `settings`, `reads` and `writes`, the last two as {file: digest}. Somebody may change a source file
-  *while* a stage is running. The entry then has the digest from before, so next time the stage is run again.
+- An entry has exactly `settings`, `reads` and `writes`, the last two as {file: digest}. Somebody may change a source
+  file *while* a stage is running. The entry then has the digest from before, so next time the stage is run again.
 """,
     hints=(
         "When is it a stage's time? Which files will still be written by stages that haven't had theirs?",
@@ -1248,7 +1316,11 @@ def resume_with(
             stage = left[0] if order == "given" else next(ready)
             left.remove(stage)
             name, read, wrote = stage["name"], now(stage["reads"]), now(stage["writes"])
-            good = fresh(stage, read, wrote) if early else plan[name] and not dirty & set(stage["reads"])
+            good = (
+                fresh(stage, read, wrote)
+                if early
+                else plan[name] and not dirty & set(stage["reads"])
+            )
             if all_after and ran:
                 good = False
             if good:
@@ -1317,7 +1389,13 @@ class Workshop:
     def twin(self):
         other = object.__new__(Workshop)
         other.__dict__ = {
-            k: {**v} if isinstance(v, dict) else set(v) if isinstance(v, set) else list(v) if k == "log" else v
+            k: {**v}
+            if isinstance(v, dict)
+            else set(v)
+            if isinstance(v, set)
+            else list(v)
+            if k == "log"
+            else v
             for k, v in self.__dict__.items()
         }
         return other

@@ -20,14 +20,13 @@ def export_means(window, width, platforms):
       bytes of the serialized program. It takes x_BTD [B, T, width] float32 and
       length_B [B] int32, and returns [B, T, width] float32.
     """
+
     # BEGIN SOLUTION
     def means(x_BTD, length_B):
-        B, T, D = x_BTD.shape
-        at_T = jnp.arange(T)
+        at_T = jnp.arange(x_BTD.shape[1])
         before = ((0, 0), (window - 1, 0), (0, 0))
-        sum_BTD = jax.lax.reduce_window(
-            x_BTD, 0.0, jax.lax.add, (1, window, 1), (1, 1, 1), before
-        )
+        size, step, add = (1, window, 1), (1, 1, 1), jax.lax.add
+        sum_BTD = jax.lax.reduce_window(x_BTD, 0.0, add, size, step, before)
         count_T = jnp.minimum(at_T + 1, window)
         inside_BT = at_T < length_B[:, None]
         return jnp.where(inside_BT[..., None], sum_BTD / count_T[:, None], 0)
@@ -103,6 +102,7 @@ def choose_buckets(count, seconds, most, compile_seconds, multiple):
     Returns:
       A list of sizes, ascending.
     """
+
     # BEGIN SOLUTION
     def padded(length):
         return -(-length // multiple) * multiple
@@ -110,17 +110,15 @@ def choose_buckets(count, seconds, most, compile_seconds, multiple):
     sizes = sorted({padded(n) for n, many in count.items() if many})
     many = [sum(c for n, c in count.items() if padded(n) == s) for s in sizes]
     total = [0, *itertools.accumulate(many)]
-    price = [seconds(s) for s in sizes]
     # best[j]: the first j sizes are served, by k buckets, the last at size j.
     best = [(0.0, [])] + [(math.inf, [])] * len(sizes)
     answer = best[-1]
     for _ in range(min(most, len(sizes))):
         new = [(math.inf, [])]
         for j in range(1, len(sizes) + 1):
-            cost, i = min(
-                (best[i][0] + (total[j] - total[i]) * price[j - 1], i)
-                for i in range(j)
-            )
+            price = seconds(sizes[j - 1])
+            spans = [(total[j] - n) * price for n in total[:j]]
+            cost, i = min((best[i][0] + spans[i], i) for i in range(j))
             new.append((cost + compile_seconds, [*best[i][1], sizes[j - 1]]))
         best = new
         answer = min(answer, best[-1])
@@ -250,6 +248,7 @@ def resume(stages, record, digest, run, save):
     Returns:
       The names of the stages that were run, in order.
     """
+
     # BEGIN SOLUTION
     def now(files):
         return {file: digest(file) for file in files}
