@@ -1124,7 +1124,7 @@ has the lowest loss among those whose training and use cost exactly `flops`.
         "as N grows?",
         "Along the budget the loss has one valley in log N. D <= `tokens` says that N is at least flops / (6 tokens + "
         "2 served); if the valley's bottom is below that, the bound is the answer.",
-        "Halve an interval of log N, between that bound and where D becomes 0, by the sign of -alpha a N^(-alpha) + beta "
+        "Halve an interval of log N, between that bound and where D becomes 0, by the sign of -alpha a N^(-alpha) + "
         "b D^(-beta - 1) (D + served / 3), 100 times. Golden section on the loss does as well.",
     ),
 )
@@ -1270,7 +1270,7 @@ runs, in a right order, the stages that must be run, and returns their names.
 - A stage comes after all stages that write a file that it reads. `stages` may be in any order; there is always a right
   one. No file has two writers.
 - A stage needn't be run if `record` has an entry for it with the same `settings`, the same digests of all its `reads`
-  and `writes` as now, and all its `writes` are there. `digest(file)` is the digest now, None for a file that isn't there.
+  and `writes` as now, and all its `writes` are there. `digest(file)` is the digest now, None if the file isn't there.
   "Now" means when its time comes: stages before it may have written the same bytes again, and then it needn't be run.
 - `run(name)` runs a stage. It may raise, and then so do you.
 - `save(name, entry)` writes an entry to disk, where the next `record` comes from. Call it once for each stage that was
