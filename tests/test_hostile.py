@@ -221,6 +221,24 @@ LINES = [
     ]),
     *(["journey", "data.source=files", f"data.path={path}"] for path in ["nowhere", "{folder}"]),
     ["journey", "--depth", "5", "--budget", "1e13"],
+    # MaxText's commands and checkpoints.
+    *(["maxtext", "explain", text] for text in [
+        "", "hello", "base.yml model_name='x", "base.yml model_name=llama9", "base.yml steps=[1]", LONG, DEEP,
+        "nowhere.yml", "{folder}", "base.yml base_emb_dim=wide", "base.yml ici_fsdp_parallelism=0",
+        f"base.yml base_num_decoder_layers={HUGE}", "other.yml steps=1",
+    ]),
+    *(["maxtext", "explain", "base.yml steps=1", "--target", target] for target in ["", "v5e", "v9:2x2", HUGE]),
+    *(["maxtext", "import", path, "out", "model_name=llama2-7b"] for path in [
+        "", LONG, DEEP, "{file}", "{folder}", "nowhere",
+    ]),
+    *(["maxtext", "import", "{folder}", "out", *words] for words in [
+        [], ["llama2-7b"], ["model_name=llama9"], ["model_name=gpt3-175b"], ["model_name=llama2-7b", "mesh.fsdp=x"],
+        ["model_name=llama2-7b", "model.nonsense=1"],
+    ]),
+    ["maxtext", "import", "{folder}", "{run}", "model_name=llama2-7b"],
+    *(["maxtext", "export", run, "out"] for run in ["nowhere", "{folder}", "{file}", ""]),
+    *(["maxtext", "export", "{run}", path] for path in ["{folder}", "{file}", "{file}/below", ""]),
+    ["maxtext", "export", "{run}", "out", "--dtype", "int8"], ["maxtext"], ["maxtext", "nonsense"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],

@@ -202,6 +202,9 @@ UNTESTED = {"errors"}
 TESTED_WITH = {
     "checkpoint/gguf": "checkpoint/weights",
     "checkpoint/leaves": "checkpoint/checkpointer",
+    "checkpoint/maxtext": "training/maxtext",
+    "config/maxtext_model": "config/maxtext_map",
+    "models/maxtext_names": "training/maxtext",
     "checkpoint/safetensors": "checkpoint/weights",
     "checkpoint/stored": "checkpoint/weights",
     "cli/arguments": "cli/main",

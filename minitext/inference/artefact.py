@@ -18,6 +18,8 @@ JAX promises to run what was exported by a version up to six months older or thr
 (https://docs.jax.dev/en/latest/export/export.html, "Compatibility guarantees"). Orbax Export has the same parts and
 stores weights with TensorStore. Here they are one safetensors file, because NumPy alone can read that; reading parts of
 an array from many processes, which TensorStore adds, is a checkpoint's task.
+
+Chapters: 27.
 """
 
 import hashlib

@@ -32,7 +32,16 @@ def served(directory: Path, name: str) -> Iterator[str]:
     Raises:
       UserError: if the server doesn't start, or fails to end.
     """
-    words = ["serve", str(directory), "--port", "0", "--served-model-name", name, "--max-num-seqs", "4"]
+    words = [
+        "serve",
+        str(directory),
+        "--port",
+        "0",
+        "--served-model-name",
+        name,
+        "--max-num-seqs",
+        "4",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL, text=True,
