@@ -173,6 +173,16 @@ def import_(
     )
 
 
+Format = Annotated[
+    Literal["orbax", "hf", "gguf", "peft", "onnx", "stablehlo"],
+    typer.Option(
+        "--format",
+        help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, or "
+        "programs for JAX alone",
+    ),
+]
+
+
 def export(
     directory: RunDir,
     target: Annotated[
@@ -183,14 +193,7 @@ def export(
             callback=check_new,
         ),
     ],
-    format_: Annotated[
-        Literal["orbax", "hf", "gguf", "peft", "onnx", "stablehlo"],
-        typer.Option(
-            "--format",
-            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, or "
-            "programs for JAX alone",
-        ),
-    ] = "orbax",
+    format_: Format = "orbax",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"],
         typer.Option(
