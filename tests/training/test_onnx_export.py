@@ -109,6 +109,7 @@ def test_large_parameters_are_in_a_file_of_their_own(tmp_path):
     [
         (["model.attention.kind=deltanet"], "no operator for the recurrence of gated DeltaNet"),
         (["model.ffn.kind=moe"], "cannot be converted to ONNX"),
+        (["model.attention.chunk=8"], "cannot be converted to ONNX"),
         (["model.storage=[{module: 'blocks/.*', dtype: int8}]"], "is quantized"),
     ],
 )
