@@ -106,19 +106,18 @@ def save(
         raise UserError(f"{target} exists: name a folder that does not, or is empty")
     arrays, treedef = _by_name(weights)
     stored = {name: _stored(name, x) for name, x in arrays.items()}
-    with terminal.of_slow_work(len(functions), "tracing") as advance:
-        programs = {}
-        for number, (title, function) in enumerate(functions.items()):
-            advance(number)
-            programs[title] = _trace(title, function, arrays, treedef, platforms)
+    texts = {LOADER: Path(loader.__file__).read_text(encoding="utf-8"), **(beside or {})}
+    _check_names([*texts, WEIGHTS, MANIFEST, *(f"{title}{ENDING}" for title in functions)])
     try:
         with files.new_folder(target) as new:
-            for title, program in programs.items():
-                (new / f"{title}{ENDING}").write_bytes(program.serialize())
-            for title, text in {
-                LOADER: Path(loader.__file__).read_text(),
-                **(beside or {}),
-            }.items():
+            programs = {}
+            with terminal.of_slow_work(len(functions), "tracing") as advance:
+                for number, (title, function) in enumerate(functions.items()):
+                    program = _trace(title, function, arrays, treedef, platforms)
+                    (new / f"{title}{ENDING}").write_bytes(program.serialize())
+                    programs[title] = program
+                    advance(number + 1)
+            for title, text in texts.items():
                 (new / title).write_text(text, encoding="utf-8")
             _write_weights(new / WEIGHTS, arrays, stored)
             manifest = {
@@ -164,6 +163,12 @@ def _lines(found: Any, indent: str = "") -> str:
     below = indent + " "
     lines = (f"{below}{json.dumps(name)}: {_lines(x, below)}" for name, x in found.items())
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if Path(name).name != name or name.startswith(".") or names.count(name) > 1:
+            raise UserError(f"{name!r} can't be a file of the artefact: choose another name")
 
 
 def _by_name(weights: Any) -> tuple[dict[str, Any], Any]:

@@ -424,11 +424,17 @@ def test_nothing_is_overwritten_or_left_behind(tmp_path, made):
         tmp_path / "complex": (FUNCTIONS, WEIGHTS | {"scale": np.ones(3, complex)}, "scale is complex128"),
         tmp_path / "if": ({"f": artefact.Function(branch, {"x": ("n", "float32")})}, WEIGHTS, "f can't be exported"),
     }  # fmt: skip
+    for title in ("../up", "a/b", "", ".hidden"):
+        more = {title: FUNCTIONS["square"]}
+        cases[tmp_path / f"named {len(cases)}"] = (more, WEIGHTS, "choose another name")
     for folder, (functions, weights, words) in cases.items():
         with pytest.raises(UserError, match=words) as caught:
             artefact.save(folder, functions, weights, name="a")
         assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.rglob("*")] == ["full", "mine"]
+    for name in ("manifest.json", "weights.safetensors", "square.jax_export", "../x"):
+        with pytest.raises(UserError, match="choose another name"):
+            artefact.save(tmp_path / "twice", FUNCTIONS, WEIGHTS, name="a", beside={name: ""})
     (tmp_path / "empty").mkdir()
     artefact.save(tmp_path / "empty", {"square": FUNCTIONS["square"]}, WEIGHTS, name="a")
     artefact.load(tmp_path / "empty")
