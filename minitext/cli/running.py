@@ -173,6 +173,16 @@ def import_(
     )
 
 
+Format = Annotated[
+    Literal["orbax", "hf", "gguf", "peft", "onnx", "stablehlo"],
+    typer.Option(
+        "--format",
+        help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, or "
+        "programs for JAX alone",
+    ),
+]
+
+
 def export(
     directory: RunDir,
     target: Annotated[
@@ -183,13 +193,7 @@ def export(
             callback=check_new,
         ),
     ],
-    format_: Annotated[
-        Literal["orbax", "hf", "gguf", "peft", "stablehlo"],
-        typer.Option(
-            "--format",
-            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, programs for JAX alone",
-        ),
-    ] = "orbax",
+    format_: Format = "orbax",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"],
         typer.Option(
@@ -215,7 +219,7 @@ def export(
         raise UserError(
             f"--license {files.shorten(licence)} has no effect with --format gguf: leave it out"
         )
-    if format_ in ("orbax", "peft", "stablehlo") and dtype != "float32":
+    if format_ in ("orbax", "peft", "onnx", "stablehlo") and dtype != "float32":
         other = "gguf" if dtype in ("q8_0", "q4_0") else "hf"
         raise UserError(
             f"--dtype {dtype} has no effect with --format {format_}: add --format {other}"
@@ -232,6 +236,10 @@ def export(
             from minitext.training import peft
 
             step = peft.export_peft(directory, target, licence)
+        case "onnx":
+            from minitext.training import onnx_export
+
+            step = onnx_export.export_onnx(directory, target, licence)
         case "stablehlo":
             from minitext.training import artefact_run
 

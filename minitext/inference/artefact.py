@@ -51,11 +51,13 @@ class Function(NamedTuple):
         such as a cache: it has the same shape and type, and `load` lets it take the same memory.
       inputs: for each, its shape and type: ("b, t, 64", "int32"). What is no number is a symbol: callers choose it.
       constraints: on the symbols, such as "s >= t".
+      batch: the symbol of the rows, if each is computed without regard to the others. A server may then join calls.
     """
 
     run: Callable[[Any, dict[str, jax.Array]], Mapping[str, jax.Array]]
     inputs: Mapping[str, tuple[str, Any]]
     constraints: Sequence[str] = ()
+    batch: str | None = None
 
 
 class Artefact(NamedTuple):
@@ -121,7 +123,10 @@ def save(
             manifest = {
                 "format": FORMAT, "name": name, "version": version, "made_with": _versions(),
                 "platforms": list(platforms),
-                "functions": {title: _described(title, program) for title, program in programs.items()},
+                "functions": {
+                    title: _described(title, program, functions[title].batch)
+                    for title, program in programs.items()
+                },
                 "weights": {"file": WEIGHTS, "arrays": stored},
                 **(about or {}),
                 "files": {path.name: _measured(path) for path in sorted(new.iterdir())},
@@ -205,7 +210,7 @@ def _trace(
         raise UserError(f"{title} can't be exported with these symbols: {reason}") from error
 
 
-def _described(title: str, program: jax.export.Exported) -> dict[str, Any]:
+def _described(title: str, program: jax.export.Exported, batch: str | None) -> dict[str, Any]:
     def types(tree: Any) -> dict[str, Any]:
         return {
             name: {"shape": [_size(d) for d in x.shape], "dtype": x.dtype.name}
@@ -216,6 +221,7 @@ def _described(title: str, program: jax.export.Exported) -> dict[str, Any]:
     return {
         "file": f"{title}{ENDING}",
         "calling_convention": program.calling_convention_version,
+        **({"batch": batch} if batch else {}),
         "inputs": types(inputs),
         "outputs": types(jax.tree.unflatten(program.out_tree, program.out_avals)),
     }

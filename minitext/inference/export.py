@@ -88,9 +88,9 @@ def text_functions(cfg: ModelConfig, params: Any) -> tuple[dict[str, Function], 
     lengths = {"lengths": ("b", "int32")}
     functions = {
         "prefill": Function(
-            prefill, {"tokens": ("b, t", "int32"), **lengths, **caches}, ["s >= t", *limits]
+            prefill, {"tokens": ("b, t", "int32"), **lengths, **caches}, ["s >= t", *limits], "b"
         ),
-        "decode": Function(decode, {"tokens": ("b", "int32"), **lengths, **caches}, limits),
+        "decode": Function(decode, {"tokens": ("b", "int32"), **lengths, **caches}, limits, "b"),
     }
     return functions, weights
 

@@ -236,7 +236,7 @@ def export_hf(
         raise UserError(f"{target} exists: name a directory that does not")
     if dtype not in convert.DTYPES:
         raise UserError(f"dtype {dtype}: choose among {', '.join(convert.DTYPES)}")
-    cfg, params, tokenizer, step = _load_float_run(directory)
+    cfg, params, tokenizer, step = load_float_run(directory)
     came = Path(directory) / PUBLISHED
     first = "llama"
     if (came / "config.json").exists():
@@ -316,7 +316,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         raise UserError(f"{target} exists: name a file that does not")
     if dtype not in gguf_names.DTYPES:
         raise UserError(f"dtype {dtype}: choose among {', '.join(gguf_names.DTYPES)} for gguf")
-    cfg, params, tokenizer, step = _load_float_run(directory)
+    cfg, params, tokenizer, step = load_float_run(directory)
     came = Path(directory) / PUBLISHED
     values, fields = gguf_names.described(cfg.model, longest_text(cfg, came))
     chat = read_chat(came, tokenizer)
@@ -347,7 +347,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
     return step
 
 
-def _load_float_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
+def load_float_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
     """Returns what `load_merged` does of a run with float32 weights or with adapters, which are merged.
 
     Raises:

@@ -50,6 +50,21 @@ from transformers import AutoModelForCausalLM
 
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), ".")
 ```""",
+    "onnx": """onnxruntime computes the logits of any number of texts of any length:
+
+```python
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+session = onnxruntime.InferenceSession("model.onnx")
+tokenizer = Tokenizer.from_file("tokenizer.json")
+tokens = tokenizer.encode("the ").ids
+for _ in range(20):  # without a cache: each token reads the whole text again
+    (logits,) = session.run(None, {"tokens": np.array([tokens], np.int32)})
+    tokens.append(int(logits[0, -1].argmax()))
+print(tokenizer.decode(tokens))
+```""",
     "stablehlo": """The folder holds programs and weights, which JAX runs without the code that made them:
 
 ```bash
