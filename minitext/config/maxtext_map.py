@@ -260,7 +260,7 @@ class _Work:
                 self.mapped[key] = "the model's settings"
         try:
             keys = maxtext_model.model_keys(self.values)
-        except UserError as error:
+        except maxtext_model.Lacking as error:
             for key in _MODEL:
                 self.mapped.pop(key, None)
                 self.reasons[key] = "the model can't be built here"
