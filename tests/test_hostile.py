@@ -151,6 +151,11 @@ LINES = [
     *(["compile", *SMALL, "--save", file] for file in [*PATHS, "{folder}", "no/such/x.bin"]),
     *(["compile", *SMALL, "target=v5e:2x2", "--save", file] for file in ["", "{folder}", LONG]),
     *(["export", "{run}", path] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
+    *(["export", "{run}", path, "--format", "stablehlo"] for path in [*PATHS, "{folder}", "{file}"]),
+    *(["export", "{run}", "out", "--license", name] for name in ["", " ", LONG, "a\nb"]),
+    ["export", "{run}", "out", "--format", "gguf", "--license", "mit"],
+    ["export", "{run}", "out", "--format", "stablehlo", "--dtype", "bfloat16"],
+    ["export", "nowhere", "out", "--format", "stablehlo"],
     *(["data", "pack", path, *SMALL] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
     *(["grade", "01", option, "{folder}"] for option in ["--json", "--gradescope"]),
     # Settings.

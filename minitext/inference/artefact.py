@@ -14,10 +14,12 @@ is compared before anything runs.
 Checksums find damage, not malice: whoever can change a file can change the manifest as well. An artefact is a program,
 and to run one is to trust who made it, though it can do nothing but compute arrays from arrays.
 
-JAX reads what was serialized up to six months before, and, of programs with a backward-compatible calling convention,
-up to three weeks after itself (https://docs.jax.dev/en/latest/export/export.html, "Compatibility guarantees"). Orbax
-Export has the same parts and stores weights with TensorStore. Here they are one safetensors file, because NumPy alone
-can read that; reading parts of an array from many processes, which TensorStore adds, is a checkpoint's task.
+JAX promises to run what was exported by a version up to six months older or three weeks newer
+(https://docs.jax.dev/en/latest/export/export.html, "Compatibility guarantees"). Orbax Export has the same parts and
+stores weights with TensorStore. Here they are one safetensors file, because NumPy alone can read that; reading parts of
+an array from many processes, which TensorStore adds, is a checkpoint's task.
+
+Chapters: 27.
 """
 
 import hashlib
@@ -27,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flatbuffers  # noqa: F401  # jax.export needs it, and would miss it only after tracing
 import jax
 import numpy as np
 
@@ -192,7 +195,7 @@ def _trace(
         }
         with jax.sharding.use_abstract_mesh(hardware.any_platform()):
             return jax.export.export(jax.jit(run), platforms=platforms)(types, inputs)
-    except (jax.errors.InconclusiveDimensionOperation, NotImplementedError) as error:
+    except (jax.errors.InconclusiveDimensionOperation, NotImplementedError, ValueError) as error:
         reason = files.shorten(str(error).split("\n")[0])
         raise UserError(f"{title} can't be exported with these symbols: {reason}") from error
 

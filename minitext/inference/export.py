@@ -2,6 +2,8 @@
 
 Batch, length of the prompts and length of the cache are symbols, and prompts of one batch may have different lengths.
 The cache is an argument and a result, as arrays by name. The functions return logits, and the caller chooses tokens.
+
+Chapters: 27.
 """
 
 from collections.abc import Mapping

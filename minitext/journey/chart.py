@@ -49,7 +49,10 @@ def chart(title: str, lines: Sequence[Line], x: Axis, y: Axis) -> str:
     if not lines:
         return f"<figure><figcaption>{escape(title)}: nothing was recorded</figcaption></figure>"
     to_x = _scale([p[0] for one in lines for p in one.points], x.log, LEFT, WIDTH - RIGHT, 0.0)
-    to_y = _scale([p[1] for one in lines for p in one.points], y.log, HEIGHT - BOTTOM, TOP, 0.04)
+    least = [0.0, 0.05] if y.percent else []  # shares are seen from 0
+    to_y = _scale(
+        [*least, *(p[1] for one in lines for p in one.points)], y.log, HEIGHT - BOTTOM, TOP, 0.04
+    )
     parts = [*_grid(x, y, to_x, to_y)]
     for number, one in enumerate(lines):
         spots = [(to_x(p[0]), to_y(p[1])) for p in one.points]

@@ -1,11 +1,14 @@
 """The stages of a journey. Each reads what earlier ones left on disk, does one thing, and returns what it found.
 
 A stage that trains goes on from its newest checkpoint when it is started again. The others take seconds and start anew.
+
+Chapters: 27.
 """
 
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +40,7 @@ from minitext.training.step import check_trainable
 PACKED, TOKENIZER, PREDICTION = "packed", "tokenizer.json", "prediction.json"
 TAUGHT_COUNT = 60_000  # answers of the teacher
 SFT_ROWS, SFT_LENGTH, SFT_STEPS = 16, 128, 400
-PROMPTS, GROUP, ANSWER_TOKENS, GRPO_LENGTH, GRPO_STEPS = 32, 16, 4, 17, 60
+PROMPTS, GROUP, ANSWER_TOKENS, GRPO_LENGTH, GRPO_STEPS = 32, 16, 4, 17, 40
 QUICK_SFT_STEPS, QUICK_GRPO_STEPS = 20, 2
 QUANTIZED = ("int8", "int4")
 EXPORTED = {
@@ -260,7 +263,23 @@ def reward(trip: Trip) -> Result:
         "flops": planned_flops(trip)["grpo"], "curve": _curve(directory, keys),
         "answers": _exam(trip, directory), "samples": _samples(directory),
     }  # fmt: skip
+    _finish(trip, directory)
     return Result(figures, _times(directory))
+
+
+def final_model(trip: Trip) -> Path:
+    """Returns the run directory of what the journey made, its parameters alone."""
+    return trip.of("grpo") / "model"
+
+
+def _finish(trip: Trip, directory: Path) -> None:
+    """Writes the model as one for texts as long as pretraining's: rows of GRPO are short to save time."""
+    cfg, params, tokenizer, step = load_run(directory)
+    data = cfg.data.model_copy(update={"seq_len": trip.recipe.seq_len})
+    shutil.rmtree(final_model(trip), ignore_errors=True)
+    run_dir.write_parameters(
+        directory, final_model(trip), cfg.model_copy(update={"data": data}), params, tokenizer, step
+    )
 
 
 def _tuning(trip: Trip, source: Path, recipe: str, words: Sequence[str]) -> Config:
@@ -301,7 +320,7 @@ def quantize(trip: Trip) -> Result:
 
 def export(trip: Trip) -> Result:
     """Writes the model in the formats that others read."""
-    source, folder = trip.of("grpo") / "run", trip.of("export")
+    source, folder = final_model(trip), trip.of("export")
     interchange.export_hf(source, folder / "hf")
     interchange.export_gguf(source, folder / "model.gguf", "float16")
     artefact_run.export_artefact(source, folder / "stablehlo")

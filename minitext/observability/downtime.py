@@ -365,8 +365,6 @@ def _sweep(
             add(record.cause, begin, cursor)
             if record.strike is not None:
                 costs[record.strike][record.cause] += cursor - begin
-    if attempts[-1].end > cursor:
-        add("unexplained", cursor, attempts[-1].end)
     bills = tuple(
         Bill(strike, _resumed(attempts, strike), n, {c: s for c, s in cost.items() if s > 0})
         for strike, n, cost in zip(strikes, repeated, costs, strict=True)

@@ -31,6 +31,7 @@ from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
+from minitext.training import model_card
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
@@ -212,6 +213,7 @@ def export_hf(
     target: Path | str,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
+    licence: str = model_card.UNKNOWN,
 ) -> int:
     """Writes a run's newest parameters as a Hugging Face folder, whole or not at all.
 
@@ -220,6 +222,7 @@ def export_hf(
       target: the folder to make.
       dtype: float32, bfloat16 or float16.
       shard_bytes: the size of a file; a larger tensor has a file of its own.
+      licence: for the model card, README.md.
 
     Returns:
       The step that was exported.
@@ -253,6 +256,11 @@ def export_hf(
                 said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
                 files.write(new / "tokenizer_config.json", json.dumps(said, indent=2))
             _write_shards(new, table, params, dtype, shard_bytes)
+            size = sum(x.size for x in _leaves(params)) * (4 if dtype == "float32" else 2)
+            card = model_card.card(
+                directory, cfg, step, form="hf", size=size, dtype=dtype, licence=licence
+            )
+            files.write(new / model_card.CARD, card)
     except OSError as error:
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
