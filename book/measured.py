@@ -212,6 +212,26 @@ def post_training_tunix(records: list[Record]) -> str:
     return f"{table(header, rows)}\n\n{table(head, answered)}"
 
 
+def sft_smollm2(records: list[Record]) -> str:
+    """What fine-tuning a published model on a few conversations takes, and what it changes."""
+    r = records[-1]
+    spent, form = r["fine_tuning"], r["in_form"]
+    asks = ["What is the capital of France?", "What do bees make?", "Who wrote Hamlet?"]
+    rows = [
+        [ask, *(r["answers"][when][ask].split("\n")[0] for when in ("before", "after"))]
+        for ask in asks
+    ]
+    priority = " with priority over other jobs" if r["nice"] < 0 else ""
+    return (
+        f"SmolLM2-135M with adapters of rank 8, {r['conversations']} conversations, {spent['steps']} steps of 8 rows: "
+        f"{spent['wall_seconds']:.0f} s{priority}, {spent['cpu_seconds']:.0f} s of the processor, at most "
+        f"{spent['peak_gb_so_far']:.1f} GB (all activations are kept). Of {len(r['answers']['after'])} answers to new "
+        f"questions, {form['before']:.0%} had the form of the conversations before and {form['after']:.0%} after. The "
+        "form is learned, and knowledge isn't: see the last row.\n\n"
+        f"{table(['Question', 'Before', 'After'], rows)}"
+    )
+
+
 def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
@@ -522,6 +542,7 @@ SECTIONS = {
     "serve_compiled": ("The engine's programs for chips that aren't here", serve_compiled),
     "grpo_arithmetic": ("Learning from rewards", grpo_arithmetic),
     "post_training_tunix": ("Post-training, ours and Tunix's", post_training_tunix),
+    "sft_smollm2": ("Fine-tuning a published model", sft_smollm2),
     "train_gpu": ("Training on a GPU", train_gpu),
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),

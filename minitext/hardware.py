@@ -22,6 +22,7 @@ from minitext.errors import UserError
 from minitext.files import read_cache, write_cache
 
 GIB = 2**30
+ANY = "any"  # platform of a program that `jax.export` lowers for several
 LINK_SECONDS = 1e-6  # that data needs for a hop over ICI ("How to Scale Your Model", part 3)
 DAY = 86400.0  # seconds
 
@@ -337,9 +338,20 @@ def peak_flops(devices: Iterable[Any], dtype: str) -> float:
 
 
 def platform() -> str:
-    """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's."""
+    """Returns `cpu`, `gpu` or `tpu`: that of the mesh in use, which ahead of time is not this machine's.
+
+    While a program is traced for several platforms (`any_platform`) it is `ANY`.
+    """
     import jax
 
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+def any_platform() -> Any:
+    """Returns a mesh without devices; while it's set, `platform()` is `ANY`, and programs are the same for all."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice(device_kind=ANY, num_cores=None, platform=ANY)
+    return AbstractMesh((), (), abstract_device=device)

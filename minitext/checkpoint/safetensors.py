@@ -16,12 +16,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from minitext import files
 from minitext.checkpoint.stored import PLAIN, Stored, check_regular, missing_library
 from minitext.errors import UserError
 
+# The format's names of all types that JAX has by default.
+DTYPES = PLAIN | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)} | {
+    "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8), "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
+}  # fmt: skip
 HEADER_LIMIT = 32 << 20  # the library's is 100 MB; a model of 100,000 tensors needs 12
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
@@ -95,7 +101,7 @@ def write(
 
     Args:
       path: of the new file.
-      tensors: name -> (shape, dtype: F32, F16 or BF16).
+      tensors: name -> (shape, dtype: one of `DTYPES`).
       values: their arrays, in the same order; each is asked for when the one before is written.
       metadata: strings for the header.
 
@@ -105,14 +111,14 @@ def write(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
-        begin, end = end, end + math.prod(shape) * PLAIN[dtype].itemsize
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers are aligned
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for (name, (shape, dtype)), value in zip(tensors.items(), values, strict=True):
-            if value.shape != shape or value.dtype != PLAIN[dtype]:
+            if value.shape != shape or value.dtype != DTYPES[dtype]:
                 raise ValueError(f"{name}: {value.dtype}{value.shape} in place of {dtype}{shape}")
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         file.flush()

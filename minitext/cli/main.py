@@ -14,7 +14,17 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from minitext.cli import launching, reports, running, serving, setup, tuning, watching
+from minitext.cli import (
+    bridge,
+    launching,
+    reports,
+    running,
+    serving,
+    setup,
+    travelling,
+    tuning,
+    watching,
+)
 from minitext.errors import UserError
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -56,6 +66,9 @@ app.add_typer(optim_app, name="optim")
 launch_app = typer.Typer(no_args_is_help=True, help="Train with several processes.")
 app.add_typer(launch_app, name="launch")
 
+maxtext_app = typer.Typer(no_args_is_help=True, help="MaxText's commands and checkpoints.")
+app.add_typer(maxtext_app, name="maxtext")
+
 app.command("train")(running.train)
 app.command("sft")(tuning.sft)
 app.command("dpo")(tuning.dpo)
@@ -67,6 +80,7 @@ app.command("serve")(serving.serve)
 app.command("predict-serving")(serving.predict)
 app.command("import")(running.import_)
 app.command("export")(running.export)
+app.command("journey")(travelling.journey)
 app.command("quantize")(running.quantize)
 app.command("eval")(running.evaluate)
 app.command("parity")(running.parity)
@@ -91,6 +105,9 @@ config_app.command("presets")(setup.config_presets)
 data_app.command("pack")(setup.data_pack)
 data_app.command("preview")(tuning.preview)
 optim_app.command("memory")(reports.optim_memory)
+maxtext_app.command("explain")(bridge.explain)
+maxtext_app.command("import")(bridge.import_)
+maxtext_app.command("export")(bridge.export)
 launch_app.command("local")(launching.local)
 launch_app.command("slurm")(launching.slurm)
 launch_app.command("xpk")(launching.xpk)

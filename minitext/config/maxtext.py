@@ -24,6 +24,11 @@ def _rows() -> dict[str, dict[str, Any]]:
     return {key: row for group in groups() for row in group["rows"] for key in row["maxtext"]}
 
 
+def row(key: str) -> dict[str, Any] | None:
+    """Returns the row that answers a key of MaxText, or None if MaxText neither has nor had it."""
+    return _rows().get(key)
+
+
 def answer(key: str) -> str | None:
     """Returns what to set in place of a key of MaxText.
 
@@ -33,9 +38,11 @@ def answer(key: str) -> str | None:
     Returns:
       The rest of a sentence that begins with the key, or None if MaxText neither has nor had it.
     """
-    row = _rows().get(key)
-    if row is None:
+    found = row(key)
+    if found is None:
         return None
-    whose = f"was MaxText's name until {row['until']}" if "until" in row else "is MaxText's name"
-    ours = f"says {row['here']}" if "here" in row else f"has no key for it: {row['none']}"
+    whose = (
+        f"was MaxText's name until {found['until']}" if "until" in found else "is MaxText's name"
+    )
+    ours = f"says {found['here']}" if "here" in found else f"has no key for it: {found['none']}"
     return f"{whose}; minitext {ours}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from minitext.errors import UserError
-from minitext.hardware import platform
+from minitext.hardware import ANY, platform
 from minitext.kernels.attention.mask import CAUSAL, Mask, check_options
 from minitext.kernels.linear.xla import Specs
 
@@ -47,7 +47,8 @@ class Implementation(NamedTuple):
     def reason(self, *args, **options) -> str | None:
         """Returns why it can't compute this on the platform the program is compiled for, or None."""
         if self.platform not in (None, where := platform()):
-            return f"it is for a {self.platform}, and the program is for a {where}"
+            program = "every platform" if where == ANY else f"a {where}"
+            return f"it is for a {self.platform}, and the program is for {program}"
         return self.supports(*args, **options)
 
     def _load(self, name: str) -> Callable[..., Any]:
@@ -111,6 +112,7 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     for op in ("rms_norm", "linear_cross_entropy")
     for where in ("cpu", "gpu", "tpu")
 }
+ORDER |= {(op, ANY): ("xla",) for op, _ in IMPLEMENTATIONS}  # one program for all platforms
 
 
 def attention(

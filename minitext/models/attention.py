@@ -26,12 +26,18 @@ def append_tokens(cache: Any, new: Any) -> Any:
     """Returns a cache with the tokens of another one appended after its first `length` tokens.
 
     Args:
-      cache: a `NamedTuple` of arrays [..., S, features], or tuples of these, whose last field is `length`.
+      cache: a `NamedTuple` of arrays [..., S, features], or tuples of these, whose last field is `length`, [B] if rows
+        differ.
       new: new tokens in the same form; the cache must have room for them.
     """
 
-    def write(old, late):
-        start = (*(0 for _ in old.shape[:-2]), cache.length, 0)
+    def write(old, late, length=cache.length):
+        if jnp.ndim(length):  # each row has a length of its own
+            row = (
+                0 if isinstance(cache[0], tuple) else 1
+            )  # after the dimension of layers, unless these are in a list
+            return jax.vmap(write, (row, row, 0), row)(old, late, length)
+        start = (*(0 for _ in old.shape[:-2]), length, 0)
         return jax.lax.dynamic_update_slice(old, late.astype(old.dtype), start)
 
     kept = jax.tree.map(write, cache[:-1], new[:-1])
@@ -48,7 +54,7 @@ class KVCache(NamedTuple):
       k: [L, B, K, S, H] keys, rotated; for one layer [B, K, S, H]; for layers in a list a tuple of L of these. K comes
         before S, as the matrix products need it, so the cache is read without a copy.
       v: values, in the same form.
-      length: the number of tokens stored.
+      length: the number of tokens stored, [B] if rows differ.
     """
 
     k: Any
@@ -176,7 +182,7 @@ class GQA(nnx.Module):
             out_BTNH = kernels.cached_attention(q_BTNH, new.k, new.v, *cache, **more)
         if self.options.gate:
             sizes = self.cfg.heads, self.cfg.H
-            gate = self._by_head(self.gate(x_XD, "heads"), len(positions_BT), "heads", sizes)
+            gate = self._by_head(self.gate(x_XD, "heads"), positions_BT.shape[0], "heads", sizes)
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate)
         return project_out(out_BTNH, self.o, self.rules), new
 
@@ -187,7 +193,7 @@ class GQA(nnx.Module):
         self, x_XD: jax.Array, positions_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries [B, T, N, H] and keys [B, T, K, H], normalised and rotated, and values [B, T, K, H]."""
-        cfg, a, B = self.cfg, self.options, len(positions_BT)
+        cfg, a, B = self.cfg, self.options, positions_BT.shape[0]
         q, k, v = self.q(x_XD, "heads"), self.k(x_XD, "kv_heads"), self.v(x_XD, "kv_heads")
         if a.qk_norm == "whole":
             q, k = self.q_norm(q), self.k_norm(k)

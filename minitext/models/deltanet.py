@@ -228,7 +228,7 @@ class DeltaNet(nnx.Module):
 
     def _tokens(self, mixed: dict, parts: dict, real_BT: jax.Array | None) -> Tokens:
         """Returns what the delta rule takes; padding writes nothing, and nothing fades by it."""
-        a, rules, B = self.widths, self.rules, len(mixed["q"])
+        a, rules, B = self.widths, self.rules, mixed["q"].shape[0]
         K, R = a.key_heads, a.value_heads // a.key_heads
 
         def by_head(x: jax.Array, *sizes: int) -> jax.Array:
@@ -319,15 +319,16 @@ def chunked(
       [B, T, K, R, W] float32, and the state after the last token.
     """
     B, T = run_BT.shape
-    C = min(CHUNK, T)
+    C = min(CHUNK, T) if isinstance(T, int) else CHUNK  # `jax.export` may leave T open
+    Z = -(-T // C)
     if state_BKRHW is None:  # the product is only for the state's type; nothing computes it
         product = exact("BKH,BKRW->BKRHW", tokens.k[:, 0], tokens.v[:, 0])
         state_BKRHW = jnp.zeros_like(product)
 
     def chunks(x: jax.Array) -> jax.Array:
         """Returns [B, T, ...] as [Z, B, C, ...]; what is added at the end writes nothing and lets nothing fade."""
-        x = jnp.pad(x, ((0, 0), (0, -T % C), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(jnp.reshape(x, (B, -1, C, *x.shape[2:])), 1, 0)
+        x = jnp.pad(x, ((0, 0), (0, Z * C - T), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(jnp.reshape(x, (B, Z, C, *x.shape[2:])), 1, 0)
 
     # What is added belongs to the last run, whose state goes on. Only the last chunk has any, and runs never go back.
     run_ZBC = jax.lax.cummax(chunks(run_BT), axis=2)
@@ -337,7 +338,7 @@ def chunked(
         within_chunks(Tokens(*map(chunks, tokens)), run_ZBC),
     )
     out_BZCKRW = jnp.moveaxis(out_ZBKRCW, (0, 4), (1, 2))
-    out_BTKRW = jnp.reshape(out_BZCKRW, (B, -1, *out_BZCKRW.shape[3:]))
+    out_BTKRW = jnp.reshape(out_BZCKRW, (B, Z * C, *out_BZCKRW.shape[3:]))
     return out_BTKRW[:, :T], state
 
 

@@ -143,14 +143,14 @@ class MLA(nnx.Module):
             queries, both = checkpoint_name((queries, both), "latents")
             queries = self.q_norm(queries)
         sizes = (a.kv_rank + a.rope_dim,)
-        both = unflatten_tokens(both, len(positions_BT), "rank", sizes=sizes, rules=rules)
+        both = unflatten_tokens(both, positions_BT.shape[0], "rank", sizes=sizes, rules=rules)
         latent_BTR, key_BTP = jnp.split(both, [a.kv_rank], axis=-1)
         key_BT1P = rope(key_BTP[:, :, None], positions_BT, self.cfg.rope)
         return queries, self.kv_norm(latent_BTR), key_BT1P[:, :, 0]
 
     def _queries(self, x, positions_BT: jax.Array) -> jax.Array:
         """Returns queries [B, T, N, U + P], the last P features rotated."""
-        q_BTNH = self._by_head(self.q(x, "heads"), len(positions_BT), self.cfg.heads)
+        q_BTNH = self._by_head(self.q(x, "heads"), positions_BT.shape[0], self.cfg.heads)
         q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.widths.nope_dim], axis=-1)
         if (factor := logits_factor(self.cfg.rope)) != 1.0:
             q_BTNU = (q_BTNU * factor).astype(q_BTNU.dtype)
@@ -191,8 +191,9 @@ class MLA(nnx.Module):
         both = both / math.sqrt(a.nope_dim + a.rope_dim)
         # One length for all rows, or one for each.
         filled_B1S = jnp.arange(S) < jnp.reshape(cache.length, (-1, 1, 1))
-        filled_BTS = jnp.broadcast_to(filled_B1S, (len(filled_B1S), T, S))
-        new_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (len(filled_BTS), T, T))
+        rows = filled_B1S.shape[0]
+        filled_BTS = jnp.broadcast_to(filled_B1S, (rows, T, S))
+        new_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (rows, T, T))
         mask_B1TS = jnp.concatenate([filled_BTS, new_BTT], axis=-1)[:, None]
         probs = jax.nn.softmax(jnp.where(mask_B1TS, both, MASKED), axis=-1).astype(q_BTNH.dtype)
         mixed_BNTR = jnp.einsum("BNTS,BSR->BNTR", probs[..., :S], cache.latent)

@@ -419,12 +419,14 @@ class Transformer(nnx.Module):
         logits_XV = self._scaled(logits_XV).astype(jnp.float32)
         if cfg.logit_softcap is not None:
             logits_XV = cfg.logit_softcap * jnp.tanh(logits_XV / cfg.logit_softcap)
-        return unflatten_tokens(logits_XV, len(x_BTD), "vocab", sizes=(cfg.vocab,), rules=rules)
+        return unflatten_tokens(logits_XV, x_BTD.shape[0], "vocab", sizes=(cfg.vocab,), rules=rules)
 
     def values(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what the value head expects at every hidden state [B, T, D], as [B, T] float32."""
         x_XD = flatten_tokens(x_BTD, self.rules).astype(jnp.float32)
-        return unflatten_tokens(self.value(x_XD)[..., 0], len(x_BTD), sizes=(), rules=self.rules)
+        return unflatten_tokens(
+            self.value(x_XD)[..., 0], x_BTD.shape[0], sizes=(), rules=self.rules
+        )
 
     def apply_layers(
         self,

@@ -270,12 +270,20 @@ def _inner(node: _Node, runs: float) -> Iterator[Operation]:
 def _kernel(node: _Node, runs: float) -> Operation:
     """Returns a Pallas kernel as one operation: its body at each grid point, and its blocks' bytes.
 
-    A block is fetched again at each grid point, unless it is the whole array.
+    A block is fetched again at each grid point, unless it is the whole array. Of a grid whose size hangs on the data,
+    as that of experts' products, the kernel's own estimate is taken.
     """
     mapping = node.eqn.params["grid_mapping"]
-    points = math.prod(int(n) for n in mapping.grid)
     body = list(_operations(node.eqn.params["jaxpr"], node.where, 1.0))
     products = [op for op in body if op.is_product]
+    estimate = node.eqn.params.get("cost_estimate")
+    if estimate is not None and not all(isinstance(n, int) for n in mapping.grid):
+        size = float(estimate.bytes_accessed)
+        kernel = _operation(node, node.outputs[0], float(estimate.flops), size, runs)
+        return (
+            replace(kernel, name=products[0].name, dtype=products[0].dtype) if products else kernel
+        )
+    points = math.prod(int(n) for n in mapping.grid)
     size = 0.0
     for block in mapping.block_mappings:
         sizes = (getattr(n, "block_size", n) for n in block.block_shape)

