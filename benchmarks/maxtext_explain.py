@@ -2,7 +2,7 @@
 
     python benchmarks/maxtext_explain.py FOLDER...
 
-Each FOLDER is searched for `.yml` files of settings and for scripts (`.sh`) that train. The record says of each whether
+Each FOLDER is searched for `.yml` files of settings, scripts (`.sh`) that train, and pages (`.md`) with a MaxTextModel. The record says of each whether
 it was read, whether minitext can build the model and if not what is missing, how many keys were mapped or named, and
 what was predicted where the file names its chips. Nothing is compiled and no chip is needed. MaxText's own files come
 with `git clone https://github.com/AI-Hypercomputer/maxtext`, recipes with the repository tpu-recipes beside it.
@@ -24,7 +24,8 @@ def sources(folder: Path):
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         settings = path.suffix == ".yml" and "configs" in path.parts and path.name not in OTHER
-        if settings or (path.suffix == ".sh" and "model_name=" in path.read_text(errors="replace")):
+        text = path.read_text(errors="replace") if path.suffix in (".sh", ".md") else ""
+        if settings or (path.suffix == ".sh" and ".yml" in text) or "MaxTextModel(" in text:
             yield name, path
 
 

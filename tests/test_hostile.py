@@ -238,7 +238,7 @@ LINES = [
     ["maxtext", "import", "{folder}", "{run}", "model_name=llama2-7b"],
     *(["maxtext", "export", run, "out"] for run in ["nowhere", "{folder}", "{file}", ""]),
     *(["maxtext", "export", "{run}", path] for path in ["{folder}", "{file}", "{file}/below", ""]),
-    ["maxtext", "export", "{run}", "out", "--dtype", "int8"], ["maxtext"], ["maxtext", "nonsense"],
+    ["maxtext", "export", "{run}", "out", "--dtype", "int8"], ["maxtext", "nonsense"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],

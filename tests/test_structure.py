@@ -203,6 +203,7 @@ TESTED_WITH = {
     "checkpoint/gguf": "checkpoint/weights",
     "checkpoint/leaves": "checkpoint/checkpointer",
     "checkpoint/maxtext": "training/maxtext",
+    "cli/bridge": "perf/maxtext",
     "config/maxtext_model": "config/maxtext_map",
     "models/maxtext_names": "training/maxtext",
     "checkpoint/safetensors": "checkpoint/weights",

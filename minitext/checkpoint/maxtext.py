@@ -69,7 +69,7 @@ class MaxTextWeights(Weights):
         shape = list(array.shape)
         if part.index is not None:
             del shape[self._axis]
-        dtype = TYPES.get(array.dtype.name, array.dtype.name)
+        dtype = TYPES.get(array.dtype.name, str(array.dtype.name))
         return Stored(
             tuple(shape), dtype, path, 0, math.prod(shape) * array.dtype.numpy_dtype.itemsize
         )

@@ -83,11 +83,7 @@ def journey(
     from minitext.journey.trip import Trip
 
     names = check_stages([name.strip() for name in stages.split(",")] if stages is not None else [])
-    dial.check(dial.DEFAULT_DEPTH if depth is None else depth, tokens_per_parameter)
-    tokens = tokens_per_parameter * (dial.QUICK_SHARE if quick else 1)
-    if budget is not None:
-        depth = dial.depth_for(budget, tokens)
-    depth = dial.DEFAULT_DEPTH if depth is None else depth
+    depth, tokens = _dial(depth, budget, tokens_per_parameter, quick)
     recipe, study = dial.recipe(depth, tokens), dial.study_of(depth, tokens)
     if plan:
         found = {"recipe": recipe.to_json(), "study": [each.to_json() for each in study]}
@@ -96,6 +92,19 @@ def journey(
     name = f"journey-d{depth}{'-quick' if quick else ''}"
     trip = Trip(directory or Path("runs") / name, recipe, tuple(study), tuple(words), quick)
     _walk(trip, names, as_json)
+
+
+def _dial(
+    depth: int | None, budget: float | None, tokens_per_parameter: float, quick: bool
+) -> tuple[int, float]:
+    """Returns the depth, given or bought, and the tokens for each parameter."""
+    from minitext.journey import dial
+
+    dial.check(dial.DEFAULT_DEPTH if depth is None else depth, tokens_per_parameter)
+    tokens = tokens_per_parameter * (dial.QUICK_SHARE if quick else 1)
+    if budget is not None:
+        return dial.depth_for(budget, tokens), tokens
+    return (dial.DEFAULT_DEPTH if depth is None else depth), tokens
 
 
 def _start(words: list[str], plan: bool) -> None:

@@ -82,7 +82,7 @@ def is_variable(value: Any) -> bool:
 
 
 def read(text: str) -> Reading:
-    """Reads a command, or the file that the text names: YAML if it ends in .yml or .yaml, else a script.
+    """Reads a command, or the file that the text names: YAML, a page in Markdown with code in it, or else a script.
 
     Raises:
       UserError: for a text without settings of MaxText, an open quote, a file that can't be read, a model_name that
@@ -96,6 +96,9 @@ def read(text: str) -> Reading:
     path = _as_path(text)
     if path is not None and path.suffix in (".yml", ".yaml"):
         _load(path, words, 0)
+    elif path is not None and path.suffix == ".md":
+        for block in blocks_of_code(files.read_text(path, LIMIT)):
+            words.take(block, 0)
     elif path is not None:
         words.take(files.read_text(path, LIMIT), 0)
     else:
@@ -105,6 +108,13 @@ def read(text: str) -> Reading:
             f"{files.shorten(text.strip())!r} sets no key of MaxText: give its command with key=value, or a .yml file"
         )
     return _with_model(words, path)
+
+
+def blocks_of_code(text: str) -> list[str]:
+    """Returns the blocks of a page in Markdown that set something for MaxText."""
+    blocks = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    marks = "MaxTextModel(", "base.yml", *(f"--{name}" for name in DEVICE)
+    return [block for block in blocks if any(mark in block for mark in marks)]
 
 
 def settings(words: list[str]) -> Reading:
@@ -162,7 +172,7 @@ def _as_path(text: str) -> Path | None:
     if "=" in text:
         return None
     path = Path(text)
-    if re.fullmatch(r"\S+\.(ya?ml|sh|txt)", text):
+    if re.fullmatch(r"\S+\.(ya?ml|sh|txt|md)", text):
         if path.name in FILES:
             return None
         raise UserError(

@@ -260,7 +260,7 @@ class _Work:
                 self.mapped[key] = "the model's settings"
         try:
             keys = maxtext_model.model_keys(self.values)
-        except UserError as error:
+        except maxtext_model.Lacking as error:
             for key in _MODEL:
                 self.mapped.pop(key, None)
                 self.reasons[key] = "the model can't be built here"
@@ -294,9 +294,12 @@ class _Work:
         kinds = {"int8": "int8", "fp8": "fp8", "fp8_full": "fp8", "fp8_gpu": "fp8", "fp8_nanoo": "fp8",
                  "te_fp8_currentscaling": "fp8", "nanoo_fp8": "fp8"}  # fmt: skip
         if how in kinds:
-            self.put(
-                "model.quantization", [{"module": "blocks/.*", "dtype": kinds[how]}], "quantization"
-            )
+            rules = [{"module": "blocks/.*", "dtype": kinds[how]}]
+            if (
+                self.settings.get("model.attention.kind") == "mla"
+            ):  # which generation multiplies head by head
+                rules.insert(0, {"module": ".*/attention/(k_up|v_up)", "dtype": "none"})
+            self.put("model.quantization", rules, "quantization")
         elif how:
             self.name(f"minitext's products have int8 and fp8, not {how[:40]}", "quantization")
 
@@ -359,6 +362,10 @@ class _Work:
             )
             if how:
                 self.put("model.attention.context", how, "context_parallel_strategy")
+        if sizes["context"] > 1:
+            self.notes.append(
+                "mesh.context: minitext stores attention's scores of a split sequence, and MaxText's kernel doesn't"
+            )
         if sizes["stage"] > 1:
             self.pipeline()
 

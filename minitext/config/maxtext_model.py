@@ -58,6 +58,10 @@ BLOCKS = (
 )
 
 
+class Lacking(UserError):
+    """What minitext's model doesn't have."""
+
+
 @cache
 def facts() -> dict[str, dict[str, Any]]:
     """Returns MaxText's `defaults`, and its `models` by name with what they set."""
@@ -120,7 +124,8 @@ def model_keys(values: Mapping[str, Any], exact: bool = False) -> dict[str, Any]
         the usual first weights is the same model.
 
     Raises:
-      UserError: for what minitext's model doesn't have, naming it, or a value of the wrong type.
+      Lacking: for what minitext's model doesn't have, naming it.
+      UserError: for a value of the wrong type.
     """
     block = str(values["decoder_block"])
     _refuse(values, block)
@@ -161,7 +166,7 @@ def _refuse(values: Mapping[str, Any], block: str) -> None:
     name = values["model_name"]
     if block in LACKING or block not in BLOCKS:
         what = LACKING.get(block, f"the block {ascii(block)[1:-1][:40]}")
-        raise UserError(f"{name} (decoder_block={ascii(block)[1:-1][:40]}): minitext lacks {what}")
+        raise Lacking(f"{name} (decoder_block={ascii(block)[1:-1][:40]}): minitext lacks {what}")
     lacks = {
         "vision or audio input": truth(values, "use_multimodal") or truth(values, "use_audio"),
         "sparse attention by an indexer": truth(values, "use_indexer"),
@@ -177,13 +182,13 @@ def _refuse(values: Mapping[str, Any], block: str) -> None:
     }
     for what, is_there in lacks.items():
         if is_there:
-            raise UserError(f"{name} (decoder_block={block}): minitext lacks {what}")
+            raise Lacking(f"{name} (decoder_block={block}): minitext lacks {what}")
     if (
         block == "deepseek"
         and number(values, "n_routing_groups") > 1
         and values["routed_score_func"] != "sigmoid"
     ):
-        raise UserError(
+        raise Lacking(
             f"{name} (decoder_block={block}): minitext lacks groups of experts with a softmax router"
         )
 
@@ -198,12 +203,10 @@ def _activation(values: Mapping[str, Any], block: str) -> str:
     if block == "gpt_oss":
         known = {("sigmoid", "linear"): "clamped"}
         if (limit := number(values, "mlp_activations_limit")) != 7:
-            raise UserError(
-                f"mlp_activations_limit={limit}: minitext has gpt-oss's limit of 7 alone"
-            )
+            raise Lacking(f"mlp_activations_limit={limit}: minitext has gpt-oss's limit of 7 alone")
     found = known.get(tuple(map(str, given)) if isinstance(given, list) else ())
     if found is None:
-        raise UserError(
+        raise Lacking(
             f"mlp_activations={ascii(given)[:40]} with decoder_block={block}: minitext has a gated layer with silu or "
             "gelu, which MaxText writes [silu,linear] or [gelu,linear]"
         )
@@ -241,7 +244,7 @@ def _attention(
         keys["model.norms"] = "both"
         for key in ("use_post_attn_norm", "use_post_ffw_norm"):
             if not truth(values, key):
-                raise UserError(
+                raise Lacking(
                     f"{key}=false with decoder_block={block}: minitext has norms after both layers or neither"
                 )
     if block == "olmo3":
@@ -254,7 +257,7 @@ def _attention(
 def _latent(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of DeepSeek's attention."""
     if str(values["attention_type"]) != "mla":
-        raise UserError(
+        raise Lacking(
             f"attention_type={ascii(values['attention_type'])[1:-1][:40]} with decoder_block=deepseek: minitext has "
             "mla there"
         )
@@ -284,7 +287,7 @@ def _rope(values: Mapping[str, Any], block: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"theta": theta}
     kind = str(values["rope_type"])
     if number(values, "rope_min_timescale") != 1:
-        raise UserError(
+        raise Lacking(
             f"rope_min_timescale={values['rope_min_timescale']}: minitext's fastest pair turns by 1 a token"
         )
     if _is_llama31(values):

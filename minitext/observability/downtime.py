@@ -50,7 +50,7 @@ class Strike:
       step: the newest step of which there was a line.
       allowed: steps that may have to be repeated.
       over: when it ended by itself; None for one that ends the attempt.
-      noticed: when the job said so, or a process ended because of it; None if nobody had to.
+      noticed: when the job said so, or a process ended because of it; None for a fault that passes.
       noticed_by: the line, or who noticed.
       saving_since: when the save that it interrupted began; None without one.
     """

@@ -357,7 +357,7 @@ def _answers(a: Answers) -> Iterator[Any]:
     rows = [
         ("parameters", f"{a.parameters:,}"),
         ("tokens in a step", f"{a.tokens:,}"),
-        ("memory of a device", f"{show_bytes(a.memory)} of {show_bytes(a.usable)}: {verdict}"),
+        ("memory of a device, in minitext", f"{show_bytes(a.memory)} of {show_bytes(a.usable)}: {verdict}"),
         ("  parameters and moments", show_bytes(a.state)),
         *((f"within a slice (ICI): {kind}", f"{show_bytes(round(size))} sent by a device in a step")
           for kind, size in sorted(a.ici.items(), key=lambda item: -item[1])),

@@ -66,11 +66,13 @@ def test_a_script_with_variables_around_xpk(tmp_path):
     assert maxtext_command.read(f"M_STEPS=7 {TRAIN} model_name=llama2-7b").given["steps"] == 7
 
 
-def test_a_benchmark_of_maxtexts_own_is_read_without_being_run():
-    text = """MaxTextModel(model_name="a", model_type="llama3.1-8b",
+MODEL = """MaxTextModel(model_name="a", model_type="llama3.1-8b",
         tuning_params={"per_device_batch_size": 5, "remat_policy": "custom", "ici_fsdp_parallelism": -1},
         xla_flags=(flags.A + flags.B), pathways=__import__("os").system("false"))"""
-    assert maxtext_command.read(text).given == {
+
+
+def test_a_benchmark_of_maxtexts_own_is_read_without_being_run():
+    assert maxtext_command.read(MODEL).given == {
         "model_name": "llama3.1-8b", "per_device_batch_size": 5, "remat_policy": "custom", "ici_fsdp_parallelism": -1,
     }  # fmt: skip
 
@@ -99,6 +101,13 @@ def test_files_lead_to_the_ones_below(tmp_path):
     assert named.values["base_emb_dim"] == 640 and named.given["steps"] == 2
     alone = maxtext_command.read(str(tmp_path / "models" / "new-1b.yml"))
     assert alone.values["model_name"] == "new-1b"
+
+
+def test_a_page_with_a_recipe(tmp_path):
+    page = f"# It's a recipe\n\n```bash\npython3 -m bench --device_type=v6e-256\n```\n\n```\n{MODEL},\n```\nDon't.\n"
+    (tmp_path / "README.md").write_text(page)
+    found = maxtext_command.read(str(tmp_path / "README.md"))
+    assert found.device == "v6e-256" and found.given["remat_policy"] == "custom"
 
 
 HOSTILE = {

@@ -13,6 +13,7 @@ from flax import nnx
 
 from minitext.checkpoint import leaves
 from minitext.checkpoint import maxtext as checkpoints
+from minitext.cli import main
 from minitext.config import maxtext_command, maxtext_model
 from minitext.config.config import resolve
 from minitext.errors import UserError
@@ -134,7 +135,8 @@ def assert_same(a, b):
 def test_a_checkpoint_goes_in_and_out_bit_by_bit(tmp_path, scanned):
     arrays = theirs("llama31", scanned)
     saved(tmp_path / "5" / "items", arrays, full=True)
-    found = maxtext.import_run(tmp_path, tmp_path / "run", words("llama31"))
+    mesh = ["mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2"] if scanned else []
+    found = maxtext.import_run(tmp_path, tmp_path / "run", words("llama31"), mesh)
     assert (
         found.is_scanned == scanned
         and found.left == ["opt_state", "step"]
@@ -159,6 +161,46 @@ def test_a_checkpoint_goes_in_and_out_bit_by_bit(tmp_path, scanned):
         strict=True,
     ):
         assert np.array_equal(a, b)
+
+
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    arrays = theirs("llama2", False)
+    saved(tmp_path / "c" / "12" / "items", arrays, full=True)
+    (tmp_path / "config.yml").write_text(
+        yaml.safe_dump(SIZES | CASES["llama2"] | {"learning_rate": 0.1})
+    )
+
+    def run(*line: str) -> str:
+        monkeypatch.setattr("sys.argv", ["minitext", "maxtext", *line])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == 0
+        return capsys.readouterr().err
+
+    made = str(tmp_path / "run")
+    said = run(
+        "import",
+        str(tmp_path / "c"),
+        made,
+        str(tmp_path / "config.yml"),
+        "mesh.fsdp=8",
+        "mesh.data=1",
+    )
+    assert "(llama2, unscanned)" in said and "left behind: opt_state, step" in said
+    assert run_dir.read_config(made).mesh.fsdp == 8
+    said = run("export", made, str(tmp_path / "out"), "--dtype", "bfloat16")
+    assert (
+        "numbers as they are" in said
+        and f"load_parameters_path={tmp_path / 'out' / '0' / 'items'}" in said
+    )
+    back = read_back(tmp_path / "out" / "0" / "items")
+    want = jnp.asarray(arrays["decoder/layers_2/mlp/wo/kernel"], jnp.bfloat16)
+    assert np.array_equal(back["decoder/layers/mlp/wo/kernel"][:, 2], want)
+    # What the export says of its model is enough to import it again.
+    again = maxtext.import_run(
+        tmp_path / "out", tmp_path / "again", [str(tmp_path / "out" / "model.yml")]
+    )
+    assert again.is_scanned and again.parameters == sum(x.size for x in arrays.values())
 
 
 def test_neighbours_rotate_together_where_llama31_has_them():
