@@ -352,7 +352,7 @@ def test_keys_and_commands_in_the_texts_exist(page):
     sections = "|".join(Config.model_fields)
     for key in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", text):
         of_some = any(name.startswith(f"{key}.") for name in known)
-        assert key in known or of_some or key.endswith((".py", ".gguf")), key
+        assert key in known or of_some or key.endswith((".py", ".gguf", ".onnx", ".data")), key
     group = typer.main.get_command(main.app)
     context = typer.Context(group)
     for line in re.findall(r"(?:^|`|/bin/)minitext ([a-z][^`\n#]*)", text, re.MULTILINE):

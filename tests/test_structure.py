@@ -209,7 +209,6 @@ TESTED_WITH = {
     "checkpoint/safetensors": "checkpoint/weights",
     "checkpoint/stored": "checkpoint/weights",
     "cli/arguments": "cli/main",
-    "cli/bridge": "training/maxtext",
     "cli/launching": "cli/main",
     "cli/reports": "cli/main",
     "cli/running": "cli/main",
