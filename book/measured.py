@@ -7,6 +7,7 @@ benchmarks/results. Those in its folder `elsewhere` are figures taken down on an
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,28 @@ def sft_smollm2(records: list[Record]) -> str:
         f"questions, {form['before']:.0%} had the form of the conversations before and {form['after']:.0%} after. The "
         "form is learned, and knowledge isn't: see the last row.\n\n"
         f"{table(['Question', 'Before', 'After'], rows)}"
+    )
+
+
+def drill(records: list[Record]) -> str:
+    """How a job of two processes came through faults made on purpose."""
+    r = records[-1]
+    rows = []
+    for kind, count in r["by_kind"].items():
+        its = [one for one in r["each"] if one["kind"] == kind]
+        lost = [one["seconds_lost"] for one in its]
+        allowed = max(one["allowed"] for one in its)
+        rows.append([
+            kind, str(count), f"{r['most_steps_repeated'][kind]} of {allowed}",
+            f"{statistics.median(lost):.0f}", f"{max(lost):.0f}",
+        ])  # fmt: skip
+    equal = "equals" if r["curve_equal"] and r["state_equal"] else "differs from"
+    head = ["Fault", "Times", "Steps repeated, at most", "Seconds lost, median", "At most"]
+    return (
+        f"A job of two processes that saves every {r['save_every']} steps, hit by {r['planned']} faults: its final "
+        f"state {equal} that of an undisturbed run, bit for bit. {r['accounted']:.2%} of {r['wall']:,.0f} s of wall "
+        "time have a cause. Other jobs ran beside it, and its steps are tiny, so goodput was "
+        f"{r['goodput']:.0%}: start-ups take {r['seconds']['start-up']:,.0f} s of it.\n\n{table(head, rows)}"
     )
 
 
@@ -548,6 +571,7 @@ SECTIONS = {
     "data": ("Reading data", data),
     "checkpoint": ("Checkpoints", checkpoint),
     "kills": ("Processes killed", kills),
+    "drill": ("Faults on purpose", drill),
     "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
     "step_time": ("Predicted steps beside published ones", step_time),

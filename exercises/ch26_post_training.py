@@ -21,8 +21,8 @@ def answer_mask(messages, render, encode, end):
       (tokens, targets, mask): lists of the same length.
 
     Raises:
-      ValueError: the template doesn't write an assistant's turn after the
-        conversation up to there.
+      ValueError: the template doesn't write an assistant's turn, with an
+        end, after the conversation up to there.
     """
     # YOUR CODE HERE
     raise NotImplementedError("26.loss_mask")

@@ -352,7 +352,7 @@ def test_keys_and_commands_in_the_texts_exist(page):
     sections = "|".join(Config.model_fields)
     for key in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?:=[^`]*)?`", text):
         of_some = any(name.startswith(f"{key}.") for name in known)
-        assert key in known or of_some or key.endswith(".py"), key
+        assert key in known or of_some or key.endswith((".py", ".gguf", ".onnx", ".data")), key
     group = typer.main.get_command(main.app)
     context = typer.Context(group)
     for line in re.findall(r"(?:^|`|/bin/)minitext ([a-z][^`\n#]*)", text, re.MULTILINE):
@@ -362,9 +362,8 @@ def test_keys_and_commands_in_the_texts_exist(page):
             assert not re.search(r" --|\.\w+=", line), line
             continue
         inner = getattr(command, "commands", {}).get(words[0]) if words else None
-        options = {option for part in (inner or command).params for option in part.opts} | {
-            "--help"
-        }
+        params = (inner or command).params
+        options = {o for part in params for o in (*part.opts, *part.secondary_opts)} | {"--help"}
         for word in words:
             assert not word.startswith("--") or word.strip("[],.").partition("=")[0] in options, (
                 line

@@ -143,6 +143,12 @@ LINES = [
     ["judge", "{kernel}"],
     *(["grade", "--seed", s] for s in ["-1", "soon"]),
     *(["grade", "--jobs", n] for n in ["0", "-1", "x"]),
+    *(["serve", path] for path in [*PATHS, "nowhere", "{folder}", "{file}", "/dev/null"]),
+    ["serve", "{run}", "{folder}"],
+    ["serve", "{run}", "{run}"],
+    *(["serve", "{run}", option, "4"] for option in ["--max-batch", "--max-wait-ms", "--max-body-mb"]),
+    *(["serve", "{run}", "--max-batch", n] for n in ["0", "-1", HUGE, "x"]),
+    *(["serve", "{run}", "--max-wait-ms", n] for n in ["nan", "-1", "inf"]),
     # Files that can't be written, before anything is computed.
     *(["goodput", "{run}", "--plot", file] for file in [*FILES, "{folder}/", "plain", "no/such/x.svg"]),
     *(["roofline", *SMALL, "--plot", file] for file in FILES),
@@ -151,6 +157,13 @@ LINES = [
     *(["compile", *SMALL, "--save", file] for file in [*PATHS, "{folder}", "no/such/x.bin"]),
     *(["compile", *SMALL, "target=v5e:2x2", "--save", file] for file in ["", "{folder}", LONG]),
     *(["export", "{run}", path] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
+    ["export", "{run}", "out", "--format", "onnx", "--dtype", "float16"],
+    ["export", "nowhere", "out", "--format", "onnx"],
+    *(["export", "{run}", path, "--format", "stablehlo"] for path in [*PATHS, "{folder}", "{file}"]),
+    *(["export", "{run}", "out", "--license", name] for name in ["", " ", LONG, "a\nb"]),
+    ["export", "{run}", "out", "--format", "gguf", "--license", "mit"],
+    ["export", "{run}", "out", "--format", "stablehlo", "--dtype", "bfloat16"],
+    ["export", "nowhere", "out", "--format", "stablehlo"],
     *(["data", "pack", path, *SMALL] for path in ["", LONG, DEEP, "{folder}", "{file}", "{file}/below"]),
     *(["grade", "01", option, "{folder}"] for option in ["--json", "--gradescope"]),
     # Settings.
@@ -208,6 +221,24 @@ LINES = [
     ]),
     *(["journey", "data.source=files", f"data.path={path}"] for path in ["nowhere", "{folder}"]),
     ["journey", "--depth", "5", "--budget", "1e13"],
+    # MaxText's commands and checkpoints.
+    *(["maxtext", "explain", text] for text in [
+        "", "hello", "base.yml model_name='x", "base.yml model_name=llama9", "base.yml steps=[1]", LONG, DEEP,
+        "nowhere.yml", "{folder}", "base.yml base_emb_dim=wide", "base.yml ici_fsdp_parallelism=0",
+        f"base.yml base_num_decoder_layers={HUGE}", "other.yml steps=1",
+    ]),
+    *(["maxtext", "explain", "base.yml steps=1", "--target", target] for target in ["", "v5e", "v9:2x2", HUGE]),
+    *(["maxtext", "import", path, "out", "model_name=llama2-7b"] for path in [
+        "", LONG, DEEP, "{file}", "{folder}", "nowhere",
+    ]),
+    *(["maxtext", "import", "{folder}", "out", *words] for words in [
+        [], ["llama2-7b"], ["model_name=llama9"], ["model_name=gpt3-175b"], ["model_name=llama2-7b", "mesh.fsdp=x"],
+        ["model_name=llama2-7b", "model.nonsense=1"],
+    ]),
+    ["maxtext", "import", "{folder}", "{run}", "model_name=llama2-7b"],
+    *(["maxtext", "export", run, "out"] for run in ["nowhere", "{folder}", "{file}", ""]),
+    *(["maxtext", "export", "{run}", path] for path in ["{folder}", "{file}", "{file}/below", ""]),
+    ["maxtext", "export", "{run}", "out", "--dtype", "int8"], ["maxtext", "nonsense"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],

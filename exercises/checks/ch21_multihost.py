@@ -1153,7 +1153,7 @@ touch the same step.
 Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
-  the attempt *before* pays; nobody pays for the first attempt's.
+  the attempt *before* pays; no fault pays for the first attempt's.
 - `"lost"`: all the time of a step that any later attempt went back behind, because it resumed from a lower step. Of the
   attempts before the *first* such later attempt, take the last one that had read a checkpoint (the step's own attempt,
   if none came after it): the step was still there, and the fault that ended that attempt pays. An attempt whose
@@ -1165,10 +1165,10 @@ Each second has one of seven causes:
 - `"slow"`: of a step that counts, and during part of which a passing fault lasted, what it took beyond the usual time,
   at least 0. That fault pays. The usual time is the median over all completed steps during which no passing fault
   lasted, lost ones included.
-- `"step"`: steps that count, without what is `"slow"`. Nobody pays.
+- `"step"`: steps that count, without what is `"slow"`. No fault pays.
 - `"detect"`: from `at` to `noticed` of the fault that ended the attempt, and `"restart"`: from there to the next
   attempt's `start`. That fault pays both.
-- `"end"`: after the last step of the last attempt, to its `end`. Nobody pays.
+- `"end"`: after the last step of the last attempt, to its `end`. No fault pays.
 
 The repeated steps of a fault are the completed steps whose lost time it pays.
 """,
@@ -1474,7 +1474,7 @@ def counts_the_cut(attempts, faults):
 
 @account.mutant(
     "You charge an attempt's start-up to the fault that ended it. It was started because of the fault before: that one "
-    "pays, and nobody pays for the first start."
+    "pays, and no fault pays for the first start."
 )
 def own_startup(attempts, faults):
     return right_bill(attempts, faults, startup="own")

@@ -29,11 +29,12 @@ targets that the assistant says.
   before an assistant's turn, such as `<|assistant|>`. It can render the first few messages alone.
 - `encode(text)` returns the ids, and each token's (start, stop) in the text. Tokens are the ids but the last, targets
   the ids but the first.
-- The assistant says what comes after the header that opens its turn, up to the *last* `end` of its turn and with it. It
-  doesn't say the header, and not what the template writes after `end`. There may be several such turns.
+- The assistant says what comes after the header that opens its turn, up to and including the last `end` of its turn. It
+  says neither the header nor what the template writes after `end`. There may be several such turns.
 - A token is the assistant's if any of its characters is.
-- Some templates change what was before, or leave a turn out. If the whole text doesn't begin with the conversation up
-  to the header, or with that up to the turn's end, raise `ValueError`.
+- Some templates change what was before, or leave a turn out. For message n of the assistant, the whole text must begin
+  with `render(messages[:n + 1], False)`, and this with `render(messages[:n], True)`, and there must be an `end` after
+  the header. Otherwise raise `ValueError`.
 
 A conversation without the assistant has a mask of zeros.
 """,
@@ -43,14 +44,14 @@ A conversation without the assistant has a mask of zeros.
         "For message n of the assistant, what it says begins at `len(render(messages[:n], True))` and ends in "
         "`render(messages[:n + 1], False)`. Both must be beginnings of the whole text.",
         "With a list of such (a, b): `said = [any(start < b and a < stop for a, b in spans) for start, stop in "
-        "offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end) + len(end)`.",
+        "offsets]`. The mask of targets is `said[1:]`. A span's b is `after.rindex(end, len(before)) + len(end)`.",
     ),
 )
 
 
 def answer_mask_with(
-    *, shift=1, turns="all", header=False, ended=True, after=False, find=False, refuses=True,
-    begins=False, until=False, first_end=False,
+    *, shift=1, turns="all", header=False, ended=True, after=False, find=False, refuses="both",
+    begins=False, until=False, first_end=False, any_end=False,
 ):  # fmt: skip
     def fn(messages, render, encode, end):
         text = render(messages, False)
@@ -60,10 +61,16 @@ def answer_mask_with(
                 continue
             before = render(messages[:n], not header)
             whole = render(messages[: n + 1], False)
-            if refuses and not (text.startswith(whole) and whole.startswith(before)):
+            if refuses in ("both", "whole") and not text.startswith(whole):
                 raise ValueError("rewritten")
+            if refuses in ("both", "header") and not whole.startswith(before):
+                raise ValueError("another header")
             start = len(before)
-            stop = whole.find(end, start) if first_end else whole.rfind(end)
+            stop = whole.find(end, start) if first_end else whole.rfind(end, start)
+            if any_end:
+                stop = whole.rfind(end)
+            elif stop < 0 and refuses:
+                raise ValueError("no end")
             stop += len(end) if ended else 0
             stop = len(whole) if after else stop
             if find:
@@ -84,12 +91,23 @@ def answer_mask_with(
 class Template:
     """A chat template with words of its own."""
 
-    def __init__(self, t, *, drops=False, forgets=False, trims=False, glued=False):
+    def __init__(
+        self,
+        t,
+        *,
+        drops=False,
+        forgets=False,
+        trims=False,
+        glued=False,
+        thinks=False,
+        endless=False,
+    ):
         a, b = t.rng.permutation(["<|im_start|>", "[turn]", "<s>", "###"])[:2]
         self.open, self.end = str(a), "<|end|>" if t.rng.random() < 0.5 else "</t>"
         self.bos = str(b) if t.rng.random() < 0.5 else ""
         self.middle = ":" if glued else "\n"
         self.drops, self.forgets, self.trims = drops, forgets, trims
+        self.thought, self.endless = "[think]" if thinks else "", endless
 
     def __call__(self, messages, header):
         text = self.bos
@@ -99,8 +117,9 @@ class Template:
                 continue
             if message["role"] == "assistant" and self.forgets and n < len(messages) - 1:
                 content = content.split(" ")[-1]  # without what it thought
-            text += f"{self.open}{message['role']}{self.middle}{content}{self.end}\n"
-        return text + (f"{self.open}assistant{self.middle}" if header else "")
+            end = "" if self.endless and message["role"] == "assistant" else self.end
+            text += f"{self.open}{message['role']}{self.middle}{content}{end}\n"
+        return text + (f"{self.open}assistant{self.middle}{self.thought}" if header else "")
 
 
 def encoder(template, whole=()):
@@ -205,9 +224,13 @@ def _(fn, t):
 @loss_mask.check("templates that rewrite")
 def _(fn, t):
     messages = talk(t, ["user", "assistant", "user", "assistant"], [says(t, 3) for _ in range(4)])
-    for kind in ("drops", "forgets"):
+    for kind, why in (
+        ("drops", "a template that drops what the assistant said"),
+        ("forgets", "a template that forgets what the assistant said"),
+        ("thinks", "a template whose header goes on with [think], which isn't in the whole text"),
+        ("endless", "a template that writes no `end` after the assistant's turns"),
+    ):
         template = Template(t, **{kind: True})
-        why = f"a template that {kind} what the assistant said"
         t.raises(ValueError, lambda s=template: fn(messages, s, encoder(s), s.end), why=why)
 
 
@@ -233,6 +256,12 @@ for name, hint, options in (
      {"first_end": True}),
     ("trusting", "You trust the template. Compare what it wrote for the first messages with the beginning of the "
      "whole text, and raise ValueError where they differ.", {"refuses": False}),
+    ("trusts_the_header", "You trust the header. What the template writes before the answer may not be in the "
+     "whole text.", {"refuses": "whole"}),
+    ("trusts_the_turn", "You compare what comes before the answer. The turn itself may be rewritten, too: compare the "
+     "conversation up to its end.", {"refuses": "header"}),
+    ("end_of_another", "You take the last `end` wherever it is. If the turn has none, that's the end of a turn before.",
+     {"any_end": True}),
 ):  # fmt: skip
     mistaken(loss_mask, name, hint, answer_mask_with(**options))
 
@@ -346,14 +375,14 @@ lora_rows = Exercise(
     minutes=35,
     points=20,
     statement="""
-A server has one copy of the weights and N adapters, and each row of a batch wants another of them. Write
+A server has one copy of the weights and N adapters, and each row of a batch may want a different one. Write
 `lora_rows(x_BTD, w_DF, a_NDR, b_NRF, scale_N, which_B)`, a linear layer for this.
 
-- Row b of the result is x w + s (x a) b, with scale and matrices of adapter `which_B[b]`. Where that is -1, the row has
-  no adapter and is exactly x w.
-- w is multiplied once for all rows. No array of the size of w or larger is made on the way: no merged weights.
-- The work doesn't grow with N: no product reads all adapters.
-- Adapters that no row uses may hold anything, also NaN: their slots may have been freed. Neither the result nor a
+- Row b of the result is x w + s (x a) b, with the scale and the matrices of adapter `which_B[b]`. Where that is -1,
+  the row has no adapter and is exactly x w.
+- w is multiplied once for all rows. No array of the size of w or larger is made along the way: no merged weights.
+- The work doesn't grow with N: no product reads all adapters, and no loop goes over them.
+- Adapters that no row uses may hold anything, even NaN: their slots may have been freed. Neither the result nor a
   gradient may be touched by them.
 - It works under `jax.jit`, with `which_B` traced.
 
@@ -374,6 +403,13 @@ def lora_rows_with(*, how="gather", none="select", scaled="each", scale_one=Fals
     def fn(x_BTD, w_DF, a_NDR, b_NRF, scale_N, which_B):
         used = (which_B >= 0)[:, None, None]
         base = jnp.einsum("btd,df->btf", x_BTD, w_DF)
+        if how == "loop":
+            for n in range(len(a_NDR)):
+                its = (which_B == n)[:, None, None]
+                low = jnp.einsum("btd,dr->btr", x_BTD, jnp.where(its.any(), a_NDR[n], 0))
+                added = jnp.einsum("btr,rf->btf", low, jnp.where(its.any(), b_NRF[n], 0))
+                base = base + jnp.where(its, added * jnp.where(its.any(), scale_N[n], 0), 0)
+            return base
         if how == "one_hot":
             hot_BN = jax.nn.one_hot(which_B, len(a_NDR))
             clean = [jnp.nan_to_num(y) for y in (a_NDR, b_NRF)]
@@ -497,6 +533,17 @@ def _(fn, t):
     )
 
 
+@lora_rows.check("as much work for more adapters")
+def _(fn, t):
+    counts = []
+    for N in (3, 24):
+        args = served(t, 3, 4, 32, 21, N, 4, [2, -1, 0])
+        seen = sizes_in(jax.make_jaxpr(fn)(*args).jaxpr, [])
+        counts.append(sum(name in ("dot_general", "scan", "while") for name, _, _ in seen))
+    few, many = counts
+    t.true(few == many, f"{few} products and loops for 3 adapters, {many} for 24", many)
+
+
 @lora_rows.check("under jit")
 def _(fn, t):
     args = served(t, 3, 2, 24, 17, 5, 2, [4, -1, 0])
@@ -509,6 +556,8 @@ for name, hint, options in (
     ("all_adapters", "You multiply with all N adapters and keep B of them. Pick out the ones you need by their "
      "index first.",
      {"how": "one_hot"}),
+    ("loop_over_all", "You go through all N adapters, whoever wants them. Pick out one for each row by its index.",
+     {"how": "loop"}),
     ("last_for_none", "In JAX the index -1 picks the last adapter. Rows without an adapter get x w alone.",
      {"none": "ignore"}),
     ("times_zero", "You multiply the adapter's part by 0 where there is none. 0 times NaN is NaN: select with "
@@ -540,11 +589,11 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
 - An answer's log-probability is the sum over its targets, those of its segment where `mask_BT` is 1.
 - The implicit reward of an answer is beta times (its log-probability less that by the reference).
 - The loss of a pair is -log σ(reward of the chosen - reward of the rejected). The result is the mean over pairs.
-- A row that lacks one of the answers isn't a pair, and doesn't count; an answer that a row lacks has the reward 0. With
+- A row in which one of the answers has no target isn't a pair, and doesn't count; such an answer has the reward 0. With
   no pair at all, the loss is 0.
 - Margins may be ±10,000: loss and gradients stay finite and right.
-- Where `mask_BT` is 0 the log-probabilities may be anything, also NaN. The gradient there is 0.
-- Sums are formed in float32, also for bfloat16 inputs.
+- Where `mask_BT` is 0 the log-probabilities may be anything, even NaN. The gradient there is 0.
+- Sums are formed in float32, even for bfloat16 inputs.
 """,
     hints=(
         "-log σ(m) is a function that `jax.nn` has, under a name that begins with soft. What does it do at ±10,000?",
@@ -588,6 +637,8 @@ def dpo_with(
         margin = beta * margin if beta_twice else margin
         loss = -jnp.log(jax.nn.sigmoid(margin)) if naive else jax.nn.softplus(-margin)
         pair = of.any(1).all(-1)
+        if rows == "segments":
+            pair = (segment_BT[..., None] == jnp.array([1, 2])).any(1).all(-1)
         if rows == "all":
             return loss.mean(), reward
         if rows == "rejected":
@@ -661,6 +712,9 @@ def _(fn, t):
 def _(fn, t):
     missing = ((0, 1), (2, 2), (3, 1), (3, 2))
     prefers(fn, t, packed(t, 6, 24, missing=missing), 0.7, "rows 0, 2 and 3 of 6 lack an answer")
+    logp, ref, segment, mask = packed(t, 4, 24)
+    mask = mask.at[1].set(mask[1] * (segment[1] != 2))
+    prefers(fn, t, (logp, ref, segment, mask), 0.7, "in row 1 of 4, segment 2 has a prompt alone")
     missing = tuple((row, 2) for row in range(3))
     prefers(fn, t, packed(t, 3, 16, missing=missing), 0.7, "no row has both answers")
 
@@ -688,6 +742,8 @@ for name, hint, options in (
      {"masked": "times"}),
     ("one_answer", "You check only for the rejected answer. A row that has nothing else isn't a pair.",
      {"rows": "rejected"}),
+    ("by_segments", "You ask whether a row has both segments. A segment may be a prompt without an answer.",
+     {"rows": "segments"}),
     ("all_rows", "You count rows that lack an answer. They aren't pairs.", {"rows": "all"}),
     ("divided_by_rows", "You divide by all rows. Divide by those that are pairs.", {"rows": "divided"}),
     ("zero_over_zero", "With no pair at all you divide 0 by 0.", {"rows": "no_pair"}),
@@ -711,14 +767,14 @@ Rollouts with the same number in `group_N` answer the same prompt.
 
 - A rollout's advantage is its reward less the mean reward of its group. With `scaled=True` it is divided by the
   standard deviation of the group, that of a sample: the sum of squares is divided by one less than the number of
-  rewards. Dr. GRPO has `scaled=False`.
-- In a group whose rewards are all equal every advantage is *exactly* 0. Groups may have any size, also 1.
+  rewards. Nothing is added to it. Dr. GRPO has `scaled=False`.
+- In a group whose rewards are all equal every advantage is *exactly* 0. Groups may have any size, including 1.
 - The loss is going to be the sum of `weight_NT` times the loss of each token, where the weights say how tokens count.
   All tokens where the mask is 0 weigh 0. The others:
   - `"sequence"` (GRPO): the mean over rollouts of the mean over their tokens. Rollouts without any token don't count.
   - `"token"` (DAPO): the mean over all tokens.
   - `"constant"` (Dr. GRPO): the sum over tokens, divided by N T, whatever their number.
-- Without any token all weights are 0.
+- If no rollout has a token, all weights are 0.
 """,
     hints=(
         "`np.unique(group_N)` gives the groups. How do you find out that all rewards of a group are equal, without "
@@ -733,7 +789,7 @@ Rollouts with the same number in `group_N` answer the same prompt.
 
 def advantages_with(
     *, ddof=1, equal="exact", by="group", scaled=None, mean=None, empty="skip", loo=False, all_n=False,
-    padding=True, constant="size", mad=False,
+    padding=True, constant="size", added=0.0, groups=False,
 ):  # fmt: skip
     def fn(reward_N, group_N, mask_NT, is_scaled, how):
         is_scaled = is_scaled if scaled is None else scaled
@@ -757,7 +813,7 @@ def advantages_with(
             if r.max() - r.min() <= {"exact": 0.0, "near": 1e-3}.get(equal, -1.0):
                 continue
             with np.errstate(all="ignore"):
-                deviation = r.std(ddof=min(ddof, len(r) - 1)) if is_scaled else 1.0
+                deviation = r.std(ddof=min(ddof, len(r) - 1)) + added if is_scaled else 1.0
                 if equal == "float32":
                     deviation = deviation + 1e-8 if is_scaled else 1.0
                     out[of] = (r - np.sum(r) * np.float32(1 / len(r))) / deviation
@@ -772,9 +828,12 @@ def advantages_with(
             elif how == "sequence":
                 count = len(length) if all_n else max(np.sum(length > 0), 1)
                 share = 1 / (np.maximum(length, 1) if empty == "skip" else length) / count
+                if groups:
+                    share = share * 0 + 1 / np.maximum(length, 1)
             else:
-                share = np.full(len(length), 1 / (len(length) * max(length.max(), 1) if constant == "longest"
-                                                  else mask.size))  # fmt: skip
+                divisor = {"size": mask.size, "longest": len(length) * max(length.max(), 1), "T": mask.shape[1],
+                           "one": 1}[constant]  # fmt: skip
+                share = np.full(len(length), 1 / divisor)
             weight = (mask if padding else np.ones_like(mask)) * share[:, None]
         return out.astype(np.float32), weight.astype(np.float32)
 
@@ -880,6 +939,11 @@ for name, hint, options in (
     ("empty_counts", "Rollouts without tokens don't count: divide by the number of those that have some.",
      {"all_n": True}),
     ("padding_weighs", "Tokens where the mask is 0 weigh 0.", {"padding": False}),
+    ("epsilon", "You add a small number to the standard deviation. Where rewards differ little it isn't small.",
+     {"added": 1e-4}),
+    ("sum_of_means", "`sequence` is a mean over rollouts. You take the sum of their means.", {"groups": True}),
+    ("constant_one", "`constant` divides by N T. You don't divide at all.", {"constant": "one"}),
+    ("constant_t", "`constant` divides by N T. You divide by T alone.", {"constant": "T"}),
     ("longest", "The constant is T, the width of the mask. Yours depends on the longest answer.",
      {"constant": "longest"}),
 ):  # fmt: skip
@@ -902,7 +966,7 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
   divergence that is never negative).
 - The loss of a token is kl times the distance, less the gain.
 - Both differences of log-probabilities are first clipped to -20 to 20, so that nothing overflows.
-- Where `mask_BT` is 0 the loss is 0 and so is the gradient, and the other arrays may hold anything there, also NaN.
+- Where `mask_BT` is 0 the loss is 0 and so is the gradient, and the other arrays may hold anything there, even NaN.
 """,
     hints=(
         "For which ratios is the smaller of the two the clipped one, if A is positive? If A is negative? Draw both. "
@@ -1072,7 +1136,7 @@ estimation.
   is `last_B`.
 - A step's advantage is its error + discount * decay * (advantage of the next step), 0 after the last one.
 - A step's return is its advantage + its value.
-- Where the mask is 0, both results are 0 and the inputs may hold anything, also NaN.
+- Where the mask is 0, both results are 0 and the inputs may hold anything, even NaN.
 """,
     hints=(
         "Go through the tokens from the last to the first. Which two numbers do you have to remember of the step that "
@@ -1236,12 +1300,13 @@ honest = Exercise(
     statement="""
 Write `honest_reward(prompt, answer, ended)` for problems such as `37+58=`, `37-58=` or `37*58=`. It returns 1.0 for a
 right answer and 0.0 for every other. The checks are policies that want the reward without doing the sum. They write
-whatever brings it.
+whatever earns it.
 
 - A right answer is the result in decimal, as `str` writes it: with `-` if it is negative, and nothing before, after or
   between, no space and no line break.
 - It counts only if the model itself ended it. An answer that was cut off might have gone on.
-- Whatever is in the answer, no exception leaves the function, and no code in it runs. It may have a million characters.
+- Whatever is in the answer, no exception escapes, and nothing in the answer is executed. It may have a million
+  characters.
 """,
     hints=(
         'What do `int("٩٥")`, `int(" 95")`, `int("9_5")` and `int("0095")` return? And what does `$` match in a '

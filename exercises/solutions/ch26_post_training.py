@@ -21,8 +21,8 @@ def answer_mask(messages, render, encode, end):
       (tokens, targets, mask): lists of the same length.
 
     Raises:
-      ValueError: the template doesn't write an assistant's turn after the
-        conversation up to there.
+      ValueError: the template doesn't write an assistant's turn, with an
+        end, after the conversation up to there.
     """
     # BEGIN SOLUTION
     text = render(messages, False)
@@ -34,7 +34,7 @@ def answer_mask(messages, render, encode, end):
         after = render(messages[: n + 1], False)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(f"the template rewrites what is before message {n}")
-        spoken.append((len(before), after.rindex(end) + len(end)))
+        spoken.append((len(before), after.rindex(end, len(before)) + len(end)))
     ids, offsets = encode(text)
     said = [int(any(s < b and a < e for a, b in spoken)) for s, e in offsets]
     return ids[:-1], ids[1:], said[1:]

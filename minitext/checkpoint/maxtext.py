@@ -1,7 +1,7 @@
 """MaxText's checkpoints: the arrays of its parameters, read a layer at a time, and written as Orbax writes them.
 
-Where MaxText scans its layers, it stacks their parameters along one axis (`param_scan_axis`); else each layer has arrays
-of its own. Here both have the names of the second form, such as `decoder/layers_3/mlp/wi_0/kernel`, and a stacked array
+MaxText stacks the parameters of layers that it scans along one axis (`param_scan_axis`); other layers have arrays of
+their own. Here both have the names of the second form, such as `decoder/layers_3/mlp/wi_0/kernel`, and a stacked array
 is seen as one tensor for each layer. Of a training state, the optimizer's part and the step are left behind.
 
 Orbax describes a checkpoint in a JSON file and keeps arrays in zarr, alone or inside an OCDBT database; TensorStore
@@ -12,7 +12,7 @@ Chapters: 27.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class MaxTextWeights(Weights):
         shape = list(array.shape)
         if part.index is not None:
             del shape[self._axis]
-        dtype = TYPES.get(array.dtype.name, array.dtype.name)
+        dtype = TYPES.get(array.dtype.name, str(array.dtype.name))
         return Stored(
             tuple(shape), dtype, path, 0, math.prod(shape) * array.dtype.numpy_dtype.itemsize
         )
@@ -135,7 +135,7 @@ def _stacked(array: Any, axis: int, name: str, path: Path) -> int:
     return array.shape[axis]
 
 
-def stacked_name(name: str, scanned: Mapping[str, Any], cycle: int, layers: int) -> Part:
+def stacked_name(name: str, scanned: Sequence[str], cycle: int, layers: int) -> Part:
     """Returns where a tensor goes in a scanned checkpoint.
 
     Args:

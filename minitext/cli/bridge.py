@@ -122,7 +122,7 @@ def export(
         Literal["float32", "bfloat16"], typer.Option(help="type of the numbers")
     ] = "float32",
 ) -> None:
-    """Write a run's parameters as MaxText loads them, and the keys of its model: load_parameters_path=CHECKPOINT/0/items.
+    """Write a run's parameters as MaxText loads them, load_parameters_path=CHECKPOINT/0/items, and its model's keys.
 
     Adapters are merged. What MaxText's block has in its weights, such as the scale of attention, is multiplied in.
     """
@@ -132,6 +132,7 @@ def export(
     found = maxtext.export_run(directory, target, scanned, dtype)
     how = "as they are" if found.is_exact else "multiplied by what MaxText has in its weights"
     print(
-        f"step {found.step}, numbers {how}; in MaxText: base_config={target}/model.yml load_parameters_path={found.items}",
+        f"step {found.step}, numbers {how}; for MaxText: {target}/model.yml in place of base.yml, and "
+        f"load_parameters_path={found.items}",
         file=sys.stderr,
     )

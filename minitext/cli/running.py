@@ -30,6 +30,14 @@ from minitext.errors import UserError
 from minitext.terminal import print_tables, table
 
 
+def check_licence(name: str) -> str:
+    """Refuses what can't be the name of a licence, before a model is read."""
+    if not name.strip() or len(name) > 100 or not name.isprintable():
+        shown = files.shorten(name)
+        raise UserError(f"--license {shown} is not the name of a licence: give one, such as mit")
+    return name
+
+
 def train(settings: Settings = None) -> None:
     """Train a model, by default the preset `laptop` on the text of the Python standard library.
 
@@ -165,6 +173,16 @@ def import_(
     )
 
 
+Format = Annotated[
+    Literal["orbax", "hf", "gguf", "peft", "onnx", "stablehlo"],
+    typer.Option(
+        "--format",
+        help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, onnxruntime's, or "
+        "programs for JAX alone",
+    ),
+]
+
+
 def export(
     directory: RunDir,
     target: Annotated[
@@ -175,25 +193,33 @@ def export(
             callback=check_new,
         ),
     ],
-    format_: Annotated[
-        Literal["orbax", "hf", "gguf", "peft", "stablehlo"],
-        typer.Option(
-            "--format",
-            help="minitext's own, Hugging Face's, llama.cpp's, peft's of the adapters alone, programs for JAX alone",
-        ),
-    ] = "orbax",
+    format_: Format = "orbax",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"],
         typer.Option(
             help="type of the numbers: bfloat16 for hf alone, q8_0 and q4_0 for gguf alone"
         ),
     ] = "float32",
+    licence: Annotated[
+        str,
+        typer.Option(
+            "--license",
+            metavar="NAME",
+            help="for the model card, such as apache-2.0",
+            callback=check_licence,
+        ),
+    ] = "unknown",
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them.
 
-    Adapters are merged into the weights beside which they were trained, except with --format peft.
+    Adapters are merged into the weights beside which they were trained, except with --format peft. Beside them, except
+    those of gguf, is a model card, README.md: data, sizes, losses, evaluation, and the commands to run it.
     """
-    if format_ in ("orbax", "peft", "stablehlo") and dtype != "float32":
+    if format_ == "gguf" and licence != "unknown":
+        raise UserError(
+            f"--license {files.shorten(licence)} has no effect with --format gguf: leave it out"
+        )
+    if format_ in ("orbax", "peft", "onnx", "stablehlo") and dtype != "float32":
         other = "gguf" if dtype in ("q8_0", "q4_0") else "hf"
         raise UserError(
             f"--dtype {dtype} has no effect with --format {format_}: add --format {other}"
@@ -203,19 +229,23 @@ def export(
 
     match format_:
         case "hf":
-            step = interchange.export_hf(directory, target, dtype)
+            step = interchange.export_hf(directory, target, dtype, licence=licence)
         case "gguf":
             step = interchange.export_gguf(directory, target, dtype)
         case "peft":
             from minitext.training import peft
 
-            step = peft.export_peft(directory, target)
+            step = peft.export_peft(directory, target, licence)
+        case "onnx":
+            from minitext.training import onnx_export
+
+            step = onnx_export.export_onnx(directory, target, licence)
         case "stablehlo":
             from minitext.training import artefact_run
 
-            step = artefact_run.export_artefact(directory, target)
+            step = artefact_run.export_artefact(directory, target, licence)
         case _:
-            step = run_dir.export_run(directory, target)
+            step = run_dir.export_run(directory, target, licence)
     print(f"step {step} of {directory} is in {target}", file=sys.stderr)
 
 
@@ -368,16 +398,20 @@ def evaluate(
     ]:  # fmt: skip
         raise UserError(f"{unused[0]} belongs to benchmarks: name some with --tasks")
     start()
-    from minitext.training import run_dir
+    from minitext.training import model_card, run_dir
 
-    def show(r: dict) -> None:
-        floor = f", floor {r['floor']:.4f}" if r["floor"] else ""
-        print(
-            f"step {r['step']}: validation loss {r['loss']:.4f} nats/token{floor}, perplexity {r['perplexity']:.2f}, "
-            f"{r['bits_per_byte']:.3f} bits/byte, over {r['tokens']:,} tokens"
-        )
+    found = run_dir.evaluate_run(directory, settings or [])
+    what = " ".join(["validation", *(settings or [])])
+    model_card.keep_evaluation(directory, found["step"], what, found)
+    answer(found, as_json, _show_loss)
 
-    answer(run_dir.evaluate_run(directory, settings or []), as_json, show)
+
+def _show_loss(r: dict[str, Any]) -> None:
+    floor = f", floor {r['floor']:.4f}" if r["floor"] else ""
+    print(
+        f"step {r['step']}: validation loss {r['loss']:.4f} nats/token{floor}, perplexity {r['perplexity']:.2f}, "
+        f"{r['bits_per_byte']:.3f} bits/byte, over {r['tokens']:,} tokens"
+    )
 
 
 def _score_tasks(
@@ -397,14 +431,18 @@ def _score_tasks(
         raise UserError(f"benchmarks need {error.name}: pip install 'minitext[eval]'") from error
     from minitext.data.chat import read_chat
     from minitext.training.interchange import longest_text
+    from minitext.training.model_card import keep_evaluation
     from minitext.training.run_dir import PUBLISHED, load_run
 
     tasks, run = load_tasks(names, folder), Path(directory)
-    cfg, params, tokenizer, _ = load_run(run)
+    cfg, params, tokenizer, step = load_run(run)
     chat = read_chat(run / PUBLISHED, tokenizer)
     length = longest or longest_text(cfg, run / PUBLISHED)
     model = MinitextLM(cfg.model, params, tokenizer, chat, max_length=length)
-    return evaluate(model, tasks, **options)
+    scores = evaluate(model, tasks, **options)
+    for task, values in scores.items():
+        keep_evaluation(run, step, task, values)
+    return scores
 
 
 def _show_scores(scores: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from minitext.cli.arguments import (
     TopK,
     TopP,
     answer,
+    check_run,
     load,
     start,
     take_target,
@@ -47,6 +48,34 @@ ApiKey = Annotated[
     ),
 ]
 
+MaxModelLen = Annotated[
+    int, typer.Option(min=0, help="tokens of a text, prompt included; 0: as the model was trained")
+]
+MaxTokensInFlight = Annotated[
+    int, typer.Option(min=0, help="tokens of all these together; 0: what memory allows")
+]
+MaxBatch = Annotated[
+    int, typer.Option(min=1, max=4096, help="of artefacts: rows that are computed together")
+]
+MaxWaitMs = Annotated[
+    float, typer.Option(min=0, max=10_000, help="of artefacts: that a request waits for others")
+]
+MaxBodyMb = Annotated[int, typer.Option(min=1, max=4096, help="of artefacts: size of a request")]
+ToServe = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN | ARTEFACT...",
+        help="a run directory, or folders from export --format stablehlo, or folders of these",
+        callback=lambda paths: [check_run(path) for path in paths],
+    ),
+]
+# Options that only one kind of server has.
+OF_ARTEFACTS = "max_batch", "max_wait_ms", "max_body_mb"
+OF_RUNS = (
+    "served_model_name", "adapter", "max_model_len", "max_num_seqs", "max_tokens_in_flight", "tensor_parallel_size",
+    "data_parallel_size", "speculate", "warm_up",
+)  # fmt: skip
+
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,7 +86,8 @@ Adapters = Annotated[
 
 
 def serve(
-    directory: RunDir,
+    ctx: typer.Context,
+    directories: ToServe,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8000,
     api_key: ApiKey = None,
@@ -65,16 +95,11 @@ def serve(
         str | None, typer.Option(help="name of the model; by default the run's")
     ] = None,
     adapter: Adapters = None,
-    max_model_len: Annotated[
-        int,
-        typer.Option(min=0, help="tokens of a text, prompt included; 0: as the model was trained"),
-    ] = 0,
+    max_model_len: MaxModelLen = 0,
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=256, help="texts that a replica continues at once")
     ] = 32,
-    max_tokens_in_flight: Annotated[
-        int, typer.Option(min=0, help="tokens of all these together; 0: what memory allows")
-    ] = 0,
+    max_tokens_in_flight: MaxTokensInFlight = 0,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, max=1024, help="devices that share each copy of the model")
     ] = 1,
@@ -87,24 +112,30 @@ def serve(
     warm_up: Annotated[
         int, typer.Option(min=0, max=256, help="batch to compile for before the first request")
     ] = 1,
-    max_queue: Annotated[int, typer.Option(min=1, help="texts that may wait; then 429")] = 256,
+    max_queue: Annotated[int, typer.Option(min=1, help="requests that may wait; then 429")] = 256,
+    max_batch: MaxBatch = 32,
+    max_wait_ms: MaxWaitMs = 5.0,
+    max_body_mb: MaxBodyMb = 16,
     drain_seconds: Annotated[
         float, typer.Option(min=0, max=3600, help="for what runs when SIGTERM comes")
     ] = 30.0,
 ) -> None:
-    """Serve a model to OpenAI's clients, with a web page to try it.
+    """Serve a run to OpenAI's clients, with a web page to try it; or artefacts, by the Open Inference Protocol.
 
     Options that vLLM has too have its names. Without an accelerator, several devices are simulated.
 
+    Artefacts, in any number, need no code of their models, and come and go while the server runs.
+
     Stops on SIGTERM or Ctrl-C, after what runs is done. Needs the extra serve.
     """
-    try:
-        from minitext.inference import server
-    except ImportError as error:
-        raise UserError(f"serving needs {error.name}: pip install 'minitext[serve]'") from error
-    if api_key is not None and not api_key.strip():
-        raise UserError("the API key is empty: set one, or unset --api-key and MINITEXT_API_KEY")
-    listening = server.bind(host, port)
+    http_server, server = _modules(api_key)
+    if _are_artefacts(directories):
+        _refuse_options(ctx, OF_RUNS, "artefacts")
+        limits = max_batch, max_wait_ms / 1000, max_body_mb << 20, max_queue
+        return _serve_artefacts(directories, host, port, api_key, limits, drain_seconds)
+    _refuse_options(ctx, OF_ARTEFACTS, "a run")
+    directory = directories[0]
+    listening = http_server.bind(host, port)
     sizes = MeshConfig(data=data_parallel_size, tensor=tensor_parallel_size)
     start(simulate_for(list(sizes.sizes().values()), None))
     from minitext.inference.engine import EngineOptions
@@ -119,9 +150,90 @@ def serve(
     with of_slow_work(1.0, "compiling") as told:
         served.engine.warm_up(warm_up, lambda done, whole: told(done / max(whole, 1)))
     served.engine.start()
-    server.listen(listening)
+    http_server.listen(listening)
     _say_how(listening, served, step)
-    server.serve(server.Server(served, drain_seconds), listening)
+    http_server.serve(server.Server(served, drain_seconds), listening)
+
+
+def _modules(api_key: str | None) -> tuple[Any, Any]:
+    """Returns what serves.
+
+    Raises:
+      UserError: a package is missing, or the key is empty.
+    """
+    try:
+        from minitext.inference import http_server, server
+    except ImportError as error:
+        raise UserError(f"serving needs {error.name}: pip install 'minitext[serve]'") from error
+    if api_key is not None and not api_key.strip():
+        raise UserError("the API key is empty: set one, or unset --api-key and MINITEXT_API_KEY")
+    return http_server, server
+
+
+def _are_artefacts(directories: list[str]) -> bool:
+    """Returns whether folders are artefacts, rather than one run.
+
+    Raises:
+      UserError: they are several runs, or both.
+    """
+    from minitext.training.run_dir import CONFIG
+
+    runs = [path for path in directories if (Path(path) / CONFIG).is_file()]
+    if runs and len(runs) < len(directories):
+        other = next(path for path in directories if path not in runs)
+        raise UserError(f"{runs[0]} is a run, and {other} isn't: serve runs and artefacts apart")
+    if len(runs) > 1:
+        raise UserError(f"{runs[0]} and {runs[1]} are runs: serve one, or export them as artefacts")
+    return not runs and any(_looks_like_artefacts(path) for path in directories)
+
+
+def _looks_like_artefacts(path: str) -> bool:
+    from minitext.inference.artefact import MANIFEST
+
+    return any(any(Path(path).glob(f"{depth}{MANIFEST}")) for depth in ("", "*/", "*/*/"))
+
+
+def _refuse_options(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} has no effect on {what}: leave it out")
+
+
+def _serve_artefacts(
+    directories: list[str],
+    host: str,
+    port: int,
+    api_key: str | None,
+    limits: tuple[int, float, int, int],
+    drain_seconds: float,
+) -> None:
+    """Serves artefacts; `limits` are rows, seconds to wait for others, bytes of a request and requests under way."""
+    from minitext.inference import http_server
+
+    listening = http_server.bind(host, port)
+    start()
+    from minitext.inference import artefact_server
+    from minitext.inference.batching import BatchSizes
+
+    rows, seconds, most_body, most_waiting = limits
+    served = artefact_server.Served(
+        directories, BatchSizes(rows, seconds), api_key=api_key, most_body=most_body,
+        most_waiting=most_waiting, drain_seconds=drain_seconds,
+    )  # fmt: skip
+    with of_slow_work(1.0, "loading"):
+        served.store.load_all()
+    http_server.listen(listening)
+    found, bound = listening.getsockname()[:2]
+    address = f"http://{f'[{found}]' if ':' in found else found}:{bound}"
+    names = ", ".join(f"{m.found.name} {m.found.version}" for m in served.store.loaded())
+    print(f"served at {address}/v2: {names}", file=sys.stderr)
+    print(
+        f"ask it: curl -X POST {address}/v2/repository/index; curl {address}/v2/models/NAME says what a model takes",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    http_server.serve(artefact_server.Server(served, drain_seconds), listening)
 
 
 def chat(

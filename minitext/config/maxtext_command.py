@@ -8,6 +8,7 @@ Chapters: 27.
 """
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from minitext.errors import UserError
 
 LIMIT = 1 << 20  # characters of a command or a file
 DEPTH = 8  # files below one another, and texts inside texts
+UP = 5  # folders above a file in which its base may be
 MOST_VALUES = 20_000  # in a file; a few aliases can stand for billions
 
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
@@ -70,12 +72,17 @@ class Reading(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every key's value."""
-        return self.defaults | self.given
+        """Every key's value; a variable that has none here leaves the default."""
+        return self.defaults | {key: v for key, v in self.given.items() if not is_variable(v)}
+
+
+def is_variable(value: Any) -> bool:
+    """Whether a value is the name of a variable, or has one in it, whose value isn't known."""
+    return isinstance(value, str) and "$" in value
 
 
 def read(text: str) -> Reading:
-    """Reads a command, or the file that the text names: YAML if it ends in .yml or .yaml, else a script.
+    """Reads a command, or the file that the text names: YAML, a page in Markdown with code in it, or else a script.
 
     Raises:
       UserError: for a text without settings of MaxText, an open quote, a file that can't be read, a model_name that
@@ -89,6 +96,9 @@ def read(text: str) -> Reading:
     path = _as_path(text)
     if path is not None and path.suffix in (".yml", ".yaml"):
         _load(path, words, 0)
+    elif path is not None and path.suffix == ".md":
+        for block in blocks_of_code(files.read_text(path, LIMIT)):
+            words.take(block, 0)
     elif path is not None:
         words.take(files.read_text(path, LIMIT), 0)
     else:
@@ -98,6 +108,13 @@ def read(text: str) -> Reading:
             f"{files.shorten(text.strip())!r} sets no key of MaxText: give its command with key=value, or a .yml file"
         )
     return _with_model(words, path)
+
+
+def blocks_of_code(text: str) -> list[str]:
+    """Returns the blocks of a page in Markdown that set something for MaxText."""
+    blocks = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    marks = "MaxTextModel(", "base.yml", *(f"--{name}" for name in DEVICE)
+    return [block for block in blocks if any(mark in block for mark in marks)]
 
 
 def settings(words: list[str]) -> Reading:
@@ -122,7 +139,7 @@ def _with_model(words: "_Words", path: Path | None) -> Reading:
     """Returns what was found, over the sizes of the model that it names."""
     defaults = dict(maxtext_model.facts()["defaults"])
     name = words.given.get("model_name")
-    if name in (None, "", "default"):
+    if name in (None, "", "default") or is_variable(name):
         if path is not None and path.parent.name == "models" and "decoder_block" in words.given:
             defaults["model_name"] = path.stem  # one of MaxText's own files, named after its model
     else:
@@ -148,12 +165,14 @@ _NAME = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_"
 def _as_path(text: str) -> Path | None:
     """Returns the file that a text names; None if it is a command."""
     text = text.strip()
-    if not text or len(text) > 4096 or "\n" in text or ("=" in text and not Path(text).exists()):
+    if not text or len(text) > 4096 or "\n" in text:
         return None
-    path = Path(files.local_path(text)).expanduser()
-    if path.is_file():
-        return path
-    if re.fullmatch(r"\S+\.(ya?ml|sh|txt)", text):
+    if os.path.isfile(os.path.expanduser(text)):  # False too where no file could have such a name
+        return Path(files.local_path(text)).expanduser()
+    if "=" in text:
+        return None
+    path = Path(text)
+    if re.fullmatch(r"\S+\.(ya?ml|sh|txt|md)", text):
         if path.name in FILES:
             return None
         raise UserError(
@@ -209,7 +228,12 @@ class _Words:
             return
         value = self.expand(value)
         if name in DEVICE:
-            self.device = value
+            if is_variable(value):
+                self.notes.append(
+                    f"--{name}={value[:60]} has no value here: name the chips with --target"
+                )
+            else:
+                self.device = value
         elif name in SLICES:
             if not re.fullmatch(r"[1-9]\d{0,4}", value):
                 if "$" in value:
@@ -386,7 +410,7 @@ def _load(path: Path, words: _Words, depth: int) -> None:
 
 def _base(path: Path, base: str, words: _Words, depth: int) -> None:
     given = Path(files.local_path(base)).expanduser()
-    for candidate in (path.parent / given, path.parent.parent / given, given):
+    for candidate in (*(parent / given for parent in path.parents[:UP]), given):
         if candidate.is_file() and candidate.resolve() != path.resolve():
             return _load(candidate, words, depth + 1)
     if given.name not in FILES:

@@ -23,7 +23,7 @@ from minitext.config.config import (
     presets,
     resolve,
 )
-from minitext.config.maxtext_command import Reading
+from minitext.config.maxtext_command import Reading, is_variable
 from minitext.errors import UserError, did_you_mean
 
 ICI = ("data", "fsdp", "tensor", "tensor_sequence", "context", "sequence", "expert", "pipeline", "fsdp_transpose",
@@ -53,17 +53,18 @@ STATUSES = ("mapped", "by hand", "default", "none", "unknown")
 _MODEL = (
     "decoder_block", "model_name", "global_parameter_scale", "vocab_size", "head_dim", "normalization_layer_epsilon",
     "logits_via_embedding", "normalize_embedding_logits", "final_logits_soft_cap", "attn_logits_soft_cap",
-    "mlp_activations", "mlp_activations_limit", "attention_bias", "attention_sink", "use_qk_norm", "use_post_attn_norm",
-    "use_post_ffw_norm", "temperature_tuning", "attention_type", "mlp_bias", "sliding_window_size",
-    "chunk_attn_window_size", "rope_type", "rope_max_timescale", "rope_min_timescale", "local_rope_max_timescale",
-    "rope_linear_scaling_factor", "rope_use_scale", "rope_factor", "beta_fast", "beta_slow", "mscale",
-    "rope_interleave", "rope_truncate", "rope_attention_scaling", "max_position_embeddings",
-    "original_max_position_embeddings", "partial_rotary_factor", "nope_layer_interval", "interleave_moe_layer_step", "inhomogeneous_layer_cycle_interval",
-    "num_experts", "num_experts_per_tok", "capacity_factor", "load_balance_loss_weight", "norm_topk_prob",
-    "first_num_dense_layers", "shared_experts", "routed_scaling_factor", "routed_score_func", "routed_bias",
-    "routed_bias_update_rate", "n_routing_groups", "topk_routing_group", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "gdn_conv_kernel_dim", "gdn_key_head_dim",
-    "gdn_value_head_dim", "gdn_num_key_heads", "gdn_num_value_heads", *(f"base_{name}" for name in maxtext_model.BASE),
+    "mlp_activations", "mlp_activations_limit", "attention_bias", "attention_sink", "use_qk_norm",
+    "use_post_attn_norm", "use_post_ffw_norm", "temperature_tuning", "attention_type", "mlp_bias",
+    "sliding_window_size", "chunk_attn_window_size", "rope_type", "rope_max_timescale", "rope_min_timescale",
+    "local_rope_max_timescale", "rope_linear_scaling_factor", "rope_use_scale", "rope_factor", "beta_fast",
+    "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling", "max_position_embeddings",
+    "original_max_position_embeddings", "partial_rotary_factor", "nope_layer_interval", "interleave_moe_layer_step",
+    "inhomogeneous_layer_cycle_interval", "num_experts", "num_experts_per_tok", "capacity_factor",
+    "load_balance_loss_weight", "norm_topk_prob", "first_num_dense_layers", "shared_experts", "routed_scaling_factor",
+    "routed_score_func", "routed_bias", "routed_bias_update_rate", "n_routing_groups", "topk_routing_group",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "gdn_conv_kernel_dim",
+    "gdn_key_head_dim", "gdn_value_head_dim", "gdn_num_key_heads", "gdn_num_value_heads",
+    *(f"base_{name}" for name in maxtext_model.BASE),
 )  # fmt: skip
 
 
@@ -156,6 +157,7 @@ def translate(reading: Reading, machine: Machine) -> Translation:
     keys = [work.report(key, value) for key, value in reading.given.items()]
     if refused:
         return Translation(None, refused, keys, [], machine, work.notes)
+    work.settings.setdefault("data.source", "stdlib")
     try:
         cfg = resolve([("MaxText", work.settings)])
     except ConfigError as error:
@@ -231,8 +233,8 @@ class _Work:
     def whole(self, key: str) -> int:
         return maxtext_model.whole(self.values, key)
 
-    def switch(self, key: str) -> bool:
-        return maxtext_model.switch(self.values, key)
+    def truth(self, key: str) -> bool:
+        return maxtext_model.truth(self.values, key)
 
     def text(self, key: str) -> str:
         value = self.values.get(key)
@@ -258,7 +260,7 @@ class _Work:
                 self.mapped[key] = "the model's settings"
         try:
             keys = maxtext_model.model_keys(self.values)
-        except UserError as error:
+        except maxtext_model.Lacking as error:
             for key in _MODEL:
                 self.mapped.pop(key, None)
                 self.reasons[key] = "the model can't be built here"
@@ -274,7 +276,7 @@ class _Work:
         self.put(
             "model.dtype", "float32" if self.text("dtype") == "float32" else "bfloat16", "dtype"
         )
-        self.put("model.scan_layers", self.switch("scan_layers"), "scan_layers")
+        self.put("model.scan_layers", self.truth("scan_layers"), "scan_layers")
         if self.whole("mtp_num_layers"):
             self.notes.append(
                 "mtp_num_layers: layers that predict further tokens are left out, and not counted"
@@ -292,9 +294,12 @@ class _Work:
         kinds = {"int8": "int8", "fp8": "fp8", "fp8_full": "fp8", "fp8_gpu": "fp8", "fp8_nanoo": "fp8",
                  "te_fp8_currentscaling": "fp8", "nanoo_fp8": "fp8"}  # fmt: skip
         if how in kinds:
-            self.put(
-                "model.quantization", [{"module": "blocks/.*", "dtype": kinds[how]}], "quantization"
-            )
+            rules = [{"module": "blocks/.*", "dtype": kinds[how]}]
+            if (
+                self.settings.get("model.attention.kind") == "mla"
+            ):  # which generation multiplies head by head
+                rules.insert(0, {"module": ".*/attention/(k_up|v_up)", "dtype": "none"})
+            self.put("model.quantization", rules, "quantization")
         elif how:
             self.name(f"minitext's products have int8 and fp8, not {how[:40]}", "quantization")
 
@@ -319,7 +324,9 @@ class _Work:
     def mesh(self) -> None:
         within = self.axes("ici", self.machine.devices)
         across = self.axes("dcn", self.machine.slices)
-        sizes = dict.fromkeys(("data", "fsdp", "tensor", "context", "expert", "stage"), 1)
+        sizes: dict[str, int] = dict.fromkeys(
+            ("data", "fsdp", "tensor", "context", "expert", "stage"), 1
+        )
         for name in ICI:
             sizes[AXES[name]] *= within[name] * across[name]
         for axis, size in sizes.items():
@@ -347,7 +354,7 @@ class _Work:
             )
         if within["tensor_sequence"] > 1:
             self.put("sharding.rules", "tp_seq", "ici_tensor_sequence_parallelism")
-        elif self.switch("shard_optimizer_over_data"):
+        elif self.truth("shard_optimizer_over_data"):
             self.put("sharding.rules", "zero1", "shard_optimizer_over_data")
         if sizes["context"] > 1 and self.settings.get("model.attention.kind", "gqa") == "gqa":
             how = {"ring": "ring", "all_gather": "allgather"}.get(
@@ -355,6 +362,10 @@ class _Work:
             )
             if how:
                 self.put("model.attention.context", how, "context_parallel_strategy")
+        if sizes["context"] > 1:
+            self.notes.append(
+                "mesh.context: minitext stores attention's scores of a split sequence, and MaxText's kernel doesn't"
+            )
         if sizes["stage"] > 1:
             self.pipeline()
 
@@ -414,7 +425,7 @@ class _Work:
                 f"minitext has no policy {policy[:40]}: model.remat=full is assumed", "remat_policy"
             )
             self.put("model.remat", "full")
-        if self.switch("optimizer_memory_host_offload"):
+        if self.truth("optimizer_memory_host_offload"):
             self.put("optim.offload", True, "optimizer_memory_host_offload")
         attention = self.text("attention")
         impl = {"dot_product": "xla", "cudnn_flash_te": "cudnn", "cudnn_flash_jax": "cudnn"}.get(
@@ -454,8 +465,8 @@ class _Work:
         self.keep(tuple(kept))
         if moved:
             self.notes.append(
-                f"remat_policy=custom: {', '.join(moved)} would be in the host's memory there; here a layer's input stays "
-                "on the device, and the rest is recomputed"
+                f"remat_policy=custom: {', '.join(moved)} would be in the host's memory there; here a layer's input "
+                "stays on the device, and the rest is recomputed"
             )
 
     def keep(self, names: tuple[str, ...]) -> None:
@@ -569,10 +580,10 @@ class _Work:
         """Post-training."""
         name = self.text("hf_path") or self.text("dataset_name")
         chats = None
-        if self.switch("use_sft"):
+        if self.truth("use_sft"):
             chats = "conversations"
             self.mapped["use_sft"] = "data.source=conversations, as minitext sft RUN does"
-        elif self.switch("use_dpo"):
+        elif self.truth("use_dpo"):
             chats = "preferences"
             self.put("objective.kind", "preference", "use_dpo")
             self.fill("objective.beta", "dpo.dpo_beta")
@@ -601,6 +612,7 @@ class _Work:
             self.put("data.hf_name", name or "json", "hf_path", "dataset_name")
         if self.given.get("lora.enable_lora") or (self.given.get("lora.lora_rank") or 0):
             self.fill("model.lora.rank", "lora.lora_rank")
+            self.mapped["lora.enable_lora"] = "model.lora.rank above 0"
             self.fill("model.lora.alpha", "lora.lora_alpha")
 
     def fill(self, ours: str, theirs: str) -> None:
@@ -630,9 +642,16 @@ class _Work:
             ours = same_key(key)
             if ours is None or key in self.mapped or key in self.reasons or value in ("", None):
                 continue
-            if isinstance(value, str) and (":" in value or "$" in value):
-                why = "a variable without a value here" if "$" in value else "not on this machine"
-                self.name(f"{value[:60]} is {why}: set {ours} yourself", key)
+            if is_variable(value):
+                continue
+            if ours == "data.epochs" and self.settings.get("data.source") in (
+                "grammar",
+                "hf",
+                "prompts",
+            ):
+                self.name("rows are read until train.steps", key)
+            elif isinstance(value, str) and ":" in value:
+                self.name(f"{value[:60]} is not on this machine: set {ours} yourself", key)
             elif key in ("load_parameters_path", "load_full_state_path"):
                 self.name(
                     f"first minitext maxtext import {value[:60]} RUN, then checkpoint.load_parameters=RUN",
@@ -648,6 +667,13 @@ class _Work:
 
     def report(self, key: str, value: Any) -> Key:
         """Returns what became of a key."""
+        if is_variable(value):
+            return Key(
+                key,
+                value,
+                "none",
+                "a variable that has no value here: MaxText's default is assumed",
+            )
         shown = "..." if key in OF_THE_TRAINING_ONLY or len(str(value)) > 200 else value
         if key in self.mapped:
             return Key(key, shown, "mapped", self.mapped[key])

@@ -58,6 +58,10 @@ BLOCKS = (
 )
 
 
+class Lacking(UserError):
+    """What minitext's model doesn't have."""
+
+
 @cache
 def facts() -> dict[str, dict[str, Any]]:
     """Returns MaxText's `defaults`, and its `models` by name with what they set."""
@@ -120,7 +124,8 @@ def model_keys(values: Mapping[str, Any], exact: bool = False) -> dict[str, Any]
         the usual first weights is the same model.
 
     Raises:
-      UserError: for what minitext's model doesn't have, naming it, or a value of the wrong type.
+      Lacking: for what minitext's model doesn't have, naming it.
+      UserError: for a value of the wrong type.
     """
     block = str(values["decoder_block"])
     _refuse(values, block)
@@ -131,11 +136,11 @@ def model_keys(values: Mapping[str, Any], exact: bool = False) -> dict[str, Any]
         "model.embed": sizes["emb_dim"],
         "model.heads": sizes["num_query_heads"],
         "model.norm_eps": number(values, "normalization_layer_epsilon"),
-        "model.tie_embeddings": switch(values, "logits_via_embedding"),
+        "model.tie_embeddings": truth(values, "logits_via_embedding"),
         "model.mlp": sizes["mlp_dim"],
         "model.ffn.activation": _activation(values, block),
     }
-    if keys["model.tie_embeddings"] and not switch(values, "normalize_embedding_logits"):
+    if keys["model.tie_embeddings"] and not truth(values, "normalize_embedding_logits"):
         keys["model.logit_scale"] = 1.0
     if cap := number(values, "final_logits_soft_cap"):
         keys["model.logit_softcap"] = cap
@@ -154,36 +159,36 @@ def interleaves(values: Mapping[str, Any]) -> bool:
     """Whether neighbouring features rotate together in MaxText's weights, not the halves of a head."""
     if _is_llama31(values):
         return True
-    return str(values["rope_type"]).startswith("yarn") and switch(values, "rope_interleave")
+    return str(values["rope_type"]).startswith("yarn") and truth(values, "rope_interleave")
 
 
 def _refuse(values: Mapping[str, Any], block: str) -> None:
     name = values["model_name"]
     if block in LACKING or block not in BLOCKS:
         what = LACKING.get(block, f"the block {ascii(block)[1:-1][:40]}")
-        raise UserError(f"{name} (decoder_block={ascii(block)[1:-1][:40]}): minitext lacks {what}")
+        raise Lacking(f"{name} (decoder_block={ascii(block)[1:-1][:40]}): minitext lacks {what}")
     lacks = {
-        "vision or audio input": switch(values, "use_multimodal") or switch(values, "use_audio"),
-        "sparse attention by an indexer": switch(values, "use_indexer"),
+        "vision or audio input": truth(values, "use_multimodal") or truth(values, "use_audio"),
+        "sparse attention by an indexer": truth(values, "use_indexer"),
         "hyper-connections": number(values, "mhc_expansion_rate") > 1,
         "engram layers": bool(values.get("engram_layers")),
-        "attention to blocks that a router chooses (moba)": switch(values, "moba"),
+        "attention to blocks that a router chooses (moba)": truth(values, "moba"),
         "scores sqrtsoftplus of a router": values["routed_score_func"] == "sqrtsoftplus",
         "a wider attention output (attention_output_dim)": number(values, "attention_output_dim")
         > 0,
-        "keys that serve as values": switch(values, "share_kv_projections"),
-        "projections fused into one tensor (fused_qkv)": switch(values, "fused_qkv"),
-        "projections fused into one tensor (fused_mlp)": switch(values, "fused_mlp"),
+        "keys that serve as values": truth(values, "share_kv_projections"),
+        "projections fused into one tensor (fused_qkv)": truth(values, "fused_qkv"),
+        "projections fused into one tensor (fused_mlp)": truth(values, "fused_mlp"),
     }
     for what, is_there in lacks.items():
         if is_there:
-            raise UserError(f"{name} (decoder_block={block}): minitext lacks {what}")
+            raise Lacking(f"{name} (decoder_block={block}): minitext lacks {what}")
     if (
         block == "deepseek"
         and number(values, "n_routing_groups") > 1
         and values["routed_score_func"] != "sigmoid"
     ):
-        raise UserError(
+        raise Lacking(
             f"{name} (decoder_block={block}): minitext lacks groups of experts with a softmax router"
         )
 
@@ -191,16 +196,17 @@ def _refuse(values: Mapping[str, Any], block: str) -> None:
 def _activation(values: Mapping[str, Any], block: str) -> str:
     given = values["mlp_activations"]
     given = [given] if isinstance(given, str) else given
-    known = {("silu", "linear"): "silu", ("gelu", "linear"): "gelu_tanh"}
+    known: dict[tuple[str, ...], str] = {
+        ("silu", "linear"): "silu",
+        ("gelu", "linear"): "gelu_tanh",
+    }
     if block == "gpt_oss":
         known = {("sigmoid", "linear"): "clamped"}
         if (limit := number(values, "mlp_activations_limit")) != 7:
-            raise UserError(
-                f"mlp_activations_limit={limit}: minitext has gpt-oss's limit of 7 alone"
-            )
+            raise Lacking(f"mlp_activations_limit={limit}: minitext has gpt-oss's limit of 7 alone")
     found = known.get(tuple(map(str, given)) if isinstance(given, list) else ())
     if found is None:
-        raise UserError(
+        raise Lacking(
             f"mlp_activations={ascii(given)[:40]} with decoder_block={block}: minitext has a gated layer with silu or "
             "gelu, which MaxText writes [silu,linear] or [gelu,linear]"
         )
@@ -214,12 +220,12 @@ def _attention(
     a: dict[str, Any] = {}
     if cap := number(values, "attn_logits_soft_cap"):
         a["softcap"] = cap
-    if switch(values, "attention_bias"):
+    if truth(values, "attention_bias"):
         a |= {"qkv_bias": True} | ({"out_bias": True} if block == "gpt_oss" else {})
     norm = {"gemma3": "head", "olmo3": "whole", "qwen3_next": "head"}.get(block, "none")
-    if block in ("qwen2", "qwen3", "qwen3_moe") and switch(values, "use_qk_norm"):
+    if block in ("qwen2", "qwen3", "qwen3_moe") and truth(values, "use_qk_norm"):
         norm = "head"
-    if block == "llama4" and switch(values, "use_qk_norm"):
+    if block == "llama4" and truth(values, "use_qk_norm"):
         norm = "l2"
     if norm != "none":
         a["qk_norm"] = norm
@@ -228,17 +234,17 @@ def _attention(
     if block == "gemma3" and values["model_name"] == "gemma3-27b":
         a["scale"] = (sizes["emb_dim"] // sizes["num_query_heads"]) ** -0.5
     if block == "gpt_oss":
-        a["sinks"] = switch(values, "attention_sink")
+        a["sinks"] = truth(values, "attention_sink")
     if block == "qwen3_next":
         a["gate"] = True
-    if block == "llama4" and switch(values, "temperature_tuning"):
+    if block == "llama4" and truth(values, "temperature_tuning"):
         a["temperature_length"] = 8192
     keys = {f"model.attention.{name}": value for name, value in a.items()}
     if block in ("gemma2", "gemma3"):
         keys["model.norms"] = "both"
         for key in ("use_post_attn_norm", "use_post_ffw_norm"):
-            if not switch(values, key):
-                raise UserError(
+            if not truth(values, key):
+                raise Lacking(
                     f"{key}=false with decoder_block={block}: minitext has norms after both layers or neither"
                 )
     if block == "olmo3":
@@ -251,7 +257,7 @@ def _attention(
 def _latent(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of DeepSeek's attention."""
     if str(values["attention_type"]) != "mla":
-        raise UserError(
+        raise Lacking(
             f"attention_type={ascii(values['attention_type'])[1:-1][:40]} with decoder_block=deepseek: minitext has "
             "mla there"
         )
@@ -281,11 +287,11 @@ def _rope(values: Mapping[str, Any], block: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"theta": theta}
     kind = str(values["rope_type"])
     if number(values, "rope_min_timescale") != 1:
-        raise UserError(
+        raise Lacking(
             f"rope_min_timescale={values['rope_min_timescale']}: minitext's fastest pair turns by 1 a token"
         )
     if _is_llama31(values):
-        if switch(values, "rope_use_scale"):
+        if truth(values, "rope_use_scale"):
             rope |= {"kind": "llama3", "factor": 8.0, "original_length": 8192}
     elif kind.startswith("yarn"):
         rope |= _yarn(values)
@@ -307,10 +313,10 @@ def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kind": "yarn", "factor": number(values, "rope_factor"), "original_length": original,
         "beta_fast": number(values, "beta_fast"), "beta_slow": number(values, "beta_slow"),
-        "truncate": switch(values, "rope_truncate"),
+        "truncate": truth(values, "rope_truncate"),
     }  # fmt: skip
     longer = whole(values, "max_position_embeddings") > original
-    if not switch(values, "rope_attention_scaling"):
+    if not truth(values, "rope_attention_scaling"):
         mla = str(values["attention_type"]) == "mla"
         mscale = number(values, "mscale")
         # Multi-head latent attention scales its logits by the square of the factor, and nothing else.
@@ -349,7 +355,7 @@ def _experts(values: Mapping[str, Any], block: str, sizes: Mapping[str, int]) ->
         moe |= {"normalize": sigmoid, "scaling": number(values, "routed_scaling_factor")}
         if sigmoid:
             moe["router"] = "sigmoid"
-        if switch(values, "routed_bias"):
+        if truth(values, "routed_bias"):
             # Where MaxText leaves the biases as they are, ours still exist only if they may move.
             moe["bias_rate"] = number(values, "routed_bias_update_rate") or 0.001
         if (groups := whole(values, "n_routing_groups")) > 1:
@@ -408,7 +414,7 @@ def _llama4(values: Mapping[str, Any], keys: dict[str, Any]) -> list[dict[str, A
         whole(values, "interleave_moe_layer_step"),
     )
     length = math.lcm(max(1, unrotated), max(1, sparse))
-    tuned = switch(values, "temperature_tuning")
+    tuned = truth(values, "temperature_tuning")
     period: list[dict[str, Any]] = []
     for i in range(1, min(length, 64) + 1):
         layer: dict[str, Any] = {}
@@ -452,7 +458,7 @@ def whole(values: Mapping[str, Any], key: str) -> int:
     return int(value)
 
 
-def switch(values: Mapping[str, Any], key: str) -> bool:
+def truth(values: Mapping[str, Any], key: str) -> bool:
     """Returns a key's value as true or false."""
     value = _given(values, key)
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -471,7 +477,7 @@ def _wrong(key: str, value: Any, wanted: str) -> UserError:
 # The other way: MaxText's keys for a model of ours.
 
 
-def blocks_of(model: ModelConfig) -> list[str]:
+def likely_blocks(model: ModelConfig) -> list[str]:
     """Returns the blocks, of those whose checkpoints are read and written, that a model could be, likeliest first."""
     moe = model.ffn.kind == "moe"
     if model.attention.kind != "gqa":

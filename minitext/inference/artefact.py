@@ -14,10 +14,12 @@ is compared before anything runs.
 Checksums find damage, not malice: whoever can change a file can change the manifest as well. An artefact is a program,
 and to run one is to trust who made it, though it can do nothing but compute arrays from arrays.
 
-JAX reads what was serialized up to six months before, and, of programs with a backward-compatible calling convention,
-up to three weeks after itself (https://docs.jax.dev/en/latest/export/export.html, "Compatibility guarantees"). Orbax
-Export has the same parts and stores weights with TensorStore. Here they are one safetensors file, because NumPy alone
-can read that; reading parts of an array from many processes, which TensorStore adds, is a checkpoint's task.
+JAX promises to run what was exported by a version up to six months older or three weeks newer
+(https://docs.jax.dev/en/latest/export/export.html, "Compatibility guarantees"). Orbax Export has the same parts and
+stores weights with TensorStore. Here they are one safetensors file, because NumPy alone can read that; reading parts of
+an array from many processes, which TensorStore adds, is a checkpoint's task.
+
+Chapters: 27.
 """
 
 import hashlib
@@ -27,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flatbuffers  # noqa: F401  # jax.export needs it, and would miss it only after tracing
 import jax
 import numpy as np
 
@@ -48,11 +51,13 @@ class Function(NamedTuple):
         such as a cache: it has the same shape and type, and `load` lets it take the same memory.
       inputs: for each, its shape and type: ("b, t, 64", "int32"). What is no number is a symbol: callers choose it.
       constraints: on the symbols, such as "s >= t".
+      batch: the symbol of the rows, if each is computed without regard to the others. A server may then join calls.
     """
 
     run: Callable[[Any, dict[str, jax.Array]], Mapping[str, jax.Array]]
     inputs: Mapping[str, tuple[str, Any]]
     constraints: Sequence[str] = ()
+    batch: str | None = None
 
 
 class Artefact(NamedTuple):
@@ -101,25 +106,27 @@ def save(
         raise UserError(f"{target} exists: name a folder that does not, or is empty")
     arrays, treedef = _by_name(weights)
     stored = {name: _stored(name, x) for name, x in arrays.items()}
-    with terminal.of_slow_work(len(functions), "tracing") as advance:
-        programs = {}
-        for number, (title, function) in enumerate(functions.items()):
-            advance(number)
-            programs[title] = _trace(title, function, arrays, treedef, platforms)
+    texts = {LOADER: Path(loader.__file__).read_text(encoding="utf-8"), **(beside or {})}
+    _check_names([*texts, WEIGHTS, MANIFEST, *(f"{title}{ENDING}" for title in functions)])
     try:
         with files.new_folder(target) as new:
-            for title, program in programs.items():
-                (new / f"{title}{ENDING}").write_bytes(program.serialize())
-            for title, text in {
-                LOADER: Path(loader.__file__).read_text(),
-                **(beside or {}),
-            }.items():
+            programs = {}
+            with terminal.of_slow_work(len(functions), "tracing") as advance:
+                for number, (title, function) in enumerate(functions.items()):
+                    program = _trace(title, function, arrays, treedef, platforms)
+                    (new / f"{title}{ENDING}").write_bytes(program.serialize())
+                    programs[title] = program
+                    advance(number + 1)
+            for title, text in texts.items():
                 (new / title).write_text(text, encoding="utf-8")
             _write_weights(new / WEIGHTS, arrays, stored)
             manifest = {
                 "format": FORMAT, "name": name, "version": version, "made_with": _versions(),
                 "platforms": list(platforms),
-                "functions": {title: _described(title, program) for title, program in programs.items()},
+                "functions": {
+                    title: _described(title, program, functions[title].batch)
+                    for title, program in programs.items()
+                },
                 "weights": {"file": WEIGHTS, "arrays": stored},
                 **(about or {}),
                 "files": {path.name: _measured(path) for path in sorted(new.iterdir())},
@@ -158,6 +165,12 @@ def _lines(found: Any, indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if Path(name).name != name or name.startswith(".") or names.count(name) > 1:
+            raise UserError(f"{name!r} can't be a file of the artefact: choose another name")
+
+
 def _by_name(weights: Any) -> tuple[dict[str, Any], Any]:
     """Returns the leaves of a pytree by their paths, such as blocks.0.w, and its structure."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(weights)
@@ -192,12 +205,12 @@ def _trace(
         }
         with jax.sharding.use_abstract_mesh(hardware.any_platform()):
             return jax.export.export(jax.jit(run), platforms=platforms)(types, inputs)
-    except (jax.errors.InconclusiveDimensionOperation, NotImplementedError) as error:
+    except (jax.errors.InconclusiveDimensionOperation, NotImplementedError, ValueError) as error:
         reason = files.shorten(str(error).split("\n")[0])
         raise UserError(f"{title} can't be exported with these symbols: {reason}") from error
 
 
-def _described(title: str, program: jax.export.Exported) -> dict[str, Any]:
+def _described(title: str, program: jax.export.Exported, batch: str | None) -> dict[str, Any]:
     def types(tree: Any) -> dict[str, Any]:
         return {
             name: {"shape": [_size(d) for d in x.shape], "dtype": x.dtype.name}
@@ -208,6 +221,7 @@ def _described(title: str, program: jax.export.Exported) -> dict[str, Any]:
     return {
         "file": f"{title}{ENDING}",
         "calling_convention": program.calling_convention_version,
+        **({"batch": batch} if batch else {}),
         "inputs": types(inputs),
         "outputs": types(jax.tree.unflatten(program.out_tree, program.out_avals)),
     }

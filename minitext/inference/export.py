@@ -2,6 +2,8 @@
 
 Batch, length of the prompts and length of the cache are symbols, and prompts of one batch may have different lengths.
 The cache is an argument and a result, as arrays by name. The functions return logits, and the caller chooses tokens.
+
+Chapters: 27.
 """
 
 from collections.abc import Mapping
@@ -86,9 +88,9 @@ def text_functions(cfg: ModelConfig, params: Any) -> tuple[dict[str, Function], 
     lengths = {"lengths": ("b", "int32")}
     functions = {
         "prefill": Function(
-            prefill, {"tokens": ("b, t", "int32"), **lengths, **caches}, ["s >= t", *limits]
+            prefill, {"tokens": ("b, t", "int32"), **lengths, **caches}, ["s >= t", *limits], "b"
         ),
-        "decode": Function(decode, {"tokens": ("b", "int32"), **lengths, **caches}, limits),
+        "decode": Function(decode, {"tokens": ("b", "int32"), **lengths, **caches}, limits, "b"),
     }
     return functions, weights
 

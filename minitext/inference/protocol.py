@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -38,6 +38,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
 }  # fmt: skip
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Refused(Exception):
@@ -264,16 +266,33 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
         found = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {files.shorten(str(error))}") from None
+    if isinstance(found, dict):
+        for name, neutral in REFUSED.items():
+            if found.get(name) is not None and found[name] not in neutral:
+                raise Refused(
+                    f"{name}={_short(found[name])} is not supported: leave it out", param=name
+                )
+    body = validated(found, kind)
+    if isinstance(body, CompletionBody) and body.best_of not in (None, body.n):
+        raise Refused(
+            f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n}",
+            param="best_of",
+        )
+    _ = body.stops, body.alternatives, body.grammar  # refused now, before the prompt is looked at
+    return body
+
+
+def validated(found: Any, kind: type[M]) -> M:
+    """Returns the fields of a JSON object; those that are null count as left out.
+
+    Raises:
+      Refused: it isn't an object, or a field is missing or has a wrong type.
+    """
     if not isinstance(found, dict):
         raise Refused(f"the body is {_short(found)}: send a JSON object")
     found = {name: value for name, value in found.items() if value is not None}
-    for name, neutral in REFUSED.items():
-        if name in found and found[name] not in neutral:
-            raise Refused(
-                f"{name}={_short(found[name])} is not supported: leave it out", param=name
-            )
     try:
-        body = kind.model_validate(found)
+        return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
@@ -283,13 +302,6 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
         raise Refused(
             f"{files.shorten(name)}={_short(first['input'])}: {said}", param=name
         ) from None
-    if isinstance(body, CompletionBody) and body.best_of not in (None, body.n):
-        raise Refused(
-            f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n}",
-            param="best_of",
-        )
-    _ = body.stops, body.alternatives, body.grammar  # refused now, before the prompt is looked at
-    return body
 
 
 def requests_of(

@@ -9,36 +9,41 @@ Chapters: 24.
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import json
 import logging
 import os
 import queue
-import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import h11
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitext.data.chat import Chat, Renderer
 from minitext.data.tokenizer import Tokenizer
 from minitext.errors import UserError
 from minitext.files import shorten
-from minitext.inference import requests
+from minitext.inference import http_server, requests
+from minitext.inference.http_server import (
+    JSON,
+    Counted,
+    Gone,
+    check_key,
+    gone,
+    headers_of,
+    need_type,
+    read,
+    unless_gone,
+)
 from minitext.inference.protocol import (
     Body,
     ChatAnswer,
@@ -65,12 +70,9 @@ LEAST_BODY, BYTES_A_TOKEN = (
     1 << 20,
     32,
 )  # a body may have this many bytes, or so many for each token of the context
-HEAD_SECONDS = 60.0  # for a request's first lines to arrive
-READ_SECONDS = 60.0  # for its body
 STALL_SECONDS = 60.0  # for a client to take what it asked for
 MOST_PREPARING = 256  # requests being turned into tokens
 LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
-RETRY_SECONDS = 1
 PAGE = Path(__file__).with_name("chat.html")
 # The page is ours alone: nothing may be loaded, from here or elsewhere, and it may ask this server only.
 PAGE_POLICY = (
@@ -79,10 +81,6 @@ PAGE_POLICY = (
 )
 
 T = TypeVar("T")
-
-
-class Gone(Exception):
-    """The client has hung up."""
 
 
 @dataclass
@@ -132,8 +130,12 @@ def make_app(served: Served) -> FastAPI:
     """Returns the application: OpenAI's addresses under /v1, the page at /, /health and /metrics."""
     # No pages about the API: FastAPI's load their scripts from another host.
     app = FastAPI(title="minitext", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_Counted, metrics=served.metrics)
-    api = APIRouter(prefix="/v1", dependencies=[Depends(partial(_check_key, served))])
+    app.add_middleware(Counted, answers=served.metrics.answers)
+
+    async def with_key(request: Request) -> None:
+        check_key(served.api_key, request)
+
+    api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
     common = {
         "object": "model", "created": int(time.time()), "owned_by": "minitext",
         "max_model_len": served.engine.max_length,
@@ -188,12 +190,13 @@ def make_app(served: Served) -> FastAPI:
 async def _serve(served: Served, request: Request, kind: type[Body]) -> Response:
     began = time.perf_counter()
     try:
-        body = read_body(await _read(request, served.most_bytes), kind)
+        need_type(request, JSON)
+        body = read_body(await read(request, served.most_bytes), kind)
         if body.model is not None:
             _check_model(served, body.model)
         asked = await _prepare(served, body)
     except ClientDisconnect:
-        return _gone()
+        return gone()
     make = ChatAnswer if kind is ChatBody else CompletionAnswer
     answer = make(body.model or served.name, served.tokenizer, body.alternatives is not None)
     texts = Texts(served, asked, body, began, goes_on=kind is CompletionBody)
@@ -201,37 +204,12 @@ async def _serve(served: Served, request: Request, kind: type[Body]) -> Response
     if body.stream:
         return EventStream(_events(texts, answer, body.stream_options), texts.cancel)
     try:
-        pieces = await _unless_gone(request.receive, _all_of(texts))
+        pieces = await unless_gone(request.receive, _all_of(texts))
     except Gone:
-        return _gone()
+        return gone()
     finally:
         texts.cancel()
     return Response(to_json(answer.whole(pieces, texts.usage)), media_type="application/json")
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    """Returns the body, of at most `limit` bytes; one that is longer is read to its end, but not kept."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which no other site's page can send unasked
-        raise Refused("the body is not declared as JSON: send Content-Type: application/json", 415)
-    size, parts = 0, []
-    try:
-        async with asyncio.timeout(READ_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size <= limit:
-                    parts.append(part)
-                elif size > 16 * limit:
-                    break
-                else:
-                    parts.clear()
-    except TimeoutError:
-        raise Refused(
-            f"the body did not arrive within {READ_SECONDS:.0f} seconds: send it at once", 408
-        ) from None
-    if size > limit:
-        raise Refused(f"the body has more than {limit:,} bytes: send less", 413)
-    return b"".join(parts)
 
 
 async def _prepare(served: Served, body: Body) -> list[requests.Request]:
@@ -485,7 +463,7 @@ class EventStream(Response):
 
         with contextlib.suppress(Gone):
             try:
-                await _unless_gone(receive, work())
+                await unless_gone(receive, work())
             except TimeoutError:
                 log.warning(
                     "a client took nothing for %.0f seconds: its stream ends", STALL_SECONDS
@@ -495,43 +473,7 @@ class EventStream(Response):
                 self._close()
 
 
-async def _unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """Returns what `work` returns; if the client hangs up first, the work is cancelled.
-
-    Raises:
-      Gone: the client hung up.
-    """
-
-    async def listen() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, listening = asyncio.ensure_future(work), asyncio.ensure_future(listen())
-    try:
-        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Gone
-        return working.result()
-    finally:
-        for task in (working, listening):
-            task.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
-
-
 # --- keys, names and errors
-
-
-def _check_key(served: Served, request: Request) -> None:
-    if served.api_key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    digests = [hashlib.sha256(key.encode()).digest() for key in (given.strip(), served.api_key)]
-    if scheme.lower() != "bearer" or not hmac.compare_digest(*digests):
-        raise Refused(
-            "this server wants its API key: send Authorization: Bearer KEY",
-            401,
-            code="invalid_api_key",
-        )
 
 
 def _check_model(served: Served, name: str) -> None:
@@ -548,20 +490,9 @@ def _busy() -> Refused:
     )
 
 
-def _gone() -> Response:
-    return Response(status_code=499)  # nobody reads it, but it's counted
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_SECONDS)
-    if error.status in (408, 413):  # the rest of the body may still come
-        headers["Connection"] = "close"
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, headers_of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -573,22 +504,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse(Refused("the server failed: its log says how", 500).body, 500)
-
-
-class _Counted:
-    """Counts answers by address and status."""
-
-    def __init__(self, app: Any, metrics: Metrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def counted(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                known = getattr(scope.get("route"), "path", "other")
-                self.metrics.answers.labels(known, str(message["status"])).inc()
-            await send(message)
-
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
 
 
 def _page(served: Served) -> str:
@@ -605,61 +520,8 @@ def _page(served: Served) -> str:
 # --- a process that serves
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that has the address, before anything is loaded for it; it doesn't listen yet.
-
-    Raises:
-      UserError: the address is in use, or isn't one of this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except (OSError, UnicodeError) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(
-            f"cannot listen on {host}:{port}: {said.lower()}: choose another --port, 0 for a free one, or --host"
-        ) from None
-    return found
-
-
-class Connection(H11Protocol):
-    """A connection that is closed when a request's first lines don't arrive in time, which uvicorn would wait for."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait."""
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        """Goes on waiting, or stops."""
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stops waiting."""
-        super().connection_lost(exc)
-        self._stop()
-
-    def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop()
-        elif self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-
-    def _stop(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-
-class Server(uvicorn.Server):
-    """uvicorn, which tells the engine too that the end has come.
+class Server(http_server.Server):
+    """An HTTP server that tells the engine too that the end has come.
 
     Args:
       served: the model; its engine is closed at the end.
@@ -667,47 +529,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, served: Served, drain_seconds: float = 30.0):
-        config = uvicorn.Config(
-            make_app(served), http=Connection, ws="none", lifespan="off", log_level="warning", access_log=False,
-            timeout_graceful_shutdown=int(drain_seconds) + 5, server_header=False,
-        )  # fmt: skip
-        super().__init__(config)
+        super().__init__(
+            make_app(served),
+            lambda: served.engine.close(drain_seconds=drain_seconds),
+            drain_seconds,
+        )
         self.served, self.drain_seconds = served, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops accepting; what runs is finished or, when the time is over, told that it failed."""
         self.served.draining = True
-        close = partial(self.served.engine.close, drain_seconds=self.drain_seconds)
-        closing = asyncio.create_task(asyncio.to_thread(close))
         await super().shutdown(sockets)
-        await closing
         await asyncio.to_thread(self.served.close)
-
-
-def listen(bound: socket.socket) -> None:
-    """Lets clients in: those who come before `serve` wait.
-
-    Raises:
-      UserError: another process has begun to listen on the address meanwhile.
-    """
-    try:
-        bound.listen(2048)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen: {str(error.strerror).lower()}: choose another --port"
-        ) from None
-
-
-def serve(server: Server, listening: socket.socket) -> None:
-    """Serves until SIGTERM or Ctrl-C, and then finishes what runs."""
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    # uvicorn has handlers of its own while it runs, and raises what it caught for these afterwards.
-    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        server.run(sockets=[listening])
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)

@@ -1,9 +1,9 @@
-"""What the server says of itself at /metrics, for Prometheus. Where vLLM measures the same, the names are vLLM's.
+"""What the servers say of themselves at /metrics, for Prometheus. Where vLLM measures the same, the names are vLLM's.
 
 Chapters: 24.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -76,4 +76,67 @@ class Metrics:
 
     def text(self) -> tuple[bytes, int, dict[str, str]]:
         """Returns the answer to /metrics: text, status and headers."""
-        return generate_latest(self._registry), 200, {"Content-Type": CONTENT_TYPE_LATEST}
+        return _written(self._registry)
+
+
+def _written(registry: CollectorRegistry) -> tuple[bytes, int, dict[str, str]]:
+    return generate_latest(registry), 200, {"Content-Type": CONTENT_TYPE_LATEST}
+
+
+class ModelMetrics:
+    """Counters and histograms of a server of artefacts, by model and version.
+
+    Args:
+      running: what is loaded: name, version, requests that wait, and compiled shapes.
+
+    Attributes:
+      answers: by address and status.
+      requests: inference requests, by status.
+      whole: seconds from a request's arrival to its answer.
+      waited: seconds that a request waited for others, and for those before it.
+      together: requests in each call of the program.
+      rows: rows in each call of the program, filled ones included.
+    """
+
+    def __init__(self, running: Callable[[], Iterable[tuple[str, str, int, int]]]):
+        self._running, self._registry = running, CollectorRegistry()
+        self._registry.register(self)  # pyright: ignore[reportArgumentType]
+        made: dict[str, Any] = {"registry": self._registry, "namespace": "minitext"}
+        by = ["model", "version"]
+        self.answers = Counter(
+            "http_requests", "Answers by address and status.", ["path", "status"], **made
+        )
+        self.requests = Counter(
+            "inference_requests", "Inference requests by status.", [*by, "status"], **made
+        )
+        self.whole = Histogram(
+            "inference_seconds", "Arrival to answer.", by, **made, buckets=SECONDS
+        )
+        self.waited = Histogram(
+            "inference_queue_seconds", "Arrival to the call.", by, **made, buckets=SECONDS
+        )
+        sizes: dict[str, Any] = {**made, "buckets": [1 << i for i in range(11)]}
+        self.together = Histogram(
+            "inference_requests_per_call", "Requests computed together.", by, **sizes
+        )
+        self.rows = Histogram(
+            "inference_rows_per_call", "Rows computed together, filled ones too.", by, **sizes
+        )
+
+    def collect(self) -> Iterator[Any]:
+        """Yields what is loaded now."""
+        waiting = GaugeMetricFamily(
+            "minitext_inference_waiting", "Requests that wait.", labels=["model", "version"]
+        )
+        shapes = GaugeMetricFamily(
+            "minitext_inference_shapes", "Compiled programs.", labels=["model", "version"]
+        )
+        for name, version, calls, compiled in self._running():
+            waiting.add_metric([name, version], calls)
+            shapes.add_metric([name, version], compiled)
+        yield waiting
+        yield shapes
+
+    def text(self) -> tuple[bytes, int, dict[str, str]]:
+        """Returns the answer to /metrics: text, status and headers."""
+        return _written(self._registry)

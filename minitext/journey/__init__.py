@@ -5,6 +5,8 @@ results on disk, and the report reads nothing else. It is a room of its own beca
 post-training, and neither should know of it.
 May import post_training, perf, training, inference, observability, models, data, compiler, sharding, kernels,
 checkpoint, distributed and config.
+
+Chapters: 27.
 """
 
 from minitext import exports

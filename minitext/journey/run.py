@@ -1,6 +1,8 @@
 """Walks a journey: stage after stage, each skipped if it is done, and the report at the end.
 
 Read `run_journey` first.
+
+Chapters: 27.
 """
 
 import shutil

@@ -8,6 +8,8 @@ How it is fitted: for each of many exponents alpha the best E and A, neither neg
 one answer, and the exponent with the least error is taken. Errors are relative ones, nearly those of the logarithm,
 which Hoffmann et al. fit too; their Huber loss, made for hundreds of runs with outliers, has nothing to do for four.
 Two runs can't tell E from A, so then E = 0.
+
+Chapters: 27.
 """
 
 from collections.abc import Sequence

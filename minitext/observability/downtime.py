@@ -50,7 +50,7 @@ class Strike:
       step: the newest step of which there was a line.
       allowed: steps that may have to be repeated.
       over: when it ended by itself; None for one that ends the attempt.
-      noticed: when the job said so, or a process ended because of it; None if nobody had to.
+      noticed: when the job said so, or a process ended because of it; None for a fault that passes.
       noticed_by: the line, or who noticed.
       saving_since: when the save that it interrupted began; None without one.
     """
@@ -365,8 +365,6 @@ def _sweep(
             add(record.cause, begin, cursor)
             if record.strike is not None:
                 costs[record.strike][record.cause] += cursor - begin
-    if attempts[-1].end > cursor:
-        add("unexplained", cursor, attempts[-1].end)
     bills = tuple(
         Bill(strike, _resumed(attempts, strike), n, {c: s for c, s in cost.items() if s > 0})
         for strike, n, cost in zip(strikes, repeated, costs, strict=True)

@@ -280,7 +280,9 @@ def _kernel(node: _Node, runs: float) -> Operation:
     if estimate is not None and not all(isinstance(n, int) for n in mapping.grid):
         size = float(estimate.bytes_accessed)
         kernel = _operation(node, node.outputs[0], float(estimate.flops), size, runs)
-        return replace(kernel, name=products[0].name, dtype=products[0].dtype) if products else kernel
+        return (
+            replace(kernel, name=products[0].name, dtype=products[0].dtype) if products else kernel
+        )
     points = math.prod(int(n) for n in mapping.grid)
     size = 0.0
     for block in mapping.block_mappings:

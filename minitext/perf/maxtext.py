@@ -15,13 +15,14 @@ from typing import Any
 from rich.text import Text
 
 from minitext.compiler.targets import Target, parse_target
-from minitext.config import maxtext_command, maxtext_map
+from minitext.config import maxtext_command, maxtext_map, maxtext_model
 from minitext.config.config import Config
 from minitext.config.maxtext_command import Reading
 from minitext.config.maxtext_map import Machine, Translation
 from minitext.errors import UserError
-from minitext.models.flops import count_params
-from minitext.perf import comms, memory, plan, roofline, step_time
+from minitext.models.flops import count_flops, count_params
+from minitext.perf import comms, memory, plan, step_time
+from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
 
@@ -64,7 +65,7 @@ class Answers:
       times: seconds by what they are spent on.
       lower: seconds of a step if everything overlaps.
       upper: if nothing does.
-      mfu: the share of the chips' peak at `lower`.
+      mfu: model FLOPs of a step over what the chips could do in `lower` seconds.
       changes: what to change, the best first.
       compiled: the prediction from the compiled step, if it was asked for.
       notes: what the predictions leave out.
@@ -142,9 +143,9 @@ def machine_for(reading: Reading, target: str | None) -> tuple[Machine, Target |
             wanted.chip.name, wanted.devices // wanted.slices, wanted.slices, wanted.shape
         ), wanted
     device, slices = reading.device, reading.slices
-    if device is None and reading.given.get("compile_topology"):
-        device = str(reading.given["compile_topology"])
-        slices = max(1, int(reading.given.get("compile_topology_num_slices") or 1))
+    if device is None and reading.values.get("compile_topology"):
+        device = str(reading.values["compile_topology"])
+        slices = max(1, maxtext_model.whole(reading.values, "compile_topology_num_slices"))
     found = maxtext_map.machine_of(device, slices) if device else None
     if found is not None:
         chip, shape = found
@@ -173,19 +174,18 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     if cfg.model.quantization:
         plain = cfg.replace({"model.quantization": ()})
         notes.append("memory and bytes are predicted without model.quantization")
-    work = plan.Work(cfg, target)
-    times, used = plan.predict(plain, target, work), _memory(plain, target)
+    work, used = plan.Work(cfg, target), _memory(plain, target)
+    times = plan.predict(plain, target, work)
     terms = _within(plain, target)
     sent: dict[str, float] = {}
     for term in terms:
         sent[term.kind] = sent.get(term.kind, 0.0) + term.moved
-    flops = roofline.predict(
-        roofline.count_step(cfg, target.chip.name), roofline.chip_machine(target.chip)
-    ).product_flops
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    flops = count_flops(cfg.model, tokens, cfg.data.seq_len)
     kind = "bfloat16" if cfg.model.dtype == "bfloat16" else "float32"
     peak = target.chip.peak(kind) * target.devices / target.chip.devices
     base = Answers(
-        target=str(target), parameters=count_params(cfg.model), tokens=cfg.train.global_batch * cfg.data.seq_len,
+        target=str(target), parameters=count_params(cfg.model), tokens=tokens,
         memory=used.total, usable=target.chip.usable_bytes, state=used.parameters + used.optimizer, ici=sent,
         dcn=plan.sent_across(plain, target), times=_shown(times), lower=times.hidden, upper=times.waited,
         mfu=flops / times.hidden / peak, changes=(), compiled=None, notes=(*notes, *_notes(plain, target)),
@@ -197,6 +197,7 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
 
 
 def _memory(cfg: Config, target: Target) -> memory.Memory:
+    check_mesh(cfg, abstract_mesh(cfg.mesh))
     return memory.predict(
         cfg, abstract_mesh(cfg.mesh), target.chip.platform, target.chip.vmem_bytes or 0
     )
@@ -334,9 +335,10 @@ def print_explanation(found: Explanation) -> None:
         lines.append(
             "name the machine to see whether it fits and how long a step takes: --target v5p:4x4x8"
         )
-    lines += [f"note: {line}" for line in t.notes]
+    if notes := [*t.notes, *(found.answers.notes if found.answers is not None else ())]:
+        lines.append(Text("\n".join(f"note: {line}" for line in notes)))
     if t.words:
-        lines += ["", Text("minitext train " + " ".join(map(_quoted, t.words)))]
+        lines.append(Text("minitext train " + " ".join(map(_quoted, t.words))))
     print_tables(*lines)
 
 
@@ -355,13 +357,13 @@ def _answers(a: Answers) -> Iterator[Any]:
     rows = [
         ("parameters", f"{a.parameters:,}"),
         ("tokens in a step", f"{a.tokens:,}"),
-        ("memory of a device", f"{show_bytes(a.memory)} of {show_bytes(a.usable)}: {verdict}"),
+        ("memory of a device, in minitext", f"{show_bytes(a.memory)} of {show_bytes(a.usable)}: {verdict}"),
         ("  parameters and moments", show_bytes(a.state)),
         *((f"within a slice (ICI): {kind}", f"{show_bytes(round(size))} sent by a device in a step")
           for kind, size in sorted(a.ici.items(), key=lambda item: -item[1])),
-        ("across slices (DCN)", f"{show_bytes(round(a.dcn))} sent by a device in a step" if a.dcn else "nothing"),
+        ("across slices (DCN)", f"{show_bytes(round(a.dcn))} sent by a device in a step"),
         *((f"seconds: {name}", "bandwidth unknown" if s is None else f"{s:,.4g}") for name, s in a.times.items()),
-        ("a step, everything overlapped", f"{a.lower:,.4g} s: {a.tokens / a.lower:,.0f} tokens/s, {a.mfu:.1%} of the peak"),
+        ("a step, everything overlapped", f"{a.lower:,.4g} s: {a.tokens / a.lower:,.0f} tokens/s, {a.mfu:.1%} of peak"),
         ("a step, nothing overlapped", f"{a.upper:,.4g} s"),
     ]  # fmt: skip
     if a.compiled is not None:
@@ -385,4 +387,3 @@ def _answers(a: Answers) -> Iterator[Any]:
         )
     elif not a.fits:
         yield "nothing that was tried fits: take more chips, or a shorter max_target_length"
-    yield from (f"note: {line}" for line in a.notes)

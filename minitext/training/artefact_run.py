@@ -8,12 +8,20 @@ from minitext import files
 from minitext.config.config import Config
 from minitext.data.chat import read_chat
 from minitext.data.tokenizer import Tokenizer
+from minitext.training import model_card
 from minitext.training.interchange import longest_text
 from minitext.training.run_dir import CARRIED, CARRIED_LIMIT, PUBLISHED, load_merged
 
 
-def export_artefact(directory: Path | str, target: Path | str) -> int:
+def export_artefact(
+    directory: Path | str, target: Path | str, licence: str = model_card.UNKNOWN
+) -> int:
     """Writes a run's newest parameters and the programs that generate text with them, whole or not at all.
+
+    Args:
+      directory: the run.
+      target: the folder to make.
+      licence: for the model card, README.md.
 
     Returns:
       The step that was exported.
@@ -27,7 +35,12 @@ def export_artefact(directory: Path | str, target: Path | str) -> int:
     cfg, params, tokenizer, step = load_merged(directory)
     functions, weights = export.text_functions(cfg.model, params)
     came = Path(directory) / PUBLISHED
-    beside = tokenizer_files(came, tokenizer)
+    size, stored = model_card.measure(weights)
+    card = model_card.card(
+        directory, cfg, step, form="stablehlo", size=size, dtype=stored, licence=licence
+    )
+    program = Path(generate.__file__).read_text(encoding="utf-8")
+    beside = {model_card.CARD: card, "generate.py": program, **tokenizer_files(came, tokenizer)}
     said = {**describe(cfg, came, tokenizer), "max_length": export.longest_text(cfg.model)}
     artefact.save(
         target,
@@ -36,7 +49,7 @@ def export_artefact(directory: Path | str, target: Path | str) -> int:
         name=Path(directory).resolve().name,
         version=str(step),
         about={"text": said},
-        beside={"generate.py": Path(generate.__file__).read_text(encoding="utf-8"), **beside},
+        beside=beside,
     )
     return step
 

@@ -113,7 +113,7 @@ def plan(
                 moments.append("starting")
             fault = fault._replace(moment=rng.choice(moments), seconds=rng.uniform(*STARTING))
         elif kind == "freeze":
-            # Of a process alone, nobody is left to notice that it is frozen.
+            # If the only process is frozen, no other is left to notice.
             for_good = processes > 1 and rng.random() < 1 / 3
             fault = fault._replace(seconds=FOR_GOOD if for_good else rng.uniform(*SECONDS))
         elif kind == "slow":

@@ -31,6 +31,7 @@ from minitext.errors import UserError
 from minitext.models import convert, families, gguf_names
 from minitext.sharding.check import check_sizes
 from minitext.sharding.mesh import make_mesh
+from minitext.training import model_card
 from minitext.training.run_dir import (
     CHECKPOINTS,
     CONFIG,
@@ -212,6 +213,7 @@ def export_hf(
     target: Path | str,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
+    licence: str = model_card.UNKNOWN,
 ) -> int:
     """Writes a run's newest parameters as a Hugging Face folder, whole or not at all.
 
@@ -220,6 +222,7 @@ def export_hf(
       target: the folder to make.
       dtype: float32, bfloat16 or float16.
       shard_bytes: the size of a file; a larger tensor has a file of its own.
+      licence: for the model card, README.md.
 
     Returns:
       The step that was exported.
@@ -233,7 +236,7 @@ def export_hf(
         raise UserError(f"{target} exists: name a directory that does not")
     if dtype not in convert.DTYPES:
         raise UserError(f"dtype {dtype}: choose among {', '.join(convert.DTYPES)}")
-    cfg, params, tokenizer, step = _load_float_run(directory)
+    cfg, params, tokenizer, step = load_float_run(directory)
     came = Path(directory) / PUBLISHED
     first = "llama"
     if (came / "config.json").exists():
@@ -253,6 +256,11 @@ def export_hf(
                 said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
                 files.write(new / "tokenizer_config.json", json.dumps(said, indent=2))
             _write_shards(new, table, params, dtype, shard_bytes)
+            size = sum(x.size for x in _leaves(params)) * (4 if dtype == "float32" else 2)
+            card = model_card.card(
+                directory, cfg, step, form="hf", size=size, dtype=dtype, licence=licence
+            )
+            files.write(new / model_card.CARD, card)
     except OSError as error:
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
@@ -308,7 +316,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
         raise UserError(f"{target} exists: name a file that does not")
     if dtype not in gguf_names.DTYPES:
         raise UserError(f"dtype {dtype}: choose among {', '.join(gguf_names.DTYPES)} for gguf")
-    cfg, params, tokenizer, step = _load_float_run(directory)
+    cfg, params, tokenizer, step = load_float_run(directory)
     came = Path(directory) / PUBLISHED
     values, fields = gguf_names.described(cfg.model, longest_text(cfg, came))
     chat = read_chat(came, tokenizer)
@@ -339,7 +347,7 @@ def export_gguf(directory: Path | str, target: Path | str, dtype: str = "float32
     return step
 
 
-def _load_float_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
+def load_float_run(directory: Path | str) -> tuple[Config, Any, Tokenizer, int]:
     """Returns what `load_merged` does of a run with float32 weights or with adapters, which are merged.
 
     Raises:

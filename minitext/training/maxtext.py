@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import yaml
 
@@ -221,41 +220,16 @@ def export_run(
         raise UserError(f"{directory} is quantized: export the run that it was made of")
     values, model, factors = describe(cfg.model, _kept(Path(directory)))
     if factors:
-        params = _multiplied(params, factors)
+        params = multiplied(params, factors)
     block = values["decoder_block"]
     table = maxtext_names.table(model, block, maxtext_model.interleaves(values))
     stacks, cycle = maxtext_names.scan(model, block)
     axis = int(values["param_scan_axis"])
     layers = model.layers // 2 if block == "gemma2" else model.layers
-    arrays: dict[str, Any] = {}
-    shapes = convert.tensors(table, params)
-    parts = {
-        name: checkpoints.stacked_name(name, stacks, cycle, layers)
-        if scanned
-        else checkpoints.Part(name)
-        for name in shapes
-    }
-    heights: dict[str, int] = {}
-    for part in parts.values():
-        if part.index is not None:
-            heights[part.array] = max(heights.get(part.array, 0), part.index + 1)
-    kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
+    form = (stacks, cycle, layers) if scanned else None
     try:
-        with (
-            files.new_folder(target) as new,
-            terminal.of_slow_work(len(shapes), "writing") as advance,
-        ):
-            for (name, shape), tensor in zip(
-                shapes.items(), convert.values(table, params, advance), strict=True
-            ):
-                part, number = parts[name], convert.rounded(tensor, dtype)
-                if part.index is None:
-                    arrays[part.array] = number
-                    continue
-                if part.array not in arrays:
-                    stacked = (*shape[:axis], heights[part.array], *shape[axis:])
-                    arrays[part.array] = np.empty(stacked, kind)
-                arrays[part.array][(slice(None),) * axis + (part.index,)] = number
+        with files.new_folder(target) as new:
+            arrays = stacked_arrays(table, params, form, axis, dtype)
             (new / "0").mkdir()
             checkpoints.write_checkpoint(new / "0" / "items", arrays)
             words = _differing(values) | {"scan_layers": scanned, "weight_dtype": dtype}
@@ -265,6 +239,43 @@ def export_run(
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error
     return Exported(step, target / "0" / "items", words, not factors)
+
+
+def stacked_arrays(
+    table: convert.Table,
+    params: Any,
+    scan: tuple[tuple[str, ...], int, int] | None,
+    axis: int,
+    dtype: str,
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of a checkpoint by name.
+
+    Args:
+      table: of `maxtext_names.table`.
+      params: the parameters.
+      scan: what `maxtext_names.scan` says, and the number of layers there; None: layers aren't stacked.
+      axis: along which they are.
+      dtype: a key of `convert.DTYPES`.
+    """
+    shapes, arrays = convert.tensors(table, params), dict[str, np.ndarray]()
+    parts = {n: checkpoints.stacked_name(n, *scan) if scan else checkpoints.Part(n) for n in shapes}
+    heights: dict[str, int] = {}
+    for part in parts.values():
+        if part.index is not None:
+            heights[part.array] = max(heights.get(part.array, 0), part.index + 1)
+    with terminal.of_slow_work(len(shapes), "writing") as advance:
+        for (name, shape), tensor in zip(
+            shapes.items(), convert.values(table, params, advance), strict=True
+        ):
+            part, numbers = parts[name], convert.rounded(tensor, dtype)
+            if part.index is None:
+                arrays[part.array] = numbers
+                continue
+            if part.array not in arrays:
+                stacked = (*shape[:axis], heights[part.array], *shape[axis:])
+                arrays[part.array] = np.empty(stacked, numbers.dtype)
+            arrays[part.array][(slice(None),) * axis + (part.index,)] = numbers
+    return arrays
 
 
 def _kept(directory: Path) -> dict[str, Any] | None:
@@ -308,7 +319,7 @@ def describe(
         except UserError:
             pass  # settings have changed since
     closest: tuple[int, str] | None = None
-    for block in maxtext_model.blocks_of(model):
+    for block in maxtext_model.likely_blocks(model):
         scaled, factors = _rescaled(model, block)
         values = defaults | maxtext_model.values_of(scaled, block)
         try:
@@ -356,7 +367,8 @@ def _rescaled(model: ModelConfig, block: str) -> tuple[ModelConfig, Factors]:
     return model.model_copy(update=update), factors
 
 
-def _multiplied(params: Any, factors: Factors) -> Any:
+def multiplied(params: Any, factors: Factors) -> Any:
+    """Returns parameters multiplied, and shifted, as `describe` says."""
     import jax
 
     def of(path: Any, x: Any) -> Any:

@@ -18,7 +18,7 @@ from minitext.data.tokenizer import load_tokenizer
 from minitext.errors import UserError
 from minitext.models import convert, families, peft_names
 from minitext.sharding.mesh import make_mesh
-from minitext.training import base
+from minitext.training import base, model_card
 from minitext.training.interchange import CONFIG_LIMIT, longest_text
 from minitext.training.run_dir import (
     CHECKPOINTS,
@@ -35,8 +35,10 @@ from minitext.training.step import abstract_state
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def export_peft(directory: Path | str, target: Path | str) -> int:
-    """Writes a run's newest adapters as a folder that peft and vLLM read, whole or not at all.
+def export_peft(
+    directory: Path | str, target: Path | str, licence: str = model_card.UNKNOWN
+) -> int:
+    """Writes a run's newest adapters as a folder that peft and vLLM read, whole or not at all; with a model card.
 
     Returns:
       The step that was exported.
@@ -65,6 +67,11 @@ def export_peft(directory: Path | str, target: Path | str) -> int:
             files.write(new / SETTINGS, json.dumps(said, indent=2))
             arrays = (np.asarray(x, np.float32) for x in convert.values(table, params))
             safetensors.write(new / WEIGHTS, tensors, arrays, {"format": "pt"})
+            size, stored = model_card.measure(params)
+            card = model_card.card(
+                directory, cfg, restored.step, form="peft", size=size, dtype=stored, licence=licence
+            )
+            files.write(new / model_card.CARD, card)
     except OSError as error:
         fix = "name a directory where one can be made"
         raise UserError(f"cannot write {target}: {files.explain(error, fix) or error}") from error

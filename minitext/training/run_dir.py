@@ -42,7 +42,7 @@ from minitext.distributed import job
 from minitext.errors import UserError
 from minitext.models.lora import merge, merged_config, without_lora
 from minitext.sharding.mesh import make_mesh
-from minitext.training import base
+from minitext.training import base, model_card
 from minitext.training.capacity import check_memory
 from minitext.training.step import (
     TrainState,
@@ -317,10 +317,11 @@ def _without_head(cfg: Config) -> Config:
     return cfg.model_copy(update={"model": model})
 
 
-def export_run(directory: Path | str, target: Path | str) -> int:
+def export_run(directory: Path | str, target: Path | str, licence: str = model_card.UNKNOWN) -> int:
     """Writes a run's newest parameters, configuration and tokenizer, whole or not at all; adapters are merged.
 
-    `minitext generate`, `minitext eval` and `checkpoint.load_parameters` read the result.
+    `minitext generate`, `minitext eval` and `checkpoint.load_parameters` read the result. A model card is beside it,
+    which names the licence.
 
     Returns:
       The step that was exported.
@@ -332,12 +333,22 @@ def export_run(directory: Path | str, target: Path | str) -> int:
     if target.exists():
         raise UserError(f"{target} exists: name a directory that does not")
     cfg, params, tokenizer, step = load_merged(directory)
-    write_parameters(directory, target, cfg, params, tokenizer, step)
+    size, stored = model_card.measure(params)
+    card = model_card.card(
+        directory, cfg, step, form="orbax", size=size, dtype=stored, licence=licence
+    )
+    write_parameters(directory, target, cfg, params, tokenizer, step, card)
     return step
 
 
 def write_parameters(
-    directory: Path | str, target: Path, cfg: Config, params: Any, tokenizer: Tokenizer, step: int
+    directory: Path | str,
+    target: Path,
+    cfg: Config,
+    params: Any,
+    tokenizer: Tokenizer,
+    step: int,
+    card: str | None = None,
 ) -> None:
     """Writes a run directory with parameters alone, whole or not at all.
 
@@ -348,6 +359,7 @@ def write_parameters(
       params: its parameters.
       tokenizer: its tokenizer.
       step: of the parameters.
+      card: their model card, if they get one.
 
     Raises:
       UserError: if the target can't be written.
@@ -355,6 +367,8 @@ def write_parameters(
     try:
         with files.new_folder(target) as new:
             files.write(new / CONFIG, to_yaml(cfg))
+            if card is not None:
+                files.write(new / model_card.CARD, card)
             tokenizer.save(new / TOKENIZER)
             carry_published(Path(directory), new)
             largest = max(x.nbytes for x in jax.tree.leaves(params))

@@ -16,6 +16,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import typer
@@ -391,6 +392,53 @@ def test_a_run_is_served_until_sigterm(server, trained, tmp_path, options):
     assert "Traceback" not in (tmp_path / "said").read_text()
 
 
+def test_artefacts_are_served_until_sigterm(server, minitext, trained, tmp_path):
+    """A run, exported and served without its code, goes on from a text as `minitext generate` does."""
+    assert minitext("export", trained, tmp_path / "lm", "--format", "stablehlo")[0] == 0
+    said = tmp_path / "said"
+    said.touch()
+    words = ["--port", "0", "--max-batch", "4"]
+    pid = server.start("serve", tmp_path / "lm", *words, output=said)
+    end = time.monotonic() + 60
+    while not (found := re.search(r"served at (\S+/v2): a 2\n", said.read_text())):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    manifest = json.loads((tmp_path / "lm" / "manifest.json").read_text())
+
+    datatypes = {"int32": "INT32", "float32": "FP32"}
+
+    def ask(function, **arrays):
+        types = manifest["functions"][function]["inputs"]
+        inputs = [
+            {"name": name, "shape": list(arrays[name].shape), "datatype": datatypes[x["dtype"]],
+             "data": arrays[name].ravel().tolist()}
+            for name, x in types.items()
+        ]  # fmt: skip
+        body = json.dumps({"inputs": inputs}).encode()
+        path = f"{found[1]}/models/a.{function}/infer"
+        request = urllib.request.Request(path, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            outputs = json.load(answer)["outputs"]
+        return {one["name"]: np.array(one["data"], "f4").reshape(one["shape"]) for one in outputs}
+
+    prompt, sizes = np.frombuffer(b"the", np.uint8).astype("i4"), {"b": 1, "t": 3, "s": 8}
+    room = {
+        name: np.zeros([sizes.get(size, size) for size in x["shape"]], x["dtype"])
+        for name, x in manifest["functions"]["prefill"]["inputs"].items()
+    }
+    outputs = ask("prefill", **{**room, "tokens": prompt[None], "lengths": np.array([3], "i4")})
+    text = []
+    for length in range(3, 7):
+        text.append(int(outputs.pop("logits").argmax()))
+        token = np.array(text[-1:], "i4")
+        outputs = ask("decode", tokens=token, lengths=np.array([length], "i4"), **outputs)
+    greedy = "generate", trained, "--prompt", "the", "--temperature", "0", "--max-tokens", "4"
+    assert bytes(text).decode(errors="replace") in minitext(*greedy)[1]
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait() == 0
+    assert "Traceback" not in said.read_text()
+
+
 @pytest.mark.audit
 @pytest.mark.timeout(3600)
 def test_twenty_thousand_requests_leave_memory_as_it_was(server, trained, tmp_path):
@@ -442,6 +490,9 @@ def test_twenty_thousand_requests_leave_memory_as_it_was(server, trained, tmp_pa
 
 
 def test_what_cannot_be_served_is_one_line(minitext, trained, tmp_path, monkeypatch):
+    artefact = tmp_path / "artefact"
+    artefact.mkdir()
+    (artefact / "manifest.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = [
@@ -456,12 +507,21 @@ def test_what_cannot_be_served_is_one_line(minitext, trained, tmp_path, monkeypa
             ([tmp_path / "none", "--port", 0], "none"),
             ([trained, "--port", 0, "--api-key", " "], "the API key is empty"),
             ([trained, "--port", 70000], "--port"),
+            ([trained, tmp_path], "is a run, and"),
+            ([trained, trained], "are runs: serve one"),
+            ([trained, "--max-batch", 4], "--max-batch has no effect on a run"),
+            ([artefact, "--adapter", "x=y"], "--adapter has no effect on artefacts"),
+            ([artefact, "--port", 0], "is not an artefact's manifest"),
+            ([tmp_path, "--port", 0], "is not an artefact's manifest"),
+            ([artefact, "--max-batch", 0], "--max-batch"),
+            ([artefact, "--max-wait-ms", "nan"], "--max-wait-ms"),
         ]
         for words, said in cases:
             code, out, err = minitext("serve", *words)
             assert (code, out, err.count("\n")) == (2, "", 1) and said in err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "minitext.inference.server", raising=False)
-    monkeypatch.delattr("minitext.inference.server", raising=False)
+    for name in ("minitext.inference.http_server", "minitext.inference.server"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delattr(name, raising=False)
     code, _, err = minitext("serve", trained)
     assert code == 2 and "pip install 'minitext[serve]'" in err and err.count("\n") == 1

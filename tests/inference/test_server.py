@@ -24,10 +24,12 @@ from hypothesis import strategies as st
 import minitext as mt
 from minitext.data.chat import Chat
 from minitext.data.tokenizer import ByteTokenizer
+from minitext.inference import http_server
 from minitext.inference import server as server_module
 from minitext.inference.engine import Engine, EngineOptions
+from minitext.inference.http_server import bind
 from minitext.inference.requests import Request
-from minitext.inference.server import Served, Server, bind
+from minitext.inference.server import Served, Server
 from minitext.inference.structured import guides
 from minitext.models.transformer import Transformer
 
@@ -786,7 +788,7 @@ def test_ten_thousand_bodies_leave_nothing_behind(attacked):
 
 
 def test_connections_that_do_not_behave_are_closed_and_harm_nobody(attacked, monkeypatch):
-    monkeypatch.setattr(server_module, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
     tiny, _ = attacked
     body = json.dumps(
@@ -848,7 +850,7 @@ def test_a_client_that_takes_nothing_is_left_after_a_while(start, monkeypatch):
 
 
 def test_a_client_that_says_nothing_is_left_after_a_while(tiny, monkeypatch):
-    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     request = request_of(b'{"prompt": "a", "max_tokens": 2}')
     clients = [socket.create_connection(("127.0.0.1", tiny.port), timeout=20) for _ in range(3)]
     silent, slow, second = clients

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitext import kernels
+from minitext import hardware, kernels
 from minitext.config.sections import MeshConfig
 from minitext.errors import UserError
 from minitext.kernels import dispatch
 from minitext.kernels.attention import cudnn
 from minitext.kernels.attention.mask import Mask
+from minitext.models.attention import KVCache
 from minitext.sharding.mesh import make_mesh
 from tests.conftest import QUICK_FLAGS, TINY, audit_but
 from tests.kernels import dense
@@ -193,6 +194,43 @@ def test_cached_attention_takes_the_switches(switches, cached):
         exact = (np.asarray(x, np.float64) for x in (q, k, v))
         want = dense.attention(*exact, dense.seen(40, **limits), options["softcap"], sinks)
     np.testing.assert_allclose(got, want[:, cached:], atol=2e-5)
+
+
+@pytest.mark.parametrize("switches", ["window", "chunk", "all"])
+def test_rows_of_a_cache_may_have_lengths_of_their_own(switches):
+    options, sinks, _ = switched(**dense.SWITCHES[switches])
+    q, k, v, _ = inputs(2, 3, 20, 4, 2, 8, 3.0)
+    k_BKSH, v_BKSH = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    late = q[:, :2], k_BKSH[:, :, :2], v_BKSH[:, :, :2]
+    run = functools.partial(kernels.cached_attention, **options, sinks_N=sinks)
+    lengths = jnp.asarray([0, 7, 20])
+    got = run(*late, k_BKSH, v_BKSH, lengths)
+    for row, length in enumerate(lengths):
+        alone = [x[row : row + 1] for x in (*late, k_BKSH, v_BKSH)]
+        np.testing.assert_allclose(got[row], run(*alone, length)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_of_a_cache_grow_at_their_own_ends(apart):
+    old, late = jnp.zeros((2, 3, 1, 8, 4)), jnp.ones((2, 3, 1, 2, 4))
+    lengths = jnp.asarray([0, 3, 6])
+    old, late = (tuple(x) if apart else x for x in (old, late))
+    grown = KVCache(old, old, lengths).append(KVCache(late, late, 2))
+    filled = np.arange(8) >= np.asarray(lengths)[:, None]
+    filled &= np.arange(8) < np.asarray(lengths)[:, None] + 2
+    for layer in grown.k:
+        np.testing.assert_array_equal(layer[:, 0, :, 0], filled)
+    np.testing.assert_array_equal(grown.length, lengths + 2)
+
+
+def test_a_program_for_every_platform_takes_what_every_platform_has():
+    with jax.sharding.use_abstract_mesh(hardware.any_platform()):
+        assert hardware.platform() == hardware.ANY
+        for op, impl in kernels.IMPLEMENTATIONS:
+            if impl.startswith(("pallas", "cudnn")):
+                with pytest.raises(UserError, match="for every platform"):
+                    dispatch.choose(op, impl)
+    assert hardware.platform() == "cpu"
 
 
 def test_cached_attention_refuses_what_it_cannot():

@@ -262,6 +262,7 @@ def run_command(*words):
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.audit
+@pytest.mark.timeout(1800)
 def test_the_docstring_s_file_passes(tmp_path):
     doc = ast.get_docstring(ast.parse(Path(judge.__file__).read_text())) or ""
     blocks = re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", doc, re.M)
@@ -276,6 +277,7 @@ def test_the_docstring_s_file_passes(tmp_path):
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.audit
+@pytest.mark.timeout(1800)
 def test_the_command_s_exit_codes_and_table(tmp_path):
     _, path = cases_of(
         tmp_path,

@@ -1,7 +1,10 @@
 """Reading a run back, and refusing a directory that holds another one."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -109,6 +112,33 @@ def test_an_export_has_the_parameters_and_nothing_else(trained, tmp_path):
     assert run_dir.evaluate_run(exported) == run_dir.evaluate_run(directory)
     with pytest.raises(UserError, match="export exists"):
         run_dir.export_run(directory, exported)
+
+
+ORBAX_ALONE = """
+import sys
+sys.modules["minitext"] = None  # an import of it fails
+import jax, numpy, orbax.checkpoint
+tree = orbax.checkpoint.PyTreeCheckpointer().restore(sys.argv[1])
+names = jax.tree_util.tree_flatten_with_path(tree)[0]
+arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in names}
+numpy.savez(sys.argv[2], **arrays)
+"""
+
+
+def test_orbax_alone_reads_an_export(trained, tmp_path):
+    run_dir.export_run(trained[0], tmp_path / "export")
+    _, params, _, step = run_dir.load_run(trained[0])
+    state = tmp_path / "export" / "checkpoints" / str(step) / "state"
+    words = [sys.executable, "-c", ORBAX_ALONE, state, tmp_path / "found.npz"]
+    subprocess.run(words, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    found = np.load(tmp_path / "found.npz")
+    paths, _ = jax.tree_util.tree_flatten_with_path({"params": params})
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    ours = {name.removesuffix(".value"): x for name, (_, x) in zip(names, paths, strict=True)}
+    theirs = {name.removesuffix(".value"): found[name] for name in found.files}
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        np.testing.assert_array_equal(theirs[name], x, err_msg=name)
 
 
 def test_an_export_is_whole_or_not_at_all(trained, tmp_path, monkeypatch):

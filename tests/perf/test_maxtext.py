@@ -1,0 +1,104 @@
+"""What `minitext maxtext explain` says is what our own predictions say of the same step."""
+
+import json
+
+import pytest
+
+from minitext.cli import main
+from minitext.compiler.targets import parse_target
+from minitext.config.config import load_config
+from minitext.errors import UserError
+from minitext.perf import maxtext, memory, plan
+from minitext.sharding.mesh import abstract_mesh
+
+SMALL = (
+    "python3 -m maxtext.trainers.pre_train.train maxtext/configs/base.yml base_emb_dim=512 base_num_query_heads=4 "
+    "base_num_kv_heads=4 base_mlp_dim=2048 base_num_decoder_layers=4 vocab_size=4096 max_target_length=512 steps=100 "
+    "per_device_batch_size=4 dataset_type=synthetic"
+)
+
+
+def test_the_answers_are_those_of_the_printed_command():
+    found = maxtext.explain(
+        f"xpk workload create --device-type=v5e-8 --command '{SMALL} remat_policy=minimal'"
+    )
+    answers, words = found.answers, found.translation.words
+    assert answers is not None and answers.fits and answers.target == "v5e:2x4"
+    cfg = load_config(
+        None if "=" in words[0] else words[0], words if "=" in words[0] else words[1:]
+    )
+    assert cfg == found.translation.cfg
+    target = parse_target("v5e:2x4")
+    used = memory.predict(cfg, abstract_mesh(cfg.mesh), "tpu", target.chip.vmem_bytes)
+    times = plan.predict(cfg, target, plan.Work(cfg, target))
+    assert (
+        answers.memory == used.total
+        and answers.lower == times.hidden
+        and answers.upper == times.waited
+    )
+    assert answers.tokens == 4 * 8 * 512 and 0 < answers.mfu < 1 and answers.dcn == 0
+    assert set(answers.ici) >= {"all-gather"}
+
+
+def test_slices_send_their_gradients_across():
+    one = maxtext.explain(f"{SMALL}", "v5e:2x4").answers
+    two = maxtext.explain(f"{SMALL} dcn_data_parallelism=2", "v5e:2x4 slices=2").answers
+    assert one is not None and two is not None
+    # Each device sends its part of the gradients, in bfloat16, and receives it: 2 (S - 1)/S of it with S slices.
+    assert two.dcn == pytest.approx(two.parameters * 2 / 8) and one.dcn == 0
+    assert two.tokens == 2 * one.tokens and sum(two.ici.values()) == pytest.approx(
+        sum(one.ici.values())
+    )
+
+
+def test_changes_fit_and_are_what_they_say():
+    found = maxtext.explain(
+        f"{SMALL} per_device_batch_size=256 max_target_length=2048 remat_policy=none", "v5e:2x4"
+    )
+    answers, cfg = found.answers, found.translation.cfg
+    assert answers is not None and not answers.fits and answers.changes
+    for change in answers.changes:
+        assert change.memory <= answers.usable
+        new = cfg.replace(change.settings)
+        assert (
+            change.memory == memory.predict(new, abstract_mesh(new.mesh), "tpu", 128 * 2**20).total
+        )
+        assert change.maxtext and change.why
+
+
+def test_experts_are_predicted_for_tpus():
+    """The experts' kernel has a grid that depends on the data: its own estimate counts."""
+    experts = "decoder_block=mixtral num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=2048"
+    answers = maxtext.explain(f"{SMALL} {experts}", "v5e:2x4").answers
+    dense = maxtext.explain(SMALL, "v5e:2x4").answers
+    assert answers is not None and dense is not None
+    # Two of four experts are twice the feed-forward work.
+    assert 0 < answers.mfu < 1 and 1.2 < answers.times["compute"] / dense.times["compute"] < 2
+
+
+def test_a_command_without_a_machine_says_how_to_name_one(capsys):
+    found = maxtext.explain(SMALL)
+    assert found.answers is None and found.translation.cfg is not None
+    maxtext.print_explanation(found)
+    out = capsys.readouterr().out
+    assert "--target v5p:4x4x8" in out and "minitext train" in out and "ici_" not in out
+    with pytest.raises(UserError, match="unknown chip"):
+        maxtext.explain(SMALL, "v9:2x2")
+
+
+def run(monkeypatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["minitext", "maxtext", "explain", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_command_answers_and_its_exit_code_says_whether_it_fits(monkeypatch, capsys):
+    assert run(monkeypatch, f"{SMALL} per_device_batch_size=4096", "--target", "v5e:2x4") == 3
+    assert "does NOT fit" in capsys.readouterr().out
+    assert run(monkeypatch, f"{SMALL} decoder_block=gpt3", "--target", "v5e:2x4") == 2
+    assert "LayerNorm" in capsys.readouterr().out
+    assert run(monkeypatch, SMALL, "--target", "v5e:2x4", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["answers"]["fits"] and found["target"] == "v5e:2x4" and not found["refused"]
+    assert all(key["ours"] for key in found["keys"])
