@@ -295,8 +295,9 @@ def _times(found: dict[str, Any]) -> str:
     heads = ("stage", "time", "interrupted attempts, in it", "goodput", "FLOPs", "MFU")
     text = (
         "Goodput: the share of the time in training steps that count; together, of all stages' time, and without the "
-        "steps of the scaling study. FLOPs are counted by formula, forward and backward; evaluation and samples are "
-        "not in them. MFU: model FLOPs of a step over its time and the machine's measured peak."
+        "steps of the scaling study. In reinforcement learning, drawing answers counts as waiting for data. FLOPs are "
+        "counted by formula, forward and backward; evaluation and samples are not in them. MFU: model FLOPs of a step "
+        "over its time and the machine's measured peak."
     )
     return (
         _table(heads, rows) + _p(text) + _latency(times["stages"].get("serve", {}).get("found", {}))
