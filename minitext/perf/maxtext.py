@@ -172,7 +172,7 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     if target.slices > 1 and cfg.mesh.data % target.slices:
         raise UserError(
             f"mesh.data={cfg.mesh.data} isn't a multiple of the {target.slices} slices, and the formulas know "
-            "slices as replicas alone: give dcn_data_parallelism the number of slices, or compile it with minitext compile"
+            "slices as replicas alone: give dcn_data_parallelism the number of slices, or use minitext compile"
         )
     notes = list[str]()
     plain = cfg
