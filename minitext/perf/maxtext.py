@@ -169,6 +169,11 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
     """
     cfg = found.cfg
     assert cfg is not None
+    if target.slices > 1 and cfg.mesh.data % target.slices:
+        raise UserError(
+            f"mesh.data={cfg.mesh.data} isn't a multiple of the {target.slices} slices, and the formulas know "
+            "slices as replicas alone: give dcn_data_parallelism the number of slices, or use minitext compile"
+        )
     notes = list[str]()
     plain = cfg
     if cfg.model.quantization:

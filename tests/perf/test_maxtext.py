@@ -40,6 +40,7 @@ def test_the_answers_are_those_of_the_printed_command():
     assert set(answers.ici) >= {"all-gather"}
 
 
+@pytest.mark.audit
 def test_slices_send_their_gradients_across():
     one = maxtext.explain(f"{SMALL}", "v5e:2x4").answers
     two = maxtext.explain(f"{SMALL} dcn_data_parallelism=2", "v5e:2x4 slices=2").answers
@@ -51,6 +52,7 @@ def test_slices_send_their_gradients_across():
     )
 
 
+@pytest.mark.audit
 def test_changes_fit_and_are_what_they_say():
     found = maxtext.explain(
         f"{SMALL} per_device_batch_size=256 max_target_length=2048 remat_policy=none", "v5e:2x4"
