@@ -255,6 +255,25 @@ def drill(records: list[Record]) -> str:
     )
 
 
+def maxtext_explain(records: list[Record]) -> str:
+    """What `minitext maxtext explain` makes of MaxText's own files."""
+    r = records[-1]
+    total, rows = r["total"], r["rows"]
+    counts = {
+        kind: sum(row.get(kind, 0) for row in rows)
+        for kind in ("mapped", "by hand", "default", "none")
+    }
+    shown = [[kind, f"{count:,}"] for kind, count in counts.items()]
+    return (
+        f"{total['files']} of MaxText's files, its configurations, models and published recipes, with "
+        f"{total['keys']:,} keys: {total['unnamed']} keys are left without an answer, {total['predicted']} runs are "
+        f"predicted, {total['refused']} files are refused with the feature that minitext lacks, and {total['errors']} "
+        f"can't be read (most of them are another program's).\n\n{table(['What becomes of a key', 'Keys'], shown)}\n\n"
+        "Mapped: a key here has its meaning. By hand: the answer says what to do. Default: it's as it is anyway. None: "
+        "minitext has nothing for it, or it changes nothing here, and the answer says which."
+    )
+
+
 def compile_(records: list[Record]) -> str:
     """Start-up by phase, and the stages of compiling by case."""
     first, steps = records[-1]["first_step"], records[-1]["train_step"]
@@ -571,6 +590,7 @@ SECTIONS = {
     "data": ("Reading data", data),
     "checkpoint": ("Checkpoints", checkpoint),
     "kills": ("Processes killed", kills),
+    "maxtext_explain": ("MaxText's settings", maxtext_explain),
     "drill": ("Faults on purpose", drill),
     "observability": ("What watching costs", observability),
     "pods": ("Compiling for pods", pods),
