@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from minitext import files
 from minitext.cli.arguments import Json, RunDir, answer, check_new, start
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
@@ -84,6 +85,8 @@ def import_(
     from minitext.config.config import load_config
 
     given = words or []
+    for path in (checkpoint, tokenizer, *(word for word in given if "=" not in word)):
+        files.local_path(path)
     ours = [word for word in given if "." in word.partition("=")[0] and "=" in word]
     theirs = [word for word in given if word not in ours]
     if not theirs:

@@ -10,7 +10,7 @@ import typer
 from minitext.cli.arguments import Json, Plot, Settings, answer, load, start, take_chip, take_target
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
-from minitext.files import check_new_file, shorten
+from minitext.files import check_new_file, local_path, shorten
 
 if TYPE_CHECKING:
     from minitext.config.config import Config
@@ -333,6 +333,7 @@ def judge(
     from minitext import terminal
     from minitext.perf import judge
 
+    local_path(file)
     chips, limits = judge.check_chips(chip), judge.parse_budget(budget or [])
     with terminal.bar() as bar:
         task = bar.add_task("judging", total=None)

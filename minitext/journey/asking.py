@@ -13,6 +13,7 @@ from typing import Any
 from minitext.errors import UserError
 
 START_SECONDS, STOP_SECONDS = 600.0, 60.0
+LONGEST = 64  # tokens of a question and its answer
 # `minitext serve`, ended like by SIGTERM when its stdin closes: so it outlives this process by no more than a moment,
 # however this one ends.
 PROGRAM = """
@@ -32,16 +33,11 @@ def served(directory: Path, name: str) -> Iterator[str]:
     Raises:
       UserError: if the server doesn't start, or fails to end.
     """
+    # GRPO's rows, the last that the model was trained on, have no room for other questions than sums.
     words = [
-        "serve",
-        str(directory),
-        "--port",
-        "0",
-        "--served-model-name",
-        name,
-        "--max-num-seqs",
-        "4",
-    ]
+        "serve", str(directory), "--port", "0", "--served-model-name", name, "--max-num-seqs", "4",
+        "--max-model-len", str(LONGEST),
+    ]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL, text=True,

@@ -242,6 +242,7 @@ def test_what_may_not_be_read_is_one_line(minitext, trained, monkeypatch):
 WORDS = {"serve host", "chat system", "serve api_key", "serve served_model_name", 
     "prompt", "chat", "key", "record", "learner", "name", "time", "partition", "cluster", "tpu_type", "image",
     "project", "zone", "claim", "llo settings", "tune settings", "eval settings", "grade which",
+    "licence", "stages", "kinds", "chip", "budget", "journey settings", "explain command", "explain target",
 }  # fmt: skip
 ADDRESS = "ADDRESS"
 
