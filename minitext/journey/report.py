@@ -5,6 +5,7 @@ All figures but times are the same for the same dial on the same machine, howeve
 """
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -81,7 +82,9 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _p(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+    """Returns a paragraph; what is in backquotes is code."""
+    html = re.sub("`(.+?)`", r"<code>\1</code>", escape(text))
+    return f"<p>{html}</p>"
 
 
 def _summary(found: dict[str, Any]) -> str:

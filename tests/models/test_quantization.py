@@ -388,9 +388,10 @@ def test_projections_split_for_a_cpu_stay_quantized():
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param((), marks=pytest.mark.audit), ("model.ffn.capacity_factor=2.0",)],
+    [(), ("model.ffn.capacity_factor=2.0",)],
     ids=str,
 )
+@pytest.mark.audit
 def test_experts_on_a_mesh_are_nearly_those_of_one_device(more):
     """Each device has scales of its own tokens and features."""
     moe = ("model.ffn.kind=moe", "model.ffn.experts=4", *more)
@@ -489,7 +490,13 @@ def compiled_products(target, *settings):
     [
         ("v5e:2x2", FSDP_TP, "dtype: int8", "s8"),
         pytest.param("v5e:2x2", MOE, "dtype: int8", "s8", marks=pytest.mark.audit),
-        ("v5e:2x2", [*MOE, "model.ffn.capacity_factor=1.5"], "dtype: int8", "s8"),
+        pytest.param(
+            "v5e:2x2",
+            [*MOE, "model.ffn.capacity_factor=1.5"],
+            "dtype: int8",
+            "s8",
+            marks=pytest.mark.audit,
+        ),
         pytest.param("v6e:2x2", FSDP_TP, "dtype: fp8", "f8e4m3fn", marks=pytest.mark.audit),
         ("tpu7x:2x2x1", ["mesh.data=-1"], "dtype: fp8", "f8e4m3fn"),
     ],
@@ -528,7 +535,7 @@ def test_the_command_lists_products_with_their_types(monkeypatch, capsys):
 # --- training
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 def test_training_follows_that_of_bfloat16():
     losses = {}
     for name, setting in {

@@ -185,6 +185,7 @@ def test_calibration_lowers_the_error_of_logits(tmp_path, minitext):
     assert code == 2 and "has 3 tokens" in err and not (tmp_path / "c").exists()
 
 
+@pytest.mark.audit
 def test_a_sweep_compares_all_presets(tmp_path, minitext):
     write_run(tmp_path / "a", "model.attention.kind=gqa")
     (tmp_path / "text.txt").write_text(TEXT)
