@@ -40,7 +40,7 @@ from minitext.training.step import check_trainable
 PACKED, TOKENIZER, PREDICTION = "packed", "tokenizer.json", "prediction.json"
 TAUGHT_COUNT = 60_000  # answers of the teacher
 SFT_ROWS, SFT_LENGTH, SFT_STEPS = 16, 128, 400
-PROMPTS, GROUP, ANSWER_TOKENS, GRPO_LENGTH, GRPO_STEPS = 32, 16, 4, 17, 40
+PROMPTS, GROUP, ANSWER_TOKENS, GRPO_LENGTH, GRPO_STEPS = 64, 8, 4, 17, 40
 QUICK_SFT_STEPS, QUICK_GRPO_STEPS = 20, 2
 QUANTIZED = ("int8", "int4")
 EXPORTED = {
@@ -250,10 +250,10 @@ def reward(trip: Trip) -> Result:
     words = [
         f"data.path={lessons / SUMS}", f"data.chat_template={lessons / TEMPLATE}", f"data.seq_len={GRPO_LENGTH}",
         "data.validation_fraction=0.1", f"objective.prompts={PROMPTS}", f"objective.group={GROUP}",
-        f"objective.max_tokens={ANSWER_TOKENS}", "objective.kl=0.05", f"train.global_batch={PROMPTS * GROUP}",
+        f"objective.max_tokens={ANSWER_TOKENS}", "objective.kl=0.1", f"train.global_batch={PROMPTS * GROUP}",
         f"train.steps={steps}", f"train.save_every={every}", f"train.eval_every={every}", "train.eval_batches=8",
         "train.sample_tokens=8", "optim.kind=adamw", "optim.schedule=cosine", "optim.min_ratio=0", "optim.b2=0.99",
-        "optim.weight_decay=0", f"optim.learning_rate={recipe.learning_rate / 12:.3g}",
+        "optim.weight_decay=0", f"optim.learning_rate={recipe.learning_rate / 20:.3g}",
         f"optim.warmup_steps={math.ceil(steps / 12)}", "checkpoint.keep=1",
     ]  # fmt: skip
     cfg = _tuning(trip, trip.of("sft") / "run", "grpo", words)
