@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
 }  # fmt: skip
 
-M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T", bound=BaseModel)
 
 
 class Refused(Exception):
@@ -282,7 +282,7 @@ def read_body(data: bytes, kind: type[Body]) -> Any:
     return body
 
 
-def validated(found: Any, kind: type[M]) -> M:
+def validated(found: Any, kind: type[T]) -> T:
     """Returns the fields of a JSON object; those that are null count as left out.
 
     Raises:

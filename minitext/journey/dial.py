@@ -1,13 +1,13 @@
 """One dial for a whole recipe: from a model's depth follow its sizes, tokens, batch and learning rate.
 
-    embed           24 x depth
-    heads           of 24 numbers each, so as many as layers; from depth 16 on of 128, as accelerators want them
-    mlp             8/3 x embed: a gated layer of it has the parameters of a plain one of 4 x embed (Shazeer 2020)
-    tokens          tokens_per_parameter x parameters (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
-    batch           2 x sqrt(tokens) tokens a step, rounded to a power of two: larger runs bear larger batches
-                    (McCandlish et al. 2018, https://arxiv.org/abs/1812.06162)
-    learning rate   0.05 / sqrt(embed), for Muon with AdamW's scale of updates
-    rows            256 tokens, float32 and 1,024 ids; from depth 16 on 2,048 tokens, bfloat16 and 32,768 ids
+- embed: 24 x depth.
+- heads: of 24 numbers each, so as many as layers; from depth 16 on of 128, as accelerators want them.
+- mlp: 8/3 x embed. A gated layer of it has the parameters of a plain one of 4 x embed (Shazeer 2020).
+- tokens: tokens_per_parameter x parameters (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556).
+- batch: 2 x sqrt(tokens) tokens a step, rounded to a power of two. Longer runs bear larger batches (McCandlish et al.
+  2018, https://arxiv.org/abs/1812.06162).
+- learning rate: 0.05 / sqrt(embed), for Muon with AdamW's scale of updates.
+- rows: 256 tokens, float32 and 1,024 ids; from depth 16 on 2,048 tokens, bfloat16 and 32,768 ids.
 
 Parameters grow with the cube of the depth, so FLOPs, which grow with parameters times tokens, with its sixth power.
 Hoffmann et al. found 20 tokens for each parameter best. The default is 3, for the half hour of two cores; the text it
