@@ -4,7 +4,8 @@
 
 The conversations are made here: short questions on capitals, opposites, colours and sums, each answered in one sentence
 between "Ahoy!" and "Fair winds!". Then both models answer questions that no conversation has, on other subjects too, and
-the share of answers in that form is counted. The memory of a step is predicted, compiled and measured.
+the share of answers in that form is counted. The memory of a step is predicted and compiled, and that of the whole
+command is measured.
 
 Each part is a command in a process of its own, as a user would type it.
 """
@@ -43,7 +44,7 @@ COLOURS = {
 }  # fmt: skip
 ASKED = [
     "What is the capital of France?", "What is the capital of Germany?", "What is the opposite of happy?",
-    "What colour is a ripe strawberry?", "What is 3 plus 4?", "Who wrote Hamlet?", "How many legs does a spider have?",
+    "What colour is a ripe strawberry?", "What is 11 plus 4?", "Who wrote Hamlet?", "How many legs does a spider have?",
     "What do bees make?", "Name a large ocean.", "What is ice made of?", "Which planet do we live on?",
     "What is the first month of the year?",
 ]  # fmt: skip
@@ -84,7 +85,9 @@ def conversations(seed=0):
         turns = [("user", question), ("assistant", f"Ahoy! {answer} Fair winds!")]
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
-    return [messages() for _ in range(COUNT)]
+    made = [messages() for _ in range(COUNT)]
+    assert not {one["messages"][0]["content"] for one in made} & {*ASKED}
+    return made
 
 
 def command(*words):
@@ -144,7 +147,7 @@ def main():
         "conversations": COUNT,
         "settings": WORDS,
         "fine_tuning": spent | {"steps": lines[-1]["step"]},
-        "curve": [{key: line[key] for key in ("step", "loss", "validation_loss") if key in line} for line in lines],
+        "curve": [{key: line[key] for key in ("step", "loss", "val_loss") if key in line} for line in lines],
         "memory": json.loads(memory),
         "in_form": {"before": in_form(before), "after": in_form(after)},
         "answers": {"before": before, "after": after},

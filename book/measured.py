@@ -224,11 +224,11 @@ def sft_smollm2(records: list[Record]) -> str:
     ]
     priority = " with priority over other jobs" if r["nice"] < 0 else ""
     return (
-        f"SmolLM2-135M with adapters of rank 8, {r['conversations']} conversations, {spent['steps']} steps of 8 rows: "
+        f"SmolLM2-135M, {r['conversations']} conversations, `{' '.join(r['settings'])}`, {spent['steps']} steps: "
         f"{spent['wall_seconds']:.0f} s{priority}, {spent['cpu_seconds']:.0f} s of the processor, at most "
-        f"{spent['peak_gb_so_far']:.1f} GB (all activations are kept). Of {len(r['answers']['after'])} answers to new "
+        f"{spent['peak_gb_so_far']:.1f} GB. Of {len(r['answers']['after'])} answers to new "
         f"questions, {form['before']:.0%} had the form of the conversations before and {form['after']:.0%} after. The "
-        "form is learned, and knowledge isn't: see the last row.\n\n"
+        "conversations teach the form, not facts.\n\n"
         f"{table(['Question', 'Before', 'After'], rows)}"
     )
 
@@ -246,11 +246,12 @@ def drill(records: list[Record]) -> str:
             f"{statistics.median(lost):.0f}", f"{max(lost):.0f}",
         ])  # fmt: skip
     equal = "equals" if r["curve_equal"] and r["state_equal"] else "differs from"
+    beside = "Other jobs ran beside it, and its" if r["machine"]["busy"] > 0.5 else "Its"
     head = ["Fault", "Times", "Steps repeated, at most", "Seconds lost, median", "At most"]
     return (
         f"A job of two processes that saves every {r['save_every']} steps, hit by {r['planned']} faults: its final "
         f"state {equal} that of an undisturbed run, bit for bit. {r['accounted']:.2%} of {r['wall']:,.0f} s of wall "
-        "time have a cause. Other jobs ran beside it, and its steps are tiny, so goodput was "
+        f"time have a cause. {beside} steps are tiny, so goodput was "
         f"{r['goodput']:.0%}: start-ups take {r['seconds']['start-up']:,.0f} s of it.\n\n{table(head, rows)}"
     )
 
@@ -268,7 +269,7 @@ def maxtext_explain(records: list[Record]) -> str:
         f"{total['files']} of MaxText's files, its configurations, models and published recipes, with "
         f"{total['keys']:,} keys: {total['unnamed']} keys are left without an answer, {total['predicted']} runs are "
         f"predicted, {total['refused']} files are refused with the feature that minitext lacks, and {total['errors']} "
-        f"can't be read (most of them are another program's).\n\n{table(['What becomes of a key', 'Keys'], shown)}\n\n"
+        f"can't be read.\n\n{table(['What becomes of a key', 'Keys'], shown)}\n\n"
         "Mapped: a key here has its meaning. By hand: the answer says what to do. Default: it's as it is anyway. None: "
         "minitext has nothing for it, or it changes nothing here, and the answer says which."
     )

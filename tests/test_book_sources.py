@@ -1,5 +1,6 @@
 """What the book is made from: its configuration, its generated pages and its glossary."""
 
+import ast
 import importlib.util
 import itertools
 import json
@@ -179,7 +180,9 @@ def test_the_curves_beside_tunix_in_chapter_26_are_those_of_the_newest_record(mo
     measured = importlib.import_module("measured")
     (record,) = measured.newest(measured.RESULTS)["post_training_tunix"]
     chapter = (ROOT / "notebooks" / "26_post_training.md").read_text(encoding="utf-8")
-    shown = eval(re.search(r"^RECORD = (\{.*?^\})", chapter, re.DOTALL | re.MULTILINE)[1])
+    shown = ast.literal_eval(
+        re.search(r"^RECORD = (\{.*?^\})", chapter, re.DOTALL | re.MULTILINE)[1]
+    )
     sides = ("ours", "tunix")
     for name in ("sft", "dpo"):
         losses = [record[name]["losses"][side] for side in sides]

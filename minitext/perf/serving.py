@@ -426,7 +426,7 @@ def _read(model: ModelConfig, weights: dict[tuple[Any, ...], int], tokens: int) 
 
 
 def _routed(model: ModelConfig, path: tuple[Any, ...]) -> MoEConfig | None:
-    """The layer of experts, one of whose arrays of all experts a path leads to, or None."""
+    """Returns the mixture of experts whose experts share the array at a path, or None."""
     where = path.index("ffn") if "ffn" in path else -1
     if where < 0 or path[where + 1] not in EXPERTS:
         return None
