@@ -97,7 +97,7 @@ class MaxTextWeights(Weights):
             raise _damaged(self.path, part.array, error) from error
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Closes the files."""
         self._arrays = {}
 
 
@@ -123,7 +123,7 @@ def _parts(arrays: Mapping[str, Any], axis: int, path: Path) -> Iterator[tuple[s
 
 def _stacked(array: Any, axis: int, name: str, path: Path) -> int:
     """Returns how many layers are stacked in an array."""
-    if axis >= len(array.shape):
+    if not 0 <= axis < len(array.shape):
         raise UserError(
             f"{path}: {name} has the shape {list(array.shape)}, and param_scan_axis={axis} is none of its axes: give "
             "the param_scan_axis with which it was saved"
@@ -164,7 +164,7 @@ def open_checkpoint(path: Path | str, axis: int = 1) -> MaxTextWeights:
       axis: along which scanned layers are stacked, MaxText's param_scan_axis.
 
     Raises:
-      UserError: if it's none, or damaged, or isn't on this machine.
+      UserError: if it isn't one, or is damaged, or isn't on this machine.
     """
     import tensorstore
 
@@ -210,7 +210,7 @@ def _find(path: Path) -> Path:
     for folder in (path, path / "items", path / "checkpoints"):
         if (folder / METADATA).is_file():
             return folder
-        steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+        steps = [p for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
         for step in sorted(steps, key=lambda p: -int(p.name)):
             for inner in (step / "items", step):
                 if (inner / METADATA).is_file():
@@ -231,7 +231,7 @@ def _keys(folder: Path, row: Any) -> tuple[str, ...]:
     if not names or not all(
         isinstance(n, str) and n and not set(n) & set("/\\\0") and n.strip(".") for n in names
     ):
-        raise UserError(f"{folder / METADATA} has a name that is none: copy the checkpoint again")
+        raise UserError(f"{folder / METADATA} has an invalid name: copy the checkpoint again")
     return tuple(map(str, names))
 
 

@@ -35,8 +35,8 @@ def explain(
 ) -> None:
     """Say what a command of MaxText means here: each key, whether it fits, bytes on each network, a step's time.
 
-    minitext maxtext explain "python3 -m maxtext.trainers.pre_train.train base.yml model_name=llama2-7b ..." reads also
-    xpk's commands, whose device type names the chips. Nothing runs. Exits with 3 if the step does not fit.
+    Such as minitext maxtext explain "python3 -m maxtext.trainers.pre_train.train base.yml model_name=llama2-7b ..."
+    In xpk's commands, the device type names the chips. Nothing runs. Exits with 3 if the step does not fit.
     """
     start()
     from minitext.perf import maxtext
@@ -77,10 +77,10 @@ def import_(
         bool, typer.Option("--allow-nonfinite", help="read NaN and infinite numbers as they are")
     ] = False,
 ) -> None:
-    """Make a run of MaxText's checkpoint: minitext maxtext import CHECKPOINT RUN model_name=llama3.1-8b.
+    """Make a run from MaxText's checkpoint: minitext maxtext import CHECKPOINT RUN model_name=llama3.1-8b.
 
-    Scanned layers or not, parameters alone or a training state, of which the optimizer's part stays behind. Settings of
-    ours, such as mesh.fsdp=4, go beside MaxText's words.
+    Layers may be scanned or not. Of a training state, only the parameters are read. minitext's settings, such as
+    mesh.fsdp=4, go beside MaxText's words.
     """
     from minitext.config.config import load_config
 
@@ -91,7 +91,7 @@ def import_(
     theirs = [word for word in given if word not in ours]
     if not theirs:
         raise UserError(
-            "a checkpoint doesn't say of which model it is: add MaxText's words, such as model_name=llama3.1-8b"
+            "a checkpoint doesn't name its model: add MaxText's words, such as model_name=llama3.1-8b"
         )
     mesh = load_config(None, ours).mesh
     start(simulate_for(list(mesh.sizes().values()), mesh.simulate))
@@ -127,13 +127,13 @@ def export(
 ) -> None:
     """Write a run's parameters as MaxText loads them, load_parameters_path=CHECKPOINT/0/items, and its model's keys.
 
-    Adapters are merged. What MaxText's block has in its weights, such as the scale of attention, is multiplied in.
+    Adapters are merged. Scales that MaxText keeps in its weights, such as attention's, are multiplied into them.
     """
     start()
     from minitext.training import maxtext
 
     found = maxtext.export_run(directory, target, scanned, dtype)
-    how = "as they are" if found.is_exact else "multiplied by what MaxText has in its weights"
+    how = "as they are" if found.is_exact else "multiplied by the scales that MaxText keeps in them"
     print(
         f"step {found.step}, numbers {how}; for MaxText: {target}/model.yml in place of base.yml, and "
         f"load_parameters_path={found.items}",

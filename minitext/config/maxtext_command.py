@@ -1,8 +1,8 @@
 """What a command line, a script or a configuration file of MaxText sets, and for which machine.
 
-Read are the words `key=value` of the command that trains, `python3 -m maxtext.trainers.pre_train.train base.yml ...`,
+The words `key=value` of the command that trains, `python3 -m maxtext.trainers.pre_train.train base.yml ...`, are read
 wherever it is: on a line of its own, in a script with variables, or in the `--command` of `xpk workload create`, whose
-device type and slices are read too. Nothing is run. Of files, `base_config` leads to the ones below.
+device type and slices are read too. Nothing is run. A file's `base_config` is read before it.
 
 Chapters: 27.
 """
@@ -37,8 +37,9 @@ DEVICE = (
     "accelerator_type",
 )
 SLICES = ("num-slices", "num_slices")
+NODES = ("num-nodes", "num_nodes")  # of GPUs
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
-# What MaxText's own files for post-training say over base.yml; and of those that only name it, nothing.
+# What MaxText's own files set over base.yml.
 FILES: dict[str, dict[str, Any]] = {
     "base.yml": {},
     "sft.yml": {"use_sft": True, "learning_rate": 2e-5, "dataset_type": "hf", "sft_train_on_completion_only": True},
@@ -77,7 +78,7 @@ class Reading(NamedTuple):
 
 
 def is_variable(value: Any) -> bool:
-    """Whether a value is the name of a variable, or has one in it, whose value isn't known."""
+    """Whether a value has a variable in it that isn't set here."""
     return isinstance(value, str) and "$" in value
 
 
@@ -105,7 +106,7 @@ def read(text: str) -> Reading:
         words.take(text, 0)
     if not words.given and not words.files:
         raise UserError(
-            f"{files.shorten(text.strip())!r} sets no key of MaxText: give its command with key=value, or a .yml file"
+            f"{files.shorten(text.strip())} sets no key of MaxText: give its command with key=value, or a .yml file"
         )
     return _with_model(words, path)
 
@@ -144,7 +145,8 @@ def _with_model(words: "_Words", path: Path | None) -> Reading:
             defaults["model_name"] = path.stem  # one of MaxText's own files, named after its model
     else:
         defaults |= _sizes(str(name), words)
-    return Reading(words.given, words.where, defaults, words.device, words.slices, words.notes)
+    slices = words.nodes if (words.device or "").startswith("h100") else words.slices
+    return Reading(words.given, words.where, defaults, words.device, slices, words.notes)
 
 
 def _sizes(name: str, words: "_Words") -> dict[str, Any]:
@@ -169,6 +171,8 @@ def _as_path(text: str) -> Path | None:
         return None
     if os.path.isfile(os.path.expanduser(text)):  # False too where no file could have such a name
         return Path(files.local_path(text)).expanduser()
+    if os.path.isdir(os.path.expanduser(text)):
+        raise UserError(f"{files.shorten(text)} is a folder: name a file in it")
     if "=" in text:
         return None
     path = Path(text)
@@ -176,7 +180,7 @@ def _as_path(text: str) -> Path | None:
         if path.name in FILES:
             return None
         raise UserError(
-            f"{files.shorten(text)} is no file on this machine: give its path, or the command's key=value"
+            f"{files.shorten(text)} isn't a file on this machine: give its path, or the command's key=value"
         )
     return None
 
@@ -190,7 +194,7 @@ class _Words:
         self.files: list[Path] = []
         self.notes: list[str] = []
         self.device: str | None = None
-        self.slices = 1
+        self.slices = self.nodes = 1
         self.variables: dict[str, str] = {}
 
     def set(self, key: str, value: Any, where: str) -> None:
@@ -213,7 +217,7 @@ class _Words:
                 if (
                     value is None
                     and i + 1 < len(words)
-                    and flag[1] in (*DEVICE, *SLICES, "command")
+                    and flag[1] in (*DEVICE, *SLICES, *NODES, "command")
                 ):
                     i += 1
                     value = words[i]
@@ -234,15 +238,18 @@ class _Words:
                 )
             else:
                 self.device = value
-        elif name in SLICES:
+        elif name in (*SLICES, *NODES):
             if not re.fullmatch(r"[1-9]\d{0,4}", value):
                 if "$" in value:
-                    self.notes.append(f"--{name}={value} has no value here: one slice is assumed")
+                    self.notes.append(f"--{name}={value} has no value here: 1 is assumed")
                     return
                 raise UserError(
-                    f"--{name}={files.shorten(value)} is not a number of slices: give 1 or more"
+                    f"--{name}={files.shorten(value)} is not a number of slices or nodes: give 1 or more"
                 )
-            self.slices = int(value)
+            if name in NODES:
+                self.nodes = int(value)
+            else:
+                self.slices = int(value)
         elif name == "command":
             self.take(value, depth + 1)
 
@@ -281,8 +288,8 @@ class _Words:
             return _load(path, self, 0)
         if path.name not in FILES:
             raise UserError(
-                f"{files.shorten(name)} is no file on this machine: give the path of one that is, or put what it sets "
-                "into the command as key=value"
+                f"{files.shorten(name)} isn't a file on this machine: give the path of one that is, or put its "
+                "settings into the command as key=value"
             )
         self.files.append(path)
         for key, value in FILES[path.name].items():
@@ -392,9 +399,7 @@ def _load(path: Path, words: _Words, depth: int) -> None:
         reason = " ".join(str(getattr(error, "problem", None) or error).split())[:80]
         raise UserError(f"{path} is not YAML ({reason}): correct it") from None
     if not isinstance(tree, dict):
-        raise UserError(
-            f"{path} is no mapping of keys to values: name a file of MaxText's settings"
-        )
+        raise UserError(f"{path} doesn't hold keys with values: name a file of MaxText's settings")
     _count(str(path), tree)
     base = tree.pop("base_config", None)
     if isinstance(base, str):
@@ -402,7 +407,7 @@ def _load(path: Path, words: _Words, depth: int) -> None:
     words.files.append(path)
     for key, value in tree.items():
         if not isinstance(key, str):
-            raise UserError(f"{path}: {ascii(key)[:60]} is no key: correct it")
+            raise UserError(f"{path}: {ascii(key)[:60]} isn't a key: correct it")
         nested = isinstance(value, dict) and value
         for inner, leaf in value.items() if nested else [(None, value)]:
             words.set(key if inner is None else f"{key}.{inner}", leaf, path.name)
@@ -415,6 +420,6 @@ def _base(path: Path, base: str, words: _Words, depth: int) -> None:
             return _load(candidate, words, depth + 1)
     if given.name not in FILES:
         raise UserError(
-            f"{path}: base_config={files.shorten(base)} is no file on this machine: correct the path"
+            f"{path}: base_config={files.shorten(base)} isn't a file on this machine: correct the path"
         )
     words.files.append(given)

@@ -47,8 +47,8 @@ TENSORS = {
     "mlpwi_0": "gate_up", "mlpwi_1": "gate_up", "moe_mlpwi_0": "gate_up", "moe_mlpwi_1": "gate_up",
     "query_wa_proj": "latents", "kv_wa_proj": "latents",
 }  # fmt: skip
+MOST_ROWS = 2**31 - 1  # in a batch; more is a slip
 OF_THE_TRAINING_ONLY = ("logical_axis_rules", "mesh_axes")  # lists too long to repeat
-STATUSES = ("mapped", "by hand", "default", "none", "unknown")
 # Keys of the model that `model_keys` reads.
 _MODEL = (
     "decoder_block", "model_name", "global_parameter_scale", "vocab_size", "head_dim", "normalization_layer_epsilon",
@@ -75,7 +75,7 @@ class Key:
     Attributes:
       name: the key.
       value: its value.
-      status: of `STATUSES`: mapped; by hand (there is something here, which isn't set for you); default (MaxText's own
+      status: mapped; by hand (there is something here, which isn't set for you); default (MaxText's own
         value, with nothing to set); none (no counterpart); unknown (MaxText has no such key).
       ours: our keys with their values, or the reason.
     """
@@ -311,6 +311,11 @@ class _Work:
             max(1, self.whole("gradient_accumulation_steps")),
         )
         total = each * devices
+        if not 0 < total <= MOST_ROWS:
+            raise UserError(
+                f"per_device_batch_size={each:g} on {devices:,} devices: choose more than 0, and at most {MOST_ROWS:,} "
+                "sequences in all"
+            )
         if total < 1 or total != int(total):
             self.notes.append(
                 f"per_device_batch_size={each:g} on {devices:,} devices isn't a whole batch: it is rounded up"
@@ -385,13 +390,15 @@ class _Work:
             if devices % known:
                 raise UserError(
                     f"{network}_{free[0]}_parallelism=-1: the other {network}_ axes take {known}, which doesn't divide "
-                    f"{devices:,} {'devices' if network == 'ici' else 'slices'}: name the machine with --target"
+                    f"{devices:,} {'devices' if network == 'ici' else 'slices'}: change them, or name another machine "
+                    "with --target"
                 )
             sizes[free[0]] = devices // known
         elif known != devices:
             raise UserError(
                 f"the {network}_ axes multiply to {known:,} and the machine has {devices:,} "
-                f"{'devices in a slice' if network == 'ici' else 'slices'}: name the machine with --target"
+                f"{'devices in a slice' if network == 'ici' else 'slices'}: set one axis to -1, or name another "
+                "machine with --target"
             )
         return sizes
 
@@ -479,7 +486,7 @@ class _Work:
         kind = kinds.get(self.text("opt_type"))
         if kind is None:
             self.name(
-                f"minitext has adamw, sgd, lion and muon, not {self.text('opt_type')[:40]}",
+                f"minitext has adamw, sgd, lion and muon, not {self.text('opt_type')[:40]}: adamw is assumed",
                 "opt_type",
             )
         else:
@@ -578,11 +585,11 @@ class _Work:
 
     def objective(self) -> None:
         """Post-training."""
-        name = self.text("hf_path") or self.text("dataset_name")
+        name = str(self.given.get("hf_path") or self.given.get("dataset_name") or "")
         chats = None
         if self.truth("use_sft"):
             chats = "conversations"
-            self.mapped["use_sft"] = "data.source=conversations, as minitext sft RUN does"
+            self.mapped["use_sft"] = "minitext sft RUN, with data.source=conversations"
         elif self.truth("use_dpo"):
             chats = "preferences"
             self.put("objective.kind", "preference", "use_dpo")
@@ -600,14 +607,18 @@ class _Work:
             self.fill("objective.prompts", "batch_size")
             self.fill("train.steps", "num_batches")
         if chats:
-            for key in (
+            for ours in (
+                "data.source",
+                "data.hf_name",
                 "data.tfds_name",
                 "data.tfds_split",
                 "data.text_key",
                 "data.path",
                 "data.hf_subset",
             ):
-                self.settings.pop(key, None)
+                self.settings.pop(ours, None)
+                for theirs in [k for k, v in self.mapped.items() if v.startswith(f"{ours}=")]:
+                    del self.mapped[theirs]
             self.put("data.source", chats, "dataset_type")
             self.put("data.hf_name", name or "json", "hf_path", "dataset_name")
         if self.given.get("lora.enable_lora") or (self.given.get("lora.lora_rank") or 0):
@@ -638,6 +649,16 @@ class _Work:
                 "profiler_steps",
                 "skip_first_n_steps_for_profiler",
             )
+        if self.machine.target and (topology := self.text("compile_topology")):
+            slices = max(1, self.whole("compile_topology_num_slices"))
+            if (slices, machine_of(topology, slices)) == (
+                self.machine.slices,
+                (self.machine.chip, self.machine.shape),
+            ):
+                said = f"target={self.machine.target}"
+                self.mapped |= dict.fromkeys(
+                    ("compile_topology", "compile_topology_num_slices"), said
+                )
         for key, value in self.given.items():
             ours = same_key(key)
             if ours is None or key in self.mapped or key in self.reasons or value in ("", None):

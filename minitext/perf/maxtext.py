@@ -8,12 +8,14 @@ Chapters: 27.
 
 import contextlib
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.text import Text
 
+from minitext import files
 from minitext.compiler.targets import Target, parse_target
 from minitext.config import maxtext_command, maxtext_map, maxtext_model
 from minitext.config.config import Config
@@ -28,6 +30,7 @@ from minitext.terminal import print_tables, show_bytes, table
 
 MOST_CHANGES = 3
 ROOM = 0.7  # of the memory: below it, a step may take more
+FULL: dict[str, Any] = {"model.remat": "full", "model.remat_save": ()}
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,14 @@ def machine_for(reading: Reading, target: str | None) -> tuple[Machine, Target |
         chip, shape = found
         slices = 1 if chip == "h100" else slices
         text = f"{chip}:{'x'.join(map(str, shape))}" + (f" slices={slices}" if slices > 1 else "")
-        with contextlib.suppress(UserError):  # a shape in which they don't come
+        try:
             return machine_for(reading, text)
+        except UserError as error:  # a shape in which they don't come
+            reading.notes.append(f"the device type {files.shorten(device or '')}: {error}")
+    elif device:
+        reading.notes.append(
+            f"the device type {files.shorten(device)} isn't known: name the chips with --target"
+        )
     # Without a machine, the axes say how many devices there are, if they all do.
     sizes = [reading.values.get(f"ici_{name}_parallelism", 1) for name in maxtext_map.ICI]
     whole = [size for size in sizes if isinstance(size, int) and size > 0]
@@ -174,7 +183,16 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
             f"mesh.data={cfg.mesh.data} isn't a multiple of the {target.slices} slices, and the formulas know "
             "slices as replicas alone: give dcn_data_parallelism the number of slices, or use minitext compile"
         )
+    if target.devices > 1 and not target.chip.link_rate:
+        raise UserError(
+            f"the rate of {target.chip.name}'s links isn't known: compile the step with minitext compile"
+        )
     notes = list[str]()
+    if getattr(cfg.model.attention, "impl", "") == "cudnn":
+        cfg = cfg.replace({"model.attention.impl": "auto"})
+        notes.append(
+            "the prediction is for model.attention.impl=auto: cudnn needs CUDA's libraries even to be counted"
+        )
     plain = cfg
     if cfg.model.quantization:
         plain = cfg.replace({"model.quantization": ()})
@@ -257,7 +275,7 @@ def _tries(cfg: Config, now: Answers) -> Iterator[tuple[dict[str, Any], str, str
     each = batch // max(1, axes["data"] * axes["fsdp"] * axes["expert"])
     if cfg.model.remat != "full":
         yield (
-            {"model.remat": "full", "model.remat_save": ()},
+            FULL,
             "remat_policy=full",
             "recompute everything",
         )
@@ -270,19 +288,22 @@ def _tries(cfg: Config, now: Answers) -> Iterator[tuple[dict[str, Any], str, str
                 ("the same batch in smaller parts"),
             )
             if cfg.model.remat != "full":
-                full = {"model.remat": "full", "model.remat_save": ()}
                 yield (
-                    settings | full,
-                    f"remat_policy=full gradient_accumulation_steps={more * parts}",
+                    settings | FULL,
+                    f"remat_policy=full, gradient_accumulation_steps={more * parts} and per_device_batch_size divided "
+                    f"by {more}",
                     ("the same batch in smaller parts, everything recomputed"),
                 )
     for fewer in (2, 4):
         if batch % fewer == 0 and not now.fits:
-            yield (
-                {"train.global_batch": batch // fewer},
-                f"per_device_batch_size divided by {fewer}",
-                "a smaller batch",
-            )
+            settings = {"train.global_batch": batch // fewer}
+            yield settings, f"per_device_batch_size divided by {fewer}", "a smaller batch"
+            if cfg.model.remat != "full":
+                yield (
+                    settings | FULL,
+                    f"remat_policy=full and per_device_batch_size divided by {fewer}",
+                    "a smaller batch, everything recomputed",
+                )
     if axes["data"] > 1 and axes["fsdp"] * axes["data"] > 1 and not now.fits:
         yield (
             {"mesh.data": 1, "mesh.fsdp": axes["fsdp"] * axes["data"]},
@@ -310,8 +331,8 @@ def _tries(cfg: Config, now: Answers) -> Iterator[tuple[dict[str, Any], str, str
 # What is printed.
 
 ORDER = {
-    "none": "no counterpart", "by hand": "set it yourself", "unknown": "no key of MaxText", "mapped": "mapped",
-    "default": "as MaxText has it by default",
+    "unknown": "no key of MaxText", "none": "no counterpart", "by hand": "set it yourself", "mapped": "mapped",
+    "default": "MaxText's default",
 }  # fmt: skip
 
 
@@ -328,12 +349,11 @@ def print_explanation(found: Explanation) -> None:
         for ours, names in groups.items():
             rows.append((words, _some(names), ours))
     mapped = sum(key.status == "mapped" for key in t.keys)
-    lines: list[Any] = [
-        f"{len(t.keys)} keys: {mapped} mapped, {len(t.keys) - mapped} named below",
-        table(("", "MaxText", "minitext"), rows or [("", "none", "")], ()),
-    ]
+    lines: list[Any] = [f"{mapped} of {len(t.keys)} keys are mapped"]
+    if rows:
+        lines.append(table(("", "MaxText", "minitext"), rows, ()))
     if t.refused is not None:
-        lines.append(f"minitext can't build this: {t.refused}")
+        lines.append(Text(f"minitext can't build this: {t.refused}"))
     if found.answers is not None:
         lines += list(_answers(found.answers))
     elif t.refused is None and t.machine.target is None:
@@ -342,18 +362,20 @@ def print_explanation(found: Explanation) -> None:
         )
     if notes := [*t.notes, *(found.answers.notes if found.answers is not None else ())]:
         lines.append(Text("\n".join(f"note: {line}" for line in notes)))
-    if t.words:
-        lines.append(Text("minitext train " + " ".join(map(_quoted, t.words))))
     print_tables(*lines)
+    if t.words:  # in one line, whatever the terminal's width, to be copied
+        print("\nminitext train", shlex.join(t.words))
+
+
+TIMES = {
+    "compute": "operations bound by arithmetic", "HBM": "operations bound by HBM", "ICI": "messages within a slice",
+    "DCN": "messages across slices",
+}  # fmt: skip
 
 
 def _some(names: list[str]) -> str:
     shown = [name if len(name) <= 60 else name[:57] + "..." for name in names[:6]]
     return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def _quoted(word: str) -> str:
-    return f"'{word}'" if set(word) & set(" {}[]*?&|;()<>$#") else word
 
 
 def _answers(a: Answers) -> Iterator[Any]:
@@ -367,7 +389,7 @@ def _answers(a: Answers) -> Iterator[Any]:
         *((f"within a slice (ICI): {kind}", f"{show_bytes(round(size))} sent by a device in a step")
           for kind, size in sorted(a.ici.items(), key=lambda item: -item[1])),
         ("across slices (DCN)", f"{show_bytes(round(a.dcn))} sent by a device in a step"),
-        *((f"seconds: {name}", "bandwidth unknown" if s is None else f"{s:,.4g}") for name, s in a.times.items()),
+        *((TIMES[name], "bandwidth unknown" if s is None else f"{s:,.4g} s") for name, s in a.times.items()),
         ("a step, everything overlapped", f"{a.lower:,.4g} s: {a.tokens / a.lower:,.0f} tokens/s, {a.mfu:.1%} of peak"),
         ("a step, nothing overlapped", f"{a.upper:,.4g} s"),
     ]  # fmt: skip
@@ -380,6 +402,8 @@ def _answers(a: Answers) -> Iterator[Any]:
             )
         )
     yield table((f"on {a.target}", "predicted"), rows, ())
+    if not a.fits and not any(change.memory <= a.usable for change in a.changes):
+        yield "nothing that was tried fits: take more chips, or a shorter max_target_length"
     if a.changes:
         changes = [
             (change.why, change.maxtext, show_bytes(change.memory), f"{change.seconds / a.lower:.2f}")
@@ -390,5 +414,3 @@ def _answers(a: Answers) -> Iterator[Any]:
             changes,
             right=(2, 3),
         )
-    elif not a.fits:
-        yield "nothing that was tried fits: take more chips, or a shorter max_target_length"

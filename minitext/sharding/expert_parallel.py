@@ -131,10 +131,11 @@ def on_each_device(
         is rematerialised as a whole gathers again anyway.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    stored = [name for name, each in axes.items() if each is None]
     # On one accelerator too, kernels and XLA's ragged product want the experts to themselves.
-    if mesh.empty or (mesh.size == 1 and hardware.platform() == "cpu"):
+    if mesh.empty or (mesh.size == 1 and (stored or hardware.platform() == "cpu")):
         return local(x, params, layout)
-    if stored := [name for name, each in axes.items() if each is None]:
+    if stored:
         raise UserError(
             f"the experts' {', '.join(stored)} are stored by Qwix, which doesn't divide them over the mesh's "
             f"{mesh.size} devices: use one device, or exempt the experts from Qwix's rules"

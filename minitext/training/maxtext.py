@@ -1,9 +1,9 @@
 """Runs from MaxText's checkpoints, and MaxText's checkpoints from runs.
 
-MaxText's checkpoints hold parameters and don't say of which model; the words that describe it there, such as
-`model_name=llama3.1-8b` or the run's config.yml, do so here. What comes in has no other numbers than MaxText's own: the
-run's model has the settings with which these weights mean the same. Of a run that has other settings, because it was
-trained here or comes from Hugging Face, an export multiplies the weights by what MaxText has in them.
+MaxText's checkpoints hold parameters and don't name their model; the words that describe it there, such as
+`model_name=llama3.1-8b` or the run's config.yml, do so here. An import changes no number: the run's model gets the
+settings under which these weights mean the same. A run that was trained here or comes from Hugging Face may have other
+settings; an export then multiplies its weights by the scales that MaxText keeps in them.
 
 Chapters: 27.
 """
@@ -103,7 +103,7 @@ def import_run(
         if tokenizer
         else ByteTokenizer()
     )
-    axis = int(values["param_scan_axis"])
+    axis = maxtext_model.whole(values, "param_scan_axis")
     with checkpoints.open_checkpoint(source, axis) as weights:
         mesh = make_mesh(cfg.mesh)
         check_sizes(cfg, mesh)

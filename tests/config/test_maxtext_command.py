@@ -115,8 +115,8 @@ HOSTILE = {
     "nothing": ("", "sets no key"),
     "words alone": ("hello there", "sets no key"),
     "no such model": (f"{TRAIN} model_name=llama2-7c", "did you mean llama2-7b"),
-    "no such file": (f"{TRAIN} other/thing.yml steps=1", "no file on this machine"),
-    "no such path": ("nowhere/at-all.yml", "no file on this machine"),
+    "no such file": (f"{TRAIN} other/thing.yml steps=1", "isn't a file on this machine"),
+    "no such path": ("nowhere/at-all.yml", "isn't a file on this machine"),
     "a zero byte": (f"{TRAIN} steps=1\0", "zero byte"),
     "too long": ("steps=1 " * 200_000, "characters"),
     "a long value": (f"{TRAIN} run_name={'x' * 20_000}", "characters"),
@@ -124,8 +124,13 @@ HOSTILE = {
         f"xpk workload create --num-slices=many --command '{TRAIN} steps=1'",
         "number of slices",
     ),
+    "nodes": (
+        f"xpk --device-type=h100-mega-80gb-8 --num-nodes=0 --command '{TRAIN}'",
+        "of slices or nodes",
+    ),
+    "a folder": (".", "is a folder"),
     "an open bracket": ("MaxTextModel(model_type='a', tuning_params={", "no closing bracket"),
-    "nested texts": ("a=$B b.yml " + "--command=" * 3 + "x", "no file on this machine"),
+    "nested texts": ("a=$B b.yml " + "--command=" * 3 + "x", "isn't a file on this machine"),
     "a nested value": (f"{TRAIN} mesh_axes={'[' * 60}{']' * 60}", "nested too deep"),
 }
 
@@ -155,8 +160,8 @@ def test_hostile_files_are_refused_in_one_line(tmp_path):
     assert "more than 20,000 values" in refused(bomb)
     assert "nested too deep" in refused("a: &a [*a]\n")
     assert "is not YAML" in refused("steps: !!python/object/apply:os.system ['false']\n")
-    assert "is no mapping" in refused("- 1\n- 2\n")
-    assert "is no key" in refused("1: 2\n")
+    assert "doesn't hold keys" in refused("- 1\n- 2\n")
+    assert "isn't a key" in refused("1: 2\n")
     assert (
         "without end" in refused("base_config: y.yml\n")
         if (tmp_path / "y.yml").write_text("base_config: x.yml\n")

@@ -139,7 +139,7 @@ def test_parts(words):
 WRONG = (
     "base_emb_dim=wide", "scan_layers=perhaps", "steps=[1]", "per_device_batch_size=.nan",
     "num_experts=2.5 decoder_block=mixtral", "global_parameter_scale=3", "base_num_decoder_layers=99999999",
-    "head_dim=-4", "vocab_size=1e30",
+    "head_dim=-4", "vocab_size=1e30", "per_device_batch_size=-1", "per_device_batch_size=1e308",
 )  # fmt: skip
 
 
@@ -180,3 +180,20 @@ def test_the_shortest_words_give_the_configuration_back():
         assert words == [preset, *more]
     assert maxtext_map.same_key("learning_rate") == "optim.learning_rate"
     assert maxtext_map.same_key("use_qwix_quantization") is None
+
+
+def test_a_conversation_has_one_source():
+    found = translated("sft.yml model_name=qwen3-4b hf_path=a/b train_split=train")
+    said = {key.name: key.ours for key in found.keys}
+    assert (
+        said["hf_path"] == "data.hf_name=a/b"
+        and said["dataset_type"] == "data.source=conversations"
+    )
+    assert not said["train_split"].startswith("data.tfds_split=train")
+
+
+def test_a_topology_that_was_taken_is_mapped():
+    words = "model_name=llama2-7b compile_topology=v5p-32 compile_topology_num_slices=1"
+    assert statuses(translated(words))["compile_topology"] == "mapped"
+    other = translated(words, Machine("v5e", 16, 1, (4, 4)))
+    assert statuses(other)["compile_topology"] == "by hand"

@@ -1,6 +1,7 @@
 """What `minitext maxtext explain` says is what our own predictions say of the same step."""
 
 import json
+import shlex
 
 import pytest
 
@@ -86,6 +87,47 @@ def test_a_command_without_a_machine_says_how_to_name_one(capsys):
     assert "--target v5p:4x4x8" in out and "minitext train" in out and "ici_" not in out
     with pytest.raises(UserError, match="unknown chip"):
         maxtext.explain(SMALL, "v9:2x2")
+
+
+def test_an_unknown_machine_is_named():
+    for device, said in (("v9z-16", "isn't known"), ("v5e-3x3x3", "v5e-3x3x3")):
+        found = maxtext.explain(f"xpk --device-type={device} --command '{SMALL}'")
+        assert found.answers is None and any(said in note for note in found.translation.notes)
+
+
+def test_gpus_are_counted_without_cuda():
+    xpk = (
+        "xpk --device-type=h100-mega-80gb-{} --num-nodes={} --command '"
+        + f"{SMALL} attention=cudnn_flash_te'"
+    )
+    found = maxtext.explain(xpk.format(1, 1))
+    assert found.answers is not None and any("cudnn" in note for note in found.answers.notes)
+    assert "model.attention.impl=cudnn" in found.translation.words
+    found = maxtext.explain(xpk.format(8, 2))
+    assert found.translation.cfg is not None and found.translation.machine.target == "h100:1x2x8"
+    assert found.translation.cfg.train.global_batch == 4 * 16 and found.answers is None
+    assert any("links" in note for note in found.translation.notes)
+
+
+def test_changes_that_do_not_help_enough_are_not_sold_as_a_cure(capsys):
+    found = maxtext.explain(f"{SMALL} per_device_batch_size=65536 remat_policy=minimal", "v5e:2x4")
+    answers = found.answers
+    assert answers is not None and answers.changes
+    assert all(change.memory > answers.usable for change in answers.changes)
+    maxtext.print_explanation(found)
+    assert "nothing that was tried fits" in capsys.readouterr().out
+
+
+def test_the_printed_command_is_one_line_for_a_shell(capsys):
+    found = maxtext.explain(f'{SMALL} run_name="it\'s a`b;c" remat_policy=save_qkv_proj')
+    maxtext.print_explanation(found)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last) == ["minitext", "train", *found.translation.words]
+
+
+def test_a_refusal_keeps_its_brackets(capsys):
+    maxtext.print_explanation(maxtext.explain(f"{SMALL} mlp_activations=[relu]"))
+    assert "[silu,linear]" in capsys.readouterr().out
 
 
 def run(monkeypatch, *words: str) -> int:

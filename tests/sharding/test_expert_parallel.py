@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from minitext.book.equality import differences, run_steps
 from minitext.book.layouts import EXPERT_LAYOUTS
+from minitext.errors import UserError
 from minitext.perf.comms import notes, predict
-from minitext.sharding.expert_parallel import Slots, ragged_slices
+from minitext.sharding.expert_parallel import Slots, on_each_device, ragged_slices
 from minitext.sharding.mesh import make_mesh
 from tests.conftest import audit_but
 from tests.perf.test_comms import SIZES, TILES, audited
@@ -126,6 +128,20 @@ def test_what_is_only_bounded_is_said(tiny):
     cfg = tiny(*SMALL, "mesh.expert=8")
     (note,) = notes(cfg, make_mesh(cfg.mesh), "tpu")
     assert "ragged" in note and not notes(cfg, make_mesh(cfg.mesh), "cpu")
+
+
+def test_experts_that_qwix_stores_run_on_one_accelerator_alone():
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5", num_cores=None, platform="tpu")
+    nothing: Any = None  # neither layout nor rules are looked at
+    args: Any = (lambda x, params, layout: (x, params), 1, 2, {"gate": None}, nothing)
+    for size in (1, 2):
+        mesh = jax.sharding.AbstractMesh((size,), ("data",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            if size == 1:
+                assert on_each_device(*args, rules=nothing, regather=False) == (1, 2)
+            else:
+                with pytest.raises(UserError, match="stored by Qwix"):
+                    on_each_device(*args, rules=nothing, regather=False)
 
 
 def test_ragged_slices_meet():
