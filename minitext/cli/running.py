@@ -212,8 +212,8 @@ def export(
 ) -> None:
     """Write a run's parameters alone, a third of its checkpoint: for minitext, or as others publish them.
 
-    Adapters are merged into the weights beside which they were trained, except with --format peft. Beside them, except
-    those of gguf, is a model card, README.md: data, sizes, losses, evaluation, and the commands to run it.
+    Adapters are merged into the weights beside which they were trained, except with --format peft. Each folder has a
+    model card, README.md: data, sizes, losses, evaluation, and the commands to run it. gguf is one file without.
     """
     if format_ == "gguf" and licence != "unknown":
         raise UserError(

@@ -41,10 +41,19 @@ if TYPE_CHECKING:
     from minitext.inference.engine import EngineOptions
     from minitext.inference.server import Served
 
+
+def _check_key(api_key: str | None) -> str | None:
+    if api_key is not None and not api_key.strip():
+        raise UserError("the API key is empty: set one, or unset --api-key and MINITEXT_API_KEY")
+    return api_key
+
+
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        envvar="MINITEXT_API_KEY", help="what clients must send; better in the environment"
+        envvar="MINITEXT_API_KEY",
+        help="what clients must send; better in the environment",
+        callback=_check_key,
     ),
 ]
 
@@ -55,12 +64,17 @@ MaxTokensInFlight = Annotated[
     int, typer.Option(min=0, help="tokens of all these together; 0: what memory allows")
 ]
 MaxBatch = Annotated[
-    int, typer.Option(min=1, max=4096, help="of artefacts: rows that are computed together")
+    int, typer.Option(min=1, max=4096, help="of artefacts: rows computed together at most")
 ]
 MaxWaitMs = Annotated[
-    float, typer.Option(min=0, max=10_000, help="of artefacts: that a request waits for others")
+    float,
+    typer.Option(
+        min=0, max=10_000, help="of artefacts: milliseconds that a request waits for others"
+    ),
 ]
-MaxBodyMb = Annotated[int, typer.Option(min=1, max=4096, help="of artefacts: size of a request")]
+MaxBodyMb = Annotated[
+    int, typer.Option(min=1, max=4096, help="of artefacts: MiB of a request at most")
+]
 ToServe = Annotated[
     list[str],
     typer.Argument(
@@ -124,11 +138,11 @@ def serve(
 
     Options that vLLM has too have its names. Without an accelerator, several devices are simulated.
 
-    Artefacts, in any number, need no code of their models, and come and go while the server runs.
+    Any number of artefacts can be served, without the code of their models, and loaded or unloaded meanwhile.
 
     Stops on SIGTERM or Ctrl-C, after what runs is done. Needs the extra serve.
     """
-    http_server, server = _modules(api_key)
+    http_server, server = _modules()
     if _are_artefacts(directories):
         _refuse_options(ctx, OF_RUNS, "artefacts")
         limits = max_batch, max_wait_ms / 1000, max_body_mb << 20, max_queue
@@ -155,18 +169,16 @@ def serve(
     http_server.serve(server.Server(served, drain_seconds), listening)
 
 
-def _modules(api_key: str | None) -> tuple[Any, Any]:
-    """Returns what serves.
+def _modules() -> tuple[Any, Any]:
+    """Returns the modules `http_server` and `server`.
 
     Raises:
-      UserError: a package is missing, or the key is empty.
+      UserError: a package is missing.
     """
     try:
         from minitext.inference import http_server, server
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'minitext[serve]'") from error
-    if api_key is not None and not api_key.strip():
-        raise UserError("the API key is empty: set one, or unset --api-key and MINITEXT_API_KEY")
     return http_server, server
 
 

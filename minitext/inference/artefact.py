@@ -49,9 +49,9 @@ class Function(NamedTuple):
     Attributes:
       run: maps (weights, inputs by name) to outputs by name. An output with an input's name is that input's successor,
         such as a cache: it has the same shape and type, and `load` lets it take the same memory.
-      inputs: for each, its shape and type: ("b, t, 64", "int32"). What is no number is a symbol: callers choose it.
+      inputs: for each, its shape and type: ("b, t, 64", "int32"). Names are symbols, whose sizes callers choose.
       constraints: on the symbols, such as "s >= t".
-      batch: the symbol of the rows, if each is computed without regard to the others. A server may then join calls.
+      batch: the symbol of the rows, if each is computed independently of the others. A server may then join calls.
     """
 
     run: Callable[[Any, dict[str, jax.Array]], Mapping[str, jax.Array]]
@@ -70,7 +70,7 @@ class Artefact(NamedTuple):
     """
 
     manifest: dict[str, Any]
-    functions: dict[str, Callable[[dict[str, Any]], dict[str, jax.Array]]]
+    functions: dict[str, loader.Loaded]
 
 
 def save(

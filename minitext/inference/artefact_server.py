@@ -92,9 +92,8 @@ class Served:
         self.metrics, self.draining = ModelMetrics(self._running), False
         self.under_way = self.bytes_held = 0
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, "tensors")
-        self.changes = ThreadPoolExecutor(
-            2, "models"
-        )  # loading takes long, and may not keep others waiting
+        # Loading takes long, and may not keep others waiting.
+        self.changes = ThreadPoolExecutor(2, "models")
 
     def _watch(self, name: str, version: str, calls: Sequence[Call], rows: int) -> None:
         now = time.perf_counter()
@@ -105,10 +104,9 @@ class Served:
 
     def _running(self) -> list[tuple[str, str, int, int]]:
         return [
-            (model.found.name, model.found.version,
-             sum(b.waiting for b in model.batchers.values()),
-             sum(b.program.shapes for b in model.batchers.values()))
+            (name, model.found.version, batcher.waiting, batcher.program.shapes)
             for model in self.store.loaded()
+            for name, batcher in model.called.items()
         ]  # fmt: skip
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -314,7 +312,7 @@ def _size(request: Request, limit: int) -> int:
 
 
 async def _compute(served: Served, function: Function, version: str | None, asked: Asked) -> Arrays:
-    """Returns what the batcher answers; a call that nobody waits for any more is taken back."""
+    """Returns what the batcher answers; if the client hangs up, the call is cancelled."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[Arrays] = loop.create_future()
 
@@ -385,7 +383,7 @@ class Server(http_server.Server):
         self.served.store.close(0.0)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Stops accepting; what runs is finished or, when the time is over, told that the server ends."""
+        """Stops accepting; what runs is finished or, when the time is over, refused."""
         self.served.draining = True
         await super().shutdown(sockets)
         await asyncio.to_thread(self.served.close)

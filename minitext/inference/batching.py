@@ -1,11 +1,11 @@
-"""Requests that come at the same time, computed together: a program's calls joined along the batch, and divided again.
+"""Dynamic batching: requests that come at the same time are computed in one call of a program.
 
-Reading weights takes as long for one row as for many, so rows that are computed together are nearly free. Calls are
-joined that differ in nothing but the number of their rows. A first call waits a few milliseconds for others. The rows
-together are filled up to a power of two, because each number of rows is another program to compile.
+Reading weights takes as long for one row as for many, so further rows are nearly free. Calls can be joined if they
+differ only in their rows. The first one waits a few milliseconds for others. The number of rows is rounded up to a
+power of two, because the program is compiled anew for each number.
 
 Only an exporter knows that rows don't influence each other, as they would in a function that subtracts the batch's
-mean. Functions of which an artefact doesn't say so are called as they are asked.
+mean. If an artefact doesn't say so of a function, each of its requests is a call of its own.
 
 Chapters: 27.
 """
@@ -26,11 +26,12 @@ import numpy as np
 from minitext.files import shorten
 from minitext.inference.open_inference import specs_of
 from minitext.inference.protocol import Refused
+from minitext.inference.shipped.load import Loaded
 from minitext.terminal import show_bytes
 
 log = logging.getLogger("minitext.server")
 
-MOST_SHAPES = 64  # of which compiled programs are kept
+MOST_SHAPES = 64  # for which compiled programs are kept
 
 Arrays = dict[str, np.ndarray]
 
@@ -39,7 +40,7 @@ class Program:
     """A function of an artefact, compiled for the shapes that it's called with.
 
     Args:
-      run: maps a dict of arrays to a dict of arrays.
+      function: of the artefact, with its weights.
       said: what the manifest says of it: `inputs`, `outputs` and perhaps `batch`, the symbol of independent rows.
       most_bytes: that a call may take besides the weights; None: no limit.
 
@@ -51,11 +52,11 @@ class Program:
 
     def __init__(
         self,
-        run: Callable[[dict[str, Any]], Mapping[str, Any]],
+        function: Loaded,
         said: Mapping[str, Any],
         most_bytes: int | None = None,
     ):
-        self._run, self._most_bytes = run, most_bytes
+        self._function, self._most_bytes = function, most_bytes
         self.inputs, self.outputs = specs_of(said["inputs"]), specs_of(said["outputs"])
         self.axes = self._rows(said.get("batch"))
         self._compiled: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -105,10 +106,11 @@ class Program:
                 ) from None
             raise
 
-    def _compile(self, inputs: Arrays) -> Any:
+    def _compile(self, inputs: Arrays) -> Callable[[Arrays], Mapping[str, jax.Array]]:
+        program, weights = self._function.program, self._function.weights
         types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
-        try:
-            lowered = jax.jit(self._run).lower(types)
+        try:  # with the weights as arguments: as constants they would be in every compiled program again
+            lowered = program.lower(weights, **types)
         except ValueError as error:  # JAX's own, of a program's constraints on its symbols
             said = shorten(" ".join(str(error).split()))
             raise Refused(f"the function doesn't take these shapes: {said}") from None
@@ -120,7 +122,7 @@ class Program:
                 f"these shapes need {show_bytes(needed)} of memory, and a call may have "
                 f"{show_bytes(self._most_bytes)}: ask for fewer or shorter rows", 413,
             )  # fmt: skip
-        return compiled
+        return lambda inputs: compiled(weights, **inputs)
 
 
 def _names(size: int | str, symbol: str) -> bool:
@@ -151,7 +153,7 @@ class Call:
       rows: how many there are.
       told: called in the batcher's thread with the outputs or an exception.
       arrived: when, by `time.perf_counter`.
-      cancelled: whether nobody waits any more.
+      cancelled: whether the client has hung up.
     """
 
     inputs: Arrays
@@ -165,7 +167,7 @@ class Batcher:
     """A thread that calls one program, for several requests at once where that's possible.
 
     Args:
-      program: to call; nobody else may.
+      program: to call, from this thread alone.
       sizes: how calls are joined.
       watched: called after each call of the program with its requests and the rows that were computed.
     """
@@ -206,10 +208,11 @@ class Batcher:
                 f"the request has {call.rows:,} rows, and at most {self.sizes.rows} are computed at once: send fewer",
                 413,
             )
+        key = self._group(call)
         with self._changed:
             if self._closed:
                 raise Refused("the model is being unloaded: ask again later", 503)
-            self._groups.setdefault(self._group(call), deque()).append(call)
+            self._groups.setdefault(key, deque()).append(call)
             self._changed.notify()
         return call
 
@@ -250,12 +253,8 @@ class Batcher:
                 for key, group in self._groups.items():
                     due = group[0].arrived + self.sizes.wait_seconds
                     rows = sum(call.rows for call in group)
-                    if (
-                        rows >= self.sizes.rows
-                        or now >= due
-                        or self._closed
-                        or not self.program.axes
-                    ):
+                    alone = self._closed or not self.program.axes  # no others can come, or join
+                    if alone or rows >= self.sizes.rows or now >= due:
                         return self._take(key)
                     soonest = min(soonest or due, due)
                 if self._closed:
@@ -311,7 +310,7 @@ class Batcher:
 
 
 def _join(arrays: Sequence[np.ndarray], axis: int | None, rows: int) -> np.ndarray:
-    """Returns arrays one behind the other, and after them the last row again until there are `rows`."""
+    """Returns the arrays concatenated, with the last row repeated until there are `rows`."""
     assert axis is not None
     last = np.take(arrays[-1], [-1], axis)
     missing = rows - sum(x.shape[axis] for x in arrays)

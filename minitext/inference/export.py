@@ -84,7 +84,8 @@ def text_functions(cfg: ModelConfig, params: Any) -> tuple[dict[str, Function], 
         return outputs(model, x_B1D, cache.append(new))
 
     caches = _cache_inputs(empty)
-    limits = [] if longest_text(cfg) == LONGEST else [f"s <= {longest_text(cfg)}"]
+    longest = max_length(cfg)
+    limits = [] if longest == LONGEST else [f"s <= {longest}"]
     lengths = {"lengths": ("b", "int32")}
     functions = {
         "prefill": Function(
@@ -95,8 +96,8 @@ def text_functions(cfg: ModelConfig, params: Any) -> tuple[dict[str, Function], 
     return functions, weights
 
 
-def longest_text(cfg: ModelConfig) -> int:
-    """Returns how many tokens a text can have: with LongRoPE, as many as before all keys would have to change."""
+def max_length(cfg: ModelConfig) -> int:
+    """Returns how many tokens a text can have: with LongRoPE, those before all keys would have to change."""
     return min(switch_lengths(cfg), default=LONGEST)
 
 

@@ -1,4 +1,4 @@
-"""The part of an HTTP server that doesn't depend on what is served: sockets, slow clients, keys, limits and the end.
+"""The part of an HTTP server that doesn't depend on what is served: sockets, slow clients, keys, limits and shutdown.
 
 Two servers use it: `server`, for a language model and OpenAI's clients, and `artefact_server`, for any functions.
 
@@ -111,7 +111,7 @@ def check_key(api_key: str | None, request: Request) -> None:
 
 
 def gone() -> Response:
-    """Returns the answer to a client that has hung up; nobody reads it, but it's counted."""
+    """Returns the answer to a client that has hung up: it isn't read, but it's counted."""
     return Response(status_code=499)
 
 
@@ -206,7 +206,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says when the end has come.
+    """uvicorn, which calls `close` when it shuts down.
 
     Args:
       app: the application.

@@ -10,8 +10,9 @@ Chapters: 27.
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,11 @@ class Model:
     found: Found
     batchers: dict[str, Batcher]
 
+    @property
+    def called(self) -> dict[str, Batcher]:
+        """The functions by the names that clients use: MODEL.FUNCTION, or MODEL if it's the only one."""
+        return {_called(self.found.name, n, self.batchers): b for n, b in self.batchers.items()}
+
     def close(self, drain_seconds: float) -> None:
         """Answers what was asked, and ends the threads."""
         for batcher in self.batchers.values():
@@ -68,7 +74,7 @@ class Model:
 
 
 class Function(NamedTuple):
-    """What a client may call. The only function of an artefact has the model's name, others are MODEL.FUNCTION."""
+    """What a client may call, by its name in `Model.called`."""
 
     name: str
     model: Model
@@ -100,7 +106,7 @@ class Store:
         self._changing = threading.Lock()  # held while a model is loaded or unloaded
         self.memory = hardware.memory_bytes(jax.local_devices()[0])
 
-    # --- what there is
+    # --- what is there
 
     def scan(self) -> dict[tuple[str, str], Found]:
         """Returns the artefacts that the folders hold now, by name and version.
@@ -150,9 +156,13 @@ class Store:
             return sorted(its, key=_order)
 
     def has(self, name: str, version: str | None) -> bool:
-        """Returns whether a function or a model is loaded, in a version or in any."""
-        known = self.versions(name)
-        return bool(known) if version is None else version in known
+        """Returns whether a model or a function is loaded, in a version or in any."""
+        for model in self.loaded():
+            its = model.found.name
+            named = name in (its, *(f"{its}.{function}" for function in model.batchers))
+            if named and version in (None, model.found.version):
+                return True
+        return False
 
     def find(self, name: str, version: str | None) -> Function:
         """Returns a function; of a model with several versions the latest, unless another is named.
@@ -177,10 +187,10 @@ class Store:
             return Function(name, model, next(iter(model.batchers.values())))
         if function in model.batchers:
             return Function(name, model, model.batchers[function])
-        names = " or ".join(f"{model.found.name}.{each}" for each in model.batchers)
+        names = " or ".join(model.called)
         raise Refused(f"{files.shorten(name)} is no function: ask for {names}", 404)
 
-    # --- what there is to be
+    # --- loading and unloading
 
     def load(self, name: str, version: str | None = None) -> None:
         """Loads a model's versions that are in the folders now, or one of them; what hasn't changed stays as it is.
@@ -253,13 +263,9 @@ class Store:
             raise Refused(f"{one.folder} can't be served ({said})") from error
         batchers = {}
         for name, program in programs.items():
-            title = one.name if len(programs) == 1 else f"{one.name}.{name}"
-            batchers[name] = Batcher(program, self._sizes, self._watching(title, one.version))
+            watched = partial(self._watched, _called(one.name, name, programs), one.version)
+            batchers[name] = Batcher(program, self._sizes, watched)
         return Model(one, batchers)
-
-    def _watching(self, name: str, version: str) -> Callable[[Sequence[Call], int], None]:
-        watched = self._watched
-        return lambda calls, rows: watched(name, version, calls, rows)
 
     def unload(self, name: str, version: str | None = None) -> None:
         """Unloads a model's versions, or one; returns when their requests are answered and their memory is free.
@@ -293,6 +299,10 @@ class Store:
             thread.join()
         with self._lock:
             self._models.clear()
+
+
+def _called(model: str, function: str, functions: Sized) -> str:
+    return model if len(functions) == 1 else f"{model}.{function}"
 
 
 def is_artefact(folder: Path | str) -> bool:
@@ -332,21 +342,21 @@ def _look(folder: Path) -> Found:
     said = files.read_json(path, MANIFEST_LIMIT)
     try:
         name, version, seal = said["name"], said["version"], said["sha256"]
-        size = (folder / said["weights"]["file"]).name
-        weights = (folder / size).stat().st_size
+        weights = folder / (folder / said["weights"]["file"]).name
+        size = weights.stat().st_size
         words = all(isinstance(x, str) for x in (name, version, seal))
     except (LookupError, TypeError, OSError) as error:
-        said = files.shorten(f"{type(error).__name__}: {error}")
-        raise UserError(f"{path} is not an artefact's manifest ({said})") from None
+        reason = files.shorten(f"{type(error).__name__}: {error}")
+        raise UserError(f"{path} is not an artefact's manifest ({reason})") from None
     if not words or not all(re.fullmatch(r"[\w.-]{1,100}", x, re.ASCII) for x in (name, version)):
         raise UserError(
             f"{path}: the name {files.shorten(str(name))} or the version {files.shorten(str(version))} has other "
             "characters than letters, digits, dots, dashes and _, or more than 100: export it with another"
         )
-    return Found(name, version, folder, seal, weights)
+    return Found(name, version, folder, seal, size)
 
 
 def _order(version: str) -> list[tuple[int, int, str]]:
-    """Returns by what versions are ordered: numbers in them as numbers, so that 10 follows 9."""
+    """Returns a version's sort key, in which numbers count as numbers: 10 follows 9."""
     parts = re.findall(r"\d+|[^\d.]+", version)
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts]

@@ -12,7 +12,7 @@ Chapters: 27.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -30,7 +30,7 @@ DATATYPES = {
     "float64": "FP64",
 }  # fmt: skip
 MOST_ID = 1000  # characters
-MOST_SIZE = 2**63 - 1  # of a dimension
+MOST_SIZE = 2**63 - 1  # of a dimension, and of an array in bytes
 
 
 class Spec(NamedTuple):
@@ -53,7 +53,7 @@ class Spec(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The tensor in a model's metadata; -1 stands for a size that callers choose."""
+        """The tensor in a model's metadata, with -1 for a size that callers choose."""
         sizes = [size if isinstance(size, int) else -1 for size in self.shape]
         return {"name": self.name, "datatype": self.datatype, "shape": sizes}
 
@@ -178,6 +178,9 @@ def _fit(spec: Spec, one: _Input, sizes: dict[str, int]) -> None:
         raise Refused(f"{name} is {shorten(one.datatype)}, and the function takes {spec.datatype}")
     if len(one.shape) != len(spec.shape):
         raise Refused(f"{name} has the shape {one.shape}, and the function takes {spec.written()}")
+    # NumPy bounds empty arrays too, by their other dimensions.
+    if math.prod(size or 1 for size in one.shape) * spec.dtype.itemsize > MOST_SIZE:
+        raise Refused(f"{name} has the shape {one.shape}, which is too large for an array")
     for size, want in zip(one.shape, spec.shape, strict=True):
         if isinstance(want, int):
             fits = size == want
@@ -296,7 +299,7 @@ def write_answer(
     Numbers of fewer bits than float64 are written exactly; NaN and the infinities as Python's JSON has them.
 
     Args:
-      said: the answer's fields besides `outputs`.
+      said: the answer's other fields.
       wanted: the outputs, and whether as bytes.
       arrays: by name.
       specs: what the function gives.
@@ -308,20 +311,15 @@ def write_answer(
             "name": name, "datatype": specs[name].datatype, "shape": list(array.shape),
         }  # fmt: skip
         if as_bytes:
-            tails.append(b"".join(_bytes_of(array)))
+            tails.append(_bytes_of(array))
             tensor["parameters"] = {"binary_data_size": len(tails[-1])}
         else:
-            wide = (
-                array.astype(np.float32)
-                if array.dtype.itemsize == 2 and array.dtype.kind not in "iu"
-                else array
-            )
-            tensor["data"] = wide.ravel().tolist()
+            tensor["data"] = array.ravel().tolist()
         tensors.append(tensor)
     head = to_json(said | {"outputs": tensors}, inf_nan_mode="constants")
     return [head, *tails], (len(head) if tails else None)
 
 
-def _bytes_of(array: np.ndarray) -> Iterator[bytes]:
+def _bytes_of(array: np.ndarray) -> bytes:
     little = array.dtype.newbyteorder("<") if array.dtype.kind in "iuf" else array.dtype
-    yield np.ascontiguousarray(array).astype(little, copy=False).tobytes()
+    return np.ascontiguousarray(array).astype(little, copy=False).tobytes()

@@ -521,7 +521,7 @@ def _page(served: Served) -> str:
 
 
 class Server(http_server.Server):
-    """An HTTP server that tells the engine too that the end has come.
+    """An HTTP server that closes the engine when it shuts down.
 
     Args:
       served: the model; its engine is closed at the end.

@@ -84,10 +84,10 @@ def _written(registry: CollectorRegistry) -> tuple[bytes, int, dict[str, str]]:
 
 
 class ModelMetrics:
-    """Counters and histograms of a server of artefacts, by model and version.
+    """Counters and histograms of a server of artefacts. The label `model` is the name in the request's address.
 
     Args:
-      running: what is loaded: name, version, requests that wait, and compiled shapes.
+      running: the functions that are loaded: name, version, requests that wait, and shapes compiled for.
 
     Attributes:
       answers: by address and status.
@@ -95,7 +95,7 @@ class ModelMetrics:
       whole: seconds from a request's arrival to its answer.
       waited: seconds that a request waited for others, and for those before it.
       together: requests in each call of the program.
-      rows: rows in each call of the program, filled ones included.
+      rows: rows in each call of the program, including those that were filled up.
     """
 
     def __init__(self, running: Callable[[], Iterable[tuple[str, str, int, int]]]):
@@ -120,16 +120,23 @@ class ModelMetrics:
             "inference_requests_per_call", "Requests computed together.", by, **sizes
         )
         self.rows = Histogram(
-            "inference_rows_per_call", "Rows computed together, filled ones too.", by, **sizes
+            "inference_rows_per_call",
+            "Rows computed together, including those that were filled up.",
+            by,
+            **sizes,
         )
 
     def collect(self) -> Iterator[Any]:
         """Yields what is loaded now."""
         waiting = GaugeMetricFamily(
-            "minitext_inference_waiting", "Requests that wait.", labels=["model", "version"]
+            "minitext_inference_waiting",
+            "Requests that wait for a call.",
+            labels=["model", "version"],
         )
         shapes = GaugeMetricFamily(
-            "minitext_inference_shapes", "Compiled programs.", labels=["model", "version"]
+            "minitext_inference_shapes",
+            "Shapes that a program is compiled for.",
+            labels=["model", "version"],
         )
         for name, version, calls, compiled in self._running():
             waiting.add_metric([name, version], calls)

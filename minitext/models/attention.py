@@ -31,16 +31,16 @@ def append_tokens(cache: Any, new: Any) -> Any:
       new: new tokens in the same form; the cache must have room for them.
     """
 
-    def write(old, late, length=cache.length):
-        if jnp.ndim(length):  # each row has a length of its own
-            row = (
-                0 if isinstance(cache[0], tuple) else 1
-            )  # after the dimension of layers, unless these are in a list
-            return jax.vmap(write, (row, row, 0), row)(old, late, length)
+    def write(old, late, length):
         start = (*(0 for _ in old.shape[:-2]), length, 0)
         return jax.lax.dynamic_update_slice(old, late.astype(old.dtype), start)
 
-    kept = jax.tree.map(write, cache[:-1], new[:-1])
+    if jnp.ndim(
+        cache.length
+    ):  # each row has its own; layers come before rows, unless these are in a tuple
+        row = 0 if isinstance(cache[0], tuple) else 1
+        write = jax.vmap(write, (row, row, 0), row)
+    kept = jax.tree.map(lambda old, late: write(old, late, cache.length), cache[:-1], new[:-1])
     return cache._make((*kept, cache.length + new.length))
 
 

@@ -41,7 +41,7 @@ def export_artefact(
     )
     program = Path(generate.__file__).read_text(encoding="utf-8")
     beside = {model_card.CARD: card, "generate.py": program, **tokenizer_files(came, tokenizer)}
-    said = {**describe(cfg, came, tokenizer), "max_length": export.longest_text(cfg.model)}
+    said = {**describe(cfg, came, tokenizer), "max_length": export.max_length(cfg.model)}
     artefact.save(
         target,
         functions,
@@ -55,7 +55,7 @@ def export_artefact(
 
 
 def describe(cfg: Config, came: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns what a manifest says of a language model besides its arrays.
+    """Returns what a manifest says of a language model, apart from its arrays.
 
     Args:
       cfg: the run's configuration.

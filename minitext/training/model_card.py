@@ -25,6 +25,11 @@ from minitext.observability.metrics import read_json_lines, read_metrics
 from minitext.terminal import show_bytes
 
 CARD, UNKNOWN, EVALUATIONS = "README.md", "unknown", "evaluations.jsonl"
+LIBRARIES = {
+    "hf": "transformers",
+    "peft": "peft",
+    "onnx": "onnx",
+}  # by format, as the Hub calls them
 
 # How to run each format, in its folder.
 COMMANDS = {
@@ -33,7 +38,7 @@ COMMANDS = {
 ```bash
 minitext generate . --prompt "the "
 ```""",
-    "hf": """transformers reads the folder:
+    "hf": """transformers reads the folder (`pip install transformers torch`):
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,7 +47,8 @@ tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModelForCausalLM.from
 tokens = tokenizer("the ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
 ```""",
-    "peft": """The folder holds adapters alone. peft adds them to the model that they were trained beside:
+    "peft": """The folder holds adapters alone. peft (`pip install peft`) adds them to the
+model that they were trained beside, here called BASE:
 
 ```python
 from peft import PeftModel
@@ -50,7 +56,7 @@ from transformers import AutoModelForCausalLM
 
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), ".")
 ```""",
-    "onnx": """onnxruntime computes the logits of any number of texts of any length:
+    "onnx": """onnxruntime (`pip install onnxruntime tokenizers`) computes the logits of texts:
 
 ```python
 import numpy as np
@@ -106,7 +112,7 @@ def card(
     """
     name = Path(directory).resolve().name
     front = {
-        "license": licence, "library_name": "minitext" if form != "hf" else "transformers",
+        "license": licence, "library_name": LIBRARIES.get(form, "minitext"),
         "pipeline_tag": "text-generation", "tags": ["minitext", "jax", form],
     }  # fmt: skip
     rows = {
@@ -116,7 +122,7 @@ def card(
     table = "\n".join(f"| {_cell(title)} | {_cell(value)} |" for title, value in rows.items())
     return (
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {_cell(name)}\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## How to run it\n\n{COMMANDS[form]}\n"
+        f"| | |\n|---|---|\n{table}\n\n## How to run it, in this folder\n\n{COMMANDS[form]}\n"
     )
 
 
@@ -150,7 +156,7 @@ def keep_evaluation(directory: Path | str, step: int, what: str, found: Mapping[
 def _model_rows(cfg: Config, size: int, dtype: str) -> dict[str, str]:
     model = cfg.model
     whole, active = count_params(model), count_params(model, active=True)
-    used = f", of which a token uses {active:,}" if active < whole else ""
+    used = f", {active:,} of them active for a token" if active < whole else ""
     layers = f"{model.layers} layers of {model.embed} features, {model.heads} heads"
     return {
         "Model": f"decoder-only transformer, {layers}, attention {model.attention.kind}, feed-forward {model.ffn.kind}",

@@ -204,7 +204,7 @@ def _compare(got_BTV: np.ndarray, want_BTV: np.ndarray, directory: Path | str) -
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the converter's remarks on shapes that it doesn't know, of which there is one for each operation."""
+    """Silences the converter's remarks, one for each operation, on shapes that it doesn't know."""
     names = ("onnx_ir", "jax2onnx")
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:

@@ -23,7 +23,7 @@ from minitext.inference import artefact, model_store
 from minitext.inference.artefact_server import Served, Server
 from minitext.inference.batching import Batcher, BatchSizes, Program
 from minitext.inference.http_server import bind
-from minitext.inference.open_inference import DATATYPES
+from minitext.inference.open_inference import DATATYPES, Spec, read_request
 from minitext.inference.protocol import Refused
 
 D, F = 4, 3
@@ -177,7 +177,10 @@ def test_the_addresses_of_the_protocol(server):
     assert server.ask("/v2/models/odd.mixed")[2]["inputs"][1] == {
         "name": "scale", "datatype": "INT32", "shape": [],
     }  # fmt: skip
-    assert server.ask("/v2/models/none/ready")[0] == 503
+    for path in ("none", "mlp.none", "odd.none", "mlp/versions/8"):
+        assert server.ask(f"/v2/models/{path}/ready")[0] == 503
+    assert server.ask("/v2/models/odd/ready")[0] == 200
+    assert server.ask("/v2/models/odd.mixed/ready")[0] == 200
     status, _, said = server.ask("/v2/models/odd")
     assert status == 404 and said["error"].endswith("ask for odd.mixed or odd.centred")
 
@@ -431,7 +434,7 @@ def test_models_come_and_go_while_requests_run(folder, tmp_path):
 
 
 def test_an_unloaded_model_is_out_of_memory(tmp_path):
-    """Weights and compiled programs."""
+    """Weights and compiled programs, of which each takes the weights as arguments: there is one copy of them."""
     shape = (37, 41)
     function = artefact.Function(
         lambda w, inputs: {"y": inputs["x"] @ w}, {"x": ("b, 37", "float32")}, batch="b"
@@ -440,10 +443,7 @@ def test_an_unloaded_model_is_out_of_memory(tmp_path):
 
     def alive():
         gc.collect()
-        found = [x for x in jax.live_arrays() if x.shape == shape]
-        return len(
-            {x.unsafe_buffer_pointer() for x in found}
-        )  # a program's constants share the weights' memory
+        return sum(x.shape == shape for x in jax.live_arrays())
 
     def batch_threads():
         return sum(thread.name == "batch" for thread in threading.enumerate())
@@ -547,6 +547,17 @@ def test_constraints_of_a_program_are_its_own(tmp_path):
 
 
 # --- those who mean no good
+
+
+@pytest.mark.parametrize("shape", [[2**62, 0], [0, 2**63 - 1]])
+@pytest.mark.parametrize("data", [{"data": []}, {"parameters": {"binary_data_size": 0}}])
+def test_empty_arrays_of_shapes_that_no_array_has_are_refused(shape, data):
+    inputs = {"x": Spec("x", ("2*b", "2*c"), np.dtype("f4"))}
+    one = {"name": "x", "shape": shape, "datatype": "FP32", **data}
+    body = json.dumps({"inputs": [one]}).encode()
+    with pytest.raises(Refused, match="too large for an array"):
+        read_request(body, str(len(body)), inputs, {})
+
 
 X = {"name": "x", "shape": [1, D], "datatype": "FP32", "data": [0.0] * D}
 BARE = {"name": "x", "shape": [1, D], "datatype": "FP32"}
@@ -750,5 +761,6 @@ def test_metrics_are_by_model_and_version(server):
     ):
         assert f"minitext_{name}{labels}" in text
     assert f"minitext_inference_shapes{labels}" in text
+    assert 'minitext_inference_waiting{model="odd.mixed",version="1"}' in text
     server.ask("/v2/models/secret-name/infer", {"inputs": [X]})
     assert "secret-name" not in server.ask("/metrics")[2].decode()

@@ -11,11 +11,14 @@ BUCKET = 64  # lengths are rounded up to a multiple of this, since each length i
 def generate(manifest, functions, prompts, max_tokens):
     """Yields the most likely next token of each prompt, [B] int32, `max_tokens` times; prompts are lists of tokens.
 
-    Raises ValueError for a prompt without tokens, and for more tokens than the model takes.
+    Raises ValueError for a prompt without tokens, a token that the model doesn't have, and more tokens than it takes.
     """
     longest, limit = max(map(len, prompts)), manifest["text"]["max_length"]
     if not all(prompts) or not 0 < max_tokens <= limit - longest:
         raise ValueError(f"{longest} + {max_tokens} tokens: at least 1 + 1 and at most {limit}")
+    known = range(manifest["text"]["vocabulary"])
+    if unknown := [token for prompt in prompts for token in prompt if token not in known]:
+        raise ValueError(f"there is no token {unknown[0]}: the model has 0 to {known[-1]}")
     sizes: dict = {"b": len(prompts)}
     for symbol, length in (("t", longest), ("s", longest + max_tokens)):
         sizes[symbol] = min(-(-length // BUCKET) * BUCKET, limit)

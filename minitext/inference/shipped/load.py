@@ -12,6 +12,17 @@ class Refused(Exception):
     """Why a folder isn't loaded, in one line."""
 
 
+class Loaded:
+    """A program and the weights that it's called with: a function from a dict of arrays to a dict of arrays."""
+
+    def __init__(self, program, weights):
+        self.program, self.weights = program, weights
+
+    def __call__(self, inputs):
+        """Returns the outputs by name, and compiles for shapes that are new."""
+        return self.program(self.weights, **inputs)
+
+
 def load(folder):
     """Checks every byte; returns the manifest, and functions by name, from a dict of arrays to a dict of arrays."""
     try:
@@ -69,4 +80,4 @@ def _function(folder, said, weights):
         _need(types == types[:1] * 2, f"{path} and the weights differ in {name}: {types}")
     kept = said["inputs"].keys() & said["outputs"].keys()
     run = jax.jit(lambda ws, /, **inputs: program.call(ws, inputs), donate_argnames=kept)
-    return lambda inputs: run(weights, **inputs)
+    return Loaded(run, weights)
