@@ -72,7 +72,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], text: int = 1) -> str:
-    """Returns a table that scrolls by itself if it is wide. Its first columns, one or two, are text, the rest numbers."""
+    """Returns a table that scrolls if it is wide. Its first columns, one or two, are text, the others numbers."""
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
