@@ -158,19 +158,26 @@ def _scaling(stages: dict[str, Any]) -> str:
     text = (
         f"L(C) = {law.floor:.3f} + {law.scale:.3f} x (C / {law.unit:.2e})^-{law.exponent:.3f}, fitted to "
         f"{len(s['points'])} models by least squares of the relative errors (root mean square {law.residual:.2%}). It "
-        f"predicts {p['loss']:.4f} nats per token, which was written to disk before the large model was trained. Laws "
-        f"fitted with one model left out predict {p['low']:.4f} to {p['high']:.4f}: this shows how far one model moves "
-        "the law, not how far off the law may be."
+        f"predicts {p['loss']:.4f} nats per token, which was written to disk before the large model was trained."
     )
+    has_interval = len(s["points"]) > 2  # of two models none can be left out
+    if has_interval:
+        text += (
+            f" Laws fitted with one model left out predict {p['low']:.4f} to {p['high']:.4f}: this shows how far one "
+            "model moves the law, not how far off the law may be."
+        )
     after = ""
     if "evaluate" in stages:
         e = stages["evaluate"]
         lines.append(Line("measured", [(large, e["loss"])], dots=True))
-        after = _p(
+        after = (
             f"Measured afterwards: {e['loss']:.4f}. The prediction was {abs(e['error']):.2%} too "
-            f"{'high' if e['error'] > 0 else 'low'}, and the measured loss is "
-            f"{'inside' if p['low'] <= e['loss'] <= p['high'] else 'outside'} that interval."
+            f"{'high' if e['error'] > 0 else 'low'}"
         )
+        if has_interval:
+            where = "inside" if p["low"] <= e["loss"] <= p["high"] else "outside"
+            after += f", and the measured loss is {where} that interval"
+        after = _p(f"{after}.")
     drawn = chart(
         "Validation loss and training compute", lines, Axis("training FLOPs", log=True),
         Axis("nats per token", log=True),

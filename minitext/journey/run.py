@@ -129,7 +129,8 @@ def _found(name: str, result: Result) -> str:
             return f"; {f['tokens']:,} tokens of {f['bytes_per_token']:.2f} bytes"
         case "scaling":
             p = f["prediction"]
-            return f"; predicted loss {p['loss']:.3f} (from {p['low']:.3f} to {p['high']:.3f})"
+            between = f" (from {p['low']:.3f} to {p['high']:.3f})" if len(f["points"]) > 2 else ""
+            return f"; predicted loss {p['loss']:.3f}{between}"
         case "evaluate":
             return f"; loss {f['loss']:.3f}, predicted {f['predicted']:.3f}: {f['error']:+.1%}"
         case "sft" | "grpo":

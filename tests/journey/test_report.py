@@ -146,6 +146,13 @@ def test_predictions_are_printed_beside_what_was_measured(loss, low, high, said)
     assert f"Measured afterwards: {loss:.4f}. The prediction was {said}." in report.page(found)
 
 
+def test_two_models_give_no_interval():
+    found = whole()
+    del found["figures"]["stages"]["scaling"]["points"][2:]
+    page = report.page(found)
+    assert "interval" not in page and "left out predict" not in page and "4.00% too low." in page
+
+
 def test_a_quick_journey_says_so():
     found = whole()
     assert "--quick" not in report.page(found)
