@@ -16,12 +16,12 @@ from typer.core import TyperGroup
 
 from minitext.cli import (
     bridge,
+    journey,
     launching,
     reports,
     running,
     serving,
     setup,
-    travelling,
     tuning,
     watching,
 )
@@ -80,7 +80,7 @@ app.command("serve")(serving.serve)
 app.command("predict-serving")(serving.predict)
 app.command("import")(running.import_)
 app.command("export")(running.export)
-app.command("journey")(travelling.journey)
+app.command("journey")(journey.journey)
 app.command("quantize")(running.quantize)
 app.command("eval")(running.evaluate)
 app.command("parity")(running.parity)

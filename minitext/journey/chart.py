@@ -1,7 +1,7 @@
 """Line charts as SVG that takes its colours from the page: readable in light and dark, on paper and on a phone.
 
-Drawn by hand, because matplotlib writes its colours into the file, so that a page needs each picture twice, and `train`
-should not need the book's extra to report.
+Drawn by hand: matplotlib writes its colours into the file, so a page would need each picture twice, and the journey
+should not need the book's extra for its report.
 """
 
 import math
@@ -43,14 +43,14 @@ class Axis(NamedTuple):
 
 
 def chart(title: str, lines: Sequence[Line], x: Axis, y: Axis) -> str:
-    """Returns a figure with a chart and its legend, as HTML; no line that can be drawn gives a sentence instead."""
+    """Returns a figure with a chart and its legend, as HTML; a sentence instead if nothing can be drawn."""
     lines = [one._replace(points=_drawable(one.points, x, y)) for one in lines]
     lines = [one for one in lines if one.points]
     if not lines:
         return f"<figure><figcaption>{escape(title)}: nothing was recorded</figcaption></figure>"
-    to_x = _scale([p[0] for one in lines for p in one.points], x.log, LEFT, WIDTH - RIGHT, 0.0)
+    to_x = _Scale([p[0] for one in lines for p in one.points], x.log, LEFT, WIDTH - RIGHT, 0.0)
     least = [0.0, 0.05] if y.percent else []  # shares are seen from 0
-    to_y = _scale(
+    to_y = _Scale(
         [*least, *(p[1] for one in lines for p in one.points)], y.log, HEIGHT - BOTTOM, TOP, 0.04
     )
     parts = [*_grid(x, y, to_x, to_y)]
@@ -76,7 +76,7 @@ def chart(title: str, lines: Sequence[Line], x: Axis, y: Axis) -> str:
 
 
 def _drawable(points: Sequence[Sequence[float]], x: Axis, y: Axis) -> list[tuple[float, float]]:
-    """Returns the points that have a place: finite, and above 0 on a logarithmic axis. Metrics write NaN as a word."""
+    """Returns the points that can be drawn: finite, and above 0 on a logarithmic axis. Metrics write NaN as a word."""
     numbers = [(p[0], p[1]) for p in points if all(isinstance(v, int | float) for v in p)]
     return [
         (a, b) for a, b in numbers
@@ -84,7 +84,7 @@ def _drawable(points: Sequence[Sequence[float]], x: Axis, y: Axis) -> list[tuple
     ]  # fmt: skip
 
 
-class _scale:
+class _Scale:
     """Maps values to positions, with a margin around them."""
 
     def __init__(self, values: Sequence[float], log: bool, start: float, end: float, margin: float):
@@ -114,7 +114,7 @@ class _scale:
         return [i * step for i in range(first, math.floor(high / step) + 1)]
 
 
-def _grid(x: Axis, y: Axis, to_x: _scale, to_y: _scale) -> list[str]:
+def _grid(x: Axis, y: Axis, to_x: _Scale, to_y: _Scale) -> list[str]:
     base, parts = HEIGHT - BOTTOM, []
     for value in to_y.ticks():
         at = to_y(value)

@@ -1,7 +1,7 @@
-"""How often a model answers right: as it draws answers, and always with its likeliest token.
+"""How often a model answers correctly: when its answers are sampled, and when each token is its likeliest (greedy).
 
-Both are needed. Reinforcement learning makes right answers likelier, which the first shows; the second shows
-whether the model knows more sums than before.
+Both are needed. Reinforcement learning makes right answers likelier, which sampling shows; greedy answers show whether
+the model knows more sums than before.
 """
 
 import contextlib
@@ -57,14 +57,15 @@ class Examinee:
 
     def grade(self, records: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Returns the share of right answers to records' prompts, `sampled` and `greedy`."""
-        prompts, found = [record["prompt"] for record in records], {}
-        for name, greedy, draws in (("sampled", False, DRAWS), ("greedy", True, 1)):
-            answers = self.answers(prompts, greedy=greedy, draws=draws)
-            right = [
-                exact(r, text) for r, said in zip(records, answers, strict=True) for text in said
-            ]
-            found[name] = sum(right) / len(right)
-        return found
+        sampled = self.share_right(records, greedy=False)
+        return {"sampled": sampled, "greedy": self.share_right(records, greedy=True)}
+
+    def share_right(self, records: Sequence[dict[str, Any]], *, greedy: bool) -> float:
+        """Returns the share of right answers to records' prompts: one greedy answer to each, or `DRAWS` sampled."""
+        prompts = [record["prompt"] for record in records]
+        answers = self.answers(prompts, greedy=greedy, draws=1 if greedy else DRAWS)
+        right = [exact(r, text) for r, said in zip(records, answers, strict=True) for text in said]
+        return sum(right) / len(right)
 
 
 def _rendered(chat: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[tuple[int, ...]]:

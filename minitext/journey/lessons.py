@@ -1,7 +1,7 @@
-"""What the model is to learn after pretraining: to answer questions such as "What is 37+58?".
+"""What the model learns after pretraining: to answer questions such as "What is 37+58?".
 
-The sums are those of `minitext.data.arithmetic`. A teacher who writes a wrong digit in place of one in four shows how
-to answer. A model that learns from it draws wrong answers as often as its teacher gives them, although its likeliest
+The sums are those of `minitext.data.arithmetic`. A teacher who gets one digit in four wrong shows how to
+answer. A model that learns from it samples wrong answers as often as its teacher gives them, although its likeliest
 answer is mostly right. Reinforcement learning from a checked reward then makes right answers likelier. One sum in
 ten is held out from both.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from minitext import files
 from minitext.data.arithmetic import make_sums, taught, write_records
+from minitext.data.placement import Split
 
 ERRORS = 0.25  # of the teacher's digits
 TAUGHT, SUMS, TEMPLATE = "taught.jsonl", "sums.jsonl", "chat_template.jinja"
@@ -24,11 +25,11 @@ PLAIN = (
 
 
 def question(a: int, b: int) -> str:
-    """Returns how a sum is asked for."""
+    """Returns the question that asks for a sum."""
     return f"What is {a}+{b}?"
 
 
-def questions(split: Any, **numbers: int) -> list[dict[str, Any]]:
+def questions(split: Split, **numbers: int) -> list[dict[str, Any]]:
     """Returns the sums of one part as `prompt` and `answer`; `numbers` are those of `make_sums`."""
     found = []
     for record in make_sums(split, **numbers):

@@ -1,6 +1,6 @@
 """The report of a journey: one page of HTML that needs nothing else, made of what the stages left on disk.
 
-All figures but times are the same for the same dial on the same machine, however often the journey was interrupted.
+All figures except times are the same for the same dial on the same machine, however often the journey was interrupted.
 `report.json` keeps the two apart.
 """
 
@@ -44,8 +44,7 @@ def collect(trip: Trip, stages: Sequence[str]) -> dict[str, Any]:
         whole = [a for a in attempts if a.stage == name]
         cut = [a.seconds for a in whole if not a.done]
         times["stages"][name] = {
-            "seconds": sum(a.seconds for a in whole), "last": whole[-1].seconds if whole else 0.0,
-            "interrupted": len(cut), "interrupted_seconds": sum(cut),
+            "seconds": sum(a.seconds for a in whole), "interrupted": len(cut), "interrupted_seconds": sum(cut),
             "found": results[name].times if name in results else {},
         }  # fmt: skip
     wall = sum(a.seconds for a in attempts)
@@ -72,13 +71,14 @@ def page(found: dict[str, Any]) -> str:
     )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a table whose first column is text and whose others are numbers; it scrolls by itself if it is wide."""
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], text: int = 1) -> str:
+    """Returns a table that scrolls if it is wide. Its first columns, one or two, are text, the others numbers."""
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    inside = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="wide"><table class="text{text}">{inside}</table></div>'
 
 
 def _p(text: str) -> str:
@@ -89,16 +89,19 @@ def _p(text: str) -> str:
 
 def _summary(found: dict[str, Any]) -> str:
     stages, recipe = found["figures"]["stages"], found["figures"]["asked"]["recipe"]
-    cards = [("parameters", f"{recipe['parameters']:,}"), ("text tokens", f"{recipe['tokens']:,}")]
+    cards = [
+        ("parameters", f"{recipe['parameters']:,}"),
+        ("training tokens", f"{recipe['tokens']:,}"),
+    ]
     if "evaluate" in stages:
         e = stages["evaluate"]
         cards.append(("validation loss", f"{e['loss']:.3f}"))
-        cards.append(("predicted before", f"{e['predicted']:.3f} ({e['error']:+.1%})"))
-    for name, when in (("sft", "taught"), ("grpo", "rewarded")):
+        cards.append(("predicted beforehand", f"{e['predicted']:.3f} ({e['error']:+.1%})"))
+    for name, what in (("sft", "SFT"), ("grpo", "GRPO")):
         if name in stages:
             right = stages[name]["answers"]["held_out"]
             said = f"{right['sampled']:.0%} sampled, {right['greedy']:.0%} greedy"
-            cards.append((f"right answers, {when}", said))
+            cards.append((f"right answers after {what}", said))
     if "serve" in stages:
         one = stages["serve"]["asked"][0]
         cards.append((one["question"], one["answer"]))
@@ -110,18 +113,22 @@ def _summary(found: dict[str, Any]) -> str:
 def _dial(asked: dict[str, Any]) -> str:
     recipes = [dial.from_json(one) for one in (*asked["study"], asked["recipe"])]
     text = _p(
-        "One dial, the depth, gives all of this; the last row is the model of this page, the others are those from "
+        "All of this follows from one dial, the depth. The last row is this page's model; the others are those from "
         "which its loss was predicted. `minitext journey --help` has the rules."
     )
+    if asked["quick"]:
+        text += _p(
+            "`--quick`: a twentieth of the training, which only shows whether all of it works."
+        )
     return f'<section id="dial"><h2>The dial</h2>{text}{_table(dial.HEADS, dial.rows_of(recipes))}</section>'
 
 
 def _data(stages: dict[str, Any]) -> str:
     d = stages["data"]
     return _p(
-        f"Source {d['source']}: {d['text']}, {show_bytes(d['bytes'])}. After the text come sums of two numbers from 10 "
-        f"to 99: {d['sums']['train']:,} to learn from and {d['sums']['held_out']:,} held out from all training. A "
-        f"teacher who writes one digit in four wrong gives {d['answers_of_the_teacher']:,} answers."
+        f"Source {d['source']}: {d['text']}, {show_bytes(d['bytes'])}. After pretraining come sums of two numbers "
+        f"from 10 to 99: {d['sums']['train']:,} to learn from and {d['sums']['held_out']:,} held out from all "
+        f"training. A teacher who gets one digit in four wrong writes {d['answers_of_the_teacher']:,} answers."
     )
 
 
@@ -132,7 +139,7 @@ def _tokenizer(stages: dict[str, Any]) -> str:
         _p(
             f"{t['ids']:,} ids, learned from the text; {t['bytes_per_token']:.2f} bytes a token, {t['tokens']:,} "
             f"tokens in {t['rows']['train']:,} rows to train on and {t['rows']['validation']:,} to validate on. "
-            f"Pretraining reads {t['epochs']:.2f} times what there is to train on."
+            f"Pretraining takes {t['epochs']:.2f} epochs."
         )
         + f"<p>A question in tokens, each digit one of its own: {tokens}</p>"
     )
@@ -149,18 +156,28 @@ def _scaling(stages: dict[str, Any]) -> str:
         Line("predicted", [(large, p["loss"])], dots=True),
     ]
     text = (
-        f"L(C) = {law.floor:.3f} + {law.scale:.3f} x (C / {law.unit:.2e})^-{law.exponent:.3f}, by least squares of the "
-        f"relative errors (root mean square {law.residual:.2%}) over {len(s['points'])} models, and written to disk "
-        f"before the large one was trained: {p['loss']:.4f} nats per token. Laws fitted without one of the models say "
-        f"from {p['low']:.4f} to {p['high']:.4f}."
+        f"L(C) = {law.floor:.3f} + {law.scale:.3f} x (C / {law.unit:.2e})^-{law.exponent:.3f}, fitted to "
+        f"{len(s['points'])} models by least squares of the relative errors (root mean square {law.residual:.2%}). It "
+        f"predicts {p['loss']:.4f} nats per token, which was written to disk before the large model was trained."
     )
+    has_interval = len(s["points"]) > 2  # of two models none can be left out
+    if has_interval:
+        text += (
+            f" Laws fitted with one model left out predict {p['low']:.4f} to {p['high']:.4f}: this shows how far one "
+            "model moves the law, not how far off the law may be."
+        )
     after = ""
     if "evaluate" in stages:
         e = stages["evaluate"]
         lines.append(Line("measured", [(large, e["loss"])], dots=True))
-        after = _p(
-            f"Measured afterwards: {e['loss']:.4f}. The prediction was off by {e['error']:+.2%}."
+        after = (
+            f"Measured afterwards: {e['loss']:.4f}. The prediction was {abs(e['error']):.2%} too "
+            f"{'high' if e['error'] > 0 else 'low'}"
         )
+        if has_interval:
+            where = "inside" if p["low"] <= e["loss"] <= p["high"] else "outside"
+            after += f", and the measured loss is {where} that interval"
+        after = _p(f"{after}.")
     drawn = chart(
         "Validation loss and training compute", lines, Axis("training FLOPs", log=True),
         Axis("nats per token", log=True),
@@ -184,7 +201,7 @@ def _pretrain(stages: dict[str, Any]) -> str:
 
 
 def _written(samples: Sequence[dict[str, Any]]) -> str:
-    return "".join(
+    return _p("Samples during training; what follows `|` is the model's:") + "".join(
         f"<figure><figcaption>step {one['step']}</figcaption><pre>{escape(one['text'])}</pre></figure>"
         for one in samples
     )
@@ -214,17 +231,17 @@ def _sft(stages: dict[str, Any]) -> str:
 def _grpo(stages: dict[str, Any]) -> str:
     curve = stages["grpo"]["curve"]
     drawn = chart(
-        "Reward of drawn answers", [Line("reward", curve["reward"])], Axis("step"), Axis("share right", percent=True)
+        "Reward of sampled answers", [Line("reward", curve["reward"])], Axis("step"), Axis("share right", percent=True)
     )  # fmt: skip
     lines = [
         Line("sampled", curve["val_correct"]), Line("greedy", curve["val_correct_greedy"]),
     ]  # fmt: skip
     drawn += chart(
-        "Right answers to held-out sums on the way", lines, Axis("step"), Axis("share right", percent=True)
+        "Right answers to sums that GRPO left out", lines, Axis("step"), Axis("share right", percent=True)
     )  # fmt: skip
     drawn += chart(
-        "Distance from where it began, and entropy", [Line("KL", curve["kl"]), Line("entropy", curve["entropy"])],
-        Axis("step"), Axis("nats per token"),
+        "KL divergence from the model it began with, and entropy",
+        [Line("KL", curve["kl"]), Line("entropy", curve["entropy"])], Axis("step"), Axis("nats per token"),
     )  # fmt: skip
     return drawn + _answers(stages, ("sft", "grpo")) + _written(stages["grpo"]["samples"])
 
@@ -236,10 +253,10 @@ def _answers(stages: dict[str, Any], names: Sequence[str]) -> str:
             right = stages[name]["answers"][key]
             rows.append((TITLES[name], what, f"{right['sampled']:.1%}", f"{right['greedy']:.1%}"))
     text = (
-        "Sampled: answers as the model draws them. Greedy: always its likeliest token. Sums of three digits never "
+        "Right answers, sampled from the model or greedy (always its likeliest token). Sums of three digits never "
         "occurred in training."
     )
-    return _table(("after", "questions", "sampled", "greedy"), rows) + _p(text)
+    return _table(("after", "questions", "sampled", "greedy"), rows, text=2) + _p(text)
 
 
 def _quantize(stages: dict[str, Any]) -> str:
@@ -252,25 +269,27 @@ def _quantize(stages: dict[str, Any]) -> str:
         for one in stored
     ]  # fmt: skip
     heads = ("stored as", "bytes", "smaller", "error", "worst layer", "greedy right")
-    text = "The error is a weight's distance from the one in float32, in parts of its length."
+    text = "The error is the distance of the stored weights from those in float32, relative to the norm of the latter."
     return _table(heads, rows) + _p(text)
 
 
 def _export(stages: dict[str, Any]) -> str:
     rows = [
-        (one["name"], one["files"], show_bytes(one["bytes"]), one["reader"])
+        (one["name"], one["reader"], one["files"], show_bytes(one["bytes"]))
         for one in stages["export"]["exports"]
     ]
-    return _table(("export/", "files", "bytes", "read by"), rows)
+    return _table(("export/", "read by", "files", "bytes"), rows, text=2)
 
 
 def _serve(stages: dict[str, Any]) -> str:
     rows = [(one["question"], one["answer"]) for one in stages["serve"]["asked"]]
+    stored = stages["quantize"]["stored"][1]
     text = (
-        "The weights in 8 bits, served by `minitext serve` and asked by OpenAI's client, over HTTP. The model can add "
-        "two numbers of two digits, mostly. It knows nothing else: it answers any other question with a number too."
+        f"The weights as {stored['rules']}, served by `minitext serve` and asked by OpenAI's client, over HTTP. Of the "
+        f"held-out sums of two numbers with two digits, the model gets {stored['greedy']:.1%} right. It was taught "
+        "nothing else, and the last three questions show what it says to others."
     )
-    return _p(text) + _table(("question", "answer"), rows)
+    return _p(text) + _table(("question", "answer"), rows, text=2)
 
 
 def _times(found: dict[str, Any]) -> str:
@@ -293,12 +312,13 @@ def _times(found: dict[str, Any]) -> str:
             f"{flops:.2e}" if flops else "", _mfu(t["found"]),
         ))  # fmt: skip
     rows.append((
-        "together", _clock(times["wall"]), "", f"{times['useful'] / max(times['wall'], 1e-9):.0%}", f"{total:.2e}", "",
+        "total", _clock(times["wall"]), "", f"{times['useful'] / max(times['wall'], 1e-9):.0%}", f"{total:.2e}", "",
     ))  # fmt: skip
-    heads = ("stage", "time", "interrupted attempts, in it", "goodput", "FLOPs", "MFU")
+    heads = ("stage", "time", "in interrupted attempts", "goodput", "FLOPs", "MFU")
     text = (
-        "Goodput: the share of the time in training steps that count; together, of all stages' time, and without the "
-        "steps of the scaling study. In reinforcement learning, drawing answers counts as waiting for data. FLOPs are "
+        "Goodput: the share of a training run's time that went into steps that count; in the last row, of all stages' "
+        "time. In reinforcement learning, drawing answers counts as waiting for data, and so does most of a step, "
+        "which must end before the next answers are drawn: its goodput is too low, and its MFU is left out. FLOPs are "
         "counted by formula, forward and backward; evaluation and samples are not in them. MFU: model FLOPs of a step "
         "over its time and the machine's measured peak."
     )
@@ -345,7 +365,8 @@ nav{display:flex;flex-wrap:wrap;gap:.2rem .9rem}a{color:var(--s0)}
 dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-weight:600}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;min-width:100%}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--edge);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:600}
+th:first-child,td:first-child,.text2 th:nth-child(2),.text2 td:nth-child(2){text-align:left}
+th{color:var(--soft);font-weight:600}
 figure{margin:1rem 0}figcaption{font-weight:600;font-size:.95rem}
 svg.chart{width:100%;max-width:42rem;height:auto;display:block}
 svg text{fill:var(--soft);font-size:12.5px}.end{text-anchor:end}.mid{text-anchor:middle}

@@ -90,7 +90,7 @@ def run_journey(trip: Trip, names: Sequence[str] = ()) -> Path:
         for name in chosen:
             if trip.result(name) is None:
                 _run(trip, name)
-                report.write(trip, tuple(STAGES))  # also of a part of the way
+                report.write(trip, tuple(STAGES))  # even of an unfinished journey
         return report.write(trip, tuple(STAGES))
 
 
@@ -129,7 +129,8 @@ def _found(name: str, result: Result) -> str:
             return f"; {f['tokens']:,} tokens of {f['bytes_per_token']:.2f} bytes"
         case "scaling":
             p = f["prediction"]
-            return f"; predicted loss {p['loss']:.3f} (from {p['low']:.3f} to {p['high']:.3f})"
+            between = f" (from {p['low']:.3f} to {p['high']:.3f})" if len(f["points"]) > 2 else ""
+            return f"; predicted loss {p['loss']:.3f}{between}"
         case "evaluate":
             return f"; loss {f['loss']:.3f}, predicted {f['predicted']:.3f}: {f['error']:+.1%}"
         case "sft" | "grpo":
@@ -144,22 +145,18 @@ def _found(name: str, result: Result) -> str:
 def time_left(trip: Trip) -> float:
     """Returns about how many seconds the stages that are not done will take.
 
-    A training stage takes its FLOPs at the rate that those before it reached, or at a share of the machine's peak.
+    A training stage takes its FLOPs at the rate that the one before it reached, or at a share of the machine's peak.
     """
     rates, left = [], 0.0
     planned = stages.planned_flops(trip)
-    for name in STAGES:
-        flops = planned.get(name, 0.0)
-        if (found := trip.result(name)) and flops and "seconds" in found.times:
+    for name, flops in planned.items():
+        if found := trip.result(name):
             rates.append(flops / max(found.times["seconds"].get("step", 0.0), 1e-3))
-    rate = (
-        rates[-1]
-        if rates
-        else USED * (hardware.peak_flops(jax.devices(), trip.recipe.dtype) or 1e11)
-    )
+    if not rates:
+        rates.append(USED * (hardware.peak_flops(jax.devices(), trip.recipe.dtype) or 1e11))
     for name, stage in STAGES.items():
         if trip.result(name) is None:
-            left += stage.overhead + planned.get(name, 0.0) / rate
+            left += stage.overhead + planned.get(name, 0.0) / rates[-1]
     return left
 
 

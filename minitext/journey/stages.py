@@ -21,7 +21,7 @@ from minitext.config.config import Config, load_config
 from minitext.data import rows, sources
 from minitext.data.tokenizer import Tokenizer, train_bpe
 from minitext.inference.generate import Sampling, generate
-from minitext.journey import asking, scaling
+from minitext.journey import scaling, serving
 from minitext.journey.dial import Recipe
 from minitext.journey.exam import Examinee
 from minitext.journey.lessons import SUMS, TAUGHT, TEMPLATE, question, questions, write_lessons
@@ -100,19 +100,17 @@ def tokenize(trip: Trip) -> Result:
 
 def study(trip: Trip) -> Result:
     """Trains the smaller models, fits a law to their losses, and writes what it predicts of the large one."""
-    points, times = [], {}
+    points, directories = [], []
     for recipe in trip.study:
-        name = f"depth-{recipe.depth}"
-        began = time.perf_counter()
-        directory = run.train(_pretraining(trip, recipe, trip.of("scaling"), name))
-        found = run_dir.evaluate_run(directory)
+        cfg = _pretraining(trip, recipe, trip.of("scaling"), f"depth-{recipe.depth}")
+        directories.append(run.train(cfg))
+        found = run_dir.evaluate_run(directories[-1])
         points.append(recipe.to_json() | {"loss": found["loss"]})
-        times[name] = time.perf_counter() - began
     compute, losses = [p["flops"] for p in points], [p["loss"] for p in points]
     predicted = scaling.predict(compute, losses, trip.recipe.flops)
     files.write(trip.directory / PREDICTION, json.dumps(predicted.to_json(), indent=1) + "\n")
     figures = {"points": points, "prediction": predicted.to_json()}
-    return Result(figures | {"flops": planned_flops(trip)["scaling"]}, times)
+    return Result(figures | {"flops": planned_flops(trip)["scaling"]}, _times(*directories))
 
 
 def pretrain(trip: Trip) -> Result:
@@ -188,16 +186,13 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
     return [{"step": step, "text": text.rstrip("\n")} for step, text in sorted(found.items())]
 
 
-def _times(directory: Path) -> dict[str, Any]:
-    """Returns where a run's time went."""
-    found = goodput.measure(directory)
-    seconds = {kind: value for kind, value in found.seconds.items() if value >= 0.05}
-    return {
-        "seconds": seconds,
-        "jobs": found.jobs,
-        "lost_steps": found.lost_steps,
-        "mfu": found.mfu,
-    }
+def _times(*directories: Path) -> dict[str, Any]:
+    """Returns where runs' time went, in seconds by kind, and the MFU of their steps."""
+    runs = [goodput.measure(directory) for directory in directories]
+    seconds = {kind: sum(one.seconds[kind] for one in runs) for kind in goodput.KINDS}
+    at_peak = [one.mfu * one.seconds["step"] for one in runs if one.mfu is not None]
+    mfu = sum(at_peak) / seconds["step"] if len(at_peak) == len(runs) else None
+    return {"seconds": {k: value for k, value in seconds.items() if value >= 0.05}, "mfu": mfu}
 
 
 def planned_flops(trip: Trip) -> dict[str, float]:
@@ -264,7 +259,8 @@ def reward(trip: Trip) -> Result:
         "answers": _exam(trip, directory), "samples": _samples(directory),
     }  # fmt: skip
     _finish(trip, directory)
-    return Result(figures, _times(directory))
+    # Answers can't be drawn before the last step ends, so most of a step's time is counted as waiting for them.
+    return Result(figures, _times(directory) | {"mfu": None})
 
 
 def final_model(trip: Trip) -> Path:
@@ -273,7 +269,7 @@ def final_model(trip: Trip) -> Path:
 
 
 def _finish(trip: Trip, directory: Path) -> None:
-    """Writes the model as one for texts as long as pretraining's: rows of GRPO are short to save time."""
+    """Writes the model as one for texts as long as pretraining's: GRPO's rows are short to save time."""
     cfg, params, tokenizer, step = load_run(directory)
     data = cfg.data.model_copy(update={"seq_len": trip.recipe.seq_len})
     shutil.rmtree(final_model(trip), ignore_errors=True)
@@ -298,10 +294,8 @@ def _exam(trip: Trip, directory: Path) -> dict[str, Any]:
 
 def quantize(trip: Trip) -> Result:
     """Stores the weights in 8 and in 4 bits, and asks again."""
-    source, held_out = (
-        trip.of("grpo") / "run",
-        questions("validation")[: 40 if trip.quick else None],
-    )
+    source = trip.of("grpo") / "run"
+    held_out = questions("validation")[: 40 if trip.quick else None]
     size = sum(x.nbytes for x in jax.tree.leaves(load_run(source)[1]))
     greedy = trip.figures("grpo")["answers"]["held_out"]["greedy"]
     found = [{"rules": "float32", "bytes": size, "error": 0.0, "worst": 0.0, "greedy": greedy}]
@@ -313,7 +307,7 @@ def quantize(trip: Trip) -> Result:
             "rules": rules, "bytes": sum(row.after for row in stored),
             "error": math.sqrt(sum(row.error**2 * row.numbers for row in stored) / sum(r.numbers for r in stored)),
             "worst": worst.worst, "worst_weight": worst.weight,
-            "greedy": Examinee(target).grade(held_out)["greedy"],
+            "greedy": Examinee(target).share_right(held_out, greedy=True),
         })  # fmt: skip
     return Result({"stored": found}, {})
 
@@ -338,9 +332,9 @@ def serve(trip: Trip) -> Result:
     prompts = [record["prompt"] for record in questions("validation")[:5]]
     prompts += ["What is 123+456?", "What is 7-3?", "Who are you?"]
     began = time.perf_counter()
-    with asking.served(trip.of("quantize") / QUANTIZED[0], "journey") as address:
+    with serving.served(trip.of("quantize") / QUANTIZED[0], "journey") as address:
         started = time.perf_counter() - began
-        found = asking.ask_client(address, "journey", prompts)
+        found = serving.ask_client(address, "journey", prompts)
         began = time.perf_counter()
     times = {"start": started, "answers": [one.pop("seconds") for one in found]}
     return Result({"asked": found}, times | {"stop": time.perf_counter() - began})

@@ -1,10 +1,10 @@
-"""What a journey leaves on disk: its settings, each stage's results, and when somebody worked at it.
+"""What a journey leaves on disk: its settings, each stage's results, and the time spent on it.
 
 runs/journey-d5/
   journey.json          what was asked for; another dial in the same folder is refused
   STAGE/stage.json      the results of a stage that is done: `figures`, the same each time, and `times`
   STAGE/...             what it made: runs, packed text, exports
-  attempts/0001.json    an attempt at a stage: when it began, and in the file's own time when it was last alive
+  attempts/0001.json    an attempt at a stage: when it began; when the file was last touched, it was still alive
   report.html           made of the above, and report.json, its numbers
 """
 
@@ -31,7 +31,7 @@ class Result(NamedTuple):
     """What a stage found.
 
     Attributes:
-      figures: all that goes into the report but times; the same for the same dial on the same machine.
+      figures: everything in the report except times; the same for the same dial on the same machine.
       times: seconds by what took them.
     """
 
@@ -64,7 +64,7 @@ class Trip:
       recipe: of the model that the journey is about.
       study: of the smaller ones, ascending.
       settings: `key=value` of the command line, for the data and the mesh.
-      quick: whether fine-tuning and reinforcement learning take a few steps alone.
+      quick: whether fine-tuning and reinforcement learning take only a few steps.
     """
 
     directory: Path
@@ -102,7 +102,7 @@ class Trip:
         return found.figures
 
     def write(self, stage: str, result: Result) -> None:
-        """Says that a stage is done, at once or not at all."""
+        """Records that a stage is done, whole or not at all."""
         text = json.dumps({"figures": result.figures, "times": result.times}, indent=1)
         files.write(self.of(stage) / DONE, text + "\n")
 
@@ -135,7 +135,7 @@ class Trip:
             ]
             said = theirs.get("recipe", {}).get("depth") if isinstance(theirs, dict) else None
             raise UserError(
-                f"{self.directory} holds a journey of depth {said} with other {' and '.join(keys)}: name another "
+                f"{self.directory} holds a journey of depth {said} with a different {' and '.join(keys)}: name another "
                 "folder with --run, or give the arguments that it began with"
             )
 
@@ -146,7 +146,7 @@ class Trip:
 
     @contextmanager
     def attempt(self, stage: str) -> Iterator[None]:
-        """Keeps the time of an attempt at a stage, also of one that is killed: to half a second."""
+        """Records how long an attempt at a stage takes, even one that is killed, to half a second."""
         folder = self.directory / ATTEMPTS
         folder.mkdir(exist_ok=True)
         path = folder / f"{len(list(folder.glob('*.json'))) + 1:04}.json"
@@ -182,7 +182,7 @@ class Trip:
 
 
 def thinned(values: Sequence[Any], most: int = 160) -> list[Any]:
-    """Returns so many values at most, evenly apart, the last one among them."""
+    """Returns at most so many values, evenly spaced, the last one always among them."""
     if len(values) <= most:
         return list(values)
     step = len(values) / most

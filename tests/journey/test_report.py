@@ -64,13 +64,12 @@ def whole():
         "quick": False,
     }
     times = {
-        name: {"seconds": 3.0, "last": 3.0, "interrupted": 0, "interrupted_seconds": 0.0, "found": {}}
+        name: {"seconds": 3.0, "interrupted": 0, "interrupted_seconds": 0.0, "found": {}}
         for name in stages
     }  # fmt: skip
     times["serve"]["found"] = {"start": 1.0, "answers": [0.01, 0.02], "stop": 0.1}
     times["sft"]["found"] = {
         "seconds": {"step": 2.0, "compile": 1.0, "idle": 50.0},
-        "jobs": 1,
         "mfu": 0.3,
     }
     return {
@@ -131,9 +130,34 @@ def test_a_part_of_the_way_has_a_page_too():
         assert f'id="{name}"' not in report.page(found)
 
 
-def test_predictions_are_printed_beside_what_was_measured():
-    page = report.page(whole())
-    assert "Measured afterwards: 2.5000. The prediction was off by -4.00%." in page
+@pytest.mark.parametrize(
+    ("loss", "low", "high", "said"),
+    [
+        (2.5, 2.3, 2.45, "4.00% too low, and the measured loss is outside that interval"),
+        (2.5, 2.3, 2.55, "4.00% too low, and the measured loss is inside that interval"),
+        (2.0, 2.3, 2.45, "20.00% too high, and the measured loss is outside that interval"),
+    ],
+)
+def test_predictions_are_printed_beside_what_was_measured(loss, low, high, said):
+    found = whole()
+    stages = found["figures"]["stages"]
+    stages["scaling"]["prediction"] |= {"loss": 2.4, "low": low, "high": high}
+    stages["evaluate"] |= {"loss": loss, "error": 2.4 / loss - 1}
+    assert f"Measured afterwards: {loss:.4f}. The prediction was {said}." in report.page(found)
+
+
+def test_two_models_give_no_interval():
+    found = whole()
+    del found["figures"]["stages"]["scaling"]["points"][2:]
+    page = report.page(found)
+    assert "interval" not in page and "left out predict" not in page and "4.00% too low." in page
+
+
+def test_a_quick_journey_says_so():
+    found = whole()
+    assert "--quick" not in report.page(found)
+    found["figures"]["asked"]["quick"] = True
+    assert "--quick" in report.page(found)
 
 
 @pytest.fixture(scope="module")

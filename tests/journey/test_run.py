@@ -83,7 +83,9 @@ def test_the_first_stages_run_once_and_another_dial_is_refused(tmp_path):
     run_journey(trip, ["data", "tokenizer"])
     assert before == {path: path.stat().st_mtime_ns for path in trip.directory.glob("*/stage.json")}
     assert trip.figures("tokenizer")["example"][-6:] == ["3", "7", "+", "5", "8", "?"]
-    with pytest.raises(UserError, match="holds a journey of depth 3 with other recipe and study"):
+    with pytest.raises(
+        UserError, match="holds a journey of depth 3 with a different recipe and study"
+    ):
         run_journey(trip_in(tmp_path / "j", 4, settings=words, quick=True))
     (trip.of("data") / "stage.json").write_text("[]")
     with pytest.raises(UserError, match=r"is not what was written: delete it"):

@@ -14,8 +14,8 @@ from minitext.errors import UserError
 
 START_SECONDS, STOP_SECONDS = 600.0, 60.0
 LONGEST = 64  # tokens of a question and its answer
-# `minitext serve`, ended like by SIGTERM when its stdin closes: so it outlives this process by no more than a moment,
-# however this one ends.
+# `minitext serve`, which ends as if by SIGTERM when its stdin closes. However this process ends, the server follows
+# within moments.
 PROGRAM = """
 import os, runpy, signal, sys, threading
 def watch():
@@ -28,7 +28,7 @@ runpy.run_module("minitext", run_name="__main__")
 
 @contextlib.contextmanager
 def served(directory: Path, name: str) -> Iterator[str]:
-    """Serves a run on a free port, and gives its address; it is shut down at the end of the block.
+    """Serves a run on a free port, and yields its address; the server is shut down at the end of the block.
 
     Raises:
       UserError: if the server doesn't start, or fails to end.
@@ -56,7 +56,7 @@ def served(directory: Path, name: str) -> Iterator[str]:
 
 
 def _address(process: "subprocess.Popen[str]", lines: list[str]) -> str:
-    """Returns the address that a server prints when it is ready, and keeps reading what else it prints."""
+    """Returns the address that a server prints when it is ready, and goes on reading what it prints."""
     found, ready = [], threading.Event()
 
     def read() -> None:
@@ -79,7 +79,7 @@ def _last(lines: Sequence[str]) -> str:
 
 
 def ask_client(address: str, name: str, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Asks questions one after another, and takes the likeliest answers.
+    """Asks questions one after another, and takes greedy answers.
 
     Args:
       address: of the server.

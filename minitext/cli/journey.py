@@ -1,4 +1,4 @@
-"""The command that goes the whole way, from text to a served assistant."""
+"""The command that goes the whole way, from text to an assistant that a server offers."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,8 @@ def journey(
     budget: Annotated[
         float | None,
         typer.Option(
-            metavar="FLOPS", help="instead: the largest depth whose training costs no more"
+            metavar="FLOPS",
+            help="instead: the largest depth whose study and pretraining cost no more",
         ),
     ] = None,
     tokens_per_parameter: Annotated[
@@ -55,7 +56,7 @@ def journey(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="a twentieth of the training, to see that all of it works"),
+        typer.Option("--quick", help="a twentieth of the training, to see whether all of it works"),
     ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="print what follows from the dial, and stop")
@@ -66,7 +67,7 @@ def journey(
 
     One dial, the depth, says how large everything is: embed = 24 x depth, heads of 24 (of 128 from depth 16 on), mlp =
     64 x depth, tokens = 3 x parameters, batch = 2 x sqrt(tokens), learning rate = 0.05 / sqrt(embed). The default
-    takes about twenty minutes on two cores; FLOPs grow with the sixth power of the depth.
+    takes about twenty minutes on two idle cores; FLOPs grow with the sixth power of the depth.
 
     Smaller models are trained first, and predict the loss of the large one. The same command goes on where it was
     interrupted. At the end DIR/report.html has every curve. Needs the extra journey.
@@ -138,8 +139,8 @@ def _checked(words: list[str]) -> list[str]:
         if not word.startswith(ALLOWED):
             key = files.shorten(word.partition("=")[0])
             raise UserError(
-                f"{key} can't be set: sizes, batch, rates and steps follow from --depth; what can be are data.source, "
-                "data.path, data.text_key, data.tfds_*, mesh.* and sharding.*"
+                f"{key} can't be set: sizes, batch, rates and steps follow from --depth; only data.source, data.path, "
+                "data.text_key, data.tfds_*, mesh.* and sharding.* can be"
             )
     return words
 
