@@ -251,7 +251,7 @@ def drill(records: list[Record]) -> str:
     return (
         f"A job of two processes that saves every {r['save_every']} steps, hit by {r['planned']} faults: its final "
         f"state {equal} that of an undisturbed run, bit for bit. {r['accounted']:.2%} of {r['wall']:,.0f} s of wall "
-        f"time have a cause. {beside} steps are tiny, so goodput was "
+        f"time has a cause. {beside} steps are tiny, so goodput was "
         f"{r['goodput']:.0%}: start-ups take {r['seconds']['start-up']:,.0f} s of it.\n\n{table(head, rows)}"
     )
 

@@ -132,6 +132,7 @@ LINES = [
     *(["drill", "--seed", n] for n in ["-1", HUGE]),
     *(["drill", "--kinds", kinds] for kinds in ["", "kil", "kill,", "kill,,nan", LONG, "all"]),
     ["drill", "--kinds", "nan", "train.on_nan=skip"],
+    ["drill", "--kinds", "tear", "checkpoint.keep=1"],
     *(["drill", "--plot", file] for file in FILES),
     *(["drill", word] for word in ["laptp", "model.headz=1", "", "train.steps=10", "run.name=../x", "run.dir={file}",
       "train.hang_seconds=0", "checkpoint.load_full_state={run}", "run.name=run run.dir={home}"]),

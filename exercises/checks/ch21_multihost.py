@@ -1154,16 +1154,15 @@ Each second has one of seven causes:
 
 - `"start-up"`: from `start` to `first`; in an attempt without a step, to the fault that ended it. The fault that ended
   the attempt *before* pays; no fault pays for the first attempt's.
-- `"lost"`: all the time of a step that any later attempt went back behind, because it resumed from a lower step. Of the
-  attempts before the *first* such later attempt, take the last one that had read a checkpoint (the step's own attempt,
-  if none came after it): the step was still there, and the fault that ended that attempt pays. An attempt whose
-  `resumed` is None undoes nothing and keeps nothing; one that has read a checkpoint does, even if it completed no
-  step. A checkpoint may be damaged, so an attempt may go back further than the one before it, and undo steps of
-  several attempts.
+- `"lost"`: the whole time of a completed step, if any later attempt resumed from a lower step. Of the attempts before
+  the *first* such later attempt, take the last one that had read a checkpoint (the step's own attempt, if none came
+  after it): the step was still there, and the fault that ended that attempt pays. An attempt whose `resumed` is None
+  undoes nothing and keeps nothing; one that has read a checkpoint counts, even if it completed no step. A checkpoint
+  may be damaged, so an attempt may go back further than the one before it, and undo steps of several attempts.
 - `"lost"` is also, in an attempt with a step, the time from the end of its last completed step to the fault that ended
   it, which pays.
-- `"slow"`: of a step that counts, and during part of which a passing fault lasted, what it took beyond the usual time,
-  at least 0. That fault pays. The usual time is the median over all completed steps during which no passing fault
+- `"slow"`: for a step that counts, if a passing fault lasted during part of it, what it took beyond the usual time, at
+  least 0. That fault pays. The usual time is the median over all completed steps during which no passing fault
   lasted, lost ones included.
 - `"step"`: steps that count, without what is `"slow"`. No fault pays.
 - `"detect"`: from `at` to `noticed` of the fault that ended the attempt, and `"restart"`: from there to the next
@@ -1303,6 +1302,13 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
     return seconds, list(zip(costs, repeated, strict=True))
 
 
+def named_bills(seconds, bills):
+    """Every number of an answer, under a name that a message can show."""
+    costs = {f"fault {n} {what}": float(x) for n, one in enumerate(bills)
+             for what, x in zip(("cost", "repeated"), one, strict=True)}  # fmt: skip
+    return {c: float(seconds[c]) for c in CAUSES} | costs
+
+
 def bills_well(fn, t, plan, why):
     attempts, faults = faulty_run(t, plan)
     want_seconds, want_bills = right_bill(attempts, faults)
@@ -1311,11 +1317,14 @@ def bills_well(fn, t, plan, why):
     )
     t.equal(sorted(seconds), sorted(CAUSES), why="the keys of the seconds")
     t.equal(len(bills), len(faults), why="one bill for each fault")
-    # In one list, so that a wrong answer is known by all of its numbers.
-    got = [*(float(seconds[c]) for c in CAUSES), *(float(x) for one in bills for x in one)]
-    want = [*(want_seconds[c] for c in CAUSES), *(float(x) for one in want_bills for x in one)]
-    t.close(got, want, rtol=0, atol=1e-6,
-            why=f"seconds of {', '.join(CAUSES)}, then each fault's cost and repeated steps: {why}")  # fmt: skip
+    # In one comparison, so that a wrong answer is known by all of its numbers.
+    t.close(
+        named_bills(seconds, bills),
+        named_bills(want_seconds, want_bills),
+        rtol=0,
+        atol=1e-6,
+        why=why,
+    )
 
 
 @account.check("nothing happens")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from minitext import terminal
 from minitext.cli.arguments import Json, Plot, Settings, answer, check_new, load
 from minitext.errors import UserError, did_you_mean
 from minitext.files import shorten
+
+if TYPE_CHECKING:
+    from minitext.config.config import Config
 
 
 def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
@@ -70,7 +73,7 @@ def local(
     sys.exit(local.launch(words, processes=processes, devices=devices, restarts=restarts))
 
 
-# What `drill` trains unless told otherwise: a model with which a start costs more than a hundred steps.
+# What `drill` trains unless told otherwise: a model so small that a start costs more than a hundred steps.
 DRILL = (
     "model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64", "data.seq_len=32",
     "data.source=grammar", "train.global_batch=8", "train.sample_tokens=0", "train.save_every=10",
@@ -110,7 +113,7 @@ def drill(
 
     Trains twice: undisturbed, then under faults, with the same command after each end. Every second gets a cause, and
     the final state is compared bit for bit. Both runs, their output and drill.json are kept in run.dir/run.name. Exits
-    with 1 if steps before the newest whole checkpoint were lost, if more than 2% of the time have no cause, or if the
+    with 1 if steps before the newest whole checkpoint were lost, if more than 2% of the time has no cause, or if the
     state differs. Ctrl-C ends all processes.
     """
     from minitext.training import drill
@@ -118,14 +121,14 @@ def drill(
 
     words, save_every = _drill_words(settings, faults)
     cfg = load(words)
-    chosen = _drill_kinds(kinds, cfg.train.on_nan)
+    chosen = _drill_kinds(kinds, cfg)
     name = cfg.run.name or f"drill-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
     directory = Path(check_new(str(Path(cfg.run.dir) / name)))
     plan = make_plan(
         chosen, faults, processes=processes, steps=cfg.train.steps, save_every=save_every, seed=seed
     )
     kept = [word for word in words if not word.startswith(("run.dir=", "run.name="))]
-    with terminal.bar() as bar, _hang_up_is_the_end():
+    with terminal.bar() as bar, _ending_on_hang_up():
         task = bar.add_task("drill", total=faults + 1)
 
         def say(line: str) -> None:
@@ -169,15 +172,16 @@ def _drill_words(settings: list[str] | None, count: int) -> tuple[list[str], int
     return words, save_every
 
 
-def _drill_kinds(kinds: str | None, on_nan: str) -> list[str]:
+def _drill_kinds(kinds: str | None, cfg: "Config") -> list[str]:
     """Returns the kinds of faults to make."""
     from minitext.training import faults
 
     why_not = {
         "disk": "" if faults.can_fill_disks() else "needs Linux",
         "nan": ""
-        if on_nan == "stop"
-        else "costs a batch with train.on_nan=skip, and no comparison is left",
+        if cfg.train.on_nan == "stop"
+        else "loses a batch with train.on_nan=skip: the runs would differ",
+        "tear": "" if cfg.checkpoint.keep > 1 else "needs checkpoint.keep=2 or more",
     }
     known = [kind for kind in faults.KINDS if not why_not.get(kind)]
     if kinds is None:
@@ -185,13 +189,13 @@ def _drill_kinds(kinds: str | None, on_nan: str) -> list[str]:
     chosen = kinds.split(",")
     for kind in chosen:
         if kind not in known:
-            why = why_not.get(kind) or f"is none{did_you_mean(kind, known)}"
+            why = why_not.get(kind) or f"is not a kind of fault{did_you_mean(kind, known)}"
             raise UserError(f"--kinds {shorten(kind)!r} {why}: choose among {', '.join(known)}")
     return chosen
 
 
 @contextlib.contextmanager
-def _hang_up_is_the_end() -> Iterator[None]:
+def _ending_on_hang_up() -> Iterator[None]:
     """A terminal that closes ends the command as SIGTERM does: by way of its `finally` blocks."""
     before = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     try:

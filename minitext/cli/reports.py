@@ -312,8 +312,10 @@ def judge(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="vmem=12MiB, spills=0, bundles=4000 or mxu=50%"),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, max=86_400, help="limit for all together")] = 600,
-    memory: Annotated[float, typer.Option(min=0.5, max=1024, help="limit in GiB")] = 8,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86_400, help="time limit for everything")
+    ] = 600,
+    memory: Annotated[float, typer.Option(min=0.5, max=1024, help="memory limit in GiB")] = 8,
     as_json: Json = False,
 ) -> None:
     """Judge anyone's Pallas TPU kernel without a TPU: simulated strictly, compiled for real chips.

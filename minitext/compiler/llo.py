@@ -208,8 +208,8 @@ def _kernel_names(program: str) -> list[str]:
     In a loop, where `jax.lax.map` and `jax.vmap` over prefetched scalars put it, a kernel may be fused with what is
     around it; its dump then has the name of the fusion.
     """
-    callers = dict(re.findall(r"%([\w.\-]+) = [^\n]* fusion\([^\n]*calls=%([\w.\-]+)", program))
-    fusions = {computation: name for name, computation in callers.items()}
+    found = re.findall(r"%([\w.\-]+) = [^\n]* fusion\([^\n]*calls=%([\w.\-]+)", program)
+    fusions = {computation: name for name, computation in found}
     names, computation = [], ""
     for line in program.splitlines():
         if begun := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):

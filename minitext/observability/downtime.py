@@ -20,7 +20,7 @@ from minitext.observability.goodput import Event
 # In the tables' order.
 CAUSES = {
     "step": "steps that count, at their usual pace",
-    "slow": "what a slow or frozen process added to them",
+    "slow": "what a slow or frozen process added",
     "lost": "steps that a fault undid, and that were repeated",
     "detect": "from a fault until the job noticed",
     "restart": "from then until the next processes started",

@@ -70,10 +70,9 @@ class Drill:
     def failures(self) -> list[str]:
         """What didn't hold, a line each."""
         found, bills = [], self.downtime.bills
-        if (planned := [b for b in bills if b.strike.kind != "unplanned"]) and len(
-            planned
-        ) < self.planned:
-            found.append(f"{len(planned)} of {self.planned} faults came before the run ended")
+        came = sum(bill.strike.kind != "unplanned" for bill in bills)
+        if came < self.planned:
+            found.append(f"{came} of {self.planned} faults came before the run ended")
         for bill in bills:
             if bill.repeated > bill.strike.allowed:
                 found.append(
@@ -81,7 +80,7 @@ class Drill:
                     f"{bill.strike.allowed} are allowed"
                 )
         if self.downtime.accounted < ACCOUNTED:
-            found.append(f"only {self.downtime.accounted:.1%} of the wall time have a cause")
+            found.append(f"only {self.downtime.accounted:.1%} of the wall time has a cause")
         if not (self.curve_equal and self.state_equal):
             what = "state" if self.curve_equal else "curve"
             found.append(f"the final {what} is not that of the undisturbed run")
@@ -303,7 +302,7 @@ class _Supervisor:
             self._job.running[strike.process].send_signal(signal.SIGCONT)
 
     def _notice(self, strike: Strike) -> None:
-        """Takes down when, and in what words, the job noticed a fault."""
+        """Records when, and in what words, the job noticed a fault."""
         if strike.kind == "nan" and strike.noticed is None:
             for at, text in self._output.after(strike.at):
                 if text.endswith(faults.POISONED):  # it came with the batch, not with the signal
@@ -338,7 +337,7 @@ class _Supervisor:
         return bool(attempt.strikes) and attempt.strikes[-1].over is None
 
     def _unplanned(self, why: str) -> Strike:
-        """Takes down an end that no fault of ours explains."""
+        """Records an end that no fault of ours explains."""
         attempt = self.attempts[-1]
         noticed = [at for at, text in self._output.after(attempt.start) if _NOTICED.match(text)]
         at = min(noticed, default=attempt.end)
@@ -411,7 +410,7 @@ def _announcer(
     def announce(strike: Strike) -> None:
         nonlocal done
         if strike.kind == "unplanned":
-            say(f"an end without a fault: {strike.detail}")
+            say(f"the job ended without a fault: {strike.detail}")
             return
         done += 1
         say(
@@ -462,7 +461,7 @@ def print_drill(found: Drill, width: int = 40) -> None:
     head = (
         f"[bold]goodput {time_.goodput:.1%}[/]: {time_.steps:,} steps that count took {time_.seconds['step']:,.1f} of "
         f"{time_.wall:,.1f} s; the undisturbed run took {found.alone:,.1f} s in all\n"
-        f"{time_.accounted:.2%} of the wall time have a cause"
+        f"{time_.accounted:.2%} of the wall time has a cause"
     )
     faults_ = [_row(number, bill) for number, bill in enumerate(time_.bills, 1)]
     heads = (

@@ -10,11 +10,12 @@ None needs a privilege, and none is known to the training code:
     nan     the next batch of one process has a NaN among the weights of its tokens
 
 For `disk`, a process's limit of file size (RLIMIT_FSIZE) is set to 0 from outside, with Linux's prlimit(2). Writes then
-fail with EFBIG ("File too large") in place of ENOSPC, in the same calls. To fill a real disk would take one of its own,
+fail with EFBIG ("File too large") in place of ENOSPC, in the same calls. Filling a real disk would take a small one,
 and mounting that takes a privilege or a namespace that many containers refuse.
 
 For `nan`, the job's processes run `python -m minitext.training.faults train ...`. That is `minitext train ...` with a
-handler for SIGUSR2, which changes the batch that is taken next; it also lets no process outlive the supervisor.
+handler for SIGUSR2, which changes the batch that is taken next. On Linux it also keeps any process from outliving the
+supervisor.
 
 Chapters: 21.
 """
@@ -46,7 +47,7 @@ SECONDS = (1.0, 4.0)  # of a freeze that ends
 FOR_GOOD = float("inf")
 STOPPED = (0.5, 0.8)  # share of the time that a slow process is stopped
 PERIOD = 0.05  # seconds, of a slow process's stops
-CRAWL = 20.0  # seconds after which a process is slow no more, however few steps were taken
+CRAWL = 20.0  # seconds after which a process is no longer slow, however few steps were taken
 STARTING = (0.5, 8.0)  # seconds after the start of a process that is killed while it starts
 
 
@@ -123,7 +124,7 @@ def plan(
 
 
 class Slowdown:
-    """Stops a process for a share of each `PERIOD`; call `tick` as often as you can."""
+    """Stops a process for a share of each `PERIOD`; call `tick` as often as you can, and let it go on at the end."""
 
     def __init__(self, process: subprocess.Popen, share: float):
         self._process, self._share = process, share
@@ -136,10 +137,6 @@ class Slowdown:
         if stop != self._stopped:
             self._process.send_signal(signal.SIGSTOP if stop else signal.SIGCONT)
             self._stopped = stop
-
-    def end(self) -> None:
-        """Lets the process go on."""
-        self._process.send_signal(signal.SIGCONT)
 
 
 def whole_checkpoints(run: Path) -> list[Path]:
@@ -158,7 +155,7 @@ def saving_since(run: Path, after: float) -> float | None:
     begun = []
     for path in (run / "checkpoints").glob("[0-9]*.tmp"):
         with contextlib.suppress(OSError):  # it has just been committed
-            # A folder's file that came first tells its age better than the folder, which changes.
+            # The oldest file tells a folder's age better than the folder itself, whose time changes.
             times = [one.stat().st_mtime for one in (path, *path.rglob("*"))]
             begun.append(min(times))
     return min((when for when in begun if when > after), default=None)
@@ -191,7 +188,7 @@ def can_fill_disks() -> bool:
 
 
 def fill_disk(processes: Sequence[subprocess.Popen]) -> None:
-    """Lets no file of these processes grow any more, until they end."""
+    """Keeps these processes' files from growing, until they end."""
     import resource
 
     for process in processes:

@@ -77,6 +77,16 @@ WRONG = {
         "races",
         "race in HBM: .* core 0 .* core 1",
     ),
+    # Each core has an output of its own: nothing races, and only the order in which a core takes its steps is wrong.
+    "a sum that counts on the order": (
+        "def body(x_ref, o_ref):\n    j = pl.program_id(1)\n"
+        "    o_ref[...] = 3 * x_ref[...] + jnp.where(j == 0, 0.0, o_ref[...])\n"
+        "BLOCK = pl.BlockSpec((8, 128), lambda i, j: (i, 0))\n"
+        "def fn(x): return pl.pallas_call(body, grid=(2, 3), in_specs=[BLOCK], out_specs=BLOCK, out_shape=x,\n"
+        "    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel')))(x)",
+        "races",
+        r"output 0 at \[0, 0\] \(.* of 2,048 entries\) depends on the order of parallel steps",
+    ),
     "out of bounds": (
         "def fn(x): return call(twice, x, index=lambda i: (i + 1, 0))",
         "bounds",
@@ -91,7 +101,7 @@ WRONG = {
     "no initialization": (
         "def body(x_ref, o_ref):\n    o_ref[...] += 2 * x_ref[...]\ndef fn(x): return call(body, x)",
         "initialized",
-        r"output 0 at \[0, 0\] depends on memory that nothing wrote \(2,048 of 2,048",
+        r"output 0 at \[0, 0\] \(2,048 of 2,048 entries\) depends on memory that nothing wrote",
     ),
     "an output that is half written": (
         "def body(x_ref, o_ref):\n    o_ref[:4, :] = 2 * x_ref[:4, :]\ndef fn(x): return call(body, x)",
@@ -129,7 +139,7 @@ def verdicts(checks):
     return {check.check: check.passed for check in checks}
 
 
-HALF = "an output that is half written"
+HALF, ORDER = "an output that is half written", "a sum that counts on the order"
 
 
 @pytest.mark.parametrize("name", audit_but([name for name in WRONG if name != HALF], WRONG))
@@ -139,8 +149,8 @@ def test_each_mistake_has_a_verdict_of_its_own(tmp_path, name):
     failed, *more = [c for c in judge.simulate_case(case, path) if c.passed is False]
     assert failed.check == failing and re.search(words, failed.said), failed
     assert "\n" not in failed.said and len(failed.said) < 400
-    # Where half of an output is never set, no value is right either.
-    assert [check.check for check in more] == ["values"] * (name == HALF)
+    # Where half of an output is never set, or depends on luck, no value is right either.
+    assert [check.check for check in more] == ["values"] * (name in (HALF, ORDER))
 
 
 def test_the_gradient_of_a_vmapped_kernel_passes(tmp_path):
@@ -154,7 +164,7 @@ def test_the_gradient_of_a_vmapped_kernel_passes(tmp_path):
     found = list(judge.simulate_case(case, path))
     assert [check.check for check in found] == list(judge.SIMULATED)
     assert all(check.passed for check in found), found
-    assert case.name == "loss" and "2 calls" in found[0].said  # forward and backward, both batched
+    assert case.name == "loss" and "2 kernel calls" in found[0].said  # forward and backward, both batched
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
@@ -212,7 +222,7 @@ REFUSED = {
     "import os; os.abort()": "killed by SIGABRT",
     "import os; os._exit(7)": "exit code 7",
     "print('not what is read'); import os; os.kill(os.getpid(), 9)": "killed by SIGKILL",
-    "x = '\0'": "is no Python: source code string cannot contain null bytes",
+    "x = '\0'": "is not Python: source code string cannot contain null bytes",
     "import time; time.sleep(60)": "took more than 2 s: choose smaller inputs, or raise --seconds",
     "x = b'1' * 2**30 * 1\nimport time; time.sleep(60)": "took more than 0.5 GiB of memory",
 }

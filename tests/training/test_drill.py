@@ -136,6 +136,8 @@ def test_what_did_not_hold_is_said(capsys):
         assert "is not that of the undisturbed run" in said
     (said,) = replace(made(), planned=2).failures
     assert "1 of 2 faults came" in said
+    calm = account([Attempt(0, 13)], [Event("step", 0.0, 13.0, 1)])
+    assert replace(made(), downtime=calm).failures == ["0 of 1 faults came before the run ended"]
     drill.print_drill(made(resumed=0))
     shown = capsys.readouterr().out
     assert "FAILED: kill at step 10" in shown and "goodput" in shown and "restart" in shown

@@ -20,7 +20,7 @@ FINAL = (0, 2, 3, 130)  # exit codes after which nothing is restarted: done, ref
 
 
 class Lines(Protocol):
-    """What takes lines: a stream, or an object with these two of its methods."""
+    """Takes lines: a stream, or any object with these two of its methods."""
 
     def write(self, text: str, /) -> object:
         """Takes one line with its end."""
