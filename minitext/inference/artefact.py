@@ -22,6 +22,7 @@ an array from many processes, which TensorStore adds, is a checkpoint's task.
 Chapters: 27.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ class Artefact(NamedTuple):
     """
 
     manifest: dict[str, Any]
-    functions: dict[str, loader.Loaded]
+    functions: dict[str, functools.partial[dict[str, jax.Array]]]
 
 
 def save(

@@ -10,6 +10,7 @@ mean. If an artefact doesn't say so of a function, each of its requests is a cal
 Chapters: 27.
 """
 
+import functools
 import hashlib
 import logging
 import re
@@ -26,7 +27,6 @@ import numpy as np
 from minitext.files import shorten
 from minitext.inference.open_inference import specs_of
 from minitext.inference.protocol import Refused
-from minitext.inference.shipped.load import Loaded
 from minitext.terminal import show_bytes
 
 log = logging.getLogger("minitext.server")
@@ -40,7 +40,7 @@ class Program:
     """A function of an artefact, compiled for the shapes that it's called with.
 
     Args:
-      function: of the artefact, with its weights.
+      function: of the artefact: a partial of the program and its weights.
       said: what the manifest says of it: `inputs`, `outputs` and perhaps `batch`, the symbol of independent rows.
       most_bytes: that a call may take besides the weights; None: no limit.
 
@@ -52,7 +52,7 @@ class Program:
 
     def __init__(
         self,
-        function: Loaded,
+        function: functools.partial[dict[str, jax.Array]],
         said: Mapping[str, Any],
         most_bytes: int | None = None,
     ):
@@ -107,7 +107,7 @@ class Program:
             raise
 
     def _compile(self, inputs: Arrays) -> Callable[[Arrays], Mapping[str, jax.Array]]:
-        program, weights = self._function.program, self._function.weights
+        program, weights = self._function.args
         types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
         try:  # with the weights as arguments: as constants they would be in every compiled program again
             lowered = program.lower(weights, **types)

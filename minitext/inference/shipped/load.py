@@ -1,5 +1,6 @@
 """Loads the programs and weights in a folder with JAX alone."""
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -10,17 +11,6 @@ import numpy as np
 
 class Refused(Exception):
     """Why a folder isn't loaded, in one line."""
-
-
-class Loaded:
-    """A program and the weights that it's called with: a function from a dict of arrays to a dict of arrays."""
-
-    def __init__(self, program, weights):
-        self.program, self.weights = program, weights
-
-    def __call__(self, inputs):
-        """Returns the outputs by name, and compiles for shapes that are new."""
-        return self.program(self.weights, **inputs)
 
 
 def load(folder):
@@ -70,7 +60,7 @@ def _weights(path, arrays):
 
 
 def _function(folder, said, weights):
-    """Returns a function; where an output has the name of an input (a cache), it takes the input's memory."""
+    """Returns a partial of program and weights; an output with an input's name (a cache) takes the input's memory."""
     program = jax.export.deserialize(bytearray((path := folder / said["file"]).read_bytes()))
     here = jax.export.default_export_platform()
     _need(here in program.platforms, f"{path} is for {program.platforms}, and this is {here}")
@@ -80,4 +70,4 @@ def _function(folder, said, weights):
         _need(types == types[:1] * 2, f"{path} and the weights differ in {name}: {types}")
     kept = said["inputs"].keys() & said["outputs"].keys()
     run = jax.jit(lambda ws, /, **inputs: program.call(ws, inputs), donate_argnames=kept)
-    return Loaded(run, weights)
+    return functools.partial(lambda run, ws, inputs: run(ws, **inputs), run, weights)
