@@ -164,7 +164,9 @@ def test_the_gradient_of_a_vmapped_kernel_passes(tmp_path):
     found = list(judge.simulate_case(case, path))
     assert [check.check for check in found] == list(judge.SIMULATED)
     assert all(check.passed for check in found), found
-    assert case.name == "loss" and "2 kernel calls" in found[0].said  # forward and backward, both batched
+    assert (
+        case.name == "loss" and "2 kernel calls" in found[0].said
+    )  # forward and backward, both batched
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
