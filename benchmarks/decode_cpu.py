@@ -75,6 +75,13 @@ def llama_state_dict(params):
     return theirs
 
 
+def write_weights(shape, folder):
+    """Writes the weights for Hugging Face's model, and returns the file."""
+    path = str(Path(folder, "weights.npz"))
+    np.savez(path, **llama_state_dict(draw_params(config(shape))))
+    return path
+
+
 def minitext_stream(case):
     """Returns a function that calls `put` with the next token of every prompt, [B], as soon as it is there."""
     from minitext.distributed import devices
@@ -92,7 +99,7 @@ def minitext_stream(case):
     return stream
 
 
-def torch_stream(case, cache, compiled):
+def torch_stream(case, cache, compiled, device="cpu", dtype="float32"):
     """Returns the same for Hugging Face's Llama and `generate`."""
     import torch
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
@@ -107,6 +114,7 @@ def torch_stream(case, cache, compiled):
     )).eval()  # fmt: skip
     with np.load(case["weights"]) as file:
         model.load_state_dict({name: torch.from_numpy(file[name].copy()) for name in file})
+    model = model.to(device, getattr(torch, dtype))
     options = {"do_sample": False, "cache_implementation": cache}
     if compiled:
         options["compile_config"] = CompileConfig(mode="default")
@@ -117,7 +125,8 @@ def torch_stream(case, cache, compiled):
     def stream(prompt_BT, max_tokens, put):
         streamer = SimpleNamespace(put=put, end=lambda: None)
         model.generate(
-            torch.from_numpy(prompt_BT), attention_mask=torch.ones(prompt_BT.shape, dtype=torch.long),
+            torch.from_numpy(prompt_BT).to(device),
+            attention_mask=torch.ones(prompt_BT.shape, dtype=torch.long, device=device),
             min_new_tokens=max_tokens, max_new_tokens=max_tokens, streamer=streamer, **options,
         )  # fmt: skip
 
@@ -134,6 +143,11 @@ def start(name, case):
     stream = (
         minitext_stream(case) if name == "minitext" else torch_stream(case, *torch_options[name])
     )
+    return timed(stream, case)
+
+
+def timed(stream, case):
+    """Returns what times a stream, which is warm, whenever it is called, and what to say when warm."""
     prompt_BT = draw_prompts(case)
 
     def generate(_request):
@@ -263,8 +277,7 @@ def main():
     devices.start()
     names = [name for name in SIDES if not (args.without_compile and name.endswith("compiled"))]
     with tempfile.TemporaryDirectory() as folder:
-        weights = str(Path(folder, "weights.npz"))
-        np.savez(weights, **llama_state_dict(draw_params(config(SHAPE))))
+        weights = write_weights(SHAPE, folder)
         for batch in args.batch:
             case = {
                 "shape": SHAPE, "batch": batch, "prompt_length": args.prompt_length,

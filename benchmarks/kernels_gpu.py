@@ -6,16 +6,18 @@
 
 It can't run on a machine without a GPU: it then prints one line and exits with 2. Flash attention is compared with
 cuDNN's, forward and with gradients, at 4 rows of 4,096 tokens with the heads of llama3-8b; the grouped matmul with
-`jax.lax.ragged_dot`, at the expert shapes of mixtral-8x7b and 8,192 tokens, with uneven groups. All is bfloat16. The
-sides take turns: a round times each of them over a few calls that follow one another without waiting. A ratio is the
-median over rounds of their time over ours, so more than 1 is faster. Results are compared too, because a kernel that is
-wrong may well be fast.
+`jax.lax.ragged_dot`, at the expert shapes of mixtral-8x7b and 8,192 tokens, with uneven groups; the output layer with
+cross-entropy, RMSNorm and paged attention with XLA's programs. All is bfloat16. The sides take turns: a round times
+each of them over a few calls that follow one another without waiting. A ratio is the median over rounds of their time
+over ours, so more than 1 is faster. Results are compared too, because a kernel that is wrong may well be fast.
 """
 
 import functools
+import os
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from common import parser, ratio, spread, write_record
 
@@ -27,6 +29,9 @@ GROUPED = {
     "F": 14336,
     "sizes": [4096, 3000, 2500, 2000, 1900, 1500, 1388, 0],
 }
+ENTROPY = {"X": 8192, "D": 4096, "V": 128256}
+NORM = {"X": 16384, "D": 4096}
+PAGED = {"B": 64, "N": 32, "K": 8, "S": 64, "X": 128, "H": 128}
 
 
 def attention_sides(tiles=None):
@@ -67,11 +72,84 @@ def grouped_sides(tiles=None):
     }
 
 
-def forward_flops():
-    """Model FLOPs of one call of each operation; its gradients are 2.5 and 2 times as much."""
+def entropy_sides():
+    """Returns the arguments, and ours and XLA's output layer with cross-entropy of them."""
+    import jax
+    import jax.numpy as jnp
+
+    from minitext.kernels.linear_cross_entropy import gpu, xla
+
+    X, D, V = ENTROPY.values()
+    keys = jax.random.split(jax.random.key(0), 3)
+    targets_X = jax.random.randint(keys[2], (X,), 0, V)
+    args = [
+        jax.random.normal(keys[0], (X, D), "bfloat16"),
+        jax.random.normal(keys[1], (D, V), "bfloat16") / D**0.5,
+    ]
+    sides = {"minitext": gpu.linear_cross_entropy, "xla": xla.linear_cross_entropy}
+    return args, {
+        name: lambda x, w, f=f: jnp.stack(f(x, w, targets_X)) for name, f in sides.items()
+    }
+
+
+def norm_sides():
+    """Returns the arguments, and ours and XLA's RMSNorm of them."""
+    import jax
+
+    from minitext.kernels.rms_norm import gpu, xla
+
+    X, D = NORM.values()
+    args = [jax.random.normal(jax.random.key(0), (X, D), "bfloat16"), jax.numpy.ones(D)]
+    return args, {"minitext": gpu.rms_norm, "xla": xla.rms_norm}
+
+
+def paged_lengths():
+    """Tokens of each text, in equal steps up to the most."""
+    import numpy as np
+
+    return np.linspace(1, PAGED["X"] * PAGED["S"], PAGED["B"]).astype(int)
+
+
+def paged_sides():
+    """Returns the arguments, and ours and XLA's paged attention of them; every text owns pages of its own."""
+    import jax
+    import jax.numpy as jnp
+
+    from minitext.kernels.paged_attention import gpu, xla
+
+    B, N, K, S, X, H = PAGED.values()
+    keys = jax.random.split(jax.random.key(0), 4)
+    pages = [jax.random.normal(key, (K, B * X, S, H), "bfloat16") for key in keys[:2]]
+    table = jax.random.permutation(keys[2], B * X).reshape(B, X).astype(jnp.int32)
+    args = [jax.random.normal(keys[3], (B, N, H), "bfloat16"), *pages]
+    lengths = jnp.asarray(paged_lengths(), jnp.int32)
+    sides = {"minitext": gpu.paged_attention, "xla": xla.paged_attention}
+    return args, {name: lambda *x, f=f: f(*x, table, lengths) for name, f in sides.items()}
+
+
+# What makes each operation's sides, and whether it has gradients.
+OPERATIONS = {
+    "attention": (attention_sides, True), "grouped_matmul": (grouped_sides, True),
+    "linear_cross_entropy": (entropy_sides, True), "rms_norm": (norm_sides, True),
+    "paged_attention": (paged_sides, False),
+}  # fmt: skip
+
+
+def work(op, gradients):
+    """Returns the model FLOPs of a call, or the bytes that it must move if these take longer, and which they are."""
     B, T, N, _, H = (ATTENTION[letter] for letter in "BTNKH")
     M, D, F, _ = GROUPED.values()
-    return {"attention": (2 * B * N * T * T * H, 2.5), "grouped_matmul": (2 * M * D * F, 2)}
+    X, E, V = ENTROPY.values()
+    match op:
+        case "attention":
+            return 2 * B * N * T * T * H * (3.5 if gradients else 1), "FLOP"
+        case "grouped_matmul":
+            return 2 * M * D * F * (3 if gradients else 1), "FLOP"
+        case "linear_cross_entropy":
+            return 2 * X * E * V * (3 if gradients else 1), "FLOP"
+        case "rms_norm":  # forward: read and write; backward: read x and the gradient, write one
+            return 2 * NORM["X"] * NORM["D"] * (5 if gradients else 2), "B"
+    return 2 * 2 * PAGED["K"] * PAGED["H"] * int(paged_lengths().sum()), "B"
 
 
 def with_gradients(f):
@@ -107,7 +185,7 @@ def prepared(args, f, gradients):
     return jax.jit(with_gradients(f)), (args, cotangent)
 
 
-def compare(args, sides, gradients, rounds, flops):
+def compare(args, sides, gradients, rounds, amount, unit):
     """Times the sides in turns; returns seconds, ratios and how far their results are apart."""
     import jax.numpy as jnp
 
@@ -125,7 +203,7 @@ def compare(args, sides, gradients, rounds, flops):
     ]
     return {
         "seconds": {name: spread(of_rounds) | {"rounds": of_rounds} for name, of_rounds in seconds.items()},
-        "tflops_per_second": {name: flops / statistics.median(of_rounds) / 1e12 for name, of_rounds in seconds.items()},
+        "rate": {name: amount / statistics.median(of_rounds) for name, of_rounds in seconds.items()}, "unit": f"{unit}/s",
         "ratio": ratio(seconds[theirs], seconds[ours]), "against": theirs, "greatest_relative_difference": max(apart),
     }  # fmt: skip
 
@@ -151,18 +229,27 @@ def sweep():
     """Times ours with every candidate; a tile that does not fit the chip has no seconds."""
     import jax
 
-    made, found = {"attention": attention_sides, "grouped_matmul": grouped_sides}, []
-    for op, kernel, tile, tiles in candidates():
-        args, sides = made[op](tiles)
-        run, given = prepared(args, sides["minitext"], gradients=True)
+    def compiled(candidate):
+        op, _, _, tiles = candidate
         try:
-            seconds = min(seconds_of(run, given) for _ in range(3))
+            run, given = prepared(args[op], makers[op](tiles)[1]["minitext"], gradients=True)
+            return run.lower(*given).compile(), given
         except jax.errors.JaxRuntimeError as error:
-            print(f"{op} {kernel} {tile}: {str(error).splitlines()[0][:80]}", flush=True)
+            return str(error).splitlines()[0][:80], None
+
+    makers = {"attention": attention_sides, "grouped_matmul": grouped_sides}
+    args, found = {op: make()[0] for op, make in makers.items()}, []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        every = list(candidates())
+        for (op, kernel, tile, _), (run, given) in zip(
+            every, pool.map(compiled, every), strict=True
+        ):
             seconds = None
-        else:
-            print(f"{op} {kernel} {tile}: {seconds * 1e3:.3f} ms", flush=True)
-        found.append({"op": op, "kernel": kernel, "tile": tile._asdict(), "seconds": seconds})
+            if given is not None:
+                seconds = min(seconds_of(run, given) for _ in range(3))
+            said = run if seconds is None else f"{seconds * 1e3:.3f} ms"
+            print(f"{op} {kernel} {tile}: {said}", flush=True)
+            found.append({"op": op, "kernel": kernel, "tile": tile._asdict(), "seconds": seconds})
     return found
 
 
@@ -182,19 +269,30 @@ def main():
         )
         sys.exit(2)
     cases = {}
-    for op, make in (("attention", attention_sides), ("grouped_matmul", grouped_sides)):
-        flops, backward = forward_flops()[op]
-        for gradients in (False, True):
+    for op, (make, has_gradients) in OPERATIONS.items():
+        for gradients in (False, True)[: 1 + has_gradients]:
             name = op + (" with gradients" if gradients else "")
-            total = flops * (1 + backward * gradients)
-            found = cases[name] = compare(*make(), gradients, args.rounds, total)
-            speeds = ", ".join(
-                f"{side} {rate:.0f} TFLOP/s" for side, rate in found["tflops_per_second"].items()
+            try:
+                found = compare(*make(), gradients, args.rounds, *work(op, gradients))
+            except (
+                jax.errors.JaxRuntimeError
+            ) as error:  # the record says so, and has the other cases
+                cases[name] = {"error": str(error)}
+                print(f"{name} failed: {error}", flush=True)
+                continue
+            cases[name] = found
+            rates = ", ".join(
+                f"{side} {rate / 1e12:.3g} T{found['unit']}" for side, rate in found["rate"].items()
             )
-            print(f"{name}: {found['ratio']:.2f} times {found['against']} ({speeds})", flush=True)
+            print(
+                f"{name}: {found['ratio']:.2f} times {found['against']} ({rates}), results "
+                f"{found['greatest_relative_difference']:.1e} apart",
+                flush=True,
+            )
     figures = {
-        "device": jax.devices()[0].device_kind, "shapes": {"attention": ATTENTION, "grouped_matmul": GROUPED},
-        "cases": cases,
+        "device": jax.devices()[0].device_kind, "cases": cases,
+        "shapes": {"attention": ATTENTION, "grouped_matmul": GROUPED, "linear_cross_entropy": ENTROPY,
+                   "rms_norm": NORM, "paged_attention": PAGED},
     }  # fmt: skip
     if args.tiles:
         figures["tiles"] = sweep()

@@ -3,6 +3,7 @@
     pip install -e '.[aot-gpu]'
     python benchmarks/train_gpu.py --quick      (one small shape)
     python benchmarks/train_gpu.py
+    python benchmarks/train_gpu.py --shapes 1B --seq-lens 4096
 
 It can't run on a machine without a GPU, such as the one where minitext is developed: it then prints one line and exits
 with 2. Shapes of about 0.3B, 1B and 3B parameters train on rows of 2,048, 4,096 and 8,192 tokens, 16,384 tokens a
@@ -28,6 +29,7 @@ SHAPES = {
     "3B": {"layers": 28, "embed": 3072, "heads": 24, "kv_heads": 8, "mlp": 8192},
 }
 SEQ_LENS = (2048, 4096, 8192)
+ATTENTION = ("cudnn", "pallas_gpu", "xla")
 # From what is fastest to what needs least memory.
 MEMORY = (
     {"model.remat": "none"},
@@ -110,10 +112,12 @@ def measure(case):
     }  # fmt: skip
 
 
-def first_that_fits(case):
+def first_that_fits(case, remat):
     """Runs a case with ever less memory until it fits; returns its figures, or None."""
-    for memory in MEMORY:
-        figures = in_subprocess(__file__, case | {"memory": memory})
+    for memory in MEMORY[[memory["model.remat"] for memory in MEMORY].index(remat) :]:
+        figures = in_subprocess(
+            __file__, case | {"memory": memory}, XLA_PYTHON_CLIENT_MEM_FRACTION="0.95"
+        )
         if figures.get("no_gpu"):
             no_gpu()
         if not figures.get("out_of_memory"):
@@ -129,6 +133,12 @@ def no_gpu():
 def main():
     cli = parser(__doc__)
     cli.add_argument("--quick", action="store_true", help="only 0.3B at 2,048 tokens")
+    cli.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    cli.add_argument("--seq-lens", nargs="+", type=int, choices=SEQ_LENS, default=SEQ_LENS)
+    cli.add_argument("--attention", nargs="+", choices=ATTENTION, default=ATTENTION)
+    cli.add_argument(
+        "--remat", choices=("none", "dots", "full"), default="none", help="where to begin"
+    )
     cli.add_argument("--steps", type=int, default=10, help="timed steps of a case (default 10)")
     args = cli.parse_args()
     from minitext.distributed import devices
@@ -138,15 +148,12 @@ def main():
     if args.case:
         print(json.dumps(measure(args.case)))
         return
-    from minitext.kernels.dispatch import IMPLEMENTATIONS
-
-    kinds = [kind for kind in ("xla", "cudnn") if ("attention", kind) in IMPLEMENTATIONS]
     results = []
-    for shape in list(SHAPES)[: 1 if args.quick else None]:
-        for seq_len in SEQ_LENS[: 1 if args.quick else None]:
-            for kind in kinds:
+    for shape in args.shapes[: 1 if args.quick else None]:
+        for seq_len in args.seq_lens[: 1 if args.quick else None]:
+            for kind in args.attention:
                 case = {"shape": shape, "seq_len": seq_len, "attention": kind, "steps": args.steps}
-                found = first_that_fits(case)
+                found = first_that_fits(case, args.remat)
                 results.append(found or {**case, "out_of_memory": True})
                 name = f"{shape:<5} {seq_len:>5} tokens, {kind:<6}"
                 if found is None:
