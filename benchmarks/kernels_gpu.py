@@ -5,7 +5,7 @@
     python benchmarks/kernels_gpu.py --tiles    (also tries other tiles for every kernel)
 
 It can't run on a machine without a GPU: it then prints one line and exits with 2. Flash attention is compared with
-cuDNN's, forward and with gradients, at 4 rows of 4,096 tokens with the heads of llama3-8b; the grouped matmul with
+cuDNN's, forward and with gradients, at 4 rows of 4,096 tokens with the heads of llama3-8b, and of four texts each; the grouped matmul with
 `jax.lax.ragged_dot`, at the expert shapes of mixtral-8x7b and 8,192 tokens, with uneven groups; the output layer with
 cross-entropy, RMSNorm and paged attention with XLA's programs. All is bfloat16. The sides take turns: a round times
 each of them over a few calls that follow one another without waiting. A ratio is the median over rounds of their time
@@ -34,10 +34,11 @@ NORM = {"X": 16384, "D": 4096}
 PAGED = {"B": 64, "N": 32, "K": 8, "S": 64, "X": 128, "H": 128}
 
 
-def attention_sides(tiles=None):
-    """Returns the arguments, and ours and cuDNN's attention of them."""
+def attention_sides(tiles=None, packed=False):
+    """Returns the arguments, and ours and cuDNN's attention of them; packed rows hold four texts each."""
     import jax
 
+    from minitext.kernels.attention import cudnn
     from minitext.kernels.attention import gpu as flash_attention_gpu
 
     B, T, N, K, H = (ATTENTION[letter] for letter in "BTNKH")
@@ -46,9 +47,12 @@ def attention_sides(tiles=None):
         jax.random.normal(key, (B, T, n, H), "bfloat16")
         for key, n in zip(keys, (N, K, K), strict=True)
     ]
-    ours = functools.partial(flash_attention_gpu.flash_attention, blocks=tiles)
-    cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    return args, {"minitext": ours, "cudnn": cudnn}
+    segments = jax.numpy.arange(T)[None].repeat(B, 0) // (T // 4) if packed else None
+
+    def ours(q, k, v):
+        return flash_attention_gpu.flash_attention(q, k, v, segments, blocks=tiles)
+
+    return args, {"minitext": ours, "cudnn": lambda q, k, v: cudnn.attention(q, k, v, segments)}
 
 
 def grouped_sides(tiles=None):
@@ -127,9 +131,13 @@ def paged_sides():
     return args, {name: lambda *x, f=f: f(*x, table, lengths) for name, f in sides.items()}
 
 
+TILED = ("attention", "grouped_matmul")
+
 # What makes each operation's sides, and whether it has gradients.
 OPERATIONS = {
-    "attention": (attention_sides, True), "grouped_matmul": (grouped_sides, True),
+    "attention": (attention_sides, True),
+    "attention of packed rows": (functools.partial(attention_sides, packed=True), True),
+    "grouped_matmul": (grouped_sides, True),
     "linear_cross_entropy": (entropy_sides, True), "rms_norm": (norm_sides, True),
     "paged_attention": (paged_sides, False),
 }  # fmt: skip
@@ -141,8 +149,9 @@ def work(op, gradients):
     M, D, F, _ = GROUPED.values()
     X, E, V = ENTROPY.values()
     match op:
-        case "attention":
-            return 2 * B * N * T * T * H * (3.5 if gradients else 1), "FLOP"
+        case "attention" | "attention of packed rows":
+            keys = T // 4 if "packed" in op else T
+            return 2 * B * N * T * keys * H * (3.5 if gradients else 1), "FLOP"
         case "grouped_matmul":
             return 2 * M * D * F * (3 if gradients else 1), "FLOP"
         case "linear_cross_entropy":
@@ -208,24 +217,24 @@ def compare(args, sides, gradients, rounds, amount, unit):
     }  # fmt: skip
 
 
-def candidates():
+def candidates(ops):
     """Yields (operation, kernel, tile, all tiles): each kernel's own tile is varied, and the others stay."""
     from minitext.kernels.attention import gpu as flash
     from minitext.kernels.grouped_matmul import gpu as grouped
 
-    for kernel in flash.BLOCKS._fields:
+    for kernel in flash.BLOCKS._fields if "attention" in ops else ():
         for q, k in ((64, 64), (64, 128), (128, 64), (128, 128)):
-            for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3)):
+            for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3), (8, 4)):
                 tile = flash.Tile(q, k, warps, stages)
                 yield "attention", kernel, tile, flash.BLOCKS._replace(**{kernel: tile})
-    for kernel in grouped.TILES._fields:
+    for kernel in grouped.TILES._fields if "grouped_matmul" in ops else ():
         for rows, columns in ((128, 128), (128, 256), (64, 256), (256, 128)):
             for step, warps, stages in ((64, 8, 3), (64, 8, 4), (32, 8, 4), (64, 4, 3)):
                 tile = grouped.Tile(rows, columns, step, warps, stages)
                 yield "grouped_matmul", kernel, tile, grouped.TILES._replace(**{kernel: tile})
 
 
-def sweep():
+def sweep(ops):
     """Times ours with every candidate; a tile that does not fit the chip has no seconds."""
     import jax
 
@@ -238,9 +247,9 @@ def sweep():
             return str(error).splitlines()[0][:80], None
 
     makers = {"attention": attention_sides, "grouped_matmul": grouped_sides}
-    args, found = {op: make()[0] for op, make in makers.items()}, []
+    args, found = {op: makers[op]()[0] for op in ops}, []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        every = list(candidates())
+        every = list(candidates(ops))
         for (op, kernel, tile, _), (run, given) in zip(
             every, pool.map(compiled, every), strict=True
         ):
@@ -256,7 +265,12 @@ def sweep():
 def main():
     cli = parser(__doc__)
     cli.add_argument("--rounds", type=int, default=10, help="rounds of a case (default 10)")
-    cli.add_argument("--tiles", action="store_true", help="also try other tiles for every kernel")
+    cli.add_argument(
+        "--tiles",
+        nargs="*",
+        choices=TILED,
+        help="also try other tiles for these kernels (default all)",
+    )
     args = cli.parse_args()
     import jax
 
@@ -294,8 +308,8 @@ def main():
         "shapes": {"attention": ATTENTION, "grouped_matmul": GROUPED, "linear_cross_entropy": ENTROPY,
                    "rms_norm": NORM, "paged_attention": PAGED},
     }  # fmt: skip
-    if args.tiles:
-        figures["tiles"] = sweep()
+    if args.tiles is not None:
+        figures["tiles"] = sweep(args.tiles or TILED)
     write_record(args.output, "kernels_gpu", "", figures)
 
 

@@ -7,7 +7,7 @@
 
 It can't run on a machine without a GPU, such as the one where minitext is developed: it then prints one line and exits
 with 2. Shapes of about 0.3B, 1B and 3B parameters train on rows of 2,048, 4,096 and 8,192 tokens, 16,384 tokens a
-step, with bfloat16 compute, float32 parameters and AdamW, by each implementation of attention that there is. A case
+step, with bfloat16 compute, float32 parameters, AdamW and unrolled layers, by each implementation of attention. A case
 keeps as much as fits: it is tried with nothing recomputed, then with all but matmuls, then with everything, and last
 with one row at a time. One process has the GPU's memory, so cases run one after another, each in its own. MFU is model
 FLOPs (a causal token sees half the keys, nothing recomputed counts) over the data sheet's dense bfloat16 peak in
@@ -47,7 +47,7 @@ def config(case):
     memory = {key: rows if value == "rows" else value for key, value in case["memory"].items()}
     return load_config("laptop", [
         *(f"model.{key}={value}" for key, value in SHAPES[case["shape"]].items()),
-        "model.vocab=32000", "model.dtype=bfloat16", "model.scan_layers=true",
+        "model.vocab=32000", "model.dtype=bfloat16", "model.scan_layers=false",
         f"model.attention.impl={case['attention']}", f"data.seq_len={case['seq_len']}", f"train.global_batch={rows}",
         *(f"{key}={value}" for key, value in memory.items()),
     ])  # fmt: skip

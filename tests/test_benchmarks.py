@@ -79,8 +79,9 @@ def test_kernels_are_compared_with_the_same_arguments():
     x = jax.random.normal(jax.random.key(0), (8, 8))
     sides = {"minitext": lambda a, b: a @ b, "theirs": lambda a, b: 1.5 * (a @ b)}
     for gradients in (False, True):
-        found = kernels_gpu.compare((x, x), sides, gradients, rounds=2, flops=1e12)
+        found = kernels_gpu.compare((x, x), sides, gradients, 2, 1e12, "FLOP")
         assert found["against"] == "theirs" and found["ratio"] > 0
+        assert found["unit"] == "FLOP/s" and found["rate"].keys() == sides.keys()
         assert [len(side["rounds"]) for side in found["seconds"].values()] == [2, 2]
         np.testing.assert_allclose(found["greatest_relative_difference"], 1 / 3, rtol=1e-5)
     assert sum(kernels_gpu.GROUPED["sizes"]) == kernels_gpu.GROUPED["M"]

@@ -29,11 +29,13 @@ class Implementation(NamedTuple):
       where: the function, as `MODULE:NAME` below `minitext.kernels`.
       platform: the only platform it runs on, or None for all.
       check: the function in the same module that `supports` calls; None for an implementation that takes anything.
+      slow: the function in the same module that says whether others compute these arguments faster; None if none do.
     """
 
     where: str
     platform: str | None = None
     check: str | None = None
+    slow: str | None = None
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -50,6 +52,10 @@ class Implementation(NamedTuple):
             program = "every platform" if where == ANY else f"a {where}"
             return f"it is for a {self.platform}, and the program is for {program}"
         return self.supports(*args, **options)
+
+    def is_slow(self, *args, **options) -> bool:
+        """Whether `auto` should rather take any other implementation that can compute this."""
+        return bool(self.slow) and self._load(self.slow)(*args, **options)
 
     def _load(self, name: str) -> Callable[..., Any]:
         module = importlib.import_module(f"minitext.kernels.{self.where.partition(':')[0]}")
@@ -68,7 +74,9 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     ("attention", "xla_blocked"): Implementation(
         "attention.xla:blocked_attention", check="blocked_supports"
     ),
-    ("attention", "cudnn"): Implementation("attention.cudnn:attention", "gpu", "supports"),
+    ("attention", "cudnn"): Implementation(
+        "attention.cudnn:attention", "gpu", "supports", slow="is_slow"
+    ),
     **_pallas("attention", "flash_attention"),
     ("grouped_matmul", "xla"): Implementation("grouped_matmul.xla:grouped_matmul"),
     ("grouped_matmul", "xla_blocked"): Implementation("grouped_matmul.cpu:grouped_matmul"),
@@ -89,13 +97,11 @@ IMPLEMENTATIONS: dict[tuple[str, str], Implementation] = {
     **_pallas("paged_attention", "paged_attention"),
 }
 
-# The order in which `auto` tries implementations on each platform. Our own GPU kernels have been compiled for an H100
-# but never timed on one. So `auto` takes them only where the compiler's program plainly does more: XLA keeps all logits
-# of attention, multiplies the rows of a grouped product by the matrices of all groups, and gathers all pages of a text,
-# in use or not, into an array of their own.
+# The order in which `auto` tries implementations on each platform. On a GPU it's that of their speed on an H100
+# (benchmarks/results/kernels_gpu-*.json).
 ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cpu"): ("xla_blocked", "xla"),
-    # After cuDNN's, for what it doesn't compute: masks, soft-caps, sinks, float32.
+    # Ours is for what cuDNN doesn't compute or is slow at: packed rows, masks, soft-caps, sinks, float32.
     ("attention", "gpu"): ("cudnn", "pallas_gpu", "xla"),
     ("attention", "tpu"): ("pallas_tpu", "xla"),
     ("grouped_matmul", "cpu"): ("xla_blocked",),
@@ -296,11 +302,16 @@ def choose(op: str, impl: str, *args, **options) -> Callable[..., Any]:
     """Returns the function of `op` that `impl` names, after checking that it can take the arguments."""
     if impl == "auto":
         where = platform()
-        for name in ORDER[op, where]:
-            if IMPLEMENTATIONS[op, name].reason(*args, **options) is None:
-                _log_once(op, name, where)
-                return IMPLEMENTATIONS[op, name].run
-        raise ValueError(f"no implementation of {op} on {where} takes these arguments")
+        able = [
+            name
+            for name in ORDER[op, where]
+            if IMPLEMENTATIONS[op, name].reason(*args, **options) is None
+        ]
+        if not able:
+            raise ValueError(f"no implementation of {op} on {where} takes these arguments")
+        name = min(able, key=lambda name: IMPLEMENTATIONS[op, name].is_slow(*args, **options))
+        _log_once(op, name, where)
+        return IMPLEMENTATIONS[op, name].run
     if (op, impl) not in IMPLEMENTATIONS:
         known = ", ".join(name for o, name in IMPLEMENTATIONS if o == op)
         raise UserError(f"unknown implementation {impl!r} of {op}: choose auto, {known}")

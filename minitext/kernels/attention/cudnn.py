@@ -31,6 +31,11 @@ def attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None) -> jax.Array:
     return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(*args)
 
 
+def is_slow(_q, _k, _v, segment_ids_BT=None, **_options) -> bool:
+    """Whether another implementation computes this faster: with the mask of packed rows, flash attention does."""
+    return segment_ids_BT is not None
+
+
 def supports(q_BTNH, _k, v_BTKH, segment_ids_BT=None, **options) -> str | None:
     """Returns why cuDNN can't compute this, or None."""
     if options:

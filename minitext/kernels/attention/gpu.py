@@ -43,7 +43,7 @@ class BlockShapes(NamedTuple):
     dkv: Tile
 
 
-BLOCKS = BlockShapes(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2))
+BLOCKS = BlockShapes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
 # Float32 takes twice the registers, and the matrix units don't multiply it.
 BLOCKS_F32 = BlockShapes(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
 
