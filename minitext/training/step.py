@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.checkpoint import stacks
+from minitext.compiler.options import compiler_options
 from minitext.config.config import Config
 from minitext.config.section import cached
 from minitext.errors import UserError
@@ -285,19 +286,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return step(state, batch)[:2]
 
-    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(mesh))
-
-
-def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, Any] | None:
-    """Returns the options with which a train step for a mesh's devices computes the same numbers in every run, or None.
-
-    A GPU's programs add the gradients of a token's embedding in whatever order its threads finish. With this option the
-    compiler sorts them first. For a GPU that isn't there it can't: it would time matrix products on it.
-    """
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    if device is not None and device.platform == "gpu" and device in jax.devices():
-        return {"xla_gpu_exclude_nondeterministic_ops": True}
-    return None
+    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(cfg.xla, mesh))
 
 
 def make_step_fn(

@@ -18,7 +18,6 @@ from minitext.sharding.mesh import make_mesh
 from minitext.training.step import (
     abstract_batch,
     abstract_state,
-    compiler_options,
     init_state,
     make_eval_step,
     make_loss_fn,
@@ -92,18 +91,6 @@ def test_a_batch_without_targets_changes_nothing_to_nan(tiny, one_device):
     batch["loss_mask"] = batch["loss_mask"] * 0
     _, metrics = make_train_step(cfg, one_device)(init_state(cfg, one_device), batch)
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["tokens"] == 0
-
-
-def test_a_gpu_that_is_here_adds_in_a_fixed_order(one_device, monkeypatch):
-    class Device:
-        platform = "gpu"
-
-    mesh = jax.sharding.Mesh([Device()], "x")
-    assert compiler_options(mesh) is None  # a compiler knows it, and it isn't here
-    monkeypatch.setattr(jax, "devices", lambda: [*mesh.devices])
-    assert compiler_options(mesh) == {"xla_gpu_exclude_nondeterministic_ops": True}
-    monkeypatch.undo()
-    assert compiler_options(one_device) is compiler_options(one_device.abstract_mesh) is None
 
 
 def test_eval_sums_and_counts(tiny, one_device):
