@@ -30,7 +30,7 @@ from minitext.compiler.buffers import (
     parse_out_of_memory,
     read_buffers,
 )
-from minitext.compiler.options import explained
+from minitext.compiler.options import refusals_named
 from minitext.compiler.report import LISTED, Report
 from minitext.compiler.targets import parse_target, topology_devices
 from minitext.errors import UserError
@@ -75,7 +75,7 @@ def compile_step(
         compiled, refusal = None, None
         start = time.perf_counter()
         waiting = _spinner(f"compiling for {target}")
-        with jax.set_mesh(mesh), no_cache(), waiting, explained():
+        with jax.set_mesh(mesh), no_cache(), waiting, refusals_named():
             try:
                 compiled = lowered.compile(compiler_options=dump_to(folder))
             except jax.errors.JaxRuntimeError as error:

@@ -58,7 +58,7 @@ KNOWN = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "reduce-scatters joined up to this size",
     "xla_gpu_triton_gemm_any": "matrix products by Triton wherever it can",
 }
-# By chip. Predicted gains are in benchmarks/results/compiler_options-*.json.
+# By chip. Predicted gains are in benchmarks/results/step_time-*.json.
 _MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
 RECOMMENDED: dict[str, dict[str, str]] = {
     "v5p": _MORE_VMEM,
@@ -136,7 +136,7 @@ def refused(options: Sequence[Option], mesh: Mesh) -> Iterator[tuple[Option, str
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def refusals_named() -> Iterator[None]:
     """Turns the compiler's refusal of an option into one line.
 
     Raises:

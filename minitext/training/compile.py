@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from minitext import files
 from minitext.compiler import aot
 from minitext.compiler.aot import Keep, compile_step
-from minitext.compiler.options import explained
+from minitext.compiler.options import refusals_named
 from minitext.compiler.report import Report
 from minitext.compiler.targets import fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config, flatten
@@ -116,7 +116,7 @@ def save(cfg: Config, mesh: Mesh, path: str | Path) -> dict[str, Any]:
     files.check_new_file("--save", path)
     step = make_train_step(cfg, mesh)
     args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
-    with jax.set_mesh(mesh), aot.no_cache(), explained():
+    with jax.set_mesh(mesh), aot.no_cache(), refusals_named():
         compiled = step.lower(*args).compile()
     target = mesh.devices.flat[0].device_kind
     return _write(path, describe(cfg, mesh) | {"target": target}, compiled)
@@ -206,7 +206,7 @@ def make_or_load_step(
     step = make_train_step(cfg, mesh, objective)
     if cfg.train.executable is None and not job.joined() and not cfg.xla.options:
         return step
-    with jax.set_mesh(mesh), explained():
+    with jax.set_mesh(mesh), refusals_named():
         lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh, objective))
         if cfg.train.executable is None:
             compiled = lowered.compile()
