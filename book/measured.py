@@ -420,7 +420,9 @@ def step_time(records: list[Record]) -> str:
     """Predicted steps beside published ones."""
     rows = [
         [
-            name, r["kind"], r["target"], f"{r['predicted']['seconds']:.2f}",
+            name, r["kind"], r["target"],
+            f"{r['without_options']['seconds']:.2f}" if "without_options" in r else "",
+            f"{r['predicted']['seconds']:.2f}",
             f"{r['predicted']['lower']:.2f} to {r['predicted']['upper']:.2f}", f"{r['published_seconds']:.2f}",
             f"{r['error']:+.1%}", r["differs"],
         ]
@@ -430,6 +432,7 @@ def step_time(records: list[Record]) -> str:
         "Model",
         "Kind",
         "Target",
+        "Without options, s",
         "Predicted, s",
         "Interval, s",
         "Published, s",
@@ -437,8 +440,9 @@ def step_time(records: list[Record]) -> str:
         "What differs",
     ]
     return (
-        "No chip was there: each step was compiled, and its schedule walked, with no constant fitted. The published "
-        f"times are MaxText's.\n\n{table(header, rows)}"
+        "No chip was there: each step was compiled, without and with the compiler's options that are recommended for "
+        "the chip, and its schedule walked, with no constant fitted. The published times are MaxText's.\n\n"
+        f"{table(header, rows)}"
     )
 
 
@@ -449,7 +453,7 @@ def prediction_errors(records: list[Record]) -> str:
     inside = sum(run["published_in_interval"] for run in runs.values())
     return (
         f"The record of {records[-1]['date']} has {len(runs)} of them: {inside or 'none'} of the published times "
-        f"{'lies' if inside <= 1 else 'lie'} inside the predicted interval, and the best estimates are off by "
+        f"{'is' if inside <= 1 else 'are'} inside the predicted interval, and the best estimates are off by "
         f"{', '.join(errors[:-1])} and {errors[-1]}.\n"
     )
 

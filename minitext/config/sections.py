@@ -162,6 +162,9 @@ class CheckpointConfig(Section):
             yield f"checkpoint.load_full_state={both} are both set: choose one of them"
 
 
+XLA_OPTION = re.compile(r"(--)?xla_[a-z0-9_]{1,100}=[\w./:,+-]{1,100}")
+
+
 class XLAConfig(Section):
     """XLA's compiler."""
 
@@ -181,7 +184,7 @@ class XLAConfig(Section):
     def problems(self) -> Iterator[str]:
         """Checks that each option is a name of XLA's and a value."""
         for text in self.options:
-            if not re.fullmatch(r"(--)?xla_[a-z0-9_]{1,100}=[\w./:,+-]{1,100}", text):
+            if not XLA_OPTION.fullmatch(text):
                 yield (
                     f"xla.options has {shorten(text)!r}: give names and values such as "
                     "xla_tpu_scoped_vmem_limit_kib=98304"
