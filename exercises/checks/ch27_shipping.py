@@ -1328,14 +1328,13 @@ for name, hint, options in (
 ):  # fmt: skip
     mistaken(budget_, name, hint, plan_with(**options))
 
-for name, keep in (("use_from_the_size", "data"), ("use_from_the_data", "size")):
-    mistaken(
-        budget_,
-        name,
-        "You find the best model for training alone, and pay for its use afterwards. Use makes a smaller model "
-        "better: look for the minimum along the whole budget.",
-        training_first(keep),
-    )
+for name, hint, keep in (
+    ("use_from_the_size", "You keep the D that is best for training alone and pay for use with a smaller model. Use "
+     "moves the best D too: look for the minimum along the whole budget.", "data"),
+    ("use_from_the_data", "You keep the N that is best for training alone and pay for use with fewer tokens. Use makes "
+     "a smaller model better: look for the minimum along the whole budget.", "size"),
+):  # fmt: skip
+    mistaken(budget_, name, hint, training_first(keep))
 
 
 # ------------------------------------------------------------------------------------- resume

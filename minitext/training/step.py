@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.checkpoint import stacks
+from minitext.compiler.options import compiler_options
 from minitext.config.config import Config
 from minitext.config.section import cached
 from minitext.errors import UserError
@@ -285,7 +286,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return step(state, batch)[:2]
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(cfg.xla, mesh))
 
 
 def make_step_fn(

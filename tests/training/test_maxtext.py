@@ -347,7 +347,7 @@ def test_a_folder_that_is_damaged_or_no_checkpoint_is_refused(tmp_path):
     said = json.loads((tmp_path / "good" / "_METADATA").read_text())
     trees = {
         "describes no tree": {},
-        "a name that is none": {"x": {"key_metadata": [{"key": "../../x"}]}},
+        "an invalid name": {"x": {"key_metadata": [{"key": "../../x"}]}},
         "has no params": {"x": {"key_metadata": [{"key": "step"}]}},
     }
     for message, tree in trees.items():
