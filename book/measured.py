@@ -139,7 +139,7 @@ def serve_compiled(records: list[Record]) -> str:
     """The engine's programs, compiled for chips that weren't there."""
     rows = [
         [
-            r["preset"], r["target"], str(r["texts"]),
+            " ".join([r["preset"], *r["settings"]]), r["target"], str(r["texts"]),
             f"{max(x['total_bytes'] for x in r['programs'].values()) / 2**30:.1f} of "
             f"{r['programs']['decode']['available_bytes'] / 2**30:.1f}",
             ", ".join(f"{name} ({count})" for name, count in r["kernels"]["decode"].items()) or "none",
