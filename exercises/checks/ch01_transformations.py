@@ -146,8 +146,8 @@ def check_length(line, max_length):
 
 
 @retracing.mutant(
-    "Your mask is 1 on the padding too, so zeros that stand for nothing are averaged in. The mask "
-    "must know how long the line was before you padded it."
+    "Your mask is 1 on the padding too, so the padding's zeros are averaged in. The mask must "
+    "know how long the line was before you padded it."
 )
 def mask_of_ones(score, max_length):
     jitted = jax.jit(score)
@@ -189,8 +189,8 @@ def one_power_too_far(score, max_length):
 
 
 @retracing.mutant(
-    "You pad no further than max_length. That is no power of two, so `score` sees a length of its own "
-    "for the longest lines. Pad to the power of two, also where it is more than max_length."
+    "You never pad beyond max_length. If that isn't a power of two, `score` sees one more "
+    "length for the longest lines. Pad to the power of two, even if it is more than max_length."
 )
 def cut_at_max_length(score, max_length):
     jitted = jax.jit(score)
@@ -257,8 +257,8 @@ def length_is_static(score, max_length):
 
 
 @retracing.mutant(
-    "You keep the line's own dtype, and dtype is part of what jit looks at: uint8 and int32 lines "
-    "of one length are two traces. Convert to int32 while you pad."
+    "You keep the line's own dtype, and dtype is part of jit's key: uint8 and int32 lines of "
+    "one length are two traces. Convert to int32 while you pad."
 )
 def keeps_the_dtype(score, max_length):
     jitted = jax.jit(score)
@@ -463,7 +463,8 @@ def count_is_lost():
 
 @pytree.mutant(
     "count is in your auxiliary data, so it is part of the structure: each new count is a new "
-    "structure and a new trace, and inside jit it is a tracer that nobody can hash. It is a child."
+    "structure and a new trace, and inside jit it is a tracer, which has no hash. It is a "
+    "child."
 )
 def count_is_static():
     return average_class(
@@ -489,8 +490,8 @@ class Settings:
 
 
 @pytree.mutant(
-    "Your auxiliary data is an object that equals nothing but itself, so no structure is ever "
-    "equal to an earlier one and each call is traced again. Use the float itself."
+    "Your auxiliary data is an object that equals only itself, so no structure ever equals an "
+    "earlier one and each call is traced again. Use the float itself."
 )
 def aux_equals_only_itself():
     return average_class(
@@ -500,8 +501,8 @@ def aux_equals_only_itself():
 
 
 @pytree.mutant(
-    "Your unflatten calls Average(...), and __init__ converts what it is given to float32 arrays. "
-    "JAX may put anything in a leaf's place. Make the object with object.__new__(Average) and set "
+    "Your unflatten calls Average(...), and __init__ converts its arguments to float32 arrays. "
+    "JAX may replace a leaf by anything. Make the object with object.__new__(Average) and set "
     "its attributes."
 )
 def unflatten_runs_init():

@@ -207,8 +207,8 @@ def _(fn, t):
 
 
 @count_bytes.mutant(
-    "You count every line of the text. What stands inside a fusion's computation never goes to memory: "
-    "follow only the entry, loops and calls."
+    "You count every line of the text. But values inside a fusion's computation never go to "
+    "memory: follow only the entry, loops and calls."
 )
 def every_line(text):
     computations, _ = hlo.computations(text)
@@ -230,7 +230,9 @@ def named_twice(text):
     return right_bytes(text, once=tuple)
 
 
-@count_bytes.mutant("You count a loop's body once. Its trips stand in the line of the `while`.")
+@count_bytes.mutant(
+    "You count a loop's body once. The line of the `while` says how many trips it makes."
+)
 def body_once(text):
     return right_bytes(text, loops=False)
 
@@ -250,7 +252,7 @@ def loop_as_kernel(text):
     return right_bytes(text, loop_itself=True)
 
 
-@count_bytes.mutant("You return what is written first. The order is (read, written).")
+@count_bytes.mutant("You return the written bytes first. The order is (read, written).")
 def written_first(text):
     return right_bytes(text)[::-1]
 
@@ -408,8 +410,8 @@ def gate_of(a):
 
 
 @restore_fusion.mutant(
-    "You left the gate a program of its own. What one program returns has been written to memory, and "
-    "the next has to read it: put everything under one jit."
+    "You left the gate as a program of its own. Its result is written to memory, and the next "
+    "program has to read it: put everything under one jit."
 )
 def two_programs(limit):
     gate = jax.jit(gate_of)
@@ -447,7 +449,7 @@ def still_a_product(limit):
 
 
 @restore_fusion.mutant(
-    "You return h as well. What is returned has to be written. Return `y_XF` alone."
+    "You return h as well, and every result has to be written. Return only `y_XF`."
 )
 def still_returned(limit):
     fn = lambda a, b, s: (jnp.clip(gate_of(a) * b * s, -limit, limit), gate_of(a) * b)  # noqa: E731
@@ -787,7 +789,7 @@ def permute_in_parts(text):
 
 
 @read_collective.mutant(
-    "You take a `collective-permute`, which lists no groups, for one of groups of one. It sends all of s."
+    "You treat a `collective-permute`, which lists no groups, as a group of one. It sends all of s."
 )
 def permute_alone(text):
     return right_sent(text, permuted=lambda n: 0.0)
@@ -812,8 +814,8 @@ def outer_trips_only(text):
 
 
 @read_collective.mutant(
-    "You look for loops in the entry alone. Loops stand in loops: let the function that walks through a "
-    "computation call itself."
+    "You look for loops only in the entry. Loops can be nested: let the function that walks "
+    "through a computation call itself."
 )
 def no_inner_loop(text):
     return right_sent(text, within=lambda runs, trips: 0)
@@ -992,7 +994,7 @@ def paired(
 
 
 @roll_loop.mutant(
-    "The loop still runs while tracing, so every layer stands in the program. Use `jax.lax.scan`."
+    "The loop still runs while tracing, so every layer is in the program. Use `jax.lax.scan`."
 )
 def python_loop(x, w, b):
     found = []

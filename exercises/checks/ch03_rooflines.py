@@ -192,8 +192,8 @@ def wraps_around(subscripts, shapes, dtype, result_dtype):
 
 
 @intensity.mutant(
-    "You divide by 0 bytes where every array is empty. Return 0.0 there: an empty product belongs to "
-    "no side of the ridge."
+    "You divide by 0 bytes if every array is empty. Return 0.0 then: an empty product is on "
+    "neither side of the ridge."
 )
 def divides_by_nothing(subscripts, shapes, dtype, result_dtype):
     flops, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
@@ -386,7 +386,8 @@ def one_too_many(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 
 @crossover.mutant(
-    "You forget the result: B times F numbers are written, besides the B times D that are read."
+    "You forget the result: B times F numbers are written, in addition to the B times D that "
+    "are read."
 )
 def result_forgotten(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * D
@@ -396,8 +397,8 @@ def result_forgotten(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 
 @crossover.mutant(
-    "You use one size of number for weights and activations. Weights are often stored in fewer bytes: "
-    "that is what makes the batch smaller."
+    "You use the same number of bytes for weights and activations. Weights are often stored in "
+    "fewer bytes, which makes the crossover batch smaller."
 )
 def weights_like_activations(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     return right_batch(D, F, peak, bandwidth, activation_bytes, activation_bytes)
@@ -443,8 +444,8 @@ def exact_for_integers_only(D, F, peak, bandwidth, activation_bytes, weight_byte
 
 
 @crossover.mutant(
-    "You divide with `/`, and the quotient is a float: what is a little above a whole number is rounded to it "
-    "before `math.ceil` sees it. Divide Fractions, or integers with `//`."
+    "You divide with `/`, and the quotient is a float: a value a little above a whole number is"
+    " rounded to it before `math.ceil` sees it. Divide Fractions, or integers with `//`."
 )
 def divides_integers_into_a_float(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
@@ -454,8 +455,8 @@ def divides_integers_into_a_float(D, F, peak, bandwidth, activation_bytes, weigh
 
 
 @crossover.mutant(
-    "You round the quotient before you round it up. That hides the error of floats where both times are "
-    "equal, and loses what is really there where they are not. Compute exactly."
+    "You round the quotient before you round it up. That hides the float's error if both times "
+    "are equal, but it also removes real differences. Compute exactly."
 )
 def rounds_before_rounding_up(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     gain = 2.0 * D * F * bandwidth - float(peak) * activation_bytes * (D + F)
@@ -477,8 +478,8 @@ def strictly_longer_without_weights(D, F, peak, bandwidth, activation_bytes, wei
 
 
 @crossover.mutant(
-    "You return 0 where the weights need not be read. A batch has at least one row, and whether one "
-    "is enough depends on the input and the result."
+    "You return 0 if the weights need not be read. A batch has at least one row, and whether "
+    "one is enough depends on the input and the result."
 )
 def empty_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     return (
@@ -677,8 +678,8 @@ def runs_ignored(ops, peaks, bandwidth):
 
 
 @classify.mutant(
-    "You use float32's peak for every dtype. Matrix units multiply 16-bit numbers faster, so their "
-    "ridge lies further to the right."
+    "You use float32's peak for every dtype. Matrix units multiply 16-bit numbers faster, so "
+    "their ridge is further to the right."
 )
 def one_peak(ops, peaks, bandwidth):
     return right_prediction(ops, {"float32": peaks["float32"]}, bandwidth)
@@ -729,8 +730,8 @@ def share_of_all_memory_time(ops, peaks, bandwidth):
 
 
 @classify.mutant(
-    "You divide by a total of 0 where there is nothing to do. A program that takes no time has a share "
-    "of 0.0."
+    "You divide by a total of 0 if there is nothing to do. A program that takes no time has a "
+    "share of 0.0."
 )
 def divides_by_no_time(ops, peaks, bandwidth):
     limits, total, _ = right_prediction(ops, peaks, bandwidth)
@@ -954,8 +955,9 @@ def outermost_only(closed_jaxpr):
 
 
 @count_scan.mutant(
-    "You multiply the sizes of both operands and divide by what is summed. Dimensions that both have "
-    "and the result keeps, such as heads, then count twice. Begin with the result's shape."
+    "You multiply the sizes of both operands and divide by the summed sizes. Dimensions that "
+    "both have and the result keeps, such as heads, then count twice. Begin with the result's "
+    "shape."
 )
 def batch_twice(closed_jaxpr):
     def product(eqn):

@@ -278,8 +278,8 @@ def make_train_step(
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
     Metrics are float32 scalars: those of the objective, by default `loss` (nats per target token over the whole batch);
-    `grad_norm` (before clipping), `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts
-    those of `moe.metrics` too; and with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
+    `grad_norm` (before clipping), `learning_rate`, and `tokens` (target tokens in the batch); for a mixture of experts
+    also those of `moe.metrics`; and with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
     """
     step = make_step_fn(cfg, mesh, objective)
 
