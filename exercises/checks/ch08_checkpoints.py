@@ -270,17 +270,17 @@ def _(fn, t):
 
 @crash_safe.check("the power fails, and names in a folder are lost")
 def _(fn, t):
-    why = "names in folders that were not flushed are lost"
+    why = "names in unflushed folders are lost"
     crash_everywhere(fn, t, lambda disk: [disk.names_in_folders_lost()], why)
 
 
 @crash_safe.check("the power fails, and names on the disk are lost")
 def _(fn, t):
-    why = "changes of names that were not flushed happen or not"
+    why = "unflushed changes of names may or may not happen"
     crash_everywhere(fn, t, lambda disk: disk.names_lost(), why)
 
 
-@crash_safe.check("the power fails after it returned")
+@crash_safe.check("the power fails after the save returned")
 def _(fn, t):
     old, new = some_files(t, 2), some_files(t, 3)
     disk = Disk({"70": old})
@@ -290,7 +290,7 @@ def _(fn, t):
         t.true(seen == "new", f"the reader finds {seen}", observed=[ord(c) for c in seen])
 
 
-@crash_safe.check("what a killed save left")
+@crash_safe.check("leftovers of a killed save")
 def _(fn, t):
     def leftovers(step, t):
         return {f"{step}.tmp": {"stale": b"half of someth"}, "7.tmp": some_files(t, 2)}
@@ -515,7 +515,7 @@ def random_place(t, shape):
 def compare_piece(fn, t, pieces, want, why):
     pieces.reads.clear()
     got = fn(list(pieces.places), pieces.read, want, pieces.array.dtype)
-    t.equal(isinstance(got, np.ndarray), True, why=f"a NumPy array is wanted, {why}")
+    t.equal(isinstance(got, np.ndarray), True, why=f"it should be a NumPy array, {why}")
     t.equal(str(got.dtype), str(pieces.array.dtype), why=f"the dtype, {why}")
     t.close(got.astype(np.float64), pieces.part(want).astype(np.float64), atol=0, rtol=0, why=why)
     t.equal(pieces.read_bytes(), pieces.needed(want), why=f"bytes read, {why}")
@@ -530,7 +530,7 @@ def _(fn, t):
         compare_piece(fn, t, pieces, want, f"rows {want[0]} of pieces of two rows")
 
 
-@reshard.check("pieces that fit nowhere")
+@reshard.check("pieces that don't line up")
 def _(fn, t):
     for shape, splits in (((23,), (5,)), ((13, 17), (4, 3)), ((5, 7, 6), (2, 3, 2))):
         pieces = Pieces(t, random_array(t, shape), splits)
@@ -752,14 +752,14 @@ def _(fn, t):
     compare_retention(fn, t, steps, 39, 2, 1, "keep_every=1 keeps all")
 
 
-@retention.check("what was just saved stays")
+@retention.check("the step just saved stays")
 def _(fn, t):
     saved = int(t.rng.integers(101, 150))
     compare_retention(fn, t, [saved, 200, 300, 400], saved, 2, None, "an earlier attempt's steps")
     compare_retention(fn, t, [50, saved, 200, 300], saved, 1, 100, "and multiples of 100")
 
 
-@retention.check("names that are no steps")
+@retention.check("names that aren't steps")
 def _(fn, t):
     strange = [
         "400.tmp",
@@ -1021,7 +1021,7 @@ def _(fn, t):
         compare_steps(fn, t, [100, 200, 300], hurt, (200, [300]), f"the manifest {told}")
 
 
-@damage.check("several damaged, and all")
+@damage.check("several damaged steps, and all of them")
 def _(fn, t):
     def harm(folder):
         cut(t, folder / "1000" / "state/d/b")
@@ -1037,7 +1037,7 @@ def _(fn, t):
     compare_steps(fn, t, [7, 10, 30], all_of_them, (None, [30, 10, 7]), "all are damaged")
 
 
-@damage.check("what is no step, and files of no concern")
+@damage.check("names that aren't steps, and unlisted files")
 def _(fn, t):
     def harm(folder):
         write_step(t, folder, "400.tmp")

@@ -115,7 +115,7 @@ def _(fn, t):
         lies(t, fn, shape, mesh, spec)
 
 
-@spec_puzzle.check("as JAX places it, on eight devices")
+@spec_puzzle.check("as in JAX, on eight devices")
 def _(fn, t):
     mesh, spec = {"a": 2, "b": 2, "c": 2}, pick(t, (("c", "a"), "b"), (("b", "c"), None, "a"))
     shape = (8, 4, 2)[: len(spec)]
@@ -150,7 +150,7 @@ def _(fn, t):
     lies(t, fn, (), mesh, ())
 
 
-@spec_puzzle.check("what cannot be")
+@spec_puzzle.check("impossible specs")
 def _(fn, t):
     for shape, spec, why in (
         ((4,), ("a", "b"), "more entries than dimensions"),
@@ -552,7 +552,7 @@ def _(fn, t):
         softmax_is(t, fn, x, x.shape[1] - number(t, 1, 5), data, "some padding")
 
 
-@shard_map_port.check("devices with nothing but padding")
+@shard_map_port.check("devices that have only padding")
 def _(fn, t):
     x, _ = draw_rows(t, 2)
     softmax_is(t, fn, x, number(t, 1, x.shape[1] // 4), 2, "tokens on one device only")
@@ -566,7 +566,7 @@ def _(fn, t):
     softmax_is(t, fn, x, x.shape[1], 2, "logits of 90 and 1000")
 
 
-@shard_map_port.check("padding that is larger than any token")
+@shard_map_port.check("padding larger than any token")
 def _(fn, t):
     x, _ = draw_rows(t, 2)
     vocab = x.shape[1] - number(t, 1, 5)
@@ -825,7 +825,7 @@ def _(fn, t):
     maps_to(t, fn, ("embed", "vocab"), axis_sizes(t, "data", "fsdp", "context", "tensor"))
 
 
-@rules.check("axes that are dropped")
+@rules.check("dropped axes")
 def _(fn, t):
     for drop in (frozenset({"fsdp"}), {"fsdp", "tensor"}, ["data"]):
         maps_to(t, fn, ("embed", "mlp"), axis_sizes(t), drop)
@@ -853,14 +853,14 @@ def _(fn, t):
         t.raises(ValueError, fn, names, TABLE, sizes, why=why, match=axis)
 
 
-@rules.check("no collision over an axis that is left out")
+@rules.check("no collision over a removed axis")
 def _(fn, t):
     maps_to(t, fn, ("heads", "mlp"), axis_sizes(t, "tensor"))
     maps_to(t, fn, ("embed", "embed", "mlp"), axis_sizes(t, "fsdp"))
     maps_to(t, fn, ("batch", "seq", "embed"), axis_sizes(t), {"fsdp"})
 
 
-@rules.check("several arrays, and the table as it was")
+@rules.check("several arrays, and an unchanged table")
 def _(fn, t):
     table, sizes = dict(TABLE), axis_sizes(t)
     for names in (("embed", "heads"), ("embed", "mlp"), ("batch", "seq")):

@@ -104,7 +104,7 @@ def ring_found(fn, n, N):
     return collectives(program, spec_of(mesh, P("a"), (n, N)))
 
 
-@ring_all_reduce.check("nothing but permutes")
+@ring_all_reduce.check("only permutes")
 def _(fn, t):
     kinds = sorted({c.kind for c in ring_found(fn, 8, 64)})
     t.equal(kinds, ["collective-permute"], why="the collectives in the program")
@@ -744,11 +744,11 @@ def _(fn, t):
                 inner = int(np.prod([eqn.invars[0].aval.shape[i] for i in over]))
                 flops += runs * 2 * inner * eqn.outvars[0].aval.size
     t.equal(flops, 2 * 32 * 96 * 8, why="FLOPs of all products on one device")
-    why = f"an array of {largest} numbers: [B, D] has {32 * 96} and must not exist"
+    why = f"an array of {largest} numbers: [B, D] has {32 * 96} and mustn't exist"
     t.true(largest < 32 * 96, why=why, observed=largest)
 
 
-@collective_matmul.check("a product does not wait for its own trip's permute")
+@collective_matmul.check("a product doesn't wait for its own iteration's permute")
 def _(fn, t):
     waits = 0
     for jaxpr, _ in traced(fn):
@@ -762,7 +762,9 @@ def _(fn, t):
                     waits += needs and holds(e, "dot_general")
                     if needs or holds(e, "ppermute"):
                         arrived |= {id(v) for v in e.outvars}
-    t.equal(int(waits), 0, why="products in a loop's body that need what arrives in the same trip")
+    t.equal(
+        int(waits), 0, why="products in a loop's body that need what arrives in the same iteration"
+    )
 
 
 def multiply_with(x, w, axis, *, sign=-1, trips=None, wait=False):

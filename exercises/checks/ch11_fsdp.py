@@ -141,7 +141,7 @@ def _(fn, t):
     t.equal(sent, 4 * numbers + 8, why=why)
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\bf32\[([\d,]+)\]", text)}
     largest, logits = max(map(math.prod, shapes)), 2 * rows["mask"].shape[1] * V
-    why = f"numbers in a device's largest array; the logits of one of its 4 parts have {logits}"
+    why = f"numbers in a device's largest array; one of its 4 parts has {logits} logits"
     t.true(largest < 2 * logits, why=f"{largest} {why}", observed=largest / logits)
 
 
@@ -358,7 +358,7 @@ def _(fn, t):
         t.equal(got, want, why=f"{scheme} on 4 devices: parameters, gradients, moments in bytes")
 
 
-@fsdp_rules.check("arrays that are placed so take those bytes")
+@fsdp_rules.check("arrays with these specs take these bytes")
 def _(fn, t):
     params, mesh = drawn_params(t, 8), devices_along("fsdp")
     scheme = ("zero1", "zero2", "fsdp")[number(t, 0, 3)]
@@ -368,7 +368,7 @@ def _(fn, t):
         for k, each in enumerate((1, 1, 2)):
             array = jax.device_put(np.zeros(shape, np.float32), NamedSharding(mesh, specs[name][k]))
             held[k] += each * array.addressable_shards[3].data.nbytes
-    why = f"{scheme}: what one device holds if arrays are placed by your specs"
+    why = f"{scheme}: what one device holds with your specs"
     t.equal([int(x) for x in told], held, why=why)
 
 
@@ -378,11 +378,11 @@ def _(fn, t):
     params = drawn_params(t, 1) | {"odd": (("embed", "embed"), (size, size))}
     got = fn(params, "fsdp", 1)
     want = right_state(params, "fsdp", 1)
-    t.equal(plain_specs(got[0]), plain_specs(want[0]), why="no axis of one device is named")
+    t.equal(plain_specs(got[0]), plain_specs(want[0]), why="an axis of one device isn't named")
     t.equal([int(x) for x in got[1]], list(want[1]), why="bytes on one device")
 
 
-@fsdp_rules.check("what cannot be cut")
+@fsdp_rules.check("dimensions that can't be cut")
 def _(fn, t):
     bad = {"odd.w": (("layers", "embed"), (8, 8 * number(t, 2, 99) + 4))}
     size = 8 * number(t, 1, 99)
@@ -543,16 +543,22 @@ def _(fn, t):
         x = jax.device_put(jnp.asarray(x, jnp.bfloat16), P("fsdp", None))
         one = jax.jit(fn)(x, *(w[0] for w in placed))
         t.equal((str(one.dtype), one.shape), ("bfloat16", x.shape), why="the result's type")
-        t.equal(str(one.sharding.spec[0]), "fsdp", why="the tokens stay where they are")
+        t.equal(str(one.sharding.spec[0]), "fsdp", why="the tokens stay on their devices")
         got, grads = jax.jit(jax.value_and_grad(stack_loss(fn)))(placed, x)
-    t.close(got / want, 1.0, rtol=0, atol=0.03, why="mean square of the result, over the right one")
+    t.close(
+        got / want,
+        1.0,
+        rtol=0,
+        atol=0.03,
+        why="mean square of the result, divided by the right one",
+    )
     for name, g, w in zip(("gate", "up", "down"), grads, want_grads, strict=True):
         scale = np.abs(w).max()
         t.close(np.asarray(g) / scale, np.asarray(w) / scale, rtol=0, atol=0.05,
                 why=f"gradient of {name}, over its largest number", dtype=np.float32)  # fmt: skip
     lying = [tuple(g.sharding.spec)[1:] for g in grads]
     lying = [tuple(map(str, (*spec, None, None)[:2])) for spec in lying]
-    t.equal(lying, [tuple(map(str, s)) for s in SPECS], why="a gradient lies as its weight does")
+    t.equal(lying, [tuple(map(str, s)) for s in SPECS], why="a gradient is sharded like its weight")
 
 
 def inner_jaxprs(eqn):
@@ -576,7 +582,7 @@ def gathers(jaxpr):
             yield from gathers(inner)
 
 
-@hlo_budget.check("what is gathered is bfloat16")
+@hlo_budget.check("gathers are bfloat16")
 def _(fn, t):
     mesh, sizes = devices_along("fsdp"), stack_sizes(t)
     _, _, D, F = sizes
@@ -597,7 +603,7 @@ def _(fn, t):
     found = hlo.Module(text).collectives()
     allowed = {"all-gather", "all-reduce", "reduce-scatter"}
     others = sorted({c.kind for c in found} - allowed)
-    t.equal(others, [], why="kinds of collectives that are not in the budget")
+    t.equal(others, [], why="kinds of collectives that aren't in the budget")
     counted = {}
     for c in found:
         if c.kind == "all-gather":
@@ -811,7 +817,7 @@ def _(fn, t):
     costs_agree(t, fn, *own_numbers(t), "your numbers")
 
 
-@zero_stages.check("one microbatch, nothing that stays whole")
+@zero_stages.check("one microbatch, and every parameter cut")
 def _(fn, t):
     n = 2 ** number(t, 1, 6)
     costs_agree(t, fn, n * number(t, 3, 999), 0, n, 1, "one microbatch")

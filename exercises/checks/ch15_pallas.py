@@ -50,7 +50,7 @@ def large_outside(fn, x):
 
 def nothing_outside(t, fn, x):
     found = ", ".join(large_outside(fn, x))
-    why = f"outside of the kernel there are operations on arrays of x's size: {found}"
+    why = f"operations outside the kernel use arrays of x's size: {found}"
     t.true(not found, why, "outside")  # which they are does not matter to the hint
 
 
@@ -172,11 +172,11 @@ def _(fn, t):
     attends(fn, t, 2, 32, 6, 3, 16, 16, "B=2, N=6, K=3 and two blocks")
 
 
-@index_maps.check("what is loaded")
+@index_maps.check("blocks that are loaded")
 def _(fn, t):
     run = attends(fn, t, 1, 32, 3, 1, 8, 8, "N=3, K=1 and four blocks")
     q, k, v, _ = run.loads
-    t.equal(q, 3 * 4, why="blocks of q that are loaded, for 3 heads and 4 blocks of queries")
+    t.equal(q, 3 * 4, why="loads of blocks of q, for 3 heads and 4 blocks of queries")
     t.equal(run.stores[-1], 3 * 4, why="blocks of the result that are stored")
     for name, loads in (("k", k), ("v", v)):
         t.true(
@@ -331,7 +331,7 @@ def _(fn, t):
 @reduction.check("blocks of another size, which two cores share")
 def _(fn, t):
     run = reduces(fn, t, 40, 512, block_M=16, block_N=256)
-    t.equal(run.loads[0], 3 * 2, why="blocks of [16, 256] that are loaded of [40, 512]")
+    t.equal(run.loads[0], 3 * 2, why="loads of blocks [16, 256] of [40, 512]")
     cores = {core for core, _ in run.visits}
     why = "only one core has work to do: no dimension of the grid is parallel"
     t.true(len(cores) == 2, why, len(cores))
@@ -703,7 +703,7 @@ def _(fn, t):
     soft(fn, t, numbers(t, 8, 128), "a block of [8, 128]")
 
 
-@softmax.check("large logits, -inf, and a row of nothing else")
+@softmax.check("large logits, -inf, and a row that is all -inf")
 def _(fn, t):
     x = np.array(numbers(t, 8, 200, scale=60))
     x[1, :3] = 90, -90, -np.inf
@@ -728,7 +728,7 @@ def _(fn, t):
 def _(fn, t):
     x = numbers(t, 20, 300, dtype=jnp.bfloat16, scale=3)
     run = soft(fn, t, x, "[20, 300] bfloat16, computed in float32, block_M=16", block_M=16)
-    t.equal(run.loads[0], 2, why="blocks of 16 rows that are loaded of 20")
+    t.equal(run.loads[0], 2, why="loads of blocks of 16 rows, for 20 rows")
     nothing_outside(t, fn, spec(64, 256, dtype=jnp.bfloat16))
 
 
@@ -897,12 +897,12 @@ def _(fn, t):
     takes(fn, t, 24, 128, t.rng.integers(0, 24, 8))
 
 
-@gather.check("a number of ids that 8 does not divide")
+@gather.check("a number of ids that 8 doesn't divide")
 def _(fn, t):
     takes(fn, t, 24, 128, t.rng.integers(0, 24, 11))
 
 
-@gather.check("ids that are no rows, and a ragged table")
+@gather.check("ids that aren't rows, and a ragged table")
 def _(fn, t):
     V = int(t.rng.integers(17, 23))
     ids = [0, V - 1, V, -1, 3, V + 100, -(2**31), V - 2]
@@ -910,7 +910,7 @@ def _(fn, t):
     takes(fn, t, V, 40, ids, infinite=(0, V - 1))
 
 
-@gather.check("what is loaded")
+@gather.check("blocks that are loaded")
 def _(fn, t):
     ids = np.sort(t.rng.integers(0, 40, 16))
     run = takes(fn, t, 40, 128, ids)

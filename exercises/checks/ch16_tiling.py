@@ -101,21 +101,21 @@ def _(fn, t):
     multiplies(fn, t, 16, 128, 128, (16, 128, 128))
 
 
-@accumulator.check("several tiles of everything, and what is loaded")
+@accumulator.check("several tiles of everything, and their loads")
 def _(fn, t):
     run = multiplies(fn, t, 32, 256, 256, (16, 128, 128))
     t.equal(run.loads[:2], [8, 8], why="tiles of x and of w that 8 steps load")
     t.equal(run.stores[2], 4, why="tiles of the result that are stored")
 
 
-@accumulator.check("sums that bfloat16 cannot hold")
+@accumulator.check("sums that bfloat16 can't hold")
 def _(fn, t):
     left = t.rng.integers(1, 15, 128)
     w = np.full((384, 128), 32.0)
     w[256:] = -64
     w[0] += left
     got, _ = simulate(t, lambda x, w: fn(x, w, (16, 128, 128)), jnp.ones((16, 384), BF16), w_(w))
-    why = "columns that sum to 4096 and a little, 4096, and -8192; the little is left"
+    why = "columns that sum to 4096 and a little, 4096, and -8192; only the little remains"
     t.close(got, np.broadcast_to(left, (16, 128)), 0, 0, why, BF16)
 
 
@@ -123,7 +123,7 @@ def w_(array):
     return jnp.asarray(array, BF16)
 
 
-@accumulator.check("sizes that tiles do not divide")
+@accumulator.check("sizes that tiles don't divide")
 def _(fn, t):
     M, K, N = (int(t.rng.integers(least + 1, 2 * least)) for least in (32, 256, 256))
     run = multiplies(fn, t, M, K, N, (32, 256, 256))
@@ -325,7 +325,7 @@ def _(fn, t):
     gates(fn, t, 16, 128, 128, (16, 128, 128))
 
 
-@fused_epilogue.check("several tiles, and what is loaded")
+@fused_epilogue.check("several tiles, and their loads")
 def _(fn, t):
     run = gates(fn, t, 32, 256, 256, (16, 128, 128), scale=0.25)
     t.equal(run.loads[:-1], [8, 8, 8], why="tiles of x, gate and up that 8 steps load")
@@ -573,7 +573,7 @@ def chooses(fn, t, *cases):
         t.true(got == want, text, seen)
 
 
-@choose.check("every length, in every place")
+@choose.check("every length in every dimension")
 def _(fn, t):
     # Each of the six lengths is the right m of one of these, the right k of one and the right n of one.
     cases = (
@@ -590,7 +590,7 @@ def _(fn, t):
     chooses(fn, t, *cases)
 
 
-@choose.check("budgets that just fit, and just do not")
+@choose.check("budgets that just fit, and that just don't")
 def _(fn, t):
     for m, k, n in ((512, 512, 512), (256, 1024, 512), (128, 128, 128)):
         vmem = 4 * (m * k + k * n + m * n) + 4 * m * n
@@ -743,7 +743,7 @@ def in_order(jaxpr):
         yield eqn.primitive.name
 
 
-@double_buffering.check("a copy is under way while a part is multiplied")
+@double_buffering.check("one part is copied while another is multiplied")
 def _(fn, t):
     jaxpr = jax.make_jaxpr(lambda x, w: fn(x, w, 128))(spec(16, 1024), spec(1024, 128)).jaxpr
     names = list(in_order(jaxpr))
@@ -752,7 +752,7 @@ def _(fn, t):
     t.true("dot_general" in names, "the kernel has no product", "no product")
     before = names[: names.index("dot_general")]
     flying = before.count("dma_start") - before.count("dma_wait")
-    why = "when the first part is multiplied no other copy is under way: the chip waits for each"
+    why = "while the first part is multiplied, no other is being copied: the chip waits for each"
     t.true(flying > 0, why, flying)
 
 
@@ -776,7 +776,7 @@ def _(fn, t):
     streams(fn, t, 16, 768, 128, 256)
 
 
-@double_buffering.check("no copy is started that is not needed")
+@double_buffering.check("no unnecessary copies")
 def _(fn, t):
     x, w = numbers(t, 16, 256), numbers(t, 256, 128)
     # In the strict simulator a copy takes place when it is waited for, and here when it starts.
@@ -808,7 +808,7 @@ def scratch_numbers(jaxpr, dtype):
     return total
 
 
-@double_buffering.check("no more than two places")
+@double_buffering.check("at most two slots")
 def _(fn, t):
     jaxpr = jax.make_jaxpr(lambda x, w: fn(x, w, 128))(spec(16, 1024), spec(1024, 128)).jaxpr
     places = scratch_numbers(jaxpr, BF16) / (128 * 128)
