@@ -79,11 +79,17 @@ later key. Its kernel is finished:
 def kernel(q_ref, k_ref, v_ref, o_ref):
     t, s = pl.program_id(2), pl.program_id(3)
 
-@pl.when(s == 0) def _(): o_ref[...] = jnp.zeros_like(o_ref)
+    @pl.when(s == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
 
-@pl.when(s <= t) def _(): scores = q_ref[...] @ k_ref[...].T row, column = (jax.lax.broadcasted_iota(jnp.int32,
-scores.shape, d) for d in (0, 1)) scores = jnp.where((s < t) | (row >= column), scores, 0) o_ref[...] += scores @
-v_ref[...] ```
+    @pl.when(s <= t)
+    def _():
+        scores = q_ref[...] @ k_ref[...].T
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (0, 1))
+        scores = jnp.where((s < t) | (row >= column), scores, 0)
+        o_ref[...] += scores @ v_ref[...]
+```
 
 It still lacks index maps. Write `attention_specs(B, T, N, K, H, block)`, which returns the grid and the blocks of every
 array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
@@ -484,13 +490,23 @@ three index maps:
 def broken(x_MN):
     M, N = x_MN.shape
 
-def kernel(above_ref, x_ref, below_ref, o_ref): x = x_ref[...] above = jnp.concatenate([above_ref[7:], x[:-1]]) below =
-jnp.concatenate([x[1:], below_ref[:1]]) o_ref[...] = above - 2 * x + below
+    def kernel(above_ref, x_ref, below_ref, o_ref):
+        x = x_ref[...]
+        above = jnp.concatenate([above_ref[7:], x[:-1]])
+        below = jnp.concatenate([x[1:], below_ref[:1]])
+        o_ref[...] = above - 2 * x + below
 
-def at(shift): return pl.BlockSpec((8, N), lambda i: (i + shift, 0))
+    def at(shift):
+        return pl.BlockSpec((8, N), lambda i: (i + shift, 0))
 
-return pl.pallas_call( kernel, grid=(M // 8,), in_specs=[at(-1), at(0), at(1)], out_specs=at(0),
-out_shape=jax.ShapeDtypeStruct((M, N), jnp.float32), )(x_MN, x_MN, x_MN) ```
+    return pl.pallas_call(
+        kernel,
+        grid=(M // 8,),
+        in_specs=[at(-1), at(0), at(1)],
+        out_specs=at(0),
+        out_shape=jax.ShapeDtypeStruct((M, N), jnp.float32),
+    )(x_MN, x_MN, x_MN)
+```
 
 It passed its tests with `interpret=True`, it compiles for a v5e, and it's wrong. Write a correct version,
 `second_difference(x_MN)`.
