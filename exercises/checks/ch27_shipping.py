@@ -698,6 +698,8 @@ def _(fn, t):
 
 @buckets.check("compilations that are dear")
 def _(fn, t):
+    why = "a request takes 2 s whatever its size, a compilation 90 s"
+    cheapest(fn, t, why, day(t, 12, 9), line(2.0, 0), 3, 90.0, 1)
     for most in (3, 12):
         count = day(t, 12, 9)
         cheapest(
@@ -762,7 +764,11 @@ def rounded_late(count, seconds, most, compile_seconds, multiple):
 
 
 def free_compilations(count, seconds, most, compile_seconds, multiple):
-    return chosen_buckets(count, seconds, most, 0.0, multiple)
+    def choose(k):
+        return chosen_buckets(count, seconds, k, 0.0, multiple, exactly=True)
+
+    tries = map(choose, range(1, most + 1))
+    return min(tries, key=lambda chosen: price_of(chosen, count, seconds, 0.0))
 
 
 def with_zeros(count, seconds, most, compile_seconds, multiple):
