@@ -42,8 +42,8 @@ varying until `jax.lax.pcast(zeros, "stage", to="varying")` declares them so.
     hints=(
         "In tick t stage s works on microbatch t - s, if there is one. Where does its input come from if s "
         "is 0, and where if not?",
-        "Carry the activations that arrived. In a tick: choose the input with `jnp.where`, compute in a `jax.lax.cond`, "
-        "`ppermute` the result and return it also as the scan's output, which stacks it over ticks.",
+        "Carry the activations that arrived. In a tick: choose the input with `jnp.where`, compute in a "
+        "`jax.lax.cond`, `ppermute` the result and return it also as the scan's output, which stacks it over ticks.",
         "The last stage finishes microbatch m in tick m + S - 1: `y = jnp.where(stage == S - 1, y_tBD[S - 1 :], "
         '0.0)`, then `jax.lax.psum(y, "stage")`.',
     ),
@@ -304,8 +304,8 @@ def one_behind(layer, w_LDD, x_MBD):
 
 
 @gpipe.mutant(
-    "You send the last stage's output to all stages in every tick. Let the scan stack the outputs, and send the results "
-    "at the end, in one collective."
+    "You send the last stage's output to all stages in every tick. Let the scan stack the outputs, and send the "
+    "results at the end, in one collective."
 )
 def sends_each_result(layer, w_LDD, x_MBD):
     return pipeline_with(every=True)(layer, w_LDD, x_MBD)
