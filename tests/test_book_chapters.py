@@ -6,7 +6,7 @@ from pathlib import Path
 import jupytext
 import pytest
 
-CHAPTERS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("[0-9]*.md"))
+CHAPTERS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9]*.md"))
 FOLDED = {"hide-input", "remove-input", "remove-cell", "exercise"}
 
 
