@@ -138,8 +138,8 @@ def moments(s: Sizes, params: int, optimizer: int, vmem: int = 0, adapters: int 
 def _gathered(s: Sizes, weights: int) -> int:
     """Returns the bytes of weights, so many elements in all layers, that are made for a layer's backward pass."""
     largest = max(_layer_weights(kind) for kind in s.kinds)
-    if s.cfg.model.is_stored:  # made of the stored numbers in float32, and cast
-        return largest * (4 + s.itemsize)
+    if s.cfg.model.is_stored:  # made of the stored numbers, in float32 only inside a fusion
+        return largest * s.itemsize
     if s.fsdp == 1:
         return 0
     # A scan gathers a layer's weights again; an unrolled stack keeps them all, for products.

@@ -93,11 +93,20 @@ def test_the_prediction_is_what_the_compiler_plans(name):
     assert predicted["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.15)
 
 
+# Here a layer's weights are most of what the step works on.
+WIDE = (
+    "v5e:2x2", "llama3-8b", "mesh.fsdp=4", "train.global_batch=4", "data.seq_len=1024", "model.vocab=4096",
+    "model.layers=8", "model.remat=full", "model.lora.rank=16",
+)  # fmt: skip
+
+
 @needs_libtpu
 @pytest.mark.audit
-def test_adapters_beside_four_bits_take_what_is_predicted():
-    """The padding of narrow numbers in blocks, a tenth of them here, is the compiler's choice."""
-    target, preset, *settings = LORA
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [LORA, WIDE], ids=["gpt2", "llama3"])
+def test_adapters_beside_four_bits_take_what_is_predicted(words):
+    """The padding of narrow numbers in blocks, a tenth of them in gpt2, is the compiler's choice."""
+    target, preset, *settings = words
     found = predict_and_compile(mt.load_config(preset, [*settings, NF4]), target)
     predicted, compiled = found["predicted"], found["compiled"]
     assert predicted["optimizer"] == compiled["optimizer"]
