@@ -20,7 +20,7 @@ from tests.inference.test_server import Running
 def runs(tiny, tmp_path_factory):
     """A run, two of adapters beside it that differ, and one of adapters of another form."""
     folder = tmp_path_factory.mktemp("runs")
-    cfg = tiny(f"run.dir={folder}", "run.name=base", "train.steps=2")
+    cfg = tiny(f"run.dir={folder}", "run.name=base", "train.steps=2", "model.layers=1")
     run.train(cfg, Console(quiet=True))
     for name, rank, seed in (("one", 3, 1), ("two", 3, 2), ("wide", 5, 3)):
         values = {

@@ -18,8 +18,11 @@ from minitext.sharding.mesh import make_mesh
 from minitext.training import run as training
 from minitext.training.step import abstract_batch, init_state, make_eval_step, make_train_step
 from minitext.training.stopping import Interrupted, Stopper
+from tests.conftest import audit_but
 
-PAIRS = ["objective.kind=preference", "data.source=preferences", "data.path=pairs.jsonl"]
+PAIRS = [
+    "objective.kind=preference", "data.source=preferences", "data.path=pairs.jsonl", "model.layers=1",
+]  # fmt: skip
 
 
 def log_sigmoid(x):
@@ -146,7 +149,7 @@ def test_the_reference_is_where_training_starts(tiny):
     assert found[0]["accuracy"] < 1 and abs(found[0]["margin"]) < 1e-4 < abs(found[1]["margin"])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", audit_but(["dpo", "orpo"], LOSSES))
 def test_every_loss_learns_what_the_pairs_ask(tiny, loss):
     beta = {"simpo": 2.0, "orpo": 1.0}.get(loss, 0.1)
     cfg = tiny(*PAIRS, *FAST, f"objective.loss={loss}", f"objective.beta={beta}", "train.steps=40")
@@ -158,18 +161,29 @@ def test_every_loss_learns_what_the_pairs_ask(tiny, loss):
 @pytest.mark.parametrize(
     "words",
     [
-        ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1", "train.loss_chunks=2"],
+        pytest.param(
+            ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1", "train.loss_chunks=2"],
+            marks=pytest.mark.audit,
+        ),
         ["mesh.data=2", "mesh.context=2", "mesh.tensor=2", "train.microbatches=2"],
         pytest.param(
-            ["mesh.stage=2", "mesh.data=2", "mesh.fsdp=2", "pipeline.schedule=1f1b"],
+            [
+                "mesh.stage=2",
+                "mesh.data=2",
+                "mesh.fsdp=2",
+                "pipeline.schedule=1f1b",
+                "model.layers=2",
+            ],
             marks=pytest.mark.audit,
         ),
     ],
     ids=["fsdp and tensor", "context and microbatches", "1f1b"],
 )
 def test_pairs_are_the_same_on_every_layout(tiny, words):
-    want, want_held = run(tiny(*PAIRS, *FAST), make_mesh(devices=jax.devices()[:1]), last=3)
     cfg = tiny(*PAIRS, *FAST, *words)
+    layers = f"model.layers={cfg.model.layers}"
+    alone = tiny(*PAIRS, *FAST, layers)
+    want, want_held = run(alone, make_mesh(devices=jax.devices()[:1]), last=3)
     got, got_held = run(cfg, make_mesh(cfg.mesh), last=3)
     for name in (
         "loss",
@@ -198,7 +212,13 @@ def pairs_file(path, count, seed=0):
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.audit), 4])
 def test_a_run_learns_from_a_file_of_pairs_and_goes_on_after_a_stop(tiny, tmp_path, lora):
     pairs_file(tmp_path / "pairs.jsonl", 200)
-    base = tiny(f"run.dir={tmp_path}", "run.name=base", "train.steps=1", "data.seq_len=128")
+    base = tiny(
+        f"run.dir={tmp_path}",
+        "run.name=base",
+        "train.steps=1",
+        "data.seq_len=128",
+        "model.layers=1",
+    )
     run_of(base)
     words = [
         f"data.path={tmp_path / 'pairs.jsonl'}", f"run.dir={tmp_path}", "train.steps=16", "train.save_every=4",

@@ -31,7 +31,7 @@ def make(tmp_path_factory):
         cfg = mt.load_config(
             "laptop",
             [
-                "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.mlp=64",
+                "model.layers=1", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.mlp=64",
                 "model.vocab=260", f"data.path={folder}/sums.jsonl", "data.source=prompts",
                 f"data.chat_template={folder}/plain.jinja", f"data.seq_len={T}", "train.global_batch=8",
                 "train.sample_tokens=0", f"objective.kind={kind}", "objective.prompts=4",
@@ -59,7 +59,10 @@ def take(mesh, rollouts, state):
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("mesh.fsdp=4", "mesh.data=1", "objective.engine_devices=4", "objective.temperature=0.7")],
+    [
+        pytest.param((), marks=pytest.mark.audit),
+        ("mesh.fsdp=4", "mesh.data=1", "objective.engine_devices=4", "objective.temperature=0.7"),
+    ],
     ids=["one device", "fsdp 4, engine tensor 4"],
 )
 def test_engine_and_trainer_agree_on_what_was_drawn(make, words):

@@ -1,5 +1,6 @@
 """A run becomes one with stored weights, which the commands then use like any other."""
 
+import itertools
 import json
 
 import jax
@@ -19,6 +20,7 @@ from minitext.inference.requests import Request
 from minitext.models.transformer import Transformer
 from minitext.training import calibration, run_dir
 from minitext.training.quantize_run import abstract_weights, quantize_run, read_rules
+from tests.conftest import audit_but
 
 SETTINGS = ["model.layers=2", "model.embed=32", "model.heads=4", "model.mlp=48", "data.seq_len=16",
             "train.global_batch=8", "data.source=grammar", "train.eval_batches=1"]  # fmt: skip
@@ -36,11 +38,13 @@ def write_run(folder, *settings, damage=lambda params: params):
     return cfg, params
 
 
-@pytest.mark.parametrize("kind", STORAGE_PRESETS)
-@pytest.mark.parametrize(
-    "more", [[], ["model.ffn.kind=moe", "model.tie_embeddings=true"]], ids=["dense", "moe"]
-)
-def test_a_run_is_stored_as_the_model_would_store_it(tmp_path, kind, more):
+VARIANTS = {"dense": [], "moe": ["model.ffn.kind=moe", "model.tie_embeddings=true"]}
+QUICK = [("int8", "dense"), ("fp8", "moe"), ("int4", "dense"), ("nf4", "moe")]
+
+
+@pytest.mark.parametrize("case", audit_but(QUICK, [*itertools.product(STORAGE_PRESETS, VARIANTS)]))
+def test_a_run_is_stored_as_the_model_would_store_it(tmp_path, case):
+    kind, more = case[0], VARIANTS[case[1]]
     write_run(tmp_path / "a", *more)
     rows = quantize_run(tmp_path / "a", tmp_path / "b", STORAGE_PRESETS[kind])
     cfg, params, _, step = run_dir.load_run(tmp_path / "b")
@@ -77,7 +81,7 @@ def test_one_parameter_is_read_after_another(tmp_path):
         assert checkpointer.read_each({"params": params}) is None
 
 
-@pytest.mark.parametrize("kind", STORAGE_PRESETS)
+@pytest.mark.parametrize("kind", audit_but(["int8", "nf4"], STORAGE_PRESETS))
 def test_engine_and_generate_say_the_same_of_a_stored_run(tmp_path, kind):
     write_run(tmp_path / "a")
     quantize_run(tmp_path / "a", tmp_path / "b", STORAGE_PRESETS[kind])
@@ -246,17 +250,18 @@ def test_one_token_on_a_cpu_multiplies_stored_int8(tmp_path):
             params,
         )
         tokens_11 = jax.numpy.asarray([[100]])
-        want = model(tokens_11)
+        run = nnx.jit(lambda model, tokens: model(tokens))
+        want = run(model, tokens_11)
         apart = split_projections(unstack_layers(model), 2)
         assert isinstance(apart.blocks[0].ffn.up, StreamedLinear)
-        found = apart(tokens_11)
+        found = run(apart, tokens_11)
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-3 * float(abs(want).max()))
         text = jax.jit(lambda tokens, apart=apart: apart(tokens)).lower(tokens_11).as_text()
         products = [line for line in text.splitlines() if "dot_general" in line and "i8>" in line]
         assert len(products) == 2 * 7 + 1
         many = jax.numpy.asarray([[100, 101, 102, 103]])
         np.testing.assert_allclose(
-            apart(many), model(many), rtol=0, atol=2e-2 * float(abs(want).max())
+            run(apart, many), run(model, many), rtol=0, atol=2e-2 * float(abs(want).max())
         )
 
 
