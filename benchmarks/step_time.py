@@ -2,6 +2,9 @@
 
     python benchmarks/step_time.py [--programs DIR]
 
+Each step is predicted twice: as it is, and with the compiler's options that are recommended for its chip
+(minitext.compiler.options), as MaxText's recipes set them too.
+
 Each step is compiled for chips that are not here, with the rows a chip and the rematerialisation of MaxText's recipe as
 far as minitext has it, and its schedule is walked (minitext.perf.step_time). No constant is fitted to the published times,
 so the errors are what such a prediction is worth. They hold more than the method: the programs are minitext's, of
@@ -43,7 +46,7 @@ CASES = {
 }  # fmt: skip
 
 
-def predict(name, programs):
+def predict(name, recommended, programs):
     """One case in this process: what `StepTime.to_json` says."""
     from minitext.distributed import devices
 
@@ -53,8 +56,8 @@ def predict(name, programs):
     from minitext.perf.step_time import predict_preset, predict_program
 
     case = CASES[name]
-    cfg = load_config(name, case["settings"])
-    text = Path(programs, f"{name}.txt") if programs else None
+    cfg = load_config(name, [*case["settings"], f"xla.recommended={recommended}"])
+    text = Path(programs, f"{name}{'-recommended' * recommended}.txt") if programs else None
     if text is not None and text.exists():
         return predict_program(text.read_text(), cfg, parse_target(case["target"])).to_json()
     return predict_preset(cfg, case["target"], text).to_json()
@@ -68,20 +71,26 @@ def main():
     if args.case:
         import json
 
-        print(json.dumps(predict(args.case["name"], args.case["programs"])))
+        print(json.dumps(predict(**args.case)))
         return
     runs, errors = {}, {}
     for name in args.only:
         programs = str(args.programs) if args.programs else None
-        found = in_subprocess(__file__, {"name": name, "programs": programs})
+        plain, found = (
+            in_subprocess(__file__, {"name": name, "recommended": on, "programs": programs})
+            for on in (False, True)
+        )
         case = CASES[name]
         error = found["seconds"] / case["published_seconds"] - 1
         errors.setdefault(case["kind"], {})[name] = error
         inside = found["lower"] <= case["published_seconds"] <= found["upper"]
-        runs[name] = case | {"predicted": found, "error": error, "published_in_interval": inside}
+        runs[name] = case | {
+            "predicted": found, "without_options": plain, "error": error, "published_in_interval": inside,
+        }  # fmt: skip
         print(
             f"{name} ({case['kind']}) on {case['target']}: {found['seconds']:.2f} s [{found['lower']:.2f}, "
-            f"{found['upper']:.2f}], published {case['published_seconds']:.2f}: {error:+.1%}",
+            f"{found['upper']:.2f}], without options {plain['seconds']:.2f}, published "
+            f"{case['published_seconds']:.2f}: {error:+.1%}",
             flush=True,
         )
     summary = {

@@ -139,7 +139,7 @@ def serve_compiled(records: list[Record]) -> str:
     """The engine's programs, compiled for chips that weren't there."""
     rows = [
         [
-            r["preset"], r["target"], str(r["texts"]),
+            " ".join([r["preset"], *r["settings"]]), r["target"], str(r["texts"]),
             f"{max(x['total_bytes'] for x in r['programs'].values()) / 2**30:.1f} of "
             f"{r['programs']['decode']['available_bytes'] / 2**30:.1f}",
             ", ".join(f"{name} ({count})" for name, count in r["kernels"]["decode"].items()) or "none",
@@ -343,7 +343,55 @@ def train_gpu(records: list[Record]) -> str:
     header = [
         "Parameters", "Row", "Attention", "Recomputed", "Tokens/s", "MFU (data sheet)", "Of the measured peak",
     ]  # fmt: skip
-    return f"On one {records[-1]['results'][0]['device']}.\n\n{table(header, rows)}"
+    return (
+        f"On one {records[-1]['results'][0]['device']}, layers unrolled.\n\n{table(header, rows)}"
+    )
+
+
+def kernels_gpu(records: list[Record]) -> str:
+    """Our kernels beside cuDNN's and XLA's programs."""
+    r, rows = records[-1], []
+    for name, case in r["cases"].items():
+        theirs, unit = case["against"], f"T{case['unit']}"
+        ours, other = (f"{case['rate'][side] / 1e12:,.3g} {unit}" for side in ("minitext", theirs))
+        rows.append([name, ours, theirs, other, f"{case['ratio']:.2f}"])
+    header = ["Operation", "minitext", "Other", "Its rate", "Its time / minitext's"]
+    return (
+        f"On one {r['device']}, in bfloat16. A causal mask halves attention's FLOPs, and gradients count without what "
+        f"is recomputed; norms and pages count the bytes that must be moved.\n\n{table(header, rows)}"
+    )
+
+
+def check_gpu(records: list[Record]) -> str:
+    """Whether what a GPU computes is right."""
+    r = records[-1]
+    types = ("bfloat16", "float32")
+    worst = {
+        t: max(max(k["errors"]) for n, k in r["kernels"].items() if n.endswith(t)) for t in types
+    }
+    training, generation = r["training"], r["generation"]
+    tokens = "the same" if generation["engine_first_difference"] is None else "other"
+    parts = [
+        f"{len(r['kernels'])} cases of kernels, values and gradients, are at most {worst['bfloat16']:.1e} (bfloat16) "
+        f"and {worst['float32']:.1e} (float32) from their definitions in float32, relative to the norm.",
+        f"A tiny run of {training['lines']} steps went from a loss of {training['loss'][0]:.2f} to "
+        f"{training['loss'][1]:.2f}; a second run was {_bit_equal(training['twice_bit_equal'])}, and one that was "
+        f"interrupted and resumed {_bit_equal(training['resumed_bit_equal'])}.",
+        f"The engine, with its paged kernels, drew {tokens} tokens as generation with one cache.",
+    ]
+    if not training["twice_bit_equal"]:
+        parts.append(
+            "Since then a GPU's train step is compiled to add in a fixed order: with that option, given by hand on the "
+            "same day, two runs of 40 steps were bit-equal."
+        )
+    if "artefact" in r:
+        same = "the same tokens as" if r["artefact"]["same_tokens"] else "other tokens than"
+        parts.append(f"An artefact exported on a CPU gave {same} there.")
+    return f"On one {r['device']}. " + " ".join(parts)
+
+
+def _bit_equal(fact: bool) -> str:
+    return "bit-equal" if fact else "not bit-equal"
 
 
 def pods(records: list[Record]) -> str:
@@ -372,7 +420,9 @@ def step_time(records: list[Record]) -> str:
     """Predicted steps beside published ones."""
     rows = [
         [
-            name, r["kind"], r["target"], f"{r['predicted']['seconds']:.2f}",
+            name, r["kind"], r["target"],
+            f"{r['without_options']['seconds']:.2f}" if "without_options" in r else "",
+            f"{r['predicted']['seconds']:.2f}",
             f"{r['predicted']['lower']:.2f} to {r['predicted']['upper']:.2f}", f"{r['published_seconds']:.2f}",
             f"{r['error']:+.1%}", r["differs"],
         ]
@@ -382,6 +432,7 @@ def step_time(records: list[Record]) -> str:
         "Model",
         "Kind",
         "Target",
+        "Without options, s",
         "Predicted, s",
         "Interval, s",
         "Published, s",
@@ -389,8 +440,9 @@ def step_time(records: list[Record]) -> str:
         "What differs",
     ]
     return (
-        "No chip was there: each step was compiled, and its schedule walked, with no constant fitted. The published "
-        f"times are MaxText's.\n\n{table(header, rows)}"
+        "No chip was there: each step was compiled, without and with the compiler's options that are recommended for "
+        "the chip, and its schedule walked, with no constant fitted. The published times are MaxText's.\n\n"
+        f"{table(header, rows)}"
     )
 
 
@@ -401,7 +453,7 @@ def prediction_errors(records: list[Record]) -> str:
     inside = sum(run["published_in_interval"] for run in runs.values())
     return (
         f"The record of {records[-1]['date']} has {len(runs)} of them: {inside or 'none'} of the published times "
-        f"{'lies' if inside <= 1 else 'lie'} inside the predicted interval, and the best estimates are off by "
+        f"{'is' if inside <= 1 else 'are'} inside the predicted interval, and the best estimates are off by "
         f"{', '.join(errors[:-1])} and {errors[-1]}.\n"
     )
 
@@ -587,6 +639,8 @@ SECTIONS = {
     "post_training_tunix": ("Post-training, ours and Tunix's", post_training_tunix),
     "sft_smollm2": ("Fine-tuning a published model", sft_smollm2),
     "train_gpu": ("Training on a GPU", train_gpu),
+    "kernels_gpu": ("Kernels on a GPU", kernels_gpu),
+    "check_gpu": ("Results on a GPU", check_gpu),
     "compile": ("Starting and compiling", compile_),
     "data": ("Reading data", data),
     "checkpoint": ("Checkpoints", checkpoint),

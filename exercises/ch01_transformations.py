@@ -9,7 +9,7 @@ def make_scorer(score, max_length):
 
     Args:
       score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32 scalar. It averages
-        over the positions whose mask is 1; what stands under mask 0 cannot change the answer.
+        over the positions whose mask is 1; tokens with mask 0 cannot change the answer.
       max_length: the longest line the scorer accepts, in tokens.
 
     Returns:

@@ -28,7 +28,7 @@ def make_one_pass(limit):
       limit: Python float > 0.
 
     Returns:
-      fn(a_XF, b_XF, scale_F) -> y_XF, all float32: what the broken version returns first.
+      fn(a_XF, b_XF, scale_F) -> y_XF, all float32: the first result of the broken version.
     """
     # YOUR CODE HERE
     raise NotImplementedError("02.restore_fusion")
@@ -36,7 +36,7 @@ def make_one_pass(limit):
 
 # EXERCISE 02.read_collective
 def bytes_sent(text):
-    """What each device sends, by kind of collective.
+    """Collectives that run, and bytes that each device sends, by kind.
 
     Args:
       text: an optimised module for several devices.
@@ -51,7 +51,7 @@ def bytes_sent(text):
 
 # EXERCISE 02.roll_loop
 def rolled(x_BD, w_LDD, b_LD):
-    """Run L layers that alternate between tanh and relu, in a program of one size for every L.
+    """Run L layers that alternate between tanh and relu, in a program that does not grow with L.
 
     Args:
       x_BD: float32 [B, D].

@@ -26,8 +26,8 @@ def pack_documents(documents, rows, T, eod):
 
     Args:
       documents: list of lists of ints, none of them eod; a document may be empty.
-      rows: R, how many rows to make, whether or not the stream is so long.
-      T: places in a row.
+      rows: R, how many rows to make, whether or not the stream fills them.
+      T: slots in a row.
       eod: int, the id that ends each document.
 
     Returns:
@@ -50,8 +50,8 @@ def rows_of_process(k, B, process, count, total):
       total: how many rows the data has. Python ints, all of them, and k may be large.
 
     Returns:
-      int64 [rows of this process]: the numbers of its rows, rising; -1 in a place of the batch for
-      which the data has no row any more.
+      int64 [rows of this process]: the numbers of its rows, rising; -1 in a slot of the batch for
+      which the data has no row left.
     """
     # YOUR CODE HERE
     raise NotImplementedError("07.process_shard")
@@ -65,7 +65,7 @@ class ShuffledRows:
     """
 
     def __init__(self, rows, seed):
-        """Stands at the first row of epoch 0.
+        """Starts at the first row of epoch 0.
 
         Args:
           rows: number of rows, at least 1.
@@ -83,12 +83,12 @@ class ShuffledRows:
         raise NotImplementedError("07.resume")
 
     def get_state(self):
-        """Returns the place of the next row, as values that JSON can hold."""
+        """Returns the resume point, as values that JSON can hold."""
         # YOUR CODE HERE
         raise NotImplementedError("07.resume")
 
     def set_state(self, state):
-        """Goes to a place that `get_state` of any such iterator returned."""
+        """Goes to a resume point that `get_state` of any such iterator returned."""
         # YOUR CODE HERE
         raise NotImplementedError("07.resume")
 

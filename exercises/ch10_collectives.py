@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 # EXERCISE 10.ring_all_reduce
 def ring_all_reduce(x_N, axis):
-    """The sum over the devices of a mesh axis, for each of them, by permutes to the right.
+    """Give each device the sum over a mesh axis, using only permutes to the right.
 
     Args:
       x_N: [N], this device's numbers; N is a multiple of the number of devices n on the axis.
@@ -25,7 +25,7 @@ def predicted_bytes(kind, group, shape, dtype):
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
       group: Python int, devices in a group.
       shape: tuple of Python ints, the operand's shape on one device.
-      dtype: JAX's name of its dtype, such as "bfloat16".
+      dtype: JAX's name for its dtype, such as "bfloat16".
 
     Returns:
       A Python int or float.
@@ -36,7 +36,7 @@ def predicted_bytes(kind, group, shape, dtype):
 
 # EXERCISE 10.all_to_all_transpose
 def distributed_transpose(x_RN, axis):
-    """This device's rows of the transpose of a matrix that is divided by rows.
+    """Transpose a matrix that is split by rows, and return this device's rows.
 
     Args:
       x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on the axis, and n
@@ -52,7 +52,7 @@ def distributed_transpose(x_RN, axis):
 
 # EXERCISE 10.collective_matmul
 def gather_while_multiplying(x_RD, w_DC, axis):
-    """This device's columns of x @ w; x's rows come round the ring while products are made.
+    """Multiply rows of x while they go round the ring; return this device's columns of x @ w.
 
     Args:
       x_RD: [B/n, D], this device's rows of x [B, D]; n devices are on the axis.

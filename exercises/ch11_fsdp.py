@@ -5,21 +5,21 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 11.gradient_equality
 def make_gradient(loss_sum, mesh, microbatches):
-    """Return a data-parallel gradient that is that of one device, and sends each number once.
+    """Return a data-parallel gradient that equals one device's and sends each number once.
 
     Args:
       loss_sum: pure function (params, some rows) -> (summed loss, number of target tokens), two
         float32 scalars.
       mesh: a mesh with the one axis "data".
-      microbatches: into how many equal parts each device splits its rows; they go through
-        loss_sum one after another.
+      microbatches: the number of equal parts of each device's rows; they go through loss_sum one
+        after another.
 
     Returns:
       A function (params, rows) -> (loss, gradient), which can be jitted.
         params: pytree of float32 arrays, the same on every device.
         rows: pytree of arrays [B, ...], split over "data".
-        loss, gradient: the loss per target token of the whole batch and its gradient by params,
-          the same on every device; 0 for a batch without target tokens.
+        loss, gradient: the loss per target token of the whole batch, and its gradient with respect
+          to params. The same on every device; 0 for a batch without target tokens.
     """
     # YOUR CODE HERE
     raise NotImplementedError("11.gradient_equality")
@@ -27,20 +27,20 @@ def make_gradient(loss_sum, mesh, microbatches):
 
 # EXERCISE 11.fsdp_rules
 def place_state(params, scheme, devices):
-    """Where parameters, gradients and AdamW's moments lie, and what they take.
+    """Specs of parameters, gradients and AdamW's moments, and their bytes on one device.
 
     Args:
-      params: dict from name to (dimension names, shape), two tuples of one length. All float32.
+      params: dict from name to (dimension names, shape), two tuples of equal length. All float32.
       scheme: "dp", "zero1", "zero2" or "fsdp".
       devices: Python int, the devices on the mesh axis "fsdp".
 
     Returns:
       (specs, bytes): specs is a dict from name to (spec of the parameter, of its gradient, of its
       moments), each a PartitionSpec with an entry for every dimension. bytes has three Python ints:
-      what parameters, gradients and moments take on one device.
+      those of parameters, gradients and moments on one device.
 
     Raises:
-      ValueError: what is to be cut cannot be; the message has the parameter's name.
+      ValueError: a parameter can't be cut as the scheme asks; the message has its name.
     """
     # YOUR CODE HERE
     raise NotImplementedError("11.fsdp_rules")
@@ -48,7 +48,7 @@ def place_state(params, scheme, devices):
 
 # EXERCISE 11.hlo_budget
 def wasteful_layer(x_BD, gate_DF, up_DF, down_FD):
-    """The right values and a poor program. Given; leave it as it is."""
+    """Right values, poor program. It is given; don't change it."""
     dtype, whole = x_BD.dtype, P(None, None)
     gate_DF, up_DF = (jax.sharding.reshard(w, whole).astype(dtype) for w in (gate_DF, up_DF))
     h_BF = jax.nn.silu(x_BD @ gate_DF) * (x_BD @ up_DF)
@@ -57,7 +57,7 @@ def wasteful_layer(x_BD, gate_DF, up_DF, down_FD):
 
 
 def thrifty_layer(x_BD, gate_DF, up_DF, down_FD):
-    """What wasteful_layer computes, within the budget.
+    """Compute the same as wasteful_layer, within the budget.
 
     Args:
       x_BD: bfloat16 [B, D], sharded P("fsdp", None) on the mesh in use, whose axis is Explicit.
@@ -66,7 +66,7 @@ def thrifty_layer(x_BD, gate_DF, up_DF, down_FD):
       down_FD: float32 [F, D], sharded P(None, "fsdp").
 
     Returns:
-      bfloat16 [B, D], sharded as x_BD.
+      bfloat16 [B, D], sharded like x_BD.
     """
     # YOUR CODE HERE
     raise NotImplementedError("11.hlo_budget")
@@ -74,7 +74,7 @@ def thrifty_layer(x_BD, gate_DF, up_DF, down_FD):
 
 # EXERCISE 11.zero_stages
 def stage_costs(cut, whole, devices, scheme, microbatches):
-    """What a scheme takes and sends on each device, in bytes.
+    """Bytes that a scheme holds and sends on each device.
 
     Args:
       cut: number of parameters that schemes can cut, a multiple of devices.
@@ -84,8 +84,8 @@ def stage_costs(cut, whole, devices, scheme, microbatches):
       microbatches: in a step.
 
     Returns:
-      (parameters, gradients, state, sent): Python ints; the first three are what lies on one
-      device, the last what it sends in one step.
+      (parameters, gradients, state, sent): Python ints; the first three are bytes stored on one
+      device, the last the bytes that it sends in one step.
     """
     # YOUR CODE HERE
     raise NotImplementedError("11.zero_stages")

@@ -42,7 +42,7 @@ def vocab_parallel_loss(x_XD, w_DV, targets_X):
 
 # EXERCISE 12.ring_attention
 def ring_attention(q_BTNH, k_BTNH, v_BTNH):
-    """Causal attention; tokens lie in order along the mesh axis `context`, keys go around a ring.
+    """Causal attention; tokens are split in order over `context`, and keys go around a ring.
 
     Args:
       q_BTNH: [B, T, N, H] float32, as P(None, "context").

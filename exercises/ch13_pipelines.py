@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 13.gpipe
 def gpipe(layer, w_LDD, x_MBD):
-    """Passes M microbatches through L layers that are cut in stages along the mesh axis `stage`.
+    """Passes M microbatches through L layers that are cut into stages along the mesh axis `stage`.
 
     Args:
       layer: a function of (w [D, D], x [B, D]) that gives [B, D].
-      w_LDD: [L, D, D] float32, as P("stage"): each stage holds L/S layers in a row.
+      w_LDD: [L, D, D] float32, as P("stage"): each stage holds L/S consecutive layers.
       x_MBD: [M, B, D] float32, whole on every device.
 
     Returns:
@@ -66,7 +66,7 @@ def plan(schedule, S, R, wanted, forward, backward, send):
 
 # EXERCISE 13.balance
 def balance(costs, S):
-    """Cuts a model in S stages so that the slowest is as fast as possible.
+    """Cuts a model into S stages whose slowest is as fast as possible.
 
     Args:
       costs: a list of n positive ints: what the embedding, each layer and the head cost, in order.

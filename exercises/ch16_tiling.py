@@ -9,12 +9,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 16.accumulator
 def tiled_matmul(x_MK, w_KN, tiles):
-    """Computes x @ w, a tile of the result at a time, summed in float32 and rounded once.
+    """Compute x @ w one tile of the result at a time, summed in float32 and rounded once.
 
     Args:
       x_MK: bfloat16 [M, K].
       w_KN: bfloat16 [K, N].
-      tiles: (m, k, n), none longer than its dimension; they need not divide it.
+      tiles: (m, k, n), none longer than its dimension; they needn't divide it.
 
     Returns:
       bfloat16 [M, N].
@@ -25,7 +25,7 @@ def tiled_matmul(x_MK, w_KN, tiles):
 
 # EXERCISE 16.fused_epilogue
 def gated_product(x_MK, gate_KN, up_KN, tiles):
-    """Computes silu(x @ gate) * (x @ up) in one kernel; only the result is written.
+    """Compute silu(x @ gate) * (x @ up) in one kernel that writes only the result.
 
     Args:
       x_MK: bfloat16 [M, K].
@@ -42,7 +42,7 @@ def gated_product(x_MK, gate_KN, up_KN, tiles):
 
 # EXERCISE 16.choose_tiles
 def choose_tiles(M, K, N, budget):
-    """The tiles of a bfloat16 product that move the fewest bytes within a budget of VMEM.
+    """Choose the tiles of a bfloat16 product that move the fewest bytes within a VMEM budget.
 
     Args:
       M: rows of x. All sizes are Python ints, and multiples of 128.
@@ -51,7 +51,7 @@ def choose_tiles(M, K, N, budget):
       budget: bytes of VMEM for blocks and scratch.
 
     Returns:
-      ((m, k, n), bytes): the tiles, and what they move between HBM and VMEM; None if nothing fits.
+      ((m, k, n), bytes): the tiles, and the bytes they move between HBM and VMEM; None if none fit.
     """
     # YOUR CODE HERE
     raise NotImplementedError("16.choose_tiles")
@@ -59,11 +59,11 @@ def choose_tiles(M, K, N, budget):
 
 # EXERCISE 16.double_buffering
 def streamed_matmul(x_MK, w_KN, k):
-    """Computes x @ w with w streamed from HBM, k rows at a time, two parts of it in VMEM.
+    """Compute x @ w with w streamed from HBM, k rows at a time, and two parts of it in VMEM.
 
     Args:
       x_MK: bfloat16 [M, K], which fits into VMEM.
-      w_KN: bfloat16 [K, N], which need not.
+      w_KN: bfloat16 [K, N], which needn't fit.
       k: rows of w in a part; it divides K.
 
     Returns:

@@ -12,8 +12,8 @@ def online_softmax(blocks):
     """Softmax over logits that come in blocks, applied to values that come with them.
 
     Args:
-      blocks: an iterator over pairs (logits_TS, v_SH), which can be gone through once. T and H are the same in
-        all pairs, S need not be. Logits are float32 and may be -inf; values are float32 or bfloat16.
+      blocks: an iterator over pairs (logits_TS, v_SH). T and H are the same in all pairs, but S may differ.
+        Logits are float32 and may be -inf; values are float32 or bfloat16.
 
     Returns:
       (out_TH, lse_T), float32: softmax over all S of all blocks times the values, and the logarithm of the sum of
@@ -25,9 +25,9 @@ def online_softmax(blocks):
 
 # EXERCISE 17.block_mask
 def block_kinds(T, block_q, block_kv, window, prefix):
-    """Says of each block of the T x T square how much of it a mask leaves.
+    """Says for each block of the T x T square how much of it is seen.
 
-    Query t sees key s if s <= t, and besides s > t - window or s < prefix.
+    Query t sees key s if s <= t and also s > t - window or s < prefix.
 
     Args:
       T: queries, and keys.
@@ -37,8 +37,8 @@ def block_kinds(T, block_q, block_kv, window, prefix):
       prefix: how many of the first keys all later queries see, at least 0.
 
     Returns:
-      NumPy integers [ceil(T / block_q), ceil(T / block_kv)]: 0 where no query of the block sees a key of it, 2
-      where all see all of its block_kv keys, 1 elsewhere. Keys beyond T are seen by nobody; queries beyond T
+      NumPy integers [ceil(T / block_q), ceil(T / block_kv)]: 0 if no query of the block sees any of its keys, 2
+      if all queries see all of its block_kv keys, 1 otherwise. No query sees keys beyond T; queries beyond T
       don't count.
     """
     # YOUR CODE HERE
@@ -51,9 +51,9 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
 
     Args:
       q_NTH: [N, T, H] queries, float32 or bfloat16; T is divisible by block.
-      k_KTH: [K, T, H] keys; each serves N/K query heads that stand side by side.
+      k_KTH: [K, T, H] keys; each key head serves N/K adjacent query heads.
       v_KTH: [K, T, H] values.
-      segments_T: int32 [T], never falling. A token sees those of its own segment.
+      segments_T: int32 [T], never falling. A token sees only tokens of its own segment.
       block: how many queries, and how many keys, a block holds.
 
     Returns:
@@ -89,12 +89,12 @@ def with_sinks(out_BTNH, lse_BTN, sinks_N):
 
     Args:
       out_BTNH: [B, T, N, H] float32 or bfloat16, the result of attention without sinks.
-      lse_BTN: float32 [B, T, N], the logsumexp of its logits; -inf where a query saw no key, and its output 0.
-      sinks_N: float32 [N], a logit for each head; -inf for a head that has none.
+      lse_BTN: float32 [B, T, N], the logsumexp of its logits. A query that saw no key has -inf, and output 0.
+      sinks_N: float32 [N], a logit for each head; -inf for a head without a sink.
 
     Returns:
-      (out_BTNH, lse_BTN): what attention with sinks would have given; out in the type that it had. JAX
-      differentiates it with respect to all three arguments.
+      (out_BTNH, lse_BTN) as attention with sinks would give them, out in the type that it had. JAX can
+      differentiate both with respect to all three arguments.
     """
     # YOUR CODE HERE
     raise NotImplementedError("17.sinks")

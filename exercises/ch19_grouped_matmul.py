@@ -6,17 +6,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 19.group_metadata
 def list_visits(group_sizes_G, rows, tile):
-    """Which group and which tile of rows each step works on.
+    """Find which group and which tile of rows each step works on.
 
     Args:
       group_sizes_G: int32 [G], rows of each group, in all at most `rows`; groups may be empty.
       rows: rows of the matrix, a Python int.
-      tile: rows of a tile, a Python int; it need not divide `rows`.
+      tile: rows of a tile, a Python int; it needn't divide `rows`.
 
     Returns:
       (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) + G - 1, and an int32
-      scalar, how many of their entries are visits. Entries from `count` on repeat the last visit;
-      where there is none, they are 0.
+      scalar, how many of their entries are visits. Entries from `count` on repeat the last visit, or
+      are 0 if there is none.
     """
     # YOUR CODE HERE
     raise NotImplementedError("19.group_metadata")
@@ -50,7 +50,7 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
       x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group owns may be NaN.
       grad_MN: [M, N] in the same type, likewise.
       table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows; each group has a visit,
-        an empty one too.
+        even if it's empty.
       tile_m: rows of a tile; M need not be a multiple.
 
     Returns:

@@ -5,17 +5,17 @@ from itertools import pairwise
 
 # EXERCISE 20.read_trace
 def read_trace(events, window):
-    """Say where the time of a trace went, by name, and which share of it nothing ran.
+    """Divide a trace's time among the names in it, and find the share in which nothing ran.
 
     Args:
       events: list of (lane, name, start, end), in any order; start and end are int nanoseconds.
-        Of two events of one lane, one lies inside the other or they do not overlap; no two have
-        equal times. Different lanes run at the same time.
-      window: (start, end) in nanoseconds; only what lies inside it counts.
+        Two events of one lane are either nested or don't overlap, and never have the same start
+        and end. Different lanes run at the same time.
+      window: (start, end) in nanoseconds; only time inside it counts.
 
     Returns:
-      (own, idle): a dict that gives for each name in `events` the nanoseconds of its own, an int,
-      without what ran inside it on the same lane; and the share of the window, a float, in which
+      (own, idle): a dict from each name in `events` to its own time in nanoseconds, an int, which
+      excludes what ran inside it on the same lane; and the share of the window, a float, in which
       no lane had an event.
     """
     # YOUR CODE HERE
@@ -32,12 +32,12 @@ def mfu(model, rows, seq_len, seconds, peaks, chips):
         minitext's configuration has them. The feed-forward layer is gated: three matrices.
       rows: rows in the batch of a step, over all chips.
       seq_len: tokens in a row.
-      seconds: what a step takes.
-      peaks: FLOP/s of one chip by the dtype of a product's inputs, such as {"bfloat16": 2e14}.
+      seconds: the time of a step.
+      peaks: FLOP/s of one chip for each dtype of a product's inputs, such as {"bfloat16": 2e14}.
       chips: how many chips run the step.
 
     Returns:
-      MFU, a float: FLOPs that the model needs over those that the chips could have done.
+      MFU, a float: the FLOPs that the model needs divided by those that the chips could have done.
     """
     # YOUR CODE HERE
     raise NotImplementedError("20.mfu")
@@ -48,14 +48,14 @@ def goodput(lines):
     """Divide the time of a run that was killed and resumed, from its ledger.
 
     Args:
-      lines: list of str in the order in which they were written, a JSON object each: `event`, such
-        as "job_start", "compile", "data_wait", "step" or "save"; `start`, when it began, and
+      lines: list of str in the order in which they were written, each a JSON object with `event`,
+        such as "job_start", "compile", "data_wait", "step" or "save"; `start`, when it began;
         `seconds`, how long it took; and for a step its number `step`. A job's first line is its
-        "job_start". Torn lines, which are no JSON, occur.
+        "job_start". Some lines may be torn and aren't valid JSON.
 
     Returns:
-      dict of the shares of the time from the first start to the last end, floats that sum to 1: of
-      each event that occurs, and of "step", "lost", "idle" and "other".
+      dict from each event that occurs, and from "step", "lost", "idle" and "other", to its share
+      of the time from the first start to the last end; the shares are floats that sum to 1.
     """
     # YOUR CODE HERE
     raise NotImplementedError("20.goodput")
@@ -63,16 +63,16 @@ def goodput(lines):
 
 # EXERCISE 20.find_stall
 def find_stall(events):
-    """Say what the devices waited for, and which wait cost most.
+    """Find what the devices waited for, and which wait cost most.
 
     Args:
       events: list of (device, kind, name, start, end), in any order; start and end are int
         nanoseconds. Kinds are "compute", "collective" and "data". The device of a data wait is
-        None: it is the host's, and concerns all devices. Events of one device may overlap.
+        None: it belongs to the host and concerns all devices. Events of one device may overlap.
 
     Returns:
-      (worst, waits): a dict of floats that gives for each name of a collective or data wait, and
-      for "idle", the nanoseconds it cost, the mean over devices; and the name that cost most.
+      (worst, waits): the name that cost most; and a dict from the name of each collective and data
+      wait, and from "idle", to the nanoseconds it cost, a float, the mean over devices.
     """
     # YOUR CODE HERE
     raise NotImplementedError("20.find_stall")

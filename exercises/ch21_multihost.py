@@ -7,7 +7,7 @@ import numpy as np
 
 # EXERCISE 21.process_rows
 def global_rows(read, sharding, shape):
-    """Make a global array of rows, of which this process reads its own alone.
+    """Make a global array of which this process reads only its own rows.
 
     Args:
       read: function of a list of row numbers, increasing, -> NumPy [len(rows), T]. It reads data.
@@ -30,7 +30,7 @@ def find_job(env):
 
     Returns:
       (address, processes, index): the coordinator's "host:port", how many processes there are, and
-      which one this is; or None where the process is alone.
+      which one this is; or None if the process is alone.
 
     Raises:
       ValueError: naming the variable that is missing or whose value is wrong.
@@ -62,8 +62,8 @@ def resume(folder, wanted, index, count, batch):
 
     Args:
       folder: `pathlib.Path` with a folder for each step, as in the statement.
-      wanted: dict from the name of each array to (start, stop), the rows that this process shall
-        hold from now on.
+      wanted: dict from the name of each array to (start, stop), the rows that this process
+        holds from now on.
       index: which of the new processes this is.
       count: how many there are now.
       batch: rows in a batch over all processes, a multiple of `count` and as before.

@@ -266,7 +266,7 @@ def _best_copy_rate(size: int) -> float:
     import jax
     import jax.numpy as jnp
 
-    # Donated, the array would be changed where it lies, as arrays in a program seldom are.
+    # With donation the array would be changed in place, which programs seldom do.
     add = jax.jit(lambda x: x + 1)
     x = jnp.zeros(size // 8, jnp.float32)
     add(x).block_until_ready()  # compiles

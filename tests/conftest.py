@@ -67,7 +67,7 @@ def pytest_unconfigure():
 
 def audit_but(kept, cases):
     """Parametrises with all cases, of which `make test` runs those kept and `make audit` the others."""
-    assert set(kept) <= set(cases)
+    assert all(case in cases for case in kept)
     return [
         pytest.param(case, id=str(case), marks=() if case in kept else pytest.mark.audit)
         for case in cases

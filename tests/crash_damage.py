@@ -1,6 +1,7 @@
-"""Truncates each file of a run's newest checkpoint in turn and trains on; prints what was seen, as JSON.
+"""Truncates files of a run's newest checkpoint in turn and trains on; prints what was seen, as JSON.
 
-Usage: crash_damage.py RUN SETTINGS... The run itself is left alone: each attempt works on a copy.
+Usage: crash_damage.py RUN (some|all) SETTINGS... `some` are the files that say what is there and one of each folder of
+arrays. The run itself is left alone: each attempt works on a copy.
 """
 
 import io
@@ -29,12 +30,19 @@ class Warnings(logging.Handler):
 
 
 def main() -> None:
-    run, settings = Path(sys.argv[1]), sys.argv[2:]
+    run, which, settings = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     copy = run.with_name("copy")
     cfg = load_config("laptop", [*settings, f"run.dir={run.parent}", "run.name=copy"])
     newest = Checkpointer(run / "checkpoints").steps()[-1]
     whole = run / "checkpoints" / str(newest)
     names = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file())
+    if which == "some":
+        arrays = {name.parent: name for name in reversed(names) if name.parent.name == "d"}
+        names = [
+            name
+            for name in names
+            if len(name.parts) == 1 or name.name == "_METADATA" or name in arrays.values()
+        ]
     devices.use_compilation_cache()
     warnings = Warnings()
     logging.getLogger("minitext").addHandler(warnings)

@@ -155,6 +155,7 @@ class Look:
       outputs: how many outputs cells have.
       links: where links lead.
       wide: the page's width on a phone of 390 pixels, and what sticks out of it.
+      cut: code whose lines are cut off, on a screen of 1,280 pixels or on that phone.
     """
 
     faults: list[str]
@@ -163,6 +164,7 @@ class Look:
     outputs: int
     links: set[str]
     wide: tuple[int, list[str]]
+    cut: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +190,17 @@ def look_at(opened: Tab, address: str) -> Look:
     absolute = "all => all.map(e => new URL(e.getAttribute('href'), document.baseURI).href)"
     links = set(links.evaluate_all(absolute))
     outputs = page.locator(".cell_output").count()
+    page.set_viewport_size({"width": 1280, "height": 900})
+    cut = page.evaluate(CUT)
     page.set_viewport_size({"width": 390, "height": 900})
     wide = page.evaluate("document.documentElement.scrollWidth"), page.evaluate(CLIPPED)
+    cut += page.evaluate(CUT)
     page.set_viewport_size({"width": 1200, "height": 900})
-    return Look(list(opened.faults), faint, alts, outputs, links, wide)
+    return Look(list(opened.faults), faint, alts, outputs, links, wide, cut)
+
+
+CUT = """() => [...document.querySelectorAll('.cell_input pre')]
+  .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
 
 
 # What sticks out of the screen without an ancestor that scrolls or hides: the theme clips the page,
@@ -246,6 +255,10 @@ def test_every_page_opens_without_error_or_foreign_request(looks):
 def test_nothing_scrolls_sideways_on_a_phone(looks):
     wide = {address: look.wide for address, look in looks.items()}
     assert not {address: w for address, w in wide.items() if w[0] > 390 or w[1]}
+
+
+def test_no_line_of_code_is_cut_off(looks):
+    assert not {address: look.cut for address, look in looks.items() if look.cut}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -22,13 +22,17 @@ from minitext.config import config
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    """book/generate.py, which is a script and no part of the package."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "book" / "generate.py")
+def script(name: str) -> ModuleType:
+    """A file in book/, none of which are part of the package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "book" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return script("generate")
 
 
 def book_config() -> dict[str, Any]:
@@ -383,3 +387,12 @@ def test_the_bibliography_can_be_read_and_has_what_is_cited():
     for page in [*(ROOT / "notebooks").glob("*.md"), *(ROOT / "book").glob("*.md")]:
         for cited in re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", page.read_text()):
             assert {key.strip() for key in cited.split(",")} <= known, page.name
+
+
+def test_mentions_of_chapters_are_found():
+    parts = script("chapters").parts
+    text = "As chapter 5 says, chapters 9 to 12, and 14 and Chapter 3; not chapter 7b, 12 chapters, chapter 123."
+    found = list(parts(text))
+    assert "".join(piece for piece, _ in found) == text
+    linked = [(piece, number) for piece, number in found if number]
+    assert linked == [("chapter 5", 5), ("9", 9), ("12", 12), ("14", 14), ("Chapter 3", 3)]

@@ -18,20 +18,22 @@ retracing = Exercise(
     statement="""
 Lines of source code come in every length, and each new length costs a trace and a compilation.
 Write `make_scorer(score, max_length)`. It returns a function that scores a line of any length from
-1 to `max_length`, but lets `score` see only lengths that are powers of two.
+1 to `max_length`, but shows `score` only lengths that are powers of two.
 
 - Pad a line of `n` tokens to the smallest power of two that holds it: 1, 2, 4, 8, and so on. A line
-  of 16 tokens is not padded at all. Near `max_length` that may be more than `max_length`.
-- Give `score` the tokens as int32, and a float32 mask with 1 where there is a token and 0 where there
-  is padding, so that the answer is that of the line alone.
+  of 16 tokens isn't padded at all. For lines near `max_length`, the padded length may exceed
+  `max_length`.
+- Give `score` the tokens as int32, and a float32 mask with 1 for each token and 0 for padding, so
+  that the answer is the same as for the line alone.
 - However many lines you score, and whatever their integer dtype, `score` is traced at most once for
   each power of two.
-- An empty line, and one longer than `max_length`, raise `ValueError`.
+- A line that is empty or longer than `max_length` raises `ValueError`.
 """,
     hints=(
-        "What belongs to a jitted function, so that it has to live as long as the scorer does?",
-        "Do the padding in NumPy, before JAX sees the line. What JAX must not see is the number n: "
-        "not as a shape, and not as a static argument. It may see n as data, that is, as a mask.",
+        "The trace cache belongs to the jitted function. How long does that function have to live?",
+        "Do the padding in NumPy, before JAX sees the line. JAX mustn't see the number n, "
+        "neither as a shape nor as a static argument. It may see n as data, that is, as a "
+        "mask.",
         "`jitted = jax.jit(score)` once, outside the inner function. The padded length is "
         "`1 << (n - 1).bit_length()`. Fill `np.zeros(padded, np.int32)` with the line, build the "
         "mask from `np.arange(padded) < n`, and call `jitted(tokens_T, mask_T)`.",
@@ -144,8 +146,8 @@ def check_length(line, max_length):
 
 
 @retracing.mutant(
-    "Your mask is 1 on the padding too, so zeros that stand for nothing are averaged in. The mask "
-    "must know how long the line was before you padded it."
+    "Your mask is 1 on the padding too, so the padding's zeros are averaged in. The mask must "
+    "know how long the line was before you padded it."
 )
 def mask_of_ones(score, max_length):
     jitted = jax.jit(score)
@@ -187,8 +189,8 @@ def one_power_too_far(score, max_length):
 
 
 @retracing.mutant(
-    "You pad no further than max_length. That is no power of two, so `score` sees a length of its own "
-    "for the longest lines. Pad to the power of two, also where it is more than max_length."
+    "You never pad beyond max_length. If that isn't a power of two, `score` sees one more "
+    "length for the longest lines. Pad to the power of two, even if it is more than max_length."
 )
 def cut_at_max_length(score, max_length):
     jitted = jax.jit(score)
@@ -255,8 +257,8 @@ def length_is_static(score, max_length):
 
 
 @retracing.mutant(
-    "You keep the line's own dtype, and dtype is part of what jit looks at: uint8 and int32 lines "
-    "of one length are two traces. Convert to int32 while you pad."
+    "You keep the line's own dtype, and dtype is part of jit's key: uint8 and int32 lines of "
+    "one length are two traces. Convert to int32 while you pad."
 )
 def keeps_the_dtype(score, max_length):
     jitted = jax.jit(score)
@@ -291,23 +293,23 @@ pytree = Exercise(
     minutes=20,
     points=10,
     statement="""
-`Average` keeps an exponential moving average of a model's parameters. The class is written; JAX
-does not know it, so `jit` refuses it as an argument. Register it, inside `make_average_class`, with
+`Average` keeps an exponential moving average of a model's parameters. The class is written, but JAX
+doesn't know it, so `jit` refuses it as an argument. Register it, inside `make_average_class`, with
 `jax.tree_util.register_pytree_node(Average, flatten, unflatten)`:
 
 - `flatten(average)` returns `(children, aux_data)`. The children are `params` and `count`, in this
-  order: JAX traces them. The auxiliary data is `decay`: it becomes part of the tree's structure, so
-  it is static.
+  order, and JAX traces them. The auxiliary data is `decay`, which becomes part of the tree's
+  structure, so it's static.
 - `unflatten(aux_data, children)` returns an `Average` again.
 
-JAX compares auxiliary data with `==` to find a trace that it already has. And it does not promise
-that `unflatten` is given arrays: `jax.tree.map(str, average)` puts a string in each leaf's place,
-`jax.eval_shape` a shape. Leave `__init__` and `update` as they are.
+JAX compares auxiliary data with `==` to find an existing trace. And it doesn't promise to give
+`unflatten` arrays: `jax.tree.map(str, average)` replaces each leaf by a string, `jax.eval_shape` by
+a shape. Leave `__init__` and `update` as they are.
 """,
     hints=(
-        "Sort the three attributes: which change from step to step and go through the arithmetic, "
-        "and which is a setting that the compiled program may take for granted?",
-        "`__init__` checks and converts what it is given. Does that make sense if a leaf is a "
+        "Sort the three attributes. Which ones change from step to step and take part in the "
+        "arithmetic, and which is a setting that the compiled program may take for granted?",
+        "`__init__` checks and converts its arguments. Does that make sense if a leaf is a "
         "string? You can make an object of a class without running its `__init__`.",
         "`flatten` returns `(average.params, average.count), average.decay`. In `unflatten`, start "
         "with `average = object.__new__(Average)`, set its three attributes, and return it.",
@@ -461,7 +463,8 @@ def count_is_lost():
 
 @pytree.mutant(
     "count is in your auxiliary data, so it is part of the structure: each new count is a new "
-    "structure and a new trace, and inside jit it is a tracer that nobody can hash. It is a child."
+    "structure and a new trace, and inside jit it is a tracer, which has no hash. It is a "
+    "child."
 )
 def count_is_static():
     return average_class(
@@ -487,8 +490,8 @@ class Settings:
 
 
 @pytree.mutant(
-    "Your auxiliary data is an object that equals nothing but itself, so no structure is ever "
-    "equal to an earlier one and each call is traced again. Use the float itself."
+    "Your auxiliary data is an object that equals only itself, so no structure ever equals an "
+    "earlier one and each call is traced again. Use the float itself."
 )
 def aux_equals_only_itself():
     return average_class(
@@ -498,8 +501,8 @@ def aux_equals_only_itself():
 
 
 @pytree.mutant(
-    "Your unflatten calls Average(...), and __init__ converts what it is given to float32 arrays. "
-    "JAX may put anything in a leaf's place. Make the object with object.__new__(Average) and set "
+    "Your unflatten calls Average(...), and __init__ converts its arguments to float32 arrays. "
+    "JAX may replace a leaf by anything. Make the object with object.__new__(Average) and set "
     "its attributes."
 )
 def unflatten_runs_init():
@@ -518,13 +521,13 @@ hvp = Exercise(
     minutes=15,
     points=10,
     statement="""
-The Hessian of a loss with $n$ parameters has $n^2$ entries: for the byte model of this chapter more
-than two billion. Its product with one vector has only $n$ entries, and costs little more than two
-gradients.
+The Hessian of a loss with $n$ parameters has $n^2$ entries, more than two billion for the byte
+model of this chapter. Its product with one vector has only $n$ entries, and costs little more than
+two gradients.
 
-Write `hessian_vector_product(f, params, vector)`. `params` and `vector` are pytrees of the same
-structure; so is the result. Build no array that is larger than the largest one in the gradient of
-`f`, and use no finite differences: the answer is exact to float32 rounding.
+Write `hessian_vector_product(f, params, vector)`. `params`, `vector` and the result are pytrees of
+the same structure. Build no array that is larger than the largest one in the gradient of `f`, and
+use no finite differences: the answer must be exact to float32 rounding.
 """,
     hints=(
         "The Hessian is the derivative of the gradient. Which transformation gives a derivative "
@@ -683,10 +686,10 @@ per_example = Exercise(
     minutes=25,
     points=10,
     statement="""
-One strange line in a batch can dominate its gradient. The mean hides which one it was. Write
-`clipped_mean_gradient(loss, params, batch, max_norm)`: it takes the gradient of each example by
-itself, shortens those that are longer than `max_norm`, and averages. (With noise added, this is the
-step of differentially private training, DP-SGD.)
+One strange line in a batch can dominate its gradient, and the mean hides which line it was. Write
+`clipped_mean_gradient(loss, params, batch, max_norm)`. It computes the gradient of each example
+separately, shortens those that are longer than `max_norm`, and averages. (With noise added, this is
+the step of differentially private training, DP-SGD.)
 
 - The norm of an example is one number: the root of the sum of squares over *all* the leaves of its
   gradient, computed in float32 whatever the dtype of the parameters.
@@ -694,13 +697,14 @@ step of differentially private training, DP-SGD.)
   `max_norm / norm`. A gradient of zeros stays zeros. Norms and bounds of $10^{-6}$ are treated like
   any others.
 - Return the mean, with the dtypes of `params`, and the norms before clipping.
-- No loop over the batch, neither in Python nor in the jaxpr, whose size does not depend on B.
+- Don't loop over the batch, neither in Python nor in the jaxpr. The size of the jaxpr must not
+  depend on B.
 """,
     hints=(
-        "`loss` takes one example. Make the gradient function for one example first, and only then "
-        "think about the batch.",
-        "`in_axes` says which arguments have a batch axis. After that each leaf of the gradient is "
-        "[B, ...]; reshape it to [B, everything else] to add up squares.",
+        "`loss` takes one example. First make the gradient function for one example, and only"
+        " then think about the batch.",
+        "`in_axes` says which arguments have a batch axis. With it, each leaf of the gradient"
+        " is [B, ...]; reshape the leaf to [B, everything else] to add up squares.",
         "`jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)`. Sum the squares of all "
         "leaves to [B] before the root. The factor is `jnp.minimum(1, max_norm / norms_B)`; "
         '`einsum("B,B...->B...", factor, g)` applies it to a leaf of any rank.',
@@ -962,26 +966,26 @@ logsumexp = Exercise(
     forbid=("jax.nn", "jax.scipy.special", "scipy"),
     statement="""
 The loss of a language model is $\\log \\sum_v e^{x_v} - x_{\\text{target}}$. Its first half decides
-both the memory and the accuracy of the loss, so write it yourself, with its own rule for the
+both the memory and the accuracy of the loss, so write that half yourself, with its own rule for the
 backward pass. Fill in three functions: the value, the forward rule, and the backward rule. The line
 with `defvjp` is given.
 
 - The value is exact to float32 rounding for logits of ±90 and ±10000, for a single logit, and in
-  bfloat16 (add in float32, return float32). A logit of $-\\infty$ counts for nothing, and a row
+  bfloat16 (add in float32, return float32). A logit of $-\\infty$ contributes nothing, and a row
   that has nothing else gives $-\\infty$.
-- The gradient is $\\text{softmax}(x) \\cdot g$, where $g$ is the cotangent of the value. It is in
-  the dtype of the logits, and it is 0 wherever the logit is $-\\infty$, never nan.
-- *Frugal*: between the two passes keep the logits as they came and one float32 number a row. For
-  bfloat16 logits [16, 4096] that is 128 KiB. Differentiating the same formula in float32 keeps its
-  exponentials, 256 KiB and more.
+- The gradient is $\\text{softmax}(x) \\cdot g$, where $g$ is the cotangent of the value. It has the
+  dtype of the logits, and it is 0 wherever the logit is $-\\infty$, never nan.
+- Between the two passes, keep only the logits in their own dtype and one float32 number a row. For
+  bfloat16 logits [16, 4096] that is 128 KiB. If JAX differentiates the same formula in float32, it
+  keeps the exponentials: 256 KiB and more.
 
 The ready-made functions in `jax.nn` and `jax.scipy.special` are not allowed here.
 """,
     hints=(
         "Subtracting the largest logit of a row changes neither the value (if you add it again) "
         "nor the softmax. What happens if that largest logit is -inf?",
-        "softmax(x) is exp(x - logsumexp(x)). So the logits and the value are all that the "
-        "backward rule needs: recompute the exponential there.",
+        "softmax(x) is exp(x - logsumexp(x)). So the backward rule needs only the logits and "
+        "the value, and can recompute the exponential.",
         "Forward: `x = logits.astype(jnp.float32)`; `top = jnp.max(x, -1, keepdims=True)`, but 0 "
         "where it is not finite; `value = log(sum(exp(x - top))) + top[..., 0]`; keep "
         "`(logits, value)`. Backward: `softmax = exp(x - value[..., None])` with the same care for "

@@ -46,30 +46,31 @@ count_bytes = Exercise(
     points=10,
     forbid=("minitext.compiler.hlo.Module",),
     statement="""
-Write `bytes_moved(text)`: how many bytes one run of a compiled program reads and writes, from its text.
-`hlo.computations(text)` takes the text apart for you. It returns the instructions of each computation
-by its name, and the entry's name; an instruction has `name`, `opcode`, `bytes` (of its result),
-`operands` (names) and `line` (the text after its equals sign). A `call` runs another computation once,
-a `while` runs its body again and again (section 4). Both may stand in the text.
+Write `bytes_moved(text)`, which reads the text of a compiled program and returns how many bytes one
+run reads and writes. `hlo.computations(text)` parses the text for you. It returns a dictionary from
+each computation's name to its instructions, and the entry's name. An instruction has `name`,
+`opcode`, `bytes` (of its result), `operands` (names) and `line` (the text after its equals sign). A
+`call` runs another computation once, and a `while` runs its body again and again (section 4). The
+text may contain both.
 
-- Begin at the entry. An instruction whose opcode is in `hlo.FREE` moves nothing. Any other is a kernel:
-  it reads each of its operands once and in full, and writes its result. An operand that is named twice
-  is still one array.
-- A `fusion` is one kernel. What is inside it moves nothing.
-- A `call` moves nothing itself. The computation after `to_apply=%` does.
-- A `while` moves nothing itself. The computation after `body=%` does, as often as its line says in
-  `"known_trip_count":{"n":"12"}`, or once where it says nothing. Its condition does not count. Loops
-  stand in loops.
+- Begin at the entry. An instruction whose opcode is in `hlo.FREE` moves nothing. Any other is a
+  kernel: it reads each of its operands once and in full, and writes its result. An operand that is
+  named twice is still one array.
+- A `fusion` is one kernel. The instructions inside it move nothing.
+- A `call` moves nothing itself. The computation named after `to_apply=%` does.
+- A `while` moves nothing itself. The computation named after `body=%` does, as often as the line
+  says in `"known_trip_count":{"n":"12"}`, or once if it has no such note. The condition doesn't
+  count. Loops can be nested.
 - Return exact Python integers, `(read, written)`.
 """,
     hints=(
-        "Which computations of the text are run by the entry, and how often? Which are only there because "
-        "a fusion or a reduction uses them?",
+        "Which computations in the text does the entry run, and how often? Which are there "
+        "only because a fusion or a reduction uses them?",
         "Write an inner function `count(name)` that returns the bytes of one run of one computation. It "
         "calls itself for a `call` and, multiplied, for a `while`.",
-        "In it, `size = {i.name: i.bytes for i in instructions}`; a kernel reads "
-        "`sum(size[o] for o in set(i.operands))`. The names and the trips are in `i.line`: "
-        '`re.search(r"\\bbody=%([\\w.\\-]+)", i.line)[1]`.',
+        "Inside it, `size = {i.name: i.bytes for i in instructions}`; a kernel reads "
+        "`sum(size[o] for o in set(i.operands))`. The names and the trip counts are in "
+        '`i.line`: `re.search(r"\\bbody=%([\\w.\\-]+)", i.line)[1]`.',
     ),
 )
 
@@ -206,8 +207,8 @@ def _(fn, t):
 
 
 @count_bytes.mutant(
-    "You count every line of the text. What stands inside a fusion's computation never goes to memory: "
-    "follow only the entry, loops and calls."
+    "You count every line of the text. But values inside a fusion's computation never go to "
+    "memory: follow only the entry, loops and calls."
 )
 def every_line(text):
     computations, _ = hlo.computations(text)
@@ -229,7 +230,9 @@ def named_twice(text):
     return right_bytes(text, once=tuple)
 
 
-@count_bytes.mutant("You count a loop's body once. Its trips stand in the line of the `while`.")
+@count_bytes.mutant(
+    "You count a loop's body once. The line of the `while` says how many trips it makes."
+)
 def body_once(text):
     return right_bytes(text, loops=False)
 
@@ -249,7 +252,7 @@ def loop_as_kernel(text):
     return right_bytes(text, loop_itself=True)
 
 
-@count_bytes.mutant("You return what is written first. The order is (read, written).")
+@count_bytes.mutant("You return the written bytes first. The order is (read, written).")
 def written_first(text):
     return right_bytes(text)[::-1]
 
@@ -296,7 +299,7 @@ restore_fusion = Exercise(
     minutes=15,
     points=10,
     statement="""
-Someone has looked into this function for a week, and it got slower each day:
+Someone has been debugging this function for a week, and it got slower each day:
 
 ```python
 gate = jax.jit(lambda a_XF: a_XF / (1 + jnp.exp(-a_XF)))
@@ -310,20 +313,20 @@ def broken(a_XF, b_XF, scale_F, limit):
     return jnp.clip(y_XF, -limit, limit), h_XF
 ```
 
-`watch` printed its argument. Nobody watches any more, and nobody uses the second result. Write
-`make_one_pass(limit)`. It returns a function `fn(a_XF, b_XF, scale_F)` that gives the first result,
-`y_XF`, alone.
+`watch` printed its argument. Its output is no longer needed, nor is the second result. Write
+`make_one_pass(limit)`. It returns a function `fn(a_XF, b_XF, scale_F)` that returns only the first
+result, the clipped `y_XF`.
 
 - Calling `fn` runs **one program**: it is jitted as a whole.
 - The compiled program is **one kernel**: it reads `a_XF`, `b_XF` and `scale_F` once, and writes the
   result once. For `X` rows of `F` numbers in float32 that is $4(3XF + F)$ bytes.
-- The results are those of `broken`, up to rounding, for every shape.
+- The results equal those of `broken`, up to rounding, for every shape.
 
 All arrays are float32, and finite.
 """,
     hints=(
-        "Go through `broken` line by line. For each intermediate array, say who else wants it, besides the "
-        "next operation.",
+        "Go through `broken` line by line. For each intermediate array, ask what needs it "
+        "apart from the next operation.",
         "Four things keep it from being one pass: a jit that ends too early, a callback, a result that is "
         "returned, and a product. A product with a diagonal matrix multiplies column j by one number.",
         "`h_XF * scale_F` is `h_XF @ jnp.diag(scale_F)`. Put all of it into one inner function under "
@@ -407,8 +410,8 @@ def gate_of(a):
 
 
 @restore_fusion.mutant(
-    "You left the gate a program of its own. What one program returns has been written to memory, and "
-    "the next has to read it: put everything under one jit."
+    "You left the gate as a program of its own. Its result is written to memory, and the next "
+    "program has to read it: put everything under one jit."
 )
 def two_programs(limit):
     gate = jax.jit(gate_of)
@@ -446,7 +449,7 @@ def still_a_product(limit):
 
 
 @restore_fusion.mutant(
-    "You return h as well. What is returned has to be written. Return `y_XF` alone."
+    "You return h as well, and every result has to be written. Return only `y_XF`."
 )
 def still_returned(limit):
     fn = lambda a, b, s: (jnp.clip(gate_of(a) * b * s, -limit, limit), gate_of(a) * b)  # noqa: E731
@@ -483,35 +486,39 @@ read_collective = Exercise(
     devices=8,
     forbid=("minitext.compiler.hlo.Module", "minitext.compiler.hlo.collectives"),
     statement="""
-Write `bytes_sent(text)`: for each kind of collective in a compiled program, how many one run executes,
-and how many bytes *one device* sends in all of them. Use `hlo.computations(text)`; the kinds are in
-`hlo.COLLECTIVES`. An `all-gather` puts the parts of all devices together and gives the whole to each.
-A `reduce-scatter` adds up what all have, and gives each device one part of the sum. In a
-`collective-permute` each device sends what it has to one other.
+Write `bytes_sent(text)`. For each kind of collective in a compiled program, it returns how many
+collectives one run executes, and how many bytes *one device* sends in all of them. Use
+`hlo.computations(text)`; the kinds are in `hlo.COLLECTIVES`. An `all-gather` puts the parts of all
+devices together and gives the whole to each. A `reduce-scatter` adds up the arrays of all devices,
+and gives each device one part of the sum. In a `collective-permute` each device sends its array to
+one other.
 
-- With $n$ devices in a group, and $s$ the bytes of the **whole side** (the larger of its operand and its
-  result), a device sends $s\\,(n-1)/n$; in an `all-reduce` twice that; in a `collective-permute` $s$.
-- The size of a group stands after `replica_groups=`, in one of four ways:
+- With $n$ devices in a group, and $s$ the bytes of the **whole side** (the larger of the operand
+  and the result), a device sends $s\\,(n-1)/n$; in an `all-reduce` twice that; in a
+  `collective-permute` $s$.
+- The size of a group follows `replica_groups=`, in one of four forms:
 
   | text | groups | n |
   |---|---|---|
   | `{{0,1,2,3},{4,5,6,7}}` | two, written out | 4 |
-  | `[4,2]<=[8]`, also with more behind it | four of two | 2 |
-  | `mesh['x'=2,'y'=4] {'y'}` | along the named axes of a mesh; other text may stand between `]` and `{` | 4 |
+  | `[4,2]<=[8]`, possibly followed by more | four of two | 2 |
+  | `mesh['x'=2,'y'=4] {'y'}` | along the named axes of a mesh; there may be other text between `]` and `{` | 4 |
   | `{}`, or nothing | all devices in one: `num_partitions=` in the first line | that number |
 
   Several names in braces, `{'x','y'}`, multiply.
-- Count through loops as in `02.count_bytes`: a body runs `"known_trip_count":{"n":"12"}` times, once
-  where nothing is noted, and loops stand in loops. There is no `call` here, and nothing asynchronous.
-- A count is a Python int. Kinds that do not occur are left out.
+- Count through loops as in `02.count_bytes`: a body runs `"known_trip_count":{"n":"12"}` times, or
+  once if there is no note, and loops can be nested. There is no `call` here, and nothing
+  asynchronous.
+- A count is a Python int. Leave out kinds that don't occur.
 """,
     hints=(
-        "Take the loops first: an inner function `walk(name, runs)` that knows how often its computation "
-        "is run can be tested with a count alone, before any bytes.",
-        "The whole side of an all-gather is its result, that of a reduce-scatter its operand. "
-        "`max(i.bytes, sum(size[o] for o in i.operands))` is right for all of them.",
-        'For the mesh: `re.search(r"replica_groups=mesh\\[([^\\]]*)\\].*?\\{(\'[^}]*)\\}", line)`, then '
-        "`dict(re.findall(r\"'(\\w+)'=(\\d+)\", found[1]))` has the sizes and "
+        "Start with the loops. Write an inner function `walk(name, runs)` that knows how "
+        "often its computation is run. You can test it with a count alone, before you count "
+        "bytes.",
+        "The whole side of an all-gather is its result, and that of a reduce-scatter is its "
+        "operand. `max(i.bytes, sum(size[o] for o in i.operands))` is right for every kind.",
+        'For the mesh: `re.search(r"replica_groups=mesh\\[([^\\]]*)\\].*?\\{(\'[^}]*)\\}", line)`. '
+        "Then `dict(re.findall(r\"'(\\w+)'=(\\d+)\", found[1]))` has the sizes, and "
         "`re.findall(r\"'(\\w+)'\", found[2])` the names of the axes.",
     ),
 )
@@ -782,7 +789,7 @@ def permute_in_parts(text):
 
 
 @read_collective.mutant(
-    "You take a `collective-permute`, which lists no groups, for one of groups of one. It sends all of s."
+    "You treat a `collective-permute`, which lists no groups, as a group of one. It sends all of s."
 )
 def permute_alone(text):
     return right_sent(text, permuted=lambda n: 0.0)
@@ -807,8 +814,8 @@ def outer_trips_only(text):
 
 
 @read_collective.mutant(
-    "You look for loops in the entry alone. Loops stand in loops: let the function that walks through a "
-    "computation call itself."
+    "You look for loops only in the entry. Loops can be nested: let the function that walks "
+    "through a computation call itself."
 )
 def no_inner_loop(text):
     return right_sent(text, within=lambda runs, trips: 0)
@@ -861,15 +868,16 @@ def unrolled(x_BD, w_LDD, b_LD):
 Write `rolled(x_BD, w_LDD, b_LD)` with the same results.
 
 - The program has as many HLO instructions for 24 layers as for 8, and as many for 25 as for 9.
-- Every layer still does one matrix product: 24 layers, 24 products when it runs.
+- Every layer still does one matrix product, so a run of 24 layers does 24 products.
 - `L` may be odd. It may also be 1.
 """,
     hints=(
-        "A scan needs one body that is the same in every trip. What differs from layer to layer, besides "
-        "the weights? Either the body chooses it, or what repeats is more than one layer.",
-        "Two ways lead there. Give the body the layer's number as well, and let `jax.lax.cond` choose the "
-        "activation. Or let a trip do two layers: reshape the weights from [L, ...] to [L/2, 2, ...], and "
-        "do the layer that an odd L leaves over after the scan.",
+        "A scan needs one body that is the same in every trip. Apart from the weights, how do"
+        " the layers differ? Either the body makes that choice, or each trip does more than "
+        "one layer.",
+        "There are two ways. Give the body the layer's number as well, and let `jax.lax.cond`"
+        " choose the activation. Or let a trip do two layers: reshape the weights from [L, "
+        "...] to [L/2, 2, ...]; if L is odd, do the last layer after the scan.",
         "`jax.lax.scan(layer, x_BD, (jnp.arange(L), w_LDD, b_LD))`, and in it `jax.lax.cond(number % 2 == 1, "
         "jax.nn.relu, jnp.tanh, h_BD)`. In pairs: `w_LDD[: L - L % 2].reshape(-1, 2, D, D)`; the scan's "
         "second result is [L/2, 2], and `reshape(-1)` puts it in order.",
@@ -986,7 +994,7 @@ def paired(
 
 
 @roll_loop.mutant(
-    "The loop still runs while tracing, so every layer stands in the program. Use `jax.lax.scan`."
+    "The loop still runs while tracing, so every layer is in the program. Use `jax.lax.scan`."
 )
 def python_loop(x, w, b):
     found = []

@@ -21,22 +21,24 @@ intensity = Exercise(
 Write `einsum_cost(subscripts, shapes, dtype, result_dtype)` for a product of two arrays. It returns
 `(flops, bytes, intensity)`.
 
-- A multiplication and an addition count 2. A sum of one term counts as one too, as an addition to 0.
-- Both operands are read once and the result is written once. Operands have `dtype`, the result
-  `result_dtype`, which need not be the same.
-- FLOPs and bytes are exact Python integers. A step of a large model has more FLOPs than 64 bits hold.
-- Where nothing is moved, because every array is empty, the intensity is 0.0.
-- A letter with two different sizes is a `ValueError` whose message has the letter.
+- A multiplication and an addition count 2. So does a sum with a single term, because it is added to
+  0.
+- Both operands are read once and the result is written once. Operands have `dtype`, and the result
+  has `result_dtype`, which may be different.
+- FLOPs and bytes are exact Python integers. A step of a large model has more FLOPs than 64 bits
+  hold.
+- If nothing is moved because every array is empty, the intensity is 0.0.
+- If a letter has two different sizes, raise a `ValueError` whose message contains the letter.
 """,
     hints=(
-        "Write the product as nested Python loops, one for each letter. How many loops are there, "
-        "and what does the innermost line do?",
-        "Collect `{letter: size}` from both operands. FLOPs are 2 times the product of all the sizes: "
-        "a letter that both operands have is still one loop. Bytes need three products, one for each "
-        "array.",
+        "Write the product as nested Python loops, one for each letter. How many loops are "
+        "there, and how many FLOPs does the innermost line do?",
+        "Collect `{letter: size}` from both operands. FLOPs are 2 times the product of all "
+        "the sizes, because a letter that both operands have is still one loop. Bytes need "
+        "three products, one for each array.",
         "`operands, result = subscripts.split('->')`, then `math.prod(sizes.values())`; "
-        "`jnp.dtype(name).itemsize` is the bytes of one number, also of bfloat16. Divide at the end, "
-        "unless the bytes are 0.",
+        "`jnp.dtype(name).itemsize` is the bytes of one number, for bfloat16 as well. Divide "
+        "at the end, unless the bytes are 0.",
     ),
 )
 
@@ -190,8 +192,8 @@ def wraps_around(subscripts, shapes, dtype, result_dtype):
 
 
 @intensity.mutant(
-    "You divide by 0 bytes where every array is empty. Return 0.0 there: an empty product belongs to "
-    "no side of the ridge."
+    "You divide by 0 bytes if every array is empty. Return 0.0 then: an empty product is on "
+    "neither side of the ridge."
 )
 def divides_by_nothing(subscripts, shapes, dtype, result_dtype):
     flops, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
@@ -219,26 +221,27 @@ crossover = Exercise(
     points=10,
     forbid=("minitext.perf.roofline",),
     statement="""
-A layer multiplies a batch `x_BD` by its weights `w_DF`. The weights are read once for the whole batch,
-so a larger batch has a higher intensity. Write
-`crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)`: the smallest $B$ whose
-arithmetic takes **at least** as long as its memory,
+A layer multiplies a batch `x_BD` by its weights `w_DF`. The weights are read once for the whole
+batch, so a larger batch has a higher intensity. Write `crossover_batch(D, F, peak, bandwidth,
+activation_bytes, weight_bytes)`: the smallest $B$ whose arithmetic takes **at least** as long as
+its memory,
 
 $$
 \\frac{2BDF}{\\text{peak}} \\ge \\frac{B(D + F)\\,a + DF\\,w}{\\text{bandwidth}} ,
 $$
 
-with $a$ bytes for a number in the input and in the result, and $w$ for a number in the weights.
+where each number takes $a$ bytes in the input and in the result, and $w$ bytes in the weights.
 
-- Some layers never get there, whatever the batch: their input and result alone take longer than the
-  arithmetic. Return `None` for these.
-- The answer is exact, at sizes of $10^{14}$ FLOP/s and more. At a batch that reaches the ridge
-  exactly, it is that batch and not the next one.
-- $w$ may be 0.5 (four-bit weights), or 0 (weights that stay in the chip's own memory). The answer is
-  at least 1. With $w = 0$ both times may be equal at every batch; then 1 is large enough.
+- Some layers never get there, whatever the batch, because their input and result alone take longer
+  than the arithmetic. Return `None` for these.
+- The answer is exact, even for rates of $10^{14}$ FLOP/s and more. If a batch reaches the ridge
+  exactly, return that batch and not the next one.
+- $w$ may be 0.5 (four-bit weights), or 0 (weights that stay in the chip's own memory). The answer
+  is at least 1. With $w = 0$ both times may be equal at every batch; then return 1.
 """,
     hints=(
-        "Bring all that has a B to one side. What does it mean if the number before B is not positive?",
+        "Bring every term with a B to one side. What does it mean if the coefficient of B "
+        "isn't positive?",
         "$B\\,\\bigl(2DF \\cdot \\text{bandwidth} - \\text{peak} \\cdot a (D + F)\\bigr) \\ge "
         "\\text{peak} \\cdot DFw$. Divide, and round up; but a float has 53 bits, and these products "
         "have more.",
@@ -383,7 +386,8 @@ def one_too_many(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 
 @crossover.mutant(
-    "You forget the result: B times F numbers are written, besides the B times D that are read."
+    "You forget the result: B times F numbers are written, in addition to the B times D that "
+    "are read."
 )
 def result_forgotten(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * D
@@ -393,8 +397,8 @@ def result_forgotten(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 
 @crossover.mutant(
-    "You use one size of number for weights and activations. Weights are often stored in fewer bytes: "
-    "that is what makes the batch smaller."
+    "You use the same number of bytes for weights and activations. Weights are often stored in "
+    "fewer bytes, which makes the crossover batch smaller."
 )
 def weights_like_activations(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     return right_batch(D, F, peak, bandwidth, activation_bytes, activation_bytes)
@@ -440,8 +444,8 @@ def exact_for_integers_only(D, F, peak, bandwidth, activation_bytes, weight_byte
 
 
 @crossover.mutant(
-    "You divide with `/`, and the quotient is a float: what is a little above a whole number is rounded to it "
-    "before `math.ceil` sees it. Divide Fractions, or integers with `//`."
+    "You divide with `/`, and the quotient is a float: a value a little above a whole number is"
+    " rounded to it before `math.ceil` sees it. Divide Fractions, or integers with `//`."
 )
 def divides_integers_into_a_float(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
@@ -451,8 +455,8 @@ def divides_integers_into_a_float(D, F, peak, bandwidth, activation_bytes, weigh
 
 
 @crossover.mutant(
-    "You round the quotient before you round it up. That hides the error of floats where both times are "
-    "equal, and loses what is really there where they are not. Compute exactly."
+    "You round the quotient before you round it up. That hides the float's error if both times "
+    "are equal, but it also removes real differences. Compute exactly."
 )
 def rounds_before_rounding_up(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     gain = 2.0 * D * F * bandwidth - float(peak) * activation_bytes * (D + F)
@@ -474,8 +478,8 @@ def strictly_longer_without_weights(D, F, peak, bandwidth, activation_bytes, wei
 
 
 @crossover.mutant(
-    "You return 0 where the weights need not be read. A batch has at least one row, and whether one "
-    "is enough depends on the input and the result."
+    "You return 0 if the weights need not be read. A batch has at least one row, and whether "
+    "one is enough depends on the input and the result."
 )
 def empty_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     return (
@@ -495,25 +499,29 @@ classify = Exercise(
     points=10,
     forbid=("minitext.perf.roofline",),
     statement="""
-Write `predict_time(ops, peaks, bandwidth)`, the roofline of a whole program. It returns
-`(limits, seconds, memory_share)`.
+Write `predict_time(ops, peaks, bandwidth)`, the roofline of a whole program. It returns `(limits,
+seconds, memory_share)`.
 
-- A product takes the longer of its FLOPs at the peak of its dtype and its bytes at the bandwidth. A
-  dtype that `peaks` does not have counts as float32.
-- Anything else takes the time of its bytes: elementwise arithmetic is not the matrix unit's.
-- `limits` has, for each operation in order, `"compute"` where arithmetic takes longer than memory, and
-  `"memory"` otherwise, also where both are equal.
+- A product takes either the time of its FLOPs at the peak of its dtype or the time of its bytes at
+  the bandwidth, whichever is longer. A dtype that isn't in `peaks` counts as float32.
+- Any other operation takes the time of its bytes, because the matrix unit doesn't do elementwise
+  arithmetic.
+- `limits` has an entry for each operation in order: `"compute"` if its arithmetic takes longer than
+  its memory, and `"memory"` otherwise, including when both are equal.
 - Operations follow one another, so `seconds` is the sum over all runs of all operations.
-- `memory_share` is the part of `seconds` that the operations with the limit `"memory"` take. A program
-  that takes no time has a share of 0.0.
+- `memory_share` is the fraction of `seconds` taken by operations whose limit is `"memory"`. A
+  program that takes no time has a share of 0.0.
 """,
     hints=(
-        "The roofline holds for one operation at a time. Two operations, one of each kind, do not help "
-        "each other: the memory is idle during the first and the arithmetic during the second.",
-        "For each operation compute two times, of arithmetic and of memory. Arithmetic is 0 unless it "
-        "is a product. Take the larger, then multiply by `runs`.",
-        "`arithmetic = op['flops'] / peaks.get(op['dtype'], peaks['float32']) if op['product'] else "
-        "0.0`. Keep one sum for each limit; the share is one of them over both, if both are not 0.",
+        "The roofline holds for one operation at a time. Two operations, one of each kind, "
+        "don't overlap: the memory is idle during the first and the arithmetic during the "
+        "second.",
+        "For each operation compute two times, one for arithmetic and one for memory. "
+        "Arithmetic is 0 unless the operation is a product. Take the larger time, then "
+        "multiply by `runs`.",
+        "`arithmetic = op['flops'] / peaks.get(op['dtype'], peaks['float32']) if "
+        "op['product'] else 0.0`. Keep one sum for each limit. The share is the memory sum "
+        "over the total, if the total isn't 0.",
     ),
 )
 
@@ -670,8 +678,8 @@ def runs_ignored(ops, peaks, bandwidth):
 
 
 @classify.mutant(
-    "You use float32's peak for every dtype. Matrix units multiply 16-bit numbers faster, so their "
-    "ridge lies further to the right."
+    "You use float32's peak for every dtype. Matrix units multiply 16-bit numbers faster, so "
+    "their ridge is further to the right."
 )
 def one_peak(ops, peaks, bandwidth):
     return right_prediction(ops, {"float32": peaks["float32"]}, bandwidth)
@@ -722,8 +730,8 @@ def share_of_all_memory_time(ops, peaks, bandwidth):
 
 
 @classify.mutant(
-    "You divide by a total of 0 where there is nothing to do. A program that takes no time has a share "
-    "of 0.0."
+    "You divide by a total of 0 if there is nothing to do. A program that takes no time has a "
+    "share of 0.0."
 )
 def divides_by_no_time(ops, peaks, bandwidth):
     limits, total, _ = right_prediction(ops, peaks, bandwidth)
@@ -745,22 +753,22 @@ count_scan = Exercise(
     points=15,
     forbid=("minitext.perf.cost", "minitext.perf.roofline", "jax.experimental.roofline"),
     statement="""
-Write `matmul_flops(closed_jaxpr)`: the FLOPs of every `dot_general` that a program runs, from what
-`jax.make_jaxpr(fn)(*args)` returns. It is an exact Python integer.
+Write `matmul_flops(closed_jaxpr)`. It takes the result of `jax.make_jaxpr(fn)(*args)` and returns
+the FLOPs of every `dot_general` that the program runs, as an exact Python integer.
 
-- A `dot_general` has 2 FLOPs for each number of its result and each term of the sum behind it. Which
-  dimensions are summed stands in `eqn.params["dimension_numbers"]`. Where none is, the sum has one
-  term; where an empty one is, it has none.
+- A `dot_general` has 2 FLOPs for each number of its result and each term of the sum for that
+  number. `eqn.params["dimension_numbers"]` says which dimensions are summed. If none are, the sum
+  has one term; if one of them is empty, it has none.
 - The body of a `scan` counts `eqn.params["length"]` times, also in a scan within a scan.
-- Look into whatever calls another jaxpr: `jit`, `checkpoint`, functions with `custom_jvp` or
-  `custom_vjp`, and any of these within each other. Some parameters hold a jaxpr, some a closed one
-  that has it as `.jaxpr`.
-- Of a `cond` only one branch runs. Count the one with the most FLOPs.
-- All else counts nothing. There is no `while` in the checks.
+- Look inside every equation that calls another jaxpr: `jit`, `checkpoint`, functions with
+  `custom_jvp` or `custom_vjp`, and any of these within each other. Some parameters hold a jaxpr,
+  and some hold a closed one with the jaxpr as its `.jaxpr`.
+- Only one branch of a `cond` runs. Count the one with the most FLOPs.
+- Everything else counts as zero. There is no `while` in the checks.
 """,
     hints=(
-        "Print `jax.make_jaxpr(jax.jit(jnp.matmul))(a, b)`. Where is the `dot_general`, and how would "
-        "you get there from the outermost `eqns`?",
+        "Print `jax.make_jaxpr(jax.jit(jnp.matmul))(a, b)`. Where is the `dot_general`, and "
+        "how would you get to it from the outermost `eqns`?",
         "Write an inner function that takes a jaxpr and returns a number, and calls itself for every "
         "jaxpr that it finds in `eqn.params`. Only two primitives need a rule of their own: `scan` "
         "multiplies, `cond` takes the largest of `params['branches']`.",
@@ -947,8 +955,9 @@ def outermost_only(closed_jaxpr):
 
 
 @count_scan.mutant(
-    "You multiply the sizes of both operands and divide by what is summed. Dimensions that both have "
-    "and the result keeps, such as heads, then count twice. Begin with the result's shape."
+    "You multiply the sizes of both operands and divide by the summed sizes. Dimensions that "
+    "both have and the result keeps, such as heads, then count twice. Begin with the result's "
+    "shape."
 )
 def batch_twice(closed_jaxpr):
     def product(eqn):

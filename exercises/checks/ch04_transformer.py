@@ -44,24 +44,24 @@ rms_norm = Exercise(
     minutes=15,
     points=10,
     statement="""
-Write `rms_norm_f32(x, scale_D, eps)`: divide each vector (the last dimension of `x`) by the root of
+Write `rms_norm_f32(x, scale_D, eps)`. Divide each vector (the last dimension of `x`) by the root of
 its mean square plus `eps`, and multiply by `scale_D`:
 
 $$
 y_d = \\frac{x_d}{\\sqrt{\\tfrac1D \\sum_{e} x_e^2 + \\varepsilon}}\\; s_d .
 $$
 
-- `x` has any number of leading dimensions and comes in float32, bfloat16 or float16. The result has
-  its shape and dtype.
+- `x` has any number of leading dimensions and is float32, bfloat16 or float16. The result has its
+  shape and dtype.
 - All arithmetic is float32, and the result is rounded to the dtype of `x` **once**, at the end. The
-  checks compare with float64, they read your jaxpr, and they run the function under `jax.jit`.
+  checks compare with float64, read your jaxpr, and run the function under `jax.jit`.
 - A vector of zeros gives zeros, and a finite gradient.
 """,
     hints=(
         "In which dtype is each intermediate result? Print `jax.make_jaxpr(rms_norm_f32)(x, "
         "scale)` for a bfloat16 `x`.",
-        "One cast at the beginning, one at the end. And look where `eps` stands: what does a "
-        "vector of zeros divide by?",
+        "You need one cast at the beginning and one at the end. And check where you add "
+        "`eps`: what is a vector of zeros divided by?",
         "`x_f32 = x.astype(jnp.float32)`, then `jnp.mean(jnp.square(x_f32), axis=-1, "
         "keepdims=True)`, then `x_f32 * jax.lax.rsqrt(mean_square + eps) * scale_D`, and "
         "`.astype(x.dtype)` around all of it.",
@@ -190,8 +190,8 @@ def subtracts_the_mean(x, scale_D, eps=1e-6):
 
 
 @rms_norm.mutant(
-    "Your eps stands outside the root. It is added to the mean square, under the root; outside, "
-    "its effect is much smaller for short vectors, and the gradient at zero is not finite."
+    "You add eps outside the root. Add it to the mean square, under the root; outside, its "
+    "effect is much smaller for short vectors, and the gradient at zero isn't finite."
 )
 def eps_outside_the_root(x, scale_D, eps=1e-6):
     x_f32 = x.astype(jnp.float32)
@@ -229,24 +229,25 @@ leak = Exercise(
     points=10,
     seconds=90,
     statement="""
-A language model that can see the token it has to predict trains beautifully and is worthless.
-Write the test that catches it. `find_leaks(model, x_TD)` returns a boolean array `[T, T]`, whose
-entry `[t, s]` is True where `s > t` and some output at position `t` depends on some input at
-position `s`.
+A language model that can see the token it has to predict trains beautifully and is worthless. Write
+the test that catches it. `find_leaks(model, x_TD)` returns a boolean array `[T, T]`. Its entry
+`[t, s]` is True if `s > t` and some output at position `t` depends on some input at position `s`.
 
-- Ask the gradient at `x_TD` itself: a leak may be invisible at other points, such as zeros.
-- A leak counts however small it is, if it goes through a single position, a single feature or a
-  single head, and if its effects on several outputs cancel in the sum.
-- What lies in the past, and the position itself, is no leak.
+- Compute the gradient at `x_TD` itself, because a leak may be invisible at other points, such as
+  zeros.
+- A leak counts however small it is. It may go through a single position, a single feature or a
+  single head, and its effects on several outputs may cancel in the sum.
+- Depending on an earlier position, or on the position itself, isn't a leak.
 - Trace `model` once or twice, not once for each position.
 """,
     hints=(
-        "Which array holds the derivative of every output by every input, and what is its shape?",
+        "Which array holds the derivative of every output with respect to every input, and "
+        "what is its shape?",
         "`jax.jacrev(model)(x_TD)` is `[T, V, T, D]`: output position, output feature, input "
-        "position, input feature. You need one number for each pair of positions, and a sum of "
-        "signed numbers can be zero when they are not.",
-        "Sum `jnp.abs(jacobian)` over axes 1 and 3, compare with 0, and keep what is above the "
-        "diagonal with `jnp.triu(..., k=1)`.",
+        "position, input feature. You need one number for each pair of positions, and signed "
+        "numbers that aren't zero can have a sum that is.",
+        "Sum `jnp.abs(jacobian)` over axes 1 and 3, compare with 0, and keep the entries "
+        "above the diagonal with `jnp.triu(..., k=1)`.",
     ),
 )
 
@@ -394,8 +395,8 @@ def diagonal_too(model, x_TD):
 
 
 @leak.mutant(
-    "You differentiate the sum of a position's outputs. Where one output gains what another "
-    "loses (as probabilities do) the sum stands still. Differentiate every output by itself."
+    "You differentiate the sum of a position's outputs. If one output gains what another loses "
+    "(as probabilities do), the sum doesn't change. Differentiate every output by itself."
 )
 def gradient_of_a_sum(model, x_TD):
     jacobian_TTD = jax.jacrev(lambda x: jnp.sum(model(x), axis=-1))(x_TD)
@@ -470,7 +471,7 @@ def yes_or_no(model, x_TD):
 
 
 @leak.mutant(
-    "You go through the positions in a Python loop, and each turn traces the model anew. "
+    "You go through the positions in a Python loop, and each iteration traces the model again. "
     "jax.jacrev traces it once and gives all rows together."
 )
 def one_position_at_a_time(model, x_TD):
@@ -492,7 +493,7 @@ rope = Exercise(
     forbid=("minitext.models.layers", "minitext.models.rope"),
     statement="""
 Write `rotate(x_BTNH, positions_BT, theta)`. Pair feature $i$ of each head with feature $i + H/2$,
-for $i = 0, \\ldots, H/2 - 1$, and turn each pair by the angle $p\\,\\theta^{-2i/H}$, where $p$ is
+for $i = 0, \\ldots, H/2 - 1$, and rotate each pair by the angle $p\\,\\theta^{-2i/H}$, where $p$ is
 the position of the token:
 
 $$
@@ -504,9 +505,9 @@ $$
 
 - The checks run your function under `jax.jit`.
 - The positions come from the caller. They may begin anywhere, start again in the middle of a row
-  (packed documents do), differ from row to row, and reach 100,000.
-- Compute angles, cosines, sines and the rotation in float32. Only the result is rounded to the dtype
-  of `x`, once. bfloat16 can't tell position 257 from 256.
+  (as in packed documents), differ from row to row, and reach 100,000.
+- Compute angles, cosines, sines and the rotation in float32. Round only the result to the dtype of
+  `x`, once. bfloat16 can't tell position 257 from 256.
 """,
     hints=(
         "Which dimensions of `x` does an angle depend on? Give the angles a shape that broadcasts "
@@ -626,9 +627,8 @@ def interleaved(x_BTNH, positions_BT, theta=10_000.0):
 
 
 @rope.mutant(
-    "You turn backwards. Products of queries and keys come out the same, so no model would tell "
-    "you, but weights trained with the other sense of rotation would not fit. Check the sign of "
-    "sin."
+    "You rotate backwards. Products of queries and keys come out the same, so no model would "
+    "show it, but weights trained with the other direction wouldn't fit. Check the sign of sin."
 )
 def backwards(x_BTNH, positions_BT, theta=10_000.0):
     return turn(x_BTNH, angles(x_BTNH, positions_BT, theta), sign=-1.0)
@@ -711,28 +711,29 @@ gqa = Exercise(
     seconds=90,
     forbid=("minitext.kernels", "minitext.models.attention", "jax.nn.dot_product_attention"),
     statement="""
-Write `grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)`: for each query the softmax of its
-scaled scores $q \\cdot k / \\sqrt{H}$ over the keys that the mask lets it see, and the mean of the
-values with these weights. $N = GK$ query heads share $K$ key and value heads: head $n$ uses
+Write `grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)`. For each query, take the softmax of its
+scaled scores $q \\cdot k / \\sqrt{H}$ over the keys that the mask lets it see, and return the mean of
+the values with these weights. $N = GK$ query heads share $K$ key and value heads: head $n$ uses
 $\\lfloor n / G \\rfloor$.
 
-- K and V are used as they are. No array in your program may hold them more than once; that would
-  undo what grouping saves. Two contractions do all the work.
-- Scores and softmax are float32 whatever the dtype of `q`, and scaled scores of ±90 do no harm.
-- The mask is the caller's, and T need not be S. A query that may see nothing gets zeros, and finite
-  gradients flow.
+- Use K and V as they are. No array in your program may hold them more than once, because that would
+  undo the savings of grouping. Two contractions do all the work.
+- Scores and softmax are float32 whatever the dtype of `q`, and they stay finite for scaled scores
+  of ±90.
+- The mask comes from the caller, and T may differ from S. A query that may see nothing gets zeros,
+  and gradients stay finite.
 - The result has the dtype of `q`. The checks run your function under `jax.jit`.
 """,
     hints=(
         "The keys have no axis G. Can the queries get one, so that a single einsum contracts "
         "over H?",
-        "`q.reshape(B, T, K, N // K, H)` puts heads n = kG + g in place [k, g]. Then the scores "
-        "are `BTKGH,BSKH->BKGTS`. For the mask use a large finite negative number, and think of "
-        "what softmax makes of a row that holds nothing else.",
+        "`q.reshape(B, T, K, N // K, H)` puts head n = kG + g at [k, g]. Then the scores are "
+        "`BTKGH,BSKH->BKGTS`. For the mask use a large finite negative number. What does "
+        "softmax make of a row that holds nothing else?",
         "Pass `preferred_element_type=jnp.float32` to the first einsum, divide by "
-        "`math.sqrt(H)`, `jnp.where(mask, logits, -1e30)`, softmax, then multiply by the mask "
-        "once more: that clears the rows that see nothing. Second einsum `BKGTS,BSKH->BTKGH`, "
-        "then reshape and cast.",
+        "`math.sqrt(H)`, apply `jnp.where(mask, logits, -1e30)` and softmax, then multiply by"
+        " the mask once more, which clears the rows that see nothing. The second einsum is "
+        "`BKGTS,BSKH->BTKGH`; then reshape and cast.",
     ),
 )
 
@@ -953,26 +954,27 @@ count = Exercise(
     points=15,
     forbid=("minitext.models.transformer", "minitext.models.attention"),
     statement="""
-Before you rent a machine you should know what a model needs on it. Write `predict_cost(cfg, new,
-cached)`, which takes a model's sizes and returns three Python integers, exact to the last digit:
+Before you rent a machine, you should know how much of it a model needs. Write
+`predict_cost(cfg, new, cached)`. It takes a model's sizes and returns three Python integers, exact
+to the last digit:
 
-1. **parameters**: everything that is trained, norm scales and both tables included. With
+1. **parameters**: everything that is trained, including norm scales and both tables. With
    `cfg.tie_embeddings` there is one table.
 2. **cache_bytes**: keys and values of `new + cached` tokens of one text, in bfloat16.
-3. **flops**: of all matrix products when the model reads `new` tokens (2 for a multiplication and
-   its addition). Each new token is scored against all `new + cached` places of the cache, masked
-   or not, and gets its logits. Norms, rotations, softmax and table look-ups count nothing.
+3. **flops**: those of all matrix products when the model reads `new` tokens (2 for a multiplication
+   and its addition). Each new token is scored against all `new + cached` positions in the cache,
+   masked or not, and gets its logits. Norms, rotations, softmax and table look-ups count as zero.
 
-The checks build a model of sizes drawn for you and measure: the leaves of its pytree, the bytes of
-its cache, the `dot_general`s of its jaxpr. `cfg.K` and `cfg.H` are key heads and head width; $NH$
-need not be $D$.
+The checks build a model with sizes drawn for you and measure: the leaves of its pytree, the bytes
+of its cache, the `dot_general`s of its jaxpr. `cfg.K` and `cfg.H` are the number of key heads and
+the head width; $NH$ may differ from $D$.
 """,
     hints=(
-        "List the matrices of one layer with their shapes: q, k, v, o, gate, up, down. Which of "
-        "them know K?",
-        "A token through a matrix of P entries costs 2P. Beyond the matrices each token costs, "
-        "in each layer, two products with the cache: H multiplications for each query head and "
-        "place, once with the keys, once with the values.",
+        "List the matrices of one layer with their shapes: q, k, v, o, gate, up, down. Which "
+        "of them depend on K?",
+        "A token through a matrix of P entries costs 2P. Apart from the matrices, each token "
+        "costs two products with the cache in each layer: H multiplications for each query "
+        "head and position, once with the keys and once with the values.",
         "Per layer: `2*D*N*H + 2*D*K*H + 3*D*F` entries in matrices and `2*D` in norms. Cache: "
         "`L*S*2*K*H*2` with S = new + cached. FLOPs: `new * (2*(L*matrices + V*D) + L*4*N*H*S)`.",
     ),
@@ -1150,8 +1152,8 @@ def cache_of_keys(cfg, new, cached):
 
 
 @count.mutant(
-    "You score new tokens against each other only. They see the cached ones too: new + cached "
-    "places."
+    "You score new tokens only against each other. They see the cached ones too: new + cached "
+    "positions."
 )
 def ignores_the_cache(cfg, new, cached):
     return cost(cfg, new, cached, keys=new)

@@ -21,9 +21,9 @@ adamw = Exercise(
     minutes=25,
     points=10,
     statement="""
-Write one update of AdamW, without optax:
-`adamw_update(grads, state, params, rate, decays, b1, b2, eps, weight_decay)` returns
-`(updates, new state)`. For update number $t = 1, 2, \\dots$ of a parameter $w$ with gradient $g$
+Write one update of AdamW, without optax: `adamw_update(grads, state, params, rate, decays, b1, b2,
+eps, weight_decay)` returns `(updates, new state)`. For update number $t = 1, 2, \\dots$ of a
+parameter $w$ with gradient $g$
 
 $$
 m_t = \\beta_1 m_{t-1} + (1 - \\beta_1) g, \\qquad v_t = \\beta_2 v_{t-1} + (1 - \\beta_2) g^2, \\qquad
@@ -31,15 +31,15 @@ m_t = \\beta_1 m_{t-1} + (1 - \\beta_1) g, \\qquad v_t = \\beta_2 v_{t-1} + (1 -
 + \\lambda w \\right),
 $$
 
-where $\\lambda w$ is there only for parameters that `decays` marks with True.
+where the term $\\lambda w$ applies only to parameters that `decays` marks with True.
 
-- `grads`, `params`, `decays` and both moments are pytrees of one structure, whatever it is. Shapes
-  are ragged; scalars and empty arrays occur.
+- `grads`, `params`, `decays` and both moments are pytrees of the same structure, which can be any.
+  Shapes are ragged; scalars and empty arrays occur.
 - `state["count"]` is the number of updates *before* this one, an int32 array. One compiled function
   serves all updates.
-- Moments and arithmetic are float32, also where gradients are bfloat16.
-- A gradient of zero moves nothing but what decays, and one of $10^{-12}$ is no special case: the
-  formula says what happens.
+- Moments and arithmetic are float32, even if gradients are bfloat16.
+- A gradient of zero moves only parameters that decay. A gradient of $10^{-12}$ needs no special
+  treatment: follow the formula.
 """,
     hints=(
         "Do one leaf on paper first. Then `jax.tree.map` takes a function of as many arguments as "
@@ -302,25 +302,25 @@ clip = Exercise(
     minutes=15,
     points=10,
     statement="""
-Write `clip_tree(grads, limit)`, without optax. The global norm is that of all entries of all arrays
-together, $\\sqrt{\\sum_i g_i^2}$. If it is above the limit, every entry is multiplied by the *same*
+Write `clip_tree(grads, limit)`, without optax. The global norm is the norm of all entries of all
+arrays together, $\\sqrt{\\sum_i g_i^2}$. If it is above the limit, multiply every entry by the *same*
 factor, limit / norm. Return the gradient and the norm it had before, a float32 scalar.
 
 - A gradient that is short enough comes back bit for bit.
-- Squares and their sum are float32, also for bfloat16 arrays; each array comes back in its own
+- Squares and their sum are float32, even for bfloat16 arrays; each array comes back in its own
   dtype, rounded once.
 - A gradient of zeros gives zeros and norm 0. Norms and limits of $10^{-6}$ are treated like any
   others.
-- It is called inside a jitted step.
+- The function is called inside a jitted step.
 """,
     hints=(
         "One number for the whole tree: which sum runs over the arrays, and which over the entries "
         "of one? And what is limit / norm for a gradient of zeros?",
         "`sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))`, then one "
         "root. Under jit you cannot ask `if norm > limit`; choose the factor with `jnp.where`.",
-        "`scale = jnp.where(norm > limit, limit / norm, 1.0)`: `where` takes the 1 for zeros, and "
-        "multiplying by exactly 1 changes no bit. Then `jax.tree.map(lambda g: (g.astype(jnp.float32)"
-        " * scale).astype(g.dtype), grads)`.",
+        "`scale = jnp.where(norm > limit, limit / norm, 1.0)`. For a gradient of zeros "
+        "`where` picks the 1, and multiplying by exactly 1 changes no bit. Then "
+        "`jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads)`.",
     ),
     forbid=("optax", "minitext.training.optim"),
 )
@@ -438,8 +438,8 @@ def sum_of_norms(grads, limit):
 
 
 @clip.mutant(
-    "You return the norm after clipping. The one before is what a training run logs: it tells that "
-    "a batch was odd."
+    "You return the norm after clipping. A training run logs the norm before it, which shows "
+    "that a batch was odd."
 )
 def norm_afterwards(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
@@ -456,8 +456,8 @@ def always_to_the_limit(grads, limit):
 
 
 @clip.mutant(
-    "A gradient of zeros gives nan: 0 * (limit / 0). Choose the factor so that it is 1 wherever the "
-    "norm is not above the limit."
+    "A gradient of zeros gives nan: 0 * (limit / 0). Choose the factor so that it is 1 whenever"
+    " the norm is not above the limit."
 )
 def zero_over_zero(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
@@ -486,8 +486,8 @@ def norm_in_bfloat16(grads, limit):
 
 
 @clip.mutant(
-    "Your arrays come back as float32. Multiply in float32 and convert each array back to the dtype "
-    "it came in, or the step compiles anew and takes twice the memory."
+    "Your arrays come back as float32. Multiply in float32 and convert each array back to its "
+    "own dtype, or the step compiles again and takes twice the memory."
 )
 def comes_back_wide(grads, limit):
     norm = jnp.sqrt(sum(squares(grads)))
@@ -526,22 +526,24 @@ wsd = Exercise(
 Write `wsd_rate(step, steps, peak, warmup, decay, final)`: the learning rate of step 0, 1, ... of a
 run of `steps` steps.
 
-- In the first `warmup` steps it rises in a straight line. Step 0 already moves: the rate there is
-  peak / (warmup + 1), and step `warmup` is the first at the peak. With `warmup=0` that is step 0.
+- In the first `warmup` steps it rises in a straight line. Step 0 already moves: its rate is peak /
+  (warmup + 1), and step `warmup` is the first at the peak. With `warmup=0` that is step 0.
 - Then it stays at the peak.
 - The last `decay` steps fall in a straight line: step `steps - decay` is the last at the peak, and
-  at step `steps` the rate would be `final`. A run that is continued stays at `final`.
-- A decay that is longer than what warm-up leaves begins where warm-up ends, and ends at `steps`.
-- `step` is an int32 array of any shape, or traced. All else are Python numbers.
+  at step `steps` the rate would be `final`. If the run continues beyond that, the rate stays at
+  `final`.
+- If the decay is longer than the steps left after the warm-up, it begins at the end of the warm-up
+  and ends at `steps`.
+- `step` is an int32 array of any shape, or traced. All other arguments are Python numbers.
 """,
     hints=(
         "Draw the curve for steps=10, warmup=2, decay=4, and write the rate at each step. There are "
         "two straight lines and a flat part that joins them.",
         "Write both lines as formulas that hold for every step, and choose between them with "
         "`jnp.where(step < warmup, ...)`. `jnp.clip` makes the flat part and the end.",
-        "`begin = max(warmup, steps - decay)`; `done = jnp.clip((step - begin) / (steps - begin), 0, 1)`;"
-        " `peak + (final - peak) * done` where step >= warmup, else "
-        "`peak * (step + 1) / (warmup + 1)`.",
+        "`begin = max(warmup, steps - decay)`; `done = jnp.clip((step - begin) / (steps - "
+        "begin), 0, 1)`. From step `warmup` on the rate is `peak + (final - peak) * done`, "
+        "and before that `peak * (step + 1) / (warmup + 1)`.",
     ),
     forbid=("optax", "minitext.training.optim"),
 )
@@ -701,26 +703,29 @@ orthogonalize = Exercise(
     minutes=20,
     points=10,
     statement="""
-Write `newton_schulz(x, rounds, a, b, c)`. Divide each matrix by its Frobenius norm, so that all its
-singular values $s$ lie in $[0, 1]$. Then apply `rounds` times the polynomial
-$p(s) = a s + b s^3 + c s^5$ to the singular values, without ever computing them:
+Write `newton_schulz(x, rounds, a, b, c)`. Divide each matrix by its Frobenius norm, which brings
+all its singular values $s$ into $[0, 1]$. Then apply the polynomial $p(s) = a s + b s^3 + c s^5$ to
+the singular values `rounds` times, without ever computing them:
 
 $$
 X \\leftarrow a X + (b A + c A^2) X, \\qquad A = X X^\\mathsf{T} .
 $$
 
 - `x` has shape [..., M, N]: any number of stacked matrices, tall or wide, each with a norm of its
-  own. The result has the same shape and is float32, and so is all arithmetic, also for bfloat16.
-- $A$ is the product over the *longer* side, so it has the size of the shorter one squared: for a
-  tall matrix turn $X$ over first. The checks look at the shapes in your jaxpr.
-- A matrix of zeros gives zeros. Apart from that, the scale of `x` does not matter.
+  own. The result has the same shape and is float32. All arithmetic is float32 too, even for
+  bfloat16.
+- $A$ sums over the *longer* side, so it has the size of the shorter one squared: transpose a tall
+  matrix first. The checks look at the shapes in your jaxpr.
+- A matrix of zeros gives zeros. Apart from that, the scale of `x` doesn't matter.
 - No singular value decomposition, and no optax.
 """,
     hints=(
-        "For one wide matrix it is three lines in a loop. What do you do with a tall one before and "
-        "after? And over which axes is the norm of each matrix of a stack?",
-        "`jnp.swapaxes(x, -2, -1)` transposes every matrix of a stack; `.T` turns *all* axes round. "
-        "The norm: `jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)`. Zeros: add 1e-7 to the norm.",
+        "For one wide matrix it is three lines in a loop. What must you do with a tall one "
+        "before and after? And over which axes do you take the norm of each matrix in a "
+        "stack?",
+        "`jnp.swapaxes(x, -2, -1)` transposes every matrix of a stack; `.T` reverses *all* "
+        "axes. The norm is `jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)`. For zeros, add"
+        " 1e-7 to the norm.",
         "`tall = x.shape[-2] > x.shape[-1]` is known while tracing, so a Python `if` is right. In the "
         "loop: `A = x @ jnp.swapaxes(x, -2, -1)` and `x = a * x + (b * A + c * A @ A) @ x`.",
     ),

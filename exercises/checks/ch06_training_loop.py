@@ -13,28 +13,28 @@ from minitext.book.grading import Exercise
 
 cross_entropy = Exercise(
     "06.cross_entropy",
-    title="Cross-entropy that nothing can break",
+    title="Cross-entropy that survives any padding",
     function="masked_cross_entropy",
     minutes=25,
     points=10,
     statement="""
 Write `masked_cross_entropy(logits_BTV, targets_BT, mask_BT)`. It returns the **sum** of the losses
-$-\\log \\operatorname{softmax}(x)_y$ over the positions whose mask is not 0, and how many there are,
-both as float32 scalars. The division is somebody else's.
+$-\\log \\operatorname{softmax}(x)_y$ over the positions whose mask is not 0, and the number of these
+positions, both as float32 scalars. It does not divide; that is left to the caller.
 
-- Compute in float32, also where the logits are bfloat16. Logits of $\\pm 90$, of $\\pm 10^4$, and
+- Compute in float32, even if the logits are bfloat16. Logits of $\\pm 90$, of $\\pm 10^4$, and
   entries of $-\\infty$ (a vocabulary padded to a round number) give the exact loss.
-- A mask of any dtype is a yes or a no: 0.25, 2 and -1 count in full, as 1 does.
-- A position with mask 0 is not there. Its logits may be nan or infinite and its target out of
-  range, as in the padding of a real batch, and yet neither the sum nor the **gradient** notices:
-  the gradient is exactly 0 there and right everywhere else.
+- A mask of any dtype means yes or no: 0.25, 2 and -1 count in full, as 1 does.
+- Ignore a position with mask 0 completely. Its logits may be nan or infinite and its target out of
+  range, as in the padding of a real batch, but this must affect neither the sum nor the
+  **gradient**: the gradient is exactly 0 there and right everywhere else.
 - A batch with nothing to predict gives (0, 0), without nan.
 """,
     hints=(
-        "What is the largest number in the row, and what happens if you subtract it from all of "
-        "them? For the mask: think of what the backward pass multiplies, and with what.",
-        "`jnp.where(mask, loss, 0)` picks the right value, but behind it the gradient is 0 times "
-        "the derivative of the loss, and 0 times nan is nan. So the bad logits must not get in at "
+        "What is the largest number in the row, and what happens if you subtract it from all "
+        "of them? For the mask: which two numbers does the backward pass multiply there?",
+        "`jnp.where(mask, loss, 0)` picks the right value, but its gradient is 0 times the "
+        "derivative of the loss, and 0 times nan is nan. So the bad logits mustn't get in at "
         "all.",
         "First `x = jnp.where(mask[..., None], logits, 0).astype(jnp.float32)` and "
         "`targets = jnp.where(mask, targets, 0)`. Then `jax.nn.logsumexp(x, axis=-1)` minus "
@@ -206,8 +206,8 @@ def naive_exponentials(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
-    "You subtract the largest logit of the whole array. In a row that lies far below it every "
-    "exponential is 0, and its logarithm is -inf. Each row has its own largest logit: axis=-1, "
+    "You subtract the largest logit of the whole array. In a row far below it every exponential"
+    " is 0, and its logarithm is -inf. Each row has its own largest logit: axis=-1, "
     "keepdims=True."
 )
 def one_maximum_for_all(logits_BTV, targets_BT, mask_BT):
@@ -221,7 +221,7 @@ def one_maximum_for_all(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
-    "You let a position count only where its mask is exactly 1. It counts where the mask is not 0: "
+    "You count a position only if its mask is exactly 1. It counts whenever the mask is not 0: "
     "compare with `!= 0`."
 )
 def counts_ones(logits_BTV, targets_BT, mask_BT):
@@ -230,8 +230,8 @@ def counts_ones(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
-    "You let a position count where its mask is above 0. A negative mask is not 0 either: compare with "
-    "`!= 0`."
+    "You count a position if its mask is above 0. A negative mask is not 0 either: compare with"
+    " `!= 0`."
 )
 def counts_above_zero(logits_BTV, targets_BT, mask_BT):
     counts = mask_BT > 0
@@ -239,8 +239,8 @@ def counts_above_zero(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
-    "You let a position count from a mask of a half on, or round it. It counts where the mask is not 0, "
-    "however small it is."
+    "You count a position if its mask is at least a half, or you round it. It counts whenever "
+    "the mask is not 0, however small it is."
 )
 def counts_from_a_half(logits_BTV, targets_BT, mask_BT):
     counts = mask_BT >= 0.5
@@ -248,8 +248,8 @@ def counts_from_a_half(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
-    "You add up the mask to count the positions. That is their number only if every mask is 0 or 1: "
-    "count where it is not 0."
+    "You add up the mask to count the positions. That is right only if every mask is 0 or 1: "
+    "count the masks that are not 0."
 )
 def adds_up_the_mask(logits_BTV, targets_BT, mask_BT):
     loss = careful_nll(logits_BTV, targets_BT, mask_BT != 0)
@@ -290,9 +290,9 @@ def multiplied_by_the_mask(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
-    "Your value is right, but your gradient is nan: behind a jnp.where that was applied to the "
-    "loss, the backward pass still multiplies 0 by the derivative at the nan logits. Put zeros in "
-    "their place before you compute anything."
+    "Your value is right, but your gradient is nan: with jnp.where applied to the loss, the "
+    "backward pass still multiplies 0 by the derivative at the nan logits. Replace those logits"
+    " by zeros before you compute anything."
 )
 def masked_too_late(logits_BTV, targets_BT, mask_BT):
     counts_BT = mask_BT != 0
@@ -342,33 +342,33 @@ def sums_the_padding(logits_BTV, targets_BT, mask_BT):
 
 donation = Exercise(
     "06.donation",
-    title="A step that gives its memory away",
+    title="A step that donates its memory",
     function="make_donated_step",
     minutes=20,
     points=10,
     statement="""
-`momentum_update` does the arithmetic of one step. Make a training step of it: write
+`momentum_update` does the arithmetic of one step. Turn it into a training step: write
 `make_donated_step(loss, learning_rate)`, which returns a **jitted** function
 `(state, batch) -> (new state, metrics)` that writes the new state into the memory of the old one.
 
-- After a step every array of the old state is deleted. The batch is not: the caller may use it
-  again.
+- After a step every array of the old state is deleted. The batch is not, because the caller may use
+  it again.
 - The compiled program reuses *all* the bytes of the state. It can write an array over another one
   only if both have the same shape and dtype, and parameters may be bfloat16.
-- The new state has the structure, shapes and dtypes of the old one, so that the second step finds
-  the program of the first.
+- The new state has the structure, shapes and dtypes of the old one, so the second step reuses the
+  program of the first.
 - The metrics are read late, after further steps have been dispatched. So none of them may be an
   array that a later step deletes. `metrics["step"]` is the number of steps taken, an int32.
-- Return what `jax.jit` returned, not a Python function around it: a wrapper cannot be lowered and
-  looked at, and a copy made in it costs the memory that you wanted to save.
+- Return the result of `jax.jit`, not a Python function around it: a wrapper cannot be lowered and
+  inspected, and a copy made in it costs the memory that you wanted to save.
 """,
     hints=(
-        "What does `jax.jit` take as `donate_argnums`? And which of the two arguments does the "
-        "caller not need any more?",
-        "`momentum_update` returns float32 parameters. Where the state holds bfloat16 ones, "
-        "nothing of the old memory fits the new. The step's number goes both into the state and "
-        "into the metrics: do it inside the jitted function, where each output gets an array of "
-        "its own.",
+        "What does `jax.jit` take as `donate_argnums`? And which of the two arguments does "
+        "the caller no longer need?",
+        "`momentum_update` returns float32 parameters. If the state holds bfloat16 ones, none"
+        " of the old memory fits the new ones. The step's number goes into both the state and"
+        " the metrics: return it twice from the jitted function, where each output gets an "
+        "array of its own.",
         "Define `update(state, batch)` inside. Call `momentum_update`, convert each parameter to "
         "the dtype of the old one with `jax.tree.map`, add 1 to `state['step']`, return the new "
         "dictionary and the metrics. Then `return jax.jit(update, donate_argnums=0)`.",
@@ -550,8 +550,8 @@ def defensive_copy(loss, learning_rate):
 
 
 @donation.mutant(
-    "You donate the batch as well. No output has its shapes, so JAX warns that the buffers were "
-    "not usable, and where one does fit, the caller's batch is gone. Donate the state only."
+    "You donate the batch as well. No output has its shapes, so JAX warns that the buffers were"
+    " not usable, and if one does fit, the caller's batch is gone. Donate only the state."
 )
 def batch_donated(loss, learning_rate):
     return jax.jit(lambda s, b: momentum(loss, s, b, learning_rate), donate_argnums=(0, 1))
@@ -566,9 +566,9 @@ def float32_parameters(loss, learning_rate):
 
 
 @donation.mutant(
-    "metrics['step'] is the very array that stands in the new state. The next step takes that "
-    "state and deletes it, before anyone has read the metric. Make the metrics inside the jitted "
-    "function: there each output gets memory of its own."
+    "metrics['step'] is the same array as in the new state. The next step takes that state and "
+    "deletes it before the metric has been read. Make the metrics inside the jitted function: "
+    "there each output gets memory of its own."
 )
 def metric_shared_with_the_state(loss, learning_rate):
     jitted = jax.jit(lambda s, b: momentum(loss, s, b, learning_rate), donate_argnums=0)
@@ -607,28 +607,26 @@ def step_before(loss, learning_rate):
 
 accumulate = Exercise(
     "06.accumulate",
-    title="Accumulation that weighs tokens",
+    title="Accumulation that weighs tokens equally",
     function="accumulated_gradient",
     minutes=25,
     points=10,
     statement="""
 Write `accumulated_gradient(loss_sum, params, batch, microbatches)`. `loss_sum(params, part)`
-returns the summed loss of some rows and their number of target tokens. You return the loss per
-target token of the **whole** batch and its gradient, having looked at only one microbatch at a
-time.
+returns the summed loss of some rows and their number of target tokens. Return the loss per target
+token of the **whole** batch and its gradient, but process only one microbatch at a time.
 
 - The result equals that of the whole batch at once, whatever the counts: some microbatches are
   full, some nearly empty, some have no target at all.
-- Add in float32 and return a float32 gradient, also for bfloat16 parameters.
+- Add in float32 and return a float32 gradient, even for bfloat16 parameters.
 - A batch without any target gives a loss of 0 and a gradient of zeros.
 - Use `jax.lax.scan`: the program is as large for 64 microbatches as for two, and only one
   microbatch's activations are alive at a time.
-- If `microbatches` does not divide the number of rows, raise a `ValueError` that names both
-  numbers.
+- If `microbatches` doesn't divide the number of rows, raise a `ValueError` that names both numbers.
 """,
     hints=(
         "Write the loss of the whole batch as a fraction. Which part of it can be added up "
-        "microbatch by microbatch, and what is done only once?",
+        "microbatch by microbatch, and which is computed only once?",
         "`loss_sum` returns two numbers and only the first is differentiated: "
         "`jax.value_and_grad(..., has_aux=True)`. The scan's carry is (sum of losses, sum of "
         "counts, sum of gradients), all float32.",
@@ -876,8 +874,8 @@ def python_loop(loss_sum, params, batch, microbatches):
 
 
 @accumulate.mutant(
-    "You leave out the rows that do not fill a microbatch, without a word. Data that vanishes is "
-    "a fault nobody finds: raise a ValueError with both numbers."
+    "You silently leave out the rows that do not fill a microbatch. Lost data is a bug that is "
+    "hard to find: raise a ValueError with both numbers."
 )
 def drops_the_rest(loss_sum, params, batch, microbatches):
     B = jax.tree.leaves(batch)[0].shape[0]
@@ -891,7 +889,7 @@ def drops_the_rest(loss_sum, params, batch, microbatches):
 
 loop = Exercise(
     "06.loop",
-    title="Write one step down while the next one runs",
+    title="Log one step while the next one runs",
     function="train_loop",
     minutes=20,
     points=10,
@@ -900,22 +898,22 @@ Write the loop: `train_loop(step, state, batches, start, steps, log)` takes step
 `steps` and returns the last state. `step` returns at once, with promises; `float(metric)` waits.
 
 - Read the metrics of a step **after** the next step was dispatched and **before** the one after
-  that. Earlier, and the device stands still while Python writes; later, and metrics pile up, and a
-  run that dies has not written what it knew.
-- `log(number, values)` is called once for each step, in order, the last one included, with the
-  number of the step they belong to and a dict of Python floats.
-- Take exactly `steps - start` batches. One batch too many is lost: the saved place in the data
-  would be one ahead of the state. If `start == steps` nothing is taken and nothing is logged.
+  that. If you read earlier, the device sits idle while Python writes. If you read later, metrics
+  pile up, and a run that dies loses them.
+- `log(number, values)` is called once for each step, in order, including the last one, with the
+  step's number and a dict of Python floats.
+- Take exactly `steps - start` batches. One batch too many would be lost, because the saved data
+  position would be one ahead of the state. If `start == steps`, take nothing and log nothing.
 """,
     hints=(
         "Keep the metrics of the step before this one in a variable. What is in it before the "
         "first step, and after the last?",
-        "Each turn dispatches first, then writes down what was pending, then makes its own "
-        "metrics the pending ones, together with their number. After the loop one is left.",
+        "Each iteration dispatches first, then logs the pending metrics, then makes its own "
+        "metrics pending, together with their step number. After the loop one is left.",
         "`for number in range(start + 1, steps + 1)`: `state, metrics = step(state, "
-        "next(batches))`; if something is pending, log it; `pending = (number, metrics)`. After "
-        "the loop log what is pending, if anything. `{name: float(value) for name, value in "
-        "metrics.items()}`.",
+        "next(batches))`; if something is pending, log it; `pending = (number, metrics)`. "
+        "After the loop log the pending metrics, if there are any. `{name: float(value) for "
+        "name, value in metrics.items()}`.",
     ),
 )
 
@@ -1070,8 +1068,8 @@ def reads_at_once(step, state, batches, start, steps, log):
 
 
 @loop.mutant(
-    "You keep all metrics until the end. Nothing is seen while the run goes on, and if it dies, "
-    "nothing was written. One step behind is enough."
+    "You keep all metrics until the end. Nothing is visible while the run goes on, and if it "
+    "dies, nothing was written. One step behind is enough."
 )
 def reads_at_the_end(step, state, batches, start, steps, log):
     kept = []
@@ -1115,8 +1113,8 @@ def wrong_number(step, state, batches, start, steps, log):
 
 @loop.mutant(
     "You take a batch and then find that the run is over: `for batch in batches` has already "
-    "called next. The place in the data that you would save is one batch ahead of the state. "
-    "Count the steps, and call next only for a step that you take."
+    "called next. The data position that you would save is one batch ahead of the state. Count "
+    "the steps, and call next only for a step that you take."
 )
 def one_batch_too_many(step, state, batches, start, steps, log):
     pending, number = None, start
@@ -1134,8 +1132,8 @@ def one_batch_too_many(step, state, batches, start, steps, log):
 
 
 @loop.mutant(
-    "You begin at step 1 whatever `start` says, so a resumed run trains too long and numbers its "
-    "steps anew. The first step is start + 1."
+    "You begin at step 1 whatever `start` is, so a resumed run trains too long and numbers its "
+    "steps from 1 again. The first step is start + 1."
 )
 def ignores_start(step, state, batches, start, steps, log):
     return reads_behind(step, state, batches, 0, steps, log)
@@ -1171,23 +1169,23 @@ rerun = Exercise(
     points=10,
     statement="""
 Write `train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None)`. It trains for `steps`
-steps and returns the losses, Python floats, and what is needed to go on. The stub's docstring says
-which rows and which key belong to step i. What counts here is bit-equality:
+steps and returns the losses, as Python floats, and everything that is needed to go on. The stub's
+docstring says which rows and which key belong to step i. The checks look at bit-equality:
 
 - Two calls with equal arguments give equal losses and equal parameters, bit for bit, whatever was
   drawn from `np.random` in between. Another seed gives another run.
-- Taking $k$ steps, and $n$ more from `saved`, gives the losses and the parameters of $k + n$
-  steps. It does so if the cut falls within an epoch, between two epochs, or before the first step;
-  if there are several cuts; and if `saved` was written to a file and read back as NumPy arrays.
-- `saved` can be used twice, and so can `params`: a call leaves what it was given as it was.
-- `saved` contains arrays and numbers only: no functions, no generators, no key objects.
+- Taking $k$ steps, and $n$ more from `saved`, gives the losses and the parameters of $k + n$ steps.
+  This holds if the cut falls within an epoch, between two epochs, or before the first step; if
+  there are several cuts; and if `saved` was written to a file and read back as NumPy arrays.
+- `saved` can be used twice, and so can `params`: a call leaves its arguments unchanged.
+- `saved` contains only arrays and numbers: no functions, no generators, no key objects.
 
 Compile one step, not one for each step. Your function keeps nothing between calls.
 """,
     hints=(
-        "List all that differs between step 17 and step 18: parameters, the optimizer's moments "
-        "and its count, the rows, the key. Which of them can be computed from `seed` and the "
-        "number of the step, and which must be saved?",
+        "List everything that differs between step 17 and step 18: parameters, the "
+        "optimizer's moments and its count, the rows, the key. Which of them can be computed "
+        "from `seed` and the number of the step, and which must be saved?",
         "Rows and key are functions of `seed` and i. So the only state is `params`, `opt_state` "
         "and i itself. `optimizer.init` belongs to a fresh run only.",
         "`saved = {'step': ..., 'params': ..., 'opt_state': ...}`. Start from "

@@ -15,24 +15,24 @@ bpe_merge = Exercise(
     minutes=10,
     points=5,
     statement="""
-Write `merge_step(words, counts, new_id)`: one step of the training of a byte-pair encoding. A text
-is given as its different words, each a list of ids, and how often each of them occurs.
+Write `merge_step(words, counts, new_id)`: one step of training a byte-pair encoding. A text is given
+as its different words, each a list of ids, with the number of times that each word occurs.
 
-- Count every pair of neighbours within a word, as often as the word occurs. In a word `a a a` the
-  pair `a a` stands twice. No pair reaches over the end of a word.
-- The most frequent pair wins. Of several equally frequent ones it is the smallest, compared as
+- Count every pair of neighbours within a word, as often as the word occurs. A word `a a a` has the
+  pair `a a` twice. No pair crosses the end of a word.
+- The most frequent pair wins. If several are equally frequent, the smallest wins, compared as
   Python compares tuples.
 - Replace it by `new_id` in every word, from left to right, without overlap: `a a a` becomes
   `new a`.
-- Return the pair and the new words, in the order of the old ones. The lists you are given stay as
-  they are. Where no word has two ids the pair is None.
+- Return the pair and the new words, in the order of the old ones. Don't change the lists that you are
+  given. If no word has two ids, the pair is None.
 """,
     hints=(
-        "Two loops, one after the other: the first counts, over all words; the second replaces, in "
+        "Write two loops, one after the other: the first counts over all words, the second replaces in "
         "all words. What does `zip(word, word[1:])` give for a word of 0, 1 and 3 ids?",
         "Count into a dict from tuples to ints. `min(pairs, key=lambda pair: (-pairs[pair], pair))` "
-        "settles ties. In the second loop walk with an index `i` that goes on by 2 after a "
-        "replacement and by 1 otherwise.",
+        "settles ties. In the second loop, use an index `i` that goes on by 2 after a replacement and by "
+        "1 otherwise.",
         "`while i < len(word): if tuple(word[i:i + 2]) == best: new.append(new_id); i += 2`, "
         "`else: new.append(word[i]); i += 1`, into a fresh list for each word. Return "
         "`(None, copies)` if the dict is empty.",
@@ -182,43 +182,43 @@ wrong_merge(
 )
 wrong_merge(
     "once_in_a_word",
-    "You count a pair once in a word, however often it stands there. `zip(word, word[1:])` gives all "
-    "of them; don't make a set of it.",
+    "You count a pair once in a word, however often it occurs there. `zip(word, word[1:])` gives all "
+    "of its pairs; don't make a set of them.",
     seen=set,
 )
 wrong_merge(
     "no_overlap_when_counting",
-    "You don't count pairs that overlap. In `a a a` the pair `a a` stands twice; that only one of the "
-    "two can be merged is the second loop's business.",
+    "You don't count pairs that overlap. A word `a a a` has the pair `a a` twice, although the second "
+    "loop can merge only one of the two.",
     seen=lambda pairs: [p for i, p in enumerate(pairs) if not i or p != pairs[i - 1]],
 )
 wrong_merge(
     "across_words",
-    "You count over the whole text as one list. Then the end of one word and the beginning of the "
-    "next are a pair, and words are no longer counted as often as they occur.",
+    "You count over the whole text as one list. Then the end of one word and the beginning of the next "
+    "make a pair, and words no longer count as often as they occur.",
     across=True,
 )
 wrong_merge(
     "first_seen",
     "Among equally frequent pairs you take the one you met first, as `max(pairs, key=pairs.get)` "
-    "does. The smallest pair wins, so that the order of the words doesn't matter.",
+    "does. The smallest pair must win, so the order of the words doesn't matter.",
     tie=lambda pairs: max(pairs, key=pairs.get),
 )
 wrong_merge(
     "largest_of_a_tie",
-    "Among equally frequent pairs you take the largest: comparing (count, pair) and taking the "
-    "maximum does that. Take the minimum of (-count, pair).",
+    "Among equally frequent pairs you take the largest, perhaps as the maximum of (count, pair). "
+    "Take the minimum of (-count, pair).",
     tie=lambda pairs: max(pairs, key=lambda pair: (pairs[pair], pair)),
 )
 wrong_merge(
     "merges_overlap",
-    "After a replacement you go on by one place only, so its second id is used again. Go on by two.",
+    "After a replacement you go on by only one id, so the pair's second id is used again. Go on by two.",
     step=1,
 )
 wrong_merge(
     "from_the_right",
-    "You merge from the right. It makes a difference where the same id stands three times: `a a a` "
-    "becomes `new a`.",
+    "You merge from the right. It makes a difference if the same id comes three times: `a a a` becomes "
+    "`new a`.",
     backwards=True,
 )
 wrong_merge(
@@ -228,13 +228,13 @@ wrong_merge(
 )
 wrong_merge(
     "words_out_of_order",
-    "Your words come back in another order. Their counts stand in a list beside them, so the order "
-    "must stay.",
+    "Your words come back in another order. Their counts are in a separate list, so the order must "
+    "stay.",
     sort_words=True,
 )
 wrong_merge(
     "no_pair_at_all",
-    "Where no word has two ids there is no smallest or largest pair, and min() or max() raises. "
+    "If no word has two ids, there is no smallest or largest pair, and min() or max() raises. "
     "Return None and the words.",
     empty=False,
 )
@@ -248,30 +248,30 @@ packing = Exercise(
     minutes=25,
     points=15,
     statement="""
-Write `pack_documents(documents, rows, T, eod)`: lay the documents end to end, each followed by
-`eod`, and make the first `rows` rows of this stream. Row $r$ has the stream's tokens
-$rT \\ldots (r + 1)T - 1$ as inputs, and the tokens one place further on as targets. Return five
-arrays [rows, T]:
+Write `pack_documents(documents, rows, T, eod)`. Lay the documents end to end, each followed by `eod`,
+and make the first `rows` rows of this stream. Row $r$ has the stream's tokens
+$rT \\ldots (r + 1)T - 1$ as inputs, and the token after each of them as its target. Return five arrays
+[rows, T]:
 
 - `tokens` and `targets`, int32.
-- `segment_ids`, int32: 1, 2, ... for the documents that the *row* has a piece of. The end of
+- `segment_ids`, int32: 1, 2, ... for the documents that have a piece in this *row*. The end of
   document belongs to the document that it ends. 0 is padding.
-- `positions`, int32: 0, 1, ... from the beginning of that piece. A document that goes on in the
-  next row begins there at 0 again.
-- `loss_mask`, float32: 1 where the target belongs to the document of the input, so 0 at an end of
-  document and at padding. An end of document is a target like any other.
-- A place whose *target* would lie past the end of the stream is padding: all five arrays are 0
-  there. So the very last token is never an input.
+- `positions`, int32: 0, 1, ... from the beginning of each piece. If a document goes on in the next
+  row, it begins there at 0 again.
+- `loss_mask`, float32: 1 if the target belongs to the same document as the input. So it's 0 at an end
+  of document, and also at padding. An end of document is a target like any other.
+- A slot is padding if its *target* would be past the end of the stream: all five arrays are 0 there.
+  So the very last token is never an input.
 
-A document may be empty, have one token, or be longer than a row. There may be no document, more
-rows than the stream fills, or fewer.
+A document may be empty, have one token, or be longer than a row. There may be no documents at all, and
+`rows` may be more or less than the stream fills.
 """,
     hints=(
         "Write the stream for the documents `5 6` and `7` by hand, and below it the five rows of "
-        "numbers for T = 4. In which places does a new piece begin? It can be told from two things.",
-        "Put the stream into padded arrays [rows, T] first. A piece begins at place 0 of each row and "
-        "one place after every `tokens == eod`. The running sum of the beginnings is the segment id, "
-        "and the running *maximum* of their places is where the current piece began.",
+        "numbers for T = 4. In which slots does a new piece begin? There are two ways to begin one.",
+        "Put the stream into padded arrays [rows, T] first. A piece begins at slot 0 of each row and "
+        "one slot after every `tokens == eod`. The running sum of the beginnings is the segment id, and "
+        "the running *maximum* of their slots is where the current piece began.",
         "`begins[:, 0] = True; begins[:, 1:] = (tokens == eod)[:, :-1]`; `np.cumsum(begins, axis=1)`; "
         "`np.arange(T) - np.maximum.accumulate(np.where(begins, np.arange(T), 0), axis=1)`; the mask is "
         "`real & (tokens != eod)`. Then everything is 0 where it is not `real`.",
@@ -414,19 +414,19 @@ wrong_pack(
 )
 wrong_pack(
     "ends_are_never_learnt",
-    "Your loss mask is 0 where the *target* is an end of document. Then the model never learns to stop. "
-    "The mask is 0 where the *input* is one.",
+    "Your loss mask is 0 if the *target* is an end of document. Then the model never learns to stop. "
+    "The mask is 0 if the *input* is one.",
     mask=lambda token, target, eod: token != eod and target != eod,
 )
 wrong_pack(
     "mask_at_the_target",
-    "You mask the place whose target is an end of document, and not the place whose input is one. You "
+    "You mask the slot whose target is an end of document, and not the slot whose input is one. You "
     "are off by one.",
     mask=lambda token, target, eod: target != eod,
 )
 wrong_pack(
     "no_restart",
-    "Your positions count the places of the row. They begin at 0 with each document's piece.",
+    "Your positions count the slots of the row. They begin at 0 with each document's piece.",
     restart=False,
 )
 wrong_pack(
@@ -442,13 +442,13 @@ wrong_pack(
 )
 wrong_pack(
     "segments_from_zero",
-    "Your first segment is 0, which is what padding has. Begin with 1.",
+    "Your first segment is 0, but 0 means padding. Begin with 1.",
     first_id=0,
 )
 wrong_pack(
     "end_belongs_to_the_next",
     "You begin a new segment at the end of document. It belongs to the document that it ends; the new "
-    "one begins one place later.",
+    "segment begins one slot later.",
     end_begins=True,
 )
 wrong_pack(
@@ -459,23 +459,23 @@ wrong_pack(
 )
 wrong_pack(
     "no_end_of_document",
-    "You don't put `eod` after each document. Nobody can tell where one ends.",
+    "You don't put `eod` after each document, so the model can't see where one ends.",
     ends=False,
 )
 wrong_pack(
     "no_end_of_an_empty_document",
-    "You leave out empty documents. Each document is followed by `eod`, one without tokens too: its end "
-    "stands in the stream.",
+    "You leave out empty documents. Each document is followed by `eod`, even one without tokens, so its "
+    "end is in the stream.",
     keep_empty=False,
 )
 wrong_pack(
     "last_row_missing",
-    "Your last row stays empty. The row in which the stream ends counts too, and is filled up.",
+    "Your last row stays empty. The row in which the stream ends counts too: fill it up with padding.",
     short=1,
 )
 wrong_pack(
     "last_token_is_an_input",
-    "The last token of the stream is an input in your rows, although it has no target. That place is "
+    "The last token of the stream is an input in your rows, although it has no target. That slot is "
     "padding.",
     pad_from_input=True,
 )
@@ -491,15 +491,15 @@ wrong_pack(
 )
 wrong_pack(
     "int64",
-    "Your arrays of integers are int64, which NumPy makes unless told otherwise. JAX computes in int32: "
-    "pass `np.int32` where you make them.",
+    "Your integer arrays are int64, NumPy's default. JAX computes in int32: pass `np.int32` where you "
+    "make them.",
     kind=np.int64,
 )
 
 
 @packing.mutant(
-    "You give each document a row of its own. The documents are laid end to end first, and rows are cut "
-    "from that stream wherever they fall: a row has pieces of several documents, without gaps."
+    "You give each document a row of its own. Lay the documents end to end first and then cut rows from "
+    "that stream, wherever they fall: a row has pieces of several documents, without gaps."
 )
 def a_row_for_each_document(documents, rows, T, eod):
     out = right_pack([], rows, T, eod)
@@ -522,19 +522,19 @@ process_shard = Exercise(
 Global batch $k$ is rows $kB \\ldots (k + 1)B - 1$ of the data, however many processes there are. Write
 `rows_of_process(k, B, process, count, total)`: the numbers of the rows that one of them reads.
 
-- The processes share the $B$ places of the batch in unbroken pieces, in order: joined from process 0
+- The processes share the $B$ slots of the batch in contiguous pieces, in order: joined from process 0
   to the last, their rows are the batch.
-- Where `count` does not divide $B$, the first $B \\bmod$ `count` processes take one row more than the
-  others. With more processes than rows some take none.
-- The data ends after `total` rows. The places of the last batch are dealt as always, and where there
-  is no row any more stands -1. So every process has an array of the same shape in every batch.
+- If `count` doesn't divide $B$, the first $B \\bmod$ `count` processes take one row more than the
+  others. If there are more processes than rows, some take none.
+- The data ends after `total` rows. The slots of the last batch are dealt as always, and a slot without
+  a row gets -1. So every process has an array of the same shape in every batch.
 - `k` may be large: all arithmetic is in integers.
 """,
     hints=(
-        "Forget k and total first: which *places* 0 ... B - 1 of a batch does a process take? Write it "
+        "Forget k and total first: which *slots* 0 ... B - 1 of a batch does a process take? Write them "
         "down for B = 7 and 3 processes.",
-        "`share, more = divmod(B, count)`. Before process p come p shares, and one row more for each "
-        "process before it that is below `more`: that is `min(p, more)`.",
+        "`share, more = divmod(B, count)`. The processes before process p have p shares together, and one "
+        "more row for each of them that is below `more`: `min(p, more)` rows.",
         "`first = process * share + min(process, more)`, `last = first + share + (process < more)`, "
         "`rows = k * B + np.arange(first, last)`, and `np.where(rows < total, rows, -1)`.",
     ),
@@ -643,24 +643,23 @@ def wrong_shard(name, hint, **changes):
 wrong_shard(
     "every_process_its_own_data",
     "Your rows begin at k times the rows of *this process*. All processes then read the beginning of "
-    "the data, and the batch depends on how many they are. It begins at k B.",
+    "the data, and the batch depends on their number. It begins at k B.",
     batch=lambda k, B, count: k * (B // count),
 )
 wrong_shard(
     "no_batch",
-    "You return places in the batch. Add k B.",
+    "You return slots of the batch. Add k B.",
     batch=lambda k, B, count: 0,
 )
 wrong_shard(
     "strided",
     "You deal the rows one by one, every `count`-th to a process. That is disjoint and complete, but "
-    "joined in the order of the processes it is not the batch.",
+    "joined in the order of the processes it isn't the batch.",
     places=lambda B, process, count: np.arange(process, B, count, dtype=np.int64),
 )
 wrong_shard(
     "rows_left_over",
-    "You give each process B // count rows. Where that doesn't divide, the last rows are read by "
-    "nobody.",
+    "You give each process B // count rows. If that doesn't divide, no process reads the last rows.",
     places=lambda B, process, count: process * (B // count) + np.arange(B // count, dtype=np.int64),
 )
 wrong_shard(
@@ -680,8 +679,8 @@ wrong_shard(
 )
 wrong_shard(
     "all_that_is_left_to_the_last",
-    "You give all that is left over to the last process, which then has up to twice as much to do. The "
-    "first B mod count processes take one row more each.",
+    "You give all rows that are left over to the last process, which then has up to twice as much to do. "
+    "The first B mod count processes take one row more each.",
     places=lambda B, process, count: np.arange(
         process * (B // count),
         (process + 1) * (B // count) if process < count - 1 else B,
@@ -696,19 +695,19 @@ wrong_shard(
 )
 wrong_shard(
     "past_the_end",
-    "You don't look at `total`. Rows from it on do not exist: put -1 there.",
+    "You don't look at `total`. There are no rows from `total` on: put -1 there.",
     end=lambda rows, total: rows,
 )
 wrong_shard(
     "begins_anew",
-    "Past the end you begin again with row 0. That is the next epoch, whose order is another. Put -1 "
+    "Past the end you begin again with row 0. That is the next epoch, which has another order. Put -1 "
     "there.",
     end=lambda rows, total: rows % total,
 )
 wrong_shard(
     "what_is_left_is_dealt",
-    "In the last batch you deal out the rows that are left. The places of the batch are dealt as "
-    "always, so that every process keeps its shape; some get -1.",
+    "In the last batch you deal out the rows that are left. Deal the slots of the batch as always, so "
+    "every process keeps its shape and some slots get -1.",
     deal_what_is_left=True,
 )
 wrong_shard(
@@ -731,23 +730,23 @@ Write the class `ShuffledRows(rows, seed)`, an iterator over row numbers that ne
 $e = 0, 1, \\ldots$ has every row once, in the order
 `np.random.default_rng([seed, e]).permutation(rows)`.
 
-- `get_state()` returns where it stands, as values that JSON can hold. `set_state(state)` goes there,
-  whether forwards or back, in the same object or in another that was made with the same arguments.
-  The rows from there on are those that the first iterator went on to give.
-- The state is small, and does not grow with the number of rows or with the rows that were taken.
-- A state that you have handed out does not change when the iterator goes on or is asked again.
+- `get_state()` returns the current resume point, as values that JSON can hold. `set_state(state)` goes
+  there, forwards or back, in the same object or in another one made with the same arguments. The rows
+  from there on equal those that the first iterator went on to give.
+- The state is small. It doesn't grow with the number of rows or with the rows taken so far.
+- A state that you have returned doesn't change when the iterator goes on or is asked again.
 - Row numbers are Python ints, which JSON can hold too.
-- Going to a place costs no more than one permutation. A run may be resumed in its millionth epoch.
-- An epoch is permuted once, not once a row.
+- `set_state` costs no more than one permutation. A run may be resumed in its millionth epoch.
+- An epoch is permuted once, not once for each row.
 """,
     hints=(
         "The order of any epoch can be computed from scratch. So what is the least that you must "
-        "remember in order to know which row is next?",
-        "How many rows have been taken, one integer. `divmod(taken, rows)` is the epoch and the place "
-        "in it. Keep the permutation of the current epoch beside it, as a cache that is no part of the "
+        "remember to know which row comes next?",
+        "One integer: how many rows have been taken. `divmod(taken, rows)` is the epoch and the index in "
+        "it. Also keep the permutation of the current epoch, but as a cache that isn't part of the "
         "state.",
-        "In `__next__`: `epoch, place = divmod(self.taken, self.rows)`; if `epoch` is not the one whose "
-        "order you hold, compute it; add 1 to `taken`; return `int(self.order[place])`. `get_state` "
+        "In `__next__`: `epoch, index = divmod(self.taken, self.rows)`; if `epoch` is not the one whose "
+        "order you hold, compute it; add 1 to `taken`; return `int(self.order[index])`. `get_state` "
         'returns `{"taken": self.taken}`.',
     ),
     seconds=30.0,
@@ -892,7 +891,7 @@ def _(fn, t):
     t.true(len(drawn) <= 2, why=f"{len(drawn)} generators for 50 rows", observed=len(drawn))
 
 
-@resume.check("going to a place costs one permutation")
+@resume.check("going to a resume point costs one permutation")
 def _(fn, t):
     rows, seed = int(t.rng.integers(20, 40)), int(t.rng.integers(1, 1000))
     taken = 7 * rows + int(t.rng.integers(2, rows - 2))
@@ -926,9 +925,8 @@ class SumOfSeeds(CorrectRows):
 
 
 @resume.mutant(
-    "You draw each epoch's order from one generator that goes on. Then epoch e needs all epochs before "
-    "it, and a resumed iterator begins its generator anew. Make a generator for each epoch, from "
-    "[seed, epoch]."
+    "You draw all epochs' orders from one generator. Then epoch e needs all epochs before it, and a "
+    "resumed iterator begins its generator anew. Make a generator for each epoch, from [seed, epoch]."
 )
 class OneGenerator(CorrectRows):
     def __init__(self, rows, seed):
@@ -940,7 +938,7 @@ class OneGenerator(CorrectRows):
 
 
 @resume.mutant(
-    "You resume at the beginning of the epoch: the state holds the epoch and not the place in it. Rows "
+    "You resume at the beginning of the epoch: the state holds the epoch but not the index in it. Rows "
     "taken before the stop come again."
 )
 class EpochOnly(CorrectRows):
@@ -952,8 +950,8 @@ class EpochOnly(CorrectRows):
 
 
 @resume.mutant(
-    "Your state holds the place in the epoch and not the epoch. After a stop the order is again that of "
-    "epoch 0."
+    "Your state holds the index in the epoch but not the epoch. After a stop the order is that of epoch 0 "
+    "again."
 )
 class PlaceOnly(CorrectRows):
     def get_state(self):
@@ -964,8 +962,8 @@ class PlaceOnly(CorrectRows):
 
 
 @resume.mutant(
-    "You keep the old epoch's order after set_state. The place may be in another epoch: compute the "
-    "order of the epoch that you have gone to."
+    "You keep the old epoch's order after set_state. The resume point may be in another epoch: compute "
+    "the order of that epoch."
 )
 class OldOrder(CorrectRows):
     def __next__(self):
@@ -977,7 +975,7 @@ class OldOrder(CorrectRows):
 
 
 @resume.mutant(
-    "You go to the right place of the wrong epoch's order. `set_state` must also make that epoch's "
+    "You go to the right index of the wrong epoch's order. `set_state` must also make that epoch's "
     "permutation."
 )
 class OrderNotMade(CorrectRows):
@@ -1001,7 +999,9 @@ class OrderNotMade(CorrectRows):
         self.epoch, self.place = state["epoch"], state["place"]
 
 
-@resume.mutant("You walk to the place. Any epoch's order can be made at once.")
+@resume.mutant(
+    "You step through all rows up to the resume point. Any epoch's order can be made directly."
+)
 class WalksThere(CorrectRows):
     def set_state(self, state):
         self.taken = 0
@@ -1009,8 +1009,8 @@ class WalksThere(CorrectRows):
 
 
 @resume.mutant(
-    "You resume one row too late: the state tells the row that was taken last, and you go on after the "
-    "next one. It is the number of rows taken."
+    "You resume one row too late. If the state is the number of rows taken, that is also the number of "
+    "the next row: don't add 1."
 )
 class OneLate(CorrectRows):
     def set_state(self, state):
@@ -1019,7 +1019,7 @@ class OneLate(CorrectRows):
 
 @resume.mutant(
     "Your state holds the order of the epoch. It can be computed from the seed and the epoch, and for a "
-    "thousand million rows it would be larger than the model."
+    "billion rows it would be larger than the model."
 )
 class OrderInTheState(CorrectRows):
     def get_state(self):
@@ -1027,7 +1027,7 @@ class OrderInTheState(CorrectRows):
 
 
 @resume.mutant(
-    "Your state lists the rows that were taken, so it grows. In a known order their number is enough."
+    "Your state lists the rows that were taken, so it grows. As the order is known, their number is enough."
 )
 class ListOfTaken(CorrectRows):
     def get_state(self):
@@ -1038,8 +1038,8 @@ class ListOfTaken(CorrectRows):
 
 
 @resume.mutant(
-    "You hand out the dict that the iterator itself goes on with. Return a new one from get_state, and "
-    "copy what set_state is given."
+    "You return the dict that the iterator itself goes on with. Return a new one from get_state, and "
+    "copy the one that set_state is given."
 )
 class SharedState(CorrectRows):
     def __init__(self, rows, seed):
@@ -1062,8 +1062,8 @@ class SharedState(CorrectRows):
 
 
 @resume.mutant(
-    "`get_state` fills one dict again and hands it out each time, so the states it gave before change "
-    "with it. Return a new dict."
+    "`get_state` fills the same dict each time and returns it, so the states it returned before change "
+    "too. Return a new dict."
 )
 class OneDict(CorrectRows):
     def __init__(self, rows, seed):
@@ -1076,8 +1076,7 @@ class OneDict(CorrectRows):
 
 
 @resume.mutant(
-    "Your row numbers are NumPy's integers, as they stand in the permutation. JSON cannot hold them: "
-    "return `int(...)`."
+    "Your row numbers are NumPy integers, as in the permutation. JSON can't hold them: return `int(...)`."
 )
 class NumpyIntegers(CorrectRows):
     def __next__(self):
@@ -1085,8 +1084,8 @@ class NumpyIntegers(CorrectRows):
 
 
 @resume.mutant(
-    "You permute all rows again for each row that you return. Keep the order of the current epoch; it is "
-    "no part of the state."
+    "You permute all rows again for each row that you return. Keep the order of the current epoch; it "
+    "isn't part of the state."
 )
 class PermutedEachTime(CorrectRows):
     def __next__(self):
@@ -1103,30 +1102,31 @@ mixture = Exercise(
     minutes=35,
     points=15,
     statement="""
-Write `row_of_mixture(weights, i)`: which part row $i$ of a mixture comes from, and which row of that
-part it is, two Python ints. Let $W$ be the sum of the weights $w_p$. The rule is that of a timetable:
+Write `row_of_mixture(weights, i)`, which returns two Python ints: the part that row $i$ of a mixture
+comes from, and the number of the row in that part. Let $W$ be the sum of the weights $w_p$. The rule is
+a timetable, with one slot for each row of the mixture:
 
-- Row $j$ of part $p$ *may come* from place $\\lfloor jW / w_p \\rfloor$ of the mixture on, and must have
-  come *before* place $\\lceil (j + 1)W / w_p \\rceil$.
-- Each place takes, of the parts whose next row may come, the one whose next row must have come
-  first; of several such parts the one with the lowest number.
+- Row $j$ of part $p$ *may come* from slot $\\lfloor jW / w_p \\rfloor$ on, and must come *before* slot
+  $\\lceil (j + 1)W / w_p \\rceil$, its deadline.
+- Look at the parts whose next row may come in a slot. The part with the earliest deadline gets the
+  slot; if there are several, the one with the lowest number.
 
-It follows that each part gives its rows 0, 1, 2, ... in order, and that after any number of rows $n$
-part $p$ has given $n w_p / W$ of them, to within less than one row, however many parts there are.
-(You need not prove it. The checks count.)
+It follows that each part gives its rows 0, 1, 2, ... in order. After any number of rows $n$, part $p$ has
+given $n w_p / W$ of them, to within less than one row, however many parts there are. (You needn't prove
+it. The checks count.)
 
-- Weights are integers of at least 1, with a sum below a thousand. `i` may be above $10^{18}$, so no
+- Weights are integers of at least 1, with a sum below a thousand. `i` may be above $10^{18}$, so use no
   floating point, and no loop over all rows before `i`.
 - The function has no memory: it may be asked for any rows in any order.
 """,
     hints=(
         "After W rows every part has had exactly its weight. What does the timetable look like from "
-        "there on? So `divmod(i, W)` leaves you with a place below W.",
-        "Loop over the places 0 ... `place` with a list `taken`, the rows each part has given. The next "
-        "row of part p is `taken[p]`. A list of the parts that may come, then `min` with a key; `min` "
-        "takes the first of several.",
-        "May come: `taken[p] * W // w <= n`. Must have come before `-(-(taken[p] + 1) * W // w)`, which "
-        "is division rounded up. After the loop: `part, rounds * weights[part] + taken[part] - 1`.",
+        "there on? So `divmod(i, W)` leaves you with a slot below W.",
+        "Loop over the slots 0 ... `slot` with a list `taken` of the rows that each part has given. The "
+        "next row of part p is `taken[p]`. List the parts that may come, and take the `min` with a key; "
+        "`min` takes the first of several.",
+        "May come: `taken[p] * W // w <= n`. Deadline: `-(-(taken[p] + 1) * W // w)`, which is division "
+        "rounded up. After the loop: `part, rounds * weights[part] + taken[part] - 1`.",
     ),
     seconds=60.0,
     forbid=("grain", "minitext.data"),
@@ -1240,8 +1240,8 @@ def blocks(weights, i):
 
 
 @mixture.mutant(
-    "You take the parts in turn. That gives equal shares; where a part has had its weight you must not "
-    "ask it again, and the others come too early."
+    "You take the parts in turn, which gives equal shares. A part that has had its weight must not come "
+    "again, and then the others come too early."
 )
 def in_turn(weights, i):
     rounds, place = divmod(i, sum(weights))
@@ -1256,7 +1256,7 @@ def in_turn(weights, i):
 
 
 @mixture.mutant(
-    "You draw the part at random, by weight. Then the shares are right on average only: after n rows "
+    "You draw the part at random, by weight. Then the shares are right only on average: after n rows "
     "they are off by about the root of n."
 )
 def at_random(weights, i):
@@ -1267,8 +1267,8 @@ def at_random(weights, i):
 
 
 @mixture.mutant(
-    "You look only at when a row must have come. Then a part with a large weight may run ahead of its "
-    "share. First sort out the parts whose next row may not come yet."
+    "You look only at the deadlines. Then a part with a large weight may run ahead of its share. First "
+    "leave out the parts whose next row may not come yet."
 )
 def never_too_early(weights, i):
     return by_table(weights, i, may=lambda taken, w, n: taken < w)
@@ -1276,7 +1276,7 @@ def never_too_early(weights, i):
 
 @mixture.mutant(
     "You take the part that is furthest behind its share. That is a fair rule, but another one, and with "
-    "many parts it can miss a share by a row. Take the row that must have come first."
+    "many parts it can miss a share by a row. Take the row with the earliest deadline."
 )
 def furthest_behind(weights, i):
     W = sum(weights)
@@ -1303,15 +1303,15 @@ def rounded_in_turn(weights, i):
 
 
 @mixture.mutant(
-    "Of several parts whose rows must have come by the same place you take the last one. Take the one "
-    "with the lowest number."
+    "If several parts have the same deadline, you take the last one. Take the one with the lowest "
+    "number."
 )
 def last_of_a_tie(weights, i):
     return by_table(weights, i, tie=-1)
 
 
 @mixture.mutant(
-    "You round the due place down. Row j of part p has until (j + 1) W / w rounded *up*."
+    "You round the deadline down. Row j of part p has until (j + 1) W / w rounded *up*."
 )
 def due_rounded_down(weights, i):
     W = sum(weights)
@@ -1319,8 +1319,8 @@ def due_rounded_down(weights, i):
 
 
 @mixture.mutant(
-    "You let a row come one place late: from place j W / w rounded up on. It may come from the place "
-    "that is rounded *down*."
+    "You let a row come one slot late: from slot j W / w rounded up on. It may come from the slot that is "
+    "rounded *down*."
 )
 def may_rounded_up(weights, i):
     W = sum(weights)
@@ -1342,8 +1342,8 @@ def rows_of_the_round(weights, i):
 
 
 @mixture.mutant(
-    "Your rows are one too high. A part's first row is row 0, so the row is how many that part has given "
-    "*before*."
+    "Your rows are one too high. A part's first row is row 0, so its number is how many rows that part "
+    "has given *before*."
 )
 def rows_from_one(weights, i):
     part, row = by_table(weights, i)
@@ -1351,8 +1351,8 @@ def rows_from_one(weights, i):
 
 
 @mixture.mutant(
-    "You return the number of the row in the mixture. Asked for is the row of the *part*: how many rows "
-    "that part has given before."
+    "You return the number of the row in the mixture. The question is the row of the *part*: how many "
+    "rows that part has given before."
 )
 def row_of_the_whole(weights, i):
     return by_table(weights, i)[0], i
@@ -1384,6 +1384,6 @@ class Remembering:
 
 
 mixture.mutant(
-    "You count calls, or keep something else from one call to the next. The answer depends on `weights` "
-    "and `i` alone."
+    "You count calls, or keep something else from one call to the next. The answer must depend on "
+    "`weights` and `i` alone."
 )(Remembering())

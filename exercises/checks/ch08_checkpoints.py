@@ -15,44 +15,41 @@ from minitext.book.grading import Exercise
 
 crash_safe = Exercise(
     "08.crash_safe_save",
-    title="A save that a crash cannot tear",
+    title="A save that a crash can't tear",
     function="save_step",
     minutes=30,
     points=10,
     statement="""
-Write `save_step(disk, step, files)`. It saves a checkpoint as a folder named after its step, such as
-`300`, and then deletes the older steps. A reader takes the folder with the largest number. At every
-moment at which the machine may stop, that folder must be whole: the new step with all its files, or
-the step before with all of its own.
+Write `save_step(disk, step, files)`. It saves a checkpoint as a folder named after its step, such as `300`, and then
+deletes the older steps. A reader takes the folder with the largest number. Whenever the machine stops, that folder must
+be whole: either the new step with all its files, or the previous step with all of its own.
 
-You write on a *simulated disk*, which the checks stop at each of your calls and in the middle of them.
-A path is a folder's name, or `folder/file`; `""` is the disk itself.
+You write on a *simulated disk*, which the checks stop between your calls and in the middle of them. A path is a
+folder's name, or `folder/file`; `""` is the disk itself.
 
 | call | what it does |
 |---|---|
 | `disk.list("")` | the names on the disk; `disk.list("300")` those in a folder |
 | `disk.mkdir("a")` | makes a folder; `FileExistsError` if there is one |
-| `disk.write("a/b", data)` | makes or replaces a file; stopped half-way, it has half of the bytes |
+| `disk.write("a/b", data)` | makes or replaces a file; stopped halfway, it has half of the bytes |
 | `disk.fsync("a/b")` | the file's *content* is on the disk when this returns |
-| `disk.fsync("a")` | the *names* in this folder are on the disk when this returns; so does `fsync("")` |
+| `disk.fsync("a")` | the *names* in this folder are on the disk when this returns; `fsync("")` for the disk itself |
 | `disk.rename("a", "b")` | renames a folder; `FileExistsError` if `b` exists |
 | `disk.delete("a")` | deletes a folder, file by file |
 
-- After `kill -9` the disk is as your calls left it. After a power failure, content that was not
-  flushed by `fsync` is lost, and each change of a name that was not flushed may have happened or not,
-  whatever the order of your calls.
-- When `save_step` returns, the new step survives a power failure, and no other step is left. (A deleted
-  step may come back after a power failure.)
-- A save that was killed before may have left folders whose names end in `.tmp`. They are no steps, what
-  is in them is of no use, and none of them is left either.
-- Yours is the only process that saves. Don't catch exceptions: the machine is gone.
+- After `kill -9` the disk is as your calls left it. A power failure loses content that `fsync` hasn't flushed. And each
+  change of a name that wasn't flushed may or may not have happened, whatever the order of your calls.
+- When `save_step` returns, the new step survives a power failure, and no other step is left. (A deleted step may come
+  back after a power failure.)
+- An earlier save that was killed may have left folders whose names end in `.tmp`. They aren't steps and their contents
+  are useless; none of them may be left either.
+- No other process saves. Don't catch exceptions: the machine is gone.
 """,
     hints=(
-        "Write down the calls in order and ask after each: if the machine stops here, what does the "
-        "reader find? The name `300` must not exist before everything in it is on the disk.",
-        "Three things are flushed, each with its own `fsync`: the content of each file, the names in "
-        "the new folder, and, after the rename, the names on the disk. What may be deleted before the "
-        "last of them?",
+        "Write down the calls in order, and after each ask what the reader finds if the machine stops here. The name "
+        "`300` must not exist before everything in it is on the disk.",
+        "Three things need an `fsync` each: the content of each file, the names in the new folder and, after the "
+        "rename, the names on the disk. What may you delete before the last of them?",
         "Delete what ends in `.tmp`; `mkdir` a `.tmp` folder; `write` and `fsync` each file; `fsync` "
         'the folder; `rename` it; `fsync("")`; only then delete the older steps.',
     ),
@@ -273,17 +270,17 @@ def _(fn, t):
 
 @crash_safe.check("the power fails, and names in a folder are lost")
 def _(fn, t):
-    why = "names in folders that were not flushed are lost"
+    why = "names in unflushed folders are lost"
     crash_everywhere(fn, t, lambda disk: [disk.names_in_folders_lost()], why)
 
 
 @crash_safe.check("the power fails, and names on the disk are lost")
 def _(fn, t):
-    why = "changes of names that were not flushed happen or not"
+    why = "unflushed changes of names may or may not happen"
     crash_everywhere(fn, t, lambda disk: disk.names_lost(), why)
 
 
-@crash_safe.check("the power fails after it returned")
+@crash_safe.check("the power fails after the save returned")
 def _(fn, t):
     old, new = some_files(t, 2), some_files(t, 3)
     disk = Disk({"70": old})
@@ -293,7 +290,7 @@ def _(fn, t):
         t.true(seen == "new", f"the reader finds {seen}", observed=[ord(c) for c in seen])
 
 
-@crash_safe.check("what a killed save left")
+@crash_safe.check("leftovers of a killed save")
 def _(fn, t):
     def leftovers(step, t):
         return {f"{step}.tmp": {"stale": b"half of someth"}, "7.tmp": some_files(t, 2)}
@@ -364,26 +361,26 @@ def wrong_save(name, hint, **changes):
 
 wrong_save(
     "in_place",
-    "You write straight into the folder that the reader looks for. Stopped half-way, it is there and "
-    "not whole. Write under another name, one that ends in `.tmp`, and rename when all is written.",
+    "You write straight into the folder that the reader looks for. If you're stopped halfway, it exists but isn't "
+    "whole. Write under another name that ends in `.tmp`, and rename once everything is written.",
     draft=str,
 )
 wrong_save(
     "deletes_first",
-    "You delete the old step before the new one has its name. Stopped between the two, the reader finds "
-    "nothing: what ends in `.tmp` is no step yet. Rename, flush, and only then delete.",
+    "You delete the old step before the new one has its name. If you're stopped between the two, the reader finds "
+    "nothing, because a `.tmp` folder isn't a step yet. Rename, flush, and only then delete.",
     delete="first",
 )
 wrong_save(
     "no_fsync_of_files",
-    "You never flush the files. Their names may reach the disk before their content does, and after "
-    "a power failure the files are there and empty. fsync each file before the rename.",
+    "You never flush the files. Their names may reach the disk before their content, and after a power failure "
+    "the files exist but are empty. fsync each file before the rename.",
     sync_files=False,
 )
 wrong_save(
     "files_flushed_after_the_rename",
-    "You flush the files after the rename. Between the two, the new name is there and the content "
-    "perhaps not. First all the content, then the rename.",
+    "You flush the files after the rename. In between, the new name exists but its content may not. Flush all the "
+    "content first, then rename.",
     sync_late=True,
 )
 wrong_save(
@@ -394,37 +391,36 @@ wrong_save(
 )
 wrong_save(
     "no_fsync_of_the_disk",
-    "You never flush the rename. The names of the steps belong to the disk itself: "
-    'fsync("") after the rename, and before anything is deleted.',
+    'You never flush the rename. The steps\' names belong to the disk itself: call fsync("") after the rename, '
+    "before you delete anything.",
     sync_disk=None,
 )
 wrong_save(
     "disk_flushed_after_deleting",
-    "You delete the old step before the rename is flushed. The disk may carry out the later change "
-    'and not the earlier one. fsync("") between the rename and the deletion.',
+    "You delete the old step before you flush the rename. The disk may carry out the later change but not the "
+    'earlier one. Call fsync("") between the rename and the deletion.',
     sync_disk="after",
 )
 wrong_save(
     "keeps_old_steps",
-    "You leave the older steps there. Delete them when the new one is on the disk.",
+    "You leave the older steps. Delete them once the new one is on the disk.",
     delete=None,
 )
 wrong_save(
     "leftovers_stay",
-    "The `.tmp` folder of a killed save is in your way or stays for ever. Delete every name that "
-    "ends in `.tmp` before you begin.",
+    "The `.tmp` folder of a killed save gets in your way or stays forever. Delete every name that ends in `.tmp` "
+    "before you start.",
     clean=None,
 )
 wrong_save(
     "deletes_only_its_own",
-    "A `.tmp` folder of an earlier save is still there. Delete every name that ends in `.tmp`, not only "
-    "yours.",
+    "A `.tmp` folder of an earlier save is left over. Delete every name that ends in `.tmp`, not only your own.",
     clean="own",
 )
 wrong_save(
     "writes_into_leftovers",
-    "You go on in the `.tmp` folder that a killed save left, and what was in it becomes part of your "
-    "step. Delete such folders first, and make a new one.",
+    "You continue in the `.tmp` folder that a killed save left, so its contents become part of your step. Delete "
+    "such folders first, and make a new one.",
     clean=None,
     make=lambda disk, name: None if name in disk.list("") else disk.mkdir(name),
 )
@@ -434,36 +430,34 @@ wrong_save(
 
 reshard = Exercise(
     "08.reshard",
-    title="From any devices to any other",
+    title="From any devices to any others",
     function="read_piece",
     minutes=30,
     points=10,
     statement="""
-Eight devices saved an array, each its own piece. Now two devices want it, or three, or one, divided in
-another way. Write `read_piece(saved, read, want, dtype)`, which builds the piece of one of the new
-devices from the saved pieces.
+Eight devices saved an array, each its own piece. Now two devices, or three, or one want it, split in a different way.
+Write `read_piece(saved, read, want, dtype)`, which builds one new device's piece from the saved pieces.
 
-A *place* says which part of the whole array a piece is: a tuple with one `(start, stop)` for each
-dimension, as in a slice. `saved` lists the places of the pieces on the disk, and `read(i)` reads the
-whole piece `saved[i]`, a NumPy array of that place's shape.
+A *region* says which part of the whole array a piece is: a tuple with one `(start, stop)` for each dimension, as in a
+slice. `saved` lists the regions of the pieces on the disk, and `read(i)` reads the whole piece `saved[i]`, a NumPy
+array of that region's shape.
 
-- Read only pieces that have an element in common with `want`, and each of them once: the checks count.
-- Where devices held copies of one piece, the same place is in `saved` several times. Read one of them.
-- The result has the shape of `want` and the `dtype`, which may be one of JAX's own, such as bfloat16.
-- Arrays have any number of dimensions. A scalar's place is `()`. A place with `start == stop` has no
-  elements.
-- If some element of `want` is in no saved piece, raise a `ValueError`. An array with a hole in it,
-  filled with whatever was in memory, would train on.
+- Read only pieces that have an element in common with `want`, and read each of them once: the checks count.
+- If devices held copies of a piece, its region is in `saved` several times. Read only one of them.
+- The result has the shape of `want` and the given `dtype`, which may be one of JAX's own, such as bfloat16.
+- Arrays have any number of dimensions. A scalar's region is `()`. A region with `start == stop` has no elements.
+- If an element of `want` is in no saved piece, raise a `ValueError`. Otherwise the array would have a hole filled with
+  arbitrary memory, and training would continue with it.
 """,
     hints=(
-        "Draw one dimension: a saved piece from 4 to 8, a wanted one from 6 to 12. Which elements "
-        "have both? Where are they in the saved piece, and where in the wanted one?",
-        "In each dimension both have `max(starts)` to `min(stops)`; there is nothing in common as "
-        "soon as one dimension has nothing. Subtract the wanted start to index the result, and the "
-        "saved start to index what was read.",
-        "`piece[tuple(slice(a - c, b - c) ...)] = read(i)[tuple(slice(a - e, b - e) ...)]`, with "
-        "(a, b) in common, c the wanted start and e the saved one. Count the elements you have "
-        "filled, and keep a set of places you have read.",
+        "Draw one dimension: a saved piece from 4 to 8, a wanted one from 6 to 12. Which elements are in both? Where "
+        "are they in the saved piece, and where in the wanted one?",
+        "In each dimension, the overlap goes from `max(starts)` to `min(stops)`. If any dimension has no overlap, "
+        "there is none at all. Subtract the wanted start to index the result, and the saved start to index what you "
+        "read.",
+        "`piece[tuple(slice(a - c, b - c) ...)] = read(i)[tuple(slice(a - e, b - e) ...)]`, where (a, b) is the "
+        "overlap, c the wanted start and e the saved one. Count the elements that you fill, and keep a set of the "
+        "regions that you have read.",
     ),
     forbid=("jax", "tensorstore", "orbax"),
 )
@@ -521,7 +515,7 @@ def random_place(t, shape):
 def compare_piece(fn, t, pieces, want, why):
     pieces.reads.clear()
     got = fn(list(pieces.places), pieces.read, want, pieces.array.dtype)
-    t.equal(isinstance(got, np.ndarray), True, why=f"a NumPy array is wanted, {why}")
+    t.equal(isinstance(got, np.ndarray), True, why=f"it should be a NumPy array, {why}")
     t.equal(str(got.dtype), str(pieces.array.dtype), why=f"the dtype, {why}")
     t.close(got.astype(np.float64), pieces.part(want).astype(np.float64), atol=0, rtol=0, why=why)
     t.equal(pieces.read_bytes(), pieces.needed(want), why=f"bytes read, {why}")
@@ -536,7 +530,7 @@ def _(fn, t):
         compare_piece(fn, t, pieces, want, f"rows {want[0]} of pieces of two rows")
 
 
-@reshard.check("pieces that fit nowhere")
+@reshard.check("pieces that don't line up")
 def _(fn, t):
     for shape, splits in (((23,), (5,)), ((13, 17), (4, 3)), ((5, 7, 6), (2, 3, 2))):
         pieces = Pieces(t, random_array(t, shape), splits)
@@ -628,55 +622,54 @@ def wrong_read(name, hint, **changes):
 
 wrong_read(
     "reads_everything",
-    "You read every saved piece and look afterwards whether you need it. On a thousand devices each "
-    "would read the whole checkpoint. Compare the places first.",
+    "You read every saved piece and only then check whether you need it. On a thousand devices, each would read "
+    "the whole checkpoint. Compare the regions first.",
     read_first=True,
 )
 wrong_read(
     "reads_neighbours",
-    "You read pieces that only touch the wanted one: a piece that stops at 4 and one that starts at "
-    "4 have no element in common. They overlap where max(starts) < min(stops).",
+    "You read pieces that only touch the wanted one: a piece that stops at 4 and one that starts at 4 have no "
+    "common element. They overlap where max(starts) < min(stops).",
     overlaps=lambda a, b: a <= b,
 )
 wrong_read(
     "one_dimension_is_enough",
-    "You read a piece if *some* dimension overlaps. A part in common needs an overlap in *every* "
-    "dimension.",
+    "You read a piece if *some* dimension overlaps. A common part needs an overlap in *every* dimension.",
     every=all,
 )
 wrong_read(
     "reads_copies",
-    "You read all the copies of a piece. Keep a set of the places that you have read.",
+    "You read all copies of a piece. Keep a set of the regions that you have read.",
     copies=True,
 )
 wrong_read(
     "indexes_the_saved_piece_as_the_whole",
-    "You index what you read as if it were the whole array. Its first element is the one at the "
-    "place's start: subtract that.",
+    "You index what you read as if it were the whole array. Its first element is at the region's start, so "
+    "subtract that.",
     offset_there=zero_corner,
 )
 wrong_read(
     "indexes_the_result_as_the_whole",
-    "You index the result as if it were the whole array. Its first element is the one at the start "
-    "of `want`: subtract that.",
+    "You index the result as if it were the whole array. Its first element is at the start of `want`, so subtract "
+    "that.",
     offset_here=zero_corner,
 )
 wrong_read(
     "ignores_holes",
-    "Where no saved piece has an element you return whatever was in memory, or zeros. Count what you "
-    "have filled and raise a ValueError if something is missing.",
+    "For elements that no saved piece has, you return arbitrary memory, or zeros. Count what you fill, and raise "
+    "a ValueError if something is missing.",
     checks_holes=False,
 )
 wrong_read(
     "always_float32",
-    "Your result is float32, or float64, whatever was saved. Make it with the `dtype` that you are given.",
+    "Your result is float32, or float64, whatever was saved. Create it with the given `dtype`.",
     make=lambda shape, dtype: np.zeros(shape, np.float32),
 )
 
 
 @reshard.mutant(
-    "You join pieces in the order of the list. The list is in any order, and pieces are cut in every "
-    "dimension: put each part where its place says."
+    "You join pieces in the order of the list. But the list has no particular order, and pieces are cut in every "
+    "dimension: put each part where its region says."
 )
 def joins_in_order(saved, read, want, dtype):
     parts = [
@@ -700,22 +693,21 @@ retention = Exercise(
     minutes=15,
     points=10,
     statement="""
-Write `names_to_delete(names, saved, keep, keep_every)`, which is asked after each save. `names` are all
-the names in the checkpoint folder. You return those to delete, the oldest step first.
+Write `names_to_delete(names, saved, keep, keep_every)`, which is called after each save. `names` are all names in the
+checkpoint folder. Return those to delete, the oldest step first.
 
-- Only a name of digits alone is a step. `300.tmp`, `300.damaged` and `notes` are not, and are left alone.
-- The `keep` newest steps stay, and all multiples of `keep_every` stay too, unless it is None. The `keep`
-  newest are counted among *all* steps, multiples too. Older multiples stay in addition.
-- The step `saved` stays in any case. It need not be among the newest: who starts again from step 100 may
-  find steps 200 and 300 of an earlier attempt there.
+- Only a name made of digits alone is a step. Leave `300.tmp`, `300.damaged` and `notes` alone.
+- Keep the `keep` newest steps, counted among *all* steps. Keep all multiples of `keep_every` too, unless it is None.
+- Always keep the step `saved`. It needn't be among the newest: if you start again from step 100, an earlier attempt may
+  have left steps 200 and 300.
 - Step 0 is a multiple of every number.
 """,
     hints=(
-        "First make numbers of the names that are steps, and sort them. Which are never to be deleted?",
-        'As text, "90" is larger than "100". Sort numbers; the candidates are all but the last '
-        "`keep` of them. From the candidates take out `saved` and the multiples.",
-        "`steps = sorted(int(n) for n in names if n.isdigit())`, then a list over `steps[:-keep]` "
-        "with `step != saved and (keep_every is None or step % keep_every)`, as text again.",
+        "First turn the names that are steps into numbers, and sort them. Which must never be deleted?",
+        'As text, "90" is larger than "100", so sort numbers. The candidates are all but the last `keep`. Remove '
+        "`saved` and the multiples from them.",
+        "`steps = sorted(int(n) for n in names if n.isdigit())`, then a list over `steps[:-keep]` with `step != saved "
+        "and (keep_every is None or step % keep_every)`, converted back to text.",
     ),
     forbid=("minitext.checkpoint.checkpointer",),
 )
@@ -760,14 +752,14 @@ def _(fn, t):
     compare_retention(fn, t, steps, 39, 2, 1, "keep_every=1 keeps all")
 
 
-@retention.check("what was just saved stays")
+@retention.check("the step just saved stays")
 def _(fn, t):
     saved = int(t.rng.integers(101, 150))
     compare_retention(fn, t, [saved, 200, 300, 400], saved, 2, None, "an earlier attempt's steps")
     compare_retention(fn, t, [50, saved, 200, 300], saved, 1, 100, "and multiples of 100")
 
 
-@retention.check("names that are no steps")
+@retention.check("names that aren't steps")
 def _(fn, t):
     strange = [
         "400.tmp",
@@ -816,13 +808,13 @@ def wrong_retention(name, hint, **changes):
 
 wrong_retention(
     "sorted_as_text",
-    'You sort the names as text, in which "90" comes after "100". Make numbers of them first.',
+    'You sort the names as text, in which "90" comes after "100". Turn them into numbers first.',
     order=str,
 )
 wrong_retention(
     "one_too_few",
-    "You keep one step too few, or too many. The newest `keep` are the last `keep` of the sorted "
-    "list: `steps[-keep:]`; all before them, `steps[:-keep]`, may go.",
+    "You keep one step too few, or too many. The newest `keep` are the end of the sorted list, `steps[-keep:]`; "
+    "you may delete those before, `steps[:-keep]`.",
     newest=lambda steps, keep: steps[: len(steps) - keep + 1],
 )
 wrong_retention(
@@ -832,18 +824,17 @@ wrong_retention(
 )
 wrong_retention(
     "deletes_what_was_saved",
-    "You delete the step that was just saved where older attempts left larger numbers. `saved` stays "
-    "in any case.",
+    "You delete the step just saved if older attempts left larger numbers. Always keep `saved`.",
     spare_saved=False,
 )
 wrong_retention(
     "multiples_only_if_newest",
-    "You delete what is not newest *or* not a multiple. A step stays if it is one of the two.",
+    "You delete steps that aren't newest *or* aren't multiples. Keep a step if it is either.",
     joined=lambda is_multiple, is_newest: is_multiple and is_newest,
 )
 wrong_retention(
     "never_keeps_multiples",
-    "You don't look at `keep_every`: its multiples stay however old they are.",
+    "You ignore `keep_every`: keep its multiples however old they are.",
     multiple=lambda step, every: False,
 )
 wrong_retention(
@@ -853,14 +844,14 @@ wrong_retention(
 )
 wrong_retention(
     "newest_first",
-    "You return the right steps, the newest first. The oldest is to be deleted first: who is killed "
-    "in between should lose what is worth least.",
+    "You return the right steps, but newest first. The oldest must be deleted first, so a kill in between costs "
+    "the steps that matter least.",
     result=lambda steps: [str(step) for step in reversed(steps)],
 )
 
 
 @retention.mutant(
-    "You count the newest `keep` among those that are no multiples. Take them of *all* steps."
+    "You count the newest `keep` only among non-multiples. Count them among *all* steps."
 )
 def newest_without_multiples(names, saved, keep, keep_every=None):
     steps = sorted(int(n) for n in names if n.isdigit())
@@ -869,8 +860,8 @@ def newest_without_multiples(names, saved, keep, keep_every=None):
 
 
 @retention.mutant(
-    "You take the number in front of a dot for a step. `300.damaged` and `400.tmp` are not steps: they "
-    "don't count among the newest and are not yours to delete."
+    "You treat the number before a dot as a step. `300.damaged` and `400.tmp` aren't steps: they don't count "
+    "among the newest, and you mustn't delete them."
 )
 def counts_other_names(names, saved, keep, keep_every=None):
     steps = {}
@@ -891,30 +882,29 @@ damage = Exercise(
     minutes=25,
     points=10,
     statement="""
-Write `newest_whole(folder)`. The folder holds a folder for each step, named by its number, and in each
-of them is a `manifest.json`:
+Write `newest_whole(folder)`. The folder has one folder for each step, named by its number, and each of those has a
+`manifest.json`:
 
 ```
 {"files": {"facts.json": "9f86d0...", "state/a": "60303a..."}, "sha256": "2c26b4..."}
 ```
 
-`files` has the SHA-256 of every file's content, in hexadecimal, under the file's path within the step.
-`sha256` is that of `json.dumps(files)`, encoded as UTF-8, so that the manifest vouches for itself.
+`files` maps each file's path within the step to the SHA-256 of its content, in hexadecimal. `sha256` is that of
+`json.dumps(files)`, encoded as UTF-8, so the manifest vouches for itself too.
 
-Return `(step, damaged)`: the newest step of which every listed file is what was written, and a list of
-the damaged steps that are newer, newest first. If none is whole, the step is None.
+Return `(step, damaged)`: the newest step whose listed files are all as written, and a list of the damaged steps that
+are newer, newest first. If no step is whole, the step is None.
 
-- Files may be missing, cut short, or altered without a change of size, and so may the manifest: it may
-  be no JSON at all, or JSON of another kind.
-- A file that the manifest doesn't list is of no concern. Names that are not of digits alone are no steps.
-- Nothing is written or deleted, no exception is raised, and steps older than the one you return are not
-  looked at.
+- Files may be missing, cut short, or altered without changing size. So may the manifest: it may not be JSON at all, or
+  it may be JSON of another kind.
+- Ignore files that the manifest doesn't list. A name that isn't made of digits alone isn't a step.
+- Don't write or delete anything, raise no exception, and don't look at steps older than the one you return.
 """,
     hints=(
-        "Write a function that says of one step whether it is whole, then ask it of the newest, the "
-        "one before, and so on.",
-        "`hashlib.sha256(path.read_bytes()).hexdigest()` is a file's digest. What does each line of "
-        "your function raise if the manifest is missing, is cut short, or is the list `[]`?",
+        "Write a function that tells whether one step is whole. Then call it for the newest step, the one before, and "
+        "so on.",
+        "`hashlib.sha256(path.read_bytes()).hexdigest()` is a file's digest. What does each line of your function "
+        "raise if the manifest is missing, cut short, or just the list `[]`?",
         "In one `try`: read, `json.loads`, compare `hashlib.sha256(json.dumps(files).encode())` with "
         "`manifest['sha256']`, then each file. Return False on `OSError`, `ValueError`, `KeyError`, "
         "`TypeError`, `AttributeError`. Sort steps as numbers.",
@@ -1031,7 +1021,7 @@ def _(fn, t):
         compare_steps(fn, t, [100, 200, 300], hurt, (200, [300]), f"the manifest {told}")
 
 
-@damage.check("several damaged, and all")
+@damage.check("several damaged steps, and all of them")
 def _(fn, t):
     def harm(folder):
         cut(t, folder / "1000" / "state/d/b")
@@ -1047,7 +1037,7 @@ def _(fn, t):
     compare_steps(fn, t, [7, 10, 30], all_of_them, (None, [30, 10, 7]), "all are damaged")
 
 
-@damage.check("what is no step, and files of no concern")
+@damage.check("names that aren't steps, and unlisted files")
 def _(fn, t):
     def harm(folder):
         write_step(t, folder, "400.tmp")
@@ -1121,73 +1111,70 @@ def wrong_damage(name, hint, **changes):
 
 wrong_damage(
     "sorted_as_text",
-    'You take the last name in the order of text, in which "90" comes after "100". Compare the steps '
-    "as numbers.",
+    'You take the last name in text order, in which "90" comes after "100". Compare the steps as numbers.',
     key=str,
 )
 wrong_damage(
     "only_asks_whether_it_exists",
-    "You only look whether the files are there. A file that was cut short or altered is there too: "
-    "compare its SHA-256.",
+    "You only check that the files exist. A file that was cut short or altered exists too: compare its SHA-256.",
     digest=lambda path: path.stat().st_size >= 0,
     same=lambda path, found, digest: True,
 )
 wrong_damage(
     "only_asks_for_content",
-    "You take a file that has content for whole. Half a file has content too: compare its SHA-256.",
+    "You accept any file that isn't empty. Half a file isn't empty either: compare its SHA-256.",
     digest=lambda path: len(path.read_bytes()),
     same=lambda path, found, digest: found > 10,
 )
 wrong_damage(
     "trusts_the_manifest",
-    "You trust the manifest. It may have lost a line, or have been altered together with a file. "
-    "Compare the SHA-256 of json.dumps(files) with the manifest's own.",
+    "You trust the manifest. It may have lost a line, or been altered together with a file. Compare the SHA-256 "
+    "of json.dumps(files) with the manifest's own.",
     own=False,
 )
 wrong_damage(
     "gives_up",
-    "You look at the newest step only. If it is damaged, the one before may be whole: go on.",
+    "You only look at the newest step. If it's damaged, the one before may be whole: keep going.",
     go_on=False,
 )
 wrong_damage(
     "a_missing_manifest_is_an_error",
-    "You raise an exception where a file is missing. That is one of the ways in which a step is "
-    "damaged: catch OSError, and go on.",
+    "You raise an exception if a file is missing. That's one way for a step to be damaged: catch OSError, and "
+    "keep going.",
     catch=(ValueError, KeyError, TypeError, AttributeError),
 )
 wrong_damage(
     "a_manifest_cut_short_is_an_error",
-    "You raise an exception where the manifest is no JSON. json.loads raises a ValueError: that step "
+    "You raise an exception if the manifest isn't JSON. json.loads raises a ValueError, which means that the step "
     "is damaged.",
     catch=(OSError,),
 )
 wrong_damage(
     "a_strange_manifest_is_an_error",
-    "Your manifest can be read as JSON and is not what you expect, a list or a number. What you do "
-    "with it raises a TypeError or an AttributeError: that step is damaged.",
+    "Your manifest is valid JSON but not what you expect: a list or a number. Your code then raises a TypeError "
+    "or an AttributeError, which means that the step is damaged.",
     catch=(OSError, ValueError, KeyError),
 )
 wrong_damage(
     "extra_files_are_damage",
-    "You take a file that the manifest doesn't list for damage. It is of no concern: look at what is "
-    "listed.",
+    "You treat an unlisted file as damage. Ignore it, and check only what the manifest lists.",
     extra=True,
 )
 wrong_damage(
     "only_the_top_folder",
-    "You don't look into the folders of a step. The manifest's names are paths: `step / name`.",
+    "You don't look into a step's subfolders. The manifest's names are paths: `step / name`.",
     skip=lambda name: "/" in name,
 )
 wrong_damage(
     "counts_unfinished_steps",
-    "You take `400.tmp` for a step. A save that was killed left it, or it was set aside as damaged: "
-    "a step's name is digits alone.",
+    "You treat `400.tmp` as a step. It was left by a killed save or set aside as damaged: a step's name is digits "
+    "alone.",
     is_step=lambda name: name.partition(".")[0].isdigit(),
     key=lambda name: int(name.partition(".")[0]),
 )
 wrong_damage(
     "oldest_first",
-    "You list the damaged steps with the oldest first. Newest first is asked for.",
+    "You list the damaged steps oldest first. List them newest first.",
     order=lambda damaged: damaged[::-1],
 )
 
@@ -1200,29 +1187,29 @@ interval = Exercise(
     function="best_save_every",
     minutes=15,
     points=10,
-    statement="""
-Write `best_save_every(stall, step_seconds, devices, hours_per_device)`. A save holds the loop up for
-`stall` seconds, a step takes `step_seconds`, and a device fails once in `hours_per_device` hours on
-average. The job stops when *any* of its devices fails. How many steps should lie between two saves?
+    statement=r"""
+Write `best_save_every(stall, step_seconds, devices, hours_per_device)`. A save stalls the loop for `stall` seconds, a
+step takes `step_seconds`, and a device fails once in `hours_per_device` hours on average. The job stops when *any* of
+its devices fails. How many steps should there be between two saves?
 
-With $n$ steps between saves, the share of time that is lost is, to first order,
+With $n$ steps between saves, the share of time lost is, to first order,
 
 $$
-w(n) = \\frac{\\delta}{n s} + \\frac{n s}{2 M}
+w(n) = \frac{\delta}{n s} + \frac{n s}{2 M}
 $$
 
-with $\\delta$ the stall, $s$ the seconds of a step and $M$ the *job's* mean time between failures.
+with $\delta$ the stall, $s$ the seconds of a step and $M$ the *job's* mean time between failures.
 
-- Return the $n \\ge 1$ for which $w(n)$ is least, as a Python int. It is not always what rounding gives:
-  compare the neighbours. If two are equally good, return the smaller.
-- A save that costs nothing is made after every step.
-- Don't search through all n: a job of short steps may have a best n of a million.
+- Return the $n \ge 1$ that minimises $w(n)$, as a Python int. Rounding doesn't always give it, so compare the
+  neighbours. If two are equally good, return the smaller.
+- If a save costs nothing, save after every step.
+- Don't search through all n: a job with short steps may have a best n of a million.
 """,
     hints=(
-        "If one device fails once in 1,000 hours, how long do 100 devices run until the first fails? "
-        "And how many seconds is that?",
-        "Young's interval is the root of $2 \\delta M$, in seconds. Divide by the seconds of a step. "
-        "The best whole number is the one below or the one above, whichever has the smaller w.",
+        "If one device fails once in 1,000 hours, how long do 100 devices run until the first failure? How many "
+        "seconds is that?",
+        "Young's interval is the root of $2 \\delta M$, in seconds. Divide it by the seconds of a step. The best whole "
+        "number is the one below or the one above, whichever has the smaller w.",
         "`M = 3600 * hours_per_device / devices`; `n = math.floor(math.sqrt(2 * stall * M) / "
         "step_seconds)`, at least 1; then `min((n, n + 1), key=w)`.",
     ),
@@ -1322,25 +1309,25 @@ def wrong_interval(name, hint, **changes):
 
 wrong_interval(
     "one_device",
-    "You use the time between failures of one device. Of many, the first fails much earlier: divide "
-    "by their number.",
+    "You use the time between failures of one device. With many, the first fails much earlier: divide by their "
+    "number.",
     mtbf=lambda hours, devices: 3600 * hours,
 )
 wrong_interval(
     "multiplies_by_devices",
-    "You multiply by the number of devices. More devices fail more often, so the time between "
-    "failures is divided by it.",
+    "You multiply by the number of devices. More devices fail more often, so divide the time between failures by "
+    "it.",
     mtbf=lambda hours, devices: 3600 * hours * devices,
 )
 wrong_interval(
     "hours_for_seconds",
-    "You use hours where seconds are meant. Multiply by 3600.",
+    "You use hours where you need seconds. Multiply by 3600.",
     mtbf=lambda hours, devices: hours / devices,
 )
 wrong_interval(
     "without_the_two",
-    "You have left out the 2. A failure comes on average in the middle of an interval, so half of it "
-    "is lost: the interval is the root of 2 times stall times M.",
+    "You left out the 2. On average a failure comes in the middle of an interval, so half of it is lost: the "
+    "interval is the root of 2 times stall times M.",
     factor=1.0,
 )
 wrong_interval(
@@ -1350,13 +1337,13 @@ wrong_interval(
 )
 wrong_interval(
     "rounded",
-    "You round to the nearest whole number. w is not symmetric: it falls steeply and rises slowly, so "
-    "compute it for the number below and the one above, and take the better.",
+    "You round to the nearest whole number. But w isn't symmetric: it falls steeply and rises slowly. Compute it "
+    "for the numbers below and above, and take the better.",
     whole=round,
 )
 wrong_interval(
     "rounded_down",
-    "You always take the number below. Compute w for the one above too, and take the better.",
+    "You always take the number below. Also compute w for the one above, and take the better.",
     whole=math.floor,
 )
 wrong_interval(
@@ -1366,7 +1353,7 @@ wrong_interval(
 )
 wrong_interval(
     "never_less_than_nothing",
-    "Where a save costs next to nothing you return 0. Between two saves lies at least one step.",
+    "If a save costs next to nothing, you return 0. There is at least one step between two saves.",
     whole=math.floor,
     least=0,
 )

@@ -22,33 +22,33 @@ def number(t, low, high):
 
 spec_puzzle = Exercise(
     "09.spec_puzzle",
-    title="Who holds what",
+    title="Which device holds what",
     function="place",
     minutes=25,
     points=10,
     devices=8,
     forbid=("jax.sharding.NamedSharding", "jax.NamedSharding"),
     statement="""
-Write `place(shape, mesh, spec, itemsize, index)`: where an array lies, computed without JAX. It returns
-`(shard, bytes, copies, holders)`.
+Write `place(shape, mesh, spec, itemsize, index)`, which computes without JAX how an array is stored on a mesh. It
+returns `(shard, bytes, copies, holders)`.
 
-- `mesh` is a dict of axis sizes in the mesh's order. Devices are numbered from 0 and the last axis runs
-  fastest: in `{"a": 2, "b": 4}` device 5 is at a=1, b=1.
-- `spec` has an entry for each dimension: None, an axis, or a tuple of axes. With a tuple the last of *its*
-  axes runs fastest over the parts. Dimensions without an entry are whole.
-- `shard` is the shape of one device's part, `bytes` its size, `copies` the number of devices that hold the
-  same part, and `holders` the numbers of all devices that hold the element at `index`, ascending. All are
-  Python integers or tuples of them.
-- Raise `ValueError` where no array can lie so: a spec with more entries than the array has dimensions, an
-  axis that the mesh does not have, an axis that is named twice, a dimension that its parts do not divide.
+- `mesh` is a dict of axis sizes in the mesh's order. Devices are numbered from 0, and the last axis varies fastest: in
+  `{"a": 2, "b": 4}`, device 5 is at a=1, b=1.
+- `spec` has an entry for each dimension: None, an axis, or a tuple of axes. In a tuple, the last of *its* axes varies
+  fastest over the parts. Dimensions without an entry are whole.
+- `shard` is the shape of one device's part, `bytes` its size, and `copies` the number of devices that hold the same
+  part. `holders` lists the numbers of all devices that hold the element at `index`, in ascending order. All are Python
+  integers or tuples of them.
+- Raise `ValueError` if no array can be stored this way: the spec has more entries than the array has dimensions, the
+  mesh doesn't have an axis, an axis is named twice, or a dimension doesn't split into equal parts.
 """,
     hints=(
-        "Take one dimension first. Into how many parts is it cut? Which of them has the element? A part's "
-        "number then says where its devices stand on each of the entry's axes.",
-        "Go through the devices and ask of each whether it stands at the right place on all *named* axes. "
-        "Axes that the spec does not name are free: those devices hold copies.",
-        "`for axis in reversed(entry): number, wanted[axis] = divmod(number, mesh[axis])` takes a part's "
-        "number apart. The same loop over `reversed(mesh)` takes a device's number apart.",
+        "Start with one dimension. Into how many parts is it cut, and which of them has the element? The part's "
+        "number gives the position of its devices on each of the entry's axes.",
+        "Go through the devices and check each one's position on all *named* axes. Axes that the spec doesn't name "
+        "are free: devices along them hold copies.",
+        "`for axis in reversed(entry): number, wanted[axis] = divmod(number, mesh[axis])` splits a part's number into "
+        "positions. The same loop over `reversed(mesh)` does it for a device's number.",
     ),
 )
 
@@ -115,7 +115,7 @@ def _(fn, t):
         lies(t, fn, shape, mesh, spec)
 
 
-@spec_puzzle.check("as JAX places it, on eight devices")
+@spec_puzzle.check("as in JAX, on eight devices")
 def _(fn, t):
     mesh, spec = {"a": 2, "b": 2, "c": 2}, pick(t, (("c", "a"), "b"), (("b", "c"), None, "a"))
     shape = (8, 4, 2)[: len(spec)]
@@ -150,7 +150,7 @@ def _(fn, t):
     lies(t, fn, (), mesh, ())
 
 
-@spec_puzzle.check("what cannot be")
+@spec_puzzle.check("impossible specs")
 def _(fn, t):
     for shape, spec, why in (
         ((4,), ("a", "b"), "more entries than dimensions"),
@@ -172,64 +172,62 @@ def _(fn, t):
 
 
 @spec_puzzle.mutant(
-    "In a tuple you let the first axis run fastest over the parts. It is the last one, as in a number's "
-    "digits."
+    "In a tuple, you let the first axis vary fastest over the parts. It is the last one, like a number's digits."
 )
 def first_axis_fastest(*args):
     return right_place(*args, first_fastest=True)
 
 
 @spec_puzzle.mutant(
-    "You number the devices with the first axis of the mesh fastest. It is the last."
+    "You number the devices with the mesh's first axis varying fastest. It is the last."
 )
 def devices_by_column(*args):
     return right_place(*args, columns=True)
 
 
 @spec_puzzle.mutant(
-    "You return the number of different parts for the copies. Copies are the devices that hold the same "
-    "part: all devices over the number of parts."
+    "You return the number of different parts as the copies. Copies are the devices that hold the same part: the "
+    "number of devices divided by the number of parts."
 )
 def parts_for_copies(*args):
     return right_place(*args, parts=True)
 
 
 @spec_puzzle.mutant(
-    "You return one holder. Devices that differ only on axes the spec does not name all hold the element."
+    "You return one holder. All devices that differ only on unnamed axes hold the element."
 )
 def one_holder(*args):
     return right_place(*args, one=True)
 
 
 @spec_puzzle.mutant(
-    "You deal the elements out in turn. A part is a block: element i of a dimension is in part "
-    "i // (size of a part)."
+    "You deal the elements out in turn. A part is a block: element i of a dimension is in part i // (size of a "
+    "part)."
 )
 def dealt_in_turn(*args):
     return right_place(*args, cyclic=True)
 
 
-@spec_puzzle.mutant("You return the bytes of the whole array. The question is one device's part.")
+@spec_puzzle.mutant("You return the bytes of the whole array instead of one device's part.")
 def whole_bytes(*args):
     return right_place(*args, whole=True)
 
 
 @spec_puzzle.mutant(
-    "You round up where the parts do not divide a dimension. Refuse it: ValueError."
+    "You round up where a dimension doesn't split into equal parts. Refuse it: ValueError."
 )
 def rounds_up(*args):
     return right_place(*args, refuse="rank axis twice")
 
 
 @spec_puzzle.mutant(
-    "You accept an axis that two entries name, or one entry twice. A device cannot stand at two places on "
-    "one axis."
+    "You accept an axis named in two entries, or twice in one. A device can't have two positions on one axis."
 )
 def twice(*args):
     return right_place(*args, refuse="rank axis divide")
 
 
-@spec_puzzle.mutant("You take an axis that the mesh does not have for one of size 1. Refuse it.")
+@spec_puzzle.mutant("You treat an axis that the mesh doesn't have as one of size 1. Refuse it.")
 def unknown_axis(*args):
     return right_place(*args, refuse="rank twice divide")
 
@@ -240,28 +238,28 @@ def too_long(*args):
 
 
 @spec_puzzle.mutant(
-    "You let a spec have too many entries if those beyond the last dimension are None. An entry is an entry."
+    "You accept a spec with too many entries if the extra ones are None. They still count as entries."
 )
 def too_long_of_none(*args):
     return right_place(*args, refuse="padded axis twice divide")
 
 
 @spec_puzzle.mutant(
-    "You ask of each axis by itself whether it divides the dimension. The number of parts must: the product "
-    "of the axes' sizes."
+    "You check that each axis by itself divides the dimension. The number of parts must divide it: the product of "
+    "the axes' sizes."
 )
 def each_axis_divides(*args):
     return right_place(*args, refuse="rank axis twice each")
 
 
 @spec_puzzle.mutant(
-    "You leave out axes of size 1 before you look for one that is named twice. Here every name counts."
+    "You drop axes of size 1 before you look for axes named twice. Here every name counts."
 )
 def drops_ones(*args):
     return right_place(*args, ones=True)
 
 
-@spec_puzzle.mutant("The holders are asked for in ascending order.")
+@spec_puzzle.mutant("The holders must be in ascending order.")
 def descending(*args):
     shard, size, copies, holders = right_place(*args)
     return shard, size, copies, holders[::-1]
@@ -277,8 +275,9 @@ out_sharding = Exercise(
     points=15,
     devices=8,
     statement="""
-A computation of two layers, `relu(x w) v`, on a mesh in use with the Explicit axes `data` and `tensor`. Write
-`make_two_layers(case)`. It returns a function of `(x_BD, w_DF, v_FD)` that compiles to exactly one collective:
+This exercise has a computation of two layers, `relu(x w) v`, on a mesh in use with the Explicit axes `data` and
+`tensor`. Write `make_two_layers(case)`. It returns a function of `(x_BD, w_DF, v_FD)` that compiles to exactly one
+collective:
 
 | case | x_BD | w_DF | v_FD | result y_BD | collective | on one device it makes |
 |---|---|---|---|---|---|---|
@@ -287,16 +286,15 @@ A computation of two layers, `relu(x w) v`, on a mesh in use with the Explicit a
 | C | `data, tensor` | `tensor, -` | `-, -` | `data, -` | all-reduce | h_BF, [B/data, F] |
 | D | `data, -` | `-, -` | `-, -` | `-, data` | all-to-all | y_BD, [B, D/data] |
 
-Arguments arrive as the table says; a dash is a whole dimension. F is larger than D. The checks compile your
-function for eight simulated devices and read the HLO: another collective, a second one, or one of more bytes
-does not count.
+Arguments arrive as the table says; a dash is a whole dimension. F is larger than D. The checks compile your function
+for eight simulated devices and read the HLO. They reject a different collective, a second one, or one with more bytes.
 """,
     hints=(
-        "Write the type of each product's result beside it. A type that follows from the operands needs "
-        "nothing. One that does not, or not uniquely, is where a collective stands.",
-        "There are two tools. `out_sharding=` says where a product's result shall be, and leaves the way there "
-        "to the compiler. `jax.sharding.reshard` moves an array that is there. In B and D you know which array "
-        "is cheapest to move.",
+        "Write each product's result type next to it. If the type follows from the operands, you write nothing. If it "
+        "doesn't, or isn't unique, the collective goes there.",
+        "You have two tools. `out_sharding=` says how a product's result is sharded, and leaves it to the compiler to "
+        "get there. `jax.sharding.reshard` moves an existing array. In B and D you know which array is cheapest to "
+        "move.",
         'A: the second product is `jnp.einsum("bf,fd->bd", h, v, out_sharding=P("data", None))`. C: the same '
         'for the first. B: `reshard(h, P("data", None))` between the products. D: `reshard` after the second.',
     ),
@@ -356,16 +354,16 @@ def layers_of(**changed):
 
 
 @out_sharding.mutant(
-    "Case A: both operands of the second product are split over the dimension that is summed. JAX will not "
-    "guess where the sum goes: say it with `out_sharding=`."
+    "Case A: both operands of the second product are split over the summed dimension. JAX won't guess how to "
+    "shard the sum: say it with `out_sharding=`."
 )
 def guesses(case):
     return layers_of(A=lambda x, w, v: jax.nn.relu(x @ w) @ v)(case)
 
 
 @out_sharding.mutant(
-    "Case A: you make h_BF whole before the second product, and then its sum is split again. Leave h_BF "
-    "split over `tensor`: relu does not mind."
+    "Case A: you make h_BF whole before the second product, and then split its sum again. Leave h_BF split over "
+    "`tensor`; relu doesn't mind."
 )
 def whole_hidden(case):
     def fn(x, w, v):
@@ -387,7 +385,7 @@ def gathers_the_weight(case):
 
 
 @out_sharding.mutant(
-    "Case B: the result shall stay split over `tensor`. You gather it too: a second collective."
+    "Case B: the result should stay split over `tensor`. You gather it too, which is a second collective."
 )
 def gathers_the_result(case):
     def fn(x, w, v):
@@ -398,7 +396,7 @@ def gathers_the_result(case):
 
 
 @out_sharding.mutant(
-    "Case C: you split h_BF over `tensor` after the sum, so the second product must sum over devices again. "
+    "Case C: you split h_BF over `tensor` after the sum, so the second product has to sum over devices again. "
     "Leave h_BF whole in F."
 )
 def splits_the_sum(case):
@@ -410,8 +408,8 @@ def splits_the_sum(case):
 
 
 @out_sharding.mutant(
-    "Case C: you gather x_BD and w_DF instead of adding up products of the parts. "
-    "`out_sharding=` on the first product is enough."
+    "Case C: you gather x_BD and w_DF instead of summing products of the parts. `out_sharding=` on the first "
+    "product is enough."
 )
 def gathers_the_operands(case):
     def fn(x, w, v):
@@ -422,8 +420,8 @@ def gathers_the_operands(case):
 
 
 @out_sharding.mutant(
-    "Case D: with `out_sharding=` on the second product the compiler gathers h_BF, the wider array. Let the "
-    "product lie where it falls and `reshard` its result."
+    "Case D: with `out_sharding=` on the second product, the compiler gathers h_BF, the wider array. Leave the "
+    "product's own sharding and `reshard` its result."
 )
 def turns_too_early(case):
     def fn(x, w, v):
@@ -433,14 +431,14 @@ def turns_too_early(case):
 
 
 @out_sharding.mutant(
-    "Case D: the result still lies as x_BD does. The table wants its columns split."
+    "Case D: your result is still sharded like x_BD. The table wants its columns split."
 )
 def does_not_turn(case):
     return layers_of(D=lambda x, w, v: jax.nn.relu(x @ w) @ v)(case)
 
 
 @out_sharding.mutant(
-    "Case C: your relu is missing, or it acts on each device's partial products. It belongs behind their sum."
+    "Case C: your relu is missing, or acts on each device's partial products. Apply it after their sum."
 )
 def relu_of_parts(case):
     def fn(x, w, v):
@@ -450,7 +448,7 @@ def relu_of_parts(case):
 
 
 @out_sharding.mutant(
-    "Case D: you turn h_BF in place of y_BD. It is wider, and then its product must be summed over devices."
+    "Case D: you reshard h_BF instead of y_BD. It is wider, and its product must then be summed over devices."
 )
 def turns_the_hidden(case):
     def fn(x, w, v):
@@ -460,7 +458,9 @@ def turns_the_hidden(case):
     return layers_of(D=fn)(case)
 
 
-@out_sharding.mutant("There is a relu between the layers. Without it the two products are one.")
+@out_sharding.mutant(
+    "There is a relu between the layers. Without it, the two products could be one."
+)
 def linear(case):
     def fn(x, w, v):
         return einsum("bf,fd->bd", x @ w, v, "data", None)
@@ -478,8 +478,8 @@ shard_map_port = Exercise(
     points=15,
     devices=8,
     statement="""
-A model's vocabulary was padded so that it can be split over devices. This is the softmax over its real part,
-as a global program:
+A model's vocabulary was padded so that it can be split over devices. Here is the softmax over its real part, as a
+global program:
 
 ```python
 def global_softmax(x_BV, vocab):
@@ -492,17 +492,18 @@ def global_softmax(x_BV, vocab):
 Write `split_softmax(x_BV, vocab)`, which does the same inside one `jax.shard_map`.
 
 - `x_BV` is sharded `P("data", "tensor")` on the mesh in use, and so is the result. Either axis may have size 1.
-- The compiled program has exactly two collectives, both all-reduces over `tensor` of one number for each row
-  of the device.
-- Numbers may be anything from -1000 to 1000, those of the padding too. A device may have nothing but padding.
-- Its gradient is right. `jax.lax.pmax` has none; the softmax does not depend on what is subtracted from a row,
-  so put `jax.lax.stop_gradient` around what you give to `pmax`.
+- The compiled program has exactly two collectives. Both are all-reduces over `tensor`, of one number for each of the
+  device's rows.
+- Numbers, including the padding, may be anything from -1000 to 1000. A device may have nothing but padding.
+- Its gradient is right. `jax.lax.pmax` has none, but the softmax doesn't depend on what you subtract from a row. So put
+  `jax.lax.stop_gradient` around the argument of `pmax`.
 """,
     hints=(
-        "Inside, x_BV has only this device's columns. Which three lines of the global program look at more than "
-        "one column, or at a column's number?",
-        '`jax.lax.axis_index("tensor")` is this device\'s place on the axis: times the number of its columns, it '
-        "is the number of its first one. The maximum of maxima is a `pmax`, the sum of sums a `psum`.",
+        "Inside, x_BV has only this device's columns. Which three lines of the global program use more than one "
+        "column, or a column's number?",
+        '`jax.lax.axis_index("tensor")` is this device\'s index on the axis. Multiply it by the number of columns on '
+        "each device to get the number of its first column. The maximum of maxima is a `pmax`, the sum of sums a "
+        "`psum`.",
         '`first = jax.lax.axis_index("tensor") * x_BV.shape[1]`, then mask by `first + arange`; '
         '`top_B1 = jax.lax.pmax(jax.lax.stop_gradient(max of mine), "tensor")`; divide by '
         '`jax.lax.psum(sum of mine, "tensor")`. `out_specs=P("data", "tensor")`; in_specs follow from the type.',
@@ -551,7 +552,7 @@ def _(fn, t):
         softmax_is(t, fn, x, x.shape[1] - number(t, 1, 5), data, "some padding")
 
 
-@shard_map_port.check("devices with nothing but padding")
+@shard_map_port.check("devices that have only padding")
 def _(fn, t):
     x, _ = draw_rows(t, 2)
     softmax_is(t, fn, x, number(t, 1, x.shape[1] // 4), 2, "tokens on one device only")
@@ -565,7 +566,7 @@ def _(fn, t):
     softmax_is(t, fn, x, x.shape[1], 2, "logits of 90 and 1000")
 
 
-@shard_map_port.check("padding that is larger than any token")
+@shard_map_port.check("padding larger than any token")
 def _(fn, t):
     x, _ = draw_rows(t, 2)
     vocab = x.shape[1] - number(t, 1, 5)
@@ -650,69 +651,70 @@ def own_sum(x, vocab):
 
 
 @shard_map_port.mutant(
-    "You add up over `data` too. Along it lie other rows: sum over `tensor` only."
+    "You also sum over `data`, but its devices have other rows. Sum over `tensor` only."
 )
 def sums_other_rows(x, vocab):
     return ported(x, vocab, total=("data", "tensor"))
 
 
 @shard_map_port.mutant(
-    "You mask by column numbers that begin at 0 on every device. Add `axis_index` times the number of its "
-    "columns."
+    "You mask by column numbers that start at 0 on every device. Add `axis_index` times the number of columns on "
+    "each device."
 )
 def local_columns(x, vocab):
     return ported(x, vocab, columns=False)
 
 
 @shard_map_port.mutant(
-    "Each device subtracts its own maximum, and the parts of a row are then scaled differently. `pmax` it."
+    "Each device subtracts its own maximum, so the parts of a row are scaled differently. `pmax` it."
 )
 def own_maximum(x, vocab):
     return ported(x, vocab, top="own")
 
 
-@shard_map_port.mutant("You subtract no maximum. The exponential of 90 overflows in float32's sum.")
+@shard_map_port.mutant(
+    "You don't subtract the maximum. In float32, the exponential of 90 overflows."
+)
 def no_maximum(x, vocab):
     return ported(x, vocab, top="")
 
 
 @shard_map_port.mutant(
-    "You differentiate through `pmax`, which has no gradient. Put `stop_gradient` around what it gets."
+    "You differentiate through `pmax`, which has no gradient. Put `stop_gradient` around its argument."
 )
 def through_pmax(x, vocab):
     return ported(x, vocab, stop=False)
 
 
 @shard_map_port.mutant(
-    "You set padding to 0 after dividing by a sum that had it in. Mask before the exponential."
+    "You set padding to 0 after dividing by a sum that includes it. Mask before the exponential."
 )
 def masks_late(x, vocab):
     return ported(x, vocab, late=True)
 
 
 @shard_map_port.mutant(
-    "Your maximum has the padding in it. Where that is large, the exponential of every token is 0: mask before "
-    "the maximum."
+    "Your maximum includes the padding. If that is large, the exponential of every token is 0, so mask before the "
+    "maximum."
 )
 def padded_maximum(x, vocab):
     return ported(x, vocab, early=True)
 
 
 @shard_map_port.mutant(
-    "You mask with a large negative number, and a token's logit may be as small. -inf is below them all."
+    "You mask with a large negative number, but a token's logit may be just as small. -inf is below them all."
 )
 def finite_mask(x, vocab):
     return ported(x, vocab, fill=-1000.0)
 
 
-@shard_map_port.mutant("Column `vocab` is padding already: you keep one column too many.")
+@shard_map_port.mutant("Column `vocab` is already padding: you keep one column too many.")
 def one_column_more(x, vocab):
     return ported(x, vocab, past=1)
 
 
 @shard_map_port.mutant(
-    "`stop_gradient` belongs around the maximum alone. The sum depends on the logits, and so do the "
-    "exponentials."
+    "Put `stop_gradient` around the maximum alone. The sum and the exponentials depend on the logits."
 )
 def frozen_sum(x, vocab):
     return ported(x, vocab, frozen=True)
@@ -726,8 +728,7 @@ def gathers_rows(x, vocab):
 
 
 @shard_map_port.mutant(
-    "This is the global program, which the compiler divides. Write the program of one device in "
-    "`jax.shard_map`."
+    "This is the global program, which the compiler splits. Write the program of one device in `jax.shard_map`."
 )
 def still_global(x, vocab):
     x = jnp.where(jnp.arange(x.shape[1]) < vocab, x, -jnp.inf)
@@ -744,21 +745,21 @@ rules = Exercise(
     points=10,
     forbid=("minitext.sharding.rules",),
     statement="""
-Write `spec_of(names, table, sizes, drop=())`: the `PartitionSpec` of an array whose dimensions have names.
+Write `spec_of(names, table, sizes, drop=())`, the `PartitionSpec` of an array whose dimensions have names.
 
-- `table` maps a name to a tuple of mesh axes, possibly an empty one. A None among the names is a dimension that
-  stays whole.
-- Axes of size 1, and those in `drop`, are left out before anything else is looked at.
-- The entry of a dimension is None if no axis is left, the axis itself if one is, and a tuple of them, in the
-  table's order, if there are several. There is an entry for every dimension.
-- A name that the table does not have is a `ValueError` whose message has the name, whatever the mesh.
-- An axis that is left and that two dimensions claim is a `ValueError` whose message has the axis.
+- `table` maps a name to a tuple of mesh axes, possibly empty. None instead of a name means that the dimension stays
+  whole.
+- Remove axes of size 1, and those in `drop`, before you check anything else.
+- A dimension's entry is None if no axis is left, the axis itself if one is left, and a tuple in the table's order if
+  there are several. Every dimension has an entry.
+- If the table doesn't have a name, raise a `ValueError` whose message has the name, whatever the mesh.
+- If two dimensions claim a remaining axis, raise a `ValueError` whose message has the axis.
 """,
     hints=(
-        'Which sizes of the mesh make `("heads", "mlp")` a collision, if both go to `tensor`? Decide what is '
-        "left out before you look for collisions.",
-        "Keep a dict `taken` from axis to the name that claimed it, over all dimensions. Look names up with "
-        "`table[name]` after you have asked `name not in table`: `table.get(name, ())` is how typos survive.",
+        'For which mesh sizes is `("heads", "mlp")` a collision, if both go to `tensor`? Decide which axes to remove '
+        "before you look for collisions.",
+        "Keep a dict `taken` from each axis to the name that claimed it, over all dimensions. Check `name not in "
+        "table` before you look up `table[name]`: `table.get(name, ())` lets typos through.",
         "`axes = tuple(a for a in table[name] if sizes[a] > 1 and a not in drop)`; the entry is "
         "`None if not axes else axes[0] if len(axes) == 1 else axes`; return `P(*entries)`.",
     ),
@@ -824,7 +825,7 @@ def _(fn, t):
     maps_to(t, fn, ("embed", "vocab"), axis_sizes(t, "data", "fsdp", "context", "tensor"))
 
 
-@rules.check("axes that are dropped")
+@rules.check("dropped axes")
 def _(fn, t):
     for drop in (frozenset({"fsdp"}), {"fsdp", "tensor"}, ["data"]):
         maps_to(t, fn, ("embed", "mlp"), axis_sizes(t), drop)
@@ -852,14 +853,14 @@ def _(fn, t):
         t.raises(ValueError, fn, names, TABLE, sizes, why=why, match=axis)
 
 
-@rules.check("no collision over an axis that is left out")
+@rules.check("no collision over a removed axis")
 def _(fn, t):
     maps_to(t, fn, ("heads", "mlp"), axis_sizes(t, "tensor"))
     maps_to(t, fn, ("embed", "embed", "mlp"), axis_sizes(t, "fsdp"))
     maps_to(t, fn, ("batch", "seq", "embed"), axis_sizes(t), {"fsdp"})
 
 
-@rules.check("several arrays, and the table as it was")
+@rules.check("several arrays, and an unchanged table")
 def _(fn, t):
     table, sizes = dict(TABLE), axis_sizes(t)
     for names in (("embed", "heads"), ("embed", "mlp"), ("batch", "seq")):
@@ -875,14 +876,13 @@ def _(fn, t):
 
 
 @rules.mutant(
-    "An unknown name leaves its dimension whole and says nothing. A typo then costs memory for weeks: raise "
-    "ValueError."
+    "An unknown name silently leaves its dimension whole. A typo then wastes memory for weeks: raise ValueError."
 )
 def typos_survive(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, unknown=False)
 
 
-@rules.mutant("You keep axes of size 1. They split nothing, but they would be in the array's type.")
+@rules.mutant("You keep axes of size 1. They split nothing, but they end up in the array's type.")
 def keeps_ones(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, ones=True)
 
@@ -893,15 +893,15 @@ def ignores_drop(names, table, sizes, drop=()):
 
 
 @rules.mutant(
-    "Where two dimensions claim an axis you give it to the first and go on. Raise ValueError: which of them is "
-    "split should not hang on their order."
+    "If two dimensions claim an axis, you give it to the first and go on. Raise ValueError: the order of "
+    "dimensions shouldn't decide which one is split."
 )
 def first_wins(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, clash="skip")
 
 
 @rules.mutant(
-    "You do not look for collisions. JAX refuses such a spec too, later and without the dimensions' names."
+    "You don't look for collisions. JAX refuses such a spec too, but later and without the dimensions' names."
 )
 def no_collisions(names, table, sizes, drop=()):
     entries = []
@@ -914,12 +914,13 @@ def no_collisions(names, table, sizes, drop=()):
 
 
 @rules.mutant(
-    "You see a collision over an axis that is left out. Take out axes of size 1 and those in `drop` first."
+    "You report a collision over an axis that should have been removed. Remove axes of size 1 and those in `drop` "
+    "first."
 )
 def collides_early(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, late=True)
 
 
-@rules.mutant("You leave out the entries of whole dimensions at the end. Give every dimension one.")
+@rules.mutant("You omit trailing entries for whole dimensions. Give every dimension an entry.")
 def short_spec(names, table, sizes, drop=()):
     return right_spec(names, table, sizes, drop, ends=False)

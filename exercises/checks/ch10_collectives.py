@@ -44,23 +44,23 @@ ring_all_reduce = Exercise(
     points=15,
     devices=8,
     statement="""
-Write `ring_all_reduce(x_N, axis)`: what `jax.lax.psum(x_N, axis)` returns, by `jax.lax.ppermute` alone. It
-is called inside a `shard_map`.
+Write `ring_all_reduce(x_N, axis)`. It returns the same as `jax.lax.psum(x_N, axis)`, but uses only `jax.lax.ppermute`.
+It is called inside a `shard_map`.
 
-- First a reduce-scatter in a ring, then an all-gather in a ring, over n parts of N/n numbers each.
-- Every permute goes to the right neighbour and carries one part. There are $2(n-1)$ of them in a run, so a
-  device sends $2(n-1)/n$ of the array. No other collective occurs.
-- N is a multiple of n. The dtype stays, and integers are summed exactly.
+- First comes a ring reduce-scatter, then a ring all-gather, over n parts of N/n numbers each.
+- Every permute goes to the right neighbour and carries one part. A run has $2(n-1)$ of them, so a device sends
+  $2(n-1)/n$ of the array. There is no other collective.
+- N is a multiple of n. The result keeps the dtype, and integer sums are exact.
 - The axis may be one of several in the mesh, and may have 2, 4 or 8 devices.
 """,
     hints=(
-        "Reshape x_N to [n, N/n] and write the list of section 3, for one device. What does device `me` send "
-        "in step s, and to which of its parts does it add what arrives?",
-        "In step s = 0 ... n-2 of the first phase it sends part me - s and adds what arrives to part "
-        "me - 1 - s, all modulo n. After that part me + 1 is complete. The second phase begins with that one "
-        "and puts what arrives in the place of the part to the left.",
-        "`arriving = jax.lax.ppermute(parts[(me + 1 - s) % n], axis, right)` and "
-        "`parts.at[(me - s) % n].set(arriving)` in a `fori_loop(0, n - 1, ...)` is the second phase.",
+        "Reshape x_N to [n, N/n] and follow the list in section 3 for one device. What does device `me` send in step "
+        "s, and to which of its parts does it add what arrives?",
+        "In step s = 0 ... n-2 of the first phase, it sends part me - s and adds what arrives to part me - 1 - s, all "
+        "modulo n. After that, part me + 1 is complete. The second phase sends that part first, and replaces the part "
+        "to its left with what arrives.",
+        "The second phase is `arriving = jax.lax.ppermute(parts[(me + 1 - s) % n], axis, right)` and `parts.at[(me - "
+        "s) % n].set(arriving)` in a `fori_loop(0, n - 1, ...)`.",
     ),
 )
 
@@ -104,7 +104,7 @@ def ring_found(fn, n, N):
     return collectives(program, spec_of(mesh, P("a"), (n, N)))
 
 
-@ring_all_reduce.check("nothing but permutes")
+@ring_all_reduce.check("only permutes")
 def _(fn, t):
     kinds = sorted({c.kind for c in ring_found(fn, 8, 64)})
     t.equal(kinds, ["collective-permute"], why="the collectives in the program")
@@ -149,8 +149,8 @@ def ring_with(x, axis, *, first=0, short=0, more=0, again=False, start=1):
 
 
 @ring_all_reduce.mutant(
-    "Whole arrays go round your ring: n - 1 times the array instead of 2(n-1)/n. Cut it into n parts, and let "
-    "each part be added up once, on its way round."
+    "Whole arrays go round your ring: you send n - 1 times the array instead of 2(n-1)/n. Cut it into n parts, "
+    "and add each part up only once, on its way round."
 )
 def pass_round(x, axis):
     n = jax.lax.axis_size(axis)
@@ -162,43 +162,44 @@ def pass_round(x, axis):
     return jax.lax.fori_loop(1, n, trip, (x, x))[0]
 
 
-@ring_all_reduce.mutant("That is the collective itself. Only `jax.lax.ppermute` may be used.")
+@ring_all_reduce.mutant("That is the collective itself. Use only `jax.lax.ppermute`.")
 def psum(x, axis):
     return jax.lax.pcast(jax.lax.psum(x, axis), axis, to="varying")
 
 
 @ring_all_reduce.mutant(
-    "Two collectives make an all-reduce, as in section 2. Here both are to be made of permutes."
+    "Two collectives make an all-reduce, as in section 2. Here you have to build both from permutes."
 )
 def two_collectives(x, axis):
     return jax.lax.all_gather(jax.lax.psum_scatter(x, axis, tiled=True), axis, tiled=True)
 
 
 @ring_all_reduce.mutant(
-    "Your second phase begins with part `me`. After the first phase the part that is complete on device `me` is "
-    "part me + 1."
+    "Your second phase starts with part `me`. But after the first phase, the complete part on device `me` is part "
+    "me + 1."
 )
 def wrong_start(x, axis):
     return ring_with(x, axis, start=0)
 
 
 @ring_all_reduce.mutant(
-    "Your ring makes a step too few: after n - 2 steps a sum has met n - 1 devices. There are n - 1 steps in each "
-    "phase."
+    "Your ring takes one step too few: after n - 2 steps a sum has visited n - 1 devices. Each phase has n - 1 "
+    "steps."
 )
 def a_step_short(x, axis):
     return ring_with(x, axis, short=1)
 
 
 @ring_all_reduce.mutant(
-    "Your first phase makes n steps. After n - 1 all parts are complete, and one more sends them for nothing."
+    "Your first phase takes n steps. After n - 1 all parts are complete, and the extra step sends them for "
+    "nothing."
 )
 def a_step_more(x, axis):
     return ring_with(x, axis, more=1)
 
 
 @ring_all_reduce.mutant(
-    "Your ring turns to the left. The sum is right, but every permute shall go from i to i + 1."
+    "Your ring turns to the left. The sum is right, but every permute must go from i to i + 1."
 )
 def to_the_left(x, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -217,15 +218,15 @@ def to_the_left(x, axis):
 
 
 @ring_all_reduce.mutant(
-    "Your numbers pass through float32, which rounds large integers. Add in the dtype that x_N has."
+    "Your numbers pass through float32, which rounds large integers. Add in x_N's dtype."
 )
 def through_float32(x, axis):
     return ring_with(x.astype(jnp.float32), axis).astype(x.dtype)
 
 
 @ring_all_reduce.mutant(
-    "In your first phase what arrives is added to the part that was just sent. It is the part to the left of "
-    "it: the neighbour sent its own part me - 1 - s."
+    "In your first phase, you add what arrives to the part that you just sent. Add it to the part to the left of "
+    "that one: the neighbour sent its part me - 1 - s."
 )
 def added_to_the_sent(x, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -243,14 +244,14 @@ def added_to_the_sent(x, axis):
 
 
 @ring_all_reduce.mutant(
-    "You add in the second phase too. What arrives there is complete: it takes the place of your part."
+    "You add in the second phase too. The parts that arrive there are complete, so replace your own with them."
 )
 def adds_twice(x, axis):
     return ring_with(x, axis, again=True)
 
 
 @ring_all_reduce.mutant(
-    "You stop after the first phase. Each device has one complete part; the others are still to be gathered."
+    "You stop after the first phase. Each device has one complete part, and still has to gather the others."
 )
 def only_scattered(x, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -272,23 +273,23 @@ byte_predictor = Exercise(
     points=10,
     devices=8,
     statement="""
-Write `predicted_bytes(kind, group, shape, dtype)`: how many bytes each device sends in one collective. Your
-numbers are compared with those of compiled programs.
+Write `predicted_bytes(kind, group, shape, dtype)`: the number of bytes that each device sends in one collective. The
+checks compare your numbers with compiled programs.
 
-- `shape` is that of the **operand on one device**, as it stands in a jaxpr: one part of an all-gather, the
-  whole of a reduce-scatter.
-- All but the permute use the ring algorithms of this chapter. In a `"collective-permute"` each device sends
-  its operand to one other.
+- `shape` is that of the **operand on one device**, as written in a jaxpr: one part for an all-gather, the whole for a
+  reduce-scatter.
+- All except the permute use this chapter's ring algorithms. In a `"collective-permute"` each device sends its operand
+  to one other device.
 - A group of one device sends nothing.
 - Shapes may be far larger than any memory, and `shape` may be `()`.
 """,
     hints=(
-        "Which side of each collective is the whole, the operand or the result? Write down both sides' bytes "
-        "for a group of 8 and an operand of 1,000 bytes.",
-        "With an operand of s bytes, the whole of an all-gather is group times s. Of the whole a device sends "
-        "(group - 1)/group, and an all-reduce does it twice.",
-        "`jnp.dtype(dtype).itemsize` is the size of a number. The all-gather: (group - 1) s; reduce-scatter "
-        "and all-to-all: s (group - 1)/group; all-reduce: twice that; permute: s.",
+        "For each collective, is the whole side the operand or the result? Write down both sides' bytes for a group "
+        "of 8 and an operand of 1,000 bytes.",
+        "With an operand of s bytes, an all-gather's whole side is group times s. A device sends (group - 1)/group of "
+        "the whole side, or twice that in an all-reduce.",
+        "`jnp.dtype(dtype).itemsize` is the size of a number. All-gather: (group - 1) s; reduce-scatter and "
+        "all-to-all: s (group - 1)/group; all-reduce: twice that; permute: s.",
     ),
 )
 
@@ -370,7 +371,7 @@ def _(fn, t):
 
 
 @byte_predictor.mutant(
-    "You take an all-gather's operand for the whole. It is one part; the whole is `group` times as large."
+    "You treat an all-gather's operand as the whole. It is one part; the whole is `group` times as large."
 )
 def operand_is_whole(kind, group, shape, dtype):
     return right_bytes(kind, group, shape, dtype, gathered=False)
@@ -382,18 +383,18 @@ def reduced_once(kind, group, shape, dtype):
 
 
 @byte_predictor.mutant(
-    "You forget that a device keeps its own part: it sends (group - 1)/group of the whole."
+    "You forgot that a device keeps its own part: it sends (group - 1)/group of the whole."
 )
 def sends_to_itself(kind, group, shape, dtype):
     return right_bytes(kind, group, shape, dtype, rest=False)
 
 
-@byte_predictor.mutant("You count 4 bytes for every number. The dtype says how many it has.")
+@byte_predictor.mutant("You count 4 bytes for every number. The dtype determines how many it has.")
 def always_four(kind, group, shape, dtype):
     return right_bytes(kind, group, shape, dtype, item=4)
 
 
-@byte_predictor.mutant("A permute to no other device sends nothing either: see to a group of one.")
+@byte_predictor.mutant("A permute to no other device sends nothing either: handle a group of one.")
 def permutes_alone(kind, group, shape, dtype):
     return right_bytes(kind, group, shape, dtype, alone=1)
 
@@ -407,7 +408,7 @@ def permute_in_parts(kind, group, shape, dtype):
 
 
 @byte_predictor.mutant(
-    "You take a reduce-scatter's operand for one part. It is the whole; the result is the part."
+    "You treat a reduce-scatter's operand as one part. It is the whole; the result is the part."
 )
 def scatter_from_part(kind, group, shape, dtype):
     kind = "all-gather" if kind == "reduce-scatter" else kind
@@ -423,7 +424,7 @@ def overflows(kind, group, shape, dtype):
 
 
 @byte_predictor.mutant(
-    "You multiply in 64 bits, as `np.prod` does, and 2^63 does not fit. `math.prod` has no limit."
+    "You multiply in 64 bits, as `np.prod` does, and 2^63 doesn't fit. `math.prod` has no limit."
 )
 def overflows_late(kind, group, shape, dtype):
     with np.errstate(over="ignore"):
@@ -431,14 +432,14 @@ def overflows_late(kind, group, shape, dtype):
     return right_bytes(kind, group, (int(s),), "int8")
 
 
-@byte_predictor.mutant("You compute in float32, which has 7 digits. The answer is a Python number.")
+@byte_predictor.mutant("You compute in float32, which has 7 digits. Return a Python number.")
 def rounds(kind, group, shape, dtype):
     numbers = float(np.prod(np.array(shape, np.float32), dtype=np.float32))
     return right_bytes(kind, group, (int(numbers),), dtype)
 
 
 @byte_predictor.mutant(
-    "You round down, and then double. Half of what a device sends in an all-reduce need not be a whole number."
+    "You round down before you double. Half of what a device sends in an all-reduce needn't be a whole number."
 )
 def floors(kind, group, shape, dtype):
     if kind == "all-reduce":
@@ -455,8 +456,8 @@ def all_to_all_whole(kind, group, shape, dtype):
 
 
 @byte_predictor.mutant(
-    "You take an all-to-all's operand for one part of a whole, as in an all-gather. It has a part for everyone: "
-    "its size is the whole side."
+    "You treat an all-to-all's operand as one part of a whole, as in an all-gather. It has a part for every "
+    "device, so it is the whole side."
 )
 def all_to_all_from_part(kind, group, shape, dtype):
     kind = "all-gather" if kind == "all-to-all" else kind
@@ -467,24 +468,24 @@ def all_to_all_from_part(kind, group, shape, dtype):
 
 all_to_all_transpose = Exercise(
     "10.all_to_all_transpose",
-    title="Transpose a divided matrix",
+    title="Transpose a split matrix",
     function="distributed_transpose",
     minutes=20,
     points=10,
     devices=8,
     statement="""
-A matrix [M, N] is divided by rows over n devices. Write `distributed_transpose(x_RN, axis)`, which is called inside
-a `shard_map` and returns this device's rows of the *transpose* [N, M].
+A matrix [M, N] is split by rows over n devices. Write `distributed_transpose(x_RN, axis)`, which is called inside a
+`shard_map` and returns this device's rows of the *transpose* [N, M].
 
-- One `all-to-all`, and no other collective: a device sends (n-1)/n of what it has, no more.
-- M and N are multiples of n and need not be equal. The dtype stays.
-- Twice in a row it gives back what it was given.
+- Use one `all-to-all` and no other collective, so a device sends (n-1)/n of what it has.
+- M and N are multiples of n and needn't be equal. The result keeps the dtype.
+- Applied twice, it returns the original matrix.
 """,
     hints=(
-        "Which numbers of the matrix does device d need? Which of them does it have, and who has the others?",
-        "It needs the columns d N/n to (d + 1) N/n of *all* rows. So each device cuts its columns into n blocks and "
-        "sends block d to device d. What arrives is stacked as rows. A transpose on the device itself costs "
-        "no message.",
+        "Which numbers of the matrix does device d need? Which does it already have, and which devices have the "
+        "others?",
+        "It needs columns d N/n to (d + 1) N/n of *all* rows. So each device cuts its columns into n blocks and sends "
+        "block d to device d. The blocks that arrive are stacked as rows. A transpose within a device sends nothing.",
         "`jax.lax.all_to_all(x_RN, axis, split_axis=1, concat_axis=0, tiled=True)` has the shape [M, N/n].",
     ),
 )
@@ -538,8 +539,8 @@ def _(fn, t):
 
 
 @all_to_all_transpose.mutant(
-    "You gather the whole matrix on every device and keep a part: n times the bytes, and the memory of a "
-    "whole matrix. An all-to-all sends each number once."
+    "You gather the whole matrix on every device and keep a part: that takes n times the bytes and the memory of "
+    "a whole matrix. An all-to-all sends each number once."
 )
 def gather_and_cut(x, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -549,14 +550,14 @@ def gather_and_cut(x, axis):
 
 
 @all_to_all_transpose.mutant(
-    "You return this device's columns, [M, N/n]. Its rows of the transpose are those, transposed."
+    "You return this device's columns, [M, N/n]. Transpose them to get its rows of the transpose."
 )
 def columns_only(x, axis):
     return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
 
 
 @all_to_all_transpose.mutant(
-    "You transpose each device's own rows and leave them there: no number has changed its device."
+    "You transpose each device's own rows and leave them there, so no number has changed devices."
 )
 def local_only(x, axis):
     n = jax.lax.axis_size(axis)
@@ -564,8 +565,8 @@ def local_only(x, axis):
 
 
 @all_to_all_transpose.mutant(
-    "You deal columns out like cards: device d gets the columns d, d + n, d + 2n. Its rows of the "
-    "transpose are neighbours: cut [N] into n blocks, not into N/n."
+    "You deal out columns like cards: device d gets columns d, d + n, d + 2n. Its rows of the transpose must be "
+    "adjacent, so cut [N] into n blocks, not N/n."
 )
 def dealt(x, axis):
     n = jax.lax.axis_size(axis)
@@ -576,8 +577,8 @@ def dealt(x, axis):
 
 
 @all_to_all_transpose.mutant(
-    "You send float32 where the matrix has fewer bits, so more bytes. Nothing is computed here, so no number "
-    "needs another type."
+    "You send float32 where the matrix has fewer bits, which takes more bytes. Nothing is computed here, so keep "
+    "the type."
 )
 def sent_wide(x, axis):
     wide = jax.lax.all_to_all(x.astype(jnp.float32), axis, split_axis=1, concat_axis=0, tiled=True)
@@ -585,7 +586,7 @@ def sent_wide(x, axis):
 
 
 @all_to_all_transpose.mutant(
-    "The bytes are right, but you send n - 1 messages by permutes. An all-to-all is one collective."
+    "The bytes are right, but you send n - 1 messages with permutes. Use one all-to-all."
 )
 def by_permutes(x, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -600,7 +601,7 @@ def by_permutes(x, axis):
 
 
 @all_to_all_transpose.mutant(
-    "You only reshape what arrives, [M, N/n], to [N/n, M]. Rows become columns by a transpose."
+    "You only reshape what arrives from [M, N/n] to [N/n, M]. Use a transpose to turn rows into columns."
 )
 def reshaped(x, axis):
     columns = jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=0, tiled=True)
@@ -608,8 +609,8 @@ def reshaped(x, axis):
 
 
 @all_to_all_transpose.mutant(
-    "The blocks that arrive are in the wrong order: rows of one device are neighbours in the result, so "
-    "the sender's number must come before the row's."
+    "The blocks that arrive are in the wrong order: one sender's rows are adjacent in the result, so the sender's "
+    "index must come before the row's."
 )
 def interleaved(x, axis):
     n = jax.lax.axis_size(axis)
@@ -623,30 +624,29 @@ def interleaved(x, axis):
 
 collective_matmul = Exercise(
     "10.collective_matmul",
-    title="Multiply while the rows come round",
+    title="Multiply while rows go round the ring",
     function="gather_while_multiplying",
     minutes=30,
     points=15,
     devices=8,
     statement="""
 The first half of a feed-forward layer gathers and then multiplies: `jax.lax.all_gather(x_RD, axis, tiled=True) @ w_DC`.
-Write `gather_while_multiplying(x_RD, w_DC, axis)`, which returns the same and overlaps the two. It is called inside
-a `shard_map`.
+Write `gather_while_multiplying(x_RD, w_DC, axis)`, which returns the same but overlaps the two. It is called inside a
+`shard_map`.
 
-- Each device multiplies the rows that it has, while they are on their way to the next device. n products of
-  [B/n, D] by [D, F/n], and $n-1$ permutes of [B/n, D].
-- In a loop, the product of a trip must not need what arrives in that trip: otherwise it waits for it.
-- The gathered [B, D] never exists. No other collective occurs.
+- Each device multiplies the rows that it has while sending them to the next device. That makes n products of [B/n, D]
+  by [D, F/n], and $n-1$ permutes of [B/n, D].
+- In a loop, an iteration's product must not need what arrives in that iteration; otherwise it waits.
+- The gathered [B, D] never exists. There is no other collective.
 """,
     hints=(
-        "Take the ring gather of section 3. In each trip it moves rows and puts rows in their place. What do "
-        "you put in place here, and whose rows are they?",
-        "Let the loop carry the result [B, F/n] and the rows that are here now. In trip s these belong to device "
-        "me - s. Start the permute of them, multiply *them* (not what arrives), and put the product at rows "
-        "(me - s) B/n.",
-        "After n - 1 trips the last rows are here and still to be multiplied, outside of the loop. The first result "
-        "to carry must vary over the axis as the products do: make it from the arguments, for example "
-        "`jnp.tile(jnp.zeros_like(x_RD[:, :1] * w_DC[:1]), (n, 1))`.",
+        "Start from section 3's ring gather. In each iteration it moves rows and stores them at the right index. What "
+        "do you store here, and whose rows does it belong to?",
+        "Let the loop carry the result [B, F/n] and the rows that are here now. In iteration s these belong to device "
+        "me - s. Start their permute, multiply *them* (not what arrives), and put the product at rows (me - s) B/n.",
+        "After n - 1 iterations the last rows are here, and you still have to multiply them, after the loop. The "
+        "initial result in the carry must vary over the axis as the products do, so make it from the arguments: for "
+        "example `jnp.tile(jnp.zeros_like(x_RD[:, :1] * w_DC[:1]), (n, 1))`.",
     ),
 )
 
@@ -744,11 +744,11 @@ def _(fn, t):
                 inner = int(np.prod([eqn.invars[0].aval.shape[i] for i in over]))
                 flops += runs * 2 * inner * eqn.outvars[0].aval.size
     t.equal(flops, 2 * 32 * 96 * 8, why="FLOPs of all products on one device")
-    why = f"an array of {largest} numbers: [B, D] has {32 * 96} and must not exist"
+    why = f"an array of {largest} numbers: [B, D] has {32 * 96} and mustn't exist"
     t.true(largest < 32 * 96, why=why, observed=largest)
 
 
-@collective_matmul.check("a product does not wait for its own trip's permute")
+@collective_matmul.check("a product doesn't wait for its own iteration's permute")
 def _(fn, t):
     waits = 0
     for jaxpr, _ in traced(fn):
@@ -762,7 +762,9 @@ def _(fn, t):
                     waits += needs and holds(e, "dot_general")
                     if needs or holds(e, "ppermute"):
                         arrived |= {id(v) for v in e.outvars}
-    t.equal(int(waits), 0, why="products in a loop's body that need what arrives in the same trip")
+    t.equal(
+        int(waits), 0, why="products in a loop's body that need what arrives in the same iteration"
+    )
 
 
 def multiply_with(x, w, axis, *, sign=-1, trips=None, wait=False):
@@ -787,7 +789,7 @@ def multiply_with(x, w, axis, *, sign=-1, trips=None, wait=False):
 
 
 @collective_matmul.mutant(
-    "You gather first and multiply then: that is the plain version, and nothing overlaps. Move the rows by "
+    "You gather first and then multiply. That is the plain version, and nothing overlaps. Move the rows with "
     "permutes and multiply those that are here."
 )
 def plain(x, w, axis):
@@ -795,15 +797,15 @@ def plain(x, w, axis):
 
 
 @collective_matmul.mutant(
-    "Your products land in the wrong rows. The rows come from the left: after s steps those of device me - s are "
-    "here, not those of me + s."
+    "Your products go to the wrong rows. Rows come from the left, so after s steps you hold those of device me - "
+    "s, not me + s."
 )
 def other_way_round(x, w, axis):
     return multiply_with(x, w, axis, sign=1)
 
 
 @collective_matmul.mutant(
-    "You permute n times. After n - 1 permutes the last rows are here; the n-th sends them home for nothing."
+    "You permute n times. After n - 1 permutes the last rows are here; the n-th only sends them home."
 )
 def one_too_many(x, w, axis):
     return multiply_with(x, w, axis, trips=jax.lax.axis_size(axis))
@@ -811,15 +813,15 @@ def one_too_many(x, w, axis):
 
 @collective_matmul.mutant(
     "Your loop multiplies what has just arrived, so each product waits for its permute. Multiply the rows that "
-    "were here before, and pass what arrives to the next trip."
+    "were already here, and pass on what arrives to the next iteration."
 )
 def waits_for_it(x, w, axis):
     return multiply_with(x, w, axis, wait=True)
 
 
 @collective_matmul.mutant(
-    "You collect all rows by permutes and multiply at the end: the bytes are right, but [B, D] exists and "
-    "nothing overlaps. Multiply each part as it is there."
+    "You collect all rows with permutes and multiply at the end. The bytes are right, but [B, D] exists and "
+    "nothing overlaps. Multiply each part as soon as you have it."
 )
 def collect_first(x, w, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -836,14 +838,14 @@ def collect_first(x, w, axis):
 
 
 @collective_matmul.mutant(
-    "Your result is float32 whatever x_RD is. Make the first one of the arguments, or with x_RD's dtype."
+    "Your result is float32 whatever x_RD is. Make the initial result from the arguments, or with x_RD's dtype."
 )
 def always_wide(x, w, axis):
     return multiply_with(x, w, axis).astype(jnp.float32)
 
 
 @collective_matmul.mutant(
-    "You forget the last rows: n - 1 trips make n - 1 products, and one part of the result stays zero."
+    "You forgot the last rows: n - 1 iterations make n - 1 products, so one part of the result stays zero."
 )
 def last_missing(x, w, axis):
     n = jax.lax.axis_size(axis)

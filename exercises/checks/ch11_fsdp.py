@@ -28,31 +28,31 @@ def number(t, low, high):
 
 gradient_equality = Exercise(
     "11.gradient_equality",
-    title="The gradient of one device, from eight",
+    title="One device's gradient, from eight",
     function="make_gradient",
     minutes=30,
     points=15,
     devices=8,
     statement="""
-Write `make_gradient(loss_sum, mesh, microbatches)`. It returns a function of `(params, rows)` that gives the loss per
-target token of the whole batch and its gradient, on every device. `loss_sum` gives a *sum* and a *count*.
+Write `make_gradient(loss_sum, mesh, microbatches)`. It returns a function of `(params, rows)` that gives every device
+the loss per target token of the whole batch, and its gradient. `loss_sum` gives a *sum* and a *count*.
 
-- The rows are split over the mesh axis `data`, and each device goes through its own in `microbatches` equal parts,
-  one after another in a loop: the checks look for arrays with the activations of more than one part.
-- The result is that of one device with all rows, within rounding. Devices and microbatches have very different
-  numbers of target tokens, some none. A batch without any gives a loss and a gradient of 0.
-- In one run each number of the gradient is summed over the devices **once**, whatever the number of microbatches, and
-  so are two scalars. Nothing else is sent: the checks read kinds, runs and bytes in the HLO.
+- The rows are split over the mesh axis `data`. Each device splits its own rows into `microbatches` equal parts and
+  computes them one after another, in a loop. The checks look for arrays that hold activations of more than one part.
+- The result equals that of one device with all rows, within rounding. Devices and microbatches differ widely in their
+  number of target tokens, and some have none. A batch without any gives a loss and a gradient of 0.
+- Each run sums every number of the gradient over the devices **once**, however many microbatches there are, and two
+  scalars as well. It sends nothing else: the checks read kinds, runs and bytes in the HLO.
 """,
     hints=(
-        "Which numbers may be added over microbatches and devices, and which one division makes of them what is "
-        "asked for? Then count how often the sum over devices stands inside of the loop.",
-        "Inside a `shard_map` with `in_specs=(P(), P('data'))` the gradient by the parameters is summed over devices "
-        "as soon as you take it, since they are the same everywhere. `jax.lax.pcast(x, 'data', to='varying')` on "
-        "every leaf before the loop makes them the device's own.",
-        "Carry `(total, count, grads)` through `jax.lax.scan`, beginning with zeros that are `pcast` too "
-        "(`zeros_like` of a marked array is); then "
-        "`jax.lax.psum(sums, 'data')` once, and multiply by `1 / jnp.maximum(count, 1)`.",
+        "Which numbers can you add over microbatches and devices, and which single division then gives the answer? "
+        "Then count how often your loop sums over the devices.",
+        "Inside a `shard_map` with `in_specs=(P(), P('data'))`, the gradient of the parameters is summed over devices "
+        "as soon as you take it, because the parameters are the same on all of them. Apply `jax.lax.pcast(x, 'data', "
+        "to='varying')` to every leaf before the loop, and they become the device's own.",
+        "Carry `(total, count, grads)` through `jax.lax.scan`. Start from zeros that are `pcast` too (`zeros_like` of "
+        "a marked array already is). Then call `jax.lax.psum(sums, 'data')` once, and multiply by `1 / "
+        "jnp.maximum(count, 1)`.",
     ),
 )
 
@@ -141,7 +141,7 @@ def _(fn, t):
     t.equal(sent, 4 * numbers + 8, why=why)
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\bf32\[([\d,]+)\]", text)}
     largest, logits = max(map(math.prod, shapes)), 2 * rows["mask"].shape[1] * V
-    why = f"numbers in a device's largest array; the logits of one of its 4 parts have {logits}"
+    why = f"numbers in a device's largest array; one of its 4 parts has {logits} logits"
     t.true(largest < 2 * logits, why=f"{largest} {why}", observed=largest / logits)
 
 
@@ -200,24 +200,24 @@ def gradient_mutant(hint, **wrong):
 
 
 gradient_mutant(
-    "You average the devices' means: a token on a device with few of them weighs more. Sum losses, counts and "
+    "You average the devices' means, so a token weighs more on a device that has few. Sum losses, counts and "
     "gradients over the devices, and divide once.",
     divide="own",
 )
 gradient_mutant(
-    "You average the microbatches' means: a token in a microbatch with few of them weighs more. Keep sums and counts "
-    "to the end.",
+    "You average the microbatches' means, so a token weighs more in a microbatch that has few. Keep sums and "
+    "counts to the end.",
     divide="micro",
 )
 gradient_mutant(
-    "The values are right, but the gradient is summed over the devices in every turn of the loop: "
-    "`jax.value_and_grad` inside `shard_map` does so for parameters that are the same everywhere. Mark them as the "
-    "device's own before the loop with `jax.lax.pcast(..., 'data', to='varying')`.",
+    "The values are right, but every iteration of the loop sums the gradient over the devices: inside "
+    "`shard_map`, `jax.value_and_grad` does that for parameters that are the same on all devices. Before the "
+    "loop, mark them as the device's own with `jax.lax.pcast(..., 'data', to='varying')`.",
     own=False,
 )
 gradient_mutant(
-    "Your gradient is the number of devices times too large: it is summed over them once by `jax.value_and_grad` and "
-    "once by you. Mark the parameters as the device's own before you differentiate.",
+    "Your gradient is too large by a factor of the number of devices: `jax.value_and_grad` sums it over them "
+    "once, and then you do. Mark the parameters as the device's own before you differentiate.",
     own=False,
     again=True,
 )
@@ -226,26 +226,26 @@ gradient_mutant(
     guard=False,
 )
 gradient_mutant(
-    "Every device gathers the whole batch and computes all of it: eight times the work, and an all-gather of rows. "
-    "Let each device see its own rows only.",
+    "Every device gathers the whole batch and computes all of it. That is eight times the work, and an all-gather "
+    "of rows. Let each device use only its own rows.",
     gather=True,
 )
 gradient_mutant(
-    "The values are right, but all rows of a device are computed at once, so nothing of the memory is saved that "
-    "microbatches are for. Split the rows in `microbatches` parts and go through them in a `jax.lax.scan`, not in a "
-    "`vmap`.",
+    "The values are right, but a device computes all its rows at once, so you save none of the memory that "
+    "microbatches should save. Split the rows into `microbatches` parts and go through them with `jax.lax.scan`, "
+    "not `vmap`.",
     parts=1,
 )
 gradient_mutant(
-    "You take the larger of count and 1 for each part or device, so empty ones count as a token. Only the count of "
-    "the whole batch may be replaced.",
+    "You take the larger of count and 1 for each part or device, so an empty one counts as a token. Do this only "
+    "for the count of the whole batch.",
     divide="at least 1 each",
 )
 gradient_mutant(
     "Your loss is a sum. Divide it by the count, as you do the gradient.", divide="gradient"
 )
 gradient_mutant(
-    "Only the last microbatch is left: your loop replaces what it carries. Add to it.",
+    "Only the last microbatch is left, because your loop overwrites its carry. Add to it.",
     last=True,
 )
 
@@ -260,24 +260,25 @@ fsdp_rules = Exercise(
     points=10,
     devices=8,
     statement="""
-Write `place_state(params, scheme, devices)`: for each parameter the specs of the parameter itself, of its gradient
-and of its moments under `dp`, `zero1`, `zero2` or `fsdp`; and what all of them take on one device.
+Write `place_state(params, scheme, devices)`. For each parameter, give the specs of the parameter itself, of its
+gradient and of its moments under `dp`, `zero1`, `zero2` or `fsdp`. Also count the bytes that all of them take on one
+device.
 
-- What a scheme cuts is cut along the dimension named `embed`, over the mesh axis `fsdp`. A parameter without such a
-  dimension stays whole in every scheme, on every device.
-- `zero1` cuts the moments, `zero2` the gradients too, `fsdp` the parameters too. All are float32, and there are two
+- Schemes cut along the dimension named `embed`, over the mesh axis `fsdp`. A parameter without such a dimension stays
+  whole on every device, in every scheme.
+- `zero1` cuts the moments, `zero2` also the gradients, `fsdp` also the parameters. All are float32, and there are two
   moments.
-- A spec has an entry for each dimension: `"fsdp"` or None. With one device no axis is named.
-- Where a scheme would have to cut a dimension into unequal parts, or two dimensions of one parameter, raise
-  `ValueError` with the parameter's name. `dp` cuts nothing and so never raises.
+- A spec has an entry for each dimension: `"fsdp"` or None. With one device, no entry names an axis.
+- If a scheme would have to cut a dimension into unequal parts, or cut two dimensions of one parameter, raise
+  `ValueError` with the parameter's name. `dp` cuts nothing, so it never raises.
 """,
     hints=(
-        "Take one parameter and one scheme, and write three lines: is the parameter cut, is its gradient, are its "
-        "moments? Only then look at dimensions.",
-        "Bytes are sums over parameters: one that is cut counts an n-th, one that is not counts whole. Dividing the "
-        "total by n would forget the second kind.",
-        '`P(*("fsdp" if i in split else None for i in range(len(dims))))`, where `split` has the places of `embed`, or '
-        "nothing where the scheme does not cut or there is one device.",
+        "Take one parameter and one scheme, and answer three questions: is the parameter cut, is its gradient, are "
+        "its moments? Only then look at dimensions.",
+        "Add up bytes parameter by parameter: a cut one counts an n-th, an uncut one counts in full. If you divide "
+        "the total by n, you forget the second kind.",
+        '`P(*("fsdp" if i in split else None for i in range(len(dims))))`, where `split` has the positions of '
+        "`embed`. It is empty if the scheme doesn't cut, or if there is one device.",
     ),
 )
 
@@ -357,7 +358,7 @@ def _(fn, t):
         t.equal(got, want, why=f"{scheme} on 4 devices: parameters, gradients, moments in bytes")
 
 
-@fsdp_rules.check("arrays that are placed so take those bytes")
+@fsdp_rules.check("arrays with these specs take these bytes")
 def _(fn, t):
     params, mesh = drawn_params(t, 8), devices_along("fsdp")
     scheme = ("zero1", "zero2", "fsdp")[number(t, 0, 3)]
@@ -367,7 +368,7 @@ def _(fn, t):
         for k, each in enumerate((1, 1, 2)):
             array = jax.device_put(np.zeros(shape, np.float32), NamedSharding(mesh, specs[name][k]))
             held[k] += each * array.addressable_shards[3].data.nbytes
-    why = f"{scheme}: what one device holds if arrays are placed by your specs"
+    why = f"{scheme}: what one device holds with your specs"
     t.equal([int(x) for x in told], held, why=why)
 
 
@@ -377,11 +378,11 @@ def _(fn, t):
     params = drawn_params(t, 1) | {"odd": (("embed", "embed"), (size, size))}
     got = fn(params, "fsdp", 1)
     want = right_state(params, "fsdp", 1)
-    t.equal(plain_specs(got[0]), plain_specs(want[0]), why="no axis of one device is named")
+    t.equal(plain_specs(got[0]), plain_specs(want[0]), why="an axis of one device isn't named")
     t.equal([int(x) for x in got[1]], list(want[1]), why="bytes on one device")
 
 
-@fsdp_rules.check("what cannot be cut")
+@fsdp_rules.check("dimensions that can't be cut")
 def _(fn, t):
     bad = {"odd.w": (("layers", "embed"), (8, 8 * number(t, 2, 99) + 4))}
     size = 8 * number(t, 1, 99)
@@ -400,56 +401,58 @@ def state_mutant(hint, **wrong):
 
 
 state_mutant(
-    "You cut the gradients in `zero1`. Stage 1 cuts the optimizer's state alone; the gradients follow in stage 2.",
+    "You cut the gradients in `zero1`. Stage 1 cuts only the optimizer state; the gradients follow in stage 2.",
     cut=CUT | {"zero1": "gm"},
 )
 state_mutant(
-    "In `fsdp` you cut the parameters and leave gradients and moments whole. Each stage keeps what the one before "
-    "cut.",
+    "In `fsdp` you cut the parameters but leave gradients and moments whole. Each stage also cuts everything that "
+    "the one before it cut.",
     cut=CUT | {"fsdp": "p"},
 )
 state_mutant(
-    "You divide the total by the number of devices. Parameters without `embed` are whole on every device, and count "
-    "whole.",
+    "You divide the total by the number of devices. Parameters without `embed` are whole on every device, so "
+    "count all their bytes.",
     even=True,
 )
 state_mutant(
-    "You cut the first dimension, whatever its name. Only `embed` is cut: `layers` and `vocab` stay whole.",
+    "You cut the first dimension, whatever its name. Cut only `embed`: `layers` and `vocab` stay whole.",
     axis="first",
 )
 state_mutant(
     "You count one moment for each parameter. AdamW has two, 8 bytes a parameter.", moments=1
 )
-state_mutant("You name the axis although it has one device. Then nothing is cut.", one=True)
+state_mutant("You name the axis although there is only one device. Then nothing is cut.", one=True)
 state_mutant(
-    "A spec that cuts nothing is empty in your answer. Give it an entry for each dimension: None for each that stays "
+    "Your spec is empty where nothing is cut. Give it an entry for each dimension: None for each that stays "
     "whole.",
     short=True,
 )
 state_mutant(
-    "Where a parameter has two dimensions called `embed` you cut the first. One mesh axis cannot cut two dimensions, "
-    "and which one to cut is not yours to choose: refuse.",
+    "If a parameter has two dimensions called `embed`, you cut the first. One mesh axis can't cut two dimensions, "
+    "and you can't know which one to cut: refuse.",
     two=True,
 )
 state_mutant(
-    "You leave whole what cannot be cut. It would take more memory than the scheme promises, and nobody would be told: "
-    "raise a ValueError.",
+    "You leave a parameter whole if it can't be cut. It takes more memory than the scheme promises, and the user "
+    "never learns why: raise a ValueError.",
     uneven="whole",
 )
 state_mutant(
-    "You cut dimensions that the number of devices does not divide, and count the bytes of rounded parts. Look at the "
+    "You cut dimensions that the number of devices doesn't divide, and count bytes of rounded parts. Check the "
     "remainder first, and raise a ValueError.",
     uneven="rounded",
 )
 state_mutant(
-    "Your ValueError does not name the parameter. In a model of a hundred, `embed does not divide` helps nobody.",
+    "Your ValueError doesn't name the parameter. In a model with a hundred, `embed does not divide` doesn't help.",
     nameless=True,
 )
 state_mutant(
-    "You refuse on one device. There nothing is cut, so nothing can fail to divide.", strict=True
+    "You refuse on one device. Nothing is cut there, so it doesn't matter what divides.",
+    strict=True,
 )
 state_mutant(
-    "You refuse in `dp` too. It cuts nothing, so nothing can fail to divide: ask first what the scheme cuts.",
+    "You refuse in `dp` too. It cuts nothing, so it doesn't matter what divides: check first what the scheme "
+    "cuts.",
     lazy=True,
 )
 
@@ -464,26 +467,27 @@ hlo_budget = Exercise(
     points=15,
     devices=8,
     statement="""
-`wasteful_layer` is a feed-forward layer whose weights are stored in parts. Its values are right. Its program gathers
-float32, gathers activations, and in a gradient it keeps what it gathered. Write `thrifty_layer`, which gives the same
-values within this budget. The checks put L layers in a scan and compile its gradient by the weights for eight
-devices:
+`wasteful_layer` is a feed-forward layer whose weights are stored in parts. Its values are right, but its program
+gathers float32, gathers activations, and in a gradient keeps what it gathered. Write `thrifty_layer`, which gives the
+same values within the budget below. The checks put L layers in a scan and compile the gradient of its weights for eight
+devices.
 
-- **Gathers**: each of the three weights of a layer is gathered twice, once in the forward and once in the backward
-  pass: 6 L all-gathers of D x F numbers, and no others. So nothing that was gathered is kept for the backward pass,
-  and no activation is ever gathered.
-- **Type**: what is gathered is bfloat16, in the forward *and* in the backward pass. (XLA's CPU backend sends bfloat16
-  as float32, so this is read in the jaxpr: from `jax.sharding.reshard` or `jax.lax.all_gather`.)
-- **Kinds**: besides all-gathers only all-reduces or reduce-scatters, for the gradients. No all-to-all, no permute.
-- The gradient of a weight is float32 and lies as the weight does.
+- **Gathers**: each of a layer's three weights is gathered twice, once in the forward pass and once in the backward
+  pass. That makes 6 L all-gathers of D x F numbers, and no others. So nothing gathered is kept for the backward pass,
+  and activations are never gathered.
+- **Type**: all gathers are in bfloat16, in the forward *and* the backward pass. (XLA's CPU backend sends bfloat16 as
+  float32, so the checks read this in the jaxpr: from `jax.sharding.reshard` or `jax.lax.all_gather`.)
+- **Kinds**: apart from all-gathers, the program has only all-reduces or reduce-scatters, for the gradients. No
+  all-to-all, no permute.
+- The gradient of a weight is float32 and sharded like the weight.
 """,
     hints=(
-        "Go through `wasteful_layer` line by line and say of each `reshard` what moves, and in which type. Which "
-        "single array should move instead in the last product?",
-        "Cast first and reshard then, for all three weights; the tokens stay where they are. That mends the forward "
-        "pass. For the backward pass look at the four versions of section 3.",
+        "Go through `wasteful_layer` line by line. For each `reshard`, say what moves and in which type. In the last "
+        "product, which single array should move instead?",
+        "For all three weights, cast first and then reshard; the tokens stay on their devices. That fixes the forward "
+        "pass. For the backward pass, look at the four versions of section 3.",
         "Put the whole layer into a function under `jax.checkpoint`: its backward pass runs it again, gathers "
-        "included. Or write a `custom_vjp` that keeps x and the parts. Both at once gather three times here.",
+        "included. Or write a `custom_vjp` that keeps x and the parts. Using both gathers three times here.",
     ),
     seconds=90.0,
 )
@@ -539,16 +543,22 @@ def _(fn, t):
         x = jax.device_put(jnp.asarray(x, jnp.bfloat16), P("fsdp", None))
         one = jax.jit(fn)(x, *(w[0] for w in placed))
         t.equal((str(one.dtype), one.shape), ("bfloat16", x.shape), why="the result's type")
-        t.equal(str(one.sharding.spec[0]), "fsdp", why="the tokens stay where they are")
+        t.equal(str(one.sharding.spec[0]), "fsdp", why="the tokens stay on their devices")
         got, grads = jax.jit(jax.value_and_grad(stack_loss(fn)))(placed, x)
-    t.close(got / want, 1.0, rtol=0, atol=0.03, why="mean square of the result, over the right one")
+    t.close(
+        got / want,
+        1.0,
+        rtol=0,
+        atol=0.03,
+        why="mean square of the result, divided by the right one",
+    )
     for name, g, w in zip(("gate", "up", "down"), grads, want_grads, strict=True):
         scale = np.abs(w).max()
         t.close(np.asarray(g) / scale, np.asarray(w) / scale, rtol=0, atol=0.05,
                 why=f"gradient of {name}, over its largest number", dtype=np.float32)  # fmt: skip
     lying = [tuple(g.sharding.spec)[1:] for g in grads]
     lying = [tuple(map(str, (*spec, None, None)[:2])) for spec in lying]
-    t.equal(lying, [tuple(map(str, s)) for s in SPECS], why="a gradient lies as its weight does")
+    t.equal(lying, [tuple(map(str, s)) for s in SPECS], why="a gradient is sharded like its weight")
 
 
 def inner_jaxprs(eqn):
@@ -572,7 +582,7 @@ def gathers(jaxpr):
             yield from gathers(inner)
 
 
-@hlo_budget.check("what is gathered is bfloat16")
+@hlo_budget.check("gathers are bfloat16")
 def _(fn, t):
     mesh, sizes = devices_along("fsdp"), stack_sizes(t)
     _, _, D, F = sizes
@@ -593,7 +603,7 @@ def _(fn, t):
     found = hlo.Module(text).collectives()
     allowed = {"all-gather", "all-reduce", "reduce-scatter"}
     others = sorted({c.kind for c in found} - allowed)
-    t.equal(others, [], why="kinds of collectives that are not in the budget")
+    t.equal(others, [], why="kinds of collectives that aren't in the budget")
     counted = {}
     for c in found:
         if c.kind == "all-gather":
@@ -637,7 +647,7 @@ def ruled_layer(x, gate, up, down, wide=False):
 
 
 @hlo_budget.mutant(
-    "You gather float32 and cast afterwards: twice the bytes. Cast on each device, and gather what is cast."
+    "You gather float32 and cast afterwards, which sends twice the bytes. Cast on each device, then gather."
 )
 def casts_late(x, *weights):
     @jax.checkpoint
@@ -649,8 +659,8 @@ def casts_late(x, *weights):
 
 
 @hlo_budget.mutant(
-    "Your forward pass is right. In the gradient each weight is gathered once, and the gathered weights of all "
-    "layers are kept until the backward pass: that is the memory that cutting had saved. Put the layer under "
+    "Your forward pass is right. But the gradient gathers each weight once and keeps the gathered weights of all "
+    "layers until the backward pass, so you lose the memory that cutting saved. Put the layer under "
     "`jax.checkpoint`."
 )
 def keeps(x, *weights):
@@ -658,23 +668,23 @@ def keeps(x, *weights):
 
 
 @hlo_budget.mutant(
-    "You have a rule that gathers again *and* `jax.checkpoint`, so three gathers are written, and with bfloat16 this "
-    "compiler doesn't see that two are the same. One of the two is enough."
+    "You use both a rule that gathers again *and* `jax.checkpoint`, so three gathers are written, and with "
+    "bfloat16 this compiler can't see that two are the same. Use one or the other."
 )
 def both(x, *weights):
     return jax.checkpoint(ruled_layer)(x, *weights)
 
 
 @hlo_budget.mutant(
-    "In the backward pass you gather float32. Forward and backward pass must both cast before they gather."
+    "You gather float32 in the backward pass. Both passes must cast before they gather."
 )
 def wide_backward(x, *weights):
     return ruled_layer(x, *weights, wide=True)
 
 
 @hlo_budget.mutant(
-    "You gather two weights as one array. The bytes are right, but the budget is an all-gather for each weight: "
-    "gather them one by one, and leave it to the compiler to combine."
+    "You gather two weights as one array. The bytes are right, but the budget asks for an all-gather for each "
+    "weight: gather them one by one, and let the compiler combine them."
 )
 def gathers_a_pair(x, *weights):
     @jax.checkpoint
@@ -686,14 +696,14 @@ def gathers_a_pair(x, *weights):
     return layer(x, *weights)
 
 
-@hlo_budget.mutant("You forget the residual: a layer adds its result to x.")
+@hlo_budget.mutant("You forgot the residual: a layer adds its result to x.")
 def no_residual(x, *weights):
     return jax.checkpoint(gathered_layer)(x, *weights) - x
 
 
 @hlo_budget.mutant(
-    "The last product still gathers all tokens and turns its result by an all-to-all. Gather `down_FD` as you gather "
-    "the others; the tokens stay where they are."
+    "The last product still gathers all tokens and then re-splits its result with an all-to-all. Gather `down_FD` "
+    "like the other weights; the tokens stay on their devices."
 )
 def gathers_tokens(x, *weights):
     @jax.checkpoint
@@ -707,7 +717,7 @@ def gathers_tokens(x, *weights):
 
 
 @hlo_budget.mutant(
-    "That is `wasteful_layer`: begin with its first line, and say of each `reshard` what moves and in which type."
+    "That is `wasteful_layer`. Start at its first line, and for each `reshard` say what moves and in which type."
 )
 def unchanged(x, gate, up, down):
     gate, up = (whole(w).astype(x.dtype) for w in (gate, up))
@@ -720,18 +730,18 @@ def unchanged(x, gate, up, down):
 
 zero_stages = Exercise(
     "11.zero_stages",
-    title="What a stage takes and sends",
+    title="The cost of each stage",
     function="stage_costs",
     minutes=20,
     points=10,
     statement="""
-Write `stage_costs(cut, whole, devices, scheme, microbatches)`: bytes of parameters, gradients and optimizer state on
-one device, and the bytes that it sends in one step, as four Python integers. The numbers that are checked are drawn
-for you.
+Write `stage_costs(cut, whole, devices, scheme, microbatches)`. It returns four Python integers: the bytes of
+parameters, gradients and optimizer state on one device, and the bytes that this device sends in one step. The checks
+draw numbers for you.
 
-- `cut` parameters can be cut by a scheme, `whole` ones by none. Parameters, gradients and AdamW's two moments are
-  float32.
-- What is sent, by ring algorithms:
+- Schemes can cut the `cut` parameters, and never cut the `whole` ones. Parameters, gradients and AdamW's two moments
+  are float32.
+- With ring algorithms, a step sends:
 
 | | `cut` parameters | how often a step |
 |---|---|---|
@@ -741,16 +751,17 @@ for you.
 | `fsdp` | two all-gathers of the weights, reduce-scatter of the gradients | each microbatch |
 
 - The gradients of `whole` parameters are all-reduced once a step in every scheme; they are never gathered.
-- Gradients, and weights that are gathered for use, are sent in bfloat16; new parameters in float32.
-- Both counts are multiples of `devices`. Numbers may be larger than 64 bits hold.
+- Gradients, and weights gathered for use, are sent in bfloat16; new parameters in float32.
+- Both counts are multiples of `devices`. Numbers may not fit into 64 bits.
 """,
     hints=(
-        "Take the three kinds of memory first: from which stage on is each cut? The `whole` parameters take 16 bytes "
-        "each, always.",
-        "An all-gather or a reduce-scatter of S bytes sends S (n-1)/n, an all-reduce twice that. Which rows of the "
-        "table depend on the number of microbatches?",
-        "With `ring(numbers, each) = each * numbers * (n - 1) // n`: dp is 2 ring(cut, 2), zero1 ring(cut, 2) + "
-        "ring(cut, 4), zero2 the first of these M times, fsdp 3 M ring(cut, 2); and everyone adds 2 ring(whole, 2).",
+        "Start with the three kinds of memory: which stage is the first to cut each? The `whole` parameters always "
+        "take 16 bytes each.",
+        "An all-gather or a reduce-scatter of S bytes sends S (n-1)/n, and an all-reduce twice that. Which rows of "
+        "the table depend on the number of microbatches?",
+        "With `ring(numbers, each) = each * numbers * (n - 1) // n`, dp sends 2 ring(cut, 2). zero1 sends ring(cut, "
+        "2) + ring(cut, 4), and zero2 sends the first of these M times. fsdp sends 3 M ring(cut, 2). Every scheme "
+        "adds 2 ring(whole, 2).",
     ),
 )
 
@@ -806,7 +817,7 @@ def _(fn, t):
     costs_agree(t, fn, *own_numbers(t), "your numbers")
 
 
-@zero_stages.check("one microbatch, nothing that stays whole")
+@zero_stages.check("one microbatch, and every parameter cut")
 def _(fn, t):
     n = 2 ** number(t, 1, 6)
     costs_agree(t, fn, n * number(t, 3, 999), 0, n, 1, "one microbatch")
@@ -828,50 +839,48 @@ def costs_mutant(hint, **wrong):
 
 
 costs_mutant(
-    "You send the new parameters in bfloat16. They are the float32 parameters themselves: 4 bytes each.",
+    "You send the new parameters in bfloat16. They are the float32 parameters themselves, 4 bytes each.",
     update=2,
 )
-costs_mutant("An all-reduce sends twice (n-1)/n of the array: you count it once.", ones=1)
+costs_mutant("An all-reduce sends twice (n-1)/n of the array, and you count it once.", ones=1)
 costs_mutant(
-    "You count an all-reduce where a scheme has a reduce-scatter, which sends half of it.",
+    "You count an all-reduce for a scheme that has a reduce-scatter, which sends half as much.",
     scatter=2,
 )
 costs_mutant(
-    "You forget the microbatches: `zero2` scatters after each, and `fsdp` gathers and scatters in each.",
+    "You forgot the microbatches: `zero2` scatters after each, and `fsdp` gathers and scatters in each.",
     often=False,
 )
 costs_mutant(
-    "You forget the parameters that no scheme cuts: their gradients are all-reduced in every scheme.",
+    "You forgot the parameters that no scheme cuts: every scheme all-reduces their gradients.",
     rest=False,
 )
 costs_mutant("You count one moment. AdamW has two, 8 bytes a parameter.", moments=1)
 costs_mutant(
-    "You divide the `whole` parameters by the number of devices too. They are whole on every device.",
+    "You also divide the `whole` parameters by the number of devices. They are whole on every device.",
     uncut=False,
 )
-costs_mutant(
-    "A device keeps its own part: it sends (n-1)/n of an array and not all of it.", keep=False
-)
+costs_mutant("A device keeps its own part, so it sends only (n-1)/n of an array.", keep=False)
 costs_mutant(
     "You gather each weight once. It is gathered for the forward pass and again for the backward pass.",
     fetched=1,
 )
 costs_mutant(
-    "Your `zero2` gathers the new parameters after each microbatch. They are new once a step: only the scatter is "
-    "repeated.",
+    "Your `zero2` gathers the new parameters after each microbatch. They change only once a step; only the "
+    "scatter is repeated.",
     new="each",
 )
 costs_mutant(
-    "You all-reduce the gradients of `whole` parameters in each microbatch. They are added up on each device and sent "
-    "once a step.",
+    "You all-reduce the gradients of `whole` parameters in each microbatch. Each device adds them up and sends "
+    "them once a step.",
     whole_often=True,
 )
 costs_mutant(
-    "Your `fsdp` gathers float32. Weights that are gathered for use are cast first: 2 bytes each.",
+    "Your `fsdp` gathers float32. Weights are cast before they're gathered for use: 2 bytes each.",
     used=4,
 )
 costs_mutant(
-    "Your gradients take 2 bytes each on a device. bfloat16 is what is sent; what lies there is float32.",
+    "You count 2 bytes for each gradient on a device. They're sent in bfloat16 but stored in float32.",
     held_as=2,
 )
 costs_mutant(

@@ -48,22 +48,22 @@ tp_mlp = Exercise(
     devices=8,
     forbid=("minitext.models.ffn", "minitext.models.layers"),
     statement="""
-Write `tp_mlp(x_BTD, gate_DF, up_DF, down_FD)`: the gated feed-forward layer
-`(silu(x @ gate) * (x @ up)) @ down` of a mesh with the axes `data` and `tensor`. The batch is split over
-`data`. Both first matrices are split along their columns over `tensor`, the last along its rows.
+Write `tp_mlp(x_BTD, gate_DF, up_DF, down_FD)`, the gated feed-forward layer
+`(silu(x @ gate) * (x @ up)) @ down`, for a mesh with the axes `data` and `tensor`. The batch is split over
+`data`. Over `tensor`, both first matrices are split along their columns, and the last along its rows.
 
-- The compiled forward pass has exactly **one** collective: an all-reduce over the devices of `tensor`, of
-  the result that one of them needs. No weight is gathered.
+- The compiled forward pass has exactly **one** collective: an all-reduce over the devices of `tensor`. It adds
+  up the result for one part of the batch, and no weight is gathered.
 - The result is split over `data` and whole over `tensor`.
-- It has a gradient, for x and for all three weights.
+- It has a gradient with respect to x and to all three weights.
 - It is called inside `jax.jit` and `jax.set_mesh`; both axes are Explicit. Write it with `out_sharding=`, or
   with `jax.shard_map`.
 """,
     hints=(
         "Which of the three products contracts over a dimension that is split? Only that one has partial "
         "sums.",
-        "The gate and what it gates lie on the same device, feature by feature. Multiply them there, and "
-        "leave them there.",
+        "Each feature of the gate is on the same device as the feature that it gates. Multiply them there, and "
+        "leave the result there.",
         'The last product is `jnp.einsum("BTF,FD->BTD", hidden, down, out_sharding=P("data", None, '
         "None))`; the first two need no `out_sharding`.",
     ),
@@ -162,7 +162,7 @@ def mlp_by_hand(combine):
 
 
 @tp_mlp.mutant(
-    "You return each device's own sum over its own features. The last product is a partial sum: add them "
+    "You return each device's own sum over its own features. The last product gives partial sums: add them "
     "over `tensor`."
 )
 def never_adds(x_BTD, gate_DF, up_DF, down_FD):
@@ -170,7 +170,7 @@ def never_adds(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You average the partial results. Each device has other features of the same sum: add them, don't "
+    "You average the partial results. Each device has other features of the same sum, so add them and don't "
     "divide."
 )
 def averages(x_BTD, gate_DF, up_DF, down_FD):
@@ -178,7 +178,7 @@ def averages(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You add over both axes of the mesh. Along `data` lie other rows of the batch, which must not be added."
+    "You add over both axes of the mesh. Along `data` there are other rows of the batch, which must not be added."
 )
 def adds_other_rows(x_BTD, gate_DF, up_DF, down_FD):
     both = ("data", "tensor")
@@ -186,7 +186,7 @@ def adds_other_rows(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You gather the weights. That is FSDP: each device then multiplies the whole matrices, and tensor "
+    "You gather the weights. That is FSDP: each device then multiplies by the whole matrices, and tensor "
     "parallelism has saved nothing."
 )
 def gathers_weights(x_BTD, gate_DF, up_DF, down_FD):
@@ -195,8 +195,8 @@ def gathers_weights(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You gather the hidden features in front of the last product. They are finished where they are, and "
-    "the rows of `down` that they meet lie on the same device."
+    "You gather the hidden features before the last product. They are finished where they are, and the rows "
+    "of `down` that they meet are on the same device."
 )
 def gathers_hidden(x_BTD, gate_DF, up_DF, down_FD):
     hidden = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF))
@@ -206,8 +206,8 @@ def gathers_hidden(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You gather both products in front of the gate. Gate and `up` of one feature lie on the same device: multiply them "
-    "there, and let the last product contract over what is split."
+    "You gather both products before the gate. Gate and `up` of one feature are on the same device: multiply them "
+    "there, and let the last product contract over the split dimension."
 )
 def gathers_both_products(x_BTD, gate_DF, up_DF, down_FD):
     whole = P("data", None, None)
@@ -219,8 +219,8 @@ def gathers_both_products(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You leave the result in parts over `tensor`, a part of the tokens on each device. Sequence parallelism "
-    "wants that; here each device needs all of it."
+    "You leave the result split over `tensor`, a part of the tokens on each device. Sequence parallelism "
+    "wants that, but here each device needs all of it."
 )
 def leaves_parts(x_BTD, gate_DF, up_DF, down_FD):
     gate, up = (jnp.einsum("BTD,DF->BTF", x_BTD, w) for w in (gate_DF, up_DF))
@@ -242,14 +242,14 @@ def silu_of_up(x_BTD, gate_DF, up_DF, down_FD):
 
 
 @tp_mlp.mutant(
-    "You apply silu to the product of both. It belongs to `gate` alone, before they are multiplied."
+    "You apply silu to the product of both. It belongs to `gate` alone, before the two are multiplied."
 )
 def silu_of_both(x_BTD, gate_DF, up_DF, down_FD):
     return whole_result(jax.nn.silu((x_BTD @ gate_DF) * (x_BTD @ up_DF)), down_FD)
 
 
 @tp_mlp.mutant(
-    "You gather the batch. Rows lie along `data` and stay there: `out_sharding` names `data` for the first dimension."
+    "You gather the batch. Its rows stay split over `data`, so `out_sharding` names `data` for the first dimension."
 )
 def gathers_rows(x_BTD, gate_DF, up_DF, down_FD):
     hidden = jax.nn.silu(x_BTD @ gate_DF) * (x_BTD @ up_DF)
@@ -268,22 +268,22 @@ vocab_loss = Exercise(
     forbid=("minitext.training.loss", "optax"),
     statement="""
 Write `vocab_parallel_loss(x_XD, w_DV, targets_X)`: the cross-entropy $\\log \\sum_v e^{\\ell_{xv}} -
-\\ell_{x,\\text{target}}$ of the logits $\\ell = xw$, for a mesh with the Explicit axis `tensor`, over which
-the columns of `w_DV` are split.
+\\ell_{x,\\text{target}}$ of the logits $\\ell = xw$. The mesh has the Explicit axis `tensor`, and the columns of
+`w_DV` are split over it.
 
 - No device ever has a float array with V columns or rows.
 - All collectives of the forward pass together carry at most three numbers for each token: a maximum, a sum,
-  the target's logit.
-- Logits of ±90 and of ±1000 give finite losses, right to float32's rounding.
+  and the target's logit.
+- Logits of ±90 and of ±1000 give finite losses that are right to float32's rounding.
 - `jax.grad` works with respect to `x_XD` and `w_DV`.
 - It is called inside `jax.jit` and `jax.set_mesh`. Under `jax.shard_map` the collectives are `jax.lax.pmax` and
   `jax.lax.psum`, and `jax.lax.axis_index` says which part of the vocabulary a device has.
 """,
     hints=(
         "Write the formula with $m_i$ and $s_i$ of section 4 for one device's part. Which of the three "
-        "numbers must be known to all before the next can be computed?",
-        "The maximum first, by `pmax`; then everybody subtracts the same number and sums are added by "
-        "`psum`. A target of another device's part contributes 0 to the third number.",
+        "numbers must all devices know before they can compute the next?",
+        "The maximum first, by `pmax`. Then all devices subtract the same number, and `psum` adds their sums. A "
+        "target in another device's part contributes 0 to the third number.",
         "`first + jnp.arange(v) == targets[:, None]` with `first = axis_index * v` marks the target, and "
         "`psum(sum(where(mark, logits, 0)))` is its logit. `pmax` has no gradient rule: "
         "`pmax(stop_gradient(...))`.",
@@ -410,8 +410,8 @@ def loss_by_hand(
 
 
 @vocab_loss.mutant(
-    "You gather the logits, or the weights that make them. Then each device has all V columns, which is what "
-    "splitting the vocabulary was to avoid."
+    "You gather the logits, or the weights that make them. Each device then has all V columns, which is what "
+    "splitting the vocabulary should avoid."
 )
 def gathers_logits(x_XD, w_DV, targets_X):
     logits = jax.sharding.reshard(jnp.einsum("XD,DV->XV", x_XD, w_DV), P(None, None))
@@ -429,14 +429,14 @@ def own_maximum(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "You subtract nothing. Float32 ends at e^88; take the largest logit of all devices away first."
+    "You subtract nothing, and exp overflows float32 from 89 on. First subtract the largest logit of all devices."
 )
 def nothing_subtracted(x_XD, w_DV, targets_X):
     return loss_by_hand(top=False)(x_XD, w_DV, targets_X)
 
 
 @vocab_loss.mutant(
-    "You compare targets with 0 .. v-1 on every device. Device i has the tokens from i*v on: add "
+    "You compare targets with 0 .. v-1 on every device. Device i has the tokens from i*v on, so add "
     "`axis_index` times v."
 )
 def forgets_offset(x_XD, w_DV, targets_X):
@@ -444,8 +444,8 @@ def forgets_offset(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "You look the target up on every device, also where it is not: an index outside is clipped to an end, "
-    "and that logit is added. Use zero there."
+    "You look the target up on every device, even where it isn't: an index outside is clipped to an end, and "
+    "that logit is added. Use zero there."
 )
 def clipped_index(x_XD, w_DV, targets_X):
     def clipped(logits, index):
@@ -456,8 +456,8 @@ def clipped_index(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "Your losses are NaN because a target of another device's part is no index of this part's logits, and "
-    "`jnp.take_along_axis` fills NaN in for it. Look up an index that exists, and use 0 where the target isn't here."
+    "Your losses are NaN because a target in another device's part is not an index into this part's logits, and "
+    "`jnp.take_along_axis` fills in NaN for it. Look up an index that exists, and use 0 where the target isn't here."
 )
 def index_outside(x_XD, w_DV, targets_X):
     def filled(logits, index):
@@ -467,8 +467,8 @@ def index_outside(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "You index this part's logits with targets of other parts too. JAX takes a negative index from the end and one "
-    "that is too large at the last logit, so another token's logit is added: use 0 where the target isn't here."
+    "You index this part's logits with targets of other parts too. JAX counts a negative index from the end and clips "
+    "one that is too large, so another token's logit is added: use 0 where the target isn't here."
 )
 def index_wraps(x_XD, w_DV, targets_X):
     def wrapped(logits, index):
@@ -478,7 +478,7 @@ def index_wraps(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "You average the sums of exponentials over the devices. They are parts of one sum: your losses are too "
+    "You average the sums of exponentials over the devices. They are parts of one sum, so your losses are too "
     "low by the logarithm of the number of devices."
 )
 def averages_sums(x_XD, w_DV, targets_X):
@@ -486,7 +486,7 @@ def averages_sums(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "`pmax` has no gradient rule, and needs none: the loss does not depend on what you subtract. Put "
+    "`pmax` has no gradient rule and doesn't need one, because the loss doesn't depend on what you subtract. Put "
     "`jax.lax.stop_gradient` around its argument, not around its result."
 )
 def differentiates_maximum(x_XD, w_DV, targets_X):
@@ -494,7 +494,7 @@ def differentiates_maximum(x_XD, w_DV, targets_X):
 
 
 @vocab_loss.mutant(
-    "You gather the maxima of all devices, n numbers for each token, where one would do: `pmax` of a stopped gradient."
+    "You gather the maxima of all devices, n numbers for each token. One is enough: `pmax` of a stopped gradient."
 )
 def gathers_maxima(x_XD, w_DV, targets_X):
     return loss_by_hand(collect=True)(x_XD, w_DV, targets_X)
@@ -509,7 +509,7 @@ def never_adds_back(x_XD, w_DV, targets_X):
 
 @vocab_loss.mutant(
     "You subtract one maximum for all tokens. Where a token's own logits are far below it, all exponentials are 0 and "
-    "their logarithm is minus infinity: each token has its own maximum."
+    "their logarithm is minus infinity. Give each token its own maximum."
 )
 def one_maximum_for_all(x_XD, w_DV, targets_X):
     return loss_by_hand(for_all=True)(x_XD, w_DV, targets_X)
@@ -528,22 +528,23 @@ ring = Exercise(
     statement="""
 Write `ring_attention(q_BTNH, k_BTNH, v_BTNH)`: causal attention, with logits divided by $\\sqrt{H}$, on a mesh
 with the Explicit axis `context`. Tokens are split over it **in order**: with t tokens on each device, device
-i has the places i·t to (i+1)·t - 1.
+i has the positions i·t to (i+1)·t - 1.
 
-- Keys and values go around a ring by `jax.lax.ppermute`. On n devices each device sends its neighbour
-  n - 1 parts of keys and n - 1 of values, and there is no other collective.
+- Keys and values go around a ring by `jax.lax.ppermute`. On n devices each device sends n - 1 parts of keys
+  and n - 1 of values to its neighbour, and there is no other collective.
 - Blocks are merged by an online softmax: one running `out`, `top` and `size`, divided at the end. Nothing is
-  collected: no array on a device is larger than its keys and values together.
-- Logits of ±90 give finite and right results. t may be 1, and n need not be even.
-- No load balancing: a device may compute blocks of which it masks everything.
+  collected: a device computes the scores of one block [t, t] at a time. The check takes t < H, so scores are
+  small, and allows no array larger than a device's keys and values together.
+- Logits of ±90 give finite and correct results. t may be 1, and n need not be even.
+- You needn't balance the load: a device may compute blocks that it masks completely.
 - It is called inside `jax.jit` and `jax.set_mesh`; you write the `jax.shard_map`.
 """,
     hints=(
-        "Start from `ring_without_mask`, and compare yours with it: it passes keys and values on and merges blocks as "
-        "is asked for here. It only lacks a mask for each block: whose keys are in your hands after r turns?",
-        "If everybody sends to the next device, device i holds the keys of device (i - r) mod n after r "
-        "turns. A query at place p sees a key at place s if p >= s, with places in the whole row.",
-        "Begin with the own block, in which every query sees itself. Mask with -1e30: a block without "
+        "Start from `ring_without_mask`: it already passes keys and values on and merges blocks as you need it. It "
+        "only lacks a mask for each block. Whose keys does a device hold after r turns?",
+        "If every device sends to the next one, device i holds the keys of device (i - r) mod n after r turns. A "
+        "query at position p sees a key at position s if p >= s, counted in the whole row.",
+        "Begin with the device's own block, in which every query sees itself. Mask with -1e30: a block without "
         "visible keys is then scaled by exp(-1e30 - top) = 0, where -inf would give NaN. Let the scan run "
         "n - 1 times, with `ppermute` first.",
     ),
@@ -690,15 +691,15 @@ def ring_by_hand(
 
 
 @ring.mutant(
-    "You rescale the sum of exponentials when the maximum grows, but not the sum of values beside it. Both "
-    "are relative to the old maximum."
+    "You rescale the sum of exponentials when the maximum grows, but not the weighted sum of values. Both are "
+    "relative to the old maximum."
 )
 def accumulator_not_rescaled(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(rescale=False)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "You subtract no maximum: exp overflows float32 from 89 on. Keep a running maximum, and scale what you "
+    "You subtract no maximum: exp overflows float32 from 89 on. Keep a running maximum, and rescale what you "
     "have when it grows."
 )
 def no_maximum(q_BTNH, k_BTNH, v_BTNH):
@@ -706,15 +707,15 @@ def no_maximum(q_BTNH, k_BTNH, v_BTNH):
 
 
 @ring.mutant(
-    "You apply the triangle of the own block to every block. Places count in the whole row: keys of an "
-    "earlier device are seen by all your queries, those of a later one by none."
+    "You apply the triangle of a device's own block to every block. Positions count in the whole row: all your "
+    "queries see an earlier device's keys, and none of them a later one's."
 )
 def triangle_everywhere(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(owner=lambda me, turn, n: me)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "You have the direction of the ring wrong: if everybody sends to the next device, you hold the keys of "
+    "You have the direction of the ring wrong: if every device sends to the next one, you hold the keys of "
     "device (i - r) mod n after r turns, not of (i + r)."
 )
 def other_direction(q_BTNH, k_BTNH, v_BTNH):
@@ -722,15 +723,15 @@ def other_direction(q_BTNH, k_BTNH, v_BTNH):
 
 
 @ring.mutant(
-    "You mask with minus infinity. In a block of which a query sees nothing the maximum is minus infinity "
-    "too, and their difference is not a number. Use -1e30."
+    "You mask with minus infinity. In a block where a query sees nothing, the maximum is minus infinity too, "
+    "and their difference is not a number. Use -1e30."
 )
 def minus_infinity(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(masked=-jnp.inf)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "You normalise each block and then weight blocks by their maxima alone. A block's weight is its sum of "
+    "You normalise each block and then weight the blocks by their maxima alone. A block's weight is its sum of "
     "exponentials: divide once, at the end."
 )
 def divides_each_block(q_BTNH, k_BTNH, v_BTNH):
@@ -738,15 +739,15 @@ def divides_each_block(q_BTNH, k_BTNH, v_BTNH):
 
 
 @ring.mutant(
-    "You divide each block by its own sum, and what you have merged by the sum over all. Divide once, at the end."
+    "You divide each block by its own sum, and the merged blocks by the sum over all. Divide once, at the end."
 )
 def divides_twice(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(twice=True)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "You pass on the keys, and the values stay where they are. A device needs both of the same tokens: `ppermute` them "
-    "together."
+    "You pass on the keys, but the values stay on their device. A device needs both of the same tokens: `ppermute` "
+    "them together."
 )
 def values_stay(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(values=False)(q_BTNH, k_BTNH, v_BTNH)
@@ -774,22 +775,22 @@ def scaled_by_heads(q_BTNH, k_BTNH, v_BTNH):
 
 
 @ring.mutant(
-    "You rescale the sum of values when the maximum grows, but not the sum of exponentials beside it. Both are "
-    "relative to the old maximum."
+    "You rescale the sum of values when the maximum grows, but not the sum of exponentials. Both are relative to "
+    "the old maximum."
 )
 def size_not_rescaled(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(resize=False)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "Your mask hides a query's own place. A query at place p sees a key at place s if p >= s."
+    "Your mask hides a query's own position. A query at position p sees a key at position s if p >= s."
 )
 def hides_itself(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(own=False)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "Your turns are counted from 0, though the keys have moved before you look: after the first `ppermute` you hold "
+    "You count your turns from 0, but the keys have moved before you use them: after the first `ppermute` you hold "
     "the keys of device i - 1."
 )
 def one_turn_behind(q_BTNH, k_BTNH, v_BTNH):
@@ -797,7 +798,7 @@ def one_turn_behind(q_BTNH, k_BTNH, v_BTNH):
 
 
 @ring.mutant(
-    "You collect what comes round and compute with all of it at the end. The bytes sent are right, but each device "
+    "You collect all keys that come round and compute with them at the end. The bytes sent are right, but each device "
     "holds the whole row's keys: merge each block when it arrives."
 )
 def collects_keys(q_BTNH, k_BTNH, v_BTNH):
@@ -805,16 +806,16 @@ def collects_keys(q_BTNH, k_BTNH, v_BTNH):
 
 
 @ring.mutant(
-    "You send n parts of keys and of values: the last turn brings everybody's own keys home, and nobody "
-    "needs them. Start with the own block and turn n - 1 times."
+    "You send n parts of keys and of values. The last turn brings every device its own keys again, which it "
+    "doesn't need. Start with the own block and turn n - 1 times."
 )
 def one_turn_too_many(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(extra=1)(q_BTNH, k_BTNH, v_BTNH)
 
 
 @ring.mutant(
-    "You gather all keys and values. The answer is right, and each device holds the whole row: pass one "
-    "part on at a time by `ppermute`."
+    "You gather all keys and values. The answer is right, but each device holds the whole row: pass on one "
+    "part at a time by `ppermute`."
 )
 def gathers_keys(q_BTNH, k_BTNH, v_BTNH):
     return ring_by_hand(gather=True)(q_BTNH, k_BTNH, v_BTNH)
@@ -833,21 +834,21 @@ zigzag = Exercise(
         "minitext.sharding.collective_matmul",
     ),
     statement="""
-Write `zigzag_order(T, devices)`, in NumPy. It cuts a row of T tokens in `2 * devices` pieces of equal length
+Write `zigzag_order(T, devices)` in NumPy. It cuts a row of T tokens into `2 * devices` pieces of equal length
 and returns `(pieces, order, back)`:
 
-- `pieces` [devices, 2]: the two pieces of each device, the earlier first. Causal attention must be the same
-  work for every device, for any T and any number of devices, where the token at place p costs p + 1. Device i's
-  earlier piece is piece i.
-- `order` [T]: `row[order]` has the tokens of device 0, then those of device 1, and so on. Within a piece tokens
+- `pieces` [devices, 2]: the two pieces of each device, the earlier one first. A token at position p costs p + 1,
+  and every device must have the same work, for any T and any number of devices. Device i's earlier piece is
+  piece i.
+- `order` [T]: `row[order]` has the tokens of device 0, then those of device 1, and so on. Within a piece, tokens
   keep their order.
-- `back` [T]: undoes it, `row[order][back]` is `row`.
-- If T cannot be cut in `2 * devices` equal pieces, raise a `ValueError`.
+- `back` [T]: undoes `order`, so `row[order][back]` is `row`.
+- If T can't be cut into `2 * devices` equal pieces, raise a `ValueError`.
 """,
     hints=(
         "The cost of a piece grows by the same amount from each piece to the next. Which pairs of 0 .. 2n-1 "
         "have the same sum?",
-        "Device i has the pieces i and 2n-1-i. Cut `np.arange(T)` in a table with a row for each piece, and "
+        "Device i has the pieces i and 2n-1-i. Reshape `np.arange(T)` to a table with one row for each piece, and "
         "pick rows.",
         "`tokens = np.arange(T).reshape(2 * devices, -1)`, then `tokens[pieces.reshape(-1)].reshape(-1)`. "
         "The inverse of a permutation is its `np.argsort`.",
@@ -925,23 +926,23 @@ def with_pieces(T, devices, pieces):
 
 
 @zigzag.mutant(
-    "You give device i the pieces 2i and 2i+1: that is the order of the row, and the last device works most."
+    "You give device i the pieces 2i and 2i+1. That is the order of the row, so the last device works most."
 )
 def in_row_order(T, devices):
     return with_pieces(T, devices, np.arange(2 * devices).reshape(devices, 2))
 
 
 @zigzag.mutant(
-    "You give device i the pieces i and i + n. Both grow with i, so work does too: the second must fall as the first "
-    "rises."
+    "You give device i the pieces i and i + n. Both grow with i, so its work does too: the second must fall as the "
+    "first rises."
 )
 def both_rise(T, devices):
     return with_pieces(T, devices, np.arange(2 * devices).reshape(2, devices).T)
 
 
 @zigzag.mutant(
-    "Your pairs are right, and dealt to the devices in another order. Device 0 has the first piece of the row, device "
-    "1 the second."
+    "Your pairs are right, but you deal them to the devices in another order. Device 0 has the first piece of the row, "
+    "device 1 the second."
 )
 def pairs_in_another_order(T, devices):
     return with_pieces(T, devices, right_order(T, devices)[0][::-1])
@@ -953,7 +954,7 @@ def later_first(T, devices):
 
 
 @zigzag.mutant(
-    "You deal tokens out one by one. That is nearly even, but the last device always has the later token: use pieces."
+    "You deal tokens out one by one. That's nearly even, but the last device always has the later token: use pieces."
 )
 def deals_tokens(T, devices):
     order = np.arange(T).reshape(-1, devices).T.reshape(-1)
@@ -961,8 +962,8 @@ def deals_tokens(T, devices):
 
 
 @zigzag.mutant(
-    "You turn the tokens of the later piece around. Only pieces go back and forth; within a piece "
-    "tokens keep their order."
+    "You reverse the tokens of the later piece. Only the order of pieces goes back and forth; within a piece "
+    "tokens keep theirs."
 )
 def tokens_turned(T, devices):
     pieces, order, _ = right_order(T, devices)
@@ -973,7 +974,7 @@ def tokens_turned(T, devices):
 
 
 @zigzag.mutant(
-    "You apply the order again to undo it. This permutation is not its own inverse: `back` says where each token "
+    "You apply the order again to undo it. This permutation isn't its own inverse: `back` says where each token "
     "went, `np.argsort(order)`."
 )
 def own_inverse(T, devices):
@@ -982,7 +983,7 @@ def own_inverse(T, devices):
 
 
 @zigzag.mutant(
-    "You accept rows that the devices can share but that twice as many pieces can't: T must be divisible by "
+    "You accept rows that divide by the number of devices but not by twice as many: T must be divisible by "
     "2 * devices."
 )
 def accepts_odd_pieces(T, devices):

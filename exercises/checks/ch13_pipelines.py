@@ -24,26 +24,26 @@ gpipe = Exercise(
     devices=8,
     forbid=FORBIDDEN,
     statement="""
-Write `gpipe(layer, w_LDD, x_MBD)`: M microbatches through L layers cut in S stages, on a mesh whose only axis
-is `stage`. The naive version above repeats its code in every tick, and its waiting stages compute rubbish. Yours does
-neither:
+Write `gpipe(layer, w_LDD, x_MBD)`. It passes M microbatches through L layers that are cut into S stages, on a mesh
+whose only axis is `stage`. The naive version above repeats its code in every tick, and its waiting stages compute
+rubbish. Yours does neither:
 
-- The ticks are one `jax.lax.scan`: the program is no longer for more microbatches.
-- A stage that has nothing to do calls no layer: layers stand in a branch that it does not take. The check also uses a
+- The ticks are one `jax.lax.scan`, so the program doesn't get longer with more microbatches.
+- A stage that has nothing to do calls no layer: the layers are in a branch that it doesn't take. The check also uses a
   layer whose gradient at zero is not a number.
-- It has a gradient, for w and for x. Autodiff makes the backward pass; you write none.
-- In the forward pass the stages exchange nothing but **one microbatch in each tick**, by collective permute, and at the
-  end the result, in one collective.
+- It has a gradient, for w and for x. Autodiff makes the backward pass; you don't write one.
+- In the forward pass the stages exchange only **one microbatch in each tick**, by collective permute, and at the end
+  the result, in one collective.
 - M may be 1, or smaller than S. It is called inside `jax.jit` and `jax.set_mesh`.
 
-A scan's carry must keep its type. What comes from `ppermute` is *varying*: it differs between stages. Zeros are not,
-until `jax.lax.pcast(zeros, "stage", to="varying")` says that they may.
+A scan's carry must keep its type. The result of `ppermute` is *varying*: it differs between stages. Zeros aren't
+varying until `jax.lax.pcast(zeros, "stage", to="varying")` declares them so.
 """,
     hints=(
         "In tick t stage s works on microbatch t - s, if there is one. Where does its input come from if s "
         "is 0, and where if not?",
-        "Carry what arrived. In a tick: choose the input with `jnp.where`, compute in a `jax.lax.cond`, "
-        "`ppermute` the result and return it also as the scan's output, which stacks it over ticks.",
+        "Carry the activations that arrived. In a tick: choose the input with `jnp.where`, compute in a "
+        "`jax.lax.cond`, `ppermute` the result and return it also as the scan's output, which stacks it over ticks.",
         "The last stage finishes microbatch m in tick m + S - 1: `y = jnp.where(stage == S - 1, y_tBD[S - 1 :], "
         '0.0)`, then `jax.lax.psum(y, "stage")`.',
     ),
@@ -234,8 +234,8 @@ def pipeline_with(
 
 
 @gpipe.mutant(
-    "You add the outputs of all stages. Only the last stage's are results: put zeros in place of the others "
-    "before the `psum`."
+    "You add the outputs of all stages. Only the last stage's are results: replace the others by zeros before "
+    "the `psum`."
 )
 def adds_all_stages(layer, w_LDD, x_MBD):
     return pipeline_with(mask=False)(layer, w_LDD, x_MBD)
@@ -268,15 +268,15 @@ def gathers(layer, w_LDD, x_MBD):
 
 
 @gpipe.mutant(
-    "You write the ticks as a Python loop, so the program has the layers once for each tick. Put the tick in "
-    "a `jax.lax.scan` over `jnp.arange(M + S - 1)`."
+    "You write the ticks as a Python loop, so the program repeats the layers for each tick. Put the tick in a "
+    "`jax.lax.scan` over `jnp.arange(M + S - 1)`."
 )
 def repeats_the_code(layer, w_LDD, x_MBD):
     return pipeline_with(unrolled=True)(layer, w_LDD, x_MBD)
 
 
 @gpipe.mutant(
-    "Your waiting stages call the layers on zeros and throw the result away. A `jnp.where` does not stop a "
+    "Your waiting stages call the layers on zeros and throw the result away. A `jnp.where` doesn't stop a "
     "gradient that is not a number: 0 times NaN is NaN. Compute inside `jax.lax.cond`."
 )
 def computes_rubbish(layer, w_LDD, x_MBD):
@@ -284,8 +284,8 @@ def computes_rubbish(layer, w_LDD, x_MBD):
 
 
 @gpipe.mutant(
-    "Your waiting stages compute layers on some real microbatch. That saves the gradient, not the work: a stage that "
-    "waits should take a branch of `jax.lax.cond` without layers."
+    "Your waiting stages compute layers on some real microbatch. That saves the gradient but not the work: a stage "
+    "that waits should take a branch of `jax.lax.cond` without layers."
 )
 def computes_on_other_rows(layer, w_LDD, x_MBD):
     return pipeline_with(always=True, on_data=True)(layer, w_LDD, x_MBD)
@@ -298,16 +298,14 @@ def stops_early(layer, w_LDD, x_MBD):
     return pipeline_with(early=1)(layer, w_LDD, x_MBD)
 
 
-@gpipe.mutant(
-    "Stage 0 takes the wrong microbatch: in tick t it takes number t, and the first is number 0."
-)
+@gpipe.mutant("Stage 0 takes the wrong microbatch: in tick t it takes number t, beginning with 0.")
 def one_behind(layer, w_LDD, x_MBD):
     return pipeline_with(ahead=-1)(layer, w_LDD, x_MBD)
 
 
 @gpipe.mutant(
-    "You send the last stage's output to all in every tick. Let the scan stack the outputs, and send the results at "
-    "the end, in one collective."
+    "You send the last stage's output to all stages in every tick. Let the scan stack the outputs, and send the "
+    "results at the end, in one collective."
 )
 def sends_each_result(layer, w_LDD, x_MBD):
     return pipeline_with(every=True)(layer, w_LDD, x_MBD)
@@ -333,23 +331,23 @@ circular = Exercise(
     points=10,
     forbid=FORBIDDEN,
     statement="""
-Write `circular_work(tick, stage, S, M, R)`: which microbatch a stage of a circular pipeline works on in a tick of
-the forward pass, and with which of its R groups of layers. If it has nothing to do, return `None`.
+Write `circular_work(tick, stage, S, M, R)`. It returns the microbatch that a stage of a circular pipeline works on in a
+tick of the forward pass, and which of its R groups of layers it uses. If the stage has nothing to do, return `None`.
 
 - Microbatch 0 enters stage 0 in tick 0. Microbatches enter in order.
-- **Nothing waits**: what a stage computes in a tick, the next one works on in the next tick. From stage S-1 it goes to
-  stage 0, which has the next group.
-- S microbatches in a row go round R times before the next S enter. From its first slot to its last a stage is never
+- **Nothing waits**: after a stage has worked on a microbatch, the next stage works on it in the next tick. From stage
+  S-1 it goes to stage 0, which uses its next group.
+- S consecutive microbatches go round R times before the next S enter. From its first slot to its last a stage is never
   idle.
 - Raise `ValueError` if M is not a multiple of S.
 """,
     hints=(
-        "Stage s does what stage 0 did s ticks ago. So solve it for stage 0, and put tick - stage in place of "
+        "Stage s does what stage 0 did s ticks ago. So solve it for stage 0, and use tick - stage instead of "
         "tick.",
         "Stage 0 works in laps of S ticks. In lap 0 microbatches 0 to S-1 meet group 0; in lap 1 the same "
         "ones meet group 1. After R laps the next S enter.",
-        "With `lap, place = divmod(tick - stage, S)` the group is `lap % R`, and the microbatch is `place` of "
-        "the set number `lap // R`.",
+        "With `lap, offset = divmod(tick - stage, S)` the group is `lap % R`, and the microbatch is number "
+        "`offset` of set `lap // R`, which has S microbatches.",
     ),
 )
 
@@ -429,8 +427,8 @@ def _(fn, t):
 
 
 @circular.mutant(
-    "You send all M microbatches through a group before the next group begins. What stage S-1 sends back "
-    "then has to wait: the same S microbatches go on with the next group."
+    "You send all M microbatches through a group before the next group begins. Then the microbatch that stage S-1 "
+    "sends back has to wait: let the same S microbatches go on with the next group."
 )
 def all_before_the_next_group(tick, stage, S, M, R):
     right_work(0, 0, S, M, R)
@@ -439,14 +437,14 @@ def all_before_the_next_group(tick, stage, S, M, R):
 
 
 @circular.mutant(
-    "All your stages do the same at once. Stage s lags s ticks behind stage 0: use tick - stage."
+    "All your stages do the same at the same time. Stage s lags s ticks behind stage 0: use tick - stage."
 )
 def no_lag(tick, stage, S, M, R):
     return right_work(tick, 0, S, M, R)
 
 
 @circular.mutant(
-    "Your group changes with every tick. It changes with every lap of S ticks, when a microbatch has been at "
+    "Your group changes with every tick. It should change with every lap of S ticks, when a microbatch has been on "
     "all stages."
 )
 def groups_too_fast(tick, stage, S, M, R):
@@ -461,7 +459,7 @@ def never_ends(tick, stage, S, M, R):
 
 
 @circular.mutant(
-    "You look at M only where there is work. A number that cannot go round is refused in every tick, on every stage."
+    "You check M only where there is work. Refuse an M that can't go round in every tick and on every stage."
 )
 def refuses_late(tick, stage, S, M, R):
     return right_work(tick, stage, S, M, R) if 0 <= tick - stage < R * M else None
@@ -477,7 +475,7 @@ def no_beginning(tick, stage, S, M, R):
 
 
 @circular.mutant(
-    "Your laps have R ticks. A lap is once round all stages: S ticks. After R laps the next set enters."
+    "Your laps have R ticks. A lap goes once round all stages: S ticks. After R laps the next set enters."
 )
 def laps_of_groups(tick, stage, S, M, R):
     if right_work(tick, stage, S, M, R) is None:
@@ -487,8 +485,8 @@ def laps_of_groups(tick, stage, S, M, R):
 
 
 @circular.mutant(
-    "You start over with microbatch 0 in each set. After R laps the next S enter: add S for each set that went "
-    "before."
+    "You start over with microbatch 0 in each set. After R laps the next S enter: add S for each earlier "
+    "set."
 )
 def same_set_again(tick, stage, S, M, R):
     work = right_work(tick, stage, S, M, R)
@@ -508,15 +506,15 @@ bubble = Exercise(
 Write `plan(schedule, S, R, wanted, forward, backward, send)`. It returns `(M, seconds, idle)`.
 
 - **M** is the smallest number of microbatches whose bubble, counted in slots, is at most `wanted`. A bubble of exactly
-  `wanted` will do. A circular pipeline takes multiples of S only.
+  `wanted` is fine. A circular pipeline takes only multiples of S.
 - **seconds** is the length of a step. There are as many forward slots, one after another, as ticks of a forward pass,
-  and as many backward slots. `forward` and `backward` are a microbatch's seconds in *all* layers of a stage; a
-  circular pipeline's slot has one of its R groups. After every slot all stages send, for `send` seconds, and compute
+  and as many backward slots. `forward` and `backward` are the seconds of one microbatch in *all* layers of a stage; a
+  circular pipeline's slot has one of its R groups. After every slot all stages send for `send` seconds, and compute
   nothing meanwhile.
 - 1F1B computes the layers again in its backward slots.
-- **idle** is the share of those seconds in which a stage computes nothing. Computing again is computing.
+- **idle** is the share of those seconds in which a stage computes nothing. Computing again counts as computing.
 
-`R` counts in `"circular"` only. `wanted` is a `fractions.Fraction`, so that you can be exact.
+`R` counts in `"circular"` only. `wanted` is a `fractions.Fraction`, so you can be exact.
 """,
     hints=(
         "Solve (S-1) / (RM + S-1) <= wanted for M by hand, then round up: to an integer, and for circular "
@@ -624,14 +622,14 @@ def _(fn, t):
 
 
 @bubble.mutant(
-    "You divide the waiting time by the busy time. The share is of the whole step: (S-1) / (RM + S-1)."
+    "You divide the waiting time by the busy time. Divide it by the whole step: (S-1) / (RM + S-1)."
 )
 def of_the_busy_time(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, busy=1)
 
 
 @bubble.mutant(
-    "Your 1F1B does not compute the layers again. Its backward slot takes forward + backward: only the "
+    "Your 1F1B doesn't compute the layers again. Its backward slot takes forward + backward, because only the "
     "microbatch's input was kept."
 )
 def no_second_forward(schedule, S, R, wanted, forward, backward, send):
@@ -648,36 +646,36 @@ def groups_everywhere(schedule, S, R, wanted, forward, backward, send):
 
 
 @bubble.mutant(
-    "Your circular M is any number. Its microbatches go round in sets of S: round up to a multiple."
+    "Your circular M is any number. Microbatches go round in sets of S: round up to a multiple."
 )
 def any_number(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, any_m=1)
 
 
 @bubble.mutant(
-    "Your circular slots are as long as GPipe's. Each has one of R groups, so it lasts 1/R of the time."
+    "Your circular slots are as long as GPipe's. Each slot has one of R groups, so it lasts 1/R of the time."
 )
 def long_slots(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, long_slots=1)
 
 
 @bubble.mutant(
-    "You count sends of the forward pass only. Gradients are sent back, as often as activations were sent "
-    "on: 2 * send for each pair of slots."
+    "You count only the sends of the forward pass. Gradients are sent back as often as activations are sent on: "
+    "2 * send for each pair of slots."
 )
 def sends_once(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, one_send=1)
 
 
 @bubble.mutant(
-    "Your idle share counts slots alone. It is of seconds, and while stages send they compute nothing."
+    "Your idle share counts only slots. It is a share of seconds, and stages compute nothing while they send."
 )
 def counts_slots(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, slots=1)
 
 
 @bubble.mutant(
-    "You take a bubble below `wanted`. One of exactly `wanted` will do: round up, don't add one."
+    "You want a bubble below `wanted`. One of exactly `wanted` is fine: round up, don't add one."
 )
 def strictly_below(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, below=1)
@@ -691,14 +689,14 @@ def no_microbatch(schedule, S, R, wanted, forward, backward, send):
 
 
 @bubble.mutant(
-    "You count 1F1B's second forward pass as idle. A stage computes in it: computing again is computing."
+    "You count 1F1B's second forward pass as idle. A stage computes in it, and computing again is computing."
 )
 def again_is_idle(schedule, S, R, wanted, forward, backward, send):
     return right_plan(schedule, S, R, wanted, forward, backward, send, again_idle=1)
 
 
 @bubble.mutant(
-    "You divide the sends by R as well. A message has the size of a microbatch whatever the slot computes: `send` "
+    "You divide the sends by R as well. A message has the size of a microbatch, whatever the slot computes: `send` "
     "seconds after every slot."
 )
 def short_sends(schedule, S, R, wanted, forward, backward, send):
@@ -706,7 +704,7 @@ def short_sends(schedule, S, R, wanted, forward, backward, send):
 
 
 @bubble.mutant(
-    "You divide a stage's work in a step by R. Its slots are shorter, and there are R times as many: it computes all "
+    "You divide a stage's work in a step by R. Its slots are shorter, but there are R times as many: it computes all "
     "its layers for each microbatch."
 )
 def less_work(schedule, S, R, wanted, forward, backward, send):
@@ -714,7 +712,7 @@ def less_work(schedule, S, R, wanted, forward, backward, send):
 
 
 @bubble.mutant(
-    "Your circular M is GPipe's. Each microbatch fills R slots, so fewer microbatches make the same bubble: "
+    "Your circular M is GPipe's. Each microbatch fills R slots, so fewer microbatches give the same bubble: "
     "(S-1) / (RM + S-1)."
 )
 def m_without_groups(schedule, S, R, wanted, forward, backward, send):
@@ -722,7 +720,7 @@ def m_without_groups(schedule, S, R, wanted, forward, backward, send):
 
 
 @bubble.mutant(
-    "You round a float up. Where the bubble is exactly what was wanted, 12.000000000000002 becomes 13: stay "
+    "You round a float up. If the bubble is exactly what was wanted, 12.000000000000002 becomes 13: stay "
     "in fractions until you have rounded."
 )
 def rounds_floats(schedule, S, R, wanted, forward, backward, send):
@@ -740,16 +738,17 @@ balanced = Exercise(
     forbid=FORBIDDEN,
     statement="""
 Write `balance(costs, S)`. `costs` are positive integers: the embedding, the layers in order, the head. Cut them into S
-stages of neighbours, none empty, so that the **slowest stage** is as fast as it can be. A tick lasts as long as it.
+stages of consecutive pieces, none of them empty. A tick lasts as long as the **slowest stage**, so make that stage as
+fast as possible.
 
-Return the S+1 places of the cuts: stage s has `costs[b[s]:b[s+1]]`. Where several answers are equally good, any will
-do. There may be a hundred pieces and a dozen stages: trying all ways to cut takes too long.
+Return the S+1 positions of the cuts: stage s has `costs[b[s]:b[s+1]]`. If several answers are equally good, return any
+of them. There may be a hundred pieces and a dozen stages, so trying all ways to cut takes too long.
 """,
     hints=(
         "Let f(i, s) be the best possible slowest stage for the first i pieces in s stages. If the last of these "
         "stages begins at piece j, what is f(i, s)?",
         "f(i, s) is the smallest, over j, of max(f(j, s-1), sum(costs[j:i])). Keep the sum of the first i costs "
-        "for every i, so that each of these sums is one subtraction.",
+        "for every i, so each of these sums is one subtraction.",
         "Begin with one stage: f(i, 1) = sum(costs[:i]), cuts [0, i]. Add stages one at a time, and keep "
         "(value, cuts) for each i; j must leave a piece for each earlier stage: j >= s-1.",
     ),
@@ -824,8 +823,8 @@ def _(fn, t):
 
 
 @balanced.mutant(
-    "You give every stage the same number of pieces. Pieces cost differently: the head alone may cost as much "
-    "as several layers."
+    "You give every stage the same number of pieces. Pieces differ in cost: the head alone may cost as much as "
+    "several layers."
 )
 def same_number(costs, S):
     return [round(s * len(costs) / S) for s in range(S + 1)]
@@ -833,7 +832,7 @@ def same_number(costs, S):
 
 @balanced.mutant(
     "You balance the layers alone and then add the embedding to the first stage and the head to the last. They "
-    "are pieces like the others: count them before you cut."
+    "are pieces too: count them before you cut."
 )
 def without_the_ends(costs, S):
     layers = len(costs) - 2
@@ -842,8 +841,8 @@ def without_the_ends(costs, S):
 
 
 @balanced.mutant(
-    "You fill each stage up to the average. What it leaves over piles up in the last one, and no cut is ever "
-    "reconsidered: compare all places of the last cut."
+    "You fill each stage up to the average. The rest piles up in the last stage, and you never reconsider a cut: "
+    "compare all positions of the last cut."
 )
 def fills_to_the_average(costs, S):
     average, cuts, filled = sum(costs) / S, [0], 0
@@ -858,8 +857,8 @@ def fills_to_the_average(costs, S):
 
 
 @balanced.mutant(
-    "You cut where the sum so far is nearest to its even share. That is close, and one cut that is a little off moves "
-    "all others: compare all places of the last cut."
+    "You cut where the sum so far is nearest to its even share. That's close, but one cut that is a little off moves "
+    "all others: compare all positions of the last cut."
 )
 def nearest_share(costs, S):
     sums, cuts = [0, *itertools.accumulate(costs)], [0]
@@ -871,7 +870,7 @@ def nearest_share(costs, S):
 
 @balanced.mutant(
     "Your cuts have fewer stages than S. With a limit for the slowest stage fewer may be enough; split some of them, "
-    "for no stage may be empty."
+    "because no stage may be empty."
 )
 def too_few_stages(costs, S):
     limit, cuts, filled = best_slowest(costs, S), [0], 0
@@ -899,16 +898,16 @@ def cut_by(costs, S, *, first, join, empty=False):
 
 
 @balanced.mutant(
-    "Some of your stages are empty: two cuts are at the same place. The last of s stages begins behind at least s - 1 "
-    "pieces, and has at least one."
+    "Some of your stages are empty: two cuts are at the same position. Before the last of s stages there are at least "
+    "s - 1 pieces, and the last stage has at least one."
 )
 def empty_stages(costs, S):
     return cut_by(costs, S, first=lambda cost: cost, join=max, empty=True)
 
 
 @balanced.mutant(
-    "You make the sum of squares small. That keeps stages alike, but a tick lasts as long as the slowest alone: take "
-    "the largest of two values, don't add them."
+    "You minimise the sum of squares. That keeps stages alike, but a tick lasts as long as the slowest alone: take "
+    "the larger of two values, don't add them."
 )
 def least_squares(costs, S):
     return cut_by(costs, S, first=lambda cost: cost**2, join=lambda a, b: a + b)

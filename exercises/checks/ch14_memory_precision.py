@@ -40,7 +40,7 @@ remat_policy = Exercise(
     minutes=20,
     points=10,
     statement="""
-Here is a stack of layers as somebody would write it who has memory to spare:
+Here is a stack of layers, written by someone with memory to spare:
 
 ```python
 def layer(x_XD, w):
@@ -56,14 +56,14 @@ def keep_everything(x_XD, weights):
 Write `keep_one(x_XD, weights)` with the same result, as a scan over the layers.
 
 - For its backward pass each layer keeps its input and **one** other tensor: the product `a_XF`, before
-  the silu. For L layers that is $4LX(D + F)$ bytes besides the weights.
-- What is kept is not computed again: the gradient's jaxpr has 7 products in its scans' bodies.
+  the silu. For L layers that is $4LX(D + F)$ bytes, apart from the weights.
+- Kept tensors are not computed again: the gradient's jaxpr has 7 products in its scans' bodies.
 """,
     hints=(
-        "`jax.checkpoint` around one layer keeps the layer's input. What it keeps besides, a policy says; "
+        "`jax.checkpoint` around one layer keeps the layer's input. A policy says what else it keeps, and "
         "tensors can be named.",
         "`checkpoint_name(x, name)` returns x, marked. `jax.checkpoint_policies.save_only_these_names(name)` "
-        "keeps what is marked so. Mark the product itself, not what silu makes of it.",
+        "keeps the tensors with this mark. Mark the product itself, not the output of silu.",
         'In the layer: `a_XF = checkpoint_name(x_XD @ w["up"], "a")`. Around it: `jax.checkpoint(layer, '
         'policy=jax.checkpoint_policies.save_only_these_names("a"))`. Then scan that.',
     ),
@@ -158,8 +158,8 @@ def keeps_everything(x, weights):
 
 
 @remat_policy.mutant(
-    "You keep each layer's input and nothing else. Without a policy, `jax.checkpoint` computes all again; "
-    "and a policy of names keeps nothing if no tensor has the name."
+    "You keep only each layer's input. Without a policy, `jax.checkpoint` computes all else again, and a "
+    "policy of names keeps nothing if no tensor has the name."
 )
 def keeps_nothing(x, weights):
     return a_stack(x, weights)
@@ -173,29 +173,29 @@ def keeps_both(x, weights):
 
 
 @remat_policy.mutant(
-    "You marked what silu returns. Its size is right, but silu's gradient needs what goes *into* it, so the "
-    "product is computed again all the same."
+    "You marked the output of silu. Its size is right, but silu's gradient needs its *input*, so the product "
+    "is computed again all the same."
 )
 def keeps_the_wrong_one(x, weights):
     return a_stack(x, weights, policy=NAMED, mark="h")
 
 
 @remat_policy.mutant(
-    "`jax.checkpoint` is around the whole scan. Then all layers are computed again at once, and keep "
-    "everything while they are. Put it around one layer."
+    "`jax.checkpoint` is around the whole scan. Then all layers are computed again at once, and meanwhile "
+    "they keep everything. Put it around one layer."
 )
 def around_everything(x, weights):
     return a_stack(x, weights, inner=False, outer=True)
 
 
 @remat_policy.mutant(
-    "You named what `down` returns. That is the other product; the one with `up` is asked for."
+    "You named the result of `down`. That is the other product; keep the one with `up`."
 )
 def names_the_other(x, weights):
     return a_stack(x, weights, policy=NAMED, mark="y")
 
 
-@remat_policy.mutant("Your layers stand in the program one by one. Use `jax.lax.scan`.")
+@remat_policy.mutant("Your program repeats the layers one by one. Use `jax.lax.scan`.")
 def python_loop(x, weights):
     @partial(jax.checkpoint, policy=NAMED)
     def layer(x, up, down):
@@ -238,12 +238,12 @@ def unrolled(x_XD, weights):
 Write `scanned(x_XD, weights)` with the same two results and the same gradients.
 
 - The gradient's program has as many HLO instructions for 12 layers as for 5.
-- Each layer keeps its input for the backward pass, [X, D], and at most a few numbers more.
+- For the backward pass each layer keeps its input, [X, D], and at most a few more numbers.
 - `L` may be 1.
 """,
     hints=(
         "A scan's body gets one layer's slice of each stack. What else differs from layer to layer here, and "
-        "what comes out of each?",
+        "what does each layer return?",
         "The number of the layer is one more thing to scan over: `jnp.arange(L)`. The sizes are the body's "
         "second result, which the scan stacks. `jax.checkpoint` goes around the body.",
         "`jax.lax.scan(jax.checkpoint(body), x_XD, (jnp.arange(L), weights))` returns both results, if "
@@ -337,7 +337,7 @@ def a_scan(x, weights, *, first=0, inner=True, outer=False, late=True, constant=
 
 
 @scanned_stack.mutant(
-    "The loop runs while tracing, so each layer stands in the program. Use `jax.lax.scan`."
+    "The loop runs while tracing, so the program repeats each layer. Use `jax.lax.scan`."
 )
 def still_unrolled(x, weights):
     layer, found = jax.checkpoint(normed_layer), []
@@ -348,7 +348,7 @@ def still_unrolled(x, weights):
 
 
 @scanned_stack.mutant(
-    "A scan alone keeps all that each layer's gradient needs. Put `jax.checkpoint` around the body."
+    "A scan alone keeps everything that each layer's gradient needs. Put `jax.checkpoint` around the body."
 )
 def no_remat(x, weights):
     return a_scan(x, weights, inner=False)
@@ -375,7 +375,7 @@ def same_number(x, weights):
 
 
 @scanned_stack.mutant(
-    "You stack every layer's result and take the mean squares afterwards: [L, X, D] more to keep. Take them in "
+    "You stack every layer's result and take the mean squares afterwards, which keeps [L, X, D] more. Take them in "
     "the body."
 )
 def means_afterwards(x, weights):
@@ -388,7 +388,7 @@ def means_afterwards(x, weights):
 
 
 @scanned_stack.mutant(
-    "The scan has all its trips unrolled, so each layer stands in the program again. Leave `unroll` out."
+    "You unroll all iterations of the scan, so the program repeats each layer again. Leave `unroll` out."
 )
 def unrolled_scan(x, weights):
     def body(x, inputs):
@@ -399,7 +399,7 @@ def unrolled_scan(x, weights):
     return jax.lax.scan(jax.checkpoint(body), x, (numbers, weights), unroll=True)
 
 
-@scanned_stack.mutant("You take the mean square of what goes into a layer, not of what it returns.")
+@scanned_stack.mutant("You take the mean square of a layer's input, not of its result.")
 def sizes_too_early(x, weights):
     return a_scan(x, weights, late=False)
 
@@ -413,19 +413,19 @@ chunked_loss = Exercise(
     minutes=30,
     points=15,
     statement="""
-Write `chunked_nll(x_XD, w_DV, targets_X, chunks)`: the sum of the negative log-likelihoods of the targets,
-where the logits are `x_XD @ w_DV`.
+Write `chunked_nll(x_XD, w_DV, targets_X, chunks)`: the sum of the targets' negative log-likelihoods, for the
+logits `x_XD @ w_DV`.
 
-- The logits of X/chunks tokens exist at a time, **in the gradient's program too**: no array in the compiled
+- Only the logits of X/chunks tokens exist at a time, **in the gradient's program too**: no array in the compiled
   program of value and gradient has X times V numbers.
-- A token whose target is -1 counts nothing, in the loss and in the gradient.
-- Logits may be $\\pm 10^4$. The product's result, everything behind it and the sum are float32, whatever
+- A token with target -1 doesn't count, neither in the loss nor in the gradient.
+- Logits may be $\\pm 10^4$. The product's result, everything computed from it and the sum are float32, whatever
   the type of x_XD and w_DV.
-- The program has one size for all numbers of chunks.
+- The program has the same size for any number of chunks.
 """,
     hints=(
-        "A scan over chunks keeps, for its backward pass, what each chunk's gradient needs: all chunks' logits, "
-        "stacked. What prevents that?",
+        "For its backward pass, a scan over chunks keeps what each chunk's gradient needs: all chunks' logits, "
+        "stacked. How can you prevent that?",
         "Scan `jax.checkpoint(add)` over `x_XD.reshape(chunks, -1, D)` and the targets, with the sum as carry. "
         "In it: `preferred_element_type=jnp.float32` for the product, and `jax.nn.logsumexp`.",
         "The target's logit: `jnp.sum(jnp.where(jnp.arange(V) == targets_t[:, None], logits_tV, 0.0), axis=1)`. "
@@ -584,7 +584,7 @@ def any_nll(
 
 
 @chunked_loss.mutant(
-    "The forward pass is in chunks, but the scan stacks what the backward pass needs: all logits. Put "
+    "The forward pass is in chunks, but the scan stacks all logits for the backward pass. Put "
     "`jax.checkpoint` around its body."
 )
 def keeps_logits(x, w, y, chunks):
@@ -592,27 +592,27 @@ def keeps_logits(x, w, y, chunks):
 
 
 @chunked_loss.mutant(
-    "exp of a large logit overflows. `jax.nn.logsumexp` takes the largest out first."
+    "exp of a large logit overflows. `jax.nn.logsumexp` subtracts the largest first."
 )
 def overflows(x, w, y, chunks):
     return any_nll(x, w, y, chunks, stable=False)
 
 
 @chunked_loss.mutant(
-    "A target of -1 counts in your loss, as the vocabulary's last token or as no token. Mask the "
+    "A target of -1 counts in your loss, as the vocabulary's last token or as none. Mask the "
     "negative log-likelihood."
 )
 def counts_all(x, w, y, chunks):
     return any_nll(x, w, y, chunks, mask=False)
 
 
-@chunked_loss.mutant("You return a mean. The sum is asked for: a mean of means is not the mean.")
+@chunked_loss.mutant("You return a mean. Return the sum: a mean of means is not the mean.")
 def mean_of_means(x, w, y, chunks):
     return any_nll(x, w, y, chunks, mean=True)
 
 
 @chunked_loss.mutant(
-    "You add up in bfloat16, where the sum soon is so large that a chunk's share vanishes. Begin with a "
+    "You add up in bfloat16, where the sum is soon so large that a chunk's share vanishes. Begin with a "
     "float32 zero."
 )
 def narrow_sum(x, w, y, chunks):
@@ -620,8 +620,8 @@ def narrow_sum(x, w, y, chunks):
 
 
 @chunked_loss.mutant(
-    "Your product is bfloat16 and widened afterwards: its result was rounded by then. Ask the product for "
-    "float32, by `preferred_element_type`."
+    "You compute the product in bfloat16 and widen it afterwards, when it has already been rounded. Ask the product "
+    "for float32, by `preferred_element_type`."
 )
 def rounded_product(x, w, y, chunks):
     return any_nll(x, w, y, chunks, wide=x.dtype)
@@ -635,22 +635,22 @@ def narrow_behind(x, w, y, chunks):
 
 
 @chunked_loss.mutant(
-    "You leave out the tokens whose target is 0. It is a token like any other: only negative targets count "
-    "nothing."
+    "You leave out the tokens whose target is 0. That's a token like any other: only negative targets don't "
+    "count."
 )
 def skips_token_0(x, w, y, chunks):
     return any_nll(x, w, y, chunks, first=1)
 
 
 @chunked_loss.mutant(
-    "Your chunks have `chunks` tokens each. There shall be `chunks` of them, of X/chunks tokens."
+    "Your chunks have `chunks` tokens each. Make `chunks` of them, of X/chunks tokens each."
 )
 def turned_chunks(x, w, y, chunks):
     return any_nll(x, w, y, chunks, turned=True)
 
 
 @chunked_loss.mutant(
-    "All logits are there at once, before you cut them in chunks. Cut the tokens, and multiply in the loop."
+    "You compute all logits at once, before you cut them into chunks. Cut the tokens, and multiply in the loop."
 )
 def cut_too_late(x, w, y, chunks):
     logits = jnp.einsum("xd,dv->xv", x, w, preferred_element_type=jnp.float32)
@@ -666,7 +666,7 @@ def cut_too_late(x, w, y, chunks):
 
 
 @chunked_loss.mutant(
-    "Your loop over chunks runs while tracing: each chunk stands in the program. Use `jax.lax.scan`."
+    "Your loop over chunks runs while tracing, so the program repeats each chunk. Use `jax.lax.scan`."
 )
 def python_chunks(x, w, y, chunks):
     @jax.checkpoint
@@ -686,19 +686,19 @@ f32_accumulators = Exercise(
     minutes=20,
     points=10,
     statement="""
-Write `mean_gradient(grad_fn, params, parts)`. It adds up the gradients of M microbatches and divides once
-by all tokens.
+Write `mean_gradient(grad_fn, params, parts)`. It adds up the gradients of M microbatches and divides once,
+by the number of all tokens.
 
 - `grad_fn(params, part)` returns the gradient *summed* over the part's tokens, and their number. Both come
-  from a model that computes in bfloat16: a leaf of the gradient is bfloat16 or float32, the number is a
+  from a model that computes in bfloat16: a leaf of the gradient is bfloat16 or float32, and the number is a
   bfloat16 scalar.
-- Sums lose nothing: M may be 3,000, and parts may hold different numbers of tokens.
+- Sums lose nothing: M may be 3,000, and parts may have different numbers of tokens.
 - The result has the types of `params`, rounded once, at the end.
-- One microbatch's gradients exist at a time: no array of the program has the leading dimension M besides
-  `parts` themselves.
+- Only one microbatch's gradients exist at a time: apart from `parts`, no array of the program has the leading
+  dimension M.
 """,
     hints=(
-        "Two things are summed here, and both can stop. In which type do they have to be added, and what type "
+        "You add up two things here, and both sums can stop. In which type must you add them, and what type "
         "does `jnp.zeros_like(params)` have?",
         "A scan over `parts` whose carry is float32: zeros of each parameter's *shape*, and a float32 zero for "
         "the count. Cast what `grad_fn` returns before you add it.",
@@ -843,7 +843,7 @@ def any_mean(
 
 
 @f32_accumulators.mutant(
-    "Your sums have the type of the parameters. The leaf that is bfloat16 stops at 256. Add up in float32 "
+    "Your sums have the types of the parameters. The leaf that is bfloat16 stops at 256. Add up in float32 "
     "and round at the end."
 )
 def sums_like_params(grad_fn, params, parts):
@@ -876,7 +876,7 @@ def mean_of_part_means(grad_fn, params, parts):
 
 
 @f32_accumulators.mutant(
-    "You round the sum, then divide: rounded twice. Divide in float32 and round what comes out."
+    "You round the sum and then divide, so you round twice. Divide in float32 and round the result."
 )
 def rounds_early(grad_fn, params, parts):
     return any_mean(grad_fn, params, parts, early=True)
@@ -890,7 +890,7 @@ def divides_by_parts(grad_fn, params, parts):
 
 
 @f32_accumulators.mutant(
-    "You compute all microbatches' gradients and then add them: M gradients in memory. Scan, and carry the "
+    "You compute all microbatches' gradients and then add them, so M gradients are in memory. Scan, and carry the "
     "sum."
 )
 def all_at_once(grad_fn, params, parts):
@@ -912,25 +912,25 @@ fit_plan = Exercise(
     minutes=20,
     points=10,
     statement="""
-Three ways to make a step smaller, and each has a price. Write `fit_plan(sizes, seconds, memory, rows)`,
+You have three ways to make a step smaller, and each has a price. Write `fit_plan(sizes, seconds, memory, rows)`,
 which returns the fastest `(remat, microbatches, offload)` whose peak is at most `memory`, or None.
 
 `remat` is `"none"` or `"full"`; `microbatches` M divides `rows`; `offload` is a bool. Let P be
 `sizes["parameters"]`, O `sizes["optimizer"]`, and A `sizes["kept_none"]` or `sizes["kept_full"]` plus
 `sizes["logits"]`, all for the batch at once.
 
-- From beginning to end there are P, and O unless offloaded.
-- At the loss and in the backward pass A/M comes on top, and P more for the sum of the gradients if M > 1.
-- At the update P comes on top, for the gradients, and O if offloaded: it has to come back.
+- P is always in memory, and so is O unless offloaded.
+- At the loss and in the backward pass, A/M comes on top, and P more for the sum of the gradients if M > 1.
+- At the update, P comes on top for the gradients, and O if offloaded, because it has to come back.
 - The peak is what is always there plus the larger of these two. Divide without rounding: half a byte more than
   `memory` is too much.
-- A step takes 3 times `seconds["forward"]`, 4 times with remat `"full"`; `seconds["microbatch"]` more for
+- A step takes 3 times `seconds["forward"]`, or 4 times with remat `"full"`; `seconds["microbatch"]` more for
   each microbatch after the first; and with offload 2 times `seconds["transfer"]`.
 """,
     hints=(
         "There are not many plans: two kinds of remat, the divisors of `rows`, offload or not. Try them all.",
         "Write the peak as `always + max(activations, update)`. Offloading takes O out of `always` and puts it "
-        "into `update`: it helps only where the peak is not at the update.",
+        "into `update`: it helps only if the peak is not at the update.",
         "For each plan: skip it if its peak is above memory; else keep the one with the least time. `best` "
         "begins as None. M runs over `[m for m in range(1, rows + 1) if rows % m == 0]`.",
     ),
@@ -1102,69 +1102,69 @@ def _(fn, t):
 
 
 @fit_plan.mutant(
-    "At the update the offloaded state is back on the device. Your offload makes room even there."
+    "At the update the offloaded state is back on the device, but your offload makes room even there."
 )
 def never_comes_back(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, back=False)
 
 
 @fit_plan.mutant(
-    "With more than one microbatch the sum of the gradients needs a place of its own: P bytes more."
+    "With more than one microbatch, the sum of the gradients needs its own memory: P bytes more."
 )
 def no_place_for_the_sum(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, summed=False)
 
 
 @fit_plan.mutant(
-    "The logits shrink with the microbatches as well: they belong to a microbatch's tokens."
+    "The logits shrink with the microbatches too: they belong to a microbatch's tokens."
 )
 def whole_logits(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, divide=False)
 
 
-@fit_plan.mutant("You refuse a plan whose peak is exactly `memory`. At most: equal fits.")
+@fit_plan.mutant(
+    "You refuse a plan whose peak is exactly `memory`. A peak of at most `memory` fits."
+)
 def strict(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, strict=True)
 
 
 @fit_plan.mutant(
-    "You add what the loss needs and what the update needs. They are not there at the same time: take the larger."
+    "You add the loss's memory and the update's. They aren't there at the same time: take the larger."
 )
 def both_at_once(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, both=True)
 
 
-@fit_plan.mutant("What is offloaded travels twice in each step: it comes, and it goes.")
+@fit_plan.mutant("The offloaded state travels twice in each step: to the device, and back.")
 def one_way(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, once=True)
 
 
-@fit_plan.mutant(
-    "You return the first plan that fits. The fastest of all is asked for: look at every plan."
-)
+@fit_plan.mutant("You return the first plan that fits. Look at every plan and return the fastest.")
 def first_that_fits(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, first=True)
 
 
 @fit_plan.mutant(
-    "You never offload. It is one of the three ways, and where only it helps you find nothing."
+    "You never offload. It's one of the three ways, and if only it helps you find nothing."
 )
 def no_offload(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, offloads=(False,))
 
 
-@fit_plan.mutant("At the update the gradients are there too: P bytes beside the parameters.")
+@fit_plan.mutant("At the update the gradients are there too: P bytes more than the parameters.")
 def update_without_gradients(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, gradients=0)
 
 
-@fit_plan.mutant("A is what is kept and the logits besides. You left the logits out.")
+@fit_plan.mutant("A is the kept activations plus the logits. You left out the logits.")
 def no_logits(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, logits=0)
 
 
 @fit_plan.mutant(
-    "With remat `full` a step takes 4 forward passes' time, with none 3. Yours cost the same."
+    "With remat `full` a step takes the time of 4 forward passes, with none 3. Yours take the same."
 )
 def remat_for_nothing(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, again=0)
@@ -1178,19 +1178,17 @@ def sum_of_one(sizes, seconds, memory, rows):
 
 
 @fit_plan.mutant(
-    "You round A / M down, and take a plan for which half a byte is missing: `//` is not `/`."
+    "You round A / M down, and accept a plan that is half a byte too large: `//` is not `/`."
 )
 def rounded_down(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, rounded=True)
 
 
-@fit_plan.mutant("You return the smallest plan. The fastest that fits is asked for.")
+@fit_plan.mutant("You return the smallest plan. Return the fastest one that fits.")
 def smallest(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, cheap=False)
 
 
-@fit_plan.mutant(
-    "You try powers of two only. Every divisor of `rows` is a number of microbatches, 3 and 5 among them."
-)
+@fit_plan.mutant("You try only powers of two. M can be any divisor of `rows`, 3 and 5 among them.")
 def powers_of_two(sizes, seconds, memory, rows):
     return all_plans(sizes, seconds, memory, rows, steps={2**k for k in range(20)})

@@ -50,7 +50,7 @@ def large_outside(fn, x):
 
 def nothing_outside(t, fn, x):
     found = ", ".join(large_outside(fn, x))
-    why = f"outside of the kernel there are operations on arrays of x's size: {found}"
+    why = f"operations outside the kernel use arrays of x's size: {found}"
     t.true(not found, why, "outside")  # which they are does not matter to the hint
 
 
@@ -72,8 +72,8 @@ index_maps = Exercise(
     minutes=25,
     points=10,
     statement="""
-Here is the inside of an attention, without its softmax: `o` is the sum over keys of `(q . k) v`, and no
-query sees a later key. Its kernel is finished:
+Here is the inside of an attention, without its softmax: `o` is the sum over keys of `(q . k) v`, and no query sees a
+later key. Its kernel is finished:
 
 ```python
 def kernel(q_ref, k_ref, v_ref, o_ref):
@@ -91,23 +91,22 @@ def kernel(q_ref, k_ref, v_ref, o_ref):
         o_ref[...] += scores @ v_ref[...]
 ```
 
-It has no index maps yet. Write `attention_specs(B, T, N, K, H, block)`, which returns the grid and the
-blocks of every array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
+It still lacks index maps. Write `attention_specs(B, T, N, K, H, block)`, which returns the grid and the blocks of every
+array. `q` and the result are `[B, N, T, H]`, `k` and `v` are `[B, K, T, H]`.
 
-- The grid is `(B, N, T // block, T // block)`: for each row, head and block of queries, all blocks of
-  keys. The kernel sees blocks of `[block, H]`: a `None` in a block's shape takes one index of that
-  dimension, and removes the dimension.
-- `N / K` query heads in a row share a key head, as in chapter 4: query head `n` reads key head
-  `n // (N // K)`.
-- The kernel skips blocks of keys that are later than its queries. **They must not be loaded either.**
-  Of `k`, and of `v`, no more than `n (n + 1) / 2` blocks are loaded for each row and query head, with
-  `n = T // block`. Blocks of `q` are loaded once each, and blocks of the result stored once each.
+- The grid is `(B, N, T // block, T // block)`: for each row, head and block of queries, it goes through all blocks of
+  keys. The kernel sees blocks of `[block, H]`. A `None` in a block's shape takes one index of that dimension, and
+  removes the dimension.
+- `N / K` adjacent query heads share a key head, as in chapter 4: query head `n` reads key head `n // (N // K)`.
+- The kernel skips blocks of keys that are later than its queries. **They must not be loaded either.** Load at most `n
+  (n + 1) / 2` blocks of `k`, and of `v`, for each row and query head, with `n = T // block`. Load each block of `q`
+  once, and store each block of the result once.
 """,
     hints=(
-        "Each index map gets four numbers, `b, n, t, s`, and returns four block numbers. Which of the four "
-        "does the block of `q` depend on?",
-        "A block is not loaded when its number is that of the step before. What may the index map of `k` "
-        "return at a step with `s > t`, whose block nobody reads?",
+        "Each index map takes four numbers, `b, n, t, s`, and returns four block numbers. Which of the four does the "
+        "block of `q` depend on?",
+        "A block isn't loaded if its number is that of the previous step. What can the index map of `k` return at a "
+        "step with `s > t`, whose block is never read?",
         "`q`: `(b, n, t, 0)`. For `k` and `v` the head is `n // (N // K)` and the block of keys is "
         "`jnp.minimum(s, t)`.",
     ),
@@ -173,11 +172,11 @@ def _(fn, t):
     attends(fn, t, 2, 32, 6, 3, 16, 16, "B=2, N=6, K=3 and two blocks")
 
 
-@index_maps.check("what is loaded")
+@index_maps.check("blocks that are loaded")
 def _(fn, t):
     run = attends(fn, t, 1, 32, 3, 1, 8, 8, "N=3, K=1 and four blocks")
     q, k, v, _ = run.loads
-    t.equal(q, 3 * 4, why="blocks of q that are loaded, for 3 heads and 4 blocks of queries")
+    t.equal(q, 3 * 4, why="loads of blocks of q, for 3 heads and 4 blocks of queries")
     t.equal(run.stores[-1], 3 * 4, why="blocks of the result that are stored")
     for name, loads in (("k", k), ("v", v)):
         t.true(
@@ -208,16 +207,15 @@ def right_specs(B, T, N, K, H, block, *, kv=None, q=None, o=None, grid=None):
 
 
 @index_maps.mutant(
-    "You read key head `n`, but there are only K of them. N / K query heads in a row share one: "
-    "`n // (N // K)`."
+    "You read key head `n`, but there are only K of them. N / K adjacent query heads share one: `n // (N // K)`."
 )
 def key_head_n(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n, jnp.minimum(s, t), 0))
 
 
 @index_maps.mutant(
-    "You divide by K, the number of key heads. What stands side by side are the N / K query heads that share "
-    "one: `n // (N // K)`."
+    "You divide by K, the number of key heads. A key head is shared by N / K adjacent query heads: `n // (N // "
+    "K)`."
 )
 def divided_by_key_heads(B, T, N, K, H, block):
     return right_specs(
@@ -226,24 +224,24 @@ def divided_by_key_heads(B, T, N, K, H, block):
 
 
 @index_maps.mutant(
-    "Your query heads take the key heads in turn, `n % K`. Heads that share keys stand side by side: "
-    "`n // (N // K)`."
+    "Your query heads take turns with the key heads, `n % K`. Heads that share keys are adjacent: `n // (N // "
+    "K)`."
 )
 def key_heads_in_turn(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n % K, jnp.minimum(s, t), 0))
 
 
 @index_maps.mutant(
-    "Your maps are right, but blocks past the diagonal are loaded and then skipped. Return there the block "
-    "of the step before: `jnp.minimum(s, t)`."
+    "Your maps are right, but blocks past the diagonal are loaded and then skipped. Return the previous step's "
+    "block there: `jnp.minimum(s, t)`."
 )
 def loads_what_is_skipped(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // (N // K), s, 0))
 
 
 @index_maps.mutant(
-    "An index map returns numbers of blocks, and yours returns numbers of rows. Pallas multiplies by the "
-    "block's size itself."
+    "An index map returns block numbers, but yours returns row numbers. Pallas multiplies by the block's size "
+    "itself."
 )
 def rows_not_blocks(B, T, N, K, H, block):
     at = lambda b, n, t, s: (b, n, t * block, 0)  # noqa: E731
@@ -252,15 +250,15 @@ def rows_not_blocks(B, T, N, K, H, block):
 
 
 @index_maps.mutant(
-    "Your blocks of keys follow `t`. The block of keys is numbered by the grid's last index, `s`; `t` is "
-    "only its bound."
+    "Your blocks of keys follow `t`. The grid's last index, `s`, numbers the blocks of keys; `t` is only its "
+    "bound."
 )
 def keys_follow_queries(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, kv=lambda b, n, t, s: (b, n // (N // K), t, 0))
 
 
 @index_maps.mutant(
-    "The result's block must depend on `t` and not on `s`: while s runs, the kernel adds to one block."
+    "The result's block must depend on `t` but not on `s`, because the kernel adds to one block while s runs."
 )
 def result_follows_keys(B, T, N, K, H, block):
     return right_specs(B, T, N, K, H, block, o=lambda b, n, t, s: (b, n, s, 0))
@@ -276,23 +274,23 @@ reduction = Exercise(
     points=10,
     forbid=("jax.numpy.pad",),
     statement="""
-Write `column_stats(x_MN, block_M=32, block_N=128)`: the sum and the maximum of every column, in one
-Pallas call with two results.
+Write `column_stats(x_MN, block_M=32, block_N=128)`: the sum and the maximum of every column, in one Pallas call with
+two results.
 
-- Blocks of x are `[block_M, block_N]`, and each is loaded once. Sizes need not divide: M and N are any
-  numbers from 1 on. What pads the last block may be anything, NaN too.
-- Both results are float32 arrays `[1, N]`. x may be bfloat16: convert a block before you sum it. Nothing
-  outside of the call touches an array of x's size.
-- With two results, `out_specs` and `out_shape` are lists of two, and the kernel gets two refs.
-- Blocks of columns are independent, so that two cores can share them: say so with
-  `dimension_semantics`. The rows of a column are not.
+- Blocks of x are `[block_M, block_N]`, and each is loaded once. M and N are at least 1 and needn't be multiples of the
+  block's. The last block may contain anything past the end, even NaN.
+- Both results are float32 arrays `[1, N]`. x may be bfloat16: convert a block before you sum it. Nothing outside the
+  call touches an array of x's size.
+- With two results, `out_specs` and `out_shape` are lists of two, and the kernel gets two output refs.
+- Blocks of columns are independent, so two cores can share them: say so with `dimension_semantics`. The rows of a
+  column aren't.
 - It compiles for a v5e at `[65536, 4000]`.
 """,
     hints=(
-        "The result's block must stay the same from step to step until its column is finished. Which "
-        "dimension of the grid comes last, then?",
-        "In the last block of rows, `pl.program_id(1) * block_M` plus `jax.lax.broadcasted_iota` tells "
-        "which rows exist. What may stand in for the others in a sum? And in a maximum?",
+        "The result's block must stay the same from step to step until its column is finished. So which dimension of "
+        "the grid comes last?",
+        "In the last block of rows, `pl.program_id(1) * block_M` plus `jax.lax.broadcasted_iota` shows which rows "
+        "exist. What value can replace the others in a sum? And in a maximum?",
         'Grid (columns, rows), semantics ("parallel", "arbitrary"), x\'s map `lambda j, i: (i, j)`, the '
         "results' `lambda j, i: (0, j)`. At i == 0 store 0 and -inf; then add and take maxima of "
         "`jnp.where(is_row, x, 0)` and `jnp.where(is_row, x, -jnp.inf)`.",
@@ -333,7 +331,7 @@ def _(fn, t):
 @reduction.check("blocks of another size, which two cores share")
 def _(fn, t):
     run = reduces(fn, t, 40, 512, block_M=16, block_N=256)
-    t.equal(run.loads[0], 3 * 2, why="blocks of [16, 256] that are loaded of [40, 512]")
+    t.equal(run.loads[0], 3 * 2, why="loads of blocks [16, 256] of [40, 512]")
     cores = {core for core, _ in run.visits}
     why = "only one core has work to do: no dimension of the grid is parallel"
     t.true(len(cores) == 2, why, len(cores))
@@ -407,36 +405,33 @@ def mistaken(exercise, name, hint, fn):
 mistaken(
     reduction,
     "never_begun",
-    "You add to results that nobody has set: memory begins as anything, and NaN plus a number is NaN. At a "
-    "column's first block of rows, store 0 and -inf.",
+    "You add to results that were never initialised. Memory can start as anything, and NaN plus a number is NaN. "
+    "At a column's first block of rows, store 0 and -inf.",
     column_stats_with(start="never"),
 )
 mistaken(
     reduction,
     "begun_at_each_block",
-    "You begin anew at every block of rows, so that only the last one counts. Do it under "
-    "`pl.when(... == 0)`.",
+    "You initialise at every block of rows, so only the last one counts. Do it under `pl.when(... == 0)`.",
     column_stats_with(start="each"),
 )
 mistaken(
     reduction,
     "least_is_zero",
-    "Your maximum begins at 0, or takes 0 for rows that do not exist. A column may be negative throughout: "
-    "use -inf.",
+    "Your maximum starts at 0, or takes 0 for rows past the end. A column may be all negative: use -inf.",
     column_stats_with(least=0.0),
 )
 mistaken(
     reduction,
     "padding_counted",
-    "The last block has rows that do not exist, and you count them. Replace them with `jnp.where` before "
-    "you sum.",
+    "The last block has rows past the end, and you count them. Replace them with `jnp.where` before you sum.",
     column_stats_with(masked=None),
 )
 mistaken(
     reduction,
     "narrow_sum",
-    "You sum in x's own type. A sum of bfloat16 numbers loses what is smaller than its last bit: convert a "
-    "block to float32 first.",
+    "You sum in x's own type. A bfloat16 sum loses numbers smaller than its last bit: convert a block to float32 "
+    "first.",
     lambda x_MN, block_M=32, block_N=128: column_stats_with(wide=x_MN.dtype)(
         x_MN, block_M, block_N
     ),
@@ -444,37 +439,37 @@ mistaken(
 mistaken(
     reduction,
     "rows_in_parallel",
-    "You call the rows parallel. Then two cores may add to one result, and the first block need not come "
-    'first: only columns are "parallel", rows are "arbitrary".',
+    "You mark the rows as parallel. Then two cores may add to one result, and the first block may not run first. "
+    'Only columns are "parallel"; rows are "arbitrary".',
     column_stats_with(semantics=("parallel", "parallel")),
 )
 mistaken(
     reduction,
     "nothing_in_parallel",
-    'You let no dimension be parallel, so that a second core has nothing to do. Columns are: ("parallel", '
+    'You mark no dimension as parallel, so a second core has nothing to do. Columns are: ("parallel", '
     '"arbitrary").',
     column_stats_with(semantics=("arbitrary", "arbitrary")),
 )
 mistaken(
     reduction,
     "rows_outermost",
-    "Your rows are the grid's first dimension, so each result's block is left and visited again. Its steps "
-    "must follow one another: the reduced dimension comes last.",
+    "Your rows are the grid's first dimension, so each result's block is left and visited again. Its steps must "
+    "be consecutive: the reduced dimension comes last.",
     column_stats_with(swap=True, semantics=("arbitrary", "arbitrary")),
 )
 
 mistaken(
     reduction,
     "blocks_of_one_size",
-    "Your blocks are 32 by 128 whatever is asked for. Take `block_M` and `block_N`, in the grid, in the "
-    "blocks and where you count the rows.",
+    "Your blocks are 32 by 128, whatever the arguments say. Use `block_M` and `block_N` in the grid, in the "
+    "blocks and where you count rows.",
     column_stats_with(fixed=True),
 )
 mistaken(
     reduction,
     "converted_outside",
-    "You convert all of x before the call. That reads it and writes it in float32, and the kernel reads that: "
-    "convert each block in the kernel.",
+    "You convert all of x before the call. That reads x and writes it in float32, which the kernel then reads. "
+    "Convert each block in the kernel.",
     column_stats_with(convert=True),
 )
 
@@ -482,14 +477,14 @@ mistaken(
 
 out_of_bounds = Exercise(
     "15.out_of_bounds",
-    title="Mend an access out of bounds",
+    title="Fix an access out of bounds",
     function="second_difference",
     minutes=20,
     points=10,
     forbid=("jax.numpy.pad", "jax.lax.pad"),
     statement="""
-A block of eight rows needs the row above it and the row below it. So this kernel takes the same array
-three times, with three index maps:
+A block of eight rows needs the row above it and the row below it. So this kernel takes the same array three times, with
+three index maps:
 
 ```python
 def broken(x_MN):
@@ -513,19 +508,18 @@ def broken(x_MN):
     )(x_MN, x_MN, x_MN)
 ```
 
-It passed its tests with `interpret=True`, it compiles for a v5e, and it is wrong. Write
-`second_difference(x_MN)`, which mends it.
+It passed its tests with `interpret=True`, it compiles for a v5e, and it's wrong. Write a correct version,
+`second_difference(x_MN)`.
 
-- Row m of the result is `x[m - 1] - 2 x[m] + x[m + 1]`. Rows before the first and after the last count
-  as 0.
-- No block out of bounds is loaded. M and N are any numbers from 1 on.
-- It stays one Pallas call that reads x from where it lies: no padded copy.
+- Row m of the result is `x[m - 1] - 2 x[m] + x[m + 1]`. Rows before the first and after the last count as 0.
+- Load no block out of bounds. M and N are at least 1.
+- It remains one Pallas call that reads x directly, without a padded copy.
 """,
     hints=(
-        "There are three things to mend. Which blocks do the first and the last step ask for? How many steps "
-        "does M = 12 need? And what lies below the last row, when M is no multiple of 8?",
-        "Clip the block's number to those that exist. What is loaded then is a wrong row: choose 0 in its "
-        "place, by the number of the row and not of the block.",
+        "There are three things to fix. Which blocks do the first and the last step ask for? How many steps does M = "
+        "12 need? And what is below the last row if M isn't a multiple of 8?",
+        "Clip the block's number to those that exist. A wrong row is then loaded, so replace it with 0, depending on "
+        "the number of the row rather than the block.",
         "`row = 8 * pl.program_id(0) + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)`; `above` counts where "
         "`row > 0`, `below` where `row < M - 1`; the grid is `(pl.cdiv(M, 8),)`.",
     ),
@@ -614,22 +608,22 @@ def second_difference_with(
 mistaken(
     out_of_bounds,
     "still_out_of_bounds",
-    "Block -1 is still asked for, or the one after the last. That nobody reads it does not help: it is "
-    "loaded. Clip the numbers that the index maps return.",
+    "You still ask for block -1, or the one after the last. It is loaded even if you don't use it. Clip the "
+    "numbers that the index maps return.",
     second_difference_with(clip=False),
 )
 mistaken(
     out_of_bounds,
     "clipped_and_counted",
-    "You clip the block's number, and then count the row that it brought. Before the first row and after "
-    "the last there is 0: choose it with `jnp.where`.",
+    "You clip the block's number, but then use the row that it brought. Before the first row and after the last, "
+    "choose 0 with `jnp.where`.",
     second_difference_with(up=None, down=None),
 )
 mistaken(
     out_of_bounds,
     "wrapped",
-    "Your index maps wrap around, so the last row is the first one's neighbour. Before the first row and "
-    "after the last there is 0.",
+    "Your index maps wrap around, so the last row becomes the first one's neighbour. Use 0 before the first row "
+    "and after the last.",
     second_difference_with(wrap=True, up=None, down=None),
 )
 mistaken(
@@ -641,22 +635,22 @@ mistaken(
 mistaken(
     out_of_bounds,
     "masked_by_block",
-    "You put 0 below the last row of the last *block*. When M is no multiple of 8, the last row of x stands "
-    "further up, and below it is padding: compare with M.",
+    "You put 0 below the last row of the last *block*. If M isn't a multiple of 8, the last row of x is further "
+    "up, with padding below it: compare with M.",
     second_difference_with(down="block"),
 )
 mistaken(
     out_of_bounds,
     "wrong_neighbours",
-    "Above a block is the *last* row of the block before, below it the *first* of the block after. You take "
-    "them the other way round.",
+    "You swapped the two neighbours. Above a block is the *last* row of the previous block; below it is the "
+    "*first* of the next.",
     second_difference_with(swap=True),
 )
 mistaken(
     out_of_bounds,
     "padded_copy",
-    "You put x between rows of zeros before the call. That copy reads and writes all of x once more: leave x "
-    "where it is, and choose the zeros in the kernel.",
+    "You add rows of zeros around x before the call. That copy reads and writes all of x once more. Read x "
+    "directly, and choose the zeros in the kernel.",
     second_difference_with(pad=True),
 )
 
@@ -670,22 +664,21 @@ softmax = Exercise(
     points=15,
     forbid=("jax.nn.softmax", "jax.nn.log_softmax", "jax.numpy.pad"),
     statement="""
-The chapter began with a softmax of four passes over memory. Write `row_softmax(x_MN, block_M=8)`, which
-makes two: one read, one write.
+The chapter began with a softmax that takes four passes over memory. Write `row_softmax(x_MN, block_M=8)`, which takes
+two: one read, one write.
 
-- A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing
-  outside of it touches an array of x's size.
+- A block is `block_M` whole rows. Each is loaded once and stored once, in one Pallas call, and nothing outside it
+  touches an array of x's size.
 - x is float32 or bfloat16, and so is the result. In between, compute in float32.
-- Logits of 90 and of -90 stand in one row, and entries may be -inf. A row of nothing but -inf gives
-  zeros.
-- M and N are any numbers from 1 on. Rows are independent, so two cores share them.
+- A row may have logits of both 90 and -90, and entries may be -inf. A row that is all -inf gives zeros.
+- M and N are at least 1. Rows are independent, so two cores can share them.
 - It compiles for a v5e at `[8190, 4096]`.
 """,
     hints=(
-        "Each row needs its own maximum: `keepdims=True` keeps it a column. Do the rows that pad the last "
-        "block have to be masked? Who sees their results?",
-        "Two steps of the softmax can give NaN: -inf minus -inf, and 0 divided by 0. Both happen in a row of "
-        "nothing but -inf, and `jnp.where` mends either.",
+        "Each row needs its own maximum: `keepdims=True` keeps it a column. Do you have to mask the rows past the end "
+        "in the last block? Are their results ever stored?",
+        "Two steps of the softmax can give NaN: -inf minus -inf, and 0 divided by 0. Both happen in a row that is all "
+        "-inf, and `jnp.where` fixes both.",
         "`top = jnp.max(x, axis=1, keepdims=True)`, `exps = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))`, "
         "divide by `jnp.where(total == 0, 1, total)`, and `.astype(o_ref.dtype)`.",
     ),
@@ -710,7 +703,7 @@ def _(fn, t):
     soft(fn, t, numbers(t, 8, 128), "a block of [8, 128]")
 
 
-@softmax.check("large logits, -inf, and a row of nothing else")
+@softmax.check("large logits, -inf, and a row that is all -inf")
 def _(fn, t):
     x = np.array(numbers(t, 8, 200, scale=60))
     x[1, :3] = 90, -90, -np.inf
@@ -735,7 +728,7 @@ def _(fn, t):
 def _(fn, t):
     x = numbers(t, 20, 300, dtype=jnp.bfloat16, scale=3)
     run = soft(fn, t, x, "[20, 300] bfloat16, computed in float32, block_M=16", block_M=16)
-    t.equal(run.loads[0], 2, why="blocks of 16 rows that are loaded of 20")
+    t.equal(run.loads[0], 2, why="loads of blocks of 16 rows, for 20 rows")
     nothing_outside(t, fn, spec(64, 256, dtype=jnp.bfloat16))
 
 
@@ -793,66 +786,66 @@ def row_softmax_with(
 mistaken(
     softmax,
     "no_maximum",
-    "You do not subtract the maximum. exp(90) is more than float32 can hold, and inf / inf is NaN.",
+    "You don't subtract the maximum. exp(90) is more than float32 can hold, and inf / inf is NaN.",
     row_softmax_with(top=None),
 )
 mistaken(
     softmax,
     "maximum_of_the_block",
-    "You subtract one maximum from the whole block. In a row that lies far below it, every exponential is "
-    "0. Each row has its own.",
+    "You subtract one maximum from the whole block. In a row far below it, every exponential is 0. Each row needs "
+    "its own.",
     row_softmax_with(top="block"),
 )
 mistaken(
     softmax,
     "maximum_of_the_column",
-    "You take the maximum along the wrong axis. It is that of a row: `axis=1`.",
+    "You take the maximum along the wrong axis. Each row needs its own: `axis=1`.",
     row_softmax_with(top="column"),
 )
 mistaken(
     softmax,
     "masked_rows_are_nan",
-    "A row of nothing but -inf gives NaN: its maximum is -inf, and -inf minus -inf is NaN. Shift such a row "
-    "by 0, and do not divide by its sum of 0.",
+    "A row that is all -inf gives NaN: its maximum is -inf, and -inf minus -inf is NaN. Shift such a row by 0, "
+    "and don't divide by its sum of 0.",
     row_softmax_with(all_masked=False),
 )
 mistaken(
     softmax,
     "narrow",
-    "You compute in x's own type. Sums and exponentials in bfloat16 lose what the result still shows: "
+    "You compute in x's own type. Sums and exponentials in bfloat16 lose digits that the result still shows: "
     "convert the block to float32 first.",
     row_softmax_with(wide=None),
 )
 mistaken(
     softmax,
     "all_rows_in_a_block",
-    "Your block is the whole array. It does not fit into VMEM when the array is large: take `block_M` rows.",
+    "Your block is the whole array. A large one doesn't fit into VMEM: take `block_M` rows.",
     row_softmax_with(rows="all"),
 )
 mistaken(
     softmax,
     "divided_outside",
-    "You divide outside of the kernel. That reads and writes the whole array once more: what you wanted to "
+    "You divide outside the kernel. That reads and writes the whole array once more, which is what you wanted to "
     "save.",
     row_softmax_with(split=True),
 )
 mistaken(
     softmax,
     "converted_outside",
-    "You convert all of x, or all of the result, outside of the call. Each is one more pass over memory: "
+    "You convert all of x, or all of the result, outside the call. Each conversion is one more pass over memory: "
     "convert in the kernel, a block at a time.",
     row_softmax_with(convert=True),
 )
 mistaken(
     softmax,
     "eight_rows_always",
-    "Your blocks have 8 rows whatever is asked for. Take `block_M`, in the block and in the grid.",
+    "Your blocks have 8 rows, whatever the argument says. Use `block_M` in the block and in the grid.",
     row_softmax_with(rows=8),
 )
 mistaken(
     softmax,
     "nothing_in_parallel",
-    'You do not say that blocks of rows are independent: `dimension_semantics=("parallel",)`.',
+    'You don\'t say that blocks of rows are independent: `dimension_semantics=("parallel",)`.',
     row_softmax_with(semantics="arbitrary"),
 )
 
@@ -860,32 +853,29 @@ mistaken(
 
 gather = Exercise(
     "15.gather",
-    title="Rows that a table names",
+    title="Rows chosen by ids",
     function="take_rows",
     minutes=30,
     points=15,
     forbid=("jax.numpy.take", "jax.numpy.pad", "jax.numpy.take_along_axis"),
     statement="""
-An embedding reads rows of a table whose numbers are data. No index map made of grid indices alone knows
-them. Write `take_rows(table_VD, ids_T)` with scalar prefetch.
+An embedding reads rows of a table, and data decides which. So an index map needs more than the grid's indices. Write
+`take_rows(table_VD, ids_T)` with scalar prefetch.
 
-- The grid is `(pl.cdiv(T, 8), 8)`: step `(i, r)` makes row `8 i + r` of the result. A block is eight
-  whole rows, of the table and of the result, because Mosaic moves no fewer. The index map chooses the
-  table's block; the kernel chooses the row within it and stores it as row r of the result's block.
-- A block of the table is loaded only if it is not the one of the step before.
-- An id that is none of the table's rows, such as -1 or V, gives a row of zeros, and loads nothing out
-  of bounds.
-- V and T are any numbers from 1 on. The last block of the result may have rows past T; `ids_ref` has no
-  such entries.
+- The grid is `(pl.cdiv(T, 8), 8)`: step `(i, r)` makes row `8 i + r` of the result. A block is eight whole rows, of
+  both table and result, because Mosaic can't move fewer. The index map chooses the table's block. The kernel chooses
+  the row within it and stores it as row r of the result's block.
+- A block of the table is loaded only if it isn't the previous step's.
+- An id that isn't a row of the table, such as -1 or V, gives a row of zeros, and loads nothing out of bounds.
+- V and T are at least 1. The last block of the result may have rows past T, for which `ids_ref` has no entries.
 - It compiles for a v5e with a table `[200001, 700]` and 1001 ids.
 """,
     hints=(
         "The index map of the table gets `i, r, ids_ref`. Row v of the table is row `v % 8` of block `v // 8`.",
-        "Three numbers can be out of bounds: the place in `ids_ref`, the id, and with it the block. Clip the "
-        "first two, in the index map and in the kernel alike.",
-        "`row = ids_ref[jnp.minimum(8 * i + r, T - 1)]`; `kept = jnp.clip(row, 0, V - 1)`; block `kept // 8`; "
-        "in the kernel `table_ref[pl.ds(kept % 8, 1), :]`, stored to `o_ref[pl.ds(r, 1), :]`, or 0 where "
-        "`row` is not `kept`.",
+        "Three numbers can be out of bounds: the index into `ids_ref`, the id, and with it the block. Clip the first "
+        "two, both in the index map and in the kernel.",
+        "`row = ids_ref[jnp.minimum(8 * i + r, T - 1)]`; `kept = jnp.clip(row, 0, V - 1)`; block `kept // 8`. In the "
+        "kernel, store `table_ref[pl.ds(kept % 8, 1), :]` to `o_ref[pl.ds(r, 1), :]`, or 0 if `row` isn't `kept`.",
     ),
 )
 
@@ -907,12 +897,12 @@ def _(fn, t):
     takes(fn, t, 24, 128, t.rng.integers(0, 24, 8))
 
 
-@gather.check("a number of ids that 8 does not divide")
+@gather.check("a number of ids that 8 doesn't divide")
 def _(fn, t):
     takes(fn, t, 24, 128, t.rng.integers(0, 24, 11))
 
 
-@gather.check("ids that are no rows, and a ragged table")
+@gather.check("ids that aren't rows, and a ragged table")
 def _(fn, t):
     V = int(t.rng.integers(17, 23))
     ids = [0, V - 1, V, -1, 3, V + 100, -(2**31), V - 2]
@@ -920,7 +910,7 @@ def _(fn, t):
     takes(fn, t, V, 40, ids, infinite=(0, V - 1))
 
 
-@gather.check("what is loaded")
+@gather.check("blocks that are loaded")
 def _(fn, t):
     ids = np.sort(t.rng.integers(0, 40, 16))
     run = takes(fn, t, 40, 128, ids)
@@ -985,53 +975,52 @@ def take_rows_with(
 mistaken(
     gather,
     "ids_past_the_end",
-    "The last block has steps past T, and you read `ids_ref` there. It has T entries: clip the place.",
+    "The last block has steps past T, where you read `ids_ref`. It has only T entries: clip the index.",
     take_rows_with(place=False),
 )
 mistaken(
     gather,
     "ids_not_clipped",
-    "You use an id as it comes to choose a block, and an id of -1 or V has none. Clip it, and put zeros in "
-    "the kernel.",
+    "You choose a block with an unchecked id, and ids such as -1 or V have none. Clip it, and put zeros in the "
+    "kernel.",
     take_rows_with(clip=False),
 )
 mistaken(
     gather,
     "clipped_and_taken",
-    "You clip the ids, and then give the row that this leads to. An id that is no row gives zeros: choose "
-    "them in the kernel.",
+    "You clip the ids, but then return the row at the clipped id. An id that isn't a row gives zeros: choose them "
+    "in the kernel.",
     take_rows_with(zeros=False),
 )
 mistaken(
     gather,
     "multiplied_by_zero",
-    "You multiply by 0 what an id that is no row has led to. 0 times inf, or NaN, is NaN: choose with "
-    "`jnp.where`.",
+    "You multiply by 0 what you read for an invalid id. 0 times inf or NaN is NaN: choose with `jnp.where`.",
     take_rows_with(zeros="product"),
 )
 mistaken(
     gather,
     "wrapped",
-    "You take ids modulo V, as Python takes -1. Here an id that is no row gives zeros.",
+    "You take ids modulo V, as Python does for -1. Here an id that isn't a row gives zeros.",
     take_rows_with(wrap=True, zeros=False),
 )
 mistaken(
     gather,
     "first_row_of_the_block",
-    "You give the first row of the block. The one that the id names is row `id % 8` in it.",
+    "You return the first row of the block. The id names row `id % 8` within it.",
     take_rows_with(row=False),
 )
 mistaken(
     gather,
     "whole_block_stored",
     "You store the row into all eight rows of the result's block, so only the last id is left. Store it to "
-    "`o_ref[pl.ds(r, 1), :]`.",
+    "`o_ref[pl.ds(r, 1), :]` alone.",
     take_rows_with(store=False),
 )
 mistaken(
     gather,
     "whole_table_loaded",
-    "Your block is the whole table. That reads all of it for a few rows, and does not fit into VMEM: a block "
-    "is eight rows.",
+    "Your block is the whole table. That reads all of it for a few rows, and a large one doesn't fit into VMEM: a "
+    "block is eight rows.",
     take_rows_with(whole=True),
 )

@@ -68,23 +68,22 @@ accumulator = Exercise(
     statement="""
 Write `tiled_matmul(x_MK, w_KN, tiles)`: the product of two bfloat16 matrices in one Pallas call.
 
-- The grid goes over tiles of rows, tiles of columns and, innermost, tiles of K. Blocks are `(m, k)`,
-  `(k, n)` and, of the result, `(m, n)`. Each pair of tiles is loaded once in a step, and each tile of
-  the result is stored once.
-- Sums are float32, also those within a product of two tiles, and stay in scratch until they are
-  complete. They are rounded to bfloat16 once.
-- Sizes are any numbers that are no smaller than their tile. What pads a last block may be NaN.
+- The grid goes over tiles of rows, tiles of columns and, innermost, tiles of K. Blocks are `(m, k)` and `(k, n)`, and
+  `(m, n)` for the result. A step loads its pair of tiles once, and each tile of the result is stored once.
+- All sums are float32, including those within a product of two tiles. They stay in scratch until they're complete, and
+  are rounded to bfloat16 once.
+- No size is smaller than its tile, but sizes needn't be multiples. Past the end, a last block may contain NaN.
 - Two cores may share the tiles of the result, but not the steps of one sum.
 - It compiles for a v5e at `[1000, 4000]` and `[4000, 1000]` with tiles (256, 256, 256).
 """,
     hints=(
-        "Which of the three dimensions of the grid are independent? At which step of the innermost one "
-        "does a sum begin, and at which is it complete?",
-        "`scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)]` gives the kernel one more ref, after the "
-        "result's. Only K needs a mask, and both factors need it: 0 times NaN is NaN.",
-        "`left = K - step * k`; in x keep the columns below `left`, in w the rows below it, with "
-        "`jnp.where`; add `jnp.dot(x, w, preferred_element_type=jnp.float32)` to the scratch; at step "
-        "`pl.num_programs(2) - 1` store it with `.astype(o_ref.dtype)`.",
+        "Which of the grid's three dimensions are independent? At which step of the innermost one does a sum start, "
+        "and at which is it complete?",
+        "`scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)]` gives the kernel one more ref, after the result's. Only K "
+        "needs a mask, and both factors need it: 0 times NaN is NaN.",
+        "`left = K - step * k`. With `jnp.where`, keep the columns of x below `left`, and the rows of w below it. Add "
+        "`jnp.dot(x, w, preferred_element_type=jnp.float32)` to the scratch. At step `pl.num_programs(2) - 1`, store "
+        "it with `.astype(o_ref.dtype)`.",
     ),
 )
 
@@ -102,21 +101,21 @@ def _(fn, t):
     multiplies(fn, t, 16, 128, 128, (16, 128, 128))
 
 
-@accumulator.check("several tiles of everything, and what is loaded")
+@accumulator.check("several tiles of everything, and their loads")
 def _(fn, t):
     run = multiplies(fn, t, 32, 256, 256, (16, 128, 128))
     t.equal(run.loads[:2], [8, 8], why="tiles of x and of w that 8 steps load")
     t.equal(run.stores[2], 4, why="tiles of the result that are stored")
 
 
-@accumulator.check("sums that bfloat16 cannot hold")
+@accumulator.check("sums that bfloat16 can't hold")
 def _(fn, t):
     left = t.rng.integers(1, 15, 128)
     w = np.full((384, 128), 32.0)
     w[256:] = -64
     w[0] += left
     got, _ = simulate(t, lambda x, w: fn(x, w, (16, 128, 128)), jnp.ones((16, 384), BF16), w_(w))
-    why = "columns that sum to 4096 and a little, 4096, and -8192; the little is left"
+    why = "columns that sum to 4096 and a little, 4096, and -8192; only the little remains"
     t.close(got, np.broadcast_to(left, (16, 128)), 0, 0, why, BF16)
 
 
@@ -124,7 +123,7 @@ def w_(array):
     return jnp.asarray(array, BF16)
 
 
-@accumulator.check("sizes that tiles do not divide")
+@accumulator.check("sizes that tiles don't divide")
 def _(fn, t):
     M, K, N = (int(t.rng.integers(least + 1, 2 * least)) for least in (32, 256, 256))
     run = multiplies(fn, t, M, K, N, (32, 256, 256))
@@ -217,41 +216,41 @@ def tiled_matmul_with(
 mistaken(
     accumulator,
     "summed_in_the_result",
-    "You add to the result's block, which is bfloat16, so that each step rounds the sum. Add to a float32 "
-    "scratch, and round it once at the last step.",
+    "You add to the result's block, which is bfloat16, so each step rounds the sum. Add to a float32 scratch, and "
+    "round it once at the last step.",
     tiled_matmul_with(scratch=False),
 )
 mistaken(
     accumulator,
     "product_in_bfloat16",
-    "Your sum is float32, but each product of two tiles is rounded to bfloat16 before it is added. Ask "
-    "`jnp.dot` for `preferred_element_type=jnp.float32`.",
+    "Your sum is float32, but each product of two tiles is rounded to bfloat16 before you add it. Ask `jnp.dot` "
+    "for `preferred_element_type=jnp.float32`.",
     tiled_matmul_with(exact=False),
 )
 mistaken(
     accumulator,
     "never_begun",
-    "You add to scratch that nobody has set. Store zeros when a sum's first step begins.",
+    "You add to scratch that was never initialised. Store zeros when a sum's first step starts.",
     tiled_matmul_with(begin="never"),
 )
 mistaken(
     accumulator,
     "begun_at_each_step",
-    "You begin anew at every step, so that only the last tile of K counts. Do it under `pl.when(step == 0)`.",
+    "You reset the sum at every step, so only the last tile of K counts. Do it under `pl.when(step == 0)`.",
     tiled_matmul_with(begin="step"),
 )
 mistaken(
     accumulator,
     "begun_once",
-    "You set the scratch to zero once for the whole kernel. It keeps its value from step to step, so the next "
-    "tile of the result begins with the sum of the one before.",
+    "You set the scratch to zero only once in the whole kernel. It keeps its value from step to step, so the next "
+    "tile of the result starts with the previous one's sum.",
     tiled_matmul_with(begin="kernel"),
 )
 mistaken(
     accumulator,
     "padding_counted",
-    "The last tiles of K reach past the arrays' end, and you multiply what lies there. Put 0 in its place, "
-    "with `jnp.where`, and in both factors: 0 times NaN is NaN.",
+    "The last tiles of K reach past the end of the arrays, and you multiply what's there. Replace it with 0, "
+    "using `jnp.where`, in both factors: 0 times NaN is NaN.",
     tiled_matmul_with(masks=""),
 )
 mistaken(
@@ -263,22 +262,21 @@ mistaken(
 mistaken(
     accumulator,
     "steps_in_parallel",
-    "You call the steps of a sum parallel. Then they come in any order, and two cores may have one sum: only "
-    'rows and columns are "parallel".',
+    "You mark the steps of a sum as parallel. They may then run in any order, and two cores may share one sum: "
+    'only rows and columns are "parallel".',
     tiled_matmul_with(semantics=("parallel",) * 3),
 )
 mistaken(
     accumulator,
     "nothing_in_parallel",
-    'You let no dimension be parallel. Tiles of rows and of columns are: ("parallel", "parallel", '
-    '"arbitrary").',
+    'You mark no dimension as parallel. Tiles of rows and of columns are: ("parallel", "parallel", "arbitrary").',
     tiled_matmul_with(semantics=("arbitrary",) * 3),
 )
 mistaken(
     accumulator,
     "k_outermost",
-    "Your tiles of K are the grid's first dimension, so each tile of the result is left and visited again, and "
-    "the one scratch holds sums of many. K comes last.",
+    "Your tiles of K are the grid's first dimension. Each tile of the result is left and visited again, and the "
+    "one scratch mixes the sums of many. K comes last.",
     tiled_matmul_with(k_first=True, semantics=("arbitrary",) * 3),
 )
 
@@ -286,28 +284,27 @@ mistaken(
 
 fused_epilogue = Exercise(
     "16.fused_epilogue",
-    title="A gated product that writes its result only",
+    title="A gated product that writes only its result",
     function="gated_product",
     minutes=30,
     points=15,
     statement="""
-The first half of a SwiGLU (chapter 4) is `silu(x @ gate) * (x @ up)`. As two products and an elementwise
-operation it writes two arrays `[M, N]` and reads them again. Write
-`gated_product(x_MK, gate_KN, up_KN, tiles)`, which writes the result and nothing else.
+The first half of a SwiGLU (chapter 4) is `silu(x @ gate) * (x @ up)`. As two products and an elementwise operation, it
+writes two arrays `[M, N]` and reads them again. Write `gated_product(x_MK, gate_KN, up_KN, tiles)`, which writes only
+the result.
 
-- One Pallas call. A tile of x is loaded once for both products, and used for both.
+- It is one Pallas call. Each tile of x is loaded once and used for both products.
 - Everything is float32 until the result is rounded to bfloat16, once.
 - `tiles` is (m, k, n), and divides M, K and N. K is summed innermost.
 - Two cores may share the tiles of the result.
 - It compiles for a v5e at M = 1024, K = 4096, N = 1024 with tiles (256, 256, 256).
 """,
     hints=(
-        "`silu` of a sum is not the sum of silus. When may you apply it? How many sums have to wait until "
-        "then?",
+        "`silu` of a sum isn't the sum of silus. When can you apply it, and how many sums have to wait until then?",
         "The kernel has three inputs, one result and two scratch arrays. Both weights have the same index map.",
-        "At step 0 set both sums to 0; add `jnp.dot(x, gate_ref[...], preferred_element_type=jnp.float32)` to "
-        "one and the product with `up_ref[...]` to the other; at the last step store "
-        "`(jax.nn.silu(gate_sum_ref[...]) * up_sum_ref[...]).astype(o_ref.dtype)`.",
+        "At step 0, set both sums to 0. Add `jnp.dot(x, gate_ref[...], preferred_element_type=jnp.float32)` to one, "
+        "and the product with `up_ref[...]` to the other. At the last step, store `(jax.nn.silu(gate_sum_ref[...]) * "
+        "up_sum_ref[...]).astype(o_ref.dtype)`.",
     ),
 )
 
@@ -328,7 +325,7 @@ def _(fn, t):
     gates(fn, t, 16, 128, 128, (16, 128, 128))
 
 
-@fused_epilogue.check("several tiles, and what is loaded")
+@fused_epilogue.check("several tiles, and their loads")
 def _(fn, t):
     run = gates(fn, t, 32, 256, 256, (16, 128, 128), scale=0.25)
     t.equal(run.loads[:-1], [8, 8, 8], why="tiles of x, gate and up that 8 steps load")
@@ -418,15 +415,15 @@ def bf16(x):
 mistaken(
     fused_epilogue,
     "silu_of_each_step",
-    "You apply silu to the product of each pair of tiles and add those up. silu of a sum is not the sum of "
+    "You apply silu to the product of each pair of tiles and add the results. silu of a sum isn't the sum of "
     "silus: apply it once, when both sums are complete.",
     gated_product_with(when="step"),
 )
 mistaken(
     fused_epilogue,
     "finished_at_the_first_step",
-    "You finish at the first step, when the sums hold one tile of K. The last one is "
-    "`pl.num_programs(2) - 1`.",
+    "You finish at the first step, when the sums hold only one tile of K. The last step is `pl.num_programs(2) - "
+    "1`.",
     gated_product_with(when="first"),
 )
 mistaken(
@@ -444,40 +441,39 @@ mistaken(
 mistaken(
     fused_epilogue,
     "rounded_before_the_gate",
-    "You round both sums to bfloat16 and multiply then. They are in VMEM, where float32 costs nothing more: "
-    "round the result, once.",
+    "You round both sums to bfloat16 and then multiply. They're in VMEM, where float32 costs nothing extra: round "
+    "only the result, once.",
     gated_product_with(finish=lambda gate, up: jax.nn.silu(bf16(gate).astype(F32)) * bf16(up)),
 )
 mistaken(
     fused_epilogue,
     "narrow_sums",
-    "Your scratch is bfloat16, so that each step rounds the sums. Make it float32.",
+    "Your scratch is bfloat16, so each step rounds the sums. Make it float32.",
     gated_product_with(sums=BF16),
 )
 mistaken(
     fused_epilogue,
     "one_sum_not_begun",
-    "You set one of the two sums to zero and not the other.",
+    "You set only one of the two sums to zero.",
     gated_product_with(begin="gate"),
 )
 mistaken(
     fused_epilogue,
     "x_loaded_twice",
-    "You give x to the kernel twice, so that its tiles are loaded twice. One ref can be read twice.",
+    "You pass x to the kernel twice, so its tiles are loaded twice. You can read one ref twice.",
     gated_product_with(two_x=True),
 )
 mistaken(
     fused_epilogue,
     "nothing_in_parallel",
-    'You let no dimension be parallel. Tiles of rows and of columns are: ("parallel", "parallel", '
-    '"arbitrary").',
+    'You mark no dimension as parallel. Tiles of rows and of columns are: ("parallel", "parallel", "arbitrary").',
     gated_product_with(semantics=("arbitrary",) * 3),
 )
 
 
 @fused_epilogue.mutant(
-    "You compute the products in kernels and gate them outside: both are written to HBM and read again, which "
-    "is what you wanted to save."
+    "You compute the products in kernels and gate them outside. Both are written to HBM and read again, which is "
+    "what you wanted to avoid."
 )
 def gated_outside(x_MK, gate_KN, up_KN, tiles):
     gate, up = (tiled_matmul_with()(x_MK, w, tiles) for w in (gate_KN, up_KN))
@@ -493,28 +489,28 @@ choose = Exercise(
     minutes=25,
     points=10,
     statement="""
-Before a compiler is asked, arithmetic can choose. Write `choose_tiles(M, K, N, budget)` for the matmul of
-this chapter: bfloat16 in and out, grid (rows, columns, steps of K), a float32 scratch of `(m, n)`.
+Arithmetic can choose tiles before you ask a compiler. Write `choose_tiles(M, K, N, budget)` for this chapter's matmul:
+bfloat16 in and out, grid (rows, columns, steps of K), a float32 scratch of `(m, n)`.
 
 - m, k and n are each 128, 256, 512, 1024, 2048 or 4096, and divide M, K and N.
-- Each of the three blocks is in VMEM twice, the scratch once. Together they take no more than `budget`.
-- Among those, choose the tiles that move the fewest bytes between HBM and VMEM. A tile is loaded again
-  **unless the step before had the same one**: with a single step of K a tile of x stays while columns
-  pass, and where one tile of w is all of w it is loaded once. Each tile of the result is stored once.
-- Of several that move as few, take the one with the fewest steps in all, then with the least VMEM, then
-  the smallest (m, k, n).
+- Each of the three blocks is in VMEM twice, the scratch once. Together they take at most `budget`.
+- Among those, choose the tiles that move the fewest bytes between HBM and VMEM. A tile is loaded **unless the previous
+  step had the same one**. So with a single step of K, a tile of x stays while columns pass, and if one tile of w is all
+  of w, it is loaded once. Each tile of the result is stored once.
+- If several move equally few bytes, take the one with the fewest steps in all, then with the least VMEM, then the
+  smallest (m, k, n).
 
-It returns the tiles and the bytes, or None if no tiles fit. The last check asks about a product whose
-sizes are yours alone.
+It returns the tiles and the bytes, or None if no tiles fit. The last check asks about a product whose sizes are yours
+alone.
 """,
     hints=(
-        "How often does x, the whole of it, go through VMEM? How often w? In which two cases are these not "
-        "the number of tiles of columns, and of rows?",
+        "How many times does all of x go through VMEM? How many times does w? In which two cases are these not the "
+        "number of tiles of columns, and of rows?",
         "VMEM: `2 * 2 * (m * k + k * n + m * n) + 4 * m * n` bytes. With more than one step of K, x moves "
         "`N // n` times and w `M // m` times.",
-        "Go over `itertools.product` of the lengths that divide, skip what is over the budget, collect "
-        "`(moved, rows * columns * steps, vmem, (m, k, n))` and take `min`. x moves once if `steps == 1`, w "
-        "once if `steps * columns == 1`.",
+        "Go over `itertools.product` of the lengths that divide, skip those over the budget, collect `(moved, rows * "
+        "columns * steps, vmem, (m, k, n))` and take `min`. x moves once if `steps == 1`, w once if `steps * columns "
+        "== 1`.",
     ),
 )
 
@@ -577,7 +573,7 @@ def chooses(fn, t, *cases):
         t.true(got == want, text, seen)
 
 
-@choose.check("every length, in every place")
+@choose.check("every length in every dimension")
 def _(fn, t):
     # Each of the six lengths is the right m of one of these, the right k of one and the right n of one.
     cases = (
@@ -594,7 +590,7 @@ def _(fn, t):
     chooses(fn, t, *cases)
 
 
-@choose.check("budgets that just fit, and just do not")
+@choose.check("budgets that just fit, and that just don't")
 def _(fn, t):
     for m, k, n in ((512, 512, 512), (256, 1024, 512), (128, 128, 128)):
         vmem = 4 * (m * k + k * n + m * n) + 4 * m * n
@@ -631,70 +627,70 @@ def _(fn, t):
 mistaken(
     choose,
     "single_buffered",
-    "You count each block once. While one step computes, the next one's blocks arrive: each block is in VMEM "
-    "twice, the result's too.",
+    "You count each block once. While one step computes, the next one's blocks arrive, so each block is in VMEM "
+    "twice, including the result's.",
     choose_with(buffers=1),
 )
 mistaken(
     choose,
     "no_scratch",
-    "You forget the float32 scratch of (m, n).",
+    "You forgot the float32 scratch of (m, n).",
     choose_with(scratch=0),
 )
 mistaken(
     choose,
     "scratch_twice",
-    "You count the scratch twice, as if it were a block. It is not copied to or from HBM, so there is one.",
+    "You count the scratch twice, as if it were a block. It isn't copied to or from HBM, so there's only one.",
     choose_with(scratch=8),
 )
 mistaken(
     choose,
     "budget_not_used_up",
-    "Tiles that take exactly the budget fit.",
+    "You refuse tiles that take exactly the budget. They fit.",
     choose_with(strict_limit=True),
 )
 mistaken(
     choose,
     "x_never_stays",
-    "With a single step of K, the tile of x is the same while columns pass, and is not loaded again.",
+    "With a single step of K, the tile of x stays the same while columns pass, so it isn't loaded again.",
     choose_with(stays="w"),
 )
 mistaken(
     choose,
     "w_never_stays",
-    "Where one tile of w is all of w, it is the same in every step and loaded once.",
+    "If one tile of w is all of w, it is the same in every step and loaded only once.",
     choose_with(stays="x"),
 )
 mistaken(
     choose,
     "rows_and_columns_swapped",
-    "You have x move once for each tile of *rows*. Each of its tiles is needed for every tile of columns: x "
-    "moves N / n times, w M / m times.",
+    "You have x move once for each tile of *rows*. Each of its tiles is needed for every tile of columns: x moves "
+    "N / n times, and w M / m times.",
     choose_with(swap=True),
 )
 mistaken(
     choose,
     "result_not_counted",
-    "You count what is loaded, and not the result that is stored.",
+    "You count what is loaded, but not the result that is stored.",
     choose_with(result=0),
 )
 mistaken(
     choose,
     "fewest_steps",
-    "You choose the fewest steps, which are the largest tiles. What is asked for are the fewest bytes; steps "
-    "decide between equals.",
+    "You choose the fewest steps, that is, the largest tiles. The exercise asks for the fewest bytes; steps only "
+    "break ties.",
     choose_with(order=(1, 0, 2, 3)),
 )
 mistaken(
     choose,
     "no_4096",
-    "You leave out tiles of 4096, the longest that are allowed.",
+    "You leave out tiles of 4096, the longest allowed.",
     choose_with(lengths=LENGTHS[:-1]),
 )
 mistaken(
     choose,
     "steps_forgotten",
-    "Where several tiles move as few bytes, you do not take the one with the fewest steps in all.",
+    "If several tiles move equally few bytes, take the one with the fewest steps in all. You don't.",
     choose_with(order=(0, 2, 1, 3)),
 )
 
@@ -708,26 +704,25 @@ double_buffering = Exercise(
     points=20,
     forbid=("jax.experimental.pallas.tpu.emit_pipeline",),
     statement="""
-Write `streamed_matmul(x_MK, w_KN, k)` for few rows of x and a weight matrix that is larger than VMEM, with
-copies that you start yourself.
+Write `streamed_matmul(x_MK, w_KN, k)` for few rows of x and a weight matrix that is larger than VMEM. Start the copies
+yourself.
 
-- One Pallas call. x and the result are whole in VMEM (`pl.BlockSpec()`); w stays in HBM
-  (`pl.BlockSpec(memory_space=pl.ANY)`) and comes in parts of k rows, which divide K. Each part is copied
-  once.
-- VMEM holds **two** parts of w and no more, each with a semaphore of its own. While one part is
-  multiplied, the copy of the next is under way.
+- It is one Pallas call. x and the result are whole in VMEM (`pl.BlockSpec()`). w stays in HBM
+  (`pl.BlockSpec(memory_space=pl.ANY)`) and comes in parts of k rows, where k divides K. Each part is copied once.
+- VMEM holds only **two** parts of w, each in its own slot with its own semaphore. While one part is multiplied, the
+  next is being copied.
 - The result is float32, and so are its sums.
-- It compiles for a v5e with x `[128, 16384]` and w `[16384, 1024]`, which takes 32 MiB. Mosaic wants to
-  know that a slice of x's columns begins at a multiple of 128: `pl.multiple_of(step * k, k)` says so.
+- It compiles for a v5e with x `[128, 16384]` and w `[16384, 1024]`, which takes 32 MiB. Mosaic needs to know that a
+  slice of x's columns starts at a multiple of 128: `pl.multiple_of(step * k, k)` tells it.
 """,
     hints=(
-        "Write it with one place for a part first: start, wait, multiply. Which copy can be started before "
-        "that wait, and into which place?",
-        "Part `step` goes to place `step % 2`. Before you wait for part `step`, start part `step + 1`, if "
-        "there is one; the other place was read a step ago, so it is free.",
+        "First write it with one slot: start, wait, multiply. Which copy can you start before that wait, and into "
+        "which slot?",
+        "Part `step` goes to slot `step % 2`. Before you wait for part `step`, start part `step + 1` if there is one. "
+        "The other slot was read one step ago, so it is free.",
         "`def copy(step)` returns `pltpu.make_async_copy(w_ref.at[pl.ds(step * k, k)], parts_ref.at[step % 2], "
-        "done_ref.at[step % 2])`. Start `copy(0)`; in `@pl.loop(0, K // k)`: under "
-        "`pl.when(step + 1 < steps)` start `copy(step + 1)`, then `copy(step).wait()`, then add the product.",
+        "done_ref.at[step % 2])`. Start `copy(0)`. In `@pl.loop(0, K // k)`, start `copy(step + 1)` under "
+        "`pl.when(step + 1 < steps)`, then call `copy(step).wait()`, then add the product.",
     ),
 )
 
@@ -748,7 +743,7 @@ def in_order(jaxpr):
         yield eqn.primitive.name
 
 
-@double_buffering.check("a copy is under way while a part is multiplied")
+@double_buffering.check("one part is copied while another is multiplied")
 def _(fn, t):
     jaxpr = jax.make_jaxpr(lambda x, w: fn(x, w, 128))(spec(16, 1024), spec(1024, 128)).jaxpr
     names = list(in_order(jaxpr))
@@ -757,7 +752,7 @@ def _(fn, t):
     t.true("dot_general" in names, "the kernel has no product", "no product")
     before = names[: names.index("dot_general")]
     flying = before.count("dma_start") - before.count("dma_wait")
-    why = "when the first part is multiplied no other copy is under way: the chip waits for each"
+    why = "while the first part is multiplied, no other is being copied: the chip waits for each"
     t.true(flying > 0, why, flying)
 
 
@@ -781,7 +776,7 @@ def _(fn, t):
     streams(fn, t, 16, 768, 128, 256)
 
 
-@double_buffering.check("no copy is started that is not needed")
+@double_buffering.check("no unnecessary copies")
 def _(fn, t):
     x, w = numbers(t, 16, 256), numbers(t, 256, 128)
     # In the strict simulator a copy takes place when it is waited for, and here when it starts.
@@ -813,7 +808,7 @@ def scratch_numbers(jaxpr, dtype):
     return total
 
 
-@double_buffering.check("no more than two places")
+@double_buffering.check("at most two slots")
 def _(fn, t):
     jaxpr = jax.make_jaxpr(lambda x, w: fn(x, w, 128))(spec(16, 1024), spec(1024, 128)).jaxpr
     places = scratch_numbers(jaxpr, BF16) / (128 * 128)
@@ -899,68 +894,65 @@ def streamed_with(
 mistaken(
     double_buffering,
     "serial",
-    "When a part is multiplied no other is on its way, so that the chip either copies or multiplies. Start the "
+    "While a part is multiplied, no other is being copied, so the chip either copies or multiplies. Start the "
     "next part's copy before the product, not after it or just before its own wait.",
     streamed_with(order="serial"),
 )
 mistaken(
     double_buffering,
     "one_place",
-    "All parts go to the same place: the next one arrives where this one is being read. Take place "
-    "`step % 2`.",
+    "All parts go to the same slot, so the next one arrives where this one is being read. Use slot `step % 2`.",
     streamed_with(slot=lambda step: 0),
 )
 mistaken(
     double_buffering,
     "not_waited_for",
-    "You never wait, so that you read what has not arrived. `wait()` on a copy of the same part before you "
+    "You never wait, so you read data that hasn't arrived. Call `wait()` on a copy of the same part before you "
     "use it.",
     streamed_with(wait=False),
 )
 mistaken(
     double_buffering,
     "other_place_read",
-    "You multiply the part in the other place, which is still arriving. Part `step` is in place `step % 2`.",
+    "You multiply the part in the other slot, which is still arriving. Part `step` is in slot `step % 2`.",
     streamed_with(read=lambda step: (step + 1) % 2),
 )
 mistaken(
     double_buffering,
     "one_part_too_many",
-    "At the last step you start a copy of a part that is not there. Start it under "
-    "`pl.when(step + 1 < steps)`.",
+    "At the last step, you start copying a part that doesn't exist. Start it under `pl.when(step + 1 < steps)`.",
     streamed_with(guard=False),
 )
 mistaken(
     double_buffering,
     "never_begun",
-    "You add to a result that nobody has set. Store zeros before the first product.",
+    "You add to a result that was never initialised. Store zeros before the first product.",
     streamed_with(zero=False),
 )
 mistaken(
     double_buffering,
     "same_columns_of_x",
-    "You multiply every part of w by the first k columns of x. Part `step` belongs to columns from "
-    "`step * k` on.",
+    "You multiply every part of w by the first k columns of x. Part `step` needs the columns from `step * k` on.",
     streamed_with(columns=False),
 )
 mistaken(
     double_buffering,
     "all_of_w_in_vmem",
-    "Your w is a block of its own size: all of it is copied before the kernel begins, and a large one does "
-    "not fit. Leave it in HBM with `memory_space=pl.ANY`.",
+    "Your w is a single block. All of it is copied before the kernel starts, and a large one doesn't fit. Leave "
+    "it in HBM with `memory_space=pl.ANY`.",
     streamed_with(whole=True),
 )
 mistaken(
     double_buffering,
     "three_places",
-    "You keep three parts of w in VMEM. When part `step + 1` is started, part `step - 1` has been read, so its "
-    "place is free: two are enough.",
+    "You keep three parts of w in VMEM. When part `step + 1` starts, part `step - 1` has been read, so its slot "
+    "is free: two are enough.",
     streamed_with(slot=lambda step: step % 3, places=3),
 )
 mistaken(
     double_buffering,
     "one_semaphore",
-    "Both places share a semaphore. It counts what has arrived, and not which copy it was: give each place its "
-    "own, `pltpu.SemaphoreType.DMA((2,))` and `done_ref.at[step % 2]`.",
+    "Both slots share a semaphore. It counts arrivals but can't tell which copy arrived. Give each slot its own: "
+    "`pltpu.SemaphoreType.DMA((2,))` and `done_ref.at[step % 2]`.",
     streamed_with(semaphores=False),
 )

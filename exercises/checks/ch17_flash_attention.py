@@ -113,20 +113,20 @@ online = Exercise(
     points=10,
     forbid=("jax.nn.softmax", "jax.nn.logsumexp", "jax.scipy.special.logsumexp"),
     statement="""
-Write `online_softmax(blocks)`. It gets blocks of logits one after another, each with the values that belong to
-it, and returns what softmax over all of them would give: the weighted sum of values, and the logsumexp.
+Write `online_softmax(blocks)`. It gets blocks of logits one after another, each with its values, and returns what
+softmax over all of them would give: the weighted sum of values, and the logsumexp.
 
-- `blocks` is an iterator: it can be gone through once, and its blocks differ in width. Nothing as large as all
-  logits of a row together is ever made.
-- Logits of 90 and of -90 stand in one row, in any order, so maxima rise and fall from block to block.
-- Some logits are -inf, perhaps all of a block's row, before or after others that are not. A row of nothing else
-  gives zeros, and -inf as its logsumexp.
-- Values may be bfloat16. Sums, and both results, are float32.
+- `blocks` is an iterator, so you can go through it only once. Its blocks differ in width. Never make an array as large
+  as all logits of a row.
+- A row may contain logits of 90 and of -90, in any order, so a block's maximum may be above or below the one before.
+- Some logits are -inf, perhaps a block's whole row, before or after finite ones. A row that has only -inf gives zeros,
+  and -inf as its logsumexp.
+- Values may be bfloat16. The sums and both results are float32.
 """,
     hints=(
-        "Three things are kept for each row: the largest logit so far, the sum of exponentials, and the weighted "
+        "Keep three things for each row: the largest logit so far, the sum of exponentials, and the weighted "
         "sum of values. The latter two are relative to the first.",
-        "When the maximum goes from `top` to `higher`, everything that is relative to it is multiplied by "
+        "When the maximum goes from `top` to `higher`, multiply everything that is relative to it by "
         "exp(top - higher). What is that factor when both are -inf?",
         "`shift = jnp.where(higher == -jnp.inf, 0, higher)`; exponentials are `exp(logits - shift)`, the factor is "
         "`exp(top - shift)`, and it multiplies the sum and the output. At the end divide by the sum, or by 1 where "
@@ -247,34 +247,34 @@ def online_with(
 mistaken(
     online,
     "output_not_scaled",
-    "You rescale the sum and not the output. Both are relative to the old maximum: multiply both by "
+    "You rescale the sum but not the output. Both are relative to the old maximum: multiply both by "
     "exp(top - higher).",
     online_with(fade_out=False),
 )
 mistaken(
     online,
     "sum_not_scaled",
-    "You rescale the output and not the sum. Both are relative to the old maximum: multiply both by "
+    "You rescale the output but not the sum. Both are relative to the old maximum: multiply both by "
     "exp(top - higher).",
     online_with(fade_sum=False),
 )
 mistaken(
     online,
     "maximum_of_the_block",
-    "You take each block's own maximum, which may be lower than one before. Then the old sums are scaled *up*, "
-    "and overflow: keep the larger of the two.",
+    "You use each block's own maximum, which may be lower than an earlier one. Then the old sums are scaled *up* "
+    "and overflow: keep the larger maximum.",
     online_with(running=False),
 )
 mistaken(
     online,
     "no_maximum",
-    "You do not subtract a maximum. exp(90) is more than float32 can hold, and inf / inf is NaN.",
+    "You don't subtract a maximum. exp(90) is more than float32 can hold, and inf / inf is NaN.",
     online_with(shifted=False),
 )
 mistaken(
     online,
     "minus_infinity_minus_itself",
-    "Where a row has seen nothing but -inf, its maximum is -inf, and -inf - (-inf) is NaN. Shift such a row by 0.",
+    "If a row has seen only -inf, its maximum is -inf, and -inf - (-inf) is NaN. Shift such a row by 0.",
     online_with(finite=False),
 )
 mistaken(
@@ -292,8 +292,8 @@ mistaken(
 
 
 @online.mutant(
-    "You join all blocks before you begin. That is the array that the kernel must not have: use each block as it "
-    "comes."
+    "You join all blocks before you begin. That's exactly the array that a kernel has no room for: use each block as "
+    "it comes."
 )
 def collected(blocks):
     pairs = list(blocks)
@@ -314,22 +314,22 @@ block_mask = Exercise(
     statement="""
 Xiao et al. keep a window model stable by letting every token see the first few tokens of the row as well
 {cite}`xiao2024`. Query t sees key s if $s \\le t$, **and** $s > t - \\text{window}$ **or** $s < \\text{prefix}$.
-`Mask` has no such condition. Write `block_kinds(T, block_q, block_kv, window, prefix)`, which says of each block
-whether none (0), some (1) or all (2) of it is seen, from its corners alone.
+`Mask` has no such condition. Write `block_kinds(T, block_q, block_kv, window, prefix)`, which says for each block
+whether none (0), some (1) or all (2) of it is seen. Compute it from the block's corners alone.
 
-- Results are exact: a 1 where the mask leaves nothing costs a block's work, and a 2 where it leaves a part is
-  wrong.
-- T need be no multiple of a block. Keys beyond T are seen by nobody, so their block is never a 2; queries beyond
-  T don't count.
+- Results are exact. A 1 for a block that isn't seen costs a block's work; a 2 for a block that is only partly seen
+  gives wrong results.
+- T needn't be a multiple of a block. No query sees keys beyond T, so a block that has such keys is never a 2. Queries
+  beyond T don't count.
 - A window of 1 is the token itself. The prefix may be 0, or longer than T.
-- Nothing of size T x T is made: with T = 131,072 and blocks of 256 it takes less than a second.
+- Never make anything of size T x T: with T = 131,072 and blocks of 256, the function takes less than a second.
 """,
     hints=(
         "Four numbers describe a block: its first and last query, its first and last key. Within it, t - s takes "
         "every value between two of them.",
-        "*Some*: there is a key not in the future, and the smallest distance t - s >= 0 is within the window, or "
-        "the first key is in the prefix. *All* asks about the worst pair: which query and key are farthest apart, "
-        "once keys of the prefix no longer count?",
+        "*Some*: there's a key that isn't in the future, and either the smallest distance t - s >= 0 is within the "
+        "window or the first key is in the prefix. *All* depends on the worst pair: which query and key are farthest "
+        "apart, if you leave out the prefix?",
         "Some: `(first_kv <= last_q) & ((max(first_q - last_kv, 0) < window) | (first_kv < prefix))`. All: "
         "`last_kv <= first_q`, and `last_q - max(first_kv, prefix) < window` or `last_kv < prefix`.",
     ),
@@ -450,13 +450,13 @@ mistaken(
 mistaken(
     block_mask,
     "prefix_forgotten",
-    "You leave out blocks beyond the window that begin with keys of the prefix. All later queries see those.",
+    "You leave out blocks beyond the window that begin with keys of the prefix. All later queries see those keys.",
     kinds_with(later=False),
 )
 mistaken(
     block_mask,
     "prefix_in_the_future",
-    "You let queries see keys of the prefix that come after them. Both conditions hold only with s <= t.",
+    "You let queries see keys of the prefix that come after them. Window and prefix count only if s <= t.",
     kinds_with(later="future"),
 )
 mistaken(
@@ -475,14 +475,14 @@ mistaken(
 mistaken(
     block_mask,
     "prefix_too_long_by_one",
-    "You take key `prefix` for one of the prefix. Its keys are 0 to prefix - 1, so all of a block is in it if its last "
-    "key is less than `prefix`.",
+    "You count key `prefix` as part of the prefix. The prefix is keys 0 to prefix - 1, so all of a block is in it if "
+    "its last key is less than `prefix`.",
     kinds_with(longer=1),
 )
 mistaken(
     block_mask,
     "padding_called_whole",
-    "You call a block whole that reaches beyond T. Nobody sees those keys, so it must be masked: 1.",
+    "You call a block whole that reaches beyond T. No query sees those keys, so the block must be masked: 1.",
     kinds_with(ragged=False),
 )
 mistaken(
@@ -503,25 +503,25 @@ segment_ids = Exercise(
     points=20,
     forbid=("jax.nn.softmax", "jax.numpy.repeat", "jax.nn.dot_product_attention"),
     statement="""
-Write `packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128)`: the forward kernel for a packed row. Begin with
-the kernel `causal_by_hand_kernel` of this chapter, and add two things.
+Write `packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128)`, the forward kernel for a packed row. Begin with
+the kernel `causal_by_hand_kernel` of this chapter and add the first two points.
 
-- A token sees those of its own segment alone, itself and before.
-- Segments never fall from one token to the next. So of a block of queries, those of its *first* token see
-  farthest back, and no key before that segment's first token is of use. Blocks of keys before it are **neither
-  loaded nor computed**, like those above the diagonal: of keys, and of values, at most as many blocks are loaded
-  for each query head as have something to give. The segments are data, so use scalar prefetch.
-- `N / K` query heads in a row share a key head, which is not repeated. T is a multiple of the block.
-- Factors of products stay bfloat16 where q is, and weights are rounded to it. Products add up in float32, as
-  the softmax does. Logits of +-90 come up.
-- One Pallas call; heads and blocks of queries are parallel. It compiles for a v5e.
+- A token sees only itself and earlier tokens of its own segment.
+- Segment ids never fall from one token to the next. So a block's *first* query sees farthest back, and no query of the
+  block sees a key before the first token of that query's segment. Blocks of keys before it are **neither loaded nor
+  computed**, like those above the diagonal: for each query head, load at most as many blocks of keys, and of values,
+  as contain a key that is seen. The segments are data, so use scalar prefetch.
+- `N / K` adjacent query heads share a key head, which is not repeated. T is a multiple of the block.
+- If q is bfloat16, so are the factors of all products, and the weights are rounded to it. Products and softmax add up
+  in float32. Logits may be +-90.
+- Use one Pallas call; heads and blocks of queries are parallel. It compiles for a v5e.
 """,
     hints=(
-        "For each block of queries compute, outside of the kernel, the first block of keys that it sees: "
-        "`jnp.searchsorted(segments_T, x)` is the first place of segment x. What does the first prefetched argument "
-        "do for the index maps and for `pl.when`?",
-        "The index map of keys clips its block number between the first one and the diagonal. Segment ids come "
-        "twice: as [T, 1] for queries and [1, T] for keys, so that comparing two blocks gives a square.",
+        "For each block of queries, compute the first block of keys that it sees, outside the kernel: "
+        "`jnp.searchsorted(segments_T, x)` is the index of segment x's first token. How can the index maps and "
+        "`pl.when` use a prefetched argument?",
+        "The index map of keys clips its block number between the first one and the diagonal. Pass the segment ids "
+        "twice: as [T, 1] for queries and [1, T] for keys. Then comparing two blocks gives a square.",
         "`first = jnp.searchsorted(segments_T, segments_T[::block]) // block`; compute where "
         "`(j >= first_ref[i]) & (j <= i)`, load `jnp.clip(j, first_ref[i], i)`; "
         "`seen = (q_seg_ref[...] == k_seg_ref[...]) & ((j < i) | (s <= t))`.",
@@ -704,15 +704,15 @@ def packed_with(
 mistaken(
     segment_ids,
     "segments_ignored",
-    "You bound the blocks by their segments and do not mask within a block, where two segments may meet: compare "
+    "You bound the blocks by their segments but don't mask within a block, where two segments may meet: compare "
     "the ids of queries and keys.",
     packed_with(mask="causal"),
 )
 mistaken(
     segment_ids,
     "future_seen",
-    "You compare segments and forget the diagonal: within its own segment a token still sees only itself and what "
-    "is before.",
+    "You compare segments but forget the diagonal: within its own segment a token still sees only itself and earlier "
+    "tokens.",
     packed_with(mask="segments"),
 )
 mistaken(
@@ -725,7 +725,7 @@ mistaken(
 mistaken(
     segment_ids,
     "key_heads_in_turn",
-    "Your query heads take the key heads in turn. Heads that share keys stand side by side: `n // (N // K)`.",
+    "Your query heads take the key heads in turn. Heads that share keys are adjacent: `n // (N // K)`.",
     packed_with(heads="%"),
 )
 mistaken(
@@ -737,14 +737,14 @@ mistaken(
 mistaken(
     segment_ids,
     "skipped_but_loaded",
-    "Blocks before the first one are skipped, and loaded all the same: let the index map return the first block "
+    "You skip the blocks before the first one but still load them: let the index map return the first block "
     "for them, `jnp.clip(j, first_ref[i], i)`.",
     packed_with(load="min"),
 )
 mistaken(
     segment_ids,
     "nothing_skipped",
-    "You mask the segments and visit every block below the diagonal. Prefetch for each block of queries the first "
+    "You mask the segments but compute every block below the diagonal. For each block of queries, prefetch the first "
     "block of keys that it needs.",
     packed_with(bound="none"),
 )
@@ -758,7 +758,7 @@ mistaken(
 mistaken(
     segment_ids,
     "keys_not_bounded",
-    "The values' index map is bounded and the keys' is not, or the other way round: both need "
+    "The values' index map is bounded but the keys' isn't, or the other way round: both need "
     "`jnp.clip(j, first_ref[i], i)`.",
     packed_with(bounded="v"),
 )
@@ -779,7 +779,7 @@ mistaken(
 mistaken(
     segment_ids,
     "narrow_accumulator",
-    "You accumulate in the queries' own type, so that each block rounds the sum. Make the scratch float32.",
+    "You accumulate in the queries' own type, so each block rounds the sum. Make the scratch float32.",
     packed_with(narrow=True),
 )
 
@@ -794,27 +794,26 @@ backward = Exercise(
     points=20,
     forbid=("jax.nn.softmax", "jax.grad", "jax.vjp", "jax.numpy.repeat"),
     statement="""
-Write `flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128)`: the backward pass's second kernel,
-for one key head and the G query heads that share it. The first one, for `dq`, is `dq_by_hand_kernel` of this
-chapter.
+Write `flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128)`, the backward pass's second kernel,
+for one key head and the G query heads that share it. This chapter's `dq_by_hand_kernel` is the first one.
 
 - A block of keys stays, and all blocks of queries of all G heads pass by it: `dk` and `dv` are sums over
   queries *and* heads. Each block of `dk` and `dv` is stored once.
-- Weights are made again from `lse_GT`. Nothing of size T x T reaches HBM.
-- Attention is causal. Blocks of queries before the block of keys are **neither loaded nor computed**: of q, and
-  of the gradient, at most `G n (n + 1) / 2` blocks are loaded, with `n = T // block`.
-- Factors of products stay bfloat16 where q is: weights, and logits' gradients, are rounded to it. Products add
-  up in float32, over all heads, in scratch.
-- One Pallas call; blocks of keys are parallel. It compiles for a v5e.
+- Recompute the weights from `lse_GT`. Nothing of size T x T reaches HBM.
+- Attention is causal. Blocks of queries before the block of keys are **neither loaded nor computed**: load at most
+  `G n (n + 1) / 2` blocks of q, and of the gradient, with `n = T // block`.
+- If q is bfloat16, so are the factors of all products, and the weights and the logits' gradients are rounded to it.
+  Products add up in float32 scratch, over all heads.
+- Use one Pallas call; blocks of keys are parallel. It compiles for a v5e.
 """,
     hints=(
-        "Which dimensions of the grid are summed over? They come last. When does an accumulator begin, and when is "
-        "it stored?",
+        "Which dimensions of the grid are summed over? They come last. When is an accumulator set to zero, and when "
+        "is it stored?",
         "With P the weights and dO the output's gradient: dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), "
-        "dK = dS^T Q / sqrt(H). A query block before the diagonal needs the block that comes next: "
+        "dK = dS^T Q / sqrt(H). In a step before the diagonal, let the index map name the first block that is needed: "
         "`jnp.maximum(i, j)`.",
-        "Grid (blocks of keys j, heads g, blocks of queries i), semantics (parallel, arbitrary, arbitrary). Begin "
-        "where `(g == 0) & (i == 0)`, compute where `i >= j`, store where both are last. "
+        "Grid (blocks of keys j, heads g, blocks of queries i), semantics (parallel, arbitrary, arbitrary). Reset "
+        "if `(g == 0) & (i == 0)`, compute if `i >= j`, store if both are last. "
         "`probs = jnp.where(seen, jnp.exp(logits - lse_ref[...]), 0)`, with lse as [G, T, 1].",
     ),
 )
@@ -965,15 +964,15 @@ def dkv_with(
 mistaken(
     backward,
     "future_not_masked",
-    "On the diagonal some queries come before some keys. Their weights are 0, as in the forward pass; "
-    "exp(logits - lse) alone is not.",
+    "On the diagonal some queries come before some keys. Their weights are 0, as in the forward pass, but "
+    "exp(logits - lse) alone isn't.",
     dkv_with(mask=False),
 )
 mistaken(
     backward,
     "delta_forgotten",
-    "You leave out delta. Weights of a row sum to 1, so the gradient of a logit is its weight times what its own "
-    "product has *above the mean*: dP - delta.",
+    "You leave out delta. The weights of a row sum to 1, so a logit's gradient is its weight times how far dP is "
+    "*above the mean*: dP - delta.",
     dkv_with(delta=False),
 )
 mistaken(
@@ -985,22 +984,22 @@ mistaken(
 mistaken(
     backward,
     "begun_for_each_head",
-    "You set the accumulators to zero for each query head, so only the last one's part is left. All heads add to "
-    "one key head.",
+    "You reset the accumulators for each query head, so only the last head's part is left. All heads add to one key "
+    "head.",
     dkv_with(start="head"),
 )
 mistaken(
     backward,
     "skipped_but_loaded",
-    "Blocks of queries before the diagonal are skipped, and loaded all the same: their index map should return "
+    "You skip the blocks of queries before the diagonal but still load them: their index map should return "
     "`jnp.maximum(i, j)`.",
     dkv_with(load=False),
 )
 mistaken(
     backward,
     "heads_forgotten_in_bfloat16",
-    "You accumulate in the keys' own type. Sums over all queries and heads in bfloat16 lose what the result still "
-    "shows: use float32 scratch.",
+    "You accumulate in the keys' own type. Summing all queries and heads in bfloat16 loses digits that the result "
+    "still has: use float32 scratch.",
     dkv_with(narrow=True),
 )
 mistaken(
@@ -1013,8 +1012,8 @@ mistaken(
 mistaken(
     backward,
     "gradient_loaded",
-    "Blocks of q before the diagonal are not loaded, and those of the gradient are. Every array that follows the "
-    "queries needs `jnp.maximum(i, j)`: q, grad, lse and delta.",
+    "You don't load blocks of q before the diagonal, but you do load those of the gradient. Every array that follows "
+    "the queries needs `jnp.maximum(i, j)`: q, grad, lse and delta.",
     dkv_with(load_grad=False),
 )
 mistaken(
@@ -1036,22 +1035,22 @@ sinks = Exercise(
     minutes=20,
     points=10,
     statement="""
-A sink is one more logit in a row's softmax, without a value. Whoever has attention's result and its logsumexp
-needs no other kernel for it. Write `with_sinks(out_BTNH, lse_BTN, sinks_N)`, which returns both as if the sink
-had been there from the beginning.
+A sink is one more logit in a row's softmax, without a value. If you have attention's result and its logsumexp, you
+don't need another kernel for it. Write `with_sinks(out_BTNH, lse_BTN, sinks_N)`, which returns both as if the sink
+had been there from the start.
 
-- Sinks and logsumexps of 90 and of -90 meet, in any combination.
-- A query that saw no key has an output of 0 and a logsumexp of -inf. It keeps the first, and the second becomes
-  its sink. A head without a sink has -inf, and nothing changes for it.
-- JAX can differentiate it: for all finite sinks and logsumexps the gradients are those of the definition, and
-  none is NaN anywhere.
+- Sinks and logsumexps may be 90 or -90, in any combination.
+- A query that saw no key has an output of 0 and a logsumexp of -inf. The output stays 0, and the logsumexp becomes
+  the sink. A head without a sink has a sink of -inf, and nothing changes for it.
+- JAX can differentiate the function. For all finite sinks and logsumexps, the gradients are those of the definition,
+  and no gradient is ever NaN.
 - The output may be bfloat16 and keeps its type; compute in float32.
 """,
     hints=(
-        "The output is a sum over exp(logit - lse) times value. What changes in it when lse becomes another number?",
+        "The output is a sum over exp(logit - lse) times value. How does it change if only lse changes?",
         "The new logsumexp is `jnp.logaddexp(lse_BTN, sinks_N)`, and the output is multiplied by exp(lse - new). "
-        "What is that where both are -inf? And what is its gradient? `jnp.where` around a NaN mends the value alone.",
-        "Replace the input and not the result: `nothing = (lse == -jnp.inf) & (sinks_N == -jnp.inf)`, "
+        "What is that if both are -inf? And what is its gradient? `jnp.where` around a NaN repairs only the value.",
+        "Replace the input, not the result: `nothing = (lse == -jnp.inf) & (sinks_N == -jnp.inf)`, "
         "`lse = jnp.where(nothing, 0, lse)`; then `new`, `share = jnp.exp(lse - new)`, and "
         "`jnp.where(nothing, -jnp.inf, new)`.",
     ),
@@ -1148,7 +1147,7 @@ def _(fn, t):
 
 
 @sinks.mutant(
-    "You exponentiate lse or the sink itself. exp(90) is more than float32 can hold: take `jnp.logaddexp`, and "
+    "You exponentiate lse or the sink itself. exp(90) is more than float32 can hold: use `jnp.logaddexp`, and "
     "exponentiate only a difference."
 )
 def overflows(out_BTNH, lse_BTN, sinks_N):
@@ -1174,8 +1173,8 @@ def share_of_the_sink(out_BTNH, lse_BTN, sinks_N):
 
 
 @sinks.mutant(
-    "Where a query saw no key and its head has no sink, both numbers are -inf, and their difference is NaN. Put a "
-    "finite number in the place of one before you subtract."
+    "If a query saw no key and its head has no sink, both numbers are -inf, and their difference is NaN. Replace one "
+    "by a finite number before you subtract."
 )
 def minus_infinity_minus_itself(out_BTNH, lse_BTN, sinks_N):
     new = jnp.logaddexp(lse_BTN, sinks_N)
@@ -1184,8 +1183,8 @@ def minus_infinity_minus_itself(out_BTNH, lse_BTN, sinks_N):
 
 
 @sinks.mutant(
-    "Your values are right and a gradient is NaN: `jnp.where` chooses a value, but the gradient of what it did not "
-    "choose is 0 times NaN. Where both are -inf, replace lse *before* it enters `logaddexp`."
+    "Your values are right but a gradient is NaN: `jnp.where` chooses a value, but the gradient of the other branch "
+    "is 0 times NaN. If both are -inf, replace lse *before* it enters `logaddexp`."
 )
 def mended_too_late(out_BTNH, lse_BTN, sinks_N):
     new = jnp.logaddexp(lse_BTN, sinks_N)
@@ -1194,8 +1193,8 @@ def mended_too_late(out_BTNH, lse_BTN, sinks_N):
 
 
 @sinks.mutant(
-    "The gradient of your output is right, and that of your logsumexp is NaN where a query saw no key and its head "
-    "has no sink. Return the logsumexp of the mended numbers too, and choose -inf for it at the end."
+    "The gradient of your output is right, but that of your logsumexp is NaN if a query saw no key and its head has "
+    "no sink. Compute the logsumexp from the replaced numbers too, and choose -inf for it at the end."
 )
 def logsumexp_not_mended(out_BTNH, lse_BTN, sinks_N):
     _, share = _new_and_share(lse_BTN, sinks_N)
@@ -1203,8 +1202,8 @@ def logsumexp_not_mended(out_BTNH, lse_BTN, sinks_N):
 
 
 @sinks.mutant(
-    "Your values are right and the gradient stops at the sinks. They are parameters: don't use `stop_gradient`, "
-    "nor treat the share as a constant."
+    "Your values are right but the sinks get no gradient. They are parameters: don't use `stop_gradient`, and don't "
+    "treat the share as a constant."
 )
 def gradient_stopped(out_BTNH, lse_BTN, sinks_N):
     new, share = _new_and_share(lse_BTN, sinks_N)

@@ -18,20 +18,20 @@ router = Exercise(
     minutes=20,
     points=10,
     statement="""
-Write `choose_experts(logits_XE, k, kind, normalize, bias_E=None)`: which k of E experts each token gets, and with
-what weights.
+Write `choose_experts(logits_XE, k, kind, normalize, bias_E=None)`. It returns which k of E experts each token gets, and
+with what weights.
 
 - Scores are a softmax over the E logits (`kind="softmax"`) or each logit's own sigmoid (`"sigmoid"`).
-- The k highest of *score plus bias* are chosen, best first; of equals the one with the lower number.
+- The k experts with the highest *score plus bias* are chosen, best first. The lower number wins a tie.
 - The weights are the scores of the chosen experts, without the bias, divided by their sum if `normalize` is true.
-- Scores and weights are float32 also where the logits are bfloat16. Logits of +-90 are possible in a softmax.
-- The weights have a gradient by the logits, and none by the bias.
+- Scores and weights are float32 even if the logits are bfloat16. A softmax may get logits of +-90.
+- The weights have a gradient with respect to the logits, but none with respect to the bias.
 """,
     hints=(
-        "Three steps: scores, a ranking, a choice. What of the ranking may reach the weights?",
-        "`jax.lax.top_k` returns values and indices, and of equals the lower index first. Its values are of the "
-        "ranking, which has the bias in it: only the indices are of use.",
-        "`jnp.take_along_axis(scores_XE, experts_Xk, axis=-1)` has the weights, before they are divided. Cast the "
+        "There are three steps: scores, a ranking, a choice. Which part of the ranking may reach the weights?",
+        "`jax.lax.top_k` returns values and indices, and puts the lower index first in a tie. Its values contain the "
+        "bias, so only the indices are useful here.",
+        "`jnp.take_along_axis(scores_XE, experts_Xk, axis=-1)` gives the weights before they are divided. Cast the "
         "logits to float32 before anything else.",
     ),
 )
@@ -192,8 +192,8 @@ def softmax_over_tokens(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "You add the bias to the logits. It belongs to the scores, after softmax or sigmoid: there all are between 0 and "
-    "1, and a step of the bias means the same for every token."
+    "You add the bias to the logits. Add it to the scores, after softmax or sigmoid: they are all between 0 and 1, so "
+    "a step of the bias means the same for every token."
 )
 def bias_on_logits(logits, k, kind, normalize, bias=None):
     return right_router(logits, k, kind, normalize, bias, on="logits")
@@ -208,15 +208,15 @@ def softmax_of_the_chosen(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "You normalise never: the flag `normalize` asks for weights that sum to 1 over the k chosen experts."
+    "You never normalise: the flag `normalize` asks for weights that sum to 1 over the k chosen experts."
 )
 def never_normalised(logits, k, kind, normalize, bias=None):
     return right_router(logits, k, kind, False, bias)
 
 
 @router.mutant(
-    "You add a small number to the sum that you divide by. Where all scores are small it is a good part of the sum, "
-    "and the weights sum to less than 1. A sum of scores is never 0."
+    "You add a small number to the sum that you divide by. If all scores are small, it's a good part of the sum, and "
+    "the weights sum to less than 1. A sum of scores is never 0."
 )
 def with_an_epsilon(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, False, bias)
@@ -238,8 +238,8 @@ def sigmoids_over_all(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "Your experts come in ascending order: the worst of the chosen first. `jax.lax.top_k` has the best first, and of "
-    "equals the lower number."
+    "Your experts come in ascending order: the worst of the chosen first. `jax.lax.top_k` has the best first, and the "
+    "lower number in a tie."
 )
 def worst_first(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, normalize, bias)
@@ -247,8 +247,7 @@ def worst_first(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "Of equal scores you take the higher number. A sort that is turned round turns round equals too; "
-    "`jax.lax.top_k` does not."
+    "You break ties in favour of the higher number. Reversing a sort reverses ties too; `jax.lax.top_k` doesn't."
 )
 def ties_backwards(logits, k, kind, normalize, bias=None):
     E = logits.shape[-1]
@@ -257,9 +256,7 @@ def ties_backwards(logits, k, kind, normalize, bias=None):
     return E - 1 - experts, weights
 
 
-@router.mutant(
-    "exp(90) overflows float32 where a sum is divided by it. `jax.nn.softmax` takes off the largest logit first."
-)
+@router.mutant("exp(90) overflows float32. `jax.nn.softmax` subtracts the largest logit first.")
 def naive_softmax(logits, k, kind, normalize, bias=None):
     if kind == "sigmoid":
         return right_router(logits, k, kind, normalize, bias)
@@ -279,7 +276,7 @@ def in_bfloat16(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "No gradient reaches the logits: the router would never learn. Only the choice is without one."
+    "No gradient reaches the logits, so the router would never learn. Only the choice has no gradient."
 )
 def stopped(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, normalize, bias)
@@ -287,8 +284,8 @@ def stopped(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "The sum that you divide by is a constant for your gradient. It moves with the scores: more for one expert is less "
-    "for the others."
+    "Your gradient treats the sum that you divide by as a constant. But the sum changes with the scores: more for one "
+    "expert is less for the others."
 )
 def constant_sum(logits, k, kind, normalize, bias=None):
     experts, weights = right_router(logits, k, kind, False, bias)
@@ -305,19 +302,19 @@ capacity = Exercise(
     minutes=25,
     points=15,
     statement="""
-Write `place(experts_Xk, experts, capacity)`. Every assignment of a row of X tokens gets a slot: expert e has the C
-slots from `e * C` to `e * C + C - 1`. Also count what is dropped.
+Write `place(experts_Xk, experts, capacity)`. It gives every assignment in a row of X tokens a slot and counts the
+dropped assignments. Expert e has the C slots from `e * C` to `e * C + C - 1`.
 
-- An expert's slots are filled in the order of the tokens, so that an assignment's place depends on earlier tokens
-  alone. What finds its expert full gets the slot `E * C`, which does not exist.
-- The second result is exact for each expert, as int32, also for more than 256 assignments.
-- It runs under `jit`, without a loop over tokens, and no array in it has more than 2 * X * k * E entries.
+- An expert's slots are filled in the order of the tokens, so an assignment's slot depends on earlier tokens alone.
+  An assignment whose expert is already full gets the slot `E * C`, which doesn't exist.
+- The second result is the exact number of each expert's dropped assignments, as int32, even beyond 256.
+- The function runs under `jit`, without a loop over tokens, and no array in it has more than 2 * X * k * E entries.
 """,
     hints=(
-        "Flatten the assignments, so that those of earlier tokens come first. The place of one among its expert's is "
-        "how many before it have the same expert: an exact count, for thousands of them too.",
-        "A table [X*k, E] of hits, summed along the first axis: `jnp.cumsum` has at each row how many assignments "
-        "each expert has got so far, this one included.",
+        "Flatten the assignments with earlier tokens first. An assignment's rank is the number of assignments before "
+        "it that have the same expert. The count must be exact, even for thousands of them.",
+        "Make a table [X*k, E] of hits and sum it along the first axis: row a of `jnp.cumsum` says how many "
+        "assignments each expert has after assignment a.",
         "`before_AE = jnp.cumsum(hits_AE, axis=0) - hits_AE` with integers, and "
         "`rank_A = jnp.sum(before_AE * hits_AE, axis=1)`. A rank below C is a slot. An expert drops its load minus C, "
         "or 0.",
@@ -463,14 +460,14 @@ def right_place(
 
 
 @capacity.mutant(
-    "Your ranks begin at 1: `cumsum` counts the assignment itself. The first of an expert has its slot 0."
+    "Your ranks begin at 1: `cumsum` counts the assignment itself. An expert's first assignment gets its slot 0."
 )
 def from_one(experts, E, C):
     return right_place(experts, E, C, first=1)
 
 
 @capacity.mutant(
-    "Your counts stop at 256, where bfloat16 has no odd numbers any more. Count with integers."
+    "Your counts stop at 256: bfloat16 has no odd numbers beyond that. Count with integers."
 )
 def counts_in_bfloat16(experts, E, C):
     hits = experts.reshape(-1)[:, None] == jnp.arange(E)
@@ -493,15 +490,15 @@ def sums_in_bfloat16(experts, E, C):
 
 
 @capacity.mutant(
-    "Your loads are exact and your ranks are not: they are running sums in bfloat16, which has no odd numbers above "
-    "256. Sum integers."
+    "Your loads are exact, but your ranks are running sums in bfloat16, which has no odd numbers above 256. Sum "
+    "integers."
 )
 def ranks_in_bfloat16(experts, E, C):
     return right_place(experts, E, C, dtype=jnp.bfloat16, exact_load=True)
 
 
 @capacity.mutant(
-    "Who finds the expert full takes its last slot, where somebody is already. Such an assignment has the slot E * C."
+    "An assignment whose expert is full takes the expert's last slot, which is already taken. Give it the slot E * C."
 )
 def into_the_last(experts, E, C):
     return right_place(experts, E, C, clip=True)
@@ -509,7 +506,7 @@ def into_the_last(experts, E, C):
 
 @capacity.mutant(
     "You place all first choices before all second ones. Then a later token's first choice can take the slot of an "
-    "earlier token's second: the place depends on the future. Go token by token."
+    "earlier token's second, so the slot depends on the future. Go token by token."
 )
 def choices_first(experts, E, C):
     return right_place(experts, E, C, order="choices")
@@ -523,8 +520,8 @@ def last_token_first(experts, E, C):
 
 
 @capacity.mutant(
-    "You count each column of choices for itself, so that a first and a second choice get the same slot. All "
-    "assignments of an expert share its slots."
+    "You count each column of choices separately, so a first and a second choice get the same slot. All assignments of "
+    "an expert share its slots."
 )
 def each_column(experts, E, C):
     slots = [right_place(column[:, None], E, C) for column in experts.T]
@@ -535,7 +532,7 @@ def each_column(experts, E, C):
 
 
 @capacity.mutant(
-    "Your drops are the load over the capacity with its sign: an expert that has room left drops 0, not less."
+    "Your drops are the load minus the capacity, and can be negative. An expert that has room left drops 0."
 )
 def negative_drops(experts, E, C):
     slots, _ = right_place(experts, E, C)
@@ -543,7 +540,7 @@ def negative_drops(experts, E, C):
 
 
 @capacity.mutant(
-    "You count tokens without any slot instead of assignments without one: a token that lost one of k counts too."
+    "You count only tokens that have no slot at all. Count assignments: a token that lost one of its k counts too."
 )
 def lost_tokens(experts, E, C):
     slots, _ = right_place(experts, E, C)
@@ -553,7 +550,7 @@ def lost_tokens(experts, E, C):
 
 
 @capacity.mutant(
-    "Your table has an entry for every token, expert *and slot*: X * E * C of them, which is X^2 k. A rank per "
+    "Your table has an entry for every token, expert *and slot*: X * E * C of them, which is X^2 k. One rank for each "
     "assignment says the same in X * k numbers."
 )
 def one_hot_of_slots(experts, E, C):
@@ -565,8 +562,8 @@ def one_hot_of_slots(experts, E, C):
 
 
 @capacity.mutant(
-    "You compare each assignment with each other one: (X k)^2 comparisons, and twice the row is four times the work. "
-    "How many of each expert came before is a running sum over a table [X*k, E]."
+    "You compare every assignment with every other one. That's (X k)^2 comparisons, so a row twice as long is four "
+    "times the work. A running sum over a table [X*k, E] counts how many of each expert came before."
 )
 def compares_pairs(experts, E, C):
     flat = experts.reshape(-1)
@@ -577,7 +574,7 @@ def compares_pairs(experts, E, C):
 
 
 @capacity.mutant(
-    "You go through the tokens in a loop, one tiny step after the other, and a chip waits in each. Rank all of them at "
+    "You go through the tokens in a loop of tiny steps, and a chip spends each of them waiting. Rank all tokens at "
     "once: `jnp.cumsum` over a table of hits."
 )
 def token_by_token(experts, E, C):
@@ -611,20 +608,21 @@ load_balance = Exercise(
         "jax.linear_transpose",
     ),
     statement="""
-Write `balance(logits_XE, k, mask_X)`: the load-balance loss $E\\sum_e f_e P_e$ of section 4 over the tokens that
-`mask_X` names, and its gradient by the logits, written down by you: `jax.grad` and its kin are not allowed.
+Write `balance(logits_XE, k, mask_X)`. It returns the load-balance loss $E\\sum_e f_e P_e$ of section 4 over the tokens
+where `mask_X` is true, and its gradient with respect to the logits. Derive the gradient by hand: `jax.grad` and its
+relatives aren't allowed.
 
-- $f_e$ is the share of the *assignments* that expert e got, and $P_e$ the mean of the tokens' softmax. Both are over
-  the masked tokens alone.
-- The load is a constant for the gradient. A token that does not count has a gradient of 0.
-- Without any token that counts, loss and gradient are 0, not NaN.
+- $f_e$ is the share of the *assignments* that expert e got, and $P_e$ its mean softmax score. Both include only tokens
+  whose mask is true.
+- The gradient treats the load as a constant. A token that doesn't count has a gradient of 0.
+- If no token counts, loss and gradient are 0, not NaN.
 - With $k = E$ the loss is 1 and the gradient 0. Logits of +-90 are possible.
 """,
     hints=(
-        "Write the loss as one sum over the n tokens that count and over experts: E/n times the sum of f_e p_xe. Since "
-        "f is a constant, what is its derivative by one p_xe, and what then by one logit?",
-        "By p_xe it is E f_e / n. The derivative of a softmax takes any such g_xe to p_xe times (g_xe minus the sum "
-        "over j of p_xj g_xj).",
+        "Write the loss as one sum over experts and over the n tokens that count: E/n times the sum of f_e p_xe. Since "
+        "f is a constant, what is the derivative by one p_xe? And then by one logit?",
+        "By p_xe it is E f_e / n. The softmax's backward pass turns any gradient g_xe into p_xe times (g_xe minus the "
+        "sum over j of p_xj g_xj).",
         "`E / count * mask * p_XE * (f_E - jnp.sum(f_E * p_XE, axis=1, keepdims=True))`, with "
         "`count = jnp.maximum(jnp.sum(mask), 1)`.",
     ),
@@ -730,20 +728,18 @@ def of_tokens(logits, k, mask):
     return right_balance(logits, k, mask, assignments=False)
 
 
-@load_balance.mutant(
-    "The factor E is missing: an even load shall give 1 for any number of experts."
-)
+@load_balance.mutant("The factor E is missing: an even load must give 1 for any number of experts.")
 def no_factor(logits, k, mask):
     return right_balance(logits, k, mask, factor=False)
 
 
-@load_balance.mutant("You count first choices only. All k experts of a token have work with it.")
+@load_balance.mutant("You count first choices only. All k experts of a token have to compute it.")
 def first_choices(logits, k, mask):
     return right_balance(logits, k, mask, chosen=1)
 
 
 @load_balance.mutant(
-    "Tokens that do not count are in your means. A padded batch would balance its padding."
+    "Your means include tokens that don't count. A padded batch would balance its padding."
 )
 def padding_counts(logits, k, mask):
     return right_balance(logits, k, mask, masked=False)
@@ -765,7 +761,7 @@ def one_divided_by_all(logits, k, mask):
 
 
 @load_balance.mutant(
-    "Your loss is right, and its gradient is divided by all X tokens. P is a mean over those that count: divide by "
+    "Your loss is right, but you divide its gradient by all X tokens. P is a mean over those that count: divide by "
     "their number."
 )
 def gradient_divided_by_all(logits, k, mask):
@@ -773,29 +769,29 @@ def gradient_divided_by_all(logits, k, mask):
 
 
 @load_balance.mutant(
-    "Your gradient is by the probabilities: E f_e over the number of tokens. By the logits it goes through the softmax "
-    "as well, which takes any g_xe to p_xe times (g_xe minus the sum over j of p_xj g_xj)."
+    "You return the gradient by the probabilities: E f_e over the number of tokens. The gradient by the logits goes "
+    "through the softmax too, which turns any g_xe into p_xe times (g_xe minus the sum over j of p_xj g_xj)."
 )
 def by_probabilities(logits, k, mask):
     return right_balance(logits, k, mask, jacobian="none")
 
 
 @load_balance.mutant(
-    "You derive each probability by its own logit alone, p (1 - p). A logit moves all the probabilities of its token: "
-    "those of other experts by -p_xe p_xj."
+    "You differentiate each probability by its own logit alone, p (1 - p). A logit moves all the probabilities of its "
+    "token: those of other experts by -p_xe p_xj."
 )
 def diagonal_alone(logits, k, mask):
     return right_balance(logits, k, mask, jacobian="diagonal")
 
 
-@load_balance.mutant("Nothing divided by nothing: without a token that counts you return NaN.")
+@load_balance.mutant("If no token counts, you divide 0 by 0 and return NaN.")
 def nothing_by_nothing(logits, k, mask):
     return right_balance(logits, k, mask, safe=False)
 
 
 @load_balance.mutant(
-    "Your gradient is by the probabilities, times the probabilities. A softmax's outputs sum to 1, so its derivative "
-    "takes off the mean: g minus the sum of p g."
+    "You multiply the gradient by the probabilities with the probabilities, but that's only half of the softmax's "
+    "derivative. Its outputs sum to 1, so it also subtracts the mean: g minus the sum of p g."
 )
 def no_softmax_slope(logits, k, mask):
     return right_balance(logits, k, mask, slope=False)
@@ -809,20 +805,20 @@ def gradient_of_a_sum(logits, k, mask):
 
 
 @load_balance.mutant(
-    "You square the mean probabilities. The load counts what was *chosen*: hits of the k highest, not probabilities."
+    "You square the mean probabilities. The load counts what was *chosen*: whether an expert is among the k highest."
 )
 def squared_means(logits, k, mask):
     return right_balance(logits, k, mask, moving=True)
 
 
 @load_balance.mutant(
-    "exp(90) overflows in your softmax. `jax.nn.softmax` takes off the largest logit first."
+    "exp(90) overflows in your softmax. `jax.nn.softmax` subtracts the largest logit first."
 )
 def overflowing(logits, k, mask):
     return right_balance(logits, k, mask, norm=False)
 
 
-@load_balance.mutant("The sign of your gradient is turned: a step against it would raise the loss.")
+@load_balance.mutant("Your gradient has the wrong sign: a step against it would raise the loss.")
 def other_sign(logits, k, mask):
     loss, gradient = right_balance(logits, k, mask)
     return loss, -gradient
@@ -839,20 +835,20 @@ all_to_all = Exercise(
     devices=8,
     statement="""
 Write `through_experts(slots_ECD, compute, axis)`, which is called inside a `shard_map` over n devices. Each device
-has C slots for every one of E experts, and device d has the experts from d E/n on. Send the slots there, compute,
-and bring the results back to where their slots were.
+has C slots for every one of E experts, and device d holds the E/n experts that start at d E/n. Send the slots to their
+experts' devices, compute there, and bring each result back to its slot.
 
-- `compute` is called once, with [E/n, n*C, D]: for each of this device's experts the slots of device 0, then of
+- `compute` is called once, with [E/n, n*C, D]: for each of this device's experts, the slots of device 0, then of
   device 1, and so on. It returns [E/n, n*C, F], and F may differ from D.
-- Nothing travels but slots, there and back, each once, in their own dtype: a device sends (n-1)/n of what it has,
-  each way. The checks read the bytes in the HLO, for the gradient too.
-- The axis may be one of two in the mesh, and C may be 1.
+- Only the slots and their results are sent, each once, in their own dtype: a device sends (n-1)/n of what it has, each
+  way. The checks read the bytes in the HLO, for the gradient too.
+- The mesh may have two axes, and C may be 1.
 """,
     hints=(
-        "Which dimension of [E, C, D] is divided over devices during the computation, and which before and after it? "
-        "An all-to-all moves a division from one dimension to another, and the way back is its mirror image.",
-        "There: split the experts, and concatenate what arrives along the slots. Back: the other way round. The "
-        "transpose of an all-to-all is an all-to-all, so the gradient needs nothing from you.",
+        "Which dimension of [E, C, D] is split over devices during the computation, and which before and after it? "
+        "An all-to-all moves the split from one dimension to another, and the way back is its mirror image.",
+        "On the way there, split the experts, and concatenate arriving slots along the slots' dimension. On the way "
+        "back, do the opposite. The transpose of an all-to-all is an all-to-all, so you needn't write a gradient.",
         "`jax.lax.all_to_all(slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True)` is [E/n, n*C, D]; the way "
         "back has split_axis=1 and concat_axis=0.",
     ),
@@ -987,7 +983,7 @@ def gathers(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "The way back is a gather: every device gets the results of all others' slots, n times what it needs."
+    "Your way back is an all-gather: every device gets the results of all others' slots, n times what it needs."
 )
 def gathers_back(slots, compute, axis):
     me, C = jax.lax.axis_index(axis), slots.shape[1]
@@ -997,8 +993,8 @@ def gathers_back(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "What arrives is sorted by sender, then by expert, and you only reshape it. Rows of different experts get into "
-    "one group: swap the two dimensions before, or concatenate along the slots."
+    "The arriving rows are sorted by sender, then by expert, and you only reshape them. That mixes rows of different "
+    "experts: swap the two dimensions first, or concatenate along the slots."
 )
 def reshaped(slots, compute, axis):
     n = jax.lax.axis_size(axis)
@@ -1008,7 +1004,7 @@ def reshaped(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "You deal experts out like cards: device d would have d, d + n and so on. Here it has E/n neighbours."
+    "You deal experts out like cards: device d would have d, d + n and so on. Here it has E/n consecutive ones."
 )
 def dealt(slots, compute, axis):
     n, E = jax.lax.axis_size(axis), slots.shape[0]
@@ -1017,7 +1013,7 @@ def dealt(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "The rows of each expert are sorted by slot, then by sender. They shall come device by device."
+    "The rows of each expert are sorted by slot, then by sender. They should come device by device."
 )
 def interleaved(slots, compute, axis):
     n = jax.lax.axis_size(axis)
@@ -1031,7 +1027,7 @@ def interleaved(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "You send float32 where the slots have fewer bits. Nothing is computed on the way: send them as they are."
+    "You send float32 although the slots have fewer bits. Nothing is computed on the way: send them as they are."
 )
 def sent_wide(slots, compute, axis):
     wide = slots.astype(jnp.float32)
@@ -1051,8 +1047,8 @@ def stays(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "Results do not go home: you return what this device's experts computed, for others' slots. A second all-to-all "
-    "is missing."
+    "Results don't go home: you return what this device's experts computed for other devices' slots. A second "
+    "all-to-all is missing."
 )
 def one_way(slots, compute, axis):
     E, C, _ = slots.shape
@@ -1061,7 +1057,7 @@ def one_way(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "You call compute once for each sender. Products with few rows leave a chip idle: one call with all rows."
+    "You call compute once for each sender. Products with few rows leave a chip idle: make one call with all rows."
 )
 def call_by_call(slots, compute, axis):
     n = jax.lax.axis_size(axis)
@@ -1071,7 +1067,7 @@ def call_by_call(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "On the way back you reshape the results as if they were sorted by sender, and they are sorted by expert: swap the "
+    "On the way back you reshape the results as if they were sorted by sender, but they are sorted by expert: swap the "
     "two dimensions before you send them, or split along the slots."
 )
 def not_swapped_back(slots, compute, axis):
@@ -1081,15 +1077,15 @@ def not_swapped_back(slots, compute, axis):
 
 
 @all_to_all.mutant(
-    "You give the results the slots' width D. What `compute` returns has F numbers in a row, and F may differ from D."
+    "You give the results the slots' width D. The rows that `compute` returns have F numbers, and F may differ from D."
 )
 def width_of_the_slots(slots, compute, axis):
     return both_ways(slots, compute, axis).reshape(slots.shape)
 
 
 @all_to_all.mutant(
-    "Your way back is the way there once more: it splits the experts, and concatenates along the slots. Results are "
-    "divided by experts and go back to slots: split_axis=1, concat_axis=0."
+    "Your way back repeats the way there: it splits the experts and concatenates along the slots. The results are "
+    "split by experts, and go back to being split by slots: split_axis=1, concat_axis=0."
 )
 def there_twice(slots, compute, axis):
     there = jax.lax.all_to_all(slots, axis, split_axis=0, concat_axis=1, tiled=True)

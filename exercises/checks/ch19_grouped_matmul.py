@@ -94,27 +94,26 @@ group_metadata = Exercise(
     points=10,
     forbid=("minitext.kernels.grouped_matmul.tpu.visits",),
     statement="""
-Write `list_visits(group_sizes_G, rows, tile)`, the list that you wrote with a loop, as arrays of fixed
+Write `list_visits(group_sizes_G, rows, tile)`, which returns the list that the loop made, as arrays of fixed
 length. A kernel's grid can then be as long as the list.
 
-- One visit for each pair of a group and a tile of rows in which the group has a row. Groups come in order,
-  and within a group its tiles in order.
-- A tile that two groups share is visited twice, a group without rows never. A tile whose rows no group owns
-  is not visited.
+- There is one visit for each pair of a group and a tile in which the group has a row. Groups come in order, and so do
+  the tiles of each group.
+- A tile that two groups share is visited twice. A group without rows is never visited, nor is a tile whose rows no
+  group owns.
 - Return `(groups_V, tiles_V, count)`. Both arrays are int32 and have the length
   `V = ceil(rows / tile) + G - 1`, which suffices for any sizes. `count` is the number of visits.
-- Entries from `count` on repeat the last visit, so that nothing is loaded there. If there is no visit, they
-  are 0.
-- It works under `jax.jit` with sizes that are data: one trace for all sizes, and no loop over groups in Python.
+- Entries from `count` on repeat the last visit, so nothing is loaded there. If there is no visit, they are 0.
+- It works under `jax.jit` with sizes that are data: one trace for all sizes, and no Python loop over groups.
 """,
     hints=(
-        "First the number of visits of each group. Its first tile is `start // tile`. Which is the first tile "
+        "First find the number of visits of each group. Its first tile is `start // tile`. Which is the first tile "
         "after its end?",
-        "The cumulative sum of those numbers says at which visit a group is over. The group of visit v is the "
-        "number of groups that are over at v: a comparison of [V, 1] with [G], and a sum.",
+        "The cumulative sum of those numbers says at which visit each group is over. The group of visit v is the "
+        "number of groups that are over at v: compare [V, 1] with [G], and sum.",
         "`through_G = jnp.cumsum(count_G)`; `groups_V = jnp.sum(visit_V[:, None] >= through_G, axis=1)`; the "
-        "tile is `first_G[groups_V] + visit_V - (through_G - count_G)[groups_V]`. Take the minimum of `visit_V` "
-        "and the last visit before all this.",
+        "tile is `first_G[groups_V] + visit_V - (through_G - count_G)[groups_V]`. Before all this, clip `visit_V` to "
+        "the last visit.",
     ),
 )
 
@@ -228,47 +227,47 @@ mistaken(
 mistaken(
     group_metadata,
     "empty_groups_visited",
-    "You visit groups without rows. For the forward product that is a load of a matrix for nothing: their count is 0.",
+    "You visit groups without rows. In the forward product that loads a matrix for nothing: their count is 0.",
     list_with(empty=True),
 )
 mistaken(
     group_metadata,
     "padded_groups",
-    "You count `ceil(size / tile)` visits for a group. That is right if each group begins a tile; here a group of 8 "
-    "rows may lie in two tiles. Count from the tile of its first row to that of its last.",
+    "You count `ceil(size / tile)` visits for a group. That's right if each group begins at the start of a tile, but "
+    "here a group of 8 rows may touch two tiles. Count from the tile of its first row to that of its last.",
     list_with(padded=True),
 )
 mistaken(
     group_metadata,
     "tiles_from_zero",
-    "Your tiles count from 0 in each group. They are tiles of the whole matrix: add the group's first tile.",
+    "You number the tiles from 0 in each group. They are tiles of the whole matrix: add the group's first tile.",
     list_with(inside=True),
 )
 mistaken(
     group_metadata,
     "tail_runs_on",
-    "Your visits are right, but the entries after the last one run on, to tiles that may not exist. They repeat the "
-    "last visit.",
+    "Your visits are right, but the entries after the last one go on to tiles that may not exist. They should repeat "
+    "the last visit.",
     list_with(tail="on"),
 )
 mistaken(
     group_metadata,
     "tail_of_zeros",
-    "Your visits are right, but the entries after the last one are zeros: the first group's matrix and tile, which "
-    "would be loaded again. They repeat the last visit.",
+    "Your visits are right, but the entries after the last one are zeros, so the first group's matrix and tile would "
+    "be loaded again. They should repeat the last visit.",
     list_with(tail="zeros"),
 )
 mistaken(
     group_metadata,
     "one_tile_too_many",
-    "A group that ends where a tile ends does not reach into the next one: count up to `ceil(end / tile)`, and not to "
+    "A group that ends where a tile ends doesn't reach into the next one: count up to `ceil(end / tile)`, not up to "
     "`end // tile + 1`.",
     list_with(over=True),
 )
 mistaken(
     group_metadata,
     "loop_in_python",
-    "You read the sizes in Python, and under `jit` they are not known yet. Use cumulative sums and comparisons.",
+    "You read the sizes in Python, but under `jit` they aren't known yet. Use cumulative sums and comparisons.",
     list_with(numpy=True),
 )
 
@@ -292,8 +291,8 @@ def one_group_after_the_other(group_sizes_G, rows, tile):
 mistaken(
     group_metadata,
     "one_group_after_the_other",
-    "Your visits are right, but a loop of Python writes them, and the program grows with the number of groups. Find "
-    "the group of each visit by comparing all visits with all groups.",
+    "Your visits are right, but a Python loop over the groups makes them, so the program grows with the number of "
+    "groups. Find the group of each visit by comparing all visits with all groups.",
     one_group_after_the_other,
 )
 
@@ -308,28 +307,28 @@ masked_store = Exercise(
     points=15,
     forbid=("jax.numpy.pad", "jax.lax.ragged_dot"),
     statement="""
-Write `grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128)`: row m of the result is
-`x[m] @ w[g] + b[g]`, g the group of row m. It is the kernel of this section with two things more. The
+Write `grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128)`. Row m of the result is
+`x[m] @ w[g] + b[g]`, where g is the group of row m. It's this section's kernel with two additions: the
 contraction comes in blocks, and each group has a bias.
 
-- `table` is `(bounds_G1, groups_V, tiles_V, count)`, as `visits` of the package makes it: `bounds` has the row
-  at which each group begins, and last the end of all. Empty groups have no visit.
-- The grid is `(count, K // tile_k)`. Blocks of x are `[tile_m, tile_k]`, of a matrix `[tile_k, N]`; each visit
-  loads the blocks that it needs, once. N is one block.
-- Sums are float32 for bfloat16 inputs, too, over all of K; they are rounded once, when they are stored.
-- A visit changes only its own group's rows of the tile. Other groups' rows keep what they have.
+- `table` is `(bounds_G1, groups_V, tiles_V, count)`, as the package's `visits` makes it. `bounds` has the row
+  at which each group begins, and at the end the row after the last group. Empty groups have no visit.
+- The grid is `(count, K // tile_k)`. Blocks of x are `[tile_m, tile_k]`, those of a matrix `[tile_k, N]`; each visit
+  loads every block that it needs once. N is one block.
+- Sum in float32 over all of K, even for bfloat16 inputs, and round once, when you store.
+- A visit changes only its own group's rows of the tile. Other groups' rows stay as they are.
 - Rows that no group owns are zeros in the result. In x they may be NaN.
-- M is any number, and sizes may leave no row to any group. It compiles for a v5e.
+- M is any number, and all groups may be empty. It compiles for a v5e.
 """,
     hints=(
-        "A scratch of `[tile_m, N]` in float32 collects the blocks of the contraction. When does it begin, and at "
-        "which step of a visit is it complete?",
-        "The row's number in the matrix is `tiles_ref[v] * tile_m` plus that in the tile. Where it is outside of the "
-        "group's bounds, store what `o_ref` has. What no visit wrote is best replaced after the kernel, by "
-        "`bounds_G1[-1]`.",
+        "A scratch of `[tile_m, N]` in float32 collects the blocks of the contraction. At which step of a visit is it "
+        "reset, and at which is it complete?",
+        "A row's number in the matrix is `tiles_ref[v] * tile_m` plus its number in the tile. If it's outside the "
+        "group's bounds, store the value that `o_ref` has. Clear the rows that no visit wrote after the kernel: they "
+        "start at `bounds_G1[-1]`.",
         "At the last block: `own = (row >= bounds_ref[g]) & (row < bounds_ref[g + 1])`; "
         "`o_ref[...] = jnp.where(own, acc_ref[...] + b_ref[...], o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)`. "
-        "Give the bias as `b_GN[:, None]` in blocks `(None, 1, N)`.",
+        "Pass the bias as `b_GN[:, None]` in blocks `(None, 1, N)`.",
     ),
 )
 
@@ -465,39 +464,39 @@ mistaken(
     masked_store,
     "stores_the_whole_tile",
     "You store all rows of the tile, or all below the group's end, so the last group that visits it overwrites the "
-    "others. Store its own rows only, from `bounds[g]` on and below `bounds[g + 1]`.",
+    "others. Store only the group's own rows, from `bounds[g]` up to `bounds[g + 1] - 1`.",
     linear_with(mask="none"),
 )
 mistaken(
     masked_store,
     "zeros_for_others",
-    "You store zeros for rows of other groups, and with them you erase what those groups have stored. Put back what "
-    "`o_ref` has.",
+    "You store zeros for rows of other groups, which erases their results. Put back what `o_ref` has.",
     linear_with(mask="zeros"),
 )
 mistaken(
     masked_store,
     "mask_multiplies",
-    "You mask by multiplying, and 0 times NaN is NaN: at a tile's first visit `o_ref` holds anything. Choose with "
+    "You mask by multiplying, and 0 times NaN is NaN: at a tile's first visit `o_ref` holds garbage. Choose with "
     "`jnp.where`.",
     linear_with(mask="times"),
 )
 mistaken(
     masked_store,
     "begins_once",
-    "Your sum begins at the first visit only, so each visit adds to the one before. Begin at each visit's first block.",
+    "You reset the sum only at the first visit, so each visit adds to the one before. Reset it at each visit's first "
+    "block.",
     linear_with(begin="once"),
 )
 mistaken(
     masked_store,
     "bias_at_each_block",
-    "You add the bias at each block of the contraction. It comes once, when the sum is complete.",
+    "You add the bias at each block of the contraction. Add it once, when the sum is complete.",
     linear_with(bias="each"),
 )
 mistaken(
     masked_store,
     "rows_of_the_tile",
-    "You compare the row's number in its tile with the group's bounds. Those are rows of the matrix: add "
+    "You compare the row's number in its tile with the group's bounds. But the bounds are rows of the matrix: add "
     "`tiles_ref[v] * tile_m`.",
     linear_with(place=False),
 )
@@ -516,8 +515,8 @@ mistaken(
 mistaken(
     masked_store,
     "bias_in_a_row",
-    "Your values are right, but Mosaic takes no block of one row of `b_GN`: the last two sizes of a block are "
-    "multiples of 8 and 128, or the array's own. Give it as `b_GN[:, None]`, in blocks `(None, 1, N)`.",
+    "Your values are right, but Mosaic doesn't accept a block of one row of `b_GN`: the last two sizes of a block must "
+    "be multiples of 8 and 128, or the array's own. Pass it as `b_GN[:, None]`, in blocks `(None, 1, N)`.",
     linear_with(row=True),
 )
 
@@ -532,24 +531,24 @@ backward = Exercise(
     points=15,
     forbid=("jax.numpy.pad", "jax.lax.ragged_dot", "jax.lax.ragged_dot_general"),
     statement="""
-Write `weight_gradients(x_MK, grad_MN, table, tile_m=8)`: for each group, its rows of x, transposed, times its
-rows of grad.
+Write `weight_gradients(x_MK, grad_MN, table, tile_m=8)`. For each group it returns the group's rows of x, transposed,
+times its rows of grad.
 
 - `table` is `(bounds_G1, groups_V, tiles_V, count)`. This time **each group has a visit**: a group without rows
-  has one, to some tile of which it owns nothing.
-- The grid is `(count,)`. Blocks are `[tile_m, K]`, `[tile_m, N]`, and `[K, N]` for the result. The result's block
-  of a group stays in place for as long as the group's visits last, and is stored once.
-- Sums are float32 for bfloat16 inputs, too, over all visits of a group, and are rounded once.
+  has one, to some tile in which it owns nothing.
+- The grid is `(count,)`. Blocks are `[tile_m, K]`, `[tile_m, N]`, and `[K, N]` for the result. A group's block of the
+  result stays in VMEM during all of the group's visits and is stored once.
+- Sum in float32 over all visits of a group, even for bfloat16 inputs, and round once.
 - Empty groups have gradients of zeros.
-- Rows that no group owns may be NaN, in x and in grad, and so may what pads the last tile.
-- It is one Pallas call that reads x and grad from where they lie: nothing of their size is copied, cleared or
+- Rows that no group owns may be NaN, in x and in grad, and so may the padding of the last tile.
+- Use one Pallas call that reads x and grad themselves: nothing of their size is copied, cleared or
   transposed outside of it. It compiles for a v5e.
 """,
     hints=(
-        "The sum of a group runs over its visits, which follow each other. It begins where `groups_ref[v]` is not "
-        "the group of the visit before, and is complete where the next visit has another.",
-        "A tile has rows of other groups. Put zeros there before the product, and think of what they hold: is it "
-        "enough to do so in one of the factors? For an empty group, all rows are masked: what is stored then?",
+        "A group's sum runs over its visits, which follow each other. It begins if `groups_ref[v]` differs from the "
+        "group of the visit before, and is complete if the next visit's group differs.",
+        "A tile contains rows of other groups. Replace them by zeros before the product. What may they contain, and so "
+        "is it enough to do this in one factor? For an empty group, all rows are masked: what is stored then?",
         "A scratch `[K, N]` in float32, set to zeros at a group's first visit; "
         "`jax.lax.dot_general(x, grad, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)` with both "
         "factors masked by `jnp.where`; store at its last visit. Clip `v - 1` and `v + 1` before you read there.",
@@ -673,7 +672,7 @@ def gradients_with(*, mask="both", begin="group", skip=False, acc=jnp.float32, c
 mistaken(
     backward,
     "no_mask",
-    "You multiply whole tiles, with rows of other groups. Put zeros in place of what the visit's group does not own.",
+    "You multiply whole tiles, with rows of other groups. Replace rows that the visit's group doesn't own by zeros.",
     gradients_with(mask="none"),
 )
 mistaken(
@@ -686,20 +685,19 @@ mistaken(
 mistaken(
     backward,
     "begins_at_each_visit",
-    "Your sum begins anew at each visit, so only a group's last tile counts. Begin where the group changes.",
+    "You reset the sum at each visit, so only a group's last tile counts. Reset it when the group changes.",
     gradients_with(begin="visit"),
 )
 mistaken(
     backward,
     "begins_once",
-    "Your sum begins at the first visit only, so each group adds to the one before. Begin where the group changes.",
+    "You reset the sum only at the first visit, so each group adds to the one before. Reset it when the group changes.",
     gradients_with(begin="once"),
 )
 mistaken(
     backward,
     "empty_groups_skipped",
-    "You store nothing for groups without rows, and nobody else writes their blocks: they hold whatever was there. "
-    "Their gradient is zero.",
+    "You store nothing for groups without rows, so their blocks hold whatever was there. Their gradient is zero.",
     gradients_with(skip=True),
 )
 mistaken(
@@ -726,7 +724,7 @@ def clears_outside(x_MK, grad_MN, table, tile_m=8):
 mistaken(
     backward,
     "clears_outside",
-    "You clear the rows that no group owns before the kernel: a pass over x and grad, read and written once more. The "
+    "You clear the rows that no group owns before the kernel, which reads and writes x and grad once more. The "
     "kernel has the bounds, so mask there.",
     clears_outside,
 )
@@ -736,13 +734,13 @@ mistaken(
 
 empty_groups = Exercise(
     "19.empty_groups",
-    title="Mend a kernel that forgets the empty groups",
+    title="Fix a kernel that forgets the empty groups",
     function="group_means",
     minutes=20,
     points=10,
     forbid=("jax.numpy.pad", "jax.numpy.nan_to_num", "jax.ops.segment_sum"),
     statement="""
-The gradient of a group's bias is a sum over the group's rows, and a log of what experts see may want a mean.
+The gradient of a group's bias is a sum over the group's rows, and a log of an expert's inputs may need their mean.
 This kernel computes means:
 
 ```python
@@ -781,18 +779,18 @@ def broken(x_MN, group_sizes_G, tile=8):
     return out_G1N[:, 0]
 ```
 
-With groups that fill the matrix, and none of them empty, it is right. Write `group_means(x_MN, group_sizes_G,
-tile=8)`, which mends it.
+It's right if the groups fill the matrix and none of them is empty. Write `group_means(x_MN, group_sizes_G, tile=8)`,
+which fixes it.
 
-- Empty groups have means of zeros, also when all are empty.
-- Rows that no group owns, and what pads the last tile, may be NaN; no mean knows of them.
-- A NaN in a row that a group does own makes that group's mean NaN, and no other.
-- It stays one Pallas call, and x is read from where it lies.
+- Empty groups have means of zeros, even if all groups are empty.
+- Rows that no group owns, and the padding of the last tile, may be NaN, and must not affect any mean.
+- A NaN in a row that a group owns makes that group's mean NaN, but no other.
+- It stays one Pallas call, which reads x itself: x isn't copied or cleared first.
 """,
     hints=(
-        "There are three things to mend. Who writes the block of an empty group? What is 0 divided by 0? And what "
-        "is 0 times NaN?",
-        "`visits` can give each group a visit. For an empty one the kernel then runs with `start == end`.",
+        "There are three things to fix. Which visit writes the block of an empty group? What is 0 divided by 0? And "
+        "what is 0 times NaN?",
+        "`visits` can give each group a visit. For an empty group, the kernel then runs with `start == end`.",
         "`empty=True`; `jnp.where(own, x_ref[...], 0)` with a mask of booleans; divide by "
         "`jnp.maximum(end - start, 1)`.",
     ),
@@ -914,13 +912,13 @@ def means_with(*, empty=True, mask="where", divide="max", begin="group"):
 mistaken(
     empty_groups,
     "nobody_visits_them",
-    "Nobody visits the empty groups, so nobody writes their blocks. Ask `visits` for `empty=True`.",
+    "The empty groups have no visit, so their blocks are never written. Ask `visits` for `empty=True`.",
     means_with(empty=False),
 )
 mistaken(
     empty_groups,
     "zero_by_zero",
-    "You visit the empty groups, and then divide 0 by 0. Divide by 1 at least.",
+    "You visit the empty groups, but then divide 0 by 0. Divide by at least 1.",
     means_with(divide="size"),
 )
 mistaken(
@@ -932,7 +930,7 @@ mistaken(
 mistaken(
     empty_groups,
     "all_nan_dropped",
-    "You drop every NaN, and not only those that the group does not own. An error in an expert's rows must show.",
+    "You drop every NaN, not only those in rows that the group doesn't own. An error in an expert's rows must show.",
     means_with(mask="finite"),
 )
 mistaken(
@@ -951,7 +949,7 @@ def clears_outside_means(x_MN, group_sizes_G, tile=8):
 mistaken(
     empty_groups,
     "clears_outside",
-    "You clear the rows that no group owns before the kernel: a pass over x, read and written once more. The kernel "
-    "has the bounds, so mask there.",
+    "You clear the rows that no group owns before the kernel, which reads and writes x once more. The kernel has the "
+    "bounds, so mask there.",
     clears_outside_means,
 )

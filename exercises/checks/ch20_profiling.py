@@ -17,22 +17,23 @@ read_trace = Exercise(
     minutes=30,
     points=10,
     statement="""
-Write `read_trace(events, window)`: where the time of a trace went, by name, and the share of it in which nothing ran.
+Write `read_trace(events, window)`. It returns how much of a trace's time went to each name, and the share of the window
+in which nothing ran.
 
-- An event's *own* time is its duration without the events directly inside it, on the same lane. A name's own time is
-  the sum over all its events; a name may also occur inside itself.
-- Lanes run at the same time. The window is idle where *no* lane has an event.
-- Only what lies inside the window counts: events may begin before it and end after it. Names that have no time inside
-  it are in the result with 0.
-- Events come in any order, those that touch are not inside each other, and events of no duration occur.
+- An event's *own* time is its duration minus that of the events directly inside it on the same lane. A name's own time
+  is the sum over all its events. An event may contain another of the same name.
+- Lanes run at the same time. The window is idle when *no* lane has an event.
+- Only time inside the window counts: events may begin before it and end after it. A name without any time inside the
+  window is in the result with 0.
+- Events come in any order. An event that starts where another ends isn't inside it, and an event can have no duration.
 """,
     hints=(
-        "Sort by start; of two that start together, the longer one first. Which events are open when the next one "
+        "Sort by start; if two start together, put the longer one first. Which events are open when the next one "
         "starts?",
-        "Keep a stack for each lane. Before an event is pushed, pop what has ended. The top of the stack is then the "
-        "event that this one lies in: take the duration off that one, and off no other.",
-        "For the busy time walk all lanes together in order of starts, and remember the largest end so far: an event "
-        "adds what of it lies after that end.",
+        "Keep a stack for each lane. Before you push an event, pop those that have ended. The top of the stack is then "
+        "the event around this one: subtract the duration from that event and from no other.",
+        "For the busy time, walk all lanes together in order of starts and remember the largest end so far: an event "
+        "adds only the part of it after that end.",
     ),
 )
 
@@ -203,16 +204,16 @@ def covered(inside, until, forgets=False):
 
 
 @read_trace.mutant(
-    "You count an event's whole duration. What runs inside a loop is then counted twice, under its own name and under "
-    "the loop's: take inner events off the one that they lie in."
+    "You count an event's whole duration, so whatever runs inside a loop is counted twice, under its own name and "
+    "under the loop's. Subtract inner events from the event around them."
 )
 def whole_durations(events, window):
     return right_read(events, window, inner="none")
 
 
 @read_trace.mutant(
-    "You take an event's duration off everything that is open around it. A call in a loop has already taken off what "
-    "runs in the call: subtract from the innermost open event only."
+    "You subtract an event's duration from every event open around it. The loop has already lost the whole call, "
+    "including what runs in it: subtract from the innermost open event only."
 )
 def off_all_around(events, window):
     return right_read(events, window, inner="all")
@@ -226,7 +227,7 @@ def one_stack(events, window):
 
 
 @read_trace.mutant(
-    "Of two events that start together you push the shorter one first, so that the longer one lies inside it. Sort by "
+    "When two events start together you push the shorter one first, as if the longer one were inside it. Sort by "
     "(start, -end)."
 )
 def shorter_first(events, window):
@@ -234,7 +235,8 @@ def shorter_first(events, window):
 
 
 @read_trace.mutant(
-    "An event that starts where another ends is taken to lie inside it. Pop what ends at or before the start."
+    "You treat an event that starts where another ends as if it were inside it. Pop events that end at or before the "
+    "start."
 )
 def touching_is_inside(events, window):
     return right_read(events, window, touch=True)
@@ -246,30 +248,29 @@ def overwritten(events, window):
 
 
 @read_trace.mutant(
-    "Your own times include what lies outside the window. Cut each event off at both ends of it."
+    "Your own times include time outside the window. Clip each event to the window at both ends."
 )
 def not_cut(events, window):
     return right_read(events, window, clip=False)
 
 
 @read_trace.mutant(
-    "Your busy time is the sum of durations. Nested events and lanes at the same time count twice in it: take the "
-    "union."
+    "Your busy time is the sum of durations, which counts nested events and simultaneous lanes twice. Take the union."
 )
 def busy_is_a_sum(events, window):
     return right_read(events, window, busy="sum")
 
 
 @read_trace.mutant(
-    "You take the mean of the lanes' idle shares. A lane for a thread that rarely works would make any program look "
-    "idle: idle is where no lane at all has an event."
+    "You take the mean of the lanes' idle shares. A single thread that rarely works would then make any program look "
+    "idle: the window is idle only when no lane has an event."
 )
 def mean_over_lanes(events, window):
     return right_read(events, window, busy="mean")
 
 
 @read_trace.mutant(
-    "Your union forgets how far a long event reached: after a short one inside it, you go on from the short one's "
+    "Your union forgets how far a long event reached: after a short event inside it, you continue from the short one's "
     "end. Keep the largest end so far."
 )
 def forgets_the_outer(events, window):
@@ -277,7 +278,7 @@ def forgets_the_outer(events, window):
 
 
 @read_trace.mutant(
-    "You measure from the first event to the last. The window is given: it may begin or end with nothing running."
+    "You measure from the first event to the last. Use the given window, which may begin or end with nothing running."
 )
 def own_window(events, window):
     return right_read(events, window, given=False)
@@ -292,26 +293,28 @@ mfu = Exercise(
     minutes=25,
     points=10,
     statement="""
-Write `mfu(model, rows, seq_len, seconds, peaks, chips)`, the share of the chips' peak that a training step used.
+Write `mfu(model, rows, seq_len, seconds, peaks, chips)`, which returns the share of the chips' peak that a training
+step used.
 
 $$
 \\text{MFU} = \\frac{\\text{FLOPs that the model needs for a step}}
 {\\text{seconds} \\times \\text{chips} \\times \\text{peak FLOP/s of one chip}}
 $$
 
-- A product of a token with a matrix of P weights is 2P FLOPs. Count those of attention, of a *gated* feed-forward
-  layer and of the output layer. Norms, rotations and the softmax don't count, nor does looking up a row.
-- Attention's two products, queries with keys and scores with values, count for the causal half: a token sees
+- Multiplying a token by a matrix of P weights takes 2P FLOPs. Count the matrices of attention, of a *gated*
+  feed-forward layer and of the output layer. Don't count norms, rotations, the softmax or the embedding lookup.
+- Count attention's two products, queries with keys and scores with values, for the causal half: a token sees
   `seq_len / 2` keys.
-- The backward pass is twice the forward pass. What `model.remat` computes again is work, and not the model's need.
-- The peak is that of `model.dtype`. Tied embeddings change memory and not FLOPs.
-- More than 1 can't be, and says that the seconds or the peak are wrong: return it as it is.
+- The backward pass takes twice the FLOPs of the forward pass. Leave out what `model.remat` computes again: the
+  hardware does that work, but the model doesn't need it.
+- Use the peak for `model.dtype`. Tied embeddings change memory, not FLOPs.
+- A result above 1 is impossible, so it shows that the seconds or the peak are wrong. Return it unchanged.
 """,
     hints=(
-        "Count for one token first: weights of one layer, times the layers, and the output layer once. Then attention "
-        "with its keys.",
+        "Count for one token first: the weights of one layer times the number of layers, plus the output layer once. "
+        "Then add attention's products with its keys.",
         "Queries and the output projection have D N H weights each, keys and values D K H each, and the gated layer "
-        "has three matrices of D F. A query costs 2 N H for each key, and the scores times the values as much again.",
+        "has three matrices of D F. A query costs 2 N H for each key, and scores times values cost as much again.",
         "FLOPs of a step are 3 * rows * seq_len * (2 * weights + layers * 4 * N * H * seq_len / 2), with weights = "
         "layers * (2 D N H + 2 D K H + 3 D F) + V D.",
     ),
@@ -412,15 +415,15 @@ def _(fn, t):
 
 
 @mfu.mutant(
-    "You cut the result off at 1. A share above 1 tells that a number is wrong, and is lost that way."
+    "You cap the result at 1. A share above 1 shows that a number is wrong, and the cap hides that."
 )
 def cut_off(*args):
     return min(1.0, right_mfu(*args))
 
 
 @mfu.mutant(
-    "Attention's own products are missing: 6 FLOPs a weight and token is the formula for short rows. Each query meets "
-    "half of a row's keys, twice."
+    "Attention's own products are missing: 6 FLOPs for each weight and token is enough only for short rows. Each query "
+    "meets half of a row's keys, in two products."
 )
 def six_n_d(*args):
     return right_mfu(*args, attention=0.0)
@@ -435,15 +438,15 @@ def whole_square(*args):
 
 
 @mfu.mutant(
-    "You count one of attention's two products. Queries meet keys, and then scores meet values."
+    "You count only one of attention's two products. Queries are multiplied with keys, and then scores with values."
 )
 def scores_only(*args):
     return right_mfu(*args, both=1)
 
 
 @mfu.mutant(
-    "You count the recomputed forward pass. That is hardware FLOP utilisation; in MFU a step that computes things "
-    "twice is a slow step."
+    "You count the recomputed forward pass. That gives hardware FLOPs utilisation; for MFU, a step that computes "
+    "everything twice is just a slow step."
 )
 def counts_remat(model, *args):
     return right_mfu(model, *args, passes=3.0 if model.remat == "none" else 4.0)
@@ -473,15 +476,14 @@ def one_a_weight(*args):
 
 
 @mfu.mutant(
-    "You count all parameters. The embedding table is looked up, not multiplied with: only the output layer is a "
-    "product."
+    "You count all parameters. The embedding table is only looked up; the output layer is the one that is multiplied."
 )
 def all_parameters(*args):
     return right_mfu(*args, lookup=True)
 
 
 @mfu.mutant(
-    "With tied embeddings you leave the output layer out. It has no matrix of its own then, but the product is as "
+    "You leave the output layer out when embeddings are tied. It then has no matrix of its own, but the product is as "
     "large as before."
 )
 def tied_is_free(model, *args):
@@ -513,7 +515,8 @@ def always_bfloat16(*args):
 
 
 @mfu.mutant(
-    "Your result is too large by the number of chips. `rows` are those of all chips together, and so is the peak."
+    "Your result is too large by a factor of `chips`. `rows` counts the rows of all chips together, so the peak must "
+    "be that of all chips too."
 )
 def one_chip(*args):
     return right_mfu(*args, all_chips=False)
@@ -528,26 +531,29 @@ goodput = Exercise(
     minutes=35,
     points=15,
     statement="""
-Write `goodput(lines)`: a ledger of a run in, the shares of its time out. Each line is one event, when it began and how
-long it took. Several jobs, one after the other, write into one file, and each begins with a `job_start`.
+Write `goodput(lines)`, which takes a run's ledger and returns the shares of its time. Each line is one event, with the
+time it began and how long it took. Several jobs write into one file, one after the other, and each begins with a
+`job_start`.
 
-- The whole goes from the first start to the last end. Shares sum to 1.
-- A step is `"lost"` if *any* later job began with its number or a lower one: that job went on from less, whether or
-  not it has come as far again. A job that ended before its first step undoes nothing. All other steps are `"step"`.
-  Nothing else decides this: if a checkpoint cannot be read, a run goes back further than its last save.
-- All other events count under their own names.
-- Time in which no event is open is `"idle"` if a `job_start` follows, since nobody ran then. Otherwise it is `"other"`.
-- Jobs can overlap: a process that hangs in a save may end it when the next job has long started. A moment that two
-  events claim belongs to the one that began first, and the other gets what is left of it.
-- A process that is killed while it writes leaves half a line, at the end of the file or between two jobs. Skip it.
+- The whole time runs from the first start to the last end. The shares sum to 1.
+- A step is `"lost"` if *any* later job's first step has its number or a lower one. That job resumed from an earlier
+  state, and it doesn't matter whether it has caught up since. A job that ended before its first step undoes nothing.
+  All other steps are `"step"`. Don't look at saves: if a checkpoint can't be read, a run goes back further than its
+  last save.
+- Every other event counts under its own name.
+- Time in which no event is open is `"idle"` if a `job_start` comes next, because no job ran then. Otherwise it is
+  `"other"`.
+- Jobs can overlap: a process that hangs in a save may finish it long after the next job has started. If two events
+  claim the same moment, it belongs to the one that began first, and the other gets the rest.
+- A process killed while it writes leaves half a line, at the end of the file or between two jobs. Skip it.
 """,
     hints=(
-        "Read first: lines that are JSON, each with the number of its job. Then one sweep over the events in the order "
-        "of their starts divides the time.",
+        "First read the lines that are valid JSON, and give each the number of its job. Then divide the time in one "
+        "sweep over the events in order of their starts.",
         "Remember the number of each job's first step. A step of job j is lost if some job after j has a first step "
-        "that is not above it.",
-        "In the sweep keep `until`, the end of what is divided already. An event that starts after it leaves a gap. "
-        "Its own share is max(until, start + seconds) - until, and that maximum is the new `until`.",
+        "with the same number or a lower one.",
+        "In the sweep keep `until`, the end of the time already divided. An event that starts after it leaves a gap. "
+        "The event's own time is max(until, start + seconds) - until, and that maximum is the new `until`.",
     ),
 )
 
@@ -808,110 +814,113 @@ def is_lost(step, records, how):
 
 
 @goodput.mutant(
-    "Work that was thrown away counts as good: a step is lost if a later job began with its number or a lower one."
+    "You count work that was thrown away as good. A step is lost if a later job began with its number or a lower one."
 )
 def nothing_is_lost(lines):
     return right_goodput(lines, lost="never")
 
 
 @goodput.mutant(
-    "You keep the first time that a step was done and call the later ones lost. The run goes on from the last: the "
-    "earlier ones are lost."
+    "You keep the first time a step was done and call its repetitions lost. The run continues from the last one, so "
+    "the earlier ones are lost."
 )
 def the_first_counts(lines):
     return right_goodput(lines, lost="first")
 
 
 @goodput.mutant(
-    "Only what was done again is lost for you. What a later job has not yet come to again is lost as well: it began "
-    "with less."
+    "You call only repeated steps lost. Steps that a later job hasn't reached again are lost too, because it resumed "
+    "from before them."
 )
 def done_again(lines):
     return right_goodput(lines, lost="again")
 
 
 @goodput.mutant(
-    "You look at the next job alone. A job after that one may have gone back further, and undone more of this one."
+    "You look only at the next job. A job after it may have gone back further and undone more steps of this one."
 )
 def next_job_only(lines):
     return right_goodput(lines, lost="next")
 
 
 @goodput.mutant(
-    "You look at the last job alone. One before it may have gone back further, and what that undid stays undone."
+    "You look only at the last job. One before it may have gone back further, and the steps it undid stay lost."
 )
 def last_job_only(lines):
     return right_goodput(lines, lost="last")
 
 
 @goodput.mutant(
-    "Your whole ends with the event that began last. One that began earlier may end later: take the latest end of all."
+    "Your whole time ends with the event that began last. An event that began earlier may end later: take the latest "
+    "end."
 )
 def end_of_the_last_start(lines):
     return right_goodput(lines, ends="of the last start")
 
 
 @goodput.mutant(
-    "You call lost what came after a job's last save, also in the job that nobody killed. That one's work stands until "
-    "another job begins with less."
+    "You call every step after a job's last save lost, even in a job that wasn't killed. Its steps count until another "
+    "job resumes from before them."
 )
 def unsaved_is_lost(lines):
     return right_goodput(lines, lost="unsaved")
 
 
 @goodput.mutant(
-    "You take what a killed job did after its last save for lost. If that save cannot be read, more is: compare with "
-    "the first steps of later jobs."
+    "You call lost only what a killed job did after its last save. If that save can't be read, more is lost: compare "
+    "with the first steps of later jobs."
 )
 def since_the_last_save(lines):
     return right_goodput(lines, lost="killed")
 
 
 @goodput.mutant(
-    "Nobody ran between two jobs, and you call it `other`. A gap before a `job_start` is `idle`."
+    "You call the time between two jobs `other`. A gap before a `job_start` is `idle`, because no job ran then."
 )
 def never_idle(lines):
     return right_goodput(lines, idle=False)
 
 
 @goodput.mutant(
-    "You divide by the time in which a job ran. Nobody pays less for chips that wait for a restart: the whole goes "
-    "from the first start to the last end."
+    "You divide by the time in which a job ran. Chips that wait for a restart cost as much: the whole time runs from "
+    "the first start to the last end."
 )
 def time_of_jobs(lines):
     return right_goodput(lines, whole="jobs")
 
 
 @goodput.mutant(
-    "You divide by the sum of what events say. Time that no event covers is then nowhere: it is `idle` or `other`."
+    "You divide by the sum of the events' seconds. That leaves out time that no event covers, which is `idle` or "
+    "`other`."
 )
 def sum_of_events(lines):
     return right_goodput(lines, whole="events")
 
 
 @goodput.mutant(
-    "Your whole ends when the last event starts. It ends when the last event ends: add its seconds."
+    "Your whole time ends when the last event starts. It should end when that event ends: add its seconds."
 )
 def to_the_last_start(lines):
     return right_goodput(lines, begins=False)
 
 
 @goodput.mutant(
-    "A torn line ends your program. Catch `json.JSONDecodeError` and go on with the next line."
+    "Your program stops with an error at a torn line. Catch `json.JSONDecodeError` and continue with the next line."
 )
 def torn_raises(lines):
     return right_goodput(lines, torn="raise")
 
 
 @goodput.mutant(
-    "You stop at the first torn line. A killed job can leave one in the middle of the file, and the next job writes on."
+    "You stop reading at the first torn line. A killed job can leave one in the middle of the file, because the next "
+    "job appends to it."
 )
 def torn_stops(lines):
     return right_goodput(lines, torn="stop")
 
 
 @goodput.mutant(
-    "Where two events overlap you count both, and your shares sum to more than 1. A moment belongs to the event that "
+    "When two events overlap you count both, so your shares sum to more than 1. The moment belongs to the event that "
     "began first."
 )
 def both_count(lines):
@@ -927,24 +936,23 @@ find_stall = Exercise(
     minutes=35,
     points=15,
     statement="""
-Write `find_stall(events)`: what the devices waited for, and which wait cost most. The window goes from the first
-start to the last end of all events.
+Write `find_stall(events)`, which finds what the devices waited for and which wait cost most. The window runs from the
+first start to the last end of all events.
 
-- A device works while any of its compute events is open. All other time is somebody's fault, and each nanosecond is
-  counted once.
-- A collective costs what of it is *exposed*: the time in which it is open on a device that does not compute there. A
-  data wait is the host's (its device is `None`), and costs each device the time in which that one does not compute.
-- If several are open at once, the one that ends last is to blame: had another not been, the wait would have been as
-  long. Of equals it is the one that comes first in the list.
-- If none is open, the device is `"idle"`.
-- Costs are nanoseconds of one name, all its events together, and the mean over the devices that occur. What is hidden
-  entirely costs 0.0 and is in the result too.
+- A device works while any of its compute events is open. Every other nanosecond is blamed on exactly one cause.
+- A collective costs the time it is *exposed*: the time it is open on a device that isn't computing. A data wait belongs
+  to the host (its device is `None`), and costs each device the time in which that device isn't computing.
+- If several waits are open at once, blame the one that ends last: without the others the device would have waited just
+  as long. If several end at the same time, blame the one that comes first in the list.
+- If no wait is open, the device is `"idle"`.
+- A name's cost is the sum over all its events, in nanoseconds, averaged over the devices that occur. A wait that is
+  entirely hidden costs 0.0 and is in the result too.
 """,
     hints=(
-        "Where does the answer change? Only where some event starts or ends. Between two such edges that are "
-        "neighbours, everything is constant.",
-        "For each device take its own events and the host's. For each piece between two edges: does it compute? If "
-        "not, which of the open events ends last?",
+        "When can the answer change? Only when some event starts or ends. Between two neighbouring edges everything is "
+        "constant.",
+        "For each device take its own events and the host's. For each interval between two edges: is the device "
+        "computing? If not, which of the open events ends last?",
         "`running = [e for e in mine if e[3] <= start and e[4] >= end]`, then `max(running, key=lambda e: e[4], "
         "default=None)`. Divide by the number of devices, and find the worst with `max(waits, key=waits.get)`.",
     ),
@@ -1131,60 +1139,61 @@ def right_stall(
 
 
 @find_stall.mutant(
-    "You count a collective's whole duration. While the device computes beside it, it costs nothing: take only the "
-    "time in which no compute event is open."
+    "You count a collective's whole duration. It costs nothing while the device computes: count only the time in which "
+    "no compute event is open."
 )
 def whole_collectives(events):
     return right_stall(events, whole=True)
 
 
 @find_stall.mutant(
-    "You count a collective as hidden if any computing meets it. It may be hidden in part: look at each piece of time "
-    "between two edges."
+    "You count a collective as hidden if any computation overlaps it. It may be hidden only in part: look at each "
+    "interval between two edges."
 )
 def hidden_or_not(events):
     return right_stall(events, partly=False)
 
 
 @find_stall.mutant(
-    "Computing on one device hides a collective on another for you. A device's collective is hidden by its own "
-    "computing only."
+    "You let computation on one device hide a collective on another. Only a device's own computation hides its "
+    "collective."
 )
 def hidden_by_others(events):
     return right_stall(events, own=False)
 
 
 @find_stall.mutant(
-    "Your data waits cost nobody anything. Their device is None because they are the host's: they concern all devices."
+    "Your data waits cost nothing. Their device is None because they belong to the host: they concern all devices."
 )
 def host_is_nobody(events):
     return right_stall(events, host=False)
 
 
 @find_stall.mutant(
-    "You leave out devices that never compute. Such a device waits all the time, and the mean is over all that occur."
+    "You leave out devices that never compute. Such a device waits all the time, and the mean is over all devices that "
+    "occur."
 )
 def silent_devices_left_out(events):
     return right_stall(events, silent=False)
 
 
 @find_stall.mutant(
-    "You return sums over devices. A step that all devices wait 5 ns for costs 5 ns."
+    "You return sums over devices. If all devices wait 5 ns, the cost is 5 ns: take the mean."
 )
 def summed_over_devices(events):
     return right_stall(events, mean=False)
 
 
 @find_stall.mutant(
-    "Where several waits are open at once you count the time for each. The shares of your waits can then sum to more "
-    "than there was: blame one."
+    "When several waits are open at once you count the time for each, so your waits can sum to more than the time "
+    "there was. Blame one of them."
 )
 def counted_for_each(events):
     return right_stall(events, once=False)
 
 
 @find_stall.mutant(
-    "You blame the wait that began first. If another one ends later, the device would have waited as long without the "
+    "You blame the wait that began first. If another ends later, the device would have waited just as long without the "
     "first."
 )
 def blames_the_first(events):
@@ -1192,22 +1201,22 @@ def blames_the_first(events):
 
 
 @find_stall.mutant(
-    "Your worst wait is that with the longest single event. Many short waits of one name cost more: compare the sums."
+    "Your worst wait is the one with the longest single event. Many short waits can cost more: compare the sums."
 )
 def longest_single(events):
     return right_stall(events, sums=False)
 
 
 @find_stall.mutant(
-    "Time in which nothing at all is open is missing. The device is idle then, and that is a finding as well."
+    "You leave out time in which nothing at all is open. The device is idle then, and that counts too."
 )
 def nothing_is_idle(events):
     return right_stall(events, idle=False)
 
 
 @find_stall.mutant(
-    "You take durations of compute events off the collective's. Two of them can overlap, and then the same time is "
-    "taken off twice."
+    "You subtract the durations of compute events from the collective's. If two of them overlap, you subtract the same "
+    "time twice."
 )
 def durations_taken_off(events):
     worst, waits = right_stall(events)

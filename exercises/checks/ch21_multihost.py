@@ -24,20 +24,20 @@ process_rows = Exercise(
     devices=8,
     processes=2,
     statement="""
-Every process of a job calls `global_rows(read, sharding, shape)` with the same sharding and shape. Together they make
-one global array [B, T]; each reads the rows that its own devices hold, and no others.
+Write `global_rows(read, sharding, shape)`. Every process of a job calls it with the same sharding and shape. Together
+they make one global array [B, T], and each reads only the rows that its own devices hold.
 
-- Call `read(rows)` **once**, with those row numbers in increasing order and none twice. It returns them as
-  [len(rows), T]. Reading is slow: a row that no device of this process holds must not be asked for.
-- The sharding may divide rows, columns, both or neither, by one axis or two. Where it divides columns, a row is held by
-  several devices, perhaps of several processes. Each of these processes reads the whole row.
-- The devices may stand in the mesh in any order: the rows of a process need not be neighbours.
-- Nothing is sent between processes.
+- Call `read(rows)` **once**, with those row numbers in increasing order and without duplicates. It returns the rows as
+  [len(rows), T]. Reading is slow, so don't ask for a row that no device of this process holds.
+- The sharding may divide rows, columns, both or neither, by one axis or two. If it divides columns, several devices
+  hold a row, perhaps in several processes. Each of these processes reads the whole row.
+- The mesh may have the devices in any order, so a process's rows need not be neighbours.
+- Processes don't send anything to each other.
 
-The last check starts two real processes with four devices each. In these, `jax.devices()` has all eight.
+The last check starts two real processes with four devices each, where `jax.devices()` has all eight.
 """,
     hints=(
-        "The sharding knows which device holds what. Which of its methods tells it for this process's devices alone?",
+        "The sharding knows which device holds what. Which of its methods covers only this process's devices?",
         "`sharding.addressable_devices_indices_map(shape)` gives a pair of slices for each device of this process. "
         "`slice.indices(B)` turns None into numbers. `jax.make_array_from_callback` asks for pieces by such pairs.",
         "Collect the rows of all pairs in a set, sort it, read. In the callback, look up where each row of "
@@ -198,7 +198,7 @@ def own_block(read, sharding, shape):
 
 
 @process_rows.mutant(
-    "You deal rows to processes like cards. The mesh decides which rows a process holds: ask the sharding."
+    "You deal rows to processes in turn. The mesh decides which rows a process holds: ask the sharding."
 )
 def dealt_rows(read, sharding, shape):
     return right_rows(read, sharding, shape, dealt=True)
@@ -212,20 +212,20 @@ def device_by_device(read, sharding, shape):
 
 
 @process_rows.mutant(
-    "Rows that several devices hold are read several times: make a set of them before you read."
+    "You read rows that several devices hold several times: put the row numbers into a set first."
 )
 def rows_twice(read, sharding, shape):
     return right_rows(read, sharding, shape, twice=True)
 
 
-@process_rows.mutant("A device that holds some columns gets whole rows: cut `index[1]` as well.")
+@process_rows.mutant("A device that holds some columns gets whole rows: apply `index[1]` too.")
 def whole_rows(read, sharding, shape):
     return right_rows(read, sharding, shape, columns=False)
 
 
 @process_rows.mutant(
-    "JAX asks by row numbers of the whole array, and what you have read begins with this process's first row: "
-    "look up where each row lies."
+    "JAX asks by row numbers of the whole array, but your rows begin with this process's first row: look up the "
+    "position of each row among those you read."
 )
 def global_numbers(read, sharding, shape):
     return right_rows(read, sharding, shape, local=False)
@@ -240,9 +240,9 @@ find_coordinator = Exercise(
     minutes=25,
     points=10,
     statement="""
-Write `find_job(env)`, the start-up decision of one process: from its environment to `(address, processes, index)`, or
-None where it is alone. It is a pure function, so that every row can be tested without a cluster. The first row that
-applies decides.
+Write `find_job(env)`, the start-up decision of one process. From the environment it returns `(address, processes,
+index)`, or None if the process is alone. It's a pure function, so every row can be tested without a cluster. The first
+row that applies decides.
 
 | who set it | applies if | address | processes | index |
 |---|---|---|---|---|
@@ -254,13 +254,13 @@ applies decides.
 - E is `COORDINATOR`, `PROCESSES`, `PROCESS_INDEX`. S is `SLURM_JOB_ID`, `SLURM_STEP_NODELIST`, `SLURM_NTASKS`,
   `SLURM_PROCID`. J is `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOBS`, `JOB_INDEX`, `PODS`, `POD_INDEX`, and its address
   begins with the first two of them.
-- In the first row all three are needed. If some are missing, raise a `ValueError` that names each of them.
-- Slurm's port is 61440 plus the job's id modulo 4096, so that two jobs on one node seldom meet. Its list of nodes is
-  short for many: the first node of `gpu[012-014,20],cpu3` is `gpu012`, of `a1,b2` it is `a1`, and of
+- The first row needs all three. If some are missing, raise a `ValueError` that names each of them.
+- Slurm's port is 61440 plus the job's id modulo 4096, so two jobs on one node seldom collide. Slurm abbreviates its
+  list of nodes: the first node of `gpu[012-014,20],cpu3` is `gpu012`, of `a1,b2` it is `a1`, and of
   `rack[1-2]n[08,10]` it is `rack1n08`.
-- A JobSet has `JOBS` jobs of `PODS` pods each, numbered from 0. Number the processes job by job.
-- A job of one process is None, whichever row found it.
-- A value that is no number, or an index that is not one of the processes, is a `ValueError` with the variable's name.
+- A JobSet has `JOBS` jobs of `PODS` pods each, both numbered from 0. Number the processes job by job.
+- Return None for a job of one process, whichever row found it.
+- If a value isn't a number, or the index isn't one of the processes, raise a `ValueError` that names the variable.
 """,
     hints=(
         "Begin with the table: four branches in its order, each giving three values. Then one check of them for all.",
@@ -431,14 +431,15 @@ def _(fn, t):
 
 
 @find_coordinator.mutant(
-    "A half-set explicit row is passed over. Each process would start alone, and all train the same run."
+    "You skip an explicit row that is only partly set. Each process would start alone, and all would train the same "
+    "run."
 )
 def all_or_nothing(env):
     return right_job(env, any_of=False)
 
 
 @find_coordinator.mutant(
-    "What a person sets must win over what the scheduler sets: your rows stand in another order."
+    "Your rows are in another order: values that a person sets must win over the scheduler's."
 )
 def scheduler_first(env):
     return right_job(env, order="sej")
@@ -452,14 +453,14 @@ def jobset_first(env):
 
 
 @find_coordinator.mutant(
-    "A shell inside a Slurm allocation has no SLURM_PROCID. It is no task: the row does not apply."
+    "A shell inside a Slurm allocation has no SLURM_PROCID. It isn't a task, so the row doesn't apply."
 )
 def shell_is_task(env):
     return right_job(env, per_task=False)
 
 
 @find_coordinator.mutant(
-    "Your port is the same for every job: two on one node would answer each other's processes."
+    "Your port is the same for every job, so two jobs on one node would answer each other's processes."
 )
 def one_port(env):
     return right_job(env, port=False)
@@ -480,19 +481,19 @@ def no_zeros(env):
 
 
 @find_coordinator.mutant(
-    "Your index counts within one job. Two pods of different jobs get the same one: add JOB_INDEX times PODS."
+    "Your index counts within one job, so two pods of different jobs get the same one: add JOB_INDEX times PODS."
 )
 def within_a_job(env):
     return right_job(env, within=True)
 
 
-@find_coordinator.mutant("One process is a job of one to you. It has nobody to call: return None.")
+@find_coordinator.mutant("You return a job of one process. It has no one to call: return None.")
 def job_of_one(env):
     return right_job(env, alone=False)
 
 
 @find_coordinator.mutant(
-    "An index that is not one of the processes is passed on. The job would wait for ever for the one that is missing."
+    "You accept an index that isn't one of the processes. The job would wait forever for the one that is missing."
 )
 def any_index(env):
     return right_job(env, ranges=False)
@@ -502,14 +503,13 @@ def any_index(env):
 
 deadlock = Exercise(
     "21.deadlock",
-    title="Mend a deadlock",
+    title="Fix a deadlock",
     function="run_job",
     minutes=30,
     points=15,
     processes=2,
     statement="""
-This job hangs at its first save, and again when a signal comes. Write `run_job(job, steps, save_every)` so that it
-doesn't.
+This job hangs at its first save, and again when a signal comes. Write `run_job(job, steps, save_every)`, which doesn't.
 
 ```python
 def hanging_job(job, steps, save_every):
@@ -537,18 +537,18 @@ def hanging_job(job, steps, save_every):
 
 - A collective returns when every process has made the same call. All processes must make the same collective calls in
   the same order. The checks give up after some seconds and say who waits where.
-- Steps that are multiples of `save_every` are saved, and so is the last one taken. A state is gathered only to be
-  saved, and once. In a step, one `sum` for the loss and one to agree are enough.
+- Save every step that is a multiple of `save_every`, and the last step taken. Gather a state only to save it, and only
+  once. In each step, one `sum` for the loss and one to agree are enough.
 - When a process has been told to stop after step s, **all** stop after step s.
-- Every process returns the same: the sums of all steps taken, and what was saved of the last one.
+- Every process returns the same: the sums of all steps taken, and the state saved for the last one.
 
-The checks start two real processes, whose numbers travel by gloo.
+The checks start two real processes that exchange numbers through gloo.
 """,
     hints=(
-        "Of each of the three conditions, ask: do all processes find the same answer? Which calls stand under one "
-        "that they answer differently?",
+        "For each of the three conditions, ask whether all processes get the same answer. Which calls are under a "
+        "condition that they answer differently?",
         "Only `write` belongs under `job.index == 0`. `told_to_stop()` differs between processes: make one "
-        "number of all their answers before anybody acts on it.",
+        "number of all their answers before any process acts on it.",
         "`stop = job.sum(int(job.told_to_stop())) > 0 or step == steps` is the same everywhere. If `stop` or the step "
         "is a multiple: all gather, process 0 writes, all meet in the barrier; then leave the loop if `stop`.",
     ),
@@ -744,62 +744,63 @@ def right_work(
 
 
 @deadlock.mutant(
-    "Process 0 alone calls gather. The others hold parts of the state: they have to come and give them."
+    "Only process 0 calls gather. The others hold parts of the state, so they must call it too."
 )
 def lonely_gather(job, steps, save_every):
     return right_work(job, steps, save_every, gather="first", barrier="first")
 
 
 @deadlock.mutant(
-    "All gather now, but process 0 alone comes to the barrier. It waits for ever for the others."
+    "All gather now, but only process 0 reaches the barrier. It waits forever for the others."
 )
 def lonely_barrier(job, steps, save_every):
     return right_work(job, steps, save_every, barrier="first")
 
 
 @deadlock.mutant(
-    "Without the barrier the others read before process 0 has written: the file is not there yet, or not complete."
+    "Without the barrier the others read before process 0 has written: the file is missing or incomplete."
 )
 def no_barrier(job, steps, save_every):
     return right_work(job, steps, save_every, barrier="none")
 
 
 @deadlock.mutant(
-    "Every process writes the file. It is one file: under `if job.index == 0`, and only the write."
+    "Every process writes the same file. Put the write, and nothing else, under `if job.index == 0`."
 )
 def all_write(job, steps, save_every):
     return right_work(job, steps, save_every, writer="all")
 
 
 @deadlock.mutant(
-    "The process that was told to stop leaves, and the others wait for it in the next collective. Sum the answers of "
-    "all before anybody acts."
+    "The process that was told to stop leaves, and the others wait for it in the next collective. Sum everyone's "
+    "answers before any process acts."
 )
 def leaves_alone(job, steps, save_every):
     return right_work(job, steps, save_every, agree="none")
 
 
 @deadlock.mutant(
-    "You ask process 0 alone whether to stop. The signal may reach any process: sum the answers of all."
+    "You ask only process 0 whether to stop. The signal may reach any process: sum the answers of all."
 )
 def asks_the_first(job, steps, save_every):
     return right_work(job, steps, save_every, agree="first")
 
 
 @deadlock.mutant(
-    "You agree on stopping at saves only. A machine that is taken away gives seconds: ask after every step."
+    "You agree on stopping only at saves. A machine that is about to be taken away leaves you seconds: ask after "
+    "every step."
 )
 def asks_at_saves(job, steps, save_every):
     return right_work(job, steps, save_every, agree="at saves")
 
 
-@deadlock.mutant("You gather the state in every step. That moves all of it: gather where you save.")
+@deadlock.mutant("You gather the state in every step. That moves all of it: gather only to save.")
 def always_gathers(job, steps, save_every):
     return right_work(job, steps, save_every, often=True)
 
 
 @deadlock.mutant(
-    "The last step is not saved unless it is a multiple. What was done since the last save is lost."
+    "You don't save the last step unless it is a multiple. The steps since the last save are lost."
 )
 def forgets_the_end(job, steps, save_every):
     return right_work(job, steps, save_every, end=False)
@@ -815,31 +816,32 @@ elastic = Exercise(
     points=15,
     processes=2,
     statement="""
-Four hosts saved, one of them is gone, and the job goes on with three. Write `resume(folder, wanted, index, count,
-batch)`, which each of the new processes calls.
+Four hosts saved a checkpoint. One of them is gone, and the job continues with three. Write `resume(folder, wanted,
+index, count, batch)`, which each of the new processes calls.
 
 `folder` has a folder for each step, `step-900`, in which each of the n processes that saved has left a file
 `process-0-of-4.npz`. A file has, for each array of the state,
 
-- `NAME`: the rows that the process held; `NAME:start`: the number of the first of them in the whole array. Where
-  processes held copies, the same rows are in several files. Pieces need not be of one length.
+- `NAME`: the rows that the process held; `NAME:start`: the number of the first of them in the whole array. If
+  processes held copies, the same rows are in several files. Pieces may differ in length.
 
 and `rows_read`: how many rows of data *this process* has trained on since the run began.
 
-- The newest step that is **whole** counts: all n files are there. (n is the same in all files of a step, and may differ
-  between steps.) Files with other names are what a killed process left. If no step is whole, raise `FileNotFoundError`.
-- All processes together have trained on the first rows of the data, in order: batch k has rows k `batch` to
-  (k+1) `batch` - 1, and each of `count` processes reads its block of `batch / count` neighbouring rows of each
-  batch, process 0 the first block. It was so before, with n in place of `count`, and `batch` may have been
-  another: only `rows_read` says how far the job has come.
+- Use the newest step that is **whole**, which means that all its n files are there. (n is the same in all files of a
+  step, and may differ between steps.) A killed process may have left files with other names; ignore them. If no step is
+  whole, raise `FileNotFoundError`.
+- All processes together read the data in order: batch k has rows k `batch` to (k+1) `batch` - 1, and each of `count`
+  processes reads a block of `batch / count` neighbouring rows of each batch, process 0 the first block. Before the
+  restart it was the same with n instead of `count`, and perhaps another `batch`, so only `rows_read` says how far the
+  job has come.
 - Return `(step, state, batches)`: `state` has the rows `wanted[name] = (start, stop)` of each array, bit for bit in its
   dtype; `batches` is an endless iterator of the lists of row numbers that this process reads from here on.
 
-The last check resumes in two real processes from files of three, and compares with a run that nobody disturbed.
+The last check resumes in two real processes from the files of three, and compares with an undisturbed run.
 """,
     hints=(
-        "Three questions, one after the other: which step? where does each wanted row lie? how far has the whole job "
-        "read, not this process?",
+        "Answer three questions in turn: Which step? Which file has each wanted row? How far has the whole job read, "
+        "not just this process?",
         "A step is whole if as many files match `process-(i)-of-(n).npz` as n says; compare steps as numbers. The next "
         "row of the job is the *sum* of `rows_read` over all files.",
         "For each file and name: low = max(start, first), high = min(stop, first + len(piece)); if low < high, copy "
@@ -1072,7 +1074,7 @@ def own_file(folder, wanted, index, count, batch):
 
 
 @elastic.mutant(
-    "Your data begin anew. What was trained on is read a second time, and the loss looks better than it is."
+    "Your data start from the beginning. Rows are trained on a second time, and the loss looks better than it is."
 )
 def from_the_beginning(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, begin=True)
@@ -1086,9 +1088,7 @@ def times_the_new(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, mine=True)
 
 
-@elastic.mutant(
-    "You resume from a step of which a file is missing. Count them: all n must be there."
-)
+@elastic.mutant("You resume from a step with a missing file. Count them: all n must be there.")
 def not_whole(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, whole=False)
 
@@ -1099,22 +1099,21 @@ def newest_name(folder, wanted, index, count, batch):
 
 
 @elastic.mutant(
-    "Your blocks have the size that they had for the old number of processes. Now it is batch / count."
+    "Your blocks have the size for the old number of processes. Now it is batch / count."
 )
 def old_share(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, old=True)
 
 
 @elastic.mutant(
-    "You join the pieces of all files one after the other. Copies get in several times: put each piece where its start "
-    "says."
+    "You concatenate the pieces of all files, so copies get in several times. Put each piece at its `start`."
 )
 def one_after_another(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, stack=True)
 
 
 @elastic.mutant(
-    "You deal rows like cards. Here a process reads a block of neighbouring rows of each batch."
+    "You deal rows out in turn. Here a process reads a block of neighbouring rows of each batch."
 )
 def dealt(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, dealt=True)
@@ -1131,15 +1130,14 @@ account = Exercise(
     minutes=35,
     points=15,
     statement="""
-A job was hit by faults on purpose, and started again each time it ended. Write `bill(attempts, faults)`, which gives
-every second of the run a cause, and every fault its bill. It returns `(seconds, bills)`: a dict of seconds by cause,
-which sum to the time from the first start to the last end, and for each fault a tuple `(seconds it cost, steps
-repeated)`.
+A job was hit by faults on purpose and restarted each time it ended. Write `bill(attempts, faults)`, which gives every
+second of the run a cause and every fault its bill. It returns `(seconds, bills)`: a dict of seconds by cause, which sum
+to the time from the first start to the last end; and for each fault a tuple `(seconds it cost, steps repeated)`.
 
 `attempts` has a dict for each start of the job, in order. Times are in seconds.
 
 - `start` and `end`: when its processes were started, and when the last of them was gone.
-- `resumed`: the step of the checkpoint that it went on from, 0 for none; None if it ended before it had read one.
+- `resumed`: the step of the checkpoint that it resumed from, 0 if there was none; None if it ended before reading one.
 - `first`: when its first step began; None if it completed none.
 - `steps`: a list with the duration of each completed step. The first is step `resumed` + 1, and each begins where the
   one before ends.
@@ -1407,8 +1405,8 @@ def next_attempt_only(attempts, faults):
 
 
 @account.mutant(
-    "You charge a lost step to the fault that ended its own attempt. It survived that one if the next attempt resumed "
-    "at it or above: the fault that sent the job back behind it pays."
+    "You charge a lost step to the fault that ended its own attempt. If the next attempt resumed at it or above, the "
+    "step survived that fault: the fault that sent the job back behind it pays."
 )
 def own_fault_pays(attempts, faults):
     return right_bill(attempts, faults, payer="own")
@@ -1423,8 +1421,8 @@ def just_before_pays(attempts, faults):
 
 
 @account.mutant(
-    "You charge a lost step to the last fault after which it was taken again. The first one undid it: what came later "
-    "undid its repetition."
+    "You charge a lost step to the last fault after which it was taken again. The first one undid it; later ones undid "
+    "its repetitions."
 )
 def last_fault_pays(attempts, faults):
     return right_bill(attempts, faults, payer="last")
@@ -1452,7 +1450,7 @@ def pace_of_kept(attempts, faults):
 
 
 @account.mutant(
-    "You divide a lost step's time into `lost` and `slow`. What was undone is lost whole, however slow it was."
+    "You divide a lost step's time into `lost` and `slow`. A step that was undone is lost whole, however slow it was."
 )
 def lost_and_slow(attempts, faults):
     return right_bill(attempts, faults, lost_slow=True)
@@ -1467,23 +1465,23 @@ def began_slow(attempts, faults):
 
 
 @account.mutant(
-    "A step that was under way when the fault came is in no cause: the seconds don't sum to the wall time. From the "
-    "end of the last completed step to `at` is lost, too."
+    "You give the step that was under way when the fault came no cause, so the seconds don't sum to the wall time. The "
+    "time from the end of the last completed step to `at` is lost too."
 )
 def without_the_cut(attempts, faults):
     return right_bill(attempts, faults, cut=False)
 
 
 @account.mutant(
-    "You count the step that was cut off among the repeated ones. It never completed: only completed steps count."
+    "You count the step that was cut off as repeated. It never completed, and only completed steps count."
 )
 def counts_the_cut(attempts, faults):
     return right_bill(attempts, faults, counts="cut")
 
 
 @account.mutant(
-    "You charge an attempt's start-up to the fault that ended it. It was started because of the fault before: that one "
-    "pays, and no fault pays for the first start."
+    "You charge an attempt's start-up to the fault that ended it. It was started because of the fault before, so that "
+    "one pays, and no fault pays for the first start."
 )
 def own_startup(attempts, faults):
     return right_bill(attempts, faults, startup="own")
@@ -1497,8 +1495,8 @@ def free_startup(attempts, faults):
 
 
 @account.mutant(
-    "An attempt whose `resumed` is None counts as one that went back to step 0. It had read no checkpoint: it undoes "
-    "nothing."
+    "You treat an attempt whose `resumed` is None as if it went back to step 0. It hadn't read a checkpoint, so it "
+    "undoes nothing."
 )
 def none_is_zero(attempts, faults):
     return right_bill(attempts, faults, none="zero")
@@ -1513,7 +1511,8 @@ def only_with_steps(attempts, faults):
 
 
 @account.mutant(
-    "The time until the job noticed is in `restart`. They have different cures: `at` to `noticed` is `detect`."
+    "You include the time until the job noticed in `restart`. From `at` to `noticed` it is `detect`, which has a "
+    "different cure."
 )
 def no_detect(attempts, faults):
     return right_bill(attempts, faults, detect=False)
@@ -1536,8 +1535,8 @@ def negative_slow(attempts, faults):
 
 
 @account.mutant(
-    "You count as repeated what lies between the step reached and the checkpoint. A damaged checkpoint undoes steps of "
-    "several attempts, and each is charged on its own: count the steps whose lost time a fault pays."
+    "You count the steps between the step reached and the checkpoint as repeated. A damaged checkpoint undoes steps of "
+    "several attempts, and each is charged on its own: count the steps whose lost time a fault pays for."
 )
 def reached_minus_resumed(attempts, faults):
     return right_bill(attempts, faults, counts="newest")

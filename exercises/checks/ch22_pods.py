@@ -28,25 +28,26 @@ fit = Exercise(
     points=15,
     seconds=110,
     statement="""
-Write `fit(rows, devices, available, predict, ask)`: the first settings, in the order of their price, that the
-compiler takes. The last check gives you a real model and the real compiler for a v5e.
+Write `fit(rows, devices, available, predict, ask)`. It returns the cheapest settings that the compiler accepts. The
+last check gives you a real model and the real compiler for a v5e.
 
-- Settings are a list of four strings: `model.remat` is `none`, `dots` or `full`; `train.microbatches` M;
-  `mesh.data` times `mesh.fsdp` is `devices`. A microbatch gives each device a whole number of rows.
-- Computing again is dearest. So any plan with `none` goes before any with `dots`, and those before `full`.
-  Among them fewer microbatches go first, and among those a smaller `mesh.fsdp`.
-- `predict(settings)` is quick, and the compiler's figure lies between `predict / 1.1` and `predict * 1.1`.
-  `ask(settings)` compiles, and returns whether the compiler takes the step.
-- Return what you have asked for, and nothing else. Ask for no plan that cannot fit, nor for one that is
-  dearer than your answer. Return None if nothing fits.
+- Settings, or a *plan*, are a list of four strings. They set `model.remat` to `none`, `dots` or `full`;
+  `train.microbatches` to M; and `mesh.data` and `mesh.fsdp`, whose product is `devices`. Each device's part of a
+  microbatch is a whole number of rows.
+- Recomputing costs most, so try all plans with `none` before any with `dots`, and those before `full`. Among these, try
+  fewer microbatches first, and then a smaller `mesh.fsdp`.
+- `predict(settings)` is quick, and the compiler's figure is between `predict / 1.1` and `predict * 1.1`.
+  `ask(settings)` compiles and returns whether the compiler accepts the step.
+- Return only settings that you have asked for and that were accepted. Don't ask for a plan that can't fit, or for one
+  that costs more than your answer. Return None if nothing fits.
 """,
     hints=(
-        "Three loops, one in another, give the plans in the order of their price. Which of them may you skip "
-        "without asking?",
+        "Three nested loops give the plans from the cheapest to the dearest. Which of them may you skip without "
+        "asking?",
         "The compiler's figure is at least `predict(settings) / 1.1`. If even that is more than `available`, the "
-        "plan cannot fit. Every other one you have to ask for, also one that seems to fit with room.",
+        "plan can't fit. You have to ask for every other plan, even one that seems to fit easily.",
         "`if predict(settings) <= 1.1 * available and ask(settings): return settings`, in the innermost of "
-        "three loops. M goes over the numbers with `rows % (M * devices) == 0`.",
+        "three loops. M takes every value with `rows % (M * devices) == 0`.",
     ),
 )
 
@@ -324,21 +325,21 @@ def _(fn, t):
 mistaken(
     fit,
     "believes_the_prediction",
-    "You return what the prediction says fits, and the compiler was not asked. It has the last word: ask for "
-    "the plan before you return it.",
+    "You return a plan because the prediction says that it fits, without asking the compiler. The compiler has the "
+    "last word: ask for the plan before you return it.",
     fit_with(compiles=False, slack=1.0),
 )
 mistaken(
     fit,
     "sure_of_what_fits_with_room",
-    "You return a plan without asking where the prediction leaves room enough. Return what you have asked for, also "
-    "where you are sure.",
+    "You return a plan without asking if the prediction leaves enough room. Ask for every plan before you return it, "
+    "even if you're sure.",
     fit_with(sure=1 / 1.1),
 )
 mistaken(
     fit,
     "microbatches_in_powers_of_two",
-    "You try 1, 2, 4, 8 microbatches and leave out the numbers between. Any M counts for which M times `devices` "
+    "You try 1, 2, 4, 8 microbatches and leave out the numbers between. Try every M for which M times `devices` "
     "divides `rows`.",
     fit_with(tried=lambda microbatches, fsdp: power_of_two(microbatches)),
 )
@@ -365,8 +366,8 @@ mistaken(
 mistaken(
     fit,
     "asks_to_the_end",
-    "You go on asking when a plan has been taken. The plans come in the order of their price, so the first one is "
-    "the answer.",
+    "You go on asking after a plan has been accepted. The cheapest plans come first, so the first one accepted is the "
+    "answer.",
     fit_with(many=True),
 )
 mistaken(
@@ -379,15 +380,14 @@ mistaken(
 mistaken(
     fit,
     "fsdp_before_microbatches",
-    "You go through `mesh.fsdp` outside of the microbatches. Fewer microbatches go first, and among plans with as "
-    "many the smaller `mesh.fsdp`.",
+    "Your loop over `mesh.fsdp` is outside the one over microbatches. Fewer microbatches go first, and a smaller "
+    "`mesh.fsdp` only among plans with equally many.",
     fit_with(order=lambda plan: (REMAT.index(plan[0]), plan[2], plan[1])),
 )
 mistaken(
     fit,
     "remat_first",
-    "You take more remat before more microbatches. Computing again costs most here, so all plans with less of it "
-    "go first.",
+    "You try more remat before more microbatches. Recomputing costs most here, so all plans with less of it go first.",
     fit_with(order=lambda plan: (plan[1], plan[2], REMAT.index(plan[0]))),
 )
 mistaken(
@@ -400,7 +400,7 @@ mistaken(
 mistaken(
     fit,
     "never_none",
-    "Where nothing fits you return the last plan all the same. Return None.",
+    "You return the last plan even if nothing fits. Return None.",
     fit_with(last=True),
 )
 
@@ -413,28 +413,28 @@ choose_mesh = Exercise(
     minutes=35,
     points=20,
     statement="""
-Write `choose_mesh(sizes, slices, chips, memory, ici, dcn)`: of all meshes (data, fsdp, tensor) of powers of
-two over `slices` times `chips` chips, the one whose collectives take the least time. Return it with that time and
-with the bytes behind it.
+Write `choose_mesh(sizes, slices, chips, memory, ici, dcn)`. Consider all meshes (data, fsdp, tensor) of powers of
+two over `slices` times `chips` chips, and find the one whose collectives take the least time. Return it with that time
+and the bytes that are sent.
 
-- Chips are numbered slice by slice, and the mesh is filled in rows: tensor is the innermost axis, data the
-  outermost. tensor stays within a slice.
-- A group with m members in each of s slices does its work in two stages. To gather an array of X bytes, or to
+- Chips are numbered slice by slice and fill the mesh in order: tensor is the innermost axis, data the outermost.
+  tensor stays within a slice.
+- A group with m members in each of s slices works in two stages. To gather an array of X bytes, or to
   reduce-scatter it, a chip sends $X (m-1)/m$ within its slice and $(X/m)(s-1)/s$ to other slices. An
   all-reduce is both, one after the other.
-- With W = `sizes["weights"]`, in a step: fsdp gathers W / tensor twice and reduce-scatters it once. data
-  all-reduces W / (tensor fsdp). tensor all-reduces `sizes["sums"]` / (data fsdp).
+- Let W = `sizes["weights"]`. In a step, fsdp gathers W / tensor twice and reduce-scatters it once; data
+  all-reduces W / (tensor fsdp); and tensor all-reduces `sizes["sums"]` / (data fsdp).
 - A chip stores `sizes["state"]` / (fsdp tensor), which may be at most `memory`.
-- The time is that of the bytes within slices at `ici` bytes/s plus that of the others at `dcn`.
-- Bytes are not rounded: half a byte stays half a byte, and a quarter of a byte too much doesn't fit.
+- The bytes within slices are sent at `ici` bytes/s, the others at `dcn`. The time is the sum of both.
+- Don't round bytes: half a byte stays half a byte, and a quarter of a byte too much doesn't fit.
 """,
     hints=(
-        "Take one mesh and one axis at a time, and write down: which array is gathered or reduced, and how often; how "
-        "many chips lie between two neighbours of a group, and how many members are therefore in one slice?",
-        "Neighbours of a tensor group are 1 chip apart, those of an fsdp group tensor, those of a data group tensor "
+        "Take one mesh and one axis at a time. Which array is gathered or reduced, and how often? How far apart are "
+        "two neighbours of a group, and how many of its members are therefore in one slice?",
+        "Neighbours in a tensor group are 1 chip apart, in an fsdp group tensor chips, and in a data group tensor "
         "times fsdp. A group of n with that stride has m = min(n, max(1, chips // stride)) members in a slice.",
-        "`gather(X, m, s)` returns the pair `X * (m - 1) / m, X / m * (s - 1) / s` with s = n / m. Add 3 times that "
-        "of fsdp, twice that of data and twice that of tensor, and take the `min` over all meshes that fit.",
+        "`gather(X, m, s)` returns the pair `X * (m - 1) / m, X / m * (s - 1) / s` with s = n / m. Add three gathers "
+        "for fsdp, two for data and two for tensor, and take the `min` over all meshes that fit.",
     ),
 )
 
@@ -612,22 +612,22 @@ def _(fn, t):
 mistaken(
     choose_mesh,
     "one_ring_for_all",
-    "You let one ring go through all slices. A group that spans slices works in two stages, one within the slice and "
+    "You use one ring through all slices. A group that spans slices works in two stages, one within the slice and "
     "one across, and only 1/m of the array crosses.",
     mesh_with(cost=cost_with(flat=True)),
 )
 mistaken(
     choose_mesh,
     "whole_array_crosses",
-    "You send the whole array between slices. A gather crosses first, a reduce-scatter last: either way a chip "
-    "exchanges only the 1/m of the array that its m neighbours leave to it.",
+    "You send the whole array between slices. A gather crosses first and a reduce-scatter last, so a chip sends only "
+    "parts of its own 1/m of the array across.",
     mesh_with(cost=cost_with(parts=False)),
 )
 mistaken(
     choose_mesh,
     "neighbours_of_every_axis",
-    "You take every group's members for neighbours. Those of an fsdp group are tensor chips apart, those of a data "
-    "group tensor times fsdp, so fewer of them share a slice.",
+    "You treat every group's members as adjacent chips. In an fsdp group they are tensor chips apart, in a data group "
+    "tensor times fsdp, so fewer of them share a slice.",
     mesh_with(cost=cost_with(stride=False)),
 )
 mistaken(
@@ -646,26 +646,26 @@ mistaken(
 mistaken(
     choose_mesh,
     "whole_gradient_over_data",
-    "data sums the whole gradient in your count. fsdp has left each chip a part of it: W / (tensor fsdp).",
+    "In your count, data sums the whole gradient. But fsdp has left each chip only a part of it: W / (tensor fsdp).",
     mesh_with(cost=cost_with(shard=False)),
 )
 mistaken(
     choose_mesh,
     "state_divided_by_data",
-    "You divide the state over data, too. data has copies: a chip stores state / (fsdp tensor).",
+    "You divide the state over data too. But data makes copies: a chip stores state / (fsdp tensor).",
     mesh_with(memory_of=lambda d, f, t: d * f * t),
 )
 mistaken(
     choose_mesh,
     "room_to_spare",
-    "You leave out a mesh whose state fits, to the byte. A chip stores state / (fsdp tensor) and nothing else, which "
-    "may be at most `memory`.",
+    "You leave out a mesh whose state fits exactly. A chip stores state / (fsdp tensor) and nothing else, and that may "
+    "equal `memory`.",
     mesh_with(spare=True),
 )
 mistaken(
     choose_mesh,
     "memory_forgotten",
-    "You take meshes whose state does not fit: a chip has `memory` bytes for state / (fsdp tensor).",
+    "You accept meshes whose state doesn't fit: a chip has `memory` bytes for state / (fsdp tensor).",
     mesh_with(memory_of=lambda d, f, t: math.inf),
 )
 mistaken(
@@ -701,8 +701,7 @@ mistaken(
 mistaken(
     choose_mesh,
     "rounded_state",
-    "You round the bytes of the state down, and take a mesh for which they are a fraction of a byte too many: divide "
-    "by `/`.",
+    "You round the bytes of the state down, and so accept a mesh that lacks a fraction of a byte. Divide with `/`.",
     mesh_with(divide=lambda a, b: a // b),
 )
 mistaken(
@@ -738,13 +737,13 @@ mistaken(
 mistaken(
     choose_mesh,
     "one_network",
-    "You give the bytes between slices the speed of those within. They have their own, `dcn`.",
+    "You send the bytes between slices at the rate of those within. They have their own rate, `dcn`.",
     mesh_with(cost=cost_with(slow=False)),
 )
 mistaken(
     choose_mesh,
     "tensor_across_slices",
-    "You let tensor span slices. It sums several times in every layer and stays within one.",
+    "You let tensor span slices. It must stay within one, because it sums several times in every layer.",
     mesh_with(wide=True),
 )
 
@@ -757,26 +756,25 @@ overlap = Exercise(
     minutes=25,
     points=15,
     statement="""
-Write `overlap(schedule, seconds)`: walk along a schedule with one clock for the arithmetic and a queue for each
-link, and say how much of each transfer is hidden and how much exposed.
+Write `overlap(schedule, seconds)`. Walk along a schedule with one clock for the arithmetic and a queue for each
+link, and find how much of each transfer is hidden and how much is exposed.
 
-- An opcode that ends in `-start` begins a transfer and takes no time of the arithmetic's. `copy-start` goes over
-  the link to the host, all others over the interconnect. A link carries one transfer after the other, in the
-  order of their starts.
-- The opcode with `-done` has the start as its first operand, and waits until that transfer has arrived. It takes no
-  time of its own, also where `seconds` has one for it. Every start has its done.
-- A plain `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute` is a transfer that
-  is waited for at once.
-- Everything else takes `seconds[name]` of the arithmetic's, or none.
-- `exposed` is how long the arithmetic stands still for a transfer. `hidden` is the rest of that transfer's
-  seconds, and never less than 0.
+- An opcode that ends in `-start` begins a transfer and takes none of the arithmetic's time. `copy-start` uses the link
+  to the host, all others the interconnect. A link carries one transfer after the other, in the order of their starts.
+- The opcode that ends in `-done` has the start as its first operand and waits until that transfer has arrived. It takes
+  no time of its own, even if `seconds` has an entry for it. Every start has its done.
+- A plain `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute` is a transfer too, and the
+  arithmetic waits for it at once.
+- Everything else takes `seconds[name]` of the arithmetic's time, or none without an entry.
+- `exposed` is how long the arithmetic waits for a transfer. `hidden` is the rest of that transfer's seconds, and never
+  less than 0.
 """,
     hints=(
         "Keep three things while you walk: the clock, when each link will be free, and when each transfer that has "
         "been started will arrive.",
-        "A transfer begins when it is started *and* its link is free. At its done the wait is what the arrival is "
-        "later than the clock, or 0, and the clock moves on by the wait.",
-        "`arrival[name] = max(clock, free.get(link, 0.0)) + seconds[name]`, and that is when the link is free again. "
+        "A transfer begins once it has been started *and* its link is free. At its done, if the arrival is later than "
+        "the clock, the difference is the wait, and the clock moves on by it.",
+        "`arrival[name] = max(clock, free.get(link, 0.0)) + seconds[name]`, and the link is free again at that time. "
         "At the done: `exposed = max(0.0, arrival[start] - clock)`, `hidden = max(0.0, seconds[start] - exposed)`.",
     ),
 )
@@ -1019,21 +1017,21 @@ mistaken(
 mistaken(
     overlap,
     "one_queue_for_all",
-    "You have the copy to the host wait for the interconnect, or the other way round. They are two links, each with "
-    "a queue of its own.",
+    "Your copy to the host waits for the interconnect, or the other way round. They are two links, each with its own "
+    "queue.",
     overlap_with(links=False),
 )
 mistaken(
     overlap,
     "nothing_blocks",
-    "You take a collective without start and done for one that is hidden. The arithmetic waits for it on the spot.",
+    "You treat a collective without start and done as hidden. The arithmetic waits for it at once.",
     overlap_with(blocking=False),
 )
 mistaken(
     overlap,
     "nothing_hides",
-    "You expose all of each transfer. What the arithmetic did since the start is hidden: at the done, wait only for "
-    "what is left.",
+    "You count each whole transfer as exposed. The part that overlapped with arithmetic since the start is hidden: at "
+    "the done, wait only for the rest.",
     overlap_with(hides=False),
 )
 mistaken(
@@ -1051,20 +1049,20 @@ mistaken(
 mistaken(
     overlap,
     "clock_stands",
-    "You note the wait and leave the clock where it was. Time goes on while the arithmetic waits.",
+    "You record the wait but don't advance the clock. Time goes on while the arithmetic waits.",
     overlap_with(advance=False),
 )
 mistaken(
     overlap,
     "waits_less_than_nothing",
-    "A transfer that has arrived long ago exposes nothing. You count less than nothing, and turn the clock back.",
+    "A transfer that arrived long ago exposes nothing. You count a negative wait, and turn the clock back.",
     overlap_with(negative=True),
 )
 mistaken(
     overlap,
     "blocks_ahead_of_the_queue",
-    "You let a collective that blocks go at once, ahead of transfers that its link still carries. It queues like the "
-    "others, and the arithmetic waits for all of that.",
+    "You begin a blocking collective at once, ahead of transfers that its link still carries. It queues like the "
+    "others, and the arithmetic waits for all of them.",
     overlap_with(ahead=True),
 )
 mistaken(
@@ -1076,7 +1074,7 @@ mistaken(
 mistaken(
     overlap,
     "hides_less_than_nothing",
-    "A transfer that had to queue can expose more than its own seconds. Then it hides nothing, not less than that.",
+    "A transfer that had to queue can expose more than its own seconds. Then its hidden part is 0, not negative.",
     overlap_with(own=False),
 )
 
@@ -1089,23 +1087,23 @@ interval = Exercise(
     minutes=20,
     points=10,
     statement="""
-Write `interval(program, rates)`: the time of a step if everything overlaps, and if nothing does.
+Write `interval(program, rates)`. It returns the time of a step if everything overlaps, and if nothing does.
 
-- `program["main"]` is a list of (opcode, what). Of a `"while"` it is (body, trips): the name of another list,
-  which runs so many times. A body may have loops of its own, two loops may share a body, and trips may be 0.
-- A `"fusion"` takes `what` cycles of the clock. A `"copy"` moves `what` bytes over the link to the host, a
-  `"send"` between slices over DCN. `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"` and
+- `program["main"]` is a list of (opcode, what). For a `"while"`, `what` is (body, trips): the name of another list in
+  `program`, and how many times it runs. A body may contain loops, two loops may share a body, and trips may be 0.
+- A `"fusion"` takes `what` cycles of the clock. A `"copy"` moves `what` bytes over the link to the host, and a
+  `"send"` moves them between slices over DCN. `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"` and
   `"collective-permute"` move theirs over ICI.
-- A transfer may stand there as one opcode, or as one with `-start` and one with `-done`. The bytes are the
-  start's; of a done, `what` is None.
-- If everything overlaps, a step takes as long as whatever is busiest in the whole of it: the arithmetic or one of
-  the three links. If nothing does, it takes all of them one after another.
+- A transfer may be one opcode, or a pair of opcodes that end in `-start` and `-done`. Then the start has the bytes, and
+  the done's `what` is None.
+- If everything overlaps, a step takes as long as the part that is busiest over the whole step: the arithmetic or one of
+  the three links. If nothing overlaps, their times add up.
 """,
     hints=(
-        "Add up four numbers over the whole step: the arithmetic's seconds and those of each link. What are the two "
-        "ends of the interval then?",
-        "An instruction runs as often as its computation: the trips of the loops around it, multiplied. Give that "
-        "number to a function that walks along one computation.",
+        "Add up four numbers over the whole step: the seconds of the arithmetic and of each link. How do the two "
+        "ends of the interval follow from them?",
+        "An instruction runs as often as its computation does, which is the product of the trips of all loops around "
+        "it. Pass that number to a function that walks along one computation.",
         "`def walk(computation, runs)`: for a `while` call `walk(body, runs * trips)`, else add `runs * what / "
         "rates[link]` to `busy[link]`. At the end `max(busy.values()), sum(busy.values())`.",
     ),
@@ -1262,8 +1260,8 @@ mistaken(
 mistaken(
     interval,
     "inner_loops_forget_the_outer",
-    "You multiply by the trips of the loop itself and forget the loops around it. An inner body runs once more for "
-    "every turn of the outer one.",
+    "You multiply by the trips of the loop itself and forget the loops around it. The inner loop runs anew in every "
+    "iteration of the outer one.",
     interval_with(nested=False),
 )
 mistaken(
@@ -1276,7 +1274,7 @@ mistaken(
 mistaken(
     interval,
     "links_one_after_another",
-    "You overlap transfers with the arithmetic, and not with each other. The three links run at the same time, too.",
+    "You overlap transfers with the arithmetic, but not with each other. The three links run at the same time too.",
     interval_with(two=True),
 )
 mistaken(
@@ -1312,7 +1310,7 @@ mistaken(
 mistaken(
     interval,
     "what_nobody_runs",
-    "You add up every computation in the text. One that no loop names never runs: begin at `main`.",
+    "You add up every computation in the program. One that no loop names never runs: begin at `main`.",
     interval_with(dead=True),
 )
 mistaken(
@@ -1324,6 +1322,6 @@ mistaken(
 mistaken(
     interval,
     "the_least_busy",
-    "You take the least of the four for the fastest. No step is faster than its busiest part.",
+    "You return the smallest of the four as the fastest time. A step can't be faster than its busiest part.",
     interval_with(longest=min),
 )

@@ -67,7 +67,7 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 # EXERCISE 03.classify
 def predict_time(ops, peaks, bandwidth):
-    """What each operation waits for, how long all take, and how much of that goes to memory.
+    """Each operation's limit, the time of all of them, and the share that waits for memory.
 
     Args:
       ops: list of dicts with
@@ -101,7 +101,7 @@ def matmul_flops(closed_jaxpr):
     """FLOPs of every `dot_general` that a jaxpr runs.
 
     Args:
-      closed_jaxpr: what `jax.make_jaxpr(fn)(*args)` returns.
+      closed_jaxpr: the result of `jax.make_jaxpr(fn)(*args)`.
 
     Returns:
       A Python int.

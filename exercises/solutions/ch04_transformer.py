@@ -33,7 +33,7 @@ def find_leaks(model, x_TD):
       x_TD: the embeddings at which to look.
 
     Returns:
-      bool [T, T]. Entry [t, s] is True where s > t and some output at position t depends, to first
+      bool [T, T]. Entry [t, s] is True if s > t and some output at position t depends, to first
       order, on some input at position s.
     """
     # BEGIN SOLUTION
@@ -106,7 +106,7 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
 
 # EXERCISE 04.count
 def predict_cost(cfg, new, cached):
-    """Predict what it takes to read `new` tokens after `cached` others, for one text.
+    """Predict the cost of reading `new` tokens after `cached` others, for one text.
 
     Args:
       cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`, `embed`, `heads`, `mlp`, the

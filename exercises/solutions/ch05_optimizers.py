@@ -43,10 +43,10 @@ def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, 
 
 # EXERCISE 05.clip
 def clip_tree(grads, limit):
-    """Shorten a gradient to a largest global norm.
+    """Shorten a gradient whose global norm is above a limit.
 
     Args:
-      grads: pytree of float32 or bfloat16 arrays of any shapes, scalars among them.
+      grads: pytree of float32 or bfloat16 arrays of any shapes, including scalars.
       limit: largest norm, a Python float above 0.
 
     Returns:

@@ -10,7 +10,7 @@ def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
 
     Args:
       logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target may be -inf, and
-        under mask 0 they may be anything, nan included.
+        under mask 0 all may be anything, including nan.
       targets_BT: int32 [B, T]; under mask 0 they may be out of range.
       mask_BT: [B, T] of any dtype; a target counts where it is not 0.
 
@@ -55,7 +55,7 @@ def make_donated_step(loss, learning_rate):
       learning_rate: Python float.
 
     Returns:
-      What `jax.jit` returned: a function (state, batch) -> (new state, metrics).
+            The result of `jax.jit`: a function (state, batch) -> (new state, metrics).
         state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the same pytree in
           float32, "step": int32 scalar}. The new state has the same structure, shapes and dtypes.
         batch: pytree of arrays, which the caller keeps.
@@ -118,7 +118,7 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
 
 # EXERCISE 06.loop
 def train_loop(step, state, batches, start, steps, log):
-    """Train from step `start` to step `steps`, and write down each step while the next one runs.
+    """Train from step `start` to step `steps`, and log each step while the next one runs.
 
     Args:
       step: function (state, batch) -> (state, metrics) that returns before its work is done;
@@ -158,7 +158,7 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
     Args:
       loss: pure function (params, rows [4, T], key) -> float32 scalar.
       optimizer: an `optax.GradientTransformation`.
-      params: pytree of arrays, the parameters before step 0; used only where `saved` is None.
+      params: pytree of arrays, the parameters before step 0; used only if `saved` is None.
       rows_RT: NumPy array [R, T] with R >= 4.
       seed: Python int.
       steps: how many steps to take in this call.
@@ -166,7 +166,7 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
 
     Returns:
       (losses, saved): a list of `steps` Python floats; and a dict of pytrees of arrays and numbers
-      that holds all that a later call needs, with the parameters under "params".
+      with everything that a later call needs, the parameters under "params".
     """
     # BEGIN SOLUTION
 

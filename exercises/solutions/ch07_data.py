@@ -45,8 +45,8 @@ def pack_documents(documents, rows, T, eod):
 
     Args:
       documents: list of lists of ints, none of them eod; a document may be empty.
-      rows: R, how many rows to make, whether or not the stream is so long.
-      T: places in a row.
+      rows: R, how many rows to make, whether or not the stream fills them.
+      T: slots in a row.
       eod: int, the id that ends each document.
 
     Returns:
@@ -66,12 +66,12 @@ def pack_documents(documents, rows, T, eod):
     begins = np.zeros((rows, T), bool)
     begins[:, :1] = True
     begins[:, 1:] = ended[:, :-1]
-    place = np.broadcast_to(np.arange(T), (rows, T))
-    began = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    slot = np.broadcast_to(np.arange(T), (rows, T))
+    began = np.maximum.accumulate(np.where(begins, slot, 0), axis=1)
     return {
         "tokens": tokens,
         "targets": targets,
-        "positions": np.where(real, place - began, 0).astype(np.int32),
+        "positions": np.where(real, slot - began, 0).astype(np.int32),
         "segment_ids": np.where(real, np.cumsum(begins, axis=1), 0).astype(np.int32),
         "loss_mask": (real & ~ended).astype(np.float32),
     }
@@ -90,8 +90,8 @@ def rows_of_process(k, B, process, count, total):
       total: how many rows the data has. Python ints, all of them, and k may be large.
 
     Returns:
-      int64 [rows of this process]: the numbers of its rows, rising; -1 in a place of the batch for
-      which the data has no row any more.
+      int64 [rows of this process]: the numbers of its rows, rising; -1 in a slot of the batch for
+      which the data has no row left.
     """
     # BEGIN SOLUTION
     share, more = divmod(B, count)
@@ -110,7 +110,7 @@ class ShuffledRows:
     """
 
     def __init__(self, rows, seed):
-        """Stands at the first row of epoch 0.
+        """Starts at the first row of epoch 0.
 
         Args:
           rows: number of rows, at least 1.
@@ -127,22 +127,22 @@ class ShuffledRows:
     def __next__(self):
         """Returns the number of the next row, a Python int."""
         # BEGIN SOLUTION
-        epoch, place = divmod(self.taken, self.rows)
+        epoch, index = divmod(self.taken, self.rows)
         if epoch != self.epoch:
             self.order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
             self.epoch = epoch
         self.taken += 1
-        return int(self.order[place])
+        return int(self.order[index])
         # END SOLUTION
 
     def get_state(self):
-        """Returns the place of the next row, as values that JSON can hold."""
+        """Returns the resume point, as values that JSON can hold."""
         # BEGIN SOLUTION
         return {"taken": self.taken}
         # END SOLUTION
 
     def set_state(self, state):
-        """Goes to a place that `get_state` of any such iterator returned."""
+        """Goes to a resume point that `get_state` of any such iterator returned."""
         # BEGIN SOLUTION
         self.taken = state["taken"]
         # END SOLUTION
@@ -161,11 +161,11 @@ def row_of_mixture(weights, i):
     """
     # BEGIN SOLUTION
     W = sum(weights)
-    rounds, place = divmod(i, W)  # after W rows every part has had its weight, and all begins anew
+    rounds, slot = divmod(i, W)  # after W rows every part has had its weight: a new round begins
     taken, part = [0] * len(weights), 0
-    for n in range(place + 1):
+    for n in range(slot + 1):
         may_come = [p for p, w in enumerate(weights) if taken[p] * W // w <= n]
-        # The smallest place by which the next row must have come: (row + 1) W / w, rounded up.
+        # The part with the earliest deadline for its next row: (row + 1) W / w, rounded up.
         part = min(may_come, key=lambda p: -(-(taken[p] + 1) * W // weights[p]))
         taken[part] += 1
     return part, rounds * weights[part] + taken[part] - 1

@@ -26,7 +26,7 @@ def save_step(disk, step, files):
         disk.write(f"{draft}/{name}", data)
         disk.fsync(f"{draft}/{name}")
     disk.fsync(draft)
-    # All of it is on the disk. The rename commits, and is itself on the disk after the next line.
+    # All content is on the disk. The rename commits; the line after it flushes the new name.
     disk.rename(draft, str(step))
     disk.fsync("")
     for name in old:
@@ -39,10 +39,10 @@ def read_piece(saved, read, want, dtype):
     """Build one device's piece of an array from the pieces that other devices saved.
 
     Args:
-      saved: list of the saved pieces' places in the whole array; a place is a tuple with one
-        (start, stop) for each dimension. Two places are equal or have no element in common.
+      saved: list of the saved pieces' regions in the whole array; a region is a tuple with one
+        (start, stop) for each dimension. Two regions are equal or have no element in common.
       read: function of an index into `saved` -> NumPy array, that whole piece.
-      want: the place of the piece to build, a tuple like those in `saved`.
+      want: the region of the piece to build, a tuple like those in `saved`.
       dtype: NumPy dtype of the array.
 
     Returns:
@@ -54,14 +54,14 @@ def read_piece(saved, read, want, dtype):
     # BEGIN SOLUTION
     shape = tuple(stop - start for start, stop in want)
     piece, missing, seen = np.empty(shape, dtype), math.prod(shape), set()
-    for index, place in enumerate(saved):
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(place, want, strict=True)]
-        if place in seen or any(start >= stop for start, stop in both):
+    for index, region in enumerate(saved):
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, want, strict=True)]
+        if region in seen or any(start >= stop for start, stop in both):
             continue
-        seen.add(place)
-        # The part that both have, counted from the corner of each.
+        seen.add(region)
+        # The overlap, counted from the corner of each.
         here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, want, strict=True))
-        there = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, place, strict=True))
+        there = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, region, strict=True))
         piece[here] = read(index)[there]
         missing -= math.prod(b - a for a, b in both)
     if missing:
@@ -95,7 +95,7 @@ def names_to_delete(names, saved, keep, keep_every=None):
 
 # EXERCISE 08.find_damaged
 def newest_whole(folder):
-    """Find the newest checkpoint of which every file is what was written.
+    """Find the newest checkpoint whose files are all as written.
 
     Args:
       folder: `pathlib.Path` of a folder with a folder for each step, as in the statement.
@@ -132,10 +132,10 @@ def newest_whole(folder):
 
 # EXERCISE 08.interval
 def best_save_every(stall, step_seconds, devices, hours_per_device):
-    """The number of steps between saves that wastes least time.
+    """Return the number of steps between saves that wastes the least time.
 
     Args:
-      stall: seconds that the loop stands still for a save, 0 or more.
+      stall: seconds that a save stalls the loop, 0 or more.
       step_seconds: seconds of a step.
       devices: how many devices the job uses; it fails when any of them does.
       hours_per_device: mean time between failures of one device, in hours.

@@ -7,13 +7,13 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 09.spec_puzzle
 def place(shape, mesh, spec, itemsize, index):
-    """Where an array lies on a mesh.
+    """Compute how an array is stored on a mesh.
 
     Args:
       shape: the array's, a tuple of Python ints.
       mesh: axis name -> number of devices, in the mesh's order. Devices are numbered from 0, the
         last axis fastest.
-      spec: a tuple with None, a name or a tuple of names for each dimension; it may be too short.
+      spec: None, a name or a tuple of names for each dimension; trailing entries may be missing.
       itemsize: bytes of one number.
       index: of one element, a tuple of Python ints.
 
@@ -22,7 +22,7 @@ def place(shape, mesh, spec, itemsize, index):
       hold the same part, and the numbers of all devices that hold the element, ascending.
 
     Raises:
-      ValueError: no array can lie so.
+      ValueError: no array can be stored this way.
     """
     # BEGIN SOLUTION
     if len(spec) > len(shape):
@@ -65,7 +65,7 @@ def make_two_layers(case):
       case: "A", "B", "C" or "D", a row of the table.
 
     Returns:
-      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, placed as the row says.
+      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row says.
     """
     # BEGIN SOLUTION
 
@@ -74,7 +74,7 @@ def make_two_layers(case):
         return jnp.einsum("bf,fd->bd", h_BF, v_FD, out_sharding=P("data", None))
 
     def column_column(x_BD, w_DF, v_FD):
-        # Without the reshard the compiler gathers h_BF too: only one side is split where the sum is.
+        # Without the reshard the compiler gathers h_BF too: only one side of the sum is split.
         h_BF = jax.nn.relu(x_BD @ w_DF)
         return jax.sharding.reshard(h_BF, P("data", None)) @ v_FD
 
@@ -92,14 +92,14 @@ def make_two_layers(case):
 
 # EXERCISE 09.shard_map_port
 def split_softmax(x_BV, vocab):
-    """The softmax over the first columns of rows that are split over devices.
+    """Softmax over the first `vocab` columns of rows that are split over devices.
 
     Args:
       x_BV: float32 [B, V], sharded P("data", "tensor") on the mesh in use.
       vocab: Python int, 1 to V. Columns from here on are padding.
 
     Returns:
-      p_BV: float32 [B, V], sharded alike: padding is 0, every row adds up to 1.
+      p_BV: float32 [B, V], sharded like x_BV: padding is 0, and every row adds up to 1.
     """
     # BEGIN SOLUTION
 
@@ -118,7 +118,7 @@ def split_softmax(x_BV, vocab):
 
 # EXERCISE 09.rules
 def spec_of(names, table, sizes, drop=()):
-    """The PartitionSpec of an array whose dimensions have names.
+    """Return the PartitionSpec of an array whose dimensions have names.
 
     Args:
       names: for each dimension a name, or None for one that stays whole.
@@ -130,7 +130,7 @@ def spec_of(names, table, sizes, drop=()):
       A PartitionSpec with an entry for each dimension.
 
     Raises:
-      ValueError: an unknown name, or an axis that two dimensions would be split over.
+      ValueError: a name is unknown, or one axis would split two dimensions.
     """
     # BEGIN SOLUTION
     entries, taken = [], {}

@@ -24,7 +24,7 @@ def tp_mlp(x_BTD, gate_DF, up_DF, down_FD):
     gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF)
     up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)
     hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
-    # Each device has all of its own features: the partial sums of this product are the only ones.
+    # Each device has finished its own features: only this product gives partial sums.
     return jnp.einsum("BTF,FD->BTD", hidden_BTF, down_FD, out_sharding=P("data", None, None))
     # END SOLUTION
 
@@ -49,7 +49,7 @@ def vocab_parallel_loss(x_XD, w_DV, targets_X):
         v = logits_Xv.shape[1]
         top_X = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_Xv, axis=1)), "tensor")
         sum_X = jax.lax.psum(jnp.sum(jnp.exp(logits_Xv - top_X[:, None]), axis=1), "tensor")
-        # This device has tokens from first on; a target on another one hits nothing here.
+        # This device has the tokens from `first` on; a target on another device hits nothing here.
         first = jax.lax.axis_index("tensor") * v
         hit_Xv = first + jnp.arange(v) == targets_X[:, None]
         target_X = jax.lax.psum(jnp.sum(jnp.where(hit_Xv, logits_Xv, 0.0), axis=1), "tensor")
@@ -61,7 +61,7 @@ def vocab_parallel_loss(x_XD, w_DV, targets_X):
 
 # EXERCISE 12.ring_attention
 def ring_attention(q_BTNH, k_BTNH, v_BTNH):
-    """Causal attention; tokens lie in order along the mesh axis `context`, keys go around a ring.
+    """Causal attention; tokens are split in order over `context`, and keys go around a ring.
 
     Args:
       q_BTNH: [B, T, N, H] float32, as P(None, "context").
@@ -77,11 +77,11 @@ def ring_attention(q_BTNH, k_BTNH, v_BTNH):
         n, me = jax.lax.axis_size("context"), jax.lax.axis_index("context")
         t, H = q_BtNH.shape[1], q_BtNH.shape[3]
         onwards = [(device, (device + 1) % n) for device in range(n)]
-        place_t = jnp.arange(t)
+        position_t = jnp.arange(t)
 
         def block(k_BsNH, v_BsNH, owner):
             logits = jnp.einsum("BtNH,BsNH->BNts", q_BtNH, k_BsNH) / math.sqrt(H)
-            seen_ts = (me * t + place_t)[:, None] >= owner * t + place_t
+            seen_ts = (me * t + position_t)[:, None] >= owner * t + position_t
             logits = jnp.where(seen_ts, logits, -1e30)
             top = jnp.max(logits, axis=-1)
             exps = jnp.exp(logits - top[..., None])
@@ -96,7 +96,7 @@ def ring_attention(q_BTNH, k_BTNH, v_BTNH):
             out = out * a[..., None] + out_2 * b[..., None]
             return ((out, new, size * a + size_2 * b), held), None
 
-        # Its own keys first: every query sees one of them, so no maximum is ever that of nothing.
+        # Its own keys first: every query sees one of them, so every maximum is that of a real logit.
         carry = block(k_BtNH, v_BtNH, me), (k_BtNH, v_BtNH)
         ((out, _, size), _), _ = jax.lax.scan(turn, carry, jnp.arange(1, n))
         return jnp.swapaxes(out / size[..., None], 1, 2)
@@ -126,11 +126,11 @@ def zigzag_order(T, devices):
     """
     # BEGIN SOLUTION
     if T % (2 * devices):
-        raise ValueError(f"{T} tokens cannot be cut in {2 * devices} equal pieces")
+        raise ValueError(f"{T} tokens can't be cut into {2 * devices} equal pieces")
     first = np.arange(devices)
     pieces = np.stack([first, 2 * devices - 1 - first], axis=1)
     tokens = np.arange(T).reshape(2 * devices, T // (2 * devices))
     order = tokens[pieces.reshape(-1)].reshape(-1)
-    # Where each token went: the places, sorted by the tokens that lie there.
+    # Where each token went: the positions, sorted by the tokens that are there now.
     return pieces, order, np.argsort(order)
     # END SOLUTION

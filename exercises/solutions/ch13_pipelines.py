@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 13.gpipe
 def gpipe(layer, w_LDD, x_MBD):
-    """Passes M microbatches through L layers that are cut in stages along the mesh axis `stage`.
+    """Passes M microbatches through L layers that are cut into stages along the mesh axis `stage`.
 
     Args:
       layer: a function of (w [D, D], x [B, D]) that gives [B, D].
-      w_LDD: [L, D, D] float32, as P("stage"): each stage holds L/S layers in a row.
+      w_LDD: [L, D, D] float32, as P("stage"): each stage holds L/S consecutive layers.
       x_MBD: [M, B, D] float32, whole on every device.
 
     Returns:
@@ -68,9 +68,9 @@ def circular_work(tick, stage, S, M, R):
     number = tick - stage
     if not 0 <= number < R * M:
         return None
-    # Stage 0 works in laps of S ticks; R laps in a row are those of the same S microbatches.
-    lap, place = divmod(number, S)
-    return lap // R * S + place, lap % R
+    # Stage 0 works in laps of S ticks; the same S microbatches go round in R consecutive laps.
+    lap, offset = divmod(number, S)
+    return lap // R * S + offset, lap % R
     # END SOLUTION
 
 
@@ -92,7 +92,7 @@ def plan(schedule, S, R, wanted, forward, backward, send):
     """
     # BEGIN SOLUTION
     groups, step = (R, S) if schedule == "circular" else (1, 1)
-    # (S-1) / (R*M + S-1) <= wanted, solved for M; in fractions, so that equality is equality.
+    # (S-1) / (R*M + S-1) <= wanted, solved for M; in fractions, so equality is exact.
     wanted = Fraction(wanted)
     least = math.ceil((S - 1) * (1 - wanted) / (wanted * groups))
     M = max(1, -(-least // step)) * step
@@ -106,7 +106,7 @@ def plan(schedule, S, R, wanted, forward, backward, send):
 
 # EXERCISE 13.balance
 def balance(costs, S):
-    """Cuts a model in S stages so that the slowest is as fast as possible.
+    """Cuts a model into S stages whose slowest is as fast as possible.
 
     Args:
       costs: a list of n positive ints: what the embedding, each layer and the head cost, in order.

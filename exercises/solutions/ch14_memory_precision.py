@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 # EXERCISE 14.remat_policy
 def keep_one(x_XD, weights):
-    """Run a stack of layers whose backward pass finds one product of each layer kept.
+    """Run a stack of layers that keeps one product of each layer for the backward pass.
 
     Args:
       x_XD: float32 [X, D].
@@ -30,7 +30,7 @@ def keep_one(x_XD, weights):
 
 # EXERCISE 14.scanned_stack
 def scanned(x_XD, weights):
-    """Run the layers of `unrolled` by a scan, each of them computed again in the backward pass.
+    """Run the layers of `unrolled` in a scan that computes each again in the backward pass.
 
     Args:
       x_XD: float32 [X, D].
@@ -86,7 +86,7 @@ def chunked_nll(x_XD, w_DV, targets_X, chunks):
 
 # EXERCISE 14.f32_accumulators
 def mean_gradient(grad_fn, params, parts):
-    """The mean gradient over M microbatches, added up so that no small part is lost.
+    """The mean gradient over M microbatches, added up without losing small parts.
 
     Args:
       grad_fn: grad_fn(params, part) -> (grads, count): the gradient summed over the part's tokens, a
@@ -111,7 +111,7 @@ def mean_gradient(grad_fn, params, parts):
 
 # EXERCISE 14.fit_plan
 def fit_plan(sizes, seconds, memory, rows):
-    """Find the fastest way to run a step in the memory that there is.
+    """Find the fastest way to run a step in the available memory.
 
     Args:
       sizes: bytes, Python ints: "parameters", "optimizer", "kept_none", "kept_full", "logits".

@@ -6,7 +6,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 15.index_maps
 def attention_specs(B, T, N, K, H, block):
-    """Grid and blocks of a causal attention in which N/K query heads share a key head.
+    """Return the grid and blocks of a causal attention whose key heads serve N/K query heads each.
 
     Args:
       B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH and v_BKTH.
@@ -14,7 +14,7 @@ def attention_specs(B, T, N, K, H, block):
       N: query heads.
       K: key heads; N is divisible by it.
       H: width of a head.
-      block: how many queries and how many keys a block holds; T is divisible by it.
+      block: number of queries, and of keys, in a block; T is divisible by it.
 
     Returns:
       (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose last index numbers the
@@ -23,7 +23,7 @@ def attention_specs(B, T, N, K, H, block):
     # BEGIN SOLUTION
     tiles, shape = T // block, (None, None, block, H)
     query = pl.BlockSpec(shape, lambda b, n, t, s: (b, n, t, 0))
-    # Past the diagonal the index stays what it was, so that nothing is loaded.
+    # Past the diagonal the index doesn't change, so nothing is loaded.
     key = pl.BlockSpec(shape, lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t), 0))
     return (B, N, tiles, tiles), [query, key, key], query
     # END SOLUTION
@@ -31,10 +31,10 @@ def attention_specs(B, T, N, K, H, block):
 
 # EXERCISE 15.reduction
 def column_stats(x_MN, block_M=32, block_N=128):
-    """Sum and maximum of each column.
+    """Compute the sum and maximum of each column.
 
     Args:
-      x_MN: [M, N] float32 or bfloat16, of any sizes from 1 on.
+      x_MN: [M, N] float32 or bfloat16; both sizes are at least 1.
       block_M: rows of a block of x.
       block_N: columns of a block of x.
 
@@ -72,10 +72,10 @@ def column_stats(x_MN, block_M=32, block_N=128):
 
 # EXERCISE 15.out_of_bounds
 def second_difference(x_MN):
-    """The second difference of each column; rows before the first and after the last count as 0.
+    """Compute each column's second difference; rows before the first and after the last count as 0.
 
     Args:
-      x_MN: float32 [M, N], of any sizes from 1 on.
+      x_MN: float32 [M, N]; both sizes are at least 1.
 
     Returns:
       float32 [M, N]: x[m - 1] - 2 x[m] + x[m + 1].
@@ -107,10 +107,10 @@ def second_difference(x_MN):
 
 # EXERCISE 15.softmax
 def row_softmax(x_MN, block_M=8):
-    """Softmax over each row, computed in float32; a row of nothing but -inf gives zeros.
+    """Softmax over each row, computed in float32; a row that is all -inf gives zeros.
 
     Args:
-      x_MN: [M, N] float32 or bfloat16, of any sizes from 1 on; entries may be -inf.
+      x_MN: [M, N] float32 or bfloat16; both sizes are at least 1, and entries may be -inf.
       block_M: rows of a block.
 
     Returns:
@@ -141,11 +141,11 @@ def row_softmax(x_MN, block_M=8):
 
 # EXERCISE 15.gather
 def take_rows(table_VD, ids_T):
-    """The table's rows that the ids name; an id that is none of its rows gives zeros.
+    """Look up the table's rows by id; an id that isn't one of its rows gives zeros.
 
     Args:
-      table_VD: float32 [V, D], of any sizes from 1 on.
-      ids_T: int32 [T], of any size from 1 on.
+      table_VD: float32 [V, D]; both sizes are at least 1.
+      ids_T: int32 [T]; T is at least 1.
 
     Returns:
       float32 [T, D].

@@ -9,12 +9,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 16.accumulator
 def tiled_matmul(x_MK, w_KN, tiles):
-    """Computes x @ w, a tile of the result at a time, summed in float32 and rounded once.
+    """Compute x @ w one tile of the result at a time, summed in float32 and rounded once.
 
     Args:
       x_MK: bfloat16 [M, K].
       w_KN: bfloat16 [K, N].
-      tiles: (m, k, n), none longer than its dimension; they need not divide it.
+      tiles: (m, k, n), none longer than its dimension; they needn't divide it.
 
     Returns:
       bfloat16 [M, N].
@@ -31,7 +31,7 @@ def tiled_matmul(x_MK, w_KN, tiles):
             sum_ref[...] = jnp.zeros_like(sum_ref)
 
         x, w = x_ref[...], w_ref[...]
-        left = K - step * k  # what lies beyond may be NaN, so both factors are cut there
+        left = K - step * k  # past the end may be NaN, so both factors are masked
         x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, 0)
         w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0)
         sum_ref[...] += jnp.dot(x, w, preferred_element_type=jnp.float32)
@@ -59,7 +59,7 @@ def tiled_matmul(x_MK, w_KN, tiles):
 
 # EXERCISE 16.fused_epilogue
 def gated_product(x_MK, gate_KN, up_KN, tiles):
-    """Computes silu(x @ gate) * (x @ up) in one kernel; only the result is written.
+    """Compute silu(x @ gate) * (x @ up) in one kernel that writes only the result.
 
     Args:
       x_MK: bfloat16 [M, K].
@@ -108,7 +108,7 @@ def gated_product(x_MK, gate_KN, up_KN, tiles):
 
 # EXERCISE 16.choose_tiles
 def choose_tiles(M, K, N, budget):
-    """The tiles of a bfloat16 product that move the fewest bytes within a budget of VMEM.
+    """Choose the tiles of a bfloat16 product that move the fewest bytes within a VMEM budget.
 
     Args:
       M: rows of x. All sizes are Python ints, and multiples of 128.
@@ -117,7 +117,7 @@ def choose_tiles(M, K, N, budget):
       budget: bytes of VMEM for blocks and scratch.
 
     Returns:
-      ((m, k, n), bytes): the tiles, and what they move between HBM and VMEM; None if nothing fits.
+      ((m, k, n), bytes): the tiles, and the bytes they move between HBM and VMEM; None if none fit.
     """
     # BEGIN SOLUTION
     lengths = (128, 256, 512, 1024, 2048, 4096)
@@ -144,11 +144,11 @@ def choose_tiles(M, K, N, budget):
 
 # EXERCISE 16.double_buffering
 def streamed_matmul(x_MK, w_KN, k):
-    """Computes x @ w with w streamed from HBM, k rows at a time, two parts of it in VMEM.
+    """Compute x @ w with w streamed from HBM, k rows at a time, and two parts of it in VMEM.
 
     Args:
       x_MK: bfloat16 [M, K], which fits into VMEM.
-      w_KN: bfloat16 [K, N], which need not.
+      w_KN: bfloat16 [K, N], which needn't fit.
       k: rows of w in a part; it divides K.
 
     Returns:

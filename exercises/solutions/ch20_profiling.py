@@ -5,24 +5,24 @@ from itertools import pairwise
 
 # EXERCISE 20.read_trace
 def read_trace(events, window):
-    """Say where the time of a trace went, by name, and which share of it nothing ran.
+    """Divide a trace's time among the names in it, and find the share in which nothing ran.
 
     Args:
       events: list of (lane, name, start, end), in any order; start and end are int nanoseconds.
-        Of two events of one lane, one lies inside the other or they do not overlap; no two have
-        equal times. Different lanes run at the same time.
-      window: (start, end) in nanoseconds; only what lies inside it counts.
+        Two events of one lane are either nested or don't overlap, and never have the same start
+        and end. Different lanes run at the same time.
+      window: (start, end) in nanoseconds; only time inside it counts.
 
     Returns:
-      (own, idle): a dict that gives for each name in `events` the nanoseconds of its own, an int,
-      without what ran inside it on the same lane; and the share of the window, a float, in which
+      (own, idle): a dict from each name in `events` to its own time in nanoseconds, an int, which
+      excludes what ran inside it on the same lane; and the share of the window, a float, in which
       no lane had an event.
     """
     # BEGIN SOLUTION
     own = dict.fromkeys((name for _, name, _, _ in events), 0)
-    opened = defaultdict(list)  # by lane, what may still run: (end, name), the innermost last
+    opened = defaultdict(list)  # by lane, events still open: (end, name), innermost last
     busy, until = 0, window[0]
-    # The outer of two starts earlier, or together with the inner one and ends later.
+    # The outer event starts earlier, or at the same time and ends later.
     for lane, name, start, end in sorted(events, key=lambda e: (e[2], -e[3])):
         stack = opened[lane]
         while stack and stack[-1][0] <= start:
@@ -48,22 +48,22 @@ def mfu(model, rows, seq_len, seconds, peaks, chips):
         minitext's configuration has them. The feed-forward layer is gated: three matrices.
       rows: rows in the batch of a step, over all chips.
       seq_len: tokens in a row.
-      seconds: what a step takes.
-      peaks: FLOP/s of one chip by the dtype of a product's inputs, such as {"bfloat16": 2e14}.
+      seconds: the time of a step.
+      peaks: FLOP/s of one chip for each dtype of a product's inputs, such as {"bfloat16": 2e14}.
       chips: how many chips run the step.
 
     Returns:
-      MFU, a float: FLOPs that the model needs over those that the chips could have done.
+      MFU, a float: the FLOPs that the model needs divided by those that the chips could have done.
     """
     # BEGIN SOLUTION
     D, F, N = model.embed, model.mlp, model.heads
     K, H = model.kv_heads or N, model.head_dim or D // N
     per_layer = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F
-    # Looking a row up is no product; the output layer is one, of its own or of the same matrix.
+    # Looking up a row isn't a product. The output layer is one, with tied embeddings too.
     weights = model.layers * per_layer + model.vocab * D
-    # Two products of a query with each key, and half of the keys on average.
+    # Each query meets half of the keys on average, in two products.
     attention = model.layers * 4 * N * H * seq_len / 2
-    # Forward once, backward twice that. What remat computes again is not the model's need.
+    # Forward once, backward twice as much. The model doesn't need what remat computes again.
     flops = 3 * rows * seq_len * (2 * weights + attention)
     return flops / (seconds * chips * peaks[model.dtype])
     # END SOLUTION
@@ -74,14 +74,14 @@ def goodput(lines):
     """Divide the time of a run that was killed and resumed, from its ledger.
 
     Args:
-      lines: list of str in the order in which they were written, a JSON object each: `event`, such
-        as "job_start", "compile", "data_wait", "step" or "save"; `start`, when it began, and
+      lines: list of str in the order in which they were written, each a JSON object with `event`,
+        such as "job_start", "compile", "data_wait", "step" or "save"; `start`, when it began;
         `seconds`, how long it took; and for a step its number `step`. A job's first line is its
-        "job_start". Torn lines, which are no JSON, occur.
+        "job_start". Some lines may be torn and aren't valid JSON.
 
     Returns:
-      dict of the shares of the time from the first start to the last end, floats that sum to 1: of
-      each event that occurs, and of "step", "lost", "idle" and "other".
+      dict from each event that occurs, and from "step", "lost", "idle" and "other", to its share
+      of the time from the first start to the last end; the shares are floats that sum to 1.
     """
     # BEGIN SOLUTION
     records, job, began_at = [], 0, {}
@@ -102,10 +102,10 @@ def goodput(lines):
         if start > until:
             spent["idle" if kind == "job_start" else "other"] += start - until
             until = start
-        # A later job that began at this step or before it went on from less.
+        # A later job began at this step or before it.
         if kind == "step" and any(j > job and s <= record["step"] for j, s in began_at.items()):
             kind = "lost"
-        # Of a moment that two events claim, the later one gets nothing.
+        # If two events claim the same moment, the earlier one gets it.
         end = max(until, start + record["seconds"])
         spent[kind] += end - until
         until = end
@@ -115,16 +115,16 @@ def goodput(lines):
 
 # EXERCISE 20.find_stall
 def find_stall(events):
-    """Say what the devices waited for, and which wait cost most.
+    """Find what the devices waited for, and which wait cost most.
 
     Args:
       events: list of (device, kind, name, start, end), in any order; start and end are int
         nanoseconds. Kinds are "compute", "collective" and "data". The device of a data wait is
-        None: it is the host's, and concerns all devices. Events of one device may overlap.
+        None: it belongs to the host and concerns all devices. Events of one device may overlap.
 
     Returns:
-      (worst, waits): a dict of floats that gives for each name of a collective or data wait, and
-      for "idle", the nanoseconds it cost, the mean over devices; and the name that cost most.
+      (worst, waits): the name that cost most; and a dict from the name of each collective and data
+      wait, and from "idle", to the nanoseconds it cost, a float, the mean over devices.
     """
     # BEGIN SOLUTION
     devices = {e[0] for e in events} - {None}
@@ -137,7 +137,7 @@ def find_stall(events):
             running = [e for e in mine if e[3] <= start and e[4] >= end]
             if any(kind == "compute" for _, kind, _, _, _ in running):
                 continue
-            # Whatever ends earlier would not have ended the wait.
+            # Without the waits that end earlier, the device would have waited just as long.
             blamed = max(running, key=lambda e: e[4], default=None)
             waits[blamed[2] if blamed else "idle"] += (end - start) / len(devices)
     return max(waits, key=lambda name: waits[name]), waits

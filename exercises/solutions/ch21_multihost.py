@@ -7,7 +7,7 @@ import numpy as np
 
 # EXERCISE 21.process_rows
 def global_rows(read, sharding, shape):
-    """Make a global array of rows, of which this process reads its own alone.
+    """Make a global array of which this process reads only its own rows.
 
     Args:
       read: function of a list of row numbers, increasing, -> NumPy [len(rows), T]. It reads data.
@@ -41,7 +41,7 @@ def find_job(env):
 
     Returns:
       (address, processes, index): the coordinator's "host:port", how many processes there are, and
-      which one this is; or None where the process is alone.
+      which one this is; or None if the process is alone.
 
     Raises:
       ValueError: naming the variable that is missing or whose value is wrong.
@@ -59,12 +59,12 @@ def find_job(env):
 
     if any(name in env for name in explicit):
         missing = [name for name in explicit if name not in env]
-        if missing:  # half a decision: starting alone would train the same run several times
+        if missing:  # starting alone would train the same run several times
             raise ValueError(f"{' and '.join(missing)} must be set too")
         address, processes, index = env["COORDINATOR"], number("PROCESSES"), number("PROCESS_INDEX")
         told = "PROCESS_INDEX"
     elif all(name in env for name in slurm):
-        # The first name, up to a comma outside of brackets, and the first entry of each bracket.
+        # The first name, up to a comma outside brackets, with the first entry of each bracket.
         first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[0]
         host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
         address = f"{host}:{61440 + number('SLURM_JOB_ID') % 4096}"
@@ -99,7 +99,7 @@ def run_job(job, steps, save_every):
     losses = []
     for step in range(1, steps + 1):
         losses.append(job.sum(job.step(step)))
-        # A signal reaches one process earlier than another. What all have summed, all decide alike.
+        # A signal reaches one process before another. All decide alike from the sum, which all have.
         stop = job.sum(int(job.told_to_stop())) > 0 or step == steps
         if stop or step % save_every == 0:
             state = job.gather()
@@ -118,8 +118,8 @@ def resume(folder, wanted, index, count, batch):
 
     Args:
       folder: `pathlib.Path` with a folder for each step, as in the statement.
-      wanted: dict from the name of each array to (start, stop), the rows that this process shall
-        hold from now on.
+      wanted: dict from the name of each array to (start, stop), the rows that this process
+        holds from now on.
       index: which of the new processes this is.
       count: how many there are now.
       batch: rows in a batch over all processes, a multiple of `count` and as before.
@@ -138,7 +138,7 @@ def resume(folder, wanted, index, count, batch):
         found = [re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name) for p in path.iterdir()]
         found = [(int(m[1]), int(m[2])) for m in found if m]
         number = int(path.name.removeprefix("step-"))
-        # Whole only if every process that saved has left its file.
+        # Whole only if every process that saved left its file.
         if found and len(found) == found[0][1] and (step is None or number > step):
             step, files = number, [path / f"process-{i}-of-{n}.npz" for i, n in sorted(found)]
     if step is None:
@@ -158,7 +158,7 @@ def resume(folder, wanted, index, count, batch):
 
     def batches():
         share = batch // count
-        begin = done + index * share  # all rows that were read, by whomever, are behind us
+        begin = done + index * share  # the rows that any process has read come before
         while True:
             yield list(range(begin, begin + share))
             begin += batch
@@ -212,7 +212,7 @@ def bill(attempts, faults):
     usual = np.median([end - begin for _, _, begin, end in taken if lasting(begin, end) is None])
 
     for index, number, begin, end in taken:
-        # The step was there until the first later attempt that went on from less.
+        # The step was there until the first later attempt that resumed from below it.
         payer, is_lost = ended_by[index], False
         for later in range(index + 1, len(attempts)):
             low = attempts[later]["resumed"]
@@ -240,7 +240,7 @@ def bill(attempts, faults):
             charge("end", attempt["end"] - last, None)
             continue
         at, noticed = faults[fault]["at"], faults[fault]["noticed"]
-        if attempt["steps"]:  # one was under way
+        if attempt["steps"]:  # a step was under way
             charge("lost", at - last, fault)
         else:
             charge("start-up", at - last, before)

@@ -10,7 +10,7 @@ def fit(rows, devices, available, predict, ask):
       devices: devices of the target, a Python int.
       available: bytes that a program may use on each of them.
       predict: predict(settings) returns bytes on each device. It is quick, and the compiler's figure
-        lies within a tenth of it: from predict / 1.1 to predict * 1.1.
+        is within a tenth of it: from predict / 1.1 to predict * 1.1.
       ask: ask(settings) compiles the step and returns whether the compiler takes it.
 
     Returns:
@@ -29,7 +29,7 @@ def fit(rows, devices, available, predict, ask):
                     f"mesh.data={devices // fsdp}",
                     f"mesh.fsdp={fsdp}",
                 ]
-                # Above this not even the compiler's lowest figure would fit.
+                # Beyond this, even the compiler's lowest figure wouldn't fit.
                 if predict(settings) <= 1.1 * available and ask(settings):
                     return settings
     return None
@@ -50,7 +50,7 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
 
     Returns:
       ((data, fsdp, tensor), seconds, bytes that a chip sends within its slice, bytes that it sends to
-      other slices), or None if no mesh has room for the state.
+      other slices), or None if the state fits on no mesh.
     """
     # BEGIN SOLUTION
 
@@ -84,13 +84,13 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
 
 # EXERCISE 22.overlap
 def overlap(schedule, seconds):
-    """Find what each transfer of a schedule hides behind the arithmetic, and what it costs.
+    """Find how much of each transfer the arithmetic hides, and how much is exposed.
 
     Args:
       schedule: list of (name, opcode, operands), in the order in which the program runs; operands is
         a tuple of names.
-      seconds: dict, name -> s. Of a start it is the transfer's time; a name that is not there takes
-        none.
+      seconds: dict, name -> s. A start's entry is its transfer's time; a name without an entry takes
+        no time.
 
     Returns:
       (total, waits): the seconds of the whole schedule, and a dict, name of the transfer ->
@@ -124,8 +124,8 @@ def interval(program, rates):
     """Bound the time of a step: everything overlaps, or nothing does.
 
     Args:
-      program: dict, computation -> list of (opcode, what), in the order of its schedule. "main" is
-        what a step runs.
+      program: dict, computation -> list of (opcode, what), in the order of its schedule. A step runs
+        "main".
       rates: per second: "clock" in cycles; "ici", "dcn" and "host" in bytes.
 
     Returns:

@@ -33,6 +33,12 @@ def compile_(
             callback=check_save,
         ),
     ] = None,
+    options: Annotated[
+        bool,
+        typer.Option(
+            "--options", help="only list the compiler's options, and check that it takes them"
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compile a preset's train step for chips you don't have: target=v5e:2x2, target=v5e:16x16 slices=2.
@@ -42,12 +48,14 @@ def compile_(
     step is compiled for the devices that train would run on here.
     """
     target, settings = take_target(settings)
-    if target is None and save is None:
+    if target is None and (save is None or options):
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
     cfg = load(settings)
     if target is None:
         return _save_here(cfg, str(save), as_json)
     start()
+    if options:
+        return _print_options(cfg, target, as_json)
     from minitext.compiler.report import print_report
     from minitext.training.compile import compile_preset, save_for
 
@@ -55,6 +63,37 @@ def compile_(
     answer(report, as_json, print_report)
     if not report.fits:
         raise typer.Exit(3)
+
+
+def _print_options(cfg: "Config", target: str, as_json: bool) -> None:
+    """Lists the options of the step's compiler, and those that could be set."""
+    from minitext.compiler.options import KNOWN, RECOMMENDED, chosen, platform_of, refused
+    from minitext.compiler.targets import parse_target, topology_mesh
+    from minitext.terminal import print_tables, table
+
+    chip = parse_target(target).chip
+    mesh = topology_mesh(f"{chip.name}:" + "x".join("1" * len(parse_target(target).shape)))
+    found = chosen(cfg.xla, mesh)
+    wrong = dict(refused(found, mesh))
+    of_chip = RECOMMENDED.get(chip.name, {})
+    known = {n: of_chip.get(n) for n in KNOWN if platform_of(n) in (None, chip.platform)}
+
+    def show(_: object) -> None:
+        rows = [(o.name, o.value, o.source, KNOWN.get(o.name, "")) for o in found]
+        heads = ("option", "value", "from", "what it is for")
+        others = [(n, v or "", KNOWN[n]) for n, v in known.items() if n not in {r[0] for r in rows}]
+        print_tables(
+            table(heads, rows, ()) if rows else "no option is on",
+            table(
+                ("others that recipes set", f"recommended for {chip.name}", "what it is for"),
+                others,
+                (),
+            ),
+        )
+
+    answer({"on": [o._asdict() for o in found], "recommended": known}, as_json, show)
+    for reason in wrong.values():
+        raise UserError(f"xla.options: {reason}")
 
 
 def plan(

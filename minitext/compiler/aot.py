@@ -30,6 +30,7 @@ from minitext.compiler.buffers import (
     parse_out_of_memory,
     read_buffers,
 )
+from minitext.compiler.options import refusals_named
 from minitext.compiler.report import LISTED, Report
 from minitext.compiler.targets import parse_target, topology_devices
 from minitext.errors import UserError
@@ -56,7 +57,7 @@ def compile_step(
       The report; one with `fits=False` if the compiler says that HBM is too small.
 
     Raises:
-      UserError: if `minitext.hardware.CHIPS` does not have the mesh's devices.
+      UserError: if `minitext.hardware.CHIPS` does not have the mesh's devices; if the compiler has no such option.
       JaxRuntimeError: if the compiler refuses the program for any other reason.
     """
     device = mesh.devices.flat[0]
@@ -73,7 +74,8 @@ def compile_step(
     with tempfile.TemporaryDirectory(prefix="minitext-aot-") as folder:
         compiled, refusal = None, None
         start = time.perf_counter()
-        with jax.set_mesh(mesh), no_cache(), _spinner(f"compiling for {target}"):
+        waiting = _spinner(f"compiling for {target}")
+        with jax.set_mesh(mesh), no_cache(), waiting, refusals_named():
             try:
                 compiled = lowered.compile(compiler_options=dump_to(folder))
             except jax.errors.JaxRuntimeError as error:

@@ -86,8 +86,8 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
     """Returns the instructions of each computation of a module by its name, and the entry computation's name if any.
 
     Dumps of JAX 0.11 (XLA's flag `xla_dump_compact_gte`) write `%loop#1` for an element of a tuple and leave the
-    `get-tuple-element` out. It is put back here, before its first use and with `loop#1` as its name, so that all texts
-    read the same.
+    `get-tuple-element` out. It is put back here, before its first use and with `loop#1` as its name, so all texts read
+    the same.
     """
     found: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None

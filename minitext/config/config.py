@@ -50,6 +50,7 @@ class Config(Section):
     pipeline: sections.PipelineConfig = setting(sections.PipelineConfig(), "pipeline")
     optim: sections.OptimConfig = setting(sections.OptimConfig(), "optimizer")
     checkpoint: sections.CheckpointConfig = setting(sections.CheckpointConfig(), "checkpoints")
+    xla: sections.XLAConfig = setting(sections.XLAConfig(), "XLA's compiler")
     profile: sections.ProfileConfig = setting(sections.ProfileConfig(), "profiling")
     _provenance: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -11,7 +11,7 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import yaml
 
 from minitext import files
 from minitext.config import maxtext_model
+from minitext.config.sections import XLA_OPTION
 from minitext.errors import UserError
 
 LIMIT = 1 << 20  # characters of a command or a file
@@ -62,6 +63,7 @@ class Reading(NamedTuple):
       device: the machine, such as v5p-128, if it is named.
       slices: how many of it.
       notes: what the reader should know, such as variables without a value.
+      options: of XLA's compiler, such as xla_tpu_scoped_vmem_limit_kib=98304.
     """
 
     given: dict[str, Any]
@@ -70,6 +72,7 @@ class Reading(NamedTuple):
     device: str | None
     slices: int
     notes: list[str]
+    options: Sequence[str] = ()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -146,7 +149,8 @@ def _with_model(words: "_Words", path: Path | None) -> Reading:
     else:
         defaults |= _sizes(str(name), words)
     slices = words.nodes if (words.device or "").startswith("h100") else words.slices
-    return Reading(words.given, words.where, defaults, words.device, slices, words.notes)
+    options = [*words.options, *words.take_flags(str(words.given.get("compile_xla_flags") or ""))]
+    return Reading(words.given, words.where, defaults, words.device, slices, words.notes, options)
 
 
 def _sizes(name: str, words: "_Words") -> dict[str, Any]:
@@ -193,9 +197,21 @@ class _Words:
         self.where: dict[str, str] = {}
         self.files: list[Path] = []
         self.notes: list[str] = []
+        self.options: list[str] = []
         self.device: str | None = None
         self.slices = self.nodes = 1
         self.variables: dict[str, str] = {}
+
+    def take_flags(self, text: str, variable: str = "") -> list[str]:
+        """Returns the compiler's options among flags; a note names the others."""
+        found = [flag.removeprefix("--") for flag in text.split() if XLA_OPTION.fullmatch(flag)]
+        others = [flag for flag in text.split() if not XLA_OPTION.fullmatch(flag)]
+        if others:
+            self.notes.append(
+                f"{files.shorten(' '.join(others))} in {variable or 'compile_xla_flags'} isn't an option of XLA's "
+                "compiler: set it in the environment of minitext"
+            )
+        return found
 
     def set(self, key: str, value: Any, where: str) -> None:
         """Takes a value."""
@@ -260,7 +276,7 @@ class _Words:
             return False
         value = value.rstrip(";") if not value.startswith("[") else value
         if key in FLAGS:
-            self.notes.append(f"{key} goes on as it is: set it in the environment of minitext")
+            self.options += self.take_flags(self.expand(value), key)
         if key.isupper() and key.startswith(
             "M_"
         ):  # MaxText's own way to set a key by the environment

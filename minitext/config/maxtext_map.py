@@ -154,6 +154,8 @@ def translate(reading: Reading, machine: Machine) -> Translation:
         work.run,
     ):
         part()
+    if reading.options:
+        work.put("xla.options", [*reading.options], *({"compile_xla_flags"} & reading.given.keys()))
     keys = [work.report(key, value) for key, value in reading.given.items()]
     if refused:
         return Translation(None, refused, keys, [], machine, work.notes)

@@ -1,8 +1,9 @@
-"""The smaller sections: run, training loop, mesh, sharding, pipeline, optimizer, checkpoints and profiling.
+"""The smaller sections: run, training loop, mesh, sharding, pipeline, optimizer, checkpoints, compiler and profiling.
 
 Chapters: 6.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -159,6 +160,35 @@ class CheckpointConfig(Section):
         if self.load_full_state is not None and self.load_parameters is not None:
             both = f"{self.load_full_state} and checkpoint.load_parameters={self.load_parameters}"
             yield f"checkpoint.load_full_state={both} are both set: choose one of them"
+
+
+XLA_OPTION = re.compile(r"(--)?xla_[a-z0-9_]{1,100}=[\w./:,+-]{1,100}")
+
+
+class XLAConfig(Section):
+    """XLA's compiler."""
+
+    recommended: bool = setting(
+        False, "the options that are recommended for a chip: minitext compile --options lists them"
+    )
+    options: tuple[str, ...] = setting(
+        (),
+        "more of its options for the train step, as in XLA_FLAGS: [xla_tpu_scoped_vmem_limit_kib=98304]",
+    )
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Returns the names and values in `options`."""
+        found = [text.removeprefix("--").partition("=") for text in self.options]
+        return [(name, value) for name, _, value in found]
+
+    def problems(self) -> Iterator[str]:
+        """Checks that each option is a name of XLA's and a value."""
+        for text in self.options:
+            if not XLA_OPTION.fullmatch(text):
+                yield (
+                    f"xla.options has {shorten(text)!r}: give names and values such as "
+                    "xla_tpu_scoped_vmem_limit_kib=98304"
+                )
 
 
 class ProfileConfig(Section):

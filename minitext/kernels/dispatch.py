@@ -110,13 +110,15 @@ ORDER: dict[tuple[str, str], tuple[str, ...]] = {
     ("linear", "cpu"): ("xla_cpu", "xla_sharded", "xla"),
     ("linear", "gpu"): ("xla_sharded", "xla"),
     ("linear", "tpu"): ("xla_sharded", "xla"),
+    ("linear_cross_entropy", "cpu"): ("xla",),
+    ("linear_cross_entropy", "gpu"): ("pallas_gpu", "xla"),
+    ("linear_cross_entropy", "tpu"): ("pallas_tpu", "xla"),
     ("paged_attention", "cpu"): ("xla_blocked", "xla"),
     ("paged_attention", "gpu"): ("pallas_gpu", "xla"),
     ("paged_attention", "tpu"): ("pallas_tpu", "xla"),
-} | {
-    (op, where): ("pallas_tpu", "xla") if where == "tpu" else ("xla",)
-    for op in ("rms_norm", "linear_cross_entropy")
-    for where in ("cpu", "gpu", "tpu")
+    ("rms_norm", "cpu"): ("xla",),
+    ("rms_norm", "gpu"): ("xla",),  # ours is as fast
+    ("rms_norm", "tpu"): ("pallas_tpu", "xla"),
 }
 ORDER |= {(op, ANY): ("xla",) for op, _ in IMPLEMENTATIONS}  # one program for all platforms
 

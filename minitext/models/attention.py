@@ -202,7 +202,7 @@ class GQA(nnx.Module):
         v_BTKH = self._by_head(v, B, "kv_heads", (cfg.K, cfg.H))
         if a.qk_norm == "head":
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        # The kernels divide logits by sqrt(H); the queries carry what makes another scale of it.
+        # The kernels divide logits by sqrt(H); for any other scale, the queries carry the factor.
         scale = 1.0 if a.scale is None else a.scale * math.sqrt(cfg.H)
         q_BTNH = rope(q_BTNH, positions_BT, cfg.rope, scale=scale)
         k_BTKH = rope(k_BTKH, positions_BT, cfg.rope)

@@ -137,7 +137,7 @@ def after(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
 class Block(nnx.Module):
     """One decoder layer: attention and feed-forward, each added to the residual stream.
 
-    What each takes is normalised, or what it adds, or both (`model.norms`).
+    The input of each, or its output, or both are normalised (`model.norms`).
     """
 
     def __init__(self, cfg: ModelConfig, *, rules: ShardingRules, rngs: nnx.Rngs):

@@ -93,6 +93,8 @@ def summarise(directory: Path | str) -> Profile:
     program, steps = device_time.find_steps(planes, devices)
     known = [p for p in xplane.programs(path) if p.name == program]
     op_names = {op: name for p in known for op, name in p.op_names.items()}
+    # The names of a GPU's kernels have no dots.
+    op_names = {op.replace(".", "_"): name for op, name in op_names.items()} | op_names
     opcodes = {op: opcode for p in known for op, opcode in p.opcodes.items()}
     window = min(a for a, _ in steps), max(b for _, b in steps)
     times, counts = device_time.self_times(devices, window)

@@ -45,8 +45,12 @@ class Event(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The compiled program's operation, such as `fusion.5`, or the event's own name if it isn't one."""
+        """The compiled program's operation, such as `fusion.5`, or the event's own name if it isn't one.
+
+        A GPU runs most operations from command buffers, and a kernel of these has the name of its own operation.
+        """
         found = self.stats.get("hlo_op") or self.name
+        found = self.name if str(found).startswith("command_buffer") else found
         return str(found).partition(" = ")[0].lstrip("%")
 
 

@@ -58,6 +58,50 @@ def _subplots(*args: Any, **kwargs: Any) -> Any:
     return plt.subplots(*args, **kwargs)
 
 
+def sketch(width: float, height: float, panels: int = 1, **kwargs: Any) -> Any:
+    """Makes a figure without axes, to draw boxes and arrows on.
+
+    Args:
+      width: inches; so is `height`.
+      height: also the units from the bottom to the top of a panel, so that texts keep their size beside boxes.
+      panels: how many, side by side. Each is `width / panels` units wide.
+      **kwargs: for `plt.subplots`.
+
+    Returns:
+      (figure, axes), as from `plt.subplots`.
+    """
+    figure, axes = _subplots(1, panels, figsize=(width, height), **kwargs)
+    for ax in [axes] if panels == 1 else axes:
+        ax.set(xlim=(0, width / panels), ylim=(0, height))
+        ax.axis("off")
+    return figure, axes
+
+
+def draw_box(
+    axes: Any, x: float, y: float, width: float, height: float, text: str = "", color: str = INK,
+    alpha: float = 1.0, **look: Any,
+) -> None:  # fmt: skip
+    """Draws a rectangle with a text of 9 points in its middle.
+
+    `alpha` is the face's: text and edge are white on a solid face; on a pale one they are grey and `color`. `look` has
+    further properties of the rectangle, such as `hatch`.
+    """
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Rectangle
+
+    ink, weight, edge = ("white", "bold", "white") if alpha > 0.6 else (INK, "normal", color)
+    look = {"ec": edge, "lw": 0.8, "fc": to_rgba(color, alpha), "clip_on": False} | look
+    axes.add_patch(Rectangle((x, y), width, height, **look))
+    spot = x + width / 2, y + height / 2
+    axes.text(*spot, text, color=ink, weight=weight, ha="center", va="center", fontsize=9)
+
+
+def draw_arrow(axes: Any, start: Any, end: Any, color: str = INK, **look: Any) -> None:
+    """Draws an arrow from one (x, y) to another. `look` has further properties of it, such as `connectionstyle`."""
+    look = {"arrowstyle": "-|>", "color": color, "shrinkA": 0, "shrinkB": 0} | look
+    axes.annotate("", end, start, arrowprops=look)
+
+
 def draw_fusion(fusion: Any) -> Any:
     """Draws a `minitext.compiler.hlo.Fusion`: what is read from memory, what stays in registers, what is written.
 

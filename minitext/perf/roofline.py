@@ -26,7 +26,7 @@ from minitext.training.step import abstract_batch, abstract_state, make_train_st
 
 @dataclass(frozen=True)
 class Machine:
-    """What a prediction needs to know about a processor.
+    """The rates of a processor that a prediction needs.
 
     Attributes:
       name: the chip's name, or `this machine`.

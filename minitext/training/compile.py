@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from minitext import files
 from minitext.compiler import aot
 from minitext.compiler.aot import Keep, compile_step
+from minitext.compiler.options import refusals_named
 from minitext.compiler.report import Report
 from minitext.compiler.targets import fit_slices, parse_target, topology_mesh
 from minitext.config.config import Config, flatten
@@ -44,7 +45,7 @@ SOURCES = Path(__file__).parents[1]
 
 # Settings that the program depends on: the learning rate's schedule, for one, ends at train.steps. Meshes are compared
 # by the sizes of their axes.
-SECTIONS = ("model.", "sharding.", "pipeline.", "optim.", "objective.")
+SECTIONS = ("model.", "sharding.", "pipeline.", "optim.", "objective.", "xla.")
 KEYS = (
     "data.seq_len", "train.steps", "train.global_batch", "train.microbatches", "train.z_loss",
     "train.loss_chunks", "train.loss_impl",
@@ -115,7 +116,7 @@ def save(cfg: Config, mesh: Mesh, path: str | Path) -> dict[str, Any]:
     files.check_new_file("--save", path)
     step = make_train_step(cfg, mesh)
     args = abstract_state(cfg, mesh), abstract_batch(cfg, mesh)
-    with jax.set_mesh(mesh), aot.no_cache():
+    with jax.set_mesh(mesh), aot.no_cache(), refusals_named():
         compiled = step.lower(*args).compile()
     target = mesh.devices.flat[0].device_kind
     return _write(path, describe(cfg, mesh) | {"target": target}, compiled)
@@ -195,16 +196,17 @@ def make_or_load_step(
 ) -> Callable[..., Any]:
     """Returns the train step: from `train.executable` if it names a file, else compiled on its first call.
 
-    Several processes compile it here and wait for each other. The first collective of a CPU job fails when a process
+    With `xla.options` it is compiled here, where a refused option can be named. Several processes compile it here and
+    wait for each other. The first collective of a CPU job fails when a process
     reaches it 30 s after another (Gloo's limit), and compiling may take one process that much longer.
 
     Raises:
-      UserError: if the file holds another step or is for other devices.
+      UserError: if the file holds another step or is for other devices; if the compiler refuses one of `xla.options`.
     """
     step = make_train_step(cfg, mesh, objective)
-    if cfg.train.executable is None and not job.joined():
+    if cfg.train.executable is None and not job.joined() and not cfg.xla.options:
         return step
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), refusals_named():
         lowered = step.lower(abstract_state(cfg, mesh), abstract_batch(cfg, mesh, objective))
         if cfg.train.executable is None:
             compiled = lowered.compile()

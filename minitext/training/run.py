@@ -283,8 +283,8 @@ def _watchdog(cfg: Config, directory: Path) -> Watchdog:
 
 
 def _make_step(cfg: Config, mesh: Mesh, objective: Objective) -> Callable:
-    """Returns the train step, which compiles when first called; one from a file, or of several processes, is ready."""
-    if cfg.train.executable is None and not job.joined():
+    """Returns the train step, which compiles when first called; `make_or_load_step` says which ones are ready."""
+    if cfg.train.executable is None and not job.joined() and not cfg.xla.options:
         return make_train_step(cfg, mesh, objective)
     from minitext.training.compile import make_or_load_step
 

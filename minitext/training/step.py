@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from minitext.checkpoint import stacks
+from minitext.compiler.options import compiler_options
 from minitext.config.config import Config
 from minitext.config.section import cached
 from minitext.errors import UserError
@@ -277,15 +278,15 @@ def make_train_step(
     """Returns the jitted train step `(state, batch) -> (state, metrics)`; the old state's memory is reused.
 
     Metrics are float32 scalars: those of the objective, by default `loss` (nats per target token over the whole batch);
-    `grad_norm` (before clipping), `learning_rate`, and `tokens` (target tokens in the batch); of a mixture of experts
-    those of `moe.metrics` too; and with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
+    `grad_norm` (before clipping), `learning_rate`, and `tokens` (target tokens in the batch); for a mixture of experts
+    also those of `moe.metrics`; and with `train.on_nan=skip` whether the step was `skipped`, 0 or 1.
     """
     step = make_step_fn(cfg, mesh, objective)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return step(state, batch)[:2]
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(cfg.xla, mesh))
 
 
 def make_step_fn(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from minitext.book.grading import answers, check, registry, runner, source
 from minitext.book.grading.command import grade
 from minitext.errors import UserError
+from tests.conftest import audit_but
 
 # Each section answers the same task: return twice the array.
 PREAMBLE = '''"""Hostile answers."""
@@ -612,7 +613,10 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("missing", [["namespaces"], ["Landlock"], ["namespaces", "Landlock"]])
+BOTH = ["namespaces", "Landlock"]
+
+
+@pytest.mark.parametrize("missing", audit_but([BOTH], [*([one] for one in BOTH), BOTH]))
 def test_verdicts_do_not_hang_on_what_the_system_offers(tree, monkeypatch, missing):
     lines = [WITHOUT[what] for what in missing]
     code = "; ".join(["from minitext.book.grading import confine, worker", *lines, "worker.main()"])

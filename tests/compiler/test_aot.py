@@ -280,6 +280,21 @@ def test_a_train_step_compiles_for_two_hosts_of_h100s(tiny):
     assert set(report.networks) == {"ici", "dcn"} and report.networks["dcn"] == (0, 0, 0.0)
 
 
+@pytest.mark.gpu_aot
+def test_a_gpu_adds_in_a_fixed_order_if_it_is_told_to():
+    """The gradient of an embedding: added as threads finish, or sorted by token first."""
+    place = NamedSharding(topology_mesh("h100:1x1x1"), PartitionSpec())
+    shapes = [((320, 128), "bfloat16"), ((64,), "int32"), ((64, 128), "bfloat16")]
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+
+    def program(**options):
+        add = jax.jit(lambda table, ids, x: table.at[ids].add(x, out_sharding=place), **options)
+        return add.lower(*args).compile().as_text()
+
+    assert " sort(" not in program()
+    assert " sort(" in program(compiler_options={"xla_gpu_exclude_nondeterministic_ops": True})
+
+
 # One function for one chip
 
 

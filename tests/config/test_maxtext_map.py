@@ -197,3 +197,17 @@ def test_a_topology_that_was_taken_is_mapped():
     assert statuses(translated(words))["compile_topology"] == "mapped"
     other = translated(words, Machine("v5e", 16, 1, (4, 4)))
     assert statuses(other)["compile_topology"] == "by hand"
+
+
+def test_the_compilers_options_go_along():
+    words = (
+        "export LIBTPU_INIT_ARGS='--xla_tpu_scoped_vmem_limit_kib=98304 --megascale_grpc_port=3'\n"
+        "python3 -m maxtext.trainers.pre_train.train base.yml model_name=llama2-7b "
+        "compile_xla_flags='--xla_tpu_enable_async_collective_fusion=true'"
+    )
+    found = translated(words)
+    assert found.cfg is not None and found.cfg.xla.options == (
+        "xla_tpu_scoped_vmem_limit_kib=98304", "xla_tpu_enable_async_collective_fusion=true",
+    )  # fmt: skip
+    assert statuses(found)["compile_xla_flags"] == "mapped"
+    assert any("--megascale_grpc_port=3 in LIBTPU_INIT_ARGS" in note for note in found.notes)

@@ -445,7 +445,10 @@ def traced(case, **place):
     return jax.jit(f).trace(*args)
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("flash", "flash-variants", "flash-sparse", "grouped", "cross-entropy", "rms-norm", "paged")
+
+
+@pytest.mark.parametrize("case", audit_but(QUICK, CASES))
 def test_kernels_lower_for_cuda(case):
     with on_h100():
         text = traced(case).lower(lowering_platforms=("cuda",)).as_text()

@@ -7,6 +7,7 @@ import pytest
 
 from minitext.models.gptq import store_calibrated
 from minitext.models.quantized_storage import restore, store
+from tests.conftest import audit_but
 
 
 def inputs(width):
@@ -19,7 +20,7 @@ def inputs(width):
 @pytest.mark.parametrize(
     ("kind", "block"), [("int4", 32), ("int4", None), ("nf4", 24), ("int8", None)]
 )
-@pytest.mark.parametrize("width", [64, 75])  # the second isn't whole blocks
+@pytest.mark.parametrize("width", audit_but([75], [64, 75]))  # the second isn't whole blocks
 def test_outputs_are_nearer_than_with_nearest_weights(kind, block, width):
     x_XD, w_DF = inputs(width), jax.random.normal(jax.random.key(3), (width, 40))
     moments_DD = x_XD.T @ x_XD

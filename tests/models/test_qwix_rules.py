@@ -22,6 +22,7 @@ from minitext.models.qwix_rules import refuse_wide, to_qwix, wide_products
 from minitext.models.transformer import Transformer, make_cache
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.rules import RULES
+from tests.conftest import audit_but
 
 qwix = pytest.importorskip("qwix", reason="needs minitext[qwix]")
 
@@ -32,7 +33,11 @@ SLOTS = (*MOE, "model.ffn.capacity_factor=1.5")
 MODELS = {"dense": DENSE, "experts": MOE, "experts with slots": SLOTS}
 PERIOD = ("model.layers=4", "model.period=[{attention: {window: 5}}, {}]")
 each_model = pytest.mark.parametrize("kind", MODELS)
-scanned_or_not = pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+SCANNED = pytest.param(True, id="scanned")
+scanned_or_not = pytest.mark.parametrize("scan", [SCANNED, pytest.param(False, id="unrolled")])
+scanned_first = pytest.mark.parametrize(
+    "scan", [SCANNED, pytest.param(False, id="unrolled", marks=pytest.mark.audit)]
+)
 LAYERS = "blocks/.*"
 
 
@@ -92,7 +97,7 @@ def gradients(model, kind=nnx.Param):
 
 
 @scanned_or_not
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", audit_but(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("kind", ["dense", "experts with slots"])
 def test_one_line_stores_every_layers_weights_in_8_bits(kind, dtype, scan):
     model = make_model(*MODELS[kind], scanning(scan), dtype=dtype)
@@ -129,7 +134,7 @@ def test_scanned_and_unrolled_layers_store_the_same(kind):
     )  # roundings of what differs in the last bit
 
 
-@scanned_or_not
+@scanned_first
 @pytest.mark.parametrize(
     "settings", [("model.remat=full",), ("model.tie_embeddings=true",), PERIOD], ids=str
 )
@@ -160,7 +165,13 @@ def test_several_rules_at_once_as_gemma_is_published():
     assert names["blocks/attention/q/w"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "layer by layer"])
+@pytest.mark.parametrize(
+    "apart",
+    [
+        pytest.param(False, id="stacked", marks=pytest.mark.audit),
+        pytest.param(True, id="layer by layer"),
+    ],
+)
 def test_a_quantized_model_continues_from_a_cache(apart):
     model = make_model()
     taken = qwix.quantize_model(model, qwix.PtqProvider(nf4()), TOKENS)
@@ -179,7 +190,7 @@ def test_a_quantized_model_continues_from_a_cache(apart):
 
 
 @pytest.mark.slow
-@scanned_or_not
+@scanned_first
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.audit)])
 @each_model
 def test_quantized_training_has_nearly_the_exact_gradients(kind, dtype, scan):
@@ -241,8 +252,8 @@ def test_statistics_of_each_layer_are_kept_and_move(scan):
 # --- adapters
 
 
-@scanned_or_not
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@scanned_first
+@pytest.mark.parametrize("dtype", audit_but(["float32"], ["float32", "bfloat16"]))
 def test_adapters_of_each_layer_start_without_effect_and_learn(dtype, scan):
     model = make_model(scanning(scan), dtype=dtype)
     taken = with_adapters(model, lora())
@@ -261,7 +272,7 @@ def test_adapters_of_each_layer_start_without_effect_and_learn(dtype, scan):
     assert error(taken(TOKENS), model(TOKENS)) > 0.01
 
 
-@scanned_or_not
+@scanned_first
 def test_adapters_on_4_bit_weights(scan):
     model = make_model(scanning(scan))
     taken = with_adapters(model, lora(weight_qtype="nf4", tile_size=32))
@@ -399,7 +410,7 @@ def on_mesh(preset, take):
         return np.asarray(taken(tokens)), taken
 
 
-@pytest.mark.parametrize("preset", ["dp", "fsdp"])
+@pytest.mark.parametrize("preset", audit_but(["fsdp"], ["dp", "fsdp"]))
 def test_stored_weights_and_adapters_on_a_mesh_are_those_of_one_device(preset):
     def take(model, tokens):
         provider = lora(weight_qtype="nf4", tile_size=32)

@@ -192,6 +192,19 @@ def test_a_gpus_streams(tmp_path):
     assert {o.name for o in found.operations} == {"dot.1", "fusion.2", "all-gather-start.3"}
 
 
+def test_a_command_buffers_kernels_have_names_of_their_own(tmp_path, monkeypatch):
+    """As on an H100, whose traces name the buffer where others name the operation."""
+    stats = {"hlo_op": "command_buffer_1", "hlo_module": "jit_train_step"}
+    kernels = [("loop_add_fusion_4", 0, 30, stats), ("nvjet_sm90", 30, 90, stats)]
+    sources = {"loop_add_fusion.4": "jit(train_step)/jvp(attention)/add"}
+    program = xplane.Program("jit_train_step", sources, {}, 0)
+    monkeypatch.setattr(xplane, "programs", lambda path: [program])
+    lines = {"Stream #14(Compute,Memset)": kernels}
+    found = summarise(xspace(tmp_path / "a.xplane.pb", ("/device:GPU:0", lines)))
+    scopes = {operation.name: operation.scope for operation in found.operations}
+    assert scopes == {"loop_add_fusion_4": "attention", "nvjet_sm90": ""}
+
+
 def test_what_allocators_report(tmp_path):
     stats = {"peak_bytes_in_use": 7_000_000_000, "allocator_name": "TPU_0"}
     lines = {"XLA Ops": ops(("fusion.1", 0, 60))}

@@ -44,7 +44,7 @@ def tiles(layout, *other):
     return *TILES, *LAYOUTS[layout].split(), *other
 
 
-@pytest.mark.parametrize("layout", audit_but(QUICK, LAYOUTS))
+@pytest.mark.parametrize("layout", audit_but(QUICK[2:], LAYOUTS))
 def test_simulated_devices_send_what_the_formula_says(layout):
     found = audited(*small(layout))
     assert found.differences() == {}
@@ -97,7 +97,7 @@ VARIED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("varied", audit_but(VARIED_QUICKLY, VARIED))
+@pytest.mark.parametrize("varied", audit_but(VARIED_QUICKLY[1:3], VARIED))
 def test_the_formula_follows_the_configuration(varied):
     layout, other = varied
     assert audited(*small(layout, *OTHERS[other].split())).differences() == {}

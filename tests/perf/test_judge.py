@@ -140,9 +140,10 @@ def verdicts(checks):
 
 
 HALF, ORDER = "an output that is half written", "a sum that counts on the order"
+QUICK = ("a race", ORDER, "out of bounds", "no initialization")
 
 
-@pytest.mark.parametrize("name", audit_but([name for name in WRONG if name != HALF], WRONG))
+@pytest.mark.parametrize("name", audit_but(QUICK, WRONG))
 def test_each_mistake_has_a_verdict_of_its_own(tmp_path, name):
     text, failing, words = WRONG[name]
     (case,), path = cases_of(tmp_path, text, "CASES = [Case(fn, (X,), reference)]")

@@ -88,7 +88,12 @@ def by_formula(cfg, state, batch, how):
     ("kind", "how", "mesh"),
     [
         ("grpo", "token", ()),
-        ("grpo", "sequence", ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=1")),
+        pytest.param(
+            "grpo",
+            "sequence",
+            ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=1"),
+            marks=pytest.mark.audit,
+        ),
         ("grpo", "constant", ()),
         ("ppo", "sequence", ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=1")),
     ],

@@ -14,6 +14,7 @@ from minitext.inference.requests import Request
 from minitext.sharding.mesh import make_mesh
 from minitext.sharding.transfer import NO_MESH, move
 from minitext.training.step import abstract_batch, init_state, make_train_step
+from tests.conftest import audit_but
 
 ROWS, COLUMNS, BOTH, WHOLE = (
     PartitionSpec(*spec) for spec in (("y",), (None, "y"), ("x", "y"), ())
@@ -42,7 +43,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", audit_but(["four by rows", "all", "one"], LAYOUTS))
 def test_moved_arrays_are_the_same_and_never_on_the_host(name):
     arrays = jnp.arange(64.0).reshape(8, 8), jnp.arange(16.0)
     old = jax.device_put(arrays, layout(*LAYOUTS[name]))

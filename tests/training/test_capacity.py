@@ -14,9 +14,12 @@ from minitext.training.capacity import check_memory
 @pytest.mark.parametrize(
     "settings",
     [
-        ["mesh.data=8", "train.global_batch=64"],
+        pytest.param(["mesh.data=8", "train.global_batch=64"], marks=pytest.mark.audit),
         ["mesh.fsdp=8", "optim.kind=lion", "model.remat=full", "train.loss_chunks=4"],
-        ["mesh.fsdp=4", "mesh.tensor=2", "train.microbatches=2", "model.dtype=bfloat16"],
+        pytest.param(
+            ["mesh.fsdp=4", "mesh.tensor=2", "train.microbatches=2", "model.dtype=bfloat16"],
+            marks=pytest.mark.audit,
+        ),
         ["mesh.stage=2", "mesh.data=4", "model.tie_embeddings=true", "optim.kind=sgd"],
     ],
 )

@@ -65,8 +65,11 @@ BASE = ["optim.learning_rate=1e-2", "optim.warmup_steps=0"]
     "words",
     [
         ["mesh.data=2", "mesh.tensor=2", "mesh.context=2", "train.microbatches=4"],
-        ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1", "train.loss_chunks=4"],
-        ["mesh.fsdp=4", "mesh.context=2", "mesh.data=1"],
+        pytest.param(
+            ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1", "train.loss_chunks=4"],
+            marks=pytest.mark.audit,
+        ),
+        pytest.param(["mesh.fsdp=4", "mesh.context=2", "mesh.data=1"], marks=pytest.mark.audit),
         ["mesh.stage=2", "mesh.data=2", "mesh.fsdp=2", "pipeline.schedule=1f1b"],
     ],
     ids=["microbatches", "fsdp, tensor and chunks", "context", "1f1b"],

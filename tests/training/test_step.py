@@ -167,7 +167,7 @@ def test_a_loss_in_chunks_is_the_loss(tiny, layout):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("mesh.data=1",),
+        pytest.param(("mesh.data=1",), marks=pytest.mark.audit),
         ("mesh.data=1", "train.z_loss=0.1", "model.tie_embeddings=true"),
         pytest.param(
             ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2", "train.z_loss=0.1"),

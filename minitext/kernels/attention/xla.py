@@ -190,8 +190,8 @@ def cached_attention(
 ) -> jax.Array:
     """Computes causal attention for T new tokens that follow the first `length` tokens of a cache.
 
-    The cache is read in place. Only logits are concatenated, never keys or values. All S slots are read, also those
-    that a window or a chunk hides.
+    The cache is read in place. Only logits are concatenated, never keys or values. All S slots are read, including
+    those that a window or a chunk hides.
 
     Args:
       q_BTNH: [B, T, N, H] queries.
