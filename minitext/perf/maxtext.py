@@ -70,7 +70,8 @@ class Answers:
       upper: if nothing does.
       mfu: model FLOPs of a step over what the chips could do in `lower` seconds.
       changes: what to change, the best first.
-      compiled: the prediction from the compiled step, if it was asked for.
+      compiled: what is known of the compiled step, if it was asked for: its `memory`, whether it `fits`, and
+        the time if its schedule can be read (`minitext.perf.step_time.StepTime.to_json`).
       notes: what the predictions leave out.
     """
 
@@ -92,8 +93,15 @@ class Answers:
 
     @property
     def fits(self) -> bool:
-        """Whether the step should fit into the memory."""
-        return self.memory <= self.usable
+        """Whether the step fits: the compiler's verdict, or else the prediction's."""
+        return self.memory <= self.usable if self.compiled is None else self.compiled["fits"]
+
+    @property
+    def limit(self) -> int:
+        """The predicted memory up to which a change should fit, which may be as wrong as it was for this step."""
+        if self.compiled is None or self.fits:
+            return self.usable
+        return int(self.usable * min(1, self.memory / self.compiled["memory"]))
 
 
 @dataclass(frozen=True)
@@ -213,10 +221,26 @@ def answer(found: Translation, target: Target, compiled: bool = False) -> Answer
         dcn=plan.sent_across(plain, target), times=_shown(times), lower=times.hidden, upper=times.waited,
         mfu=flops / times.hidden / peak, changes=(), compiled=None, notes=(*notes, *_notes(plain, target)),
     )  # fmt: skip
-    base = replace(base, changes=tuple(_changes(cfg, target, work, base))[:MOST_CHANGES])
-    if not compiled:
-        return base
-    return replace(base, compiled=step_time.predict_preset(cfg, str(target)).to_json())
+    if compiled:
+        base = _compile(cfg, target, base)
+    return replace(base, changes=tuple(_changes(cfg, target, work, base))[:MOST_CHANGES])
+
+
+def _compile(cfg: Config, target: Target, base: Answers) -> Answers:
+    """Adds what the compiler says. Where it says nothing a note tells why, and the predictions remain."""
+    try:
+        step_time.check_target(target)
+        report, text = step_time.compile_program(cfg, str(target))
+    except UserError as error:
+        return replace(base, notes=(*base.notes, f"not compiled: {error}"))
+    found: dict[str, Any] = {"memory": report.total_bytes, "fits": report.fits}
+    notes = base.notes
+    if report.fits:
+        try:
+            found |= step_time.predict_program(text, cfg, target).to_json()
+        except UserError as error:
+            notes = (*notes, f"compiled, without a time: {error}")
+    return replace(base, compiled=found, notes=notes)
 
 
 def _memory(cfg: Config, target: Target) -> memory.Memory:
@@ -259,7 +283,7 @@ def _changes(cfg: Config, target: Target, work: plan.Work, now: Answers) -> Iter
             ratio = now.tokens / (new.train.global_batch * new.data.seq_len)
             found.append(Change(settings, words, used.total, times.hidden * ratio, why))
     if not now.fits:
-        fitting = [change for change in found if change.memory <= now.usable]
+        fitting = [change for change in found if change.memory <= now.limit]
         # If none does, the one that needs least.
         yield from (
             sorted(fitting, key=lambda c: c.seconds) or sorted(found, key=lambda c: c.memory)[:1]
@@ -380,11 +404,12 @@ def _some(names: list[str]) -> str:
 
 def _answers(a: Answers) -> Iterator[Any]:
     """Yields the lines of the answers."""
-    verdict = "fits" if a.fits else "does NOT fit"
+    verdicts = {True: "fits", False: "does NOT fit"}
     rows = [
         ("parameters", f"{a.parameters:,}"),
         ("tokens in a step", f"{a.tokens:,}"),
-        ("memory of a device, in minitext", f"{show_bytes(a.memory)} of {show_bytes(a.usable)}: {verdict}"),
+        ("memory of a device, in minitext",
+         f"{show_bytes(a.memory)} of {show_bytes(a.usable)}: {verdicts[a.memory <= a.usable]}"),
         ("  parameters and moments", show_bytes(a.state)),
         *((f"within a slice (ICI): {kind}", f"{show_bytes(round(size))} sent by a device in a step")
           for kind, size in sorted(a.ici.items(), key=lambda item: -item[1])),
@@ -395,14 +420,21 @@ def _answers(a: Answers) -> Iterator[Any]:
     ]  # fmt: skip
     if a.compiled is not None:
         c = a.compiled
-        rows.append(
-            (
-                "a step, as compiled",
-                f"{c['seconds']:,.4g} s ({c['lower']:,.4g} to {c['upper']:,.4g})",
+        size = f"{show_bytes(c['memory'])} of {show_bytes(a.usable)}: {verdicts[c['fits']]}"
+        rows.append(("memory of a device, as compiled", size))
+        if "seconds" in c:
+            bounds = f"({c['lower']:,.4g} to {c['upper']:,.4g})"
+            rows.append(
+                (
+                    "a step, as compiled",
+                    f"{c['seconds']:,.4g} s {bounds}: {a.tokens / c['seconds']:,.0f} tokens/s, {c['mfu']:.1%} of peak",
+                )
             )
-        )
+            for name, seconds in c["parts"].items():
+                if seconds:
+                    rows.append((f"  {step_time.NAMES[name]}", f"{seconds:,.4g} s"))
     yield table((f"on {a.target}", "predicted"), rows, ())
-    if not a.fits and not any(change.memory <= a.usable for change in a.changes):
+    if not a.fits and not any(change.memory <= a.limit for change in a.changes):
         yield "nothing that was tried fits: take more chips, or a shorter max_target_length"
     if a.changes:
         changes = [

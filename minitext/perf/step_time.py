@@ -102,7 +102,7 @@ def predict_preset(cfg: Config, target: str, program: Path | None = None) -> Ste
       UserError: for a bad target or one of GPUs, or a mesh that fits neither the target nor the model.
     """
     parsed = parse_target(target)
-    _check(parsed)
+    check_target(parsed)
     report, text = compile_program(cfg, target)
     if not report.fits:
         raise DoesNotFit(
@@ -143,7 +143,7 @@ def predict_program(text: str, cfg: Config, target: Target) -> StepTime:
     Raises:
       UserError: for GPUs, a text that is not a program, or a kernel whose time cannot be determined.
     """
-    _check(target)
+    check_target(target)
     mesh = topology_mesh(target, fit_slices(cfg, target)[0].mesh)
     walk = predict_step(text, target, mesh)
     tokens = cfg.train.global_batch * cfg.data.seq_len
@@ -201,7 +201,12 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
 
 
-def _check(target: Target) -> None:
+def check_target(target: Target) -> None:
+    """Checks that a target's compiler says how long its operations take.
+
+    Raises:
+      UserError: for GPUs.
+    """
     if target.chip.platform != "tpu":
         raise UserError(
             f"target={target}: only the TPU compiler dumps its schedule and cycles: choose a TPU, such as v5e:2x4"

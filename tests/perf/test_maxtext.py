@@ -1,5 +1,6 @@
 """What `minitext maxtext explain` says is what our own predictions say of the same step."""
 
+import importlib.util
 import json
 import shlex
 
@@ -12,6 +13,7 @@ from minitext.errors import UserError
 from minitext.perf import maxtext, memory, plan
 from minitext.sharding.mesh import abstract_mesh
 
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 SMALL = (
     "python3 -m maxtext.trainers.pre_train.train maxtext/configs/base.yml base_emb_dim=512 base_num_query_heads=4 "
     "base_num_kv_heads=4 base_mlp_dim=2048 base_num_decoder_layers=4 vocab_size=4096 max_target_length=512 steps=100 "
@@ -107,6 +109,44 @@ def test_gpus_are_counted_without_cuda():
     assert found.translation.cfg is not None and found.translation.machine.target == "h100:1x2x8"
     assert found.translation.cfg.train.global_batch == 4 * 16 and found.answers is None
     assert any("links" in note for note in found.translation.notes)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_compiler_has_the_last_word(monkeypatch, capsys):
+    """A step that it refuses keeps its predictions, and what to change."""
+    command = f"{SMALL} per_device_batch_size=256 max_target_length=2048 remat_policy=none"
+    assert run(monkeypatch, command, "--target", "v5e:2x4", "--compile") == 3
+    out = capsys.readouterr().out
+    assert "as compiled" in out and out.count("does NOT fit") == 2
+    assert "tokens/s" in out and "remat_policy=full" in out
+
+
+@needs_libtpu
+@pytest.mark.audit
+@pytest.mark.timeout(900)
+def test_a_compiled_step_is_near_its_prediction():
+    command = (
+        "python3 -m maxtext.trainers.pre_train.train base.yml model_name=llama2-7b per_device_batch_size=4 "
+        "max_target_length=2048 remat_policy=full ici_fsdp_parallelism=16"
+    )
+    answers = maxtext.explain(command, "v5p:2x2x4", compiled=True).answers
+    assert answers is not None and answers.compiled is not None and answers.fits
+    compiled = answers.compiled
+    assert compiled["memory"] == pytest.approx(answers.memory, rel=0.1)
+    assert compiled["lower"] <= compiled["seconds"] <= compiled["upper"]
+    # The compiler cuts the weights' gradients into narrow pieces, which it counts as slow; the formula doesn't.
+    assert 1 < compiled["seconds"] / answers.lower < 2
+    assert compiled["tokens"] == answers.tokens
+
+
+def test_only_tpus_compilers_tell_a_time():
+    """What is predicted without compiling is answered all the same."""
+    command = f"xpk --device-type=h100-mega-80gb-1 --num-nodes=1 --command '{SMALL}'"
+    plain, asked = maxtext.explain(command).answers, maxtext.explain(command, compiled=True).answers
+    assert plain is not None and asked is not None and asked.compiled is None
+    assert asked.memory == plain.memory and asked.fits == plain.fits
+    assert any("not compiled: " in note and "TPU" in note for note in asked.notes)
 
 
 def test_changes_that_do_not_help_enough_are_not_sold_as_a_cure(capsys):
