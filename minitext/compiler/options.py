@@ -59,7 +59,7 @@ KNOWN = {
     "xla_gpu_triton_gemm_any": "matrix products by Triton wherever it can",
 }
 # By chip. Predicted with libtpu 0.0.51 by benchmarks/step_time.py on 2026-11-26, without and with them: a step of GPT-3
-# 175B on 256 v6e takes 22.79 and 16.57 s (MaxText published 17.18), of Llama 2 70B on 512 v5p 25.07 and 22.24 s (23.68).
+# 175B on 256 v6e takes 22.79 and 16.57 s (MaxText published 17.18), of Llama 2 70B on 512 v5p 25.07 and 22.24 (23.68).
 _MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
 RECOMMENDED: dict[str, dict[str, str]] = {
     "v5p": _MORE_VMEM,
