@@ -90,8 +90,12 @@ def draw_box(
     from matplotlib.patches import Rectangle
 
     ink, weight, edge = ("white", "bold", "white") if alpha > 0.6 else (INK, "normal", color)
+    hatch = look.pop("hatch", None)
     look = {"ec": edge, "lw": 0.8, "fc": to_rgba(color, alpha), "clip_on": False} | look
     axes.add_patch(Rectangle((x, y), width, height, **look))
+    if hatch:  # by itself: in an SVG it would be as pale as the face
+        look |= {"fc": "none", "lw": 0}
+        axes.add_patch(Rectangle((x, y), width, height, hatch=hatch, **look))
     spot = x + width / 2, y + height / 2
     axes.text(*spot, text, color=ink, weight=weight, ha="center", va="center", fontsize=9)
 
