@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import in_subprocess, parser, write_record
+from common import in_subprocess, parser, require_gpu, write_record
 
 STEPS = 300
 LIMITS = {"bfloat16": 2e-2, "float32": 2e-5}  # of a kernel's error; bfloat16 numbers have 8 bits
@@ -296,13 +296,7 @@ def main():
     cli = parser(__doc__)
     cli.add_argument("--artefact", type=Path, help="folder of an artefact with expected.json")
     args = cli.parse_args()
-    from minitext.distributed import devices
-
-    if not devices.accelerator_is_visible():
-        print(
-            "check_gpu needs a GPU and JAX's CUDA plugin, and JAX finds none here", file=sys.stderr
-        )
-        sys.exit(2)
+    require_gpu(__file__)
     if args.case:
         import jax
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 PACKAGES = ("minitext", "jax", "jaxlib", "flax", "optax", "numpy", "qwix", "torch", "transformers")
@@ -182,6 +182,21 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument("--serve", help=argparse.SUPPRESS)
     made.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     return made
+
+
+def require_gpu(script: str) -> None:
+    """Ends the process in one line, with 2, if JAX's plugin or a GPU isn't there; JAX isn't started."""
+    from minitext.distributed import devices
+
+    if not devices.accelerator_is_visible():
+        no_gpu(script)
+
+
+def no_gpu(script: str) -> NoReturn:
+    """Ends the process because JAX finds no GPU."""
+    name = Path(script).stem
+    print(f"{name} needs a GPU and JAX's CUDA plugin, and JAX finds none here", file=sys.stderr)
+    sys.exit(2)
 
 
 def write_record(folder: Path, benchmark: str, details: str, figures: dict[str, Any]) -> Path:

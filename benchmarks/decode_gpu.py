@@ -10,12 +10,13 @@ step must read every weight but the embedding's, and the keys and values so far:
 the least it can take. Random weights have ties in bfloat16, so tokens aren't compared: `check_gpu.py` does that.
 """
 
+import os
 import statistics
 import sys
 import tempfile
 
 import decode_cpu
-from common import Side, parser, ratio, serve, turns, write_record
+from common import Side, parser, ratio, require_gpu, serve, turns, write_record
 from train_gpu import SHAPES
 
 SHAPE = SHAPES["1B"] | {"vocab": 32000}
@@ -47,17 +48,12 @@ def start(name, case):
     return decode_cpu.timed(stream, case)
 
 
-def measure(case, names, rounds):
+def measure(case, names, rounds, bandwidth):
     """Alternates the sides at one batch size; returns its record."""
-    from minitext import hardware
-
     cfg, steps = decode_cpu.config(case["shape"]), case["new_tokens"] - 1
     size = decode_cpu.step_bytes(cfg, case["batch"], case["prompt_length"], case["new_tokens"]) // 2
-    least = size / hardware.CHIPS["h100"].hbm_bandwidth
-    # Two libraries share the GPU's memory.
-    sides = {
-        name: Side(__file__, name, case, XLA_PYTHON_CLIENT_PREALLOCATE="false") for name in names
-    }
+    least = size / bandwidth
+    sides = {name: Side(__file__, name, case) for name in names}
     figures = {name: {"prefill": [], "decode": []} for name in names}
     for i in range(rounds):
         for side in turns(sides, i):
@@ -93,23 +89,29 @@ def main():
     cli.add_argument("--rounds", type=int, default=3, help="turns of each side (default 3)")
     cli.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     args = cli.parse_args()
-    from minitext.distributed import devices
-
-    if not devices.accelerator_is_visible():
-        print(
-            "decode_gpu needs a GPU and JAX's CUDA plugin, and JAX finds none here", file=sys.stderr
-        )
-        sys.exit(2)
+    require_gpu(__file__)
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the sides share the GPU's memory
     if args.serve:
         serve(lambda: start(args.serve, args.case))
         return
+    import jax
+
+    from minitext.hardware import find_chip
+
+    device = jax.devices()[0]
+    chip = find_chip(device)
+    if chip is None:
+        sys.exit(f"the bandwidth of a {device.device_kind} is unknown: add it to minitext.hardware")
     with tempfile.TemporaryDirectory() as folder:
         case = {
             "shape": SHAPE, "prompt_length": args.prompt_length, "new_tokens": args.new_tokens,
             "weights": decode_cpu.write_weights(SHAPE, folder) if {*args.sides} & {*OPTIONS} else None,
         }  # fmt: skip
-        cases = [measure(case | {"batch": batch}, args.sides, args.rounds) for batch in args.batch]
-    write_record(args.output, "decode_gpu", "", {"cases": cases})
+        cases = [
+            measure(case | {"batch": batch}, args.sides, args.rounds, chip.hbm_bandwidth)
+            for batch in args.batch
+        ]
+    write_record(args.output, "decode_gpu", "", {"device": device.device_kind, "cases": cases})
 
 
 if __name__ == "__main__":

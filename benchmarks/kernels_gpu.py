@@ -15,11 +15,10 @@ over ours, so more than 1 is faster. Results are compared too, because a kernel 
 import functools
 import os
 import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from common import parser, ratio, spread, write_record
+from common import no_gpu, parser, ratio, require_gpu, spread, write_record
 
 CALLS = 10  # of a side in a round
 ATTENTION = {"B": 4, "T": 4096, "N": 32, "K": 8, "H": 128}
@@ -272,16 +271,11 @@ def main():
         help="also try other tiles for these kernels (default all)",
     )
     args = cli.parse_args()
+    require_gpu(__file__)
     import jax
 
-    from minitext.distributed import devices
-
-    if not devices.accelerator_is_visible() or jax.default_backend() != "gpu":
-        print(
-            "kernels_gpu needs a GPU and JAX's CUDA plugin, and JAX finds none here",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+    if jax.default_backend() != "gpu":
+        no_gpu(__file__)
     cases = {}
     for op, (make, has_gradients) in OPERATIONS.items():
         for gradients in (False, True)[: 1 + has_gradients]:

@@ -16,10 +16,9 @@ FLOPs (a causal token sees half the keys, nothing recomputed counts) over the da
 
 import json
 import statistics
-import sys
 import time
 
-from common import in_subprocess, matmul_peak, parser, write_record
+from common import in_subprocess, matmul_peak, no_gpu, parser, require_gpu, write_record
 
 TOKENS = 16_384  # in a step
 WARM_UP = 3
@@ -119,15 +118,10 @@ def first_that_fits(case, remat):
             __file__, case | {"memory": memory}, XLA_PYTHON_CLIENT_MEM_FRACTION="0.95"
         )
         if figures.get("no_gpu"):
-            no_gpu()
+            no_gpu(__file__)
         if not figures.get("out_of_memory"):
             return {**case, "memory": memory, **figures}
     return None
-
-
-def no_gpu():
-    print("train_gpu needs a GPU and JAX's CUDA plugin, and JAX finds none here", file=sys.stderr)
-    sys.exit(2)
 
 
 def main():
@@ -141,10 +135,7 @@ def main():
     )
     cli.add_argument("--steps", type=int, default=10, help="timed steps of a case (default 10)")
     args = cli.parse_args()
-    from minitext.distributed import devices
-
-    if not devices.accelerator_is_visible():
-        no_gpu()
+    require_gpu(__file__)
     if args.case:
         print(json.dumps(measure(args.case)))
         return

@@ -42,7 +42,7 @@ last check gives you a real model and the real compiler for a v5e.
   that costs more than your answer. Return None if nothing fits.
 """,
     hints=(
-        "Three nested loops give the plans from the cheapest to the dearest. Which of them may you skip without "
+        "Three nested loops give the plans from the cheapest to the most expensive. Which can you skip without "
         "asking?",
         "The compiler's figure is at least `predict(settings) / 1.1`. If even that is more than `available`, the "
         "plan can't fit. You have to ask for every other plan, even one that seems to fit easily.",

@@ -696,7 +696,7 @@ def _(fn, t):
         )
 
 
-@buckets.check("compilations that are dear")
+@buckets.check("expensive compilations")
 def _(fn, t):
     why = "a request takes 2 s whatever its size, a compilation 90 s"
     cheapest(fn, t, why, day(t, 12, 9), line(2.0, 0), 3, 90.0, 1)
@@ -783,7 +783,7 @@ for name, hint, fn in (
     ("even_steps", "You cut the range into equal steps. Where are the requests?", buckets_with(how="even")),
     ("quantiles", "As many requests for each size isn't as little waste: among long ones a gap costs more.",
      buckets_with(how="quantiles")),
-    ("the_largest", "One size for all is right only if compilations are very dear, or `most` is 1.",
+    ("the_largest", "One size for all is right only if compilations are very expensive, or `most` is 1.",
      buckets_with(how="largest")),
     ("the_commonest", "The commonest lengths may be neighbours. A size is worth what it saves those below it.",
      buckets_with(how="commonest")),

@@ -48,7 +48,9 @@ def compile_(
     step is compiled for the devices that train would run on here.
     """
     target, settings = take_target(settings)
-    if target is None and (save is None or options):
+    if options and save is not None:
+        raise UserError("--options compiles no step to save: leave out --save or --options")
+    if target is None and save is None:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
     cfg = load(settings)
     if target is None:
@@ -71,10 +73,11 @@ def _print_options(cfg: "Config", target: str, as_json: bool) -> None:
     from minitext.compiler.targets import parse_target, topology_mesh
     from minitext.terminal import print_tables, table
 
-    chip = parse_target(target).chip
-    mesh = topology_mesh(f"{chip.name}:" + "x".join("1" * len(parse_target(target).shape)))
+    parsed = parse_target(target)
+    chip = parsed.chip
+    mesh = topology_mesh(f"{chip.name}:{'x'.join('1' * len(parsed.shape))}")
     found = chosen(cfg.xla, mesh)
-    wrong = dict(refused(found, mesh))
+    wrong = [why for _, why in refused(found, mesh)]
     of_chip = RECOMMENDED.get(chip.name, {})
     known = {n: of_chip.get(n) for n in KNOWN if platform_of(n) in (None, chip.platform)}
 
@@ -92,8 +95,8 @@ def _print_options(cfg: "Config", target: str, as_json: bool) -> None:
         )
 
     answer({"on": [o._asdict() for o in found], "recommended": known}, as_json, show)
-    for reason in wrong.values():
-        raise UserError(f"xla.options: {reason}")
+    if wrong:
+        raise UserError(f"xla.options: {'; '.join(wrong)}")
 
 
 def plan(

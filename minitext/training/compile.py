@@ -196,9 +196,9 @@ def make_or_load_step(
 ) -> Callable[..., Any]:
     """Returns the train step: from `train.executable` if it names a file, else compiled on its first call.
 
-    With `xla.options` it is compiled here, where a refused option can be named. Several processes compile it here and
-    wait for each other. The first collective of a CPU job fails when a process
-    reaches it 30 s after another (Gloo's limit), and compiling may take one process that much longer.
+    With `xla.options` it is compiled here, where a refused option can be named. Several processes compile it here too
+    and wait for each other: the first collective of a CPU job fails when a process reaches it 30 s after another
+    (Gloo's limit), and compiling may take one process that much longer.
 
     Raises:
       UserError: if the file holds another step or is for other devices; if the compiler refuses one of `xla.options`.

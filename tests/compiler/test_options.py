@@ -86,11 +86,16 @@ def test_a_refused_option_is_one_line(tiny, capsys, monkeypatch):
         compile_preset(tiny("xla.options=[xla_tpu_scoped_vmem_limit_kb=1]"), "v6e:1x1")
     with pytest.raises(UserError, match=f"{VMEM}: .*another value"):
         compile_preset(tiny(f"xla.options=[{VMEM}=many]"), "v6e:1x1")
-    words = ["laptop", "target=v6e:2x2", "xla.options=[xla_tpu_none=1]", "--options"]
-    monkeypatch.setattr("sys.argv", ["minitext", "compile", *words])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 2 and "no option xla_tpu_none" in capsys.readouterr().err
+    for more, said in (
+        (["xla.options=[xla_tpu_none=1]"], "no option xla_tpu_none"),
+        (["--save=x"], "leave out --save"),
+    ):
+        monkeypatch.setattr(
+            "sys.argv", ["minitext", "compile", "laptop", "target=v6e:2x2", "--options", *more]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_training_names_an_option_that_is_refused(tiny, tmp_path):

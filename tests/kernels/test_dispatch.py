@@ -259,6 +259,19 @@ def test_limits_that_hold_all_tokens_leave_the_plain_program():
     assert program(mask=Mask(window=127)) != plain != program(mask=Mask(chunk=127))
 
 
+@pytest.mark.parametrize(
+    ("H", "packed", "chosen"),
+    [(128, False, "cudnn"), (128, True, "gpu"), (96, False, "cudnn"), (96, True, "cudnn")],
+)
+def test_packed_rows_on_a_gpu_go_to_our_kernel_if_it_takes_them(monkeypatch, H, packed, chosen):
+    """Measured on an H100. What ours doesn't take stays with cuDNN, whose mask is smaller than XLA's scores."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    q = jax.ShapeDtypeStruct((2, 64, 4, H), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((2, 64), jnp.int32) if packed else None
+    run = dispatch.choose("attention", "auto", q, q, q, segments)
+    assert run.__module__ == f"minitext.kernels.attention.{chosen}"
+
+
 def test_cudnn_says_what_it_needs():
     shapes = {"bfloat16": (2, 64, 4, 64), "float32": (2, 64, 4, 64)}
     half, single = (jnp.zeros(shape, dtype) for dtype, shape in shapes.items())
