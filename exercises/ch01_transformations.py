@@ -8,13 +8,15 @@ def make_scorer(score, max_length):
     """Return a scorer for lines of any length that traces `score` only a few times.
 
     Args:
-      score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32 scalar. It averages
-        over the positions whose mask is 1; tokens with mask 0 cannot change the answer.
+      score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32
+        scalar. It averages over the positions whose mask is 1; tokens with mask
+        0 cannot change the answer.
       max_length: the longest line the scorer accepts, in tokens.
 
     Returns:
-      scorer(line) -> float32 scalar, where line is a NumPy array [n] of any integer dtype.
-      The score is computed on arrays whose length is the smallest power of two that holds n.
+      scorer(line) -> float32 scalar, where line is a NumPy array [n] of any
+      integer dtype. The score is computed on arrays whose length is the
+      smallest power of two that holds n.
 
     Raises:
       ValueError: (from the scorer) the line is empty or longer than max_length.
@@ -35,14 +37,17 @@ def make_average_class():
 
         Args:
           params: pytree of arrays; kept as float32.
-          decay: Python float in (0, 1): how much of the old average an update keeps.
+          decay: Python float in (0, 1): how much of the old average an update
+            keeps.
           count: how many updates were made; kept as an int32 scalar.
         """
 
         def __init__(self, params, decay, count=0):
             if not 0.0 < decay < 1.0:
                 raise ValueError(f"decay={decay} is not in (0, 1)")
-            self.params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+            self.params = jax.tree.map(
+                lambda x: jnp.asarray(x, jnp.float32), params
+            )
             self.decay = float(decay)
             self.count = jnp.asarray(count, jnp.int32)
 
@@ -53,7 +58,9 @@ def make_average_class():
             def mix(old, new):
                 return keep * old + (1 - keep) * new
 
-            return Average(jax.tree.map(mix, self.params, params), keep, self.count + 1)
+            return Average(
+                jax.tree.map(mix, self.params, params), keep, self.count + 1
+            )
 
     # YOUR CODE HERE
     raise NotImplementedError("01.pytree")
@@ -81,13 +88,16 @@ def clipped_mean_gradient(loss, params, batch, max_norm):
     """Clip each example's gradient to `max_norm`, then average over the batch.
 
     Args:
-      loss: pure function (params, example) -> scalar; an example is `batch` without its axis 0.
+      loss: pure function (params, example) -> scalar; an example is `batch`
+        without its axis 0.
       params: pytree of float arrays, possibly of several dtypes.
       batch: pytree of arrays [B, ...].
-      max_norm: float > 0, bound on the Euclidean norm of one example's whole gradient.
+      max_norm: float > 0, bound on the Euclidean norm of one example's whole
+        gradient.
 
     Returns:
-      (gradient, norms_B): the mean of the clipped gradients, with the structure, shapes and dtypes
+      (gradient, norms_B): the mean of the clipped gradients, with the
+        structure, shapes and dtypes
       of params, and the norms before clipping, float32 [B].
     """
     # YOUR CODE HERE

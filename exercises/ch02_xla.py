@@ -28,7 +28,8 @@ def make_one_pass(limit):
       limit: Python float > 0.
 
     Returns:
-      fn(a_XF, b_XF, scale_F) -> y_XF, all float32: the first result of the broken version.
+      fn(a_XF, b_XF, scale_F) -> y_XF, all float32: the first result of the
+        broken version.
     """
     # YOUR CODE HERE
     raise NotImplementedError("02.restore_fusion")
@@ -42,7 +43,8 @@ def bytes_sent(text):
       text: an optimised module for several devices.
 
     Returns:
-      {kind: (count, bytes)}: how many collectives of this kind one run executes, a Python int, and
+      {kind: (count, bytes)}: how many collectives of this kind one run
+        executes, a Python int, and
       the bytes that one device sends in all of them, a float.
     """
     # YOUR CODE HERE
@@ -59,7 +61,8 @@ def rolled(x_BD, w_LDD, b_LD):
       b_LD: float32 [L, D].
 
     Returns:
-      (x_BD, size_L): the last layer's result, and for each layer the root of the mean square of its
+      (x_BD, size_L): the last layer's result, and for each layer the root of
+        the mean square of its
       h_BD, float32 [L].
     """
     # YOUR CODE HERE

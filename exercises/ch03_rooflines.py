@@ -9,14 +9,16 @@ def einsum_cost(subscripts, shapes, dtype, result_dtype):
     """FLOPs, bytes and intensity of a product of two arrays.
 
     Args:
-      subscripts: such as "BTD,DF->BTF": one letter a dimension, no spaces, no letter twice in one
-        operand. A letter that only one operand has is in the result too.
+      subscripts: such as "BTD,DF->BTF": one letter a dimension, no spaces, no
+        letter twice in one operand. A letter that only one operand has is in
+        the result too.
       shapes: two tuples of Python ints, the operands' shapes.
       dtype: JAX's name of the operands' dtype, such as "bfloat16" or "int8".
       result_dtype: JAX's name of the result's dtype.
 
     Returns:
-      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per byte.
+      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per
+        byte.
 
     Raises:
       ValueError: a letter has two sizes; the message has the letter.
@@ -34,8 +36,10 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
       F: size of the other dimension of the weights, a Python int.
       peak: FLOP/s, a Python int or a float that holds one.
       bandwidth: bytes/s, a Python int or a float that holds one.
-      activation_bytes: bytes of a number in the input and in the result, an int.
-      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they need not be read.
+      activation_bytes: bytes of a number in the input and in the result, an
+        int.
+      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they
+        need not be read.
 
     Returns:
       A Python int, at least 1, or None if no batch is large enough.
@@ -58,8 +62,10 @@ def predict_time(ops, peaks, bandwidth):
       bandwidth: bytes/s.
 
     Returns:
-      (limits, seconds, memory_share): a list with "compute" or "memory" for each operation, the
-      time of all of them in seconds, and the share of it, from 0 to 1, of those that wait for memory.
+      (limits, seconds, memory_share): a list with "compute" or "memory" for
+        each operation, the
+      time of all of them in seconds, and the share of it, from 0 to 1, of those
+      that wait for memory.
     """
     # YOUR CODE HERE
     raise NotImplementedError("03.classify")

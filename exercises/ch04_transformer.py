@@ -29,8 +29,8 @@ def find_leaks(model, x_TD):
       x_TD: the embeddings at which to look.
 
     Returns:
-      bool [T, T]. Entry [t, s] is True if s > t and some output at position t depends, to first
-      order, on some input at position s.
+      bool [T, T]. Entry [t, s] is True if s > t and some output at position t
+      depends, to first order, on some input at position s.
     """
     # YOUR CODE HERE
     raise NotImplementedError("04.leak")
@@ -43,10 +43,12 @@ def rotate(x_BTNH, positions_BT, theta=10_000.0):
     Args:
       x_BTNH: [B, T, N, H], float32 or bfloat16, H even.
       positions_BT: [B, T], integers, in any order and as large as 100,000.
-      theta: pair i turns by theta**(-2i/H) radians for each position, i = 0, ..., H/2 - 1.
+      theta: pair i turns by theta**(-2i/H) radians for each position, i = 0,
+        ..., H/2 - 1.
 
     Returns:
-      [B, T, N, H] in the dtype of x. Angles and rotation are computed in float32.
+      [B, T, N, H] in the dtype of x. Angles and rotation are computed in
+      float32.
     """
     # YOUR CODE HERE
     raise NotImplementedError("04.rope")
@@ -58,12 +60,14 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
 
     Args:
       q_BTNH: [B, T, N, H] queries, float32 or bfloat16.
-      k_BSKH: [B, S, K, H] keys; N = G * K, and query head n uses key and value head n // G.
+      k_BSKH: [B, S, K, H] keys; N = G * K, and query head n uses key and value
+        head n // G.
       v_BSKH: [B, S, K, H] values.
       mask_BTS: bool [B, T, S]; True where query t may look at key s.
 
     Returns:
-      [B, T, N, H] in the queries' dtype. A query that may look at no key at all gets zeros.
+      [B, T, N, H] in the queries' dtype. A query that may look at no key at all
+      gets zeros.
     """
     # YOUR CODE HERE
     raise NotImplementedError("04.gqa")
@@ -74,16 +78,18 @@ def predict_cost(cfg, new, cached):
     """Predict the cost of reading `new` tokens after `cached` others, for one text.
 
     Args:
-      cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`, `embed`, `heads`, `mlp`, the
-        resolved `K` (key and value heads) and `H` (head width), and `tie_embeddings`.
+      cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`,
+        `embed`, `heads`, `mlp`, the resolved `K` (key and value heads) and `H`
+        (head width), and `tie_embeddings`.
       new: tokens that the model reads now, all at once.
       cached: tokens whose keys and values are in the cache already.
 
     Returns:
-      (parameters, cache_bytes, flops), three Python ints: the number of parameters; the bytes of
-      a bfloat16 cache that holds all new + cached tokens and no more; the floating-point
-      operations of all matrix products, when each new token's logits are computed and its scores
-      against all new + cached tokens, masked or not.
+      (parameters, cache_bytes, flops), three Python ints: the number of
+      parameters; the bytes of a bfloat16 cache that holds all new + cached
+      tokens and no more; the floating-point operations of all matrix products,
+      when each new token's logits are computed and its scores against all new +
+      cached tokens, masked or not.
     """
     # YOUR CODE HERE
     raise NotImplementedError("04.count")

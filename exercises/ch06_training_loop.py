@@ -9,8 +9,8 @@ def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
     """Sum the negative log-likelihood of the targets that count, and count them.
 
     Args:
-      logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target may be -inf, and
-        under mask 0 all may be anything, including nan.
+      logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target
+        may be -inf, and under mask 0 all may be anything, including nan.
       targets_BT: int32 [B, T]; under mask 0 they may be out of range.
       mask_BT: [B, T] of any dtype; a target counts where it is not 0.
 
@@ -32,7 +32,9 @@ def momentum_update(loss, state, batch, learning_rate):
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     velocity = jax.tree.map(lambda v, g: 0.9 * v + g, state["velocity"], grads)
     params = jax.tree.map(
-        lambda p, v: p.astype(jnp.float32) - learning_rate * v, state["params"], velocity
+        lambda p, v: p.astype(jnp.float32) - learning_rate * v,
+        state["params"],
+        velocity,
     )
     return params, velocity, value, optax.global_norm(grads)
 
@@ -45,12 +47,15 @@ def make_donated_step(loss, learning_rate):
       learning_rate: Python float.
 
     Returns:
-            The result of `jax.jit`: a function (state, batch) -> (new state, metrics).
-        state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the same pytree in
-          float32, "step": int32 scalar}. The new state has the same structure, shapes and dtypes.
+            The result of `jax.jit`: a function (state, batch) -> (new state,
+            metrics).
+        state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the
+          same pytree in float32, "step": int32 scalar}. The new state has the
+          same structure, shapes and dtypes.
         batch: pytree of arrays, which the caller keeps.
-        metrics: {"loss": float32, "grad_norm": float32, "step": int32}, scalars; "step" is that of
-          the new state. They can be read at any later time.
+        metrics: {"loss": float32, "grad_norm": float32, "step": int32},
+          scalars; "step" is that of the new state. They can be read at any
+          later time.
     """
     # YOUR CODE HERE
     raise NotImplementedError("06.donation")
@@ -61,14 +66,15 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
     """The loss per target token of a whole batch and its gradient, one microbatch at a time.
 
     Args:
-      loss_sum: pure function (params, part of the batch) -> (summed loss, number of target
-        tokens), two scalars.
+      loss_sum: pure function (params, part of the batch) -> (summed loss,
+        number of target tokens), two scalars.
       params: pytree of float32 or bfloat16 arrays.
       batch: pytree of arrays [B, ...].
       microbatches: into how many equal parts the rows are split.
 
     Returns:
-      (loss, gradient): a float32 scalar and a pytree like params, in float32. Both are 0 for a
+      (loss, gradient): a float32 scalar and a pytree like params, in float32.
+        Both are 0 for a
       batch without target tokens.
 
     Raises:
@@ -83,8 +89,9 @@ def train_loop(step, state, batches, start, steps, log):
     """Train from step `start` to step `steps`, and log each step while the next one runs.
 
     Args:
-      step: function (state, batch) -> (state, metrics) that returns before its work is done;
-        metrics is a dict of scalars, and `float(...)` of one waits until it is there.
+      step: function (state, batch) -> (state, metrics) that returns before its
+        work is done; metrics is a dict of scalars, and `float(...)` of one
+        waits until it is there.
       state: the state after step `start`.
       batches: an iterator; `next` gives a batch.
       start: steps that were taken before.
@@ -104,21 +111,24 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
 
     Step i, counted from 0 over all calls, is defined by `seed` and i alone:
       - an epoch has R // 4 steps; epoch e takes the rows in the order
-        `np.random.default_rng([seed, e]).permutation(R)`, four rows a step; the R % 4 last ones of
-        the order are left out;
+        `np.random.default_rng([seed, e]).permutation(R)`, four rows a step; the
+        R % 4 last ones of the order are left out;
       - its key is `jax.random.fold_in(jax.random.key(seed), i)`.
 
     Args:
       loss: pure function (params, rows [4, T], key) -> float32 scalar.
       optimizer: an `optax.GradientTransformation`.
-      params: pytree of arrays, the parameters before step 0; used only if `saved` is None.
+      params: pytree of arrays, the parameters before step 0; used only if
+        `saved` is None.
       rows_RT: NumPy array [R, T] with R >= 4.
       seed: Python int.
       steps: how many steps to take in this call.
-      saved: the second result of an earlier call, perhaps read back from a file.
+      saved: the second result of an earlier call, perhaps read back from a
+        file.
 
     Returns:
-      (losses, saved): a list of `steps` Python floats; and a dict of pytrees of arrays and numbers
+      (losses, saved): a list of `steps` Python floats; and a dict of pytrees of
+        arrays and numbers
       with everything that a later call needs, the parameters under "params".
     """
     # YOUR CODE HERE

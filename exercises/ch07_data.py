@@ -8,12 +8,15 @@ def merge_step(words, counts, new_id):
     """One step of byte-pair encoding: find the most frequent pair and merge it.
 
     Args:
-      words: list of lists of ints, the ids of each different word; a word may be empty.
-      counts: list of ints of at least 1, how often each of these words occurs in the text.
+      words: list of lists of ints, the ids of each different word; a word may
+        be empty.
+      counts: list of ints of at least 1, how often each of these words occurs
+        in the text.
       new_id: int, the id that replaces the pair.
 
     Returns:
-      (pair, words): the tuple of two ids that was merged, and new lists in which it was; pair is
+      (pair, words): the tuple of two ids that was merged, and new lists in
+        which it was; pair is
       None where no word has two ids.
     """
     # YOUR CODE HERE
@@ -25,13 +28,15 @@ def pack_documents(documents, rows, T, eod):
     """The first rows of the stream of some documents, as the five arrays of a batch.
 
     Args:
-      documents: list of lists of ints, none of them eod; a document may be empty.
+      documents: list of lists of ints, none of them eod; a document may be
+        empty.
       rows: R, how many rows to make, whether or not the stream fills them.
       T: slots in a row.
       eod: int, the id that ends each document.
 
     Returns:
-      dict of arrays [R, T]: tokens, targets, positions and segment_ids in int32, loss_mask in
+      dict of arrays [R, T]: tokens, targets, positions and segment_ids in
+        int32, loss_mask in
       float32. Where there is padding all five are 0.
     """
     # YOUR CODE HERE
@@ -46,11 +51,14 @@ def rows_of_process(k, B, process, count, total):
       k: number of the batch, from 0.
       B: rows in a global batch.
       process: number of this process, from 0.
-      count: how many processes there are; it need not divide B, and may be larger.
-      total: how many rows the data has. Python ints, all of them, and k may be large.
+      count: how many processes there are; it need not divide B, and may be
+        larger.
+      total: how many rows the data has. Python ints, all of them, and k may be
+        large.
 
     Returns:
-      int64 [rows of this process]: the numbers of its rows, rising; -1 in a slot of the batch for
+      int64 [rows of this process]: the numbers of its rows, rising; -1 in a
+        slot of the batch for
       which the data has no row left.
     """
     # YOUR CODE HERE
@@ -99,7 +107,8 @@ def row_of_mixture(weights, i):
 
     Args:
       weights: list of P ints of at least 1.
-      i: number of the row in the mixture, a Python int from 0, perhaps above 10**18.
+      i: number of the row in the mixture, a Python int from 0, perhaps above
+        10**18.
 
     Returns:
       (part, row): Python ints; part is below P.

@@ -11,7 +11,8 @@ def save_step(disk, step, files):
     """Save a step so that a crash at any moment leaves it whole, or the step before.
 
     Args:
-      disk: a disk with the methods of the statement: mkdir, write, fsync, rename, delete, list.
+      disk: a disk with the methods of the statement: mkdir, write, fsync,
+        rename, delete, list.
       step: Python int, larger than every step on the disk.
       files: dict from file names to bytes.
     """
@@ -24,8 +25,9 @@ def read_piece(saved, read, want, dtype):
     """Build one device's piece of an array from the pieces that other devices saved.
 
     Args:
-      saved: list of the saved pieces' regions in the whole array; a region is a tuple with one
-        (start, stop) for each dimension. Two regions are equal or have no element in common.
+      saved: list of the saved pieces' regions in the whole array; a region is a
+        tuple with one (start, stop) for each dimension. Two regions are equal
+        or have no element in common.
       read: function of an index into `saved` -> NumPy array, that whole piece.
       want: the region of the piece to build, a tuple like those in `saved`.
       dtype: NumPy dtype of the array.
@@ -62,10 +64,12 @@ def newest_whole(folder):
     """Find the newest checkpoint whose files are all as written.
 
     Args:
-      folder: `pathlib.Path` of a folder with a folder for each step, as in the statement.
+      folder: `pathlib.Path` of a folder with a folder for each step, as in the
+        statement.
 
     Returns:
-      (step, damaged): the number of the newest undamaged step, or None; and a list of the damaged
+      (step, damaged): the number of the newest undamaged step, or None; and a
+        list of the damaged
       steps that are newer, newest first.
     """
     # YOUR CODE HERE

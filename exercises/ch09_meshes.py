@@ -11,15 +11,18 @@ def place(shape, mesh, spec, itemsize, index):
 
     Args:
       shape: the array's, a tuple of Python ints.
-      mesh: axis name -> number of devices, in the mesh's order. Devices are numbered from 0, the
-        last axis fastest.
-      spec: None, a name or a tuple of names for each dimension; trailing entries may be missing.
+      mesh: axis name -> number of devices, in the mesh's order. Devices are
+        numbered from 0, the last axis fastest.
+      spec: None, a name or a tuple of names for each dimension; trailing
+        entries may be missing.
       itemsize: bytes of one number.
       index: of one element, a tuple of Python ints.
 
     Returns:
-      (shard, bytes, copies, holders): the shape of one device's part, its bytes, how many devices
-      hold the same part, and the numbers of all devices that hold the element, ascending.
+      (shard, bytes, copies, holders): the shape of one device's part, its
+        bytes, how many devices
+      hold the same part, and the numbers of all devices that hold the element,
+      ascending.
 
     Raises:
       ValueError: no array can be stored this way.
@@ -36,7 +39,8 @@ def make_two_layers(case):
       case: "A", "B", "C" or "D", a row of the table.
 
     Returns:
-      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row says.
+      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row
+        says.
     """
     # YOUR CODE HERE
     raise NotImplementedError("09.out_sharding")
@@ -51,7 +55,8 @@ def split_softmax(x_BV, vocab):
       vocab: Python int, 1 to V. Columns from here on are padding.
 
     Returns:
-      p_BV: float32 [B, V], sharded like x_BV: padding is 0, and every row adds up to 1.
+      p_BV: float32 [B, V], sharded like x_BV: padding is 0, and every row adds
+        up to 1.
     """
     # YOUR CODE HERE
     raise NotImplementedError("09.shard_map_port")

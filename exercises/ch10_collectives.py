@@ -7,7 +7,8 @@ def ring_all_reduce(x_N, axis):
     """Give each device the sum over a mesh axis, using only permutes to the right.
 
     Args:
-      x_N: [N], this device's numbers; N is a multiple of the number of devices n on the axis.
+      x_N: [N], this device's numbers; N is a multiple of the number of devices
+        n on the axis.
       axis: name of the mesh axis.
 
     Returns:
@@ -22,7 +23,8 @@ def predicted_bytes(kind, group, shape, dtype):
     """Bytes that each device sends in one collective.
 
     Args:
-      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or
+        "collective-permute".
       group: Python int, devices in a group.
       shape: tuple of Python ints, the operand's shape on one device.
       dtype: JAX's name for its dtype, such as "bfloat16".
@@ -39,8 +41,8 @@ def distributed_transpose(x_RN, axis):
     """Transpose a matrix that is split by rows, and return this device's rows.
 
     Args:
-      x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on the axis, and n
-        divides M and N.
+      x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on
+        the axis, and n divides M and N.
       axis: name of the mesh axis.
 
     Returns:

@@ -65,9 +65,11 @@ def zigzag_order(T, devices):
       devices: how many share it, a Python int.
 
     Returns:
-      (pieces, order, back): integer arrays of shape [devices, 2], [T] and [T]. Device i holds the
-      pieces `pieces[i]`, of T / (2 * devices) tokens each, the earlier first. `row[order]` are the
-      tokens of device 0, then those of device 1, and so on; `row[order][back]` is the row again.
+      (pieces, order, back): integer arrays of shape [devices, 2], [T] and [T].
+        Device i holds the
+      pieces `pieces[i]`, of T / (2 * devices) tokens each, the earlier first.
+      `row[order]` are the tokens of device 0, then those of device 1, and so
+      on; `row[order][back]` is the row again.
 
     Raises:
       ValueError: 2 * devices does not divide T.

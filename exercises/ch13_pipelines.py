@@ -13,7 +13,8 @@ def gpipe(layer, w_LDD, x_MBD):
 
     Args:
       layer: a function of (w [D, D], x [B, D]) that gives [B, D].
-      w_LDD: [L, D, D] float32, as P("stage"): each stage holds L/S consecutive layers.
+      w_LDD: [L, D, D] float32, as P("stage"): each stage holds L/S consecutive
+        layers.
       x_MBD: [M, B, D] float32, whole on every device.
 
     Returns:
@@ -52,13 +53,17 @@ def plan(schedule, S, R, wanted, forward, backward, send):
       schedule: "gpipe", "1f1b" or "circular".
       S: number of stages, a Python int of at least 1.
       R: groups of layers in each stage; counts in "circular" only.
-      wanted: the largest bubble allowed, a `fractions.Fraction` between 0 and 1, both excluded.
-      forward: seconds of one microbatch's forward pass through all layers of one stage.
+      wanted: the largest bubble allowed, a `fractions.Fraction` between 0 and
+        1, both excluded.
+      forward: seconds of one microbatch's forward pass through all layers of
+        one stage.
       backward: seconds of the backward pass, without any recomputation.
-      send: seconds that a message takes after every slot; no stage computes meanwhile.
+      send: seconds that a message takes after every slot; no stage computes
+        meanwhile.
 
     Returns:
-      (M, seconds, idle): number of microbatches, length of a step, share of it without computation.
+      (M, seconds, idle): number of microbatches, length of a step, share of it
+        without computation.
     """
     # YOUR CODE HERE
     raise NotImplementedError("13.bubble")
@@ -69,11 +74,13 @@ def balance(costs, S):
     """Cuts a model into S stages whose slowest is as fast as possible.
 
     Args:
-      costs: a list of n positive ints: what the embedding, each layer and the head cost, in order.
+      costs: a list of n positive ints: what the embedding, each layer and the
+        head cost, in order.
       S: number of stages, at most n.
 
     Returns:
-      A list of S+1 ints, 0 = b[0] < b[1] < ... < b[S] = n: stage s has costs[b[s]:b[s+1]].
+      A list of S+1 ints, 0 = b[0] < b[1] < ... < b[S] = n: stage s has
+      costs[b[s]:b[s+1]].
     """
     # YOUR CODE HERE
     raise NotImplementedError("13.balance")

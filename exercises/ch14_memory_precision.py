@@ -26,10 +26,12 @@ def scanned(x_XD, weights):
 
     Args:
       x_XD: float32 [X, D].
-      weights: dict with "norm" [L, D], "up" [L, D, F] and "down" [L, F, D], float32.
+      weights: dict with "norm" [L, D], "up" [L, D, F] and "down" [L, F, D],
+        float32.
 
     Returns:
-      (x_XD, size_L): the last layer's result, and the mean square of what each layer returned.
+      (x_XD, size_L): the last layer's result, and the mean square of what each
+        layer returned.
     """
     # YOUR CODE HERE
     raise NotImplementedError("14.scanned_stack")
@@ -46,7 +48,8 @@ def chunked_nll(x_XD, w_DV, targets_X, chunks):
       chunks: Python int that divides X.
 
     Returns:
-      float32 scalar: the sum of -log softmax(x_XD @ w_DV)[target] over the tokens with a target.
+      float32 scalar: the sum of -log softmax(x_XD @ w_DV)[target] over the
+        tokens with a target.
     """
     # YOUR CODE HERE
     raise NotImplementedError("14.chunked_loss")
@@ -57,13 +60,15 @@ def mean_gradient(grad_fn, params, parts):
     """The mean gradient over M microbatches, added up without losing small parts.
 
     Args:
-      grad_fn: grad_fn(params, part) -> (grads, count): the gradient summed over the part's tokens, a
-        pytree like params whose leaves are bfloat16 or float32; and how many tokens, a bfloat16 scalar.
+      grad_fn: grad_fn(params, part) -> (grads, count): the gradient summed over
+        the part's tokens, a pytree like params whose leaves are bfloat16 or
+        float32; and how many tokens, a bfloat16 scalar.
       params: a pytree of arrays, bfloat16 or float32.
       parts: a pytree of arrays [M, ...]; part m has index m of each.
 
     Returns:
-      A pytree like params, each leaf in the dtype of its parameter: all gradients over all tokens.
+      A pytree like params, each leaf in the dtype of its parameter: all
+      gradients over all tokens.
     """
     # YOUR CODE HERE
     raise NotImplementedError("14.f32_accumulators")
@@ -74,13 +79,15 @@ def fit_plan(sizes, seconds, memory, rows):
     """Find the fastest way to run a step in the available memory.
 
     Args:
-      sizes: bytes, Python ints: "parameters", "optimizer", "kept_none", "kept_full", "logits".
+      sizes: bytes, Python ints: "parameters", "optimizer", "kept_none",
+        "kept_full", "logits".
       seconds: Python floats: "forward", "microbatch", "transfer".
       memory: bytes of the device.
       rows: rows of the batch, a Python int.
 
     Returns:
-      (remat, microbatches, offload), such as ("full", 4, False); None if nothing fits.
+      (remat, microbatches, offload), such as ("full", 4, False); None if
+      nothing fits.
     """
     # YOUR CODE HERE
     raise NotImplementedError("14.fit_plan")

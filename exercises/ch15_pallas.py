@@ -9,7 +9,8 @@ def attention_specs(B, T, N, K, H, block):
     """Return the grid and blocks of a causal attention whose key heads serve N/K query heads each.
 
     Args:
-      B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH and v_BKTH.
+      B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH
+        and v_BKTH.
       T: tokens of a row, queries as well as keys.
       N: query heads.
       K: key heads; N is divisible by it.
@@ -17,8 +18,10 @@ def attention_specs(B, T, N, K, H, block):
       block: number of queries, and of keys, in a block; T is divisible by it.
 
     Returns:
-      (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose last index numbers the
-      blocks of keys; a list of three `pl.BlockSpec`, for q, k and v; and the result's.
+      (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose
+        last index numbers the
+      blocks of keys; a list of three `pl.BlockSpec`, for q, k and v; and the
+      result's.
     """
     # YOUR CODE HERE
     raise NotImplementedError("15.index_maps")
@@ -59,7 +62,8 @@ def row_softmax(x_MN, block_M=8):
     """Softmax over each row, computed in float32; a row that is all -inf gives zeros.
 
     Args:
-      x_MN: [M, N] float32 or bfloat16; both sizes are at least 1, and entries may be -inf.
+      x_MN: [M, N] float32 or bfloat16; both sizes are at least 1, and entries
+        may be -inf.
       block_M: rows of a block.
 
     Returns:

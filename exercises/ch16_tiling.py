@@ -51,7 +51,8 @@ def choose_tiles(M, K, N, budget):
       budget: bytes of VMEM for blocks and scratch.
 
     Returns:
-      ((m, k, n), bytes): the tiles, and the bytes they move between HBM and VMEM; None if none fit.
+      ((m, k, n), bytes): the tiles, and the bytes they move between HBM and
+      VMEM; None if none fit.
     """
     # YOUR CODE HERE
     raise NotImplementedError("16.choose_tiles")

@@ -12,12 +12,14 @@ def online_softmax(blocks):
     """Softmax over logits that come in blocks, applied to values that come with them.
 
     Args:
-      blocks: an iterator over pairs (logits_TS, v_SH). T and H are the same in all pairs, but S may differ.
-        Logits are float32 and may be -inf; values are float32 or bfloat16.
+      blocks: an iterator over pairs (logits_TS, v_SH). T and H are the same in
+        all pairs, but S may differ. Logits are float32 and may be -inf; values
+        are float32 or bfloat16.
 
     Returns:
-      (out_TH, lse_T), float32: softmax over all S of all blocks times the values, and the logarithm of the sum of
-      the logits' exponentials. A row of nothing but -inf gives zeros, and -inf.
+      (out_TH, lse_T), float32: softmax over all S of all blocks times the
+      values, and the logarithm of the sum of the logits' exponentials. A row of
+      nothing but -inf gives zeros, and -inf.
     """
     # YOUR CODE HERE
     raise NotImplementedError("17.online_softmax")
@@ -37,9 +39,10 @@ def block_kinds(T, block_q, block_kv, window, prefix):
       prefix: how many of the first keys all later queries see, at least 0.
 
     Returns:
-      NumPy integers [ceil(T / block_q), ceil(T / block_kv)]: 0 if no query of the block sees any of its keys, 2
-      if all queries see all of its block_kv keys, 1 otherwise. No query sees keys beyond T; queries beyond T
-      don't count.
+      NumPy integers [ceil(T / block_q), ceil(T / block_kv)]: 0 if no query of
+      the block sees any of its keys, 2 if all queries see all of its block_kv
+      keys, 1 otherwise. No query sees keys beyond T; queries beyond T don't
+      count.
     """
     # YOUR CODE HERE
     raise NotImplementedError("17.block_mask")
@@ -53,7 +56,8 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
       q_NTH: [N, T, H] queries, float32 or bfloat16; T is divisible by block.
       k_KTH: [K, T, H] keys; each key head serves N/K adjacent query heads.
       v_KTH: [K, T, H] values.
-      segments_T: int32 [T], never falling. A token sees only tokens of its own segment.
+      segments_T: int32 [T], never falling. A token sees only tokens of its own
+        segment.
       block: how many queries, and how many keys, a block holds.
 
     Returns:
@@ -68,11 +72,13 @@ def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
     """Gradients of the keys and values of causal attention, for one key head and its query heads.
 
     Args:
-      q_GTH: [G, T, H] queries of the G heads that share the key head; float32 or bfloat16. T is divisible by block.
+      q_GTH: [G, T, H] queries of the G heads that share the key head; float32
+        or bfloat16. T is divisible by block.
       k_TH: [T, H] keys, in the same type.
       v_TH: [T, H] values, likewise.
       grad_GTH: [G, T, H] gradient of the output, likewise.
-      lse_GT: float32 [G, T], the logarithm of the sum of exponentials of q k^T / sqrt(H) over the keys seen.
+      lse_GT: float32 [G, T], the logarithm of the sum of exponentials of q k^T
+        / sqrt(H) over the keys seen.
       delta_GT: float32 [G, T], the sum over H of the output times its gradient.
       block: how many queries, and how many keys, a block holds.
 
@@ -88,13 +94,17 @@ def with_sinks(out_BTNH, lse_BTN, sinks_N):
     """Gives each head a sink, after attention: a logit that takes part in softmax and has no value.
 
     Args:
-      out_BTNH: [B, T, N, H] float32 or bfloat16, the result of attention without sinks.
-      lse_BTN: float32 [B, T, N], the logsumexp of its logits. A query that saw no key has -inf, and output 0.
-      sinks_N: float32 [N], a logit for each head; -inf for a head without a sink.
+      out_BTNH: [B, T, N, H] float32 or bfloat16, the result of attention
+        without sinks.
+      lse_BTN: float32 [B, T, N], the logsumexp of its logits. A query that saw
+        no key has -inf, and output 0.
+      sinks_N: float32 [N], a logit for each head; -inf for a head without a
+        sink.
 
     Returns:
-      (out_BTNH, lse_BTN) as attention with sinks would give them, out in the type that it had. JAX can
-      differentiate both with respect to all three arguments.
+      (out_BTNH, lse_BTN) as attention with sinks would give them, out in the
+      type that it had. JAX can differentiate both with respect to all three
+      arguments.
     """
     # YOUR CODE HERE
     raise NotImplementedError("17.sinks")

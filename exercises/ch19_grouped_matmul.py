@@ -9,14 +9,16 @@ def list_visits(group_sizes_G, rows, tile):
     """Find which group and which tile of rows each step works on.
 
     Args:
-      group_sizes_G: int32 [G], rows of each group, in all at most `rows`; groups may be empty.
+      group_sizes_G: int32 [G], rows of each group, in all at most `rows`;
+        groups may be empty.
       rows: rows of the matrix, a Python int.
       tile: rows of a tile, a Python int; it needn't divide `rows`.
 
     Returns:
-      (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) + G - 1, and an int32
-      scalar, how many of their entries are visits. Entries from `count` on repeat the last visit, or
-      are 0 if there is none.
+      (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) +
+        G - 1, and an int32
+      scalar, how many of their entries are visits. Entries from `count` on
+      repeat the last visit, or are 0 if there is none.
     """
     # YOUR CODE HERE
     raise NotImplementedError("19.group_metadata")
@@ -30,8 +32,8 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
       x_MK: [M, K] float32 or bfloat16, rows sorted by group.
       w_GKN: [G, K, N] in the same type.
       b_GN: [G, N] float32.
-      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows; empty groups have no
-        visit.
+      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows;
+        empty groups have no visit.
       tile_m: rows of a tile; M need not be a multiple.
       tile_k: columns of x, and rows of a matrix, in a block; K is a multiple.
 
@@ -47,10 +49,11 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
     """The gradient of each group's matrix: the group's rows of x, transposed, times those of grad.
 
     Args:
-      x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group owns may be NaN.
+      x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group
+        owns may be NaN.
       grad_MN: [M, N] in the same type, likewise.
-      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows; each group has a visit,
-        even if it's empty.
+      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows;
+        each group has a visit, even if it's empty.
       tile_m: rows of a tile; M need not be a multiple.
 
     Returns:
@@ -65,7 +68,8 @@ def group_means(x_MN, group_sizes_G, tile=8):
     """The mean of each group's rows.
 
     Args:
-      x_MN: float32 [M, N], rows sorted by group; rows that no group owns may be NaN.
+      x_MN: float32 [M, N], rows sorted by group; rows that no group owns may be
+        NaN.
       group_sizes_G: int32 [G], in all at most M; groups may be empty.
       tile: rows of a tile; M need not be a multiple.
 

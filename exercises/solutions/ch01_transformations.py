@@ -8,27 +8,33 @@ def make_scorer(score, max_length):
     """Return a scorer for lines of any length that traces `score` only a few times.
 
     Args:
-      score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32 scalar. It averages
-        over the positions whose mask is 1; tokens with mask 0 cannot change the answer.
+      score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32
+        scalar. It averages over the positions whose mask is 1; tokens with mask
+        0 cannot change the answer.
       max_length: the longest line the scorer accepts, in tokens.
 
     Returns:
-      scorer(line) -> float32 scalar, where line is a NumPy array [n] of any integer dtype.
-      The score is computed on arrays whose length is the smallest power of two that holds n.
+      scorer(line) -> float32 scalar, where line is a NumPy array [n] of any
+      integer dtype. The score is computed on arrays whose length is the
+      smallest power of two that holds n.
 
     Raises:
       ValueError: (from the scorer) the line is empty or longer than max_length.
     """
     # BEGIN SOLUTION
-    # One jitted function for the life of the scorer: the trace cache belongs to it.
+    # One jitted function for the life of the scorer: the trace cache belongs to
+    # it.
     jitted_score = jax.jit(score)
 
     def scorer(line):
         n = len(line)
         if not 1 <= n <= max_length:
-            raise ValueError(f"the line has {n} tokens; the scorer takes 1 to {max_length}")
+            raise ValueError(
+                f"the line has {n} tokens; the scorer takes 1 to {max_length}"
+            )
         padded_length = 1 << (n - 1).bit_length()
-        # NumPy, not jnp: padding on the host keeps the ragged shape out of every trace.
+        # NumPy, not jnp: padding on the host keeps the ragged shape out of
+        # every trace.
         tokens_T = np.zeros(padded_length, np.int32)
         tokens_T[:n] = line
         mask_T = (np.arange(padded_length) < n).astype(np.float32)
@@ -50,14 +56,17 @@ def make_average_class():
 
         Args:
           params: pytree of arrays; kept as float32.
-          decay: Python float in (0, 1): how much of the old average an update keeps.
+          decay: Python float in (0, 1): how much of the old average an update
+            keeps.
           count: how many updates were made; kept as an int32 scalar.
         """
 
         def __init__(self, params, decay, count=0):
             if not 0.0 < decay < 1.0:
                 raise ValueError(f"decay={decay} is not in (0, 1)")
-            self.params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+            self.params = jax.tree.map(
+                lambda x: jnp.asarray(x, jnp.float32), params
+            )
             self.decay = float(decay)
             self.count = jnp.asarray(count, jnp.int32)
 
@@ -68,15 +77,17 @@ def make_average_class():
             def mix(old, new):
                 return keep * old + (1 - keep) * new
 
-            return Average(jax.tree.map(mix, self.params, params), keep, self.count + 1)
+            return Average(
+                jax.tree.map(mix, self.params, params), keep, self.count + 1
+            )
 
     # BEGIN SOLUTION
     def flatten(average):
         return (average.params, average.count), average.decay
 
     def unflatten(decay, children):
-        # Not Average(...): JAX may put anything in a leaf's place (a tracer, a shape, None), and
-        # __init__ would try to turn it into a float32 array.
+        # Not Average(...): JAX may put anything in a leaf's place (a tracer, a
+        # shape, None), and __init__ would try to turn it into a float32 array.
         average = object.__new__(Average)
         average.params, average.count = children
         average.decay = decay
@@ -100,7 +111,8 @@ def hessian_vector_product(f, params, vector):
       pytree of the same structure, shapes and dtypes as params.
     """
     # BEGIN SOLUTION
-    # Forward over reverse: how the gradient moves when params move along the vector.
+    # Forward over reverse: how the gradient moves when params move along the
+    # vector.
     return jax.jvp(jax.grad(f), (params,), (vector,))[1]
     # END SOLUTION
 
@@ -110,28 +122,35 @@ def clipped_mean_gradient(loss, params, batch, max_norm):
     """Clip each example's gradient to `max_norm`, then average over the batch.
 
     Args:
-      loss: pure function (params, example) -> scalar; an example is `batch` without its axis 0.
+      loss: pure function (params, example) -> scalar; an example is `batch`
+        without its axis 0.
       params: pytree of float arrays, possibly of several dtypes.
       batch: pytree of arrays [B, ...].
-      max_norm: float > 0, bound on the Euclidean norm of one example's whole gradient.
+      max_norm: float > 0, bound on the Euclidean norm of one example's whole
+        gradient.
 
     Returns:
-      (gradient, norms_B): the mean of the clipped gradients, with the structure, shapes and dtypes
+      (gradient, norms_B): the mean of the clipped gradients, with the
+        structure, shapes and dtypes
       of params, and the norms before clipping, float32 [B].
     """
     # BEGIN SOLUTION
     grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
-    # One norm for an example's whole gradient: the squares of all leaves are added, in float32
-    # because a bfloat16 sum loses small terms.
+    # One norm for an example's whole gradient: the squares of all leaves are
+    # added, in float32 because a bfloat16 sum loses small terms.
     grads_f32 = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     squares_B = sum(
-        jnp.sum(g.reshape(g.shape[0], -1) ** 2, axis=1) for g in jax.tree.leaves(grads_f32)
+        jnp.sum(g.reshape(g.shape[0], -1) ** 2, axis=1)
+        for g in jax.tree.leaves(grads_f32)
     )
     norms_B = jnp.sqrt(squares_B)
-    # An example without gradient is safe: max_norm / 0 is inf, and the minimum makes that 1.
+    # An example without gradient is safe: max_norm / 0 is inf, and the minimum
+    # makes that 1.
     scale_B = jnp.minimum(1.0, max_norm / norms_B)
     mean = jax.tree.map(
-        lambda g, p: jnp.mean(jnp.einsum("B,B...->B...", scale_B, g), axis=0).astype(p.dtype),
+        lambda g, p: jnp.mean(
+            jnp.einsum("B,B...->B...", scale_B, g), axis=0
+        ).astype(p.dtype),
         grads_f32,
         params,
     )
@@ -163,7 +182,8 @@ def logsumexp_forward(logits):
     # A row of -inf has no finite top to subtract: -inf - -inf is nan.
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     value = jnp.log(jnp.sum(jnp.exp(x - top), axis=-1)) + top[..., 0]
-    # The logits as they came (bfloat16 stays bfloat16) and one number a row: exp is cheap to redo.
+    # The logits as they came (bfloat16 stays bfloat16) and one number a row:
+    # exp is cheap to redo.
     return value, (logits, value)
     # END SOLUTION
 

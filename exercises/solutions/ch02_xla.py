@@ -30,7 +30,10 @@ def bytes_moved(text):
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.line)
                 runs = int(trips[1]) if trips else 1
                 inner_read, inner_written = count(called)
-                read, written = read + runs * inner_read, written + runs * inner_written
+                read, written = (
+                    read + runs * inner_read,
+                    written + runs * inner_written,
+                )
             elif i.opcode not in hlo.FREE:
                 # An operand that is named twice is one array.
                 read += sum(size[operand] for operand in set(i.operands))
@@ -49,7 +52,8 @@ def make_one_pass(limit):
       limit: Python float > 0.
 
     Returns:
-      fn(a_XF, b_XF, scale_F) -> y_XF, all float32: the first result of the broken version.
+      fn(a_XF, b_XF, scale_F) -> y_XF, all float32: the first result of the
+        broken version.
     """
     # BEGIN SOLUTION
 
@@ -71,7 +75,8 @@ def bytes_sent(text):
       text: an optimised module for several devices.
 
     Returns:
-      {kind: (count, bytes)}: how many collectives of this kind one run executes, a Python int, and
+      {kind: (count, bytes)}: how many collectives of this kind one run
+        executes, a Python int, and
       the bytes that one device sends in all of them, a float.
     """
     # BEGIN SOLUTION
@@ -83,7 +88,9 @@ def bytes_sent(text):
             return listed[1].count(",") + 1
         if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
             return int(counted[1])
-        if axes := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", line):
+        if axes := re.search(
+            r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", line
+        ):
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
             group = 1
             for name in re.findall(r"'(\w+)'", axes[2]):
@@ -101,7 +108,9 @@ def bytes_sent(text):
                 body = re.search(r"\bbody=%([\w.\-]+)", i.line)[1]
                 walk(body, runs * (int(trips[1]) if trips else 1))
             elif i.opcode in hlo.COLLECTIVES:
-                whole = max(i.bytes, sum(size[operand] for operand in i.operands))
+                whole = max(
+                    i.bytes, sum(size[operand] for operand in i.operands)
+                )
                 n = group_size(i.line)
                 share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
                 moved = whole * share.get(i.opcode, (n - 1) / n)
@@ -123,7 +132,8 @@ def rolled(x_BD, w_LDD, b_LD):
       b_LD: float32 [L, D].
 
     Returns:
-      (x_BD, size_L): the last layer's result, and for each layer the root of the mean square of its
+      (x_BD, size_L): the last layer's result, and for each layer the root of
+        the mean square of its
       h_BD, float32 [L].
     """
     # BEGIN SOLUTION
@@ -140,7 +150,10 @@ def rolled(x_BD, w_LDD, b_LD):
 
     L, D = b_LD.shape
     paired = L - L % 2
-    pairs = (w_LDD[:paired].reshape(-1, 2, D, D), b_LD[:paired].reshape(-1, 2, D))
+    pairs = (
+        w_LDD[:paired].reshape(-1, 2, D, D),
+        b_LD[:paired].reshape(-1, 2, D),
+    )
     x_BD, size_P2 = jax.lax.scan(two_layers, x_BD, pairs)
     size_L = size_P2.reshape(-1)
     if L % 2:

@@ -9,14 +9,16 @@ def einsum_cost(subscripts, shapes, dtype, result_dtype):
     """FLOPs, bytes and intensity of a product of two arrays.
 
     Args:
-      subscripts: such as "BTD,DF->BTF": one letter a dimension, no spaces, no letter twice in one
-        operand. A letter that only one operand has is in the result too.
+      subscripts: such as "BTD,DF->BTF": one letter a dimension, no spaces, no
+        letter twice in one operand. A letter that only one operand has is in
+        the result too.
       shapes: two tuples of Python ints, the operands' shapes.
       dtype: JAX's name of the operands' dtype, such as "bfloat16" or "int8".
       result_dtype: JAX's name of the result's dtype.
 
     Returns:
-      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per byte.
+      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per
+        byte.
 
     Raises:
       ValueError: a letter has two sizes; the message has the letter.
@@ -28,12 +30,16 @@ def einsum_cost(subscripts, shapes, dtype, result_dtype):
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
-                    f"{letter} is {sizes[letter]} in one operand and {size} in another"
+                    f"{letter} is {sizes[letter]} in one operand and {size} in "
+                    "another"
                 )
     # Python's integers have no largest one; NumPy's wrap around at 2**63.
     flops = 2 * math.prod(sizes.values())
     read = sum(math.prod(shape) for shape in shapes) * jnp.dtype(dtype).itemsize
-    written = math.prod(sizes[letter] for letter in result) * jnp.dtype(result_dtype).itemsize
+    written = (
+        math.prod(sizes[letter] for letter in result)
+        * jnp.dtype(result_dtype).itemsize
+    )
     moved = read + written
     return flops, moved, flops / moved if moved else 0.0
     # END SOLUTION
@@ -48,15 +54,22 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
       F: size of the other dimension of the weights, a Python int.
       peak: FLOP/s, a Python int or a float that holds one.
       bandwidth: bytes/s, a Python int or a float that holds one.
-      activation_bytes: bytes of a number in the input and in the result, an int.
-      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they need not be read.
+      activation_bytes: bytes of a number in the input and in the result, an
+        int.
+      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they
+        need not be read.
 
     Returns:
       A Python int, at least 1, or None if no batch is large enough.
     """
     # BEGIN SOLUTION
-    peak, bandwidth, weight_bytes = Fraction(peak), Fraction(bandwidth), Fraction(weight_bytes)
-    # 2BDF / peak >= (B (D + F) a + D F w) / bandwidth, sorted by what B multiplies:
+    peak, bandwidth, weight_bytes = (
+        Fraction(peak),
+        Fraction(bandwidth),
+        Fraction(weight_bytes),
+    )
+    # 2BDF / peak >= (B (D + F) a + D F w) / bandwidth, sorted by what B
+    # multiplies:
     gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
     needed = peak * weight_bytes * D * F
     if needed == 0:
@@ -79,8 +92,10 @@ def predict_time(ops, peaks, bandwidth):
       bandwidth: bytes/s.
 
     Returns:
-      (limits, seconds, memory_share): a list with "compute" or "memory" for each operation, the
-      time of all of them in seconds, and the share of it, from 0 to 1, of those that wait for memory.
+      (limits, seconds, memory_share): a list with "compute" or "memory" for
+        each operation, the
+      time of all of them in seconds, and the share of it, from 0 to 1, of those
+      that wait for memory.
     """
     # BEGIN SOLUTION
     limits, seconds = [], {"compute": 0.0, "memory": 0.0}
@@ -123,7 +138,8 @@ def matmul_flops(closed_jaxpr):
             elif eqn.primitive.name == "cond":
                 total += max(flops(branch) for branch in params["branches"])
             else:
-                # jit and checkpoint call theirs `jaxpr`, functions with rules of their own `call_jaxpr`.
+                # jit and checkpoint call theirs `jaxpr`, functions with rules
+                # of their own `call_jaxpr`.
                 for name in ("jaxpr", "call_jaxpr"):
                     if name in params:
                         total += flops(params[name])

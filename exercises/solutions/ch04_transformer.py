@@ -19,7 +19,8 @@ def rms_norm_f32(x, scale_D, eps=1e-6):
     # BEGIN SOLUTION
     x_f32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
-    # Everything is float32 until the cast at the end: each earlier cast would round once more.
+    # Everything is float32 until the cast at the end: each earlier cast would
+    # round once more.
     return (x_f32 * jax.lax.rsqrt(mean_square + eps) * scale_D).astype(x.dtype)
     # END SOLUTION
 
@@ -33,14 +34,15 @@ def find_leaks(model, x_TD):
       x_TD: the embeddings at which to look.
 
     Returns:
-      bool [T, T]. Entry [t, s] is True if s > t and some output at position t depends, to first
-      order, on some input at position s.
+      bool [T, T]. Entry [t, s] is True if s > t and some output at position t
+      depends, to first order, on some input at position s.
     """
     # BEGIN SOLUTION
     jacobian_TVTD = jax.jacrev(model)(x_TD)
     # Absolute values before any sum: terms of opposite sign would hide a leak.
     influence_TT = jnp.sum(jnp.abs(jacobian_TVTD), axis=(1, 3))
-    # 0 is exact here. A masked weight is exactly 0, and so is every derivative through it.
+    # 0 is exact here. A masked weight is exactly 0, and so is every derivative
+    # through it.
     return jnp.triu(influence_TT > 0, k=1)
     # END SOLUTION
 
@@ -52,18 +54,24 @@ def rotate(x_BTNH, positions_BT, theta=10_000.0):
     Args:
       x_BTNH: [B, T, N, H], float32 or bfloat16, H even.
       positions_BT: [B, T], integers, in any order and as large as 100,000.
-      theta: pair i turns by theta**(-2i/H) radians for each position, i = 0, ..., H/2 - 1.
+      theta: pair i turns by theta**(-2i/H) radians for each position, i = 0,
+        ..., H/2 - 1.
 
     Returns:
-      [B, T, N, H] in the dtype of x. Angles and rotation are computed in float32.
+      [B, T, N, H] in the dtype of x. Angles and rotation are computed in
+      float32.
     """
     # BEGIN SOLUTION
     half = x_BTNH.shape[-1] // 2
     frequency_h = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_h
+    angle_BT1h = (
+        positions_BT[:, :, None, None].astype(jnp.float32) * frequency_h
+    )
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    rotated = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
     return rotated.astype(x_BTNH.dtype)
     # END SOLUTION
 
@@ -74,25 +82,30 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
 
     Args:
       q_BTNH: [B, T, N, H] queries, float32 or bfloat16.
-      k_BSKH: [B, S, K, H] keys; N = G * K, and query head n uses key and value head n // G.
+      k_BSKH: [B, S, K, H] keys; N = G * K, and query head n uses key and value
+        head n // G.
       v_BSKH: [B, S, K, H] values.
       mask_BTS: bool [B, T, S]; True where query t may look at key s.
 
     Returns:
-      [B, T, N, H] in the queries' dtype. A query that may look at no key at all gets zeros.
+      [B, T, N, H] in the queries' dtype. A query that may look at no key at all
+      gets zeros.
     """
     # BEGIN SOLUTION
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    # The queries are folded, not the keys unfolded: heads of one group become the axis G.
+    # The queries are folded, not the keys unfolded: heads of one group become
+    # the axis G.
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     logits_BKGTS = jnp.einsum(
         "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
     )
     visible = mask_BTS[:, None, None]
-    # A finite number: a row of -inf would give inf - inf inside softmax, which is nan.
+    # A finite number: a row of -inf would give inf - inf inside softmax, which
+    # is nan.
     logits_BKGTS = jnp.where(visible, logits_BKGTS / math.sqrt(H), -1e30)
-    # The product clears rows that see nothing, where softmax gives 1/S everywhere.
+    # The product clears rows that see nothing, where softmax gives 1/S
+    # everywhere.
     probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1) * visible
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH",
@@ -109,21 +122,24 @@ def predict_cost(cfg, new, cached):
     """Predict the cost of reading `new` tokens after `cached` others, for one text.
 
     Args:
-      cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`, `embed`, `heads`, `mlp`, the
-        resolved `K` (key and value heads) and `H` (head width), and `tie_embeddings`.
+      cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`,
+        `embed`, `heads`, `mlp`, the resolved `K` (key and value heads) and `H`
+        (head width), and `tie_embeddings`.
       new: tokens that the model reads now, all at once.
       cached: tokens whose keys and values are in the cache already.
 
     Returns:
-      (parameters, cache_bytes, flops), three Python ints: the number of parameters; the bytes of
-      a bfloat16 cache that holds all new + cached tokens and no more; the floating-point
-      operations of all matrix products, when each new token's logits are computed and its scores
-      against all new + cached tokens, masked or not.
+      (parameters, cache_bytes, flops), three Python ints: the number of
+      parameters; the bytes of a bfloat16 cache that holds all new + cached
+      tokens and no more; the floating-point operations of all matrix products,
+      when each new token's logits are computed and its scores against all new +
+      cached tokens, masked or not.
     """
     # BEGIN SOLUTION
     V, L, D, N, F = cfg.vocab, cfg.layers, cfg.embed, cfg.heads, cfg.mlp
     K, H, S = cfg.K, cfg.H, new + cached
-    matrices = 2 * D * N * H + 2 * D * K * H + 3 * D * F  # q and o, k and v, the feed-forward
+    # q and o, k and v, the feed-forward
+    matrices = 2 * D * N * H + 2 * D * K * H + 3 * D * F
     tables = 1 if cfg.tie_embeddings else 2
     parameters = L * (matrices + 2 * D) + tables * V * D + D
     cache_bytes = L * S * 2 * K * H * 2  # keys and values, two bytes each

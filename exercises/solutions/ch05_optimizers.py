@@ -3,13 +3,23 @@ import jax.numpy as jnp
 
 
 # EXERCISE 05.adamw
-def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1):
+def adamw_update(
+    grads,
+    state,
+    params,
+    rate,
+    decays,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    weight_decay=0.1,
+):
     """One update of AdamW, from its definition.
 
     Args:
       grads: pytree of float32 or bfloat16 arrays.
-      state: {"count": int32 scalar, the updates made so far; "mu" and "nu": pytrees like grads, in
-        float32}. All are zero before the first update.
+      state: {"count": int32 scalar, the updates made so far; "mu" and "nu":
+        pytrees like grads, in float32}. All are zero before the first update.
       params: pytree of float32 arrays, like grads.
       rate: learning rate, a Python float or a float32 scalar.
       decays: pytree of Python bools, like grads: which parameters decay.
@@ -19,16 +29,20 @@ def adamw_update(grads, state, params, rate, decays, b1=0.9, b2=0.95, eps=1e-8, 
       weight_decay: share of a parameter that decays, times the rate.
 
     Returns:
-      (updates, state): what is to be *added* to the parameters, in float32, and the new state with
+      (updates, state): what is to be *added* to the parameters, in float32, and
+        the new state with
       the structure and dtypes of the old one.
     """
     # BEGIN SOLUTION
     count = state["count"] + 1
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state["mu"], grads)
-    nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state["nu"], grads)
-    # The averages began at zero; after t updates their weights add up to 1 - b^t. The state keeps
-    # the averages as they are: corrected ones would be corrected again in the next update.
+    nu = jax.tree.map(
+        lambda v, g: b2 * v + (1 - b2) * g * g, state["nu"], grads
+    )
+    # The averages began at zero; after t updates their weights add up to 1 -
+    # b^t. The state keeps the averages as they are: corrected ones would be
+    # corrected again in the next update.
     t = count.astype(jnp.float32)
     weight1, weight2 = 1 - b1**t, 1 - b2**t
 
@@ -46,19 +60,29 @@ def clip_tree(grads, limit):
     """Shorten a gradient whose global norm is above a limit.
 
     Args:
-      grads: pytree of float32 or bfloat16 arrays of any shapes, including scalars.
+      grads: pytree of float32 or bfloat16 arrays of any shapes, including
+        scalars.
       limit: largest norm, a Python float above 0.
 
     Returns:
-      (grads, norm): the gradient, each array in the shape and dtype it came in; and the norm it had
+      (grads, norm): the gradient, each array in the shape and dtype it came in;
+        and the norm it had
       *before*, a float32 scalar.
     """
     # BEGIN SOLUTION
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    squares = [
+        jnp.sum(jnp.square(g.astype(jnp.float32)))
+        for g in jax.tree.leaves(grads)
+    ]
     norm = jnp.sqrt(sum(squares))
-    # Where nothing is to be done the factor is exactly 1, and no division by zero is ever made.
-    scale = jnp.where(norm > limit, limit / jnp.where(norm > limit, norm, 1.0), 1.0)
-    clipped = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads)
+    # Where nothing is to be done the factor is exactly 1, and no division by
+    # zero is ever made.
+    scale = jnp.where(
+        norm > limit, limit / jnp.where(norm > limit, norm, 1.0), 1.0
+    )
+    clipped = jax.tree.map(
+        lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads
+    )
     return clipped, norm
     # END SOLUTION
 
@@ -68,7 +92,8 @@ def wsd_rate(step, steps, peak, warmup, decay, final=0.0):
     """The learning rate of warm-up, stable phase and decay.
 
     Args:
-      step: int32 scalar or array of any shape, perhaps traced; steps are counted from 0.
+      step: int32 scalar or array of any shape, perhaps traced; steps are
+        counted from 0.
       steps: steps in the whole run, a Python int above `warmup`.
       peak: rate of the stable phase.
       warmup: steps of linear warm-up, a Python int of at least 0.
@@ -94,8 +119,10 @@ def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
     """Drive the singular values of matrices towards 1 and keep their singular vectors.
 
     Args:
-      x: float32 or bfloat16 [..., M, N]: matrices, tall or wide, in a stack of any dimensions.
-      rounds: how often the polynomial a s + b s^3 + c s^5 is applied to the singular values.
+      x: float32 or bfloat16 [..., M, N]: matrices, tall or wide, in a stack of
+        any dimensions.
+      rounds: how often the polynomial a s + b s^3 + c s^5 is applied to the
+        singular values.
       a: the polynomial's first coefficient.
       b: its second.
       c: its third.
@@ -106,9 +133,12 @@ def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
     # BEGIN SOLUTION
     x = x.astype(jnp.float32)
     tall = x.shape[-2] > x.shape[-1]
-    if tall:  # the product of a matrix with its transpose is then that of the shorter side
+    # the product of a matrix with its transpose is then that of the shorter
+    # side
+    if tall:
         x = jnp.swapaxes(x, -2, -1)
-    # The Frobenius norm is at least the largest singular value, so all of them are now in [0, 1].
+    # The Frobenius norm is at least the largest singular value, so all of them
+    # are now in [0, 1].
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
     for _ in range(rounds):
         gram = x @ jnp.swapaxes(x, -2, -1)

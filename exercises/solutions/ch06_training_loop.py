@@ -9,8 +9,8 @@ def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
     """Sum the negative log-likelihood of the targets that count, and count them.
 
     Args:
-      logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target may be -inf, and
-        under mask 0 all may be anything, including nan.
+      logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target
+        may be -inf, and under mask 0 all may be anything, including nan.
       targets_BT: int32 [B, T]; under mask 0 they may be out of range.
       mask_BT: [B, T] of any dtype; a target counts where it is not 0.
 
@@ -19,13 +19,18 @@ def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
     """
     # BEGIN SOLUTION
     counts_BT = mask_BT != 0
-    # Zeros go in where nothing counts. Replacing the loss afterwards would mend its value, but the
-    # backward pass would still multiply a zero by the nan of the logits.
+    # Zeros go in where nothing counts. Replacing the loss afterwards would mend
+    # its value, but the backward pass would still multiply a zero by the nan of
+    # the logits.
     x_BTV = jnp.where(counts_BT[..., None], logits_BTV, 0).astype(jnp.float32)
     targets_BT = jnp.where(counts_BT, targets_BT, 0)
     top_BT1 = jax.lax.stop_gradient(jnp.max(x_BTV, axis=-1, keepdims=True))
-    normalizer_BT = jnp.log(jnp.sum(jnp.exp(x_BTV - top_BT1), axis=-1)) + top_BT1[..., 0]
-    target_BT = jnp.take_along_axis(x_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    normalizer_BT = (
+        jnp.log(jnp.sum(jnp.exp(x_BTV - top_BT1), axis=-1)) + top_BT1[..., 0]
+    )
+    target_BT = jnp.take_along_axis(x_BTV, targets_BT[..., None], axis=-1)[
+        ..., 0
+    ]
     total = jnp.sum(jnp.where(counts_BT, normalizer_BT - target_BT, 0.0))
     return total, jnp.sum(counts_BT, dtype=jnp.float32)
     # END SOLUTION
@@ -42,7 +47,9 @@ def momentum_update(loss, state, batch, learning_rate):
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     velocity = jax.tree.map(lambda v, g: 0.9 * v + g, state["velocity"], grads)
     params = jax.tree.map(
-        lambda p, v: p.astype(jnp.float32) - learning_rate * v, state["params"], velocity
+        lambda p, v: p.astype(jnp.float32) - learning_rate * v,
+        state["params"],
+        velocity,
     )
     return params, velocity, value, optax.global_norm(grads)
 
@@ -55,22 +62,31 @@ def make_donated_step(loss, learning_rate):
       learning_rate: Python float.
 
     Returns:
-            The result of `jax.jit`: a function (state, batch) -> (new state, metrics).
-        state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the same pytree in
-          float32, "step": int32 scalar}. The new state has the same structure, shapes and dtypes.
+            The result of `jax.jit`: a function (state, batch) -> (new state,
+            metrics).
+        state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the
+          same pytree in float32, "step": int32 scalar}. The new state has the
+          same structure, shapes and dtypes.
         batch: pytree of arrays, which the caller keeps.
-        metrics: {"loss": float32, "grad_norm": float32, "step": int32}, scalars; "step" is that of
-          the new state. They can be read at any later time.
+        metrics: {"loss": float32, "grad_norm": float32, "step": int32},
+          scalars; "step" is that of the new state. They can be read at any
+          later time.
     """
     # BEGIN SOLUTION
 
     def update(state, batch):
-        params, velocity, value, grad_norm = momentum_update(loss, state, batch, learning_rate)
-        # An array can be written over another only if both have one shape and one dtype.
-        params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, state["params"])
+        params, velocity, value, grad_norm = momentum_update(
+            loss, state, batch, learning_rate
+        )
+        # An array can be written over another only if both have one shape and
+        # one dtype.
+        params = jax.tree.map(
+            lambda new, old: new.astype(old.dtype), params, state["params"]
+        )
         step = state["step"] + 1
-        # `step` is returned twice. As outputs of one jitted function these are two arrays; taken
-        # from the new state outside, it would be one, and the next step would delete it.
+        # `step` is returned twice. As outputs of one jitted function these are
+        # two arrays; taken from the new state outside, it would be one, and the
+        # next step would delete it.
         metrics = {"loss": value, "grad_norm": grad_norm, "step": step}
         return {"params": params, "velocity": velocity, "step": step}, metrics
 
@@ -83,14 +99,15 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
     """The loss per target token of a whole batch and its gradient, one microbatch at a time.
 
     Args:
-      loss_sum: pure function (params, part of the batch) -> (summed loss, number of target
-        tokens), two scalars.
+      loss_sum: pure function (params, part of the batch) -> (summed loss,
+        number of target tokens), two scalars.
       params: pytree of float32 or bfloat16 arrays.
       batch: pytree of arrays [B, ...].
       microbatches: into how many equal parts the rows are split.
 
     Returns:
-      (loss, gradient): a float32 scalar and a pytree like params, in float32. Both are 0 for a
+      (loss, gradient): a float32 scalar and a pytree like params, in float32.
+        Both are 0 for a
       batch without target tokens.
 
     Raises:
@@ -99,12 +116,22 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
     # BEGIN SOLUTION
     B = jax.tree.leaves(batch)[0].shape[0]
     if B % microbatches:
-        raise ValueError(f"a batch of {B} rows cannot be split into {microbatches} equal parts")
-    parts = jax.tree.map(lambda x: x.reshape(microbatches, B // microbatches, *x.shape[1:]), batch)
+        raise ValueError(
+            f"a batch of {B} rows cannot be split into {microbatches} equal "
+            "parts"
+        )
+    parts = jax.tree.map(
+        lambda x: x.reshape(microbatches, B // microbatches, *x.shape[1:]),
+        batch,
+    )
 
     def add(sums, part):
-        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)
-        new = jax.tree.map(lambda x: x.astype(jnp.float32), (total, count, grads))
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(
+            params, part
+        )
+        new = jax.tree.map(
+            lambda x: x.astype(jnp.float32), (total, count, grads)
+        )
         return jax.tree.map(jnp.add, sums, new), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -121,8 +148,9 @@ def train_loop(step, state, batches, start, steps, log):
     """Train from step `start` to step `steps`, and log each step while the next one runs.
 
     Args:
-      step: function (state, batch) -> (state, metrics) that returns before its work is done;
-        metrics is a dict of scalars, and `float(...)` of one waits until it is there.
+      step: function (state, batch) -> (state, metrics) that returns before its
+        work is done; metrics is a dict of scalars, and `float(...)` of one
+        waits until it is there.
       state: the state after step `start`.
       batches: an iterator; `next` gives a batch.
       start: steps that were taken before.
@@ -137,10 +165,16 @@ def train_loop(step, state, batches, start, steps, log):
     for number in range(start + 1, steps + 1):
         state, metrics = step(state, next(batches))
         if pending is not None:
-            log(pending[0], {name: float(value) for name, value in pending[1].items()})
+            log(
+                pending[0],
+                {name: float(value) for name, value in pending[1].items()},
+            )
         pending = (number, metrics)
     if pending is not None:
-        log(pending[0], {name: float(value) for name, value in pending[1].items()})
+        log(
+            pending[0],
+            {name: float(value) for name, value in pending[1].items()},
+        )
     return state
     # END SOLUTION
 
@@ -151,21 +185,24 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
 
     Step i, counted from 0 over all calls, is defined by `seed` and i alone:
       - an epoch has R // 4 steps; epoch e takes the rows in the order
-        `np.random.default_rng([seed, e]).permutation(R)`, four rows a step; the R % 4 last ones of
-        the order are left out;
+        `np.random.default_rng([seed, e]).permutation(R)`, four rows a step; the
+        R % 4 last ones of the order are left out;
       - its key is `jax.random.fold_in(jax.random.key(seed), i)`.
 
     Args:
       loss: pure function (params, rows [4, T], key) -> float32 scalar.
       optimizer: an `optax.GradientTransformation`.
-      params: pytree of arrays, the parameters before step 0; used only if `saved` is None.
+      params: pytree of arrays, the parameters before step 0; used only if
+        `saved` is None.
       rows_RT: NumPy array [R, T] with R >= 4.
       seed: Python int.
       steps: how many steps to take in this call.
-      saved: the second result of an earlier call, perhaps read back from a file.
+      saved: the second result of an earlier call, perhaps read back from a
+        file.
 
     Returns:
-      (losses, saved): a list of `steps` Python floats; and a dict of pytrees of arrays and numbers
+      (losses, saved): a list of `steps` Python floats; and a dict of pytrees of
+        arrays and numbers
       with everything that a later call needs, the parameters under "params".
     """
     # BEGIN SOLUTION
@@ -177,8 +214,16 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
         return optax.apply_updates(params, updates), opt_state, value
 
     if saved is None:
-        saved = {"step": 0, "params": params, "opt_state": optimizer.init(params)}
-    first, params, opt_state = int(saved["step"]), saved["params"], saved["opt_state"]
+        saved = {
+            "step": 0,
+            "params": params,
+            "opt_state": optimizer.init(params),
+        }
+    first, params, opt_state = (
+        int(saved["step"]),
+        saved["params"],
+        saved["opt_state"],
+    )
     R = len(rows_RT)
     losses = []
     for i in range(first, first + steps):
@@ -189,5 +234,9 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
         params, opt_state, value = update(params, opt_state, rows, key)
         losses.append(value)
     losses = [float(value) for value in losses]
-    return losses, {"step": first + steps, "params": params, "opt_state": opt_state}
+    return losses, {
+        "step": first + steps,
+        "params": params,
+        "opt_state": opt_state,
+    }
     # END SOLUTION

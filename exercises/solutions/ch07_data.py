@@ -8,12 +8,15 @@ def merge_step(words, counts, new_id):
     """One step of byte-pair encoding: find the most frequent pair and merge it.
 
     Args:
-      words: list of lists of ints, the ids of each different word; a word may be empty.
-      counts: list of ints of at least 1, how often each of these words occurs in the text.
+      words: list of lists of ints, the ids of each different word; a word may
+        be empty.
+      counts: list of ints of at least 1, how often each of these words occurs
+        in the text.
       new_id: int, the id that replaces the pair.
 
     Returns:
-      (pair, words): the tuple of two ids that was merged, and new lists in which it was; pair is
+      (pair, words): the tuple of two ids that was merged, and new lists in
+        which it was; pair is
       None where no word has two ids.
     """
     # BEGIN SOLUTION
@@ -44,24 +47,31 @@ def pack_documents(documents, rows, T, eod):
     """The first rows of the stream of some documents, as the five arrays of a batch.
 
     Args:
-      documents: list of lists of ints, none of them eod; a document may be empty.
+      documents: list of lists of ints, none of them eod; a document may be
+        empty.
       rows: R, how many rows to make, whether or not the stream fills them.
       T: slots in a row.
       eod: int, the id that ends each document.
 
     Returns:
-      dict of arrays [R, T]: tokens, targets, positions and segment_ids in int32, loss_mask in
+      dict of arrays [R, T]: tokens, targets, positions and segment_ids in
+        int32, loss_mask in
       float32. Where there is padding all five are 0.
     """
     # BEGIN SOLUTION
-    stream = np.array([token for document in documents for token in [*document, eod]], np.int32)
+    stream = np.array(
+        [token for document in documents for token in [*document, eod]],
+        np.int32,
+    )
     real = np.zeros((rows, T), bool)
-    inputs = min(max(len(stream) - 1, 0), rows * T)  # the last token is a target only
+    # the last token is a target only
+    inputs = min(max(len(stream) - 1, 0), rows * T)
     real.reshape(-1)[:inputs] = True
     tokens, targets = np.zeros((2, rows, T), np.int32)
     tokens[real], targets[real] = stream[:inputs], stream[1 : inputs + 1]
 
-    # A piece of a document begins at the start of a row, and after each end of document.
+    # A piece of a document begins at the start of a row, and after each end of
+    # document.
     ended = real & (tokens == eod)
     begins = np.zeros((rows, T), bool)
     begins[:, :1] = True
@@ -72,7 +82,9 @@ def pack_documents(documents, rows, T, eod):
         "tokens": tokens,
         "targets": targets,
         "positions": np.where(real, slot - began, 0).astype(np.int32),
-        "segment_ids": np.where(real, np.cumsum(begins, axis=1), 0).astype(np.int32),
+        "segment_ids": np.where(real, np.cumsum(begins, axis=1), 0).astype(
+            np.int32
+        ),
         "loss_mask": (real & ~ended).astype(np.float32),
     }
     # END SOLUTION
@@ -86,11 +98,14 @@ def rows_of_process(k, B, process, count, total):
       k: number of the batch, from 0.
       B: rows in a global batch.
       process: number of this process, from 0.
-      count: how many processes there are; it need not divide B, and may be larger.
-      total: how many rows the data has. Python ints, all of them, and k may be large.
+      count: how many processes there are; it need not divide B, and may be
+        larger.
+      total: how many rows the data has. Python ints, all of them, and k may be
+        large.
 
     Returns:
-      int64 [rows of this process]: the numbers of its rows, rising; -1 in a slot of the batch for
+      int64 [rows of this process]: the numbers of its rows, rising; -1 in a
+        slot of the batch for
       which the data has no row left.
     """
     # BEGIN SOLUTION
@@ -129,7 +144,9 @@ class ShuffledRows:
         # BEGIN SOLUTION
         epoch, index = divmod(self.taken, self.rows)
         if epoch != self.epoch:
-            self.order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+            self.order = np.random.default_rng([self.seed, epoch]).permutation(
+                self.rows
+            )
             self.epoch = epoch
         self.taken += 1
         return int(self.order[index])
@@ -154,18 +171,21 @@ def row_of_mixture(weights, i):
 
     Args:
       weights: list of P ints of at least 1.
-      i: number of the row in the mixture, a Python int from 0, perhaps above 10**18.
+      i: number of the row in the mixture, a Python int from 0, perhaps above
+        10**18.
 
     Returns:
       (part, row): Python ints; part is below P.
     """
     # BEGIN SOLUTION
     W = sum(weights)
-    rounds, slot = divmod(i, W)  # after W rows every part has had its weight: a new round begins
+    # after W rows every part has had its weight: a new round begins
+    rounds, slot = divmod(i, W)
     taken, part = [0] * len(weights), 0
     for n in range(slot + 1):
         may_come = [p for p, w in enumerate(weights) if taken[p] * W // w <= n]
-        # The part with the earliest deadline for its next row: (row + 1) W / w, rounded up.
+        # The part with the earliest deadline for its next row: (row + 1) W / w,
+        # rounded up.
         part = min(may_come, key=lambda p: -(-(taken[p] + 1) * W // weights[p]))
         taken[part] += 1
     return part, rounds * weights[part] + taken[part] - 1

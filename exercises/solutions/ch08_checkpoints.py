@@ -11,7 +11,8 @@ def save_step(disk, step, files):
     """Save a step so that a crash at any moment leaves it whole, or the step before.
 
     Args:
-      disk: a disk with the methods of the statement: mkdir, write, fsync, rename, delete, list.
+      disk: a disk with the methods of the statement: mkdir, write, fsync,
+        rename, delete, list.
       step: Python int, larger than every step on the disk.
       files: dict from file names to bytes.
     """
@@ -26,7 +27,8 @@ def save_step(disk, step, files):
         disk.write(f"{draft}/{name}", data)
         disk.fsync(f"{draft}/{name}")
     disk.fsync(draft)
-    # All content is on the disk. The rename commits; the line after it flushes the new name.
+    # All content is on the disk. The rename commits; the line after it flushes
+    # the new name.
     disk.rename(draft, str(step))
     disk.fsync("")
     for name in old:
@@ -39,8 +41,9 @@ def read_piece(saved, read, want, dtype):
     """Build one device's piece of an array from the pieces that other devices saved.
 
     Args:
-      saved: list of the saved pieces' regions in the whole array; a region is a tuple with one
-        (start, stop) for each dimension. Two regions are equal or have no element in common.
+      saved: list of the saved pieces' regions in the whole array; a region is a
+        tuple with one (start, stop) for each dimension. Two regions are equal
+        or have no element in common.
       read: function of an index into `saved` -> NumPy array, that whole piece.
       want: the region of the piece to build, a tuple like those in `saved`.
       dtype: NumPy dtype of the array.
@@ -55,13 +58,22 @@ def read_piece(saved, read, want, dtype):
     shape = tuple(stop - start for start, stop in want)
     piece, missing, seen = np.empty(shape, dtype), math.prod(shape), set()
     for index, region in enumerate(saved):
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, want, strict=True)]
+        both = [
+            (max(a, c), min(b, d))
+            for (a, b), (c, d) in zip(region, want, strict=True)
+        ]
         if region in seen or any(start >= stop for start, stop in both):
             continue
         seen.add(region)
         # The overlap, counted from the corner of each.
-        here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, want, strict=True))
-        there = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, region, strict=True))
+        here = tuple(
+            slice(a - c, b - c)
+            for (a, b), (c, _) in zip(both, want, strict=True)
+        )
+        there = tuple(
+            slice(a - c, b - c)
+            for (a, b), (c, _) in zip(both, region, strict=True)
+        )
         piece[here] = read(index)[there]
         missing -= math.prod(b - a for a, b in both)
     if missing:
@@ -98,10 +110,12 @@ def newest_whole(folder):
     """Find the newest checkpoint whose files are all as written.
 
     Args:
-      folder: `pathlib.Path` of a folder with a folder for each step, as in the statement.
+      folder: `pathlib.Path` of a folder with a folder for each step, as in the
+        statement.
 
     Returns:
-      (step, damaged): the number of the newest undamaged step, or None; and a list of the damaged
+      (step, damaged): the number of the newest undamaged step, or None; and a
+        list of the damaged
       steps that are newer, newest first.
     """
     # BEGIN SOLUTION
@@ -109,18 +123,28 @@ def newest_whole(folder):
 
     def is_whole(path):
         try:
-            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+            manifest = json.loads(
+                (path / "manifest.json").read_text(encoding="utf-8")
+            )
             files = manifest["files"]
-            if manifest["sha256"] != hashlib.sha256(json.dumps(files).encode()).hexdigest():
+            if (
+                manifest["sha256"]
+                != hashlib.sha256(json.dumps(files).encode()).hexdigest()
+            ):
                 return False
             for name, digest in files.items():
-                if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
+                if (
+                    hashlib.sha256((path / name).read_bytes()).hexdigest()
+                    != digest
+                ):
                     return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False  # a file can't be read, or the manifest isn't one
         return True
 
-    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    steps = sorted(
+        int(path.name) for path in folder.iterdir() if path.name.isdigit()
+    )
     damaged = []
     for step in reversed(steps):
         if is_whole(folder / str(step)):

@@ -11,24 +11,33 @@ def place(shape, mesh, spec, itemsize, index):
 
     Args:
       shape: the array's, a tuple of Python ints.
-      mesh: axis name -> number of devices, in the mesh's order. Devices are numbered from 0, the
-        last axis fastest.
-      spec: None, a name or a tuple of names for each dimension; trailing entries may be missing.
+      mesh: axis name -> number of devices, in the mesh's order. Devices are
+        numbered from 0, the last axis fastest.
+      spec: None, a name or a tuple of names for each dimension; trailing
+        entries may be missing.
       itemsize: bytes of one number.
       index: of one element, a tuple of Python ints.
 
     Returns:
-      (shard, bytes, copies, holders): the shape of one device's part, its bytes, how many devices
-      hold the same part, and the numbers of all devices that hold the element, ascending.
+      (shard, bytes, copies, holders): the shape of one device's part, its
+        bytes, how many devices
+      hold the same part, and the numbers of all devices that hold the element,
+      ascending.
 
     Raises:
       ValueError: no array can be stored this way.
     """
     # BEGIN SOLUTION
     if len(spec) > len(shape):
-        raise ValueError(f"a spec of {len(spec)} entries for {len(shape)} dimensions")
+        raise ValueError(
+            f"a spec of {len(spec)} entries for {len(shape)} dimensions"
+        )
     entries = [
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        ()
+        if entry is None
+        else (entry,)
+        if isinstance(entry, str)
+        else tuple(entry)
         for entry in (*spec, *[None] * (len(shape) - len(spec)))
     ]
     named = [axis for entry in entries for axis in entry]
@@ -53,7 +62,12 @@ def place(shape, mesh, spec, itemsize, index):
             rest, here[axis] = divmod(rest, mesh[axis])
         if all(here[axis] == place for axis, place in wanted.items()):
             holders.append(device)
-    return tuple(shard), math.prod(shard) * itemsize, len(holders), tuple(holders)
+    return (
+        tuple(shard),
+        math.prod(shard) * itemsize,
+        len(holders),
+        tuple(holders),
+    )
     # END SOLUTION
 
 
@@ -65,7 +79,8 @@ def make_two_layers(case):
       case: "A", "B", "C" or "D", a row of the table.
 
     Returns:
-      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row says.
+      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row
+        says.
     """
     # BEGIN SOLUTION
 
@@ -74,7 +89,8 @@ def make_two_layers(case):
         return jnp.einsum("bf,fd->bd", h_BF, v_FD, out_sharding=P("data", None))
 
     def column_column(x_BD, w_DF, v_FD):
-        # Without the reshard the compiler gathers h_BF too: only one side of the sum is split.
+        # Without the reshard the compiler gathers h_BF too: only one side of
+        # the sum is split.
         h_BF = jax.nn.relu(x_BD @ w_DF)
         return jax.sharding.reshard(h_BF, P("data", None)) @ v_FD
 
@@ -84,9 +100,13 @@ def make_two_layers(case):
 
     def turned(x_BD, w_DF, v_FD):
         # out_sharding= on the product would gather h_BF, which is wider.
-        return jax.sharding.reshard(jax.nn.relu(x_BD @ w_DF) @ v_FD, P(None, "data"))
+        return jax.sharding.reshard(
+            jax.nn.relu(x_BD @ w_DF) @ v_FD, P(None, "data")
+        )
 
-    return {"A": column_row, "B": column_column, "C": row_whole, "D": turned}[case]
+    return {"A": column_row, "B": column_column, "C": row_whole, "D": turned}[
+        case
+    ]
     # END SOLUTION
 
 
@@ -99,7 +119,8 @@ def split_softmax(x_BV, vocab):
       vocab: Python int, 1 to V. Columns from here on are padding.
 
     Returns:
-      p_BV: float32 [B, V], sharded like x_BV: padding is 0, and every row adds up to 1.
+      p_BV: float32 [B, V], sharded like x_BV: padding is 0, and every row adds
+        up to 1.
     """
     # BEGIN SOLUTION
 
@@ -110,7 +131,9 @@ def split_softmax(x_BV, vocab):
         local_B1 = jnp.max(x_BV, axis=1, keepdims=True)
         top_B1 = jax.lax.pmax(jax.lax.stop_gradient(local_B1), "tensor")
         e_BV = jnp.exp(x_BV - top_B1)
-        return e_BV / jax.lax.psum(jnp.sum(e_BV, axis=1, keepdims=True), "tensor")
+        return e_BV / jax.lax.psum(
+            jnp.sum(e_BV, axis=1, keepdims=True), "tensor"
+        )
 
     return jax.shard_map(of_one_device, out_specs=P("data", "tensor"))(x_BV)
     # END SOLUTION
@@ -136,13 +159,23 @@ def spec_of(names, table, sizes, drop=()):
     entries, taken = [], {}
     for name in names:
         if name is not None and name not in table:
-            raise ValueError(f"unknown name {name!r}: choose among {', '.join(sorted(table))}")
+            raise ValueError(
+                f"unknown name {name!r}: choose among "
+                f"{', '.join(sorted(table))}"
+            )
         axes = () if name is None else table[name]
-        axes = tuple(axis for axis in axes if sizes[axis] > 1 and axis not in drop)
+        axes = tuple(
+            axis for axis in axes if sizes[axis] > 1 and axis not in drop
+        )
         for axis in axes:
             if axis in taken:
-                raise ValueError(f"{taken[axis]!r} and {name!r} both claim mesh axis {axis!r}")
+                raise ValueError(
+                    f"{taken[axis]!r} and {name!r} both claim mesh axis "
+                    f"{axis!r}"
+                )
             taken[axis] = name
-        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        entries.append(
+            None if not axes else axes[0] if len(axes) == 1 else axes
+        )
     return P(*entries)
     # END SOLUTION

@@ -7,7 +7,8 @@ def ring_all_reduce(x_N, axis):
     """Give each device the sum over a mesh axis, using only permutes to the right.
 
     Args:
-      x_N: [N], this device's numbers; N is a multiple of the number of devices n on the axis.
+      x_N: [N], this device's numbers; N is a multiple of the number of devices
+        n on the axis.
       axis: name of the mesh axis.
 
     Returns:
@@ -38,7 +39,8 @@ def predicted_bytes(kind, group, shape, dtype):
     """Bytes that each device sends in one collective.
 
     Args:
-      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or
+        "collective-permute".
       group: Python int, devices in a group.
       shape: tuple of Python ints, the operand's shape on one device.
       dtype: JAX's name for its dtype, such as "bfloat16".
@@ -66,8 +68,8 @@ def distributed_transpose(x_RN, axis):
     """Transpose a matrix that is split by rows, and return this device's rows.
 
     Args:
-      x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on the axis, and n
-        divides M and N.
+      x_RN: [M/n, N], this device's rows of a matrix [M, N]; n devices are on
+        the axis, and n divides M and N.
       axis: name of the mesh axis.
 
     Returns:
@@ -75,7 +77,9 @@ def distributed_transpose(x_RN, axis):
     """
     # BEGIN SOLUTION
     # Device d needs columns d N/n ... of all devices' rows: [M, N/n].
-    columns = jax.lax.all_to_all(x_RN, axis, split_axis=1, concat_axis=0, tiled=True)
+    columns = jax.lax.all_to_all(
+        x_RN, axis, split_axis=1, concat_axis=0, tiled=True
+    )
     return columns.T
     # END SOLUTION
 
@@ -99,11 +103,14 @@ def gather_while_multiplying(x_RD, w_DC, axis):
 
     def put(out_BC, x_RD, step):
         owner = (me - step) % n
-        return jax.lax.dynamic_update_slice_in_dim(out_BC, x_RD @ w_DC, owner * rows, 0)
+        return jax.lax.dynamic_update_slice_in_dim(
+            out_BC, x_RD @ w_DC, owner * rows, 0
+        )
 
     def trip(step, state):
         out_BC, here_RD = state
-        # The next rows travel while these are multiplied; neither depends on the other.
+        # The next rows travel while these are multiplied; neither depends on
+        # the other.
         arriving_RD = jax.lax.ppermute(here_RD, axis, right)
         return put(out_BC, here_RD, step), arriving_RD
 

@@ -18,7 +18,10 @@ def keep_one(x_XD, weights):
     """
     # BEGIN SOLUTION
 
-    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("a"))
+    @partial(
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.save_only_these_names("a"),
+    )
     def layer(x_XD, w):
         a_XF = checkpoint_name(x_XD @ w["up"], "a")
         y_XD = jax.nn.silu(a_XF) @ w["down"]
@@ -34,17 +37,23 @@ def scanned(x_XD, weights):
 
     Args:
       x_XD: float32 [X, D].
-      weights: dict with "norm" [L, D], "up" [L, D, F] and "down" [L, F, D], float32.
+      weights: dict with "norm" [L, D], "up" [L, D, F] and "down" [L, F, D],
+        float32.
 
     Returns:
-      (x_XD, size_L): the last layer's result, and the mean square of what each layer returned.
+      (x_XD, size_L): the last layer's result, and the mean square of what each
+        layer returned.
     """
     # BEGIN SOLUTION
 
     @jax.checkpoint
     def layer(x_XD, inputs):
         number, w = inputs
-        y_XD = x_XD * jax.lax.rsqrt(jnp.mean(x_XD**2, axis=1, keepdims=True) + 1e-6) * w["norm"]
+        y_XD = (
+            x_XD
+            * jax.lax.rsqrt(jnp.mean(x_XD**2, axis=1, keepdims=True) + 1e-6)
+            * w["norm"]
+        )
         a_XF = y_XD @ w["up"]
         h_XF = jnp.sin(a_XF) * jax.nn.silu(a_XF)
         x_XD = x_XD + (h_XF @ w["down"]) / (number + 1)
@@ -66,20 +75,26 @@ def chunked_nll(x_XD, w_DV, targets_X, chunks):
       chunks: Python int that divides X.
 
     Returns:
-      float32 scalar: the sum of -log softmax(x_XD @ w_DV)[target] over the tokens with a target.
+      float32 scalar: the sum of -log softmax(x_XD @ w_DV)[target] over the
+        tokens with a target.
     """
     # BEGIN SOLUTION
 
     @jax.checkpoint
     def add(total, chunk):
         x_tD, targets_t = chunk
-        logits_tV = jnp.einsum("td,dv->tv", x_tD, w_DV, preferred_element_type=jnp.float32)
+        logits_tV = jnp.einsum(
+            "td,dv->tv", x_tD, w_DV, preferred_element_type=jnp.float32
+        )
         hit_tV = jnp.arange(w_DV.shape[1]) == targets_t[:, None]
         target_t = jnp.sum(jnp.where(hit_tV, logits_tV, 0.0), axis=1)
         nll_t = jax.nn.logsumexp(logits_tV, axis=1) - target_t
         return total + jnp.sum(jnp.where(targets_t >= 0, nll_t, 0.0)), None
 
-    parts = x_XD.reshape(chunks, -1, x_XD.shape[1]), targets_X.reshape(chunks, -1)
+    parts = (
+        x_XD.reshape(chunks, -1, x_XD.shape[1]),
+        targets_X.reshape(chunks, -1),
+    )
     return jax.lax.scan(add, jnp.zeros((), jnp.float32), parts)[0]
     # END SOLUTION
 
@@ -89,22 +104,28 @@ def mean_gradient(grad_fn, params, parts):
     """The mean gradient over M microbatches, added up without losing small parts.
 
     Args:
-      grad_fn: grad_fn(params, part) -> (grads, count): the gradient summed over the part's tokens, a
-        pytree like params whose leaves are bfloat16 or float32; and how many tokens, a bfloat16 scalar.
+      grad_fn: grad_fn(params, part) -> (grads, count): the gradient summed over
+        the part's tokens, a pytree like params whose leaves are bfloat16 or
+        float32; and how many tokens, a bfloat16 scalar.
       params: a pytree of arrays, bfloat16 or float32.
       parts: a pytree of arrays [M, ...]; part m has index m of each.
 
     Returns:
-      A pytree like params, each leaf in the dtype of its parameter: all gradients over all tokens.
+      A pytree like params, each leaf in the dtype of its parameter: all
+      gradients over all tokens.
     """
     # BEGIN SOLUTION
 
     def add(total, part):
         new = grad_fn(params, part)
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, new), None
+        return jax.tree.map(
+            lambda a, b: a + b.astype(jnp.float32), total, new
+        ), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    (grads, count), _ = jax.lax.scan(add, (zeros, jnp.zeros((), jnp.float32)), parts)
+    (grads, count), _ = jax.lax.scan(
+        add, (zeros, jnp.zeros((), jnp.float32)), parts
+    )
     return jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, params)
     # END SOLUTION
 
@@ -114,13 +135,15 @@ def fit_plan(sizes, seconds, memory, rows):
     """Find the fastest way to run a step in the available memory.
 
     Args:
-      sizes: bytes, Python ints: "parameters", "optimizer", "kept_none", "kept_full", "logits".
+      sizes: bytes, Python ints: "parameters", "optimizer", "kept_none",
+        "kept_full", "logits".
       seconds: Python floats: "forward", "microbatch", "transfer".
       memory: bytes of the device.
       rows: rows of the batch, a Python int.
 
     Returns:
-      (remat, microbatches, offload), such as ("full", 4, False); None if nothing fits.
+      (remat, microbatches, offload), such as ("full", 4, False); None if
+      nothing fits.
     """
     # BEGIN SOLUTION
     params, optimizer = sizes["parameters"], sizes["optimizer"]
@@ -129,9 +152,15 @@ def fit_plan(sizes, seconds, memory, rows):
         for M in (m for m in range(1, rows + 1) if rows % m == 0):
             for offload in (False, True):
                 summed = params if M > 1 else 0
-                activations = (sizes[f"kept_{remat}"] + sizes["logits"]) / M + summed
+                activations = (
+                    sizes[f"kept_{remat}"] + sizes["logits"]
+                ) / M + summed
                 update = params + (optimizer if offload else 0)
-                peak = params + (0 if offload else optimizer) + max(activations, update)
+                peak = (
+                    params
+                    + (0 if offload else optimizer)
+                    + max(activations, update)
+                )
                 if peak > memory:
                     continue
                 time = seconds["forward"] * (4 if remat == "full" else 3)

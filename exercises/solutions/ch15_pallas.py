@@ -9,7 +9,8 @@ def attention_specs(B, T, N, K, H, block):
     """Return the grid and blocks of a causal attention whose key heads serve N/K query heads each.
 
     Args:
-      B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH and v_BKTH.
+      B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH
+        and v_BKTH.
       T: tokens of a row, queries as well as keys.
       N: query heads.
       K: key heads; N is divisible by it.
@@ -17,14 +18,18 @@ def attention_specs(B, T, N, K, H, block):
       block: number of queries, and of keys, in a block; T is divisible by it.
 
     Returns:
-      (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose last index numbers the
-      blocks of keys; a list of three `pl.BlockSpec`, for q, k and v; and the result's.
+      (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose
+        last index numbers the
+      blocks of keys; a list of three `pl.BlockSpec`, for q, k and v; and the
+      result's.
     """
     # BEGIN SOLUTION
     tiles, shape = T // block, (None, None, block, H)
     query = pl.BlockSpec(shape, lambda b, n, t, s: (b, n, t, 0))
     # Past the diagonal the index doesn't change, so nothing is loaded.
-    key = pl.BlockSpec(shape, lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t), 0))
+    key = pl.BlockSpec(
+        shape, lambda b, n, t, s: (b, n // (N // K), jnp.minimum(s, t), 0)
+    )
     return (B, N, tiles, tiles), [query, key, key], query
     # END SOLUTION
 
@@ -53,7 +58,9 @@ def column_stats(x_MN, block_M=32, block_N=128):
             max_ref[...] = jnp.full_like(max_ref, -jnp.inf)
 
         x = x_ref[...].astype(jnp.float32)
-        is_row = i * block_M + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < M
+        is_row = (
+            i * block_M + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < M
+        )
         sum_ref[...] += jnp.sum(jnp.where(is_row, x, 0), axis=0, keepdims=True)
         top = jnp.max(jnp.where(is_row, x, -jnp.inf), axis=0, keepdims=True)
         max_ref[...] = jnp.maximum(max_ref[...], top)
@@ -65,7 +72,9 @@ def column_stats(x_MN, block_M=32, block_N=128):
         in_specs=[pl.BlockSpec((block_M, block_N), lambda j, i: (i, j))],
         out_specs=(out, out),
         out_shape=(jax.ShapeDtypeStruct((1, N), jnp.float32),) * 2,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary")
+        ),
     )(x_MN)
     # END SOLUTION
 
@@ -86,10 +95,15 @@ def second_difference(x_MN):
 
     def kernel(above_ref, x_ref, below_ref, o_ref):
         x = x_ref[...]
-        row = 8 * pl.program_id(0) + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        row = 8 * pl.program_id(0) + jax.lax.broadcasted_iota(
+            jnp.int32, x.shape, 0
+        )
         above = jnp.concatenate([above_ref[7:], x[:-1]])
         below = jnp.concatenate([x[1:], below_ref[:1]])
-        above, below = jnp.where(row > 0, above, 0), jnp.where(row < M - 1, below, 0)
+        above, below = (
+            jnp.where(row > 0, above, 0),
+            jnp.where(row < M - 1, below, 0),
+        )
         o_ref[...] = above - 2 * x + below
 
     def at(shift):
@@ -110,7 +124,8 @@ def row_softmax(x_MN, block_M=8):
     """Softmax over each row, computed in float32; a row that is all -inf gives zeros.
 
     Args:
-      x_MN: [M, N] float32 or bfloat16; both sizes are at least 1, and entries may be -inf.
+      x_MN: [M, N] float32 or bfloat16; both sizes are at least 1, and entries
+        may be -inf.
       block_M: rows of a block.
 
     Returns:
@@ -125,7 +140,9 @@ def row_softmax(x_MN, block_M=8):
         # -inf - (-inf) is NaN: a row without a finite entry is shifted by 0.
         exps = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
         total = jnp.sum(exps, axis=1, keepdims=True)
-        o_ref[...] = (exps / jnp.where(total == 0, 1, total)).astype(o_ref.dtype)
+        o_ref[...] = (exps / jnp.where(total == 0, 1, total)).astype(
+            o_ref.dtype
+        )
 
     block = pl.BlockSpec((block_M, N), lambda i: (i, 0))
     return pl.pallas_call(

@@ -31,9 +31,14 @@ def tiled_matmul(x_MK, w_KN, tiles):
             sum_ref[...] = jnp.zeros_like(sum_ref)
 
         x, w = x_ref[...], w_ref[...]
-        left = K - step * k  # past the end may be NaN, so both factors are masked
-        x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, 0)
-        w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0)
+        # past the end may be NaN, so both factors are masked
+        left = K - step * k
+        x = jnp.where(
+            jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, 0
+        )
+        w = jnp.where(
+            jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0
+        )
         sum_ref[...] += jnp.dot(x, w, preferred_element_type=jnp.float32)
 
         @pl.when(step == pl.num_programs(2) - 1)
@@ -83,8 +88,12 @@ def gated_product(x_MK, gate_KN, up_KN, tiles):
             up_sum_ref[...] = jnp.zeros_like(up_sum_ref)
 
         x = x_ref[...]
-        gate_sum_ref[...] += jnp.dot(x, gate_ref[...], preferred_element_type=jnp.float32)
-        up_sum_ref[...] += jnp.dot(x, up_ref[...], preferred_element_type=jnp.float32)
+        gate_sum_ref[...] += jnp.dot(
+            x, gate_ref[...], preferred_element_type=jnp.float32
+        )
+        up_sum_ref[...] += jnp.dot(
+            x, up_ref[...], preferred_element_type=jnp.float32
+        )
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _():
@@ -95,7 +104,11 @@ def gated_product(x_MK, gate_KN, up_KN, tiles):
     return pl.pallas_call(
         kernel,
         grid=(M // m, N // n, K // k),
-        in_specs=[pl.BlockSpec((m, k), lambda row, column, step: (row, step)), weights, weights],
+        in_specs=[
+            pl.BlockSpec((m, k), lambda row, column, step: (row, step)),
+            weights,
+            weights,
+        ],
         out_specs=pl.BlockSpec((m, n), lambda row, column, step: (row, column)),
         out_shape=jax.ShapeDtypeStruct((M, N), x_MK.dtype),
         scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)] * 2,
@@ -117,7 +130,8 @@ def choose_tiles(M, K, N, budget):
       budget: bytes of VMEM for blocks and scratch.
 
     Returns:
-      ((m, k, n), bytes): the tiles, and the bytes they move between HBM and VMEM; None if none fit.
+      ((m, k, n), bytes): the tiles, and the bytes they move between HBM and
+      VMEM; None if none fit.
     """
     # BEGIN SOLUTION
     lengths = (128, 256, 512, 1024, 2048, 4096)
@@ -161,7 +175,9 @@ def streamed_matmul(x_MK, w_KN, k):
     def kernel(x_ref, w_hbm_ref, o_ref, parts_ref, done_ref):
         def copy(step):
             rows, slot = pl.ds(step * k, k), step % 2
-            return pltpu.make_async_copy(w_hbm_ref.at[rows], parts_ref.at[slot], done_ref.at[slot])
+            return pltpu.make_async_copy(
+                w_hbm_ref.at[rows], parts_ref.at[slot], done_ref.at[slot]
+            )
 
         o_ref[...] = jnp.zeros_like(o_ref)
         copy(0).start()
@@ -174,7 +190,9 @@ def streamed_matmul(x_MK, w_KN, k):
 
             copy(step).wait()
             x = x_ref[:, pl.ds(pl.multiple_of(step * k, k), k)]
-            o_ref[...] += jnp.dot(x, parts_ref[step % 2], preferred_element_type=jnp.float32)
+            o_ref[...] += jnp.dot(
+                x, parts_ref[step % 2], preferred_element_type=jnp.float32
+            )
 
     return pl.pallas_call(
         kernel,

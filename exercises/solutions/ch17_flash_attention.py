@@ -12,24 +12,29 @@ def online_softmax(blocks):
     """Softmax over logits that come in blocks, applied to values that come with them.
 
     Args:
-      blocks: an iterator over pairs (logits_TS, v_SH). T and H are the same in all pairs, but S may differ.
-        Logits are float32 and may be -inf; values are float32 or bfloat16.
+      blocks: an iterator over pairs (logits_TS, v_SH). T and H are the same in
+        all pairs, but S may differ. Logits are float32 and may be -inf; values
+        are float32 or bfloat16.
 
     Returns:
-      (out_TH, lse_T), float32: softmax over all S of all blocks times the values, and the logarithm of the sum of
-      the logits' exponentials. A row of nothing but -inf gives zeros, and -inf.
+      (out_TH, lse_T), float32: softmax over all S of all blocks times the
+      values, and the logarithm of the sum of the logits' exponentials. A row of
+      nothing but -inf gives zeros, and -inf.
     """
     # BEGIN SOLUTION
     top, size, out = -jnp.inf, 0.0, 0.0
     for logits_TS, v_SH in blocks:
         higher = jnp.maximum(top, jnp.max(logits_TS, axis=1, keepdims=True))
-        # A row that has seen only -inf is shifted by 0, because -inf - (-inf) is NaN.
+        # A row that has seen only -inf is shifted by 0, because -inf - (-inf)
+        # is NaN.
         shift = jnp.where(higher == -jnp.inf, 0, higher)
         exps_TS, fade = jnp.exp(logits_TS - shift), jnp.exp(top - shift)
         size = size * fade + jnp.sum(exps_TS, axis=1, keepdims=True)
         out = out * fade + exps_TS @ v_SH.astype(jnp.float32)
         top = higher
-    lse_T1 = jnp.where(size == 0, -jnp.inf, shift + jnp.log(jnp.where(size == 0, 1, size)))
+    lse_T1 = jnp.where(
+        size == 0, -jnp.inf, shift + jnp.log(jnp.where(size == 0, 1, size))
+    )
     return out / jnp.where(size == 0, 1, size), lse_T1[:, 0]
     # END SOLUTION
 
@@ -48,18 +53,21 @@ def block_kinds(T, block_q, block_kv, window, prefix):
       prefix: how many of the first keys all later queries see, at least 0.
 
     Returns:
-      NumPy integers [ceil(T / block_q), ceil(T / block_kv)]: 0 if no query of the block sees any of its keys, 2
-      if all queries see all of its block_kv keys, 1 otherwise. No query sees keys beyond T; queries beyond T
-      don't count.
+      NumPy integers [ceil(T / block_q), ceil(T / block_kv)]: 0 if no query of
+      the block sees any of its keys, 2 if all queries see all of its block_kv
+      keys, 1 otherwise. No query sees keys beyond T; queries beyond T don't
+      count.
     """
     # BEGIN SOLUTION
     first_q = np.arange(0, T, block_q)[:, None]
     first_kv = np.arange(0, T, block_kv)[None]
     last_q = np.minimum(first_q + block_q, T) - 1
     last_kv = np.minimum(first_kv + block_kv, T) - 1
-    nearest = np.maximum(first_q - last_kv, 0)  # the least distance that is not in the future
+    # the least distance that is not in the future
+    nearest = np.maximum(first_q - last_kv, 0)
     some = (first_kv <= last_q) & ((nearest < window) | (first_kv < prefix))
-    farthest = last_q - np.maximum(first_kv, prefix)  # of keys that are not in the prefix
+    # of keys that are not in the prefix
+    farthest = last_q - np.maximum(first_kv, prefix)
     whole = (last_kv <= first_q) & ((farthest < window) | (last_kv < prefix))
     whole &= first_kv + block_kv <= T
     return some.astype(np.int32) + (some & whole)
@@ -74,7 +82,8 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
       q_NTH: [N, T, H] queries, float32 or bfloat16; T is divisible by block.
       k_KTH: [K, T, H] keys; each key head serves N/K adjacent query heads.
       v_KTH: [K, T, H] values.
-      segments_T: int32 [T], never falling. A token sees only tokens of its own segment.
+      segments_T: int32 [T], never falling. A token sees only tokens of its own
+        segment.
       block: how many queries, and how many keys, a block holds.
 
     Returns:
@@ -82,12 +91,24 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
     """
     # BEGIN SOLUTION
     (N, T, H), G = q_NTH.shape, q_NTH.shape[0] // k_KTH.shape[0]
-    # The first block of keys that a block of queries sees: where its first token's segment begins.
-    first_tokens = jnp.searchsorted(segments_T, segments_T[::block], side="left")
+    # The first block of keys that a block of queries sees: where its first
+    # token's segment begins.
+    first_tokens = jnp.searchsorted(
+        segments_T, segments_T[::block], side="left"
+    )
     first_blocks = (first_tokens // block).astype(jnp.int32)
 
     def kernel(
-        first_ref, q_seg_ref, k_seg_ref, q_ref, k_ref, v_ref, o_ref, top_ref, sum_ref, acc_ref
+        first_ref,
+        q_seg_ref,
+        k_seg_ref,
+        q_ref,
+        k_ref,
+        v_ref,
+        o_ref,
+        top_ref,
+        sum_ref,
+        acc_ref,
     ):
         i, j = pl.program_id(1), pl.program_id(2)
 
@@ -100,15 +121,26 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
         @pl.when((j >= first_ref[i]) & (j <= i))
         def _():
             q, k, v = q_ref[...], k_ref[...], v_ref[...]
-            logits = jnp.dot(q, k.T, preferred_element_type=jnp.float32) / math.sqrt(H)
-            t, s = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
+            logits = jnp.dot(
+                q, k.T, preferred_element_type=jnp.float32
+            ) / math.sqrt(H)
+            t, s = (
+                jax.lax.broadcasted_iota(jnp.int32, logits.shape, d)
+                for d in (0, 1)
+            )
             seen = (q_seg_ref[...] == k_seg_ref[...]) & ((j < i) | (s <= t))
             logits = jnp.where(seen, logits, -1e30)
-            top = jnp.maximum(top_ref[...], jnp.max(logits, axis=1, keepdims=True))
+            top = jnp.maximum(
+                top_ref[...], jnp.max(logits, axis=1, keepdims=True)
+            )
             exps, fade = jnp.exp(logits - top), jnp.exp(top_ref[...] - top)
             top_ref[...] = top
-            sum_ref[...] = sum_ref[...] * fade + jnp.sum(exps, axis=1, keepdims=True)
-            part = jnp.dot(exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            sum_ref[...] = sum_ref[...] * fade + jnp.sum(
+                exps, axis=1, keepdims=True
+            )
+            part = jnp.dot(
+                exps.astype(v.dtype), v, preferred_element_type=jnp.float32
+            )
             acc_ref[...] = acc_ref[...] * fade + part
 
         @pl.when(j == pl.num_programs(2) - 1)
@@ -120,10 +152,13 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
 
     query = pl.BlockSpec((None, block, H), lambda n, i, j, first_ref: (n, i, 0))
     key = pl.BlockSpec(
-        (None, block, H), lambda n, i, j, first_ref: (n // G, key_block(i, j, first_ref), 0)
+        (None, block, H),
+        lambda n, i, j, first_ref: (n // G, key_block(i, j, first_ref), 0),
     )
     q_seg = pl.BlockSpec((block, 1), lambda n, i, j, first_ref: (i, 0))
-    k_seg = pl.BlockSpec((1, block), lambda n, i, j, first_ref: (0, key_block(i, j, first_ref)))
+    k_seg = pl.BlockSpec(
+        (1, block), lambda n, i, j, first_ref: (0, key_block(i, j, first_ref))
+    )
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -131,7 +166,9 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
             grid=(N, T // block, T // block),
             in_specs=[q_seg, k_seg, query, key, key],
             out_specs=query,
-            scratch_shapes=[pltpu.VMEM((block, width), jnp.float32) for width in (1, 1, H)],
+            scratch_shapes=[
+                pltpu.VMEM((block, width), jnp.float32) for width in (1, 1, H)
+            ],
         ),
         out_shape=jax.ShapeDtypeStruct(q_NTH.shape, q_NTH.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -146,11 +183,13 @@ def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
     """Gradients of the keys and values of causal attention, for one key head and its query heads.
 
     Args:
-      q_GTH: [G, T, H] queries of the G heads that share the key head; float32 or bfloat16. T is divisible by block.
+      q_GTH: [G, T, H] queries of the G heads that share the key head; float32
+        or bfloat16. T is divisible by block.
       k_TH: [T, H] keys, in the same type.
       v_TH: [T, H] values, likewise.
       grad_GTH: [G, T, H] gradient of the output, likewise.
-      lse_GT: float32 [G, T], the logarithm of the sum of exponentials of q k^T / sqrt(H) over the keys seen.
+      lse_GT: float32 [G, T], the logarithm of the sum of exponentials of q k^T
+        / sqrt(H) over the keys seen.
       delta_GT: float32 [G, T], the sum over H of the output times its gradient.
       block: how many queries, and how many keys, a block holds.
 
@@ -163,9 +202,22 @@ def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
 
     def dot(a, b, contracted):
         dims = ((contracted[:1], contracted[1:]), ((), ()))
-        return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+        return jax.lax.dot_general(
+            a, b, dims, preferred_element_type=jnp.float32
+        )
 
-    def kernel(q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, dk_ref, dv_ref, dk_acc, dv_acc):
+    def kernel(
+        q_ref,
+        k_ref,
+        v_ref,
+        grad_ref,
+        lse_ref,
+        delta_ref,
+        dk_ref,
+        dv_ref,
+        dk_acc,
+        dv_acc,
+    ):
         j, g, i = (pl.program_id(d) for d in range(3))
 
         @pl.when((g == 0) & (i == 0))
@@ -177,8 +229,13 @@ def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
         def _():
             q, grad = q_ref[...], grad_ref[...]
             logits = dot(q, k_ref[...], (1, 1)) / math.sqrt(H)
-            t, s = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (0, 1))
-            probs = jnp.where((i > j) | (s <= t), jnp.exp(logits - lse_ref[...]), 0)
+            t, s = (
+                jax.lax.broadcasted_iota(jnp.int32, logits.shape, d)
+                for d in (0, 1)
+            )
+            probs = jnp.where(
+                (i > j) | (s <= t), jnp.exp(logits - lse_ref[...]), 0
+            )
             grad_probs = dot(grad, v_ref[...], (1, 1))
             grad_logits = probs * (grad_probs - delta_ref[...])
             dv_acc[...] += dot(probs.astype(grad.dtype), grad, (0, 0))
@@ -189,8 +246,12 @@ def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
             dk_ref[...] = (dk_acc[...] / math.sqrt(H)).astype(dk_ref.dtype)
             dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
-    query = pl.BlockSpec((None, block, H), lambda j, g, i: (g, jnp.maximum(i, j), 0))
-    column = pl.BlockSpec((None, block, 1), lambda j, g, i: (g, jnp.maximum(i, j), 0))
+    query = pl.BlockSpec(
+        (None, block, H), lambda j, g, i: (g, jnp.maximum(i, j), 0)
+    )
+    column = pl.BlockSpec(
+        (None, block, 1), lambda j, g, i: (g, jnp.maximum(i, j), 0)
+    )
     key = pl.BlockSpec((block, H), lambda j, g, i: (j, 0))
     return pl.pallas_call(
         kernel,
@@ -211,13 +272,17 @@ def with_sinks(out_BTNH, lse_BTN, sinks_N):
     """Gives each head a sink, after attention: a logit that takes part in softmax and has no value.
 
     Args:
-      out_BTNH: [B, T, N, H] float32 or bfloat16, the result of attention without sinks.
-      lse_BTN: float32 [B, T, N], the logsumexp of its logits. A query that saw no key has -inf, and output 0.
-      sinks_N: float32 [N], a logit for each head; -inf for a head without a sink.
+      out_BTNH: [B, T, N, H] float32 or bfloat16, the result of attention
+        without sinks.
+      lse_BTN: float32 [B, T, N], the logsumexp of its logits. A query that saw
+        no key has -inf, and output 0.
+      sinks_N: float32 [N], a logit for each head; -inf for a head without a
+        sink.
 
     Returns:
-      (out_BTNH, lse_BTN) as attention with sinks would give them, out in the type that it had. JAX can
-      differentiate both with respect to all three arguments.
+      (out_BTNH, lse_BTN) as attention with sinks would give them, out in the
+      type that it had. JAX can differentiate both with respect to all three
+      arguments.
     """
     # BEGIN SOLUTION
     nothing_BTN = (lse_BTN == -jnp.inf) & (sinks_N == -jnp.inf)

@@ -10,16 +10,22 @@ def choose_experts(logits_XE, k, kind, normalize, bias_E=None):
       logits_XE: [X, E] router's logits, float32 or bfloat16.
       k: Python int, experts of each token.
       kind: "softmax" or "sigmoid", which turns logits into scores.
-      normalize: whether the weights of a token's experts are divided by their sum.
+      normalize: whether the weights of a token's experts are divided by their
+        sum.
       bias_E: [E] float32 added to the scores for the choice alone, or None.
 
     Returns:
-      (experts, weights): [X, k] int32, best first, the lower number first in a tie; and [X, k]
+      (experts, weights): [X, k] int32, best first, the lower number first in a
+        tie; and [X, k]
       float32.
     """
     # BEGIN SOLUTION
     logits_XE = logits_XE.astype(jnp.float32)
-    scores_XE = jax.nn.softmax(logits_XE) if kind == "softmax" else jax.nn.sigmoid(logits_XE)
+    scores_XE = (
+        jax.nn.softmax(logits_XE)
+        if kind == "softmax"
+        else jax.nn.sigmoid(logits_XE)
+    )
     ranking_XE = scores_XE if bias_E is None else scores_XE + bias_E
     experts_Xk = jax.lax.top_k(ranking_XE, k)[1]
     # The bias has chosen; it doesn't weigh.
@@ -35,12 +41,14 @@ def place(experts_Xk, experts, capacity):
     """Give the assignments of one row of tokens their slots.
 
     Args:
-      experts_Xk: [X, k] int32, each token's experts, which differ from each other.
+      experts_Xk: [X, k] int32, each token's experts, which differ from each
+        other.
       experts: Python int, number of experts E.
       capacity: Python int, slots of each expert C.
 
     Returns:
-      (slots, dropped): [X, k] int32, each assignment's slot, below E * C, or E * C if it has none;
+      (slots, dropped): [X, k] int32, each assignment's slot, below E * C, or E
+        * C if it has none;
       and [E] int32, how many assignments each expert drops.
     """
     # BEGIN SOLUTION
@@ -60,12 +68,14 @@ def balance(logits_XE, k, mask_X):
     """The load-balance loss of Fedus et al. for k experts, and its gradient without autodiff.
 
     Args:
-      logits_XE: [X, E] float32 router's logits; each token's k highest choose its experts.
+      logits_XE: [X, E] float32 router's logits; each token's k highest choose
+        its experts.
       k: Python int, experts of each token.
       mask_X: [X] bool, whether a token counts.
 
     Returns:
-      (loss, gradient): float32 scalar, 0 if no token counts; and [X, E] float32, the loss's gradient
+      (loss, gradient): float32 scalar, 0 if no token counts; and [X, E]
+        float32, the loss's gradient
       with respect to the logits.
     """
     # BEGIN SOLUTION
@@ -73,7 +83,9 @@ def balance(logits_XE, k, mask_X):
     mask_X1 = mask_X.astype(jnp.float32)[:, None]
     count = jnp.maximum(jnp.sum(mask_X1), 1.0)
     shares_XE = jax.nn.softmax(logits_XE)
-    chosen_XE = jnp.sum(jax.nn.one_hot(jax.lax.top_k(logits_XE, k)[1], E), axis=1)
+    chosen_XE = jnp.sum(
+        jax.nn.one_hot(jax.lax.top_k(logits_XE, k)[1], E), axis=1
+    )
     load_E = jnp.sum(chosen_XE * mask_X1, axis=0) / (k * count)
     mean_E = jnp.sum(shares_XE * mask_X1, axis=0) / count
     loss = E * jnp.sum(load_E * mean_E)
@@ -88,16 +100,21 @@ def through_experts(slots_ECD, compute, axis):
     """Send this device's slots to the experts' devices, compute there, and bring results back.
 
     Args:
-      slots_ECD: [E, C, D], this device's slots for all E experts; the axis has n devices, and device
-        d holds the experts from d * E/n to (d + 1) * E/n - 1.
-      compute: maps [E/n, n*C, D], the rows of this device's experts in the order of their senders,
-        to [E/n, n*C, F].
+      slots_ECD: [E, C, D], this device's slots for all E experts; the axis has
+        n devices, and device d holds the experts from d * E/n to (d + 1) * E/n
+        - 1.
+      compute: maps [E/n, n*C, D], the rows of this device's experts in the
+        order of their senders, to [E/n, n*C, F].
       axis: name of the mesh axis.
 
     Returns:
       [E, C, F]: the expert's result for each of this device's slots.
     """
     # BEGIN SOLUTION
-    rows_eSD = jax.lax.all_to_all(slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True)
-    return jax.lax.all_to_all(compute(rows_eSD), axis, split_axis=1, concat_axis=0, tiled=True)
+    rows_eSD = jax.lax.all_to_all(
+        slots_ECD, axis, split_axis=0, concat_axis=1, tiled=True
+    )
+    return jax.lax.all_to_all(
+        compute(rows_eSD), axis, split_axis=1, concat_axis=0, tiled=True
+    )
     # END SOLUTION

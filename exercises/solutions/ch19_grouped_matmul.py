@@ -9,14 +9,16 @@ def list_visits(group_sizes_G, rows, tile):
     """Find which group and which tile of rows each step works on.
 
     Args:
-      group_sizes_G: int32 [G], rows of each group, in all at most `rows`; groups may be empty.
+      group_sizes_G: int32 [G], rows of each group, in all at most `rows`;
+        groups may be empty.
       rows: rows of the matrix, a Python int.
       tile: rows of a tile, a Python int; it needn't divide `rows`.
 
     Returns:
-      (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) + G - 1, and an int32
-      scalar, how many of their entries are visits. Entries from `count` on repeat the last visit, or
-      are 0 if there is none.
+      (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) +
+        G - 1, and an int32
+      scalar, how many of their entries are visits. Entries from `count` on
+      repeat the last visit, or are 0 if there is none.
     """
     # BEGIN SOLUTION
     G = group_sizes_G.shape[0]
@@ -25,11 +27,17 @@ def list_visits(group_sizes_G, rows, tile):
     count_G = jnp.where(group_sizes_G > 0, pl.cdiv(ends_G, tile) - first_G, 0)
     through_G = jnp.cumsum(count_G)  # visits of a group and of all before it
     count = through_G[-1]
-    visit_V = jnp.minimum(jnp.arange(pl.cdiv(rows, tile) + G - 1), jnp.maximum(count - 1, 0))
+    visit_V = jnp.minimum(
+        jnp.arange(pl.cdiv(rows, tile) + G - 1), jnp.maximum(count - 1, 0)
+    )
     groups_V = jnp.sum(visit_V[:, None] >= through_G, axis=1)
     groups_V = jnp.where(count > 0, groups_V, 0)
     tiles_V = first_G[groups_V] + visit_V - (through_G - count_G)[groups_V]
-    return groups_V.astype(jnp.int32), tiles_V.astype(jnp.int32), count.astype(jnp.int32)
+    return (
+        groups_V.astype(jnp.int32),
+        tiles_V.astype(jnp.int32),
+        count.astype(jnp.int32),
+    )
     # END SOLUTION
 
 
@@ -41,8 +49,8 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
       x_MK: [M, K] float32 or bfloat16, rows sorted by group.
       w_GKN: [G, K, N] in the same type.
       b_GN: [G, N] float32.
-      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows; empty groups have no
-        visit.
+      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows;
+        empty groups have no visit.
       tile_m: rows of a tile; M need not be a multiple.
       tile_k: columns of x, and rows of a matrix, in a block; K is a multiple.
 
@@ -54,21 +62,31 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
     bounds_G1, groups_V, tiles_V, count = table
     last = K // tile_k - 1
 
-    def kernel(bounds_ref, groups_ref, tiles_ref, x_ref, w_ref, b_ref, o_ref, acc_ref):
+    def kernel(
+        bounds_ref, groups_ref, tiles_ref, x_ref, w_ref, b_ref, o_ref, acc_ref
+    ):
         v, i = pl.program_id(0), pl.program_id(1)
 
         @pl.when(i == 0)
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        acc_ref[...] += jnp.dot(x_ref[...], w_ref[...], preferred_element_type=jnp.float32)
+        acc_ref[...] += jnp.dot(
+            x_ref[...], w_ref[...], preferred_element_type=jnp.float32
+        )
 
         @pl.when(i == last)
         def _():
-            row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
-            own = (row >= bounds_ref[groups_ref[v]]) & (row < bounds_ref[groups_ref[v] + 1])
+            row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(
+                jnp.int32, (tile_m, 1), 0
+            )
+            own = (row >= bounds_ref[groups_ref[v]]) & (
+                row < bounds_ref[groups_ref[v] + 1]
+            )
             others = o_ref[...].astype(jnp.float32)
-            o_ref[...] = jnp.where(own, acc_ref[...] + b_ref[...], others).astype(o_ref.dtype)
+            o_ref[...] = jnp.where(
+                own, acc_ref[...] + b_ref[...], others
+            ).astype(o_ref.dtype)
 
     out_MN = pl.pallas_call(
         kernel,
@@ -76,13 +94,22 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
             num_scalar_prefetch=3,
             grid=(count, K // tile_k),
             in_specs=[
-                pl.BlockSpec((tile_m, tile_k), lambda v, i, bounds, groups, tiles: (tiles[v], i)),
                 pl.BlockSpec(
-                    (None, tile_k, N), lambda v, i, bounds, groups, tiles: (groups[v], i, 0)
+                    (tile_m, tile_k),
+                    lambda v, i, bounds, groups, tiles: (tiles[v], i),
                 ),
-                pl.BlockSpec((None, 1, N), lambda v, i, bounds, groups, tiles: (groups[v], 0, 0)),
+                pl.BlockSpec(
+                    (None, tile_k, N),
+                    lambda v, i, bounds, groups, tiles: (groups[v], i, 0),
+                ),
+                pl.BlockSpec(
+                    (None, 1, N),
+                    lambda v, i, bounds, groups, tiles: (groups[v], 0, 0),
+                ),
             ],
-            out_specs=pl.BlockSpec((tile_m, N), lambda v, i, bounds, groups, tiles: (tiles[v], 0)),
+            out_specs=pl.BlockSpec(
+                (tile_m, N), lambda v, i, bounds, groups, tiles: (tiles[v], 0)
+            ),
             scratch_shapes=[pltpu.VMEM((tile_m, N), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((M, N), x_MK.dtype),
@@ -97,10 +124,11 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
     """The gradient of each group's matrix: the group's rows of x, transposed, times those of grad.
 
     Args:
-      x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group owns may be NaN.
+      x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group
+        owns may be NaN.
       grad_MN: [M, N] in the same type, likewise.
-      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows; each group has a visit,
-        even if it's empty.
+      table: (bounds_G1, groups_V, tiles_V, count), for tiles of tile_m rows;
+        each group has a visit, even if it's empty.
       tile_m: rows of a tile; M need not be a multiple.
 
     Returns:
@@ -111,7 +139,9 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
     bounds_G1, groups_V, tiles_V, count = table
     G = bounds_G1.shape[0] - 1
 
-    def kernel(bounds_ref, groups_ref, tiles_ref, x_ref, grad_ref, o_ref, acc_ref):
+    def kernel(
+        bounds_ref, groups_ref, tiles_ref, x_ref, grad_ref, o_ref, acc_ref
+    ):
         v, visits = pl.program_id(0), pl.num_programs(0)
         group = groups_ref[v]
 
@@ -119,10 +149,15 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
+        row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(
+            jnp.int32, (tile_m, 1), 0
+        )
         own = (row >= bounds_ref[group]) & (row < bounds_ref[group + 1])
         # Mask both, because 0 times NaN is NaN.
-        x, grad = (jnp.where(own, ref[...].astype(jnp.float32), 0) for ref in (x_ref, grad_ref))
+        x, grad = (
+            jnp.where(own, ref[...].astype(jnp.float32), 0)
+            for ref in (x_ref, grad_ref)
+        )
         acc_ref[...] += jax.lax.dot_general(
             x.astype(x_ref.dtype),
             grad.astype(grad_ref.dtype),
@@ -130,7 +165,10 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
             preferred_element_type=jnp.float32,
         )
 
-        @pl.when((v == visits - 1) | (group != groups_ref[jnp.minimum(v + 1, visits - 1)]))
+        @pl.when(
+            (v == visits - 1)
+            | (group != groups_ref[jnp.minimum(v + 1, visits - 1)])
+        )
         def _():
             o_ref[...] = acc_ref[...].astype(o_ref.dtype)
 
@@ -140,8 +178,12 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
             num_scalar_prefetch=3,
             grid=(count,),
             in_specs=[
-                pl.BlockSpec((tile_m, K), lambda v, bounds, groups, tiles: (tiles[v], 0)),
-                pl.BlockSpec((tile_m, N), lambda v, bounds, groups, tiles: (tiles[v], 0)),
+                pl.BlockSpec(
+                    (tile_m, K), lambda v, bounds, groups, tiles: (tiles[v], 0)
+                ),
+                pl.BlockSpec(
+                    (tile_m, N), lambda v, bounds, groups, tiles: (tiles[v], 0)
+                ),
             ],
             out_specs=pl.BlockSpec(
                 (None, K, N), lambda v, bounds, groups, tiles: (groups[v], 0, 0)
@@ -158,7 +200,8 @@ def group_means(x_MN, group_sizes_G, tile=8):
     """The mean of each group's rows.
 
     Args:
-      x_MN: float32 [M, N], rows sorted by group; rows that no group owns may be NaN.
+      x_MN: float32 [M, N], rows sorted by group; rows that no group owns may be
+        NaN.
       group_sizes_G: int32 [G], in all at most M; groups may be empty.
       tile: rows of a tile; M need not be a multiple.
 
@@ -180,7 +223,9 @@ def group_means(x_MN, group_sizes_G, tile=8):
         def _():
             o_ref[...] = jnp.zeros_like(o_ref)
 
-        row = tiles_ref[v] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        row = tiles_ref[v] * tile + jax.lax.broadcasted_iota(
+            jnp.int32, (tile, 1), 0
+        )
         own = (row >= start) & (row < end)
         sum_1N = jnp.sum(jnp.where(own, x_ref[...], 0), axis=0, keepdims=True)
         o_ref[...] += sum_1N / jnp.maximum(end - start, 1)
@@ -190,7 +235,11 @@ def group_means(x_MN, group_sizes_G, tile=8):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(count,),
-            in_specs=[pl.BlockSpec((tile, N), lambda v, bounds, groups, tiles: (tiles[v], 0))],
+            in_specs=[
+                pl.BlockSpec(
+                    (tile, N), lambda v, bounds, groups, tiles: (tiles[v], 0)
+                )
+            ],
             out_specs=pl.BlockSpec(
                 (None, 1, N), lambda v, bounds, groups, tiles: (groups[v], 0, 0)
             ),

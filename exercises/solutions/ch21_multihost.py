@@ -10,8 +10,10 @@ def global_rows(read, sharding, shape):
     """Make a global array of which this process reads only its own rows.
 
     Args:
-      read: function of a list of row numbers, increasing, -> NumPy [len(rows), T]. It reads data.
-      sharding: `jax.sharding.NamedSharding` of the array; its mesh has devices of every process.
+      read: function of a list of row numbers, increasing, -> NumPy [len(rows),
+        T]. It reads data.
+      sharding: `jax.sharding.NamedSharding` of the array; its mesh has devices
+        of every process.
       shape: (B, T), two Python ints.
 
     Returns:
@@ -19,16 +21,21 @@ def global_rows(read, sharding, shape):
     """
     # BEGIN SOLUTION
     held = sharding.addressable_devices_indices_map(tuple(shape)).values()
-    rows = sorted({row for index in held for row in range(*index[0].indices(shape[0]))})
+    rows = sorted(
+        {row for index in held for row in range(*index[0].indices(shape[0]))}
+    )
     local = read(rows)
     place = {row: number for number, row in enumerate(rows)}
 
     def piece(index):
-        # JAX asks for each of this process's pieces, in numbers of the whole array.
+        # JAX asks for each of this process's pieces, in numbers of the whole
+        # array.
         mine = [place[row] for row in range(*index[0].indices(shape[0]))]
         return local[mine][:, index[1]]
 
-    return jax.make_array_from_callback(tuple(shape), sharding, piece, dtype=local.dtype)
+    return jax.make_array_from_callback(
+        tuple(shape), sharding, piece, dtype=local.dtype
+    )
     # END SOLUTION
 
 
@@ -40,7 +47,8 @@ def find_job(env):
       env: dict of environment variables, str -> str.
 
     Returns:
-      (address, processes, index): the coordinator's "host:port", how many processes there are, and
+      (address, processes, index): the coordinator's "host:port", how many
+        processes there are, and
       which one this is; or None if the process is alone.
 
     Raises:
@@ -48,8 +56,20 @@ def find_job(env):
     """
     # BEGIN SOLUTION
     explicit = ("COORDINATOR", "PROCESSES", "PROCESS_INDEX")
-    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-    jobset = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBS", "JOB_INDEX", "PODS", "POD_INDEX")
+    slurm = (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_NTASKS",
+        "SLURM_PROCID",
+    )
+    jobset = (
+        "JOBSET_NAME",
+        "REPLICATED_JOB_NAME",
+        "JOBS",
+        "JOB_INDEX",
+        "PODS",
+        "POD_INDEX",
+    )
 
     def number(name):
         try:
@@ -61,23 +81,39 @@ def find_job(env):
         missing = [name for name in explicit if name not in env]
         if missing:  # starting alone would train the same run several times
             raise ValueError(f"{' and '.join(missing)} must be set too")
-        address, processes, index = env["COORDINATOR"], number("PROCESSES"), number("PROCESS_INDEX")
+        address, processes, index = (
+            env["COORDINATOR"],
+            number("PROCESSES"),
+            number("PROCESS_INDEX"),
+        )
         told = "PROCESS_INDEX"
     elif all(name in env for name in slurm):
-        # The first name, up to a comma outside brackets, with the first entry of each bracket.
-        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[0]
+        # The first name, up to a comma outside brackets, with the first entry
+        # of each bracket.
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[
+            0
+        ]
         host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
         address = f"{host}:{61440 + number('SLURM_JOB_ID') % 4096}"
-        processes, index, told = number("SLURM_NTASKS"), number("SLURM_PROCID"), "SLURM_PROCID"
+        processes, index, told = (
+            number("SLURM_NTASKS"),
+            number("SLURM_PROCID"),
+            "SLURM_PROCID",
+        )
     elif all(name in env for name in jobset):
         name = env["JOBSET_NAME"]
         address = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}:8476"
         processes = number("JOBS") * number("PODS")
-        index, told = number("JOB_INDEX") * number("PODS") + number("POD_INDEX"), "POD_INDEX"
+        index, told = (
+            number("JOB_INDEX") * number("PODS") + number("POD_INDEX"),
+            "POD_INDEX",
+        )
     else:
         return None
     if not 0 <= index < processes:
-        raise ValueError(f"{told}={env[told]} is not one of {processes} processes")
+        raise ValueError(
+            f"{told}={env[told]} is not one of {processes} processes"
+        )
     return (address, processes, index) if processes > 1 else None
     # END SOLUTION
 
@@ -88,18 +124,21 @@ def run_job(job, steps, save_every):
 
     Args:
       job: this process's part of the job, with the members of the statement.
-      steps: how many steps to take, an int of at least 1, the same in every process.
+      steps: how many steps to take, an int of at least 1, the same in every
+        process.
       save_every: steps from one save to the next, the same in every process.
 
     Returns:
-      (losses, state): the list of the sums of all steps taken, and what `job.read` returns for the
+      (losses, state): the list of the sums of all steps taken, and what
+        `job.read` returns for the
       last of them.
     """
     # BEGIN SOLUTION
     losses = []
     for step in range(1, steps + 1):
         losses.append(job.sum(job.step(step)))
-        # A signal reaches one process before another. All decide alike from the sum, which all have.
+        # A signal reaches one process before another. All decide alike from the
+        # sum, which all have.
         stop = job.sum(int(job.told_to_stop())) > 0 or step == steps
         if stop or step % save_every == 0:
             state = job.gather()
@@ -118,16 +157,18 @@ def resume(folder, wanted, index, count, batch):
 
     Args:
       folder: `pathlib.Path` with a folder for each step, as in the statement.
-      wanted: dict from the name of each array to (start, stop), the rows that this process
-        holds from now on.
+      wanted: dict from the name of each array to (start, stop), the rows that
+        this process holds from now on.
       index: which of the new processes this is.
       count: how many there are now.
-      batch: rows in a batch over all processes, a multiple of `count` and as before.
+      batch: rows in a batch over all processes, a multiple of `count` and as
+        before.
 
     Returns:
-      (step, state, batches): the step of the checkpoint; a dict from each name to the NumPy array
-      of the rows wanted; and an endless iterator with, for each batch from here on, the list of the
-      rows that this process reads.
+      (step, state, batches): the step of the checkpoint; a dict from each name
+        to the NumPy array
+      of the rows wanted; and an endless iterator with, for each batch from here
+      on, the list of the rows that this process reads.
 
     Raises:
       FileNotFoundError: no step is whole.
@@ -135,12 +176,22 @@ def resume(folder, wanted, index, count, batch):
     # BEGIN SOLUTION
     files, step = [], None
     for path in Path(folder).glob("step-*"):
-        found = [re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name) for p in path.iterdir()]
+        found = [
+            re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name)
+            for p in path.iterdir()
+        ]
         found = [(int(m[1]), int(m[2])) for m in found if m]
         number = int(path.name.removeprefix("step-"))
         # Whole only if every process that saved left its file.
-        if found and len(found) == found[0][1] and (step is None or number > step):
-            step, files = number, [path / f"process-{i}-of-{n}.npz" for i, n in sorted(found)]
+        if (
+            found
+            and len(found) == found[0][1]
+            and (step is None or number > step)
+        ):
+            step, files = (
+                number,
+                [path / f"process-{i}-of-{n}.npz" for i, n in sorted(found)],
+            )
     if step is None:
         raise FileNotFoundError(f"{folder} has no whole step")
 
@@ -151,14 +202,19 @@ def resume(folder, wanted, index, count, batch):
             for name, (start, stop) in wanted.items():
                 piece, first = saved[name], int(saved[f"{name}:start"])
                 if name not in state:
-                    state[name] = np.empty((stop - start, *piece.shape[1:]), piece.dtype)
+                    state[name] = np.empty(
+                        (stop - start, *piece.shape[1:]), piece.dtype
+                    )
                 low, high = max(start, first), min(stop, first + len(piece))
                 if low < high:
-                    state[name][low - start : high - start] = piece[low - first : high - first]
+                    state[name][low - start : high - start] = piece[
+                        low - first : high - first
+                    ]
 
     def batches():
         share = batch // count
-        begin = done + index * share  # the rows that any process has read come before
+        # the rows that any process has read come before
+        begin = done + index * share
         while True:
             yield list(range(begin, begin + share))
             begin += batch
@@ -172,18 +228,21 @@ def bill(attempts, faults):
     """Give every second of a run under faults its cause, and each fault its bill.
 
     Args:
-      attempts: list of dicts, one for each start of the job, in order: `start`, `first`, `end`,
-        `resumed` and `steps`, as in the statement.
-      faults: list of dicts in the order of their times: `at`, and either `noticed` or `over`; the
-        other is None.
+      attempts: list of dicts, one for each start of the job, in order: `start`,
+        `first`, `end`, `resumed` and `steps`, as in the statement.
+      faults: list of dicts in the order of their times: `at`, and either
+        `noticed` or `over`; the other is None.
 
     Returns:
-      (seconds, bills): a dict of the seconds of "start-up", "step", "slow", "lost", "detect",
-      "restart" and "end", which sum to the wall time; and for each fault a tuple (seconds that it
-      cost, steps that were repeated because of it).
+      (seconds, bills): a dict of the seconds of "start-up", "step", "slow",
+        "lost", "detect",
+      "restart" and "end", which sum to the wall time; and for each fault a
+      tuple (seconds that it cost, steps that were repeated because of it).
     """
     # BEGIN SOLUTION
-    seconds = dict.fromkeys(("start-up", "step", "slow", "lost", "detect", "restart", "end"), 0.0)
+    seconds = dict.fromkeys(
+        ("start-up", "step", "slow", "lost", "detect", "restart", "end"), 0.0
+    )
     costs, repeated = [0.0] * len(faults), [0] * len(faults)
 
     def charge(cause, amount, fault):
@@ -209,10 +268,17 @@ def bill(attempts, faults):
             if f["noticed"] is not None and attempt["start"] <= f["at"] <= attempt["end"]
         ]  # fmt: skip
         ended_by.append(inside[0] if inside else None)
-    usual = np.median([end - begin for _, _, begin, end in taken if lasting(begin, end) is None])
+    usual = np.median(
+        [
+            end - begin
+            for _, _, begin, end in taken
+            if lasting(begin, end) is None
+        ]
+    )
 
     for index, number, begin, end in taken:
-        # The step was there until the first later attempt that resumed from below it.
+        # The step was there until the first later attempt that resumed from
+        # below it.
         payer, is_lost = ended_by[index], False
         for later in range(index + 1, len(attempts)):
             low = attempts[later]["resumed"]

@@ -9,20 +9,24 @@ def fit(rows, devices, available, predict, ask):
       rows: rows of a step's batch, a Python int.
       devices: devices of the target, a Python int.
       available: bytes that a program may use on each of them.
-      predict: predict(settings) returns bytes on each device. It is quick, and the compiler's figure
-        is within a tenth of it: from predict / 1.1 to predict * 1.1.
-      ask: ask(settings) compiles the step and returns whether the compiler takes it.
+      predict: predict(settings) returns bytes on each device. It is quick, and
+        the compiler's figure is within a tenth of it: from predict / 1.1 to
+        predict * 1.1.
+      ask: ask(settings) compiles the step and returns whether the compiler
+        takes it.
 
     Returns:
-      The settings, a list such as ["model.remat=dots", "train.microbatches=2", "mesh.data=2",
-      "mesh.fsdp=4"]; None if nothing fits.
+      The settings, a list such as ["model.remat=dots", "train.microbatches=2",
+      "mesh.data=2", "mesh.fsdp=4"]; None if nothing fits.
     """
     # BEGIN SOLUTION
     for remat in ("none", "dots", "full"):
         for microbatches in range(1, rows + 1):
             if rows % (microbatches * devices):
                 continue
-            for fsdp in (size for size in range(1, devices + 1) if devices % size == 0):
+            for fsdp in (
+                size for size in range(1, devices + 1) if devices % size == 0
+            ):
                 settings = [
                     f"model.remat={remat}",
                     f"train.microbatches={microbatches}",
@@ -41,7 +45,8 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
     """Find the mesh whose collectives take the least time, among those whose state fits.
 
     Args:
-      sizes: bytes, Python ints: "weights" and "sums", which are sent, and "state", which is stored.
+      sizes: bytes, Python ints: "weights" and "sums", which are sent, and
+        "state", which is stored.
       slices: number of slices.
       chips: chips of a slice; both are powers of two.
       memory: bytes of a chip that the state may take.
@@ -49,14 +54,17 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
       dcn: bytes/s that a chip sends to other slices.
 
     Returns:
-      ((data, fsdp, tensor), seconds, bytes that a chip sends within its slice, bytes that it sends to
-      other slices), or None if the state fits on no mesh.
+      ((data, fsdp, tensor), seconds, bytes that a chip sends within its slice,
+      bytes that it sends to other slices), or None if the state fits on no
+      mesh.
     """
     # BEGIN SOLUTION
 
     def gather(whole, within, across):
         """Bytes over ICI and over DCN to gather, or reduce-scatter, over a group."""
-        return whole * (within - 1) / within, whole / within * (across - 1) / across
+        return whole * (within - 1) / within, whole / within * (
+            across - 1
+        ) / across
 
     def group(size, stride):
         """How many members a group has in each slice, and in how many slices."""
@@ -67,7 +75,11 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
     powers = [2**n for n in range(devices.bit_length())]
     for tensor, fsdp in itertools.product(powers, powers):
         data = devices // (tensor * fsdp)
-        if tensor > chips or data < 1 or sizes["state"] / (fsdp * tensor) > memory:
+        if (
+            tensor > chips
+            or data < 1
+            or sizes["state"] / (fsdp * tensor) > memory
+        ):
             continue
         whole = sizes["weights"] / tensor
         terms = [
@@ -77,7 +89,9 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
         ]
         within = sum(times * bytes_[0] for times, bytes_ in terms)
         across = sum(times * bytes_[1] for times, bytes_ in terms)
-        found.append(((data, fsdp, tensor), within / ici + across / dcn, within, across))
+        found.append(
+            ((data, fsdp, tensor), within / ici + across / dcn, within, across)
+        )
     return min(found, key=lambda mesh: mesh[1]) if found else None
     # END SOLUTION
 
@@ -87,17 +101,24 @@ def overlap(schedule, seconds):
     """Find how much of each transfer the arithmetic hides, and how much is exposed.
 
     Args:
-      schedule: list of (name, opcode, operands), in the order in which the program runs; operands is
-        a tuple of names.
-      seconds: dict, name -> s. A start's entry is its transfer's time; a name without an entry takes
-        no time.
+      schedule: list of (name, opcode, operands), in the order in which the
+        program runs; operands is a tuple of names.
+      seconds: dict, name -> s. A start's entry is its transfer's time; a name
+        without an entry takes no time.
 
     Returns:
-      (total, waits): the seconds of the whole schedule, and a dict, name of the transfer ->
+      (total, waits): the seconds of the whole schedule, and a dict, name of the
+        transfer ->
       (hidden, exposed) in s. A transfer has the name of its start.
     """
     # BEGIN SOLUTION
-    blocking = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+    blocking = (
+        "all-gather",
+        "all-reduce",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+    )
     clock, free, arrival, waits = 0.0, {}, {}, {}
     for name, opcode, operands in schedule:
         if opcode.endswith("-done"):
@@ -124,8 +145,8 @@ def interval(program, rates):
     """Bound the time of a step: everything overlaps, or nothing does.
 
     Args:
-      program: dict, computation -> list of (opcode, what), in the order of its schedule. A step runs
-        "main".
+      program: dict, computation -> list of (opcode, what), in the order of its
+        schedule. A step runs "main".
       rates: per second: "clock" in cycles; "ici", "dcn" and "host" in bytes.
 
     Returns:
@@ -141,7 +162,9 @@ def interval(program, rates):
                 walk(body, runs * trips)
             elif not opcode.endswith("-done"):
                 kind = opcode.removesuffix("-start")
-                link = {"fusion": "clock", "copy": "host", "send": "dcn"}.get(kind, "ici")
+                link = {"fusion": "clock", "copy": "host", "send": "dcn"}.get(
+                    kind, "ici"
+                )
                 busy[link] += runs * what / rates[link]
 
     walk("main", 1)

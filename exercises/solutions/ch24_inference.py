@@ -126,7 +126,9 @@ def attend_pages(q_BNH, k_PSKH, v_PSKH, table_BX, lengths_B):
     # BEGIN SOLUTION
     (B, N, H), (_, S, K, _) = q_BNH.shape, k_PSKH.shape
     L = table_BX.shape[1] * S
-    k_BLKH, v_BLKH = (jnp.reshape(pages[table_BX], (B, L, K, H)) for pages in (k_PSKH, v_PSKH))
+    k_BLKH, v_BLKH = (
+        jnp.reshape(pages[table_BX], (B, L, K, H)) for pages in (k_PSKH, v_PSKH)
+    )
     seen_BL = jnp.arange(L) < lengths_B[:, None]
     q_BKGH = jnp.reshape(q_BNH, (B, K, N // K, H))
     scores_BKGL = jnp.einsum("BKGH,BLKH->BKGL", q_BKGH, k_BLKH) / math.sqrt(H)
@@ -154,7 +156,9 @@ def page_keys(tokens, page_tokens):
     # BEGIN SOLUTION
     keys, last = [], b""
     for i in range((len(tokens) - 1) // page_tokens):
-        page = np.asarray(tokens[i * page_tokens : (i + 1) * page_tokens], np.int64)
+        page = np.asarray(
+            tokens[i * page_tokens : (i + 1) * page_tokens], np.int64
+        )
         last = hashlib.sha256(last + page.tobytes()).digest()
         keys.append(last)
     return keys
@@ -186,7 +190,9 @@ def plan_step(running, waiting, free_pages, page_tokens, budget, most):
     preempted, admitted = [], []
 
     def needed(name, computed, count):
-        return max(0, -(-(computed + count) // page_tokens) - pages.get(name, 0))
+        return max(
+            0, -(-(computed + count) // page_tokens) - pages.get(name, 0)
+        )
 
     for text in running:
         name, computed = text["name"], text["computed"]
@@ -248,6 +254,8 @@ def accept(draft, q_kV, p_kV, uniforms):
     else:
         rest_V = p_kV[len(draft)]
     through_V = np.cumsum(rest_V, dtype=np.float64)
-    added = np.searchsorted(through_V, uniforms[-1] * through_V[-1], side="right")
+    added = np.searchsorted(
+        through_V, uniforms[-1] * through_V[-1], side="right"
+    )
     return [*tokens, int(added)]
     # END SOLUTION

@@ -114,14 +114,20 @@ def find_wide(text):
     for line in text.splitlines():
         if line.endswith("{"):
             types = {}  # a computation begins, with names of its own
-        parts = re.match(r"\s*(?:ROOT )?%(\S+) = (\w+)\[\S* ([\w-]+)\(([^)]*)\)", line)
+        parts = re.match(
+            r"\s*(?:ROOT )?%(\S+) = (\w+)\[\S* ([\w-]+)\(([^)]*)\)", line
+        )
         if parts is None:
             continue
         name, kind, opcode, operands = parts.groups()
         types[name] = kind
         if opcode in ("dot", "convolution"):
-            left, right = (types[o] for o in re.findall(r"%([^\s,]+)", operands))
-            if not all(re.match(r"[su][48]$|f8", kind) for kind in (left, right)):
+            left, right = (
+                types[o] for o in re.findall(r"%([^\s,]+)", operands)
+            )
+            if not all(
+                re.match(r"[su][48]$|f8", kind) for kind in (left, right)
+            ):
                 where = re.search(r'op_name="([^"]*)"', line)
                 found.append((where[1] if where else "", left, right))
     return found

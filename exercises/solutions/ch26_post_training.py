@@ -33,7 +33,9 @@ def answer_mask(messages, render, encode, end):
         before = render(messages[:n], True)
         after = render(messages[: n + 1], False)
         if not (text.startswith(after) and after.startswith(before)):
-            raise ValueError(f"the template rewrites what is before message {n}")
+            raise ValueError(
+                f"the template rewrites what is before message {n}"
+            )
         spoken.append((len(before), after.rindex(end, len(before)) + len(end)))
     ids, offsets = encode(text)
     said = [int(any(s < b and a < e for a, b in spoken)) for s, e in offsets]
@@ -105,7 +107,9 @@ def dpo(logp_BT, ref_BT, segment_BT, mask_BT, beta):
     """
     # BEGIN SOLUTION
     change_BT = logp_BT.astype(jnp.float32) - ref_BT.astype(jnp.float32)
-    is_BT2 = (segment_BT[..., None] == jnp.array([1, 2])) & (mask_BT > 0)[..., None]
+    is_BT2 = (segment_BT[..., None] == jnp.array([1, 2])) & (mask_BT > 0)[
+        ..., None
+    ]
     reward_B2 = beta * jnp.where(is_BT2, change_BT[..., None], 0).sum(1)
     pair_B = is_BT2.any(1).all(-1)
     loss_B = jax.nn.softplus(reward_B2[:, 1] - reward_B2[:, 0])
@@ -171,7 +175,8 @@ def clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl):
     # BEGIN SOLUTION
     drawn_BT = mask_BT > 0
 
-    def difference(x_BT, y_BT):  # before anything that turns NaN into a gradient
+    # before anything that turns NaN into a gradient
+    def difference(x_BT, y_BT):
         return jnp.clip(jnp.where(drawn_BT, x_BT - y_BT, 0), -20, 20)
 
     advantage_BT = jnp.where(drawn_BT, advantage_BT, 0)
@@ -232,7 +237,9 @@ def honest_reward(prompt, answer, ended):
       A float.
     """
     # BEGIN SOLUTION
-    left, sign, right = re.fullmatch(r"([0-9]+)([-+*])([0-9]+)=", prompt).groups()
+    left, sign, right = re.fullmatch(
+        r"([0-9]+)([-+*])([0-9]+)=", prompt
+    ).groups()
     a, b = int(left), int(right)
     result = {"+": a + b, "-": a - b, "*": a * b}[sign]
     # Compared as text: int() would read "0095", " 95", "9_5" and other digits.
