@@ -282,6 +282,7 @@ def small_disk(tmp_path):
     server.close()
 
 
+@pytest.mark.audit
 def test_a_full_and_a_read_only_disk_are_one_line_and_the_run_goes_on_later(
     small_disk, finished, tmp_path
 ):

@@ -59,8 +59,8 @@ def test_three_steps_are_those_of_one_device(tiny, layout):
     steps_are_those_of_one_device(tiny, LAYOUTS[layout])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", audit_but(["fsdp x tp x cp"], OF_MLA))
+@pytest.mark.audit
+@pytest.mark.parametrize("layout", OF_MLA)
 def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
     steps_are_those_of_one_device(tiny, LAYOUTS[layout], *MLA.split())
 

@@ -124,7 +124,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(state=trees, position=json_values)
 def test_any_pytree_comes_back_bit_for_bit(tmp_path_factory, state, position):
     directory = tmp_path_factory.mktemp("run")

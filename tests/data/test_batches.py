@@ -590,6 +590,7 @@ def ngram_nats(train, test, orders):
     return nats
 
 
+@pytest.mark.audit
 def test_an_ngram_model_approaches_the_entropy_rate_from_above():
     rate, test = grammar.grammar_entropy_rate(), grammar.generate(np.random.default_rng(1), 100_000)
     excess = []

@@ -157,6 +157,7 @@ def test_adapters_of_a_model_in_training_are_replaced_alone(kind):
     check_equal(answers(whole, requests_of(None)), want)
 
 
+@pytest.mark.audit
 def test_devices_that_share_an_engine_answer_with_adapters_too():
     cfg, base, adapters, _ = setting("gqa")
     mixed = [request for name in NAMES for request in requests_of(name, 2)]

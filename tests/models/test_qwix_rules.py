@@ -96,7 +96,7 @@ def gradients(model, kind=nnx.Param):
 # --- after training
 
 
-@scanned_or_not
+@scanned_first
 @pytest.mark.parametrize("dtype", audit_but(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("kind", ["dense", "experts with slots"])
 def test_one_line_stores_every_layers_weights_in_8_bits(kind, dtype, scan):

@@ -71,6 +71,7 @@ def test_changes_fit_and_are_what_they_say():
         assert change.maxtext and change.why
 
 
+@pytest.mark.audit
 def test_experts_are_predicted_for_tpus():
     """The experts' kernel has a grid that depends on the data: its own estimate counts."""
     experts = "decoder_block=mixtral num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=2048"

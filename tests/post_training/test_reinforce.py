@@ -16,7 +16,7 @@ from minitext.observability.metrics import read_metrics
 from minitext.post_training.tasks import task_of
 from minitext.training import run
 from minitext.training.run_dir import load_run
-from tests.conftest import TINY, audit_but
+from tests.conftest import TINY
 
 TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}
 {%- endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
@@ -108,9 +108,9 @@ def records(directory):
     return [{name: line[name] for name in line if name not in TIMING} for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", audit_but([0], range(10)))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_killed_run_goes_on_bit_for_bit(server, folder, whole, seed):
     name = f"killed{seed}"
     command = [word.replace("run.name=whole", f"run.name={name}") for word in whole]

@@ -176,6 +176,7 @@ TRACE = """
 """
 
 
+@pytest.mark.audit
 def test_a_trace_shows_the_idle_slots_of_the_formula():
     """Four stages and sixteen microbatches: stages that wait compute no layer, those that work do."""
     settings = "mesh.stage=4", "pipeline.schedule=circular", "pipeline.microbatches=16"

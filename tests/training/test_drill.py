@@ -54,7 +54,7 @@ def check(found, save_every):
             assert one["kind"] == "unplanned" or 0 <= one["seconds_to_notice"] < 90
 
 
-@pytest.mark.slow
+@pytest.mark.audit
 @pytest.mark.timeout(600)
 def test_a_kill_and_a_slow_spell(tmp_path):
     process = start_drill(

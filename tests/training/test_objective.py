@@ -64,7 +64,10 @@ BASE = ["optim.learning_rate=1e-2", "optim.warmup_steps=0"]
 @pytest.mark.parametrize(
     "words",
     [
-        ["mesh.data=2", "mesh.tensor=2", "mesh.context=2", "train.microbatches=4"],
+        pytest.param(
+            ["mesh.data=2", "mesh.tensor=2", "mesh.context=2", "train.microbatches=4"],
+            marks=pytest.mark.audit,
+        ),
         pytest.param(
             ["mesh.fsdp=4", "mesh.tensor=2", "mesh.data=1", "train.loss_chunks=4"],
             marks=pytest.mark.audit,
