@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -97,7 +98,7 @@ class Tab:
     """A page that records what went wrong while it was open."""
 
     def __init__(self, browser: Any, home: str, width: int = 1200, scheme: str = "light"):
-        self.home, self.faults = home, []
+        self.home, self.faults, self.loaded = home, [], set()
         self.context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme
         )
@@ -114,6 +115,7 @@ class Tab:
     def _request(self, request: Any) -> None:
         if not request.url.startswith((self.home, "data:", "blob:")):
             self.faults.append(f"asks another host: {request.url}")
+        self.loaded.add(urldefrag(request.url).url)
 
     def _response(self, response: Any) -> None:
         if response.status >= 400:
@@ -156,6 +158,7 @@ class Look:
       links: where links lead.
       wide: the page's width on a phone of 390 pixels, and what sticks out of it.
       cut: code whose lines are cut off, on a screen of 1,280 pixels or on that phone.
+      loaded: addresses of everything that the page loads.
     """
 
     faults: list[str]
@@ -165,6 +168,7 @@ class Look:
     links: set[str]
     wide: tuple[int, list[str]]
     cut: list[str]
+    loaded: set[str]
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +181,7 @@ def looks(browser: Any, server: str, pages: list[str]) -> Iterator[dict[str, Loo
 
 def look_at(opened: Tab, address: str) -> Look:
     opened.faults.clear()
+    opened.loaded.clear()
     page = opened.open(address)
     if page.locator("mjx-merror").count():
         opened.faults.append("MathJax could not set a formula")
@@ -196,7 +201,7 @@ def look_at(opened: Tab, address: str) -> Look:
     wide = page.evaluate("document.documentElement.scrollWidth"), page.evaluate(CLIPPED)
     cut += page.evaluate(CUT)
     page.set_viewport_size({"width": 1200, "height": 900})
-    return Look(list(opened.faults), faint, alts, outputs, links, wide, cut)
+    return Look(list(opened.faults), faint, alts, outputs, links, wide, cut, set(opened.loaded))
 
 
 CUT = """() => [...document.querySelectorAll('.cell_input pre')]
@@ -259,6 +264,48 @@ def test_nothing_scrolls_sideways_on_a_phone(looks):
 
 def test_no_line_of_code_is_cut_off(looks):
     assert not {address: look.cut for address, look in looks.items() if look.cut}
+
+
+def test_pages_are_light(looks, html):
+    """In MB, without MathJax, which a browser keeps: as stored, and as a host sends it, compressed."""
+    for chapter in chapters():
+        paths = {
+            urlsplit(url).path for url in looks[page_of(chapter)].loaded if "mathjax" not in url
+        }
+        files = [html / unquote(path).lstrip("/") for path in paths]
+        contents = [file.read_bytes() for file in files if file.is_file()]
+        sizes = sum(map(len, contents)), sum(len(zlib.compress(each)) for each in contents)
+        assert 0.5e6 < sizes[0] < 2.5e6 and sizes[1] < 1e6, (chapter, sizes)
+
+
+def test_text_is_there_within_a_second(tab, html):
+    opened = tab(home=f"{html.as_uri()}/")
+    first = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    tries = [opened.open(page_of(chapters()[3])).evaluate(first) for _ in range(3)]  # the longest
+    assert min(tries) < 1000  # ms
+
+
+def test_a_line_shows_how_far_a_page_is_read(tab):
+    page = tab().open(page_of(chapters()[0]))
+    width = "new DOMMatrix(getComputedStyle(document.querySelector('.bd-main'), '::before').transform).a"
+    shares = []
+    for share in (0, 0.5, 1):
+        page.evaluate(
+            "s => scrollTo(0, s * (document.documentElement.scrollHeight - innerHeight))", share
+        )
+        page.wait_for_timeout(100)
+        shares.append(page.evaluate(width))
+    assert shares == pytest.approx([0, 0.5, 1], abs=0.02)
+
+
+def test_chapters_are_readable_on_paper(tab):
+    opened = tab(width=720)
+    opened.page.emulate_media(media="print")
+    for chapter in chapters()[::5]:
+        page = opened.open(page_of(chapter))
+        assert not page.evaluate(CUT) and not page.evaluate(CLIPPED)
+        for useless in ("details.hide > summary", "button.copybtn", ".bd-sidebar-primary"):
+            assert not page.locator(f"{useless}:visible").count(), useless
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

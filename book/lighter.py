@@ -1,0 +1,44 @@
+"""Sphinx extension: pages load only what they show.
+
+The theme's script of icons has 2,000 of them, 1.4 MB; pages show about twenty. Templates in `book/_templates` leave out
+the search index, which only the search page needs.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+SCRIPT = "_static/scripts/fontawesome.js"
+# One icon: "name":[width, height, [other names], "code point", "path" or paths]
+ICON = re.compile(r'"?([a-z0-9-]+)"?:\[\d+,\d+,\[([^\]]*)\],"[0-9a-f]+",(?:"[^"]*"|\[[^\]]*\])\],?')
+
+
+def icons_of(folder: Path) -> set[str]:
+    """Returns the names of icons in a built book's pages and in what its scripts add to them."""
+    scripts = (path for path in folder.glob("_static/**/*.js") if "mathjax" not in path.parts)
+    files = [*folder.rglob("*.html"), *(path for path in scripts if path != folder / SCRIPT)]
+    texts = (path.read_text(errors="ignore") for path in files)
+    return {name for text in texts for name in re.findall(r"fa-([a-z0-9-]+)", text)}
+
+
+def without_others(script: str, names: set[str]) -> str:
+    """Returns the theme's script with no icons but those named."""
+
+    def kept(icon: re.Match[str]) -> str:
+        found = {icon[1], *re.findall(r'"([a-z0-9-]+)"', icon[2])}
+        return icon[0] if found & names else ""
+
+    return ICON.sub(kept, script)
+
+
+def finish(app: Any, error: Exception | None) -> None:
+    """Shortens the script of a book that was built."""
+    path = Path(app.outdir, SCRIPT)
+    if error is None and app.builder.format == "html" and path.exists():
+        path.write_text(without_others(path.read_text(), icons_of(Path(app.outdir))))
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Tells Sphinx what to call."""
+    app.connect("build-finished", finish)
+    return {"parallel_read_safe": True}
