@@ -398,7 +398,11 @@ def _lengths(words: list[str]) -> dict[str, int]:
             raise UserError(
                 f"{name}={shorten(length)}: a block's length is a whole number, such as {name}=512"
             )
-    return {name: int(length) for name, length in pairs}
+    lengths = {name: int(length) for name, length in pairs}
+    if len(lengths) < len(pairs):
+        twice = next(name for name in lengths if sum(name == other for other, _ in pairs) > 1)
+        raise UserError(f"{twice} is given twice: give a block's length once")
+    return lengths
 
 
 def predict(settings: Settings = None, as_json: Json = False) -> None:

@@ -7,6 +7,7 @@ Chapters: 23.
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -203,7 +204,7 @@ def open_template(cfg: DataConfig, tokenizer: Tokenizer, folder: Path | None = N
     if folder is not None:
         chat = read_chat(folder, tokenizer)
     if cfg.chat_template is not None:
-        path = Path(cfg.chat_template).expanduser()
+        path = Path(os.path.expanduser(cfg.chat_template))
         return chat.plain(tokenizer)._replace(template=files.read_text(path, TEMPLATE_LIMIT))
     return chat if chat.template is not None else chat.plain(tokenizer)
 

@@ -156,9 +156,9 @@ def test_doctor_answers_in_json(minitext):
         (["launch", "local", "--", "train", "laptp"], "did you mean laptop"),
         (["launch", "slurm", "--name", "a", "--", "train", "model.headz=1"], "did you mean model.heads"),
         (["launch", "k8s", "--name", "a", "--image", "", "--", "train"], "--image '' is not a name"),
-        (["launch", "local", "--processes", "1000000", "--", "train"], "less than or equal to 1024"),
-        (["launch", "local", "--processes", "0", "--", "train"], "--processes 0: input should be greater"),
-        (["grade", "--seed", "soon"], "--seed soon: input should be a valid integer"),
+        (["launch", "local", "--processes", "1000000", "--", "train"], "choose 1,024 or less"),
+        (["launch", "local", "--processes", "0", "--", "train"], "--processes 0: choose 1 or more"),
+        (["grade", "--seed", "soon"], "--seed soon: choose a whole number"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line_and_exit_code_2(minitext, words, named):
