@@ -67,7 +67,11 @@ def rule_of(problem: Mapping[str, Any]) -> str:
     """Returns the rule that a value breaks, as what to do, from one of the errors of pydantic's `ValidationError`."""
     if (text := _RULES.get(problem["type"])) is not None:
         limits = {
-            name: f"{limit:,}" if isinstance(limit, int) else limit
+            name: f"{limit:,}"
+            if isinstance(limit, int)
+            else f"{limit:g}"
+            if isinstance(limit, float)
+            else limit
             for name, limit in problem.get("ctx", {}).items()
         }
         return text.format_map(limits)

@@ -148,8 +148,12 @@ def check_new_file(what: str, path: str | Path) -> None:
     """
     local_path(path)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            kind = os.stat(path).st_mode
+            if stat.S_ISDIR(kind) or stat.S_ISFIFO(kind):  # a pipe might wait for ever
+                raise IsADirectoryError
         # Try it: permissions say nothing to root, or of a read-only file system.
-        if not Path(path).is_dir() and not str(path).endswith("/"):
+        if not str(path).endswith("/"):
             with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
                 return
     except OSError:

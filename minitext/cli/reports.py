@@ -280,9 +280,10 @@ def llo(
     from minitext import terminal
     from minitext.compiler import llo
     from minitext.compiler.llo import compile_case
+    from minitext.compiler.llo_compiler import tpu
     from minitext.kernels.cases import CASES
 
-    where = ("v5e" if chips is None else chips).split(",")
+    where = [tpu(chip).name for chip in ("v5e" if chips is None else chips).split(",")]
     pairs = [(name, chip) for name in names or CASES for chip in where]
     with terminal.bar() as bar:
         found = [

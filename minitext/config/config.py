@@ -237,7 +237,7 @@ def _layers(overrides: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     line: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
-            parsed = _parse(value, key)
+            parsed = _parse(value, f"{key}={_short(value)}")
             line |= flatten({key: parsed}) if isinstance(parsed, Mapping) else {key: parsed}
     return [*layers, ("command line", line)]
 
@@ -289,7 +289,11 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     try:
         cfg = Config.model_validate(tree, context={"whole": True})
     except ValidationError as error:
-        raise ConfigError(_explain(e, known, origin) for e in error.errors()) from None
+        found = error.errors()
+        # A list with a bad item counts as one without it: only the item is at fault.
+        items = {e["loc"][:n] for e in found for n in range(len(e["loc"]))}
+        found = [e for e in found if e["type"] != "too_short" or e["loc"] not in items]
+        raise ConfigError(_explain(e, known, origin) for e in found) from None
     if problems := list(cfg.problems()):
         raise ConfigError(problems)
     cfg._provenance.update(origin)

@@ -247,5 +247,5 @@ def _object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file, which may be missing."""
     found = files.read_json(path, JSON_LIMIT) if path.exists() else {}
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no object: get it again")
+        raise UserError(f"{path} has no keys with values: copy it again")
     return found

@@ -198,13 +198,11 @@ def messages_of(turns: Any) -> Messages:
       Unusable: if it's no list of messages, a role is unknown, or a content is no text.
     """
     if not isinstance(turns, list) or not turns:
-        raise Unusable(
-            NO_TURN, "" if isinstance(turns, list) else f"{type(turns).__name__} for a list"
-        )
+        raise Unusable(NO_TURN, "" if isinstance(turns, list) else "it has no list of messages")
     found = []
     for turn in turns:
         if not isinstance(turn, dict):
-            raise Unusable(NOT_TEXT, f"{type(turn).__name__} for a message")
+            raise Unusable(NOT_TEXT, "a message is not an object")
         role = turn.get("role", turn.get("from"))
         if not isinstance(role, str) or role not in ROLES:
             raise Unusable(ORDER, f"unknown role {shorten(str(role))}")

@@ -164,7 +164,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             for number, row in enumerate(rows):
                 yield row, f"{path}: row {number}"
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {path} as parquet: {error}") from error
+        raise UserError(f"{path} is not a Parquet file ({error}): write it again") from error
 
 
 def _jsonl_rows(path: Path, text_key: str) -> Iterator[str]:
@@ -186,7 +186,7 @@ def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:
             for row, text in enumerate(texts):
                 yield text_of({text_key: text or ""}, text_key, f"{path}: row {row}")
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {path} as parquet: {error}") from error
+        raise UserError(f"{path} is not a Parquet file ({error}): write it again") from error
 
 
 def text_of(record: dict[str, Any], text_key: str, where: str) -> str:
