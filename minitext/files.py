@@ -25,7 +25,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from minitext.errors import UserError
 
@@ -35,6 +35,10 @@ FORMAT = 1  # part of every fingerprint: raise it when the content of cache entr
 P = TypeVar("P", bound=str | os.PathLike[str] | None)
 # One slash is enough, because `pathlib` makes gs:/bucket of gs://bucket; one letter isn't: C:/ is a drive.
 ADDRESS = re.compile(r"(?i:(gs|gcs)|(s3[an]?)|[a-z][a-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
+
+
+class UnreadableFile(UserError):
+    """A file that can't be read: the message begins with its path."""
 
 
 class NotLocal(UserError, ValueError):
@@ -144,8 +148,12 @@ def check_new_file(what: str, path: str | Path) -> None:
     """
     local_path(path)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            kind = os.stat(path).st_mode
+            if stat.S_ISDIR(kind) or stat.S_ISFIFO(kind):  # a pipe might wait for ever
+                raise IsADirectoryError
         # Try it: permissions say nothing to root, or of a read-only file system.
-        if not Path(path).is_dir() and not str(path).endswith("/"):
+        if not str(path).endswith("/"):
             with tempfile.TemporaryFile(dir=Path(path).absolute().parent):
                 return
     except OSError:
@@ -229,22 +237,40 @@ def read_text(path: Path, limit: int) -> str:
         limit: in bytes; a longer file isn't read.
 
     Raises:
-        UserError: it can't be read, is too long, or isn't UTF-8.
+        UnreadableFile: it can't be read, is too long, or isn't UTF-8.
+    """
+    shown = shorten(str(path))
+    with open_file(path) as file:
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise UnreadableFile(
+            f"{shown} has more than {limit:,} bytes, too many for a file of this kind: name another"
+        )
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(
+            f"{shown} is not UTF-8 (byte {error.start} is 0x{text[error.start]:02x}): name a text file, or convert it"
+        ) from error
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that somebody named, to read its bytes; a pipe, which might wait for ever, isn't one.
+
+    Raises:
+        UnreadableFile: it can't be opened or read, or is a folder, a pipe or a device.
     """
     shown = shorten(str(path))
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UserError(f"{shown} is not a file: name one")
+            raise UnreadableFile(f"{shown} is not a file: name one")
         with open(path, "rb") as file:
-            text = file.read(limit + 1)
+            yield file
     except OSError as error:
-        raise UserError(f"{shown} cannot be read ({error.strerror})") from error
-    if len(text) > limit:
-        raise UserError(f"{shown} has more than {limit:,} bytes, the limit: it can't be meant")
-    try:
-        return text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shown} is not UTF-8: {error}") from error
+        raise UnreadableFile(
+            f"{shown} cannot be read ({error.strerror}): name a file that can"
+        ) from error
 
 
 def read_json(path: Path, limit: int) -> Any:
@@ -255,15 +281,17 @@ def read_json(path: Path, limit: int) -> Any:
         limit: in bytes; a longer file isn't read.
 
     Raises:
-        UserError: it can't be read, is too long or too deep, has a name twice, or isn't JSON.
+        UnreadableFile: it can't be read, is too long or too deep, has a name twice, or isn't JSON.
     """
     text, shown = read_text(path, limit), shorten(str(path))
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError as error:
-        raise UserError(f"{shown} has too many brackets in brackets: it can't be meant") from error
+        raise UnreadableFile(f"{shown} is nested too deep: correct it") from error
     except ValueError as error:
-        raise UserError(f"{shown} is not JSON: {shorten(str(error))}") from error
+        raise UnreadableFile(
+            f"{shown} is not JSON ({shorten(str(error))}): correct it, or name another file"
+        ) from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -262,7 +262,8 @@ class Checkpointer(AbstractContextManager):
     def _check_layout(self, saved: Any, to_read: Any, partial: bool) -> None:
         if difference := leaves.difference(saved, to_read, partial):
             raise UserError(
-                f"{self.directory} holds another model: {difference}; choose another run.dir or delete this one"
+                f"{self.directory} holds another model: {difference}: use the settings that it was trained with, or "
+                "another folder"
             )
 
     def _path(self, step: int, suffix: str = "") -> Path:

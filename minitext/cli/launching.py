@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
     """Refuses an empty name, or one of several words, which whoever gets it would take for something else."""
-    if value is not None and not re.fullmatch(r"\S+", value):
-        raise UserError(f"{param.opts[0]} {value!r} is not a name: give one word")
+    if value is not None and not re.fullmatch(r"[\w./:@,+-]+", value):
+        raise UserError(
+            f"{param.opts[0]} {shorten(value)!r} is not a name: give one word of letters, digits and ./:@,+-_"
+        )
     return value
 
 
@@ -39,7 +41,9 @@ Command = Annotated[
     list[str], typer.Argument(metavar="-- train ...", help="the train command, after two hyphens")
 ]
 Name = Annotated[str, typer.Option(help="of the job, and of the run: a restart resumes it")]
-Restarts = Annotated[int, typer.Option(min=0, help="of the whole job after a failure, to resume")]
+Restarts = Annotated[
+    int, typer.Option(min=0, max=10_000, help="of the whole job after a failure, to resume")
+]
 Image = Annotated[
     str, typer.Option(help="container image with minitext installed", callback=check_word)
 ]
@@ -55,7 +59,8 @@ def local(
         ),
     ] = None,
     restarts: Annotated[
-        int, typer.Option(min=0, help="how often to start again after a failure, to resume")
+        int,
+        typer.Option(min=0, max=10_000, help="how often to start again after a failure, to resume"),
     ] = 0,
 ) -> None:
     """Run a training job as several processes on this machine.
@@ -208,11 +213,11 @@ def slurm(
     ctx: typer.Context,
     command: Command,
     name: Name,
-    nodes: Annotated[int, typer.Option(min=1, help="machines")] = 2,
+    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="machines")] = 2,
     processes_per_node: Annotated[
-        int, typer.Option(min=1, help="1, or as many as GPUs: each process takes one")
+        int, typer.Option(min=1, max=1024, help="1, or as many as GPUs: each process takes one")
     ] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs to ask for")] = 0,
+    gpus_per_node: Annotated[int, typer.Option(min=0, max=1024, help="GPUs to ask for")] = 0,
     time: Annotated[str, typer.Option(help="limit of the job")] = "24:00:00",
     partition: Annotated[
         str | None, typer.Option(help="of the cluster", callback=check_word)
@@ -241,7 +246,7 @@ def xpk(
         str, typer.Option(help="of a slice, as xpk calls it: v5litepod-256", callback=check_word)
     ],
     image: Image,
-    slices: Annotated[int, typer.Option(min=1, help="TPU slices")] = 1,
+    slices: Annotated[int, typer.Option(min=1, max=10_000, help="TPU slices")] = 1,
     project: Annotated[
         str | None, typer.Option(help="Google Cloud project", callback=check_word)
     ] = None,
@@ -276,8 +281,8 @@ def k8s(
     command: Command,
     name: Name,
     image: Image,
-    processes: Annotated[int, typer.Option(min=1, help="pods")] = 2,
-    gpus: Annotated[int, typer.Option(min=0, help="of each pod")] = 0,
+    processes: Annotated[int, typer.Option(min=1, max=100_000, help="pods")] = 2,
+    gpus: Annotated[int, typer.Option(min=0, max=1024, help="of each pod")] = 0,
     claim: Annotated[
         str | None,
         typer.Option(

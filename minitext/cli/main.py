@@ -25,7 +25,7 @@ from minitext.cli import (
     tuning,
     watching,
 )
-from minitext.errors import UserError
+from minitext.errors import UserError, rule_of
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -168,5 +168,5 @@ def _in_one_line(error: Any) -> str:
     said = error.format_message().rstrip(".")
     if isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
-        said = f"{error.param.opts[0]} {problem['input']}: {problem['msg'].lower()}"
+        said = f"{error.param.opts[0]} {problem['input']}: {rule_of(problem)}"
     return f"{said}: see {error.ctx.command_path if error.ctx else 'minitext'} --help"

@@ -280,9 +280,10 @@ def llo(
     from minitext import terminal
     from minitext.compiler import llo
     from minitext.compiler.llo import compile_case
+    from minitext.compiler.llo_compiler import tpu
     from minitext.kernels.cases import CASES
 
-    where = ("v5e" if chips is None else chips).split(",")
+    where = [tpu(chip).name for chip in ("v5e" if chips is None else chips).split(",")]
     pairs = [(name, chip) for name in names or CASES for chip in where]
     with terminal.bar() as bar:
         found = [
@@ -398,7 +399,11 @@ def _lengths(words: list[str]) -> dict[str, int]:
             raise UserError(
                 f"{name}={shorten(length)}: a block's length is a whole number, such as {name}=512"
             )
-    return {name: int(length) for name, length in pairs}
+    lengths = {name: int(length) for name, length in pairs}
+    if len(lengths) < len(pairs):
+        twice = next(name for name in lengths if sum(name == other for other, _ in pairs) > 1)
+        raise UserError(f"{twice} is given twice: give a block's length once")
+    return lengths
 
 
 def predict(settings: Settings = None, as_json: Json = False) -> None:

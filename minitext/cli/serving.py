@@ -188,7 +188,7 @@ def _are_artefacts(directories: list[str]) -> bool:
     Raises:
       UserError: they are several runs, or both.
     """
-    from minitext.training.run_dir import CONFIG
+    from minitext.training.run_dir import CHECKPOINTS, CONFIG
 
     runs = [path for path in directories if (Path(path) / CONFIG).is_file()]
     if runs and len(runs) < len(directories):
@@ -196,7 +196,10 @@ def _are_artefacts(directories: list[str]) -> bool:
         raise UserError(f"{runs[0]} is a run, and {other} isn't: serve runs and artefacts apart")
     if len(runs) > 1:
         raise UserError(f"{runs[0]} and {runs[1]} are runs: serve one, or export them as artefacts")
-    return not runs and any(_looks_like_artefacts(path) for path in directories)
+    torn = any(
+        (Path(path) / CHECKPOINTS).is_dir() for path in directories
+    )  # a run without its config
+    return not runs and not torn and any(map(_looks_like_artefacts, directories))
 
 
 def _looks_like_artefacts(path: str) -> bool:

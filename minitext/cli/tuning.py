@@ -109,14 +109,12 @@ def tune(run: str, recipe: str, settings: list[str]) -> None:
     from minitext.training.stopping import Interrupted
 
     cfg = recipes.with_steps(cfg)
-    if job.is_first():
-        print(
-            f"{recipe} of {run}: {cfg.train.steps:,} steps of {cfg.train.global_batch} rows of "
-            f"{cfg.data.seq_len:,} tokens, learning rate {cfg.optim.learning_rate:g}",
-            file=sys.stderr,
-        )
+    heading = (
+        f"{recipe} of {run}: {cfg.train.steps:,} steps of {cfg.train.global_batch} rows of "
+        f"{cfg.data.seq_len:,} tokens, learning rate {cfg.optim.learning_rate:g}"
+    )
     try:
-        made = training.train(cfg, began=began, task=task_of(cfg))
+        made = training.train(cfg, began=began, task=task_of(cfg), heading=heading)
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None

@@ -21,10 +21,26 @@ from jaxlib import xla_client
 
 from minitext.compiler.targets import Target, topology_devices
 from minitext.errors import DoesNotFit, UserError
-from minitext.hardware import CHIPS
+from minitext.files import shorten
+from minitext.hardware import CHIPS, Chip
 from minitext.sharding.mesh import abstract_mesh
 
 SECONDS = 300  # the compiler's time limit for one function
+
+
+def tpu(chip: str) -> Chip:
+    """Returns the TPU of a name.
+
+    Raises:
+      UserError: if minitext knows none.
+    """
+    row = CHIPS.get(chip)
+    if row is None or row.platform != "tpu":
+        known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
+        raise UserError(
+            f"chip={shorten(chip)} is not a TPU that minitext knows: choose among {known}"
+        )
+    return row
 
 
 def lower(fn: Callable, *args: Any, chip: str) -> bytes:
@@ -38,10 +54,7 @@ def lower(fn: Callable, *args: Any, chip: str) -> bytes:
     Raises:
       UserError: if the chip is not a TPU of the table.
     """
-    row = CHIPS.get(chip)
-    if row is None or row.platform != "tpu":
-        known = ", ".join(name for name, row in CHIPS.items() if row.platform == "tpu")
-        raise UserError(f"chip={chip} is not a TPU of the table: choose among {known}")
+    row = tpu(chip)
     with jax.sharding.use_abstract_mesh(abstract_mesh(chip=row)):
         structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         lowered = jax.jit(fn).trace(*structs).lower(lowering_platforms=("tpu",))

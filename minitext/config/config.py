@@ -11,6 +11,7 @@ never read again after loading.
 Chapters: 6.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -21,7 +22,7 @@ import yaml
 from pydantic import PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
-from minitext.config import sections
+from minitext.config import sections, yaml_text
 from minitext.config.data import DataConfig
 from minitext.config.model import ModelConfig
 from minitext.config.objective import (
@@ -31,8 +32,8 @@ from minitext.config.objective import (
     PreferenceConfig,
 )
 from minitext.config.section import Section, choices, setting
-from minitext.errors import UserError, did_you_mean
-from minitext.files import local_path
+from minitext.errors import UserError, did_you_mean, rule_of
+from minitext.files import UnreadableFile, local_path, read_text, shorten
 
 
 class Config(Section):
@@ -169,7 +170,10 @@ def unknown_key(key: str, where: str) -> str:
 
     if ours := maxtext.answer(key):
         return f"{key} ({where}) {ours}"
-    return f"{_short(key)} ({where}): unknown key{did_you_mean(key, layout().keys)}"
+    if not key.strip(". "):
+        return f"{_short(key)!r} ({where}) is not a key: write one such as train.steps"
+    hint = did_you_mean(key, layout().keys) or "; see minitext config show laptop"
+    return f"{_short(key)} ({where}): unknown key{hint}"
 
 
 def presets() -> list[str]:
@@ -233,7 +237,7 @@ def _layers(overrides: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     line: dict[str, Any] = {}
     for key, value in pairs:
         if key != "config":
-            parsed = _parse(value, key)
+            parsed = _parse(value, f"{key}={_short(value)}")
             line |= flatten({key: parsed}) if isinstance(parsed, Mapping) else {key: parsed}
     return [*layers, ("command line", line)]
 
@@ -285,7 +289,11 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
     try:
         cfg = Config.model_validate(tree, context={"whole": True})
     except ValidationError as error:
-        raise ConfigError(_explain(e, known, origin) for e in error.errors()) from None
+        found = error.errors()
+        # A list with a bad item counts as one without it: only the item is at fault.
+        items = {e["loc"][:n] for e in found for n in range(len(e["loc"]))}
+        found = [e for e in found if e["type"] != "too_short" or e["loc"] not in items]
+        raise ConfigError(_explain(e, known, origin) for e in found) from None
     if problems := list(cfg.problems()):
         raise ConfigError(problems)
     cfg._provenance.update(origin)
@@ -330,7 +338,7 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
         rest.insert(0, last)
     # In a list, such as data.mixture, name the item and its field; elsewhere the rest is a kind.
     where = ".".join([key, *rest]) if rest and rest[0].isdigit() else key
-    rule = error["msg"][:1].lower() + error["msg"][1:].replace("valid tuple", "list")
+    rule = rule_of(error)
     if error["type"] == "extra_forbidden":  # yet a known key: another variant's
         rule = f"it is a setting of another {key.rpartition('.')[0]}.kind"
     if error["type"] == "value_error":  # of `local_path`, which begins with the value
@@ -354,20 +362,17 @@ def _parse(text: str, where: str) -> Any:
     if re.fullmatch(r"[-+]?\d+(:\d+)+", text.strip()):
         return text  # YAML 1.1 would read 6:8 as 368, to the base 60
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())[:80]
-        raise ConfigError([f"{where}: {_short(text)} is not YAML ({reason})"]) from None
+        return yaml_text.parse(text)
+    except yaml_text.BadYAML as error:
+        raise ConfigError([f"{where} {error}: correct it"]) from None
 
 
 def _read(file: str) -> Any:
-    path = Path(local_path(file)).expanduser()
+    path = Path(os.path.expanduser(local_path(file)))
     try:
-        return _parse(path.read_text(encoding="utf-8"), f"file {file}")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        problem = f"config={_short(file)} cannot be read ({reason}): name a YAML file"
-        raise ConfigError([problem]) from None
+        return _parse(read_text(path, yaml_text.LIMIT), f"config={shorten(str(path))}")
+    except UnreadableFile as error:
+        raise ConfigError([f"config={error}"]) from None
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

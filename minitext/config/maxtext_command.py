@@ -11,21 +11,18 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from minitext import files
-from minitext.config import maxtext_model
+from minitext.config import maxtext_model, yaml_text
 from minitext.config.sections import XLA_OPTION
 from minitext.errors import UserError
 
 LIMIT = 1 << 20  # characters of a command or a file
 DEPTH = 8  # files below one another, and texts inside texts
 UP = 5  # folders above a file in which its base may be
-MOST_VALUES = 20_000  # in a file; a few aliases can stand for billions
 
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::-([^}]*))?\}|([A-Za-z_]\w*))")
@@ -174,7 +171,7 @@ def _as_path(text: str) -> Path | None:
     if not text or len(text) > 4096 or "\n" in text:
         return None
     if os.path.isfile(os.path.expanduser(text)):  # False too where no file could have such a name
-        return Path(files.local_path(text)).expanduser()
+        return Path(os.path.expanduser(files.local_path(text)))
     if os.path.isdir(os.path.expanduser(text)):
         raise UserError(f"{files.shorten(text)} is a folder: name a file in it")
     if "=" in text:
@@ -299,7 +296,7 @@ class _Words:
 
     def config_file(self, name: str) -> None:
         """Takes a file that the command names: the one on this machine, or else what MaxText's own is known to say."""
-        path = Path(files.local_path(name)).expanduser()
+        path = Path(os.path.expanduser(files.local_path(name)))
         if path.is_file():
             return _load(path, self, 0)
         if path.name not in FILES:
@@ -379,29 +376,12 @@ def _value(key: str, text: str) -> Any:
     if len(text) > 10_000:
         raise UserError(f"{key} has a value of {len(text):,} characters: correct it")
     try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError):
+        found = yaml_text.parse(text, unique=False)
+    except yaml_text.BadYAML as error:
+        if "nested" in str(error):
+            raise UserError(f"{key} {error}: correct it") from None
         return text
-    _count(key, found)
     return text if found is None and text.lower() not in ("", "null", "~", "none") else found
-
-
-def _count(where: str, value: Any) -> None:
-    """Refuses values nested so that walking through them takes too long."""
-    left = [MOST_VALUES]
-
-    def walk(x: Any, depth: int) -> None:
-        left[0] -= 1
-        if left[0] < 0 or depth > 20:
-            raise UserError(
-                f"{where} has more than {MOST_VALUES:,} values, or is nested too deep: it isn't MaxText's"
-            )
-        for inner in (
-            x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple | set) else ()
-        ):
-            walk(inner, depth + 1)
-
-    walk(value, 0)
 
 
 def _load(path: Path, words: _Words, depth: int) -> None:
@@ -410,13 +390,11 @@ def _load(path: Path, words: _Words, depth: int) -> None:
         raise UserError(f"{path}: base_config leads from file to file without end: correct it")
     text = files.read_text(path, LIMIT)
     try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())[:80]
-        raise UserError(f"{path} is not YAML ({reason}): correct it") from None
+        tree = yaml_text.parse(text, unique=False)
+    except yaml_text.BadYAML as error:
+        raise UserError(f"{files.shorten(str(path))} {error}: correct it") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} doesn't hold keys with values: name a file of MaxText's settings")
-    _count(str(path), tree)
     base = tree.pop("base_config", None)
     if isinstance(base, str):
         _base(path, base, words, depth)
@@ -430,7 +408,7 @@ def _load(path: Path, words: _Words, depth: int) -> None:
 
 
 def _base(path: Path, base: str, words: _Words, depth: int) -> None:
-    given = Path(files.local_path(base)).expanduser()
+    given = Path(os.path.expanduser(files.local_path(base)))
     for candidate in (*(parent / given for parent in path.parents[:UP]), given):
         if candidate.is_file() and candidate.resolve() != path.resolve():
             return _load(candidate, words, depth + 1)

@@ -19,7 +19,7 @@ from minitext.config.rope import (
     YarnRopeConfig,
 )
 from minitext.config.section import Section, cached, divisors, setting
-from minitext.errors import did_you_mean
+from minitext.errors import did_you_mean, rule_of
 
 # A layer's tensors that `model.remat_save` can keep; the layers mark them with `checkpoint_name`.
 REMAT_NAMES = ("qkv", "attention", "attention_out", "gate_up", "hidden", "latents")
@@ -95,11 +95,17 @@ class MLAConfig(Section):
     kind: Literal["mla"] = setting("mla", "multi-head latent attention")
     impl: AttentionImpl = setting("auto", _IMPL)
     context: ContextMethod = setting("ring", _CONTEXT)
-    q_rank: int | None = setting(None, "mla: width of the queries' latent; null: no latent", ge=1)
-    kv_rank: int = setting(64, "mla: width of the keys' and values' latent", ge=1)
-    nope_dim: int = setting(32, "mla: width of a head's queries and keys without positions", ge=1)
-    rope_dim: int = setting(16, "mla: width of the rotary part; its key serves all heads", ge=2)
-    v_dim: int = setting(32, "mla: width of a head's values", ge=1)
+    q_rank: int | None = setting(
+        None, "mla: width of the queries' latent; null: no latent", ge=1, lt=2**31
+    )
+    kv_rank: int = setting(64, "mla: width of the keys' and values' latent", ge=1, lt=2**31)
+    nope_dim: int = setting(
+        32, "mla: width of a head's queries and keys without positions", ge=1, lt=2**31
+    )
+    rope_dim: int = setting(
+        16, "mla: width of the rotary part; its key serves all heads", ge=2, lt=2**31
+    )
+    v_dim: int = setting(32, "mla: width of a head's values", ge=1, lt=2**31)
 
     latent_eps: float = setting(1e-6, "mla: added to the mean square of the latents", gt=0)
 
@@ -132,10 +138,12 @@ class DeltaNetConfig(Section):
     """
 
     kind: Literal["deltanet"] = setting("deltanet", "gated linear attention")
-    key_heads: int = setting(4, "deltanet: heads of queries and keys", ge=1)
-    value_heads: int = setting(8, "deltanet: heads of values, a multiple of key_heads", ge=1)
-    key_dim: int = setting(48, "deltanet: width of a head's queries and keys", ge=1)
-    value_dim: int = setting(48, "deltanet: width of a head's values", ge=1)
+    key_heads: int = setting(4, "deltanet: heads of queries and keys", ge=1, lt=2**31)
+    value_heads: int = setting(
+        8, "deltanet: heads of values, a multiple of key_heads", ge=1, lt=2**31
+    )
+    key_dim: int = setting(48, "deltanet: width of a head's queries and keys", ge=1, lt=2**31)
+    value_dim: int = setting(48, "deltanet: width of a head's values", ge=1, lt=2**31)
     conv: int = setting(4, "deltanet: tokens that the convolution of q, k and v sees", ge=1)
 
     # Nothing to choose: XLA runs it, over sequences that stay in one piece and in the text's order.
@@ -203,9 +211,11 @@ class MoEConfig(Section):
     kind: Literal["moe"] = setting("moe", "mixture of experts")
     activation: Activation = setting("silu", _ACTIVATION)
     bias: bool = setting(False, "biases of the projections")
-    experts: int = setting(8, "feed-forward layers to choose from (E)", ge=2)
+    experts: int = setting(8, "feed-forward layers to choose from (E)", ge=2, lt=2**31)
     experts_per_token: int = setting(2, "experts per token (k)", ge=1)
-    shared_experts: int = setting(0, "more experts, run by every token as one wide layer", ge=0)
+    shared_experts: int = setting(
+        0, "more experts, run by every token as one wide layer", ge=0, lt=2**31
+    )
     router: Literal["softmax", "sigmoid"] = setting("softmax", "scores from the router's logits")
     normalize: bool = setting(True, "make the weights of a token's experts sum to 1")
     scaling: float = setting(1.0, "factor on the weights", gt=0)
@@ -289,15 +299,21 @@ class Stack(NamedTuple):
 class ModelConfig(Section):
     """The decoder: its sizes, numerics and how its layers run."""
 
-    vocab: int = setting(320, "rows of the embedding table (V)", ge=2)
-    layers: int = setting(4, "decoder layers (L)", ge=1)
-    embed: int = setting(192, "width of the residual stream (D)", ge=1)
-    heads: int = setting(6, "query heads (N)", ge=1)
-    kv_heads: int | None = setting(None, "key and value heads (K); null: as many as heads", ge=1)
-    head_dim: int | None = setting(None, "width of a head (H); null: embed / heads", ge=2)
-    mlp: int = setting(512, "width of the feed-forward layer, or of each expert (F)", ge=1)
+    vocab: int = setting(320, "rows of the embedding table (V)", ge=2, lt=2**31)
+    layers: int = setting(4, "decoder layers (L)", ge=1, le=100_000)
+    embed: int = setting(192, "width of the residual stream (D)", ge=1, lt=2**31)
+    heads: int = setting(6, "query heads (N)", ge=1, lt=2**31)
+    kv_heads: int | None = setting(
+        None, "key and value heads (K); null: as many as heads", ge=1, lt=2**31
+    )
+    head_dim: int | None = setting(None, "width of a head (H); null: embed / heads", ge=2, lt=2**31)
+    mlp: int = setting(
+        512, "width of the feed-forward layer, or of each expert (F)", ge=1, lt=2**31
+    )
     dense_layers: int = setting(0, "first layers that are dense, ahead of the others", ge=0)
-    dense_mlp: int | None = setting(None, "width of their feed-forward layer; null: mlp", ge=1)
+    dense_mlp: int | None = setting(
+        None, "width of their feed-forward layer; null: mlp", ge=1, lt=2**31
+    )
     period: tuple[Differences, ...] = setting(
         (), "what each layer of a repeating pattern sets for itself: [{}, {attention: {window: 8}}]"
     )
@@ -426,12 +442,12 @@ class ModelConfig(Section):
                 parts = [str(part) for part in e["loc"]]
                 if len(parts) > 1:  # pydantic puts a variant's kind into the path, keys don't
                     del parts[1]
-                reason = e["msg"][:1].lower() + e["msg"][1:]
+                reason = rule_of(e)
                 if e["type"] == "extra_forbidden":
                     section = getattr(self, parts[0], None)
                     known = list(type(section).model_fields) if section is not None else []
                     reason = f"unknown key{did_you_mean(parts[-1], known)}"
-                yield ".".join([where, *parts]) + f": {reason.removeprefix('value error, ')}"
+                yield ".".join([where, *parts]) + f": {reason}"
 
     def problems(self) -> Iterator[str]:
         """Checks the rematerialised names, the variants and the pattern of layers."""

@@ -13,6 +13,7 @@ Chapters: 7.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def load_packed_tokenizer(cfg: DataConfig) -> Tokenizer:
 
 def _packed_folder(cfg: DataConfig) -> Path:
     assert cfg.path, "checked by the config"
-    folder = Path(cfg.path).expanduser()
+    folder = Path(os.path.expanduser(cfg.path))
     if not (folder / ABOUT).is_file():
         raise UserError(
             f"data.path={cfg.path} is not a packed folder (it has no {ABOUT}): make one with "

@@ -7,6 +7,7 @@ Chapters: 23.
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -203,7 +204,7 @@ def open_template(cfg: DataConfig, tokenizer: Tokenizer, folder: Path | None = N
     if folder is not None:
         chat = read_chat(folder, tokenizer)
     if cfg.chat_template is not None:
-        path = Path(cfg.chat_template).expanduser()
+        path = Path(os.path.expanduser(cfg.chat_template))
         return chat.plain(tokenizer)._replace(template=files.read_text(path, TEMPLATE_LIMIT))
     return chat if chat.template is not None else chat.plain(tokenizer)
 
@@ -246,5 +247,5 @@ def _object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file, which may be missing."""
     found = files.read_json(path, JSON_LIMIT) if path.exists() else {}
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no object: get it again")
+        raise UserError(f"{path} has no keys with values: copy it again")
     return found

@@ -37,7 +37,7 @@ ORDER = "roles in the wrong order"
 NOT_TEXT = "something other than text as content"
 NO_TURN = "no turn of the assistant's"
 EMPTY = "an empty answer"
-ALIKE = "a chosen answer that is the rejected one"
+ALIKE = "equal answers, chosen and rejected"
 APART = "chosen and rejected conversations that have no question in common"
 
 
@@ -128,7 +128,7 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
         )
     if holds_pairs(record):
         raise UserError(
-            f"{where}: pairs of a chosen and a rejected answer: set data.source=preferences, with minitext dpo"
+            f"{where} has a chosen and a rejected answer: train on such pairs with minitext dpo"
         )
     raise UserError(
         f"{where}: {_keys(record)}: a conversation has messages or conversations, or prompt and completion"
@@ -198,13 +198,11 @@ def messages_of(turns: Any) -> Messages:
       Unusable: if it's no list of messages, a role is unknown, or a content is no text.
     """
     if not isinstance(turns, list) or not turns:
-        raise Unusable(
-            NO_TURN, "" if isinstance(turns, list) else f"{type(turns).__name__} for a list"
-        )
+        raise Unusable(NO_TURN, "" if isinstance(turns, list) else "it has no list of messages")
     found = []
     for turn in turns:
         if not isinstance(turn, dict):
-            raise Unusable(NOT_TEXT, f"{type(turn).__name__} for a message")
+            raise Unusable(NOT_TEXT, "a message is not an object")
         role = turn.get("role", turn.get("from"))
         if not isinstance(role, str) or role not in ROLES:
             raise Unusable(ORDER, f"unknown role {shorten(str(role))}")
@@ -261,7 +259,7 @@ def sample(cfg: DataConfig, size: float = sources.SAMPLE_BYTES) -> Iterator[str]
 
 
 def _keys(record: dict[str, Any]) -> str:
-    return f"a record with {shorten(', '.join(map(str, record))) if record else 'no keys'}"
+    return f"the record has {shorten(', '.join(map(str, record))) if record else 'no keys'}"
 
 
 def fault_lines(counts: dict[str, tuple[int, str, str]]) -> tuple[str, ...]:

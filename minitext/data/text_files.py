@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from minitext import files
 from minitext.config.data import CHATS, DataConfig
 from minitext.errors import UserError
 
@@ -26,6 +27,7 @@ Piece = tuple[str, bool]
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 RECORDS = (".jsonl", ".parquet")
 PIECE_BYTES, LINE_BYTES = 1 << 20, 64 << 20
+EXAMPLE = '{"text": "..."}'
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 # Third-party code, and code written to be odd.
@@ -90,7 +92,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
     """
     decoder = UTF8()
     text, offset = "", 0
-    with _open(path) as file:
+    with files.open_file(path) as file:
         while chunk := file.read(PIECE_BYTES):
             text += _decode(decoder, chunk, path, offset)
             offset += len(chunk)
@@ -128,7 +130,7 @@ def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _jsonl_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     offset, number = 0, 0
-    with _open(path) as file:
+    with files.open_file(path) as file:
         while line := file.readline(LINE_BYTES + 1):
             number += 1
             where = f"{path}:{number}"
@@ -143,9 +145,12 @@ def _jsonl_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: not a JSON object: {error}") from error
+                reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    reason = f"{error.msg}, column {error.colno}"
+                raise UserError(f"{where} is not a JSON object ({reason}): correct it") from error
             if not isinstance(row, dict):
-                raise UserError(f"{where}: a {type(row).__name__} where a JSON object should be")
+                raise UserError(f"{where} is not a JSON object: write one such as {EXAMPLE}")
             yield row, where
 
 
@@ -154,12 +159,12 @@ def _parquet_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with files.open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield row, f"{path}: row {number}"
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {path} as parquet: {error}") from error
+        raise UserError(f"{path} is not a Parquet file ({error}): write it again") from error
 
 
 def _jsonl_rows(path: Path, text_key: str) -> Iterator[str]:
@@ -172,7 +177,7 @@ def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with files.open_file(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
             names = file.schema_arrow.names
             if text_key not in names:
                 raise UserError(_no_key(str(path), text_key, names))
@@ -181,7 +186,7 @@ def _parquet_rows(path: Path, text_key: str) -> Iterator[str]:
             for row, text in enumerate(texts):
                 yield text_of({text_key: text or ""}, text_key, f"{path}: row {row}")
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {path} as parquet: {error}") from error
+        raise UserError(f"{path} is not a Parquet file ({error}): write it again") from error
 
 
 def text_of(record: dict[str, Any], text_key: str, where: str) -> str:
@@ -203,13 +208,6 @@ def text_of(record: dict[str, Any], text_key: str, where: str) -> str:
 def _no_key(where: str, text_key: str, keys: list[str]) -> str:
     found = ", ".join(keys) or "no keys"
     return f"{where}: no {text_key!r} among {found}: set data.text_key to one of them"
-
-
-def _open(path: Path):
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> list[Path]:

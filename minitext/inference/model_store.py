@@ -346,8 +346,10 @@ def _look(folder: Path) -> Found:
         size = weights.stat().st_size
         words = all(isinstance(x, str) for x in (name, version, seal))
     except (LookupError, TypeError, OSError) as error:
-        reason = files.shorten(f"{type(error).__name__}: {error}")
-        raise UserError(f"{path} is not an artefact's manifest ({reason})") from None
+        reason = "it has other keys" if not isinstance(error, OSError) else str(error.strerror)
+        raise UserError(
+            f"{path} is not an artefact's manifest ({reason}): make one with minitext export --format stablehlo"
+        ) from None
     if not words or not all(re.fullmatch(r"[\w.-]{1,100}", x, re.ASCII) for x in (name, version)):
         raise UserError(
             f"{path}: the name {files.shorten(str(name))} or the version {files.shorten(str(version))} has other "

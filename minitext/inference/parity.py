@@ -7,7 +7,6 @@ after another, from its own cache.
 Chapters: 23.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,11 +76,16 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
     Raises:
       UserError: if torch or transformers is missing, or the folder can't be read.
     """
-    torch, theirs = _theirs(folder)
+    torch, transformers = _libraries()
     config = read_config(folder)
     name = families.family_of(config)
     cfg = families.model_of(families.config(config))
-    model = read_model(folder, cfg, name)
+    model = read_model(folder, cfg, name)  # first: what it refuses, it refuses in one line
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True,
+        trust_remote_code=False, use_safetensors=True,
+    ).eval()  # fmt: skip
+    theirs.generation_config.eos_token_id = None
     drawn = np.random.default_rng(seed).integers(0, cfg.vocab, (1, length))
     with torch.no_grad():
         out = theirs(torch.as_tensor(drawn), use_cache=False, output_hidden_states=True)
@@ -112,23 +116,17 @@ def compare(folder: str, *, length: int = 32, continued: int = 16, seed: int = 0
     )
 
 
-def _theirs(folder: str) -> tuple[Any, Any]:
-    """Returns torch, and the folder's model in transformers, from local files alone and without running their code."""
+def _libraries() -> tuple[Any, Any]:
+    """Returns torch and transformers."""
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        import transformers
     except ModuleNotFoundError as error:
         raise UserError(
             f"minitext parity compares with transformers, and {error.name} is not installed: pip install "
             "'minitext[parity]'"
         ) from None
-    read_config(folder)  # a folder that we can read, before transformers looks elsewhere for it
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True,
-        trust_remote_code=False, use_safetensors=True,
-    )  # fmt: skip
-    model.generation_config.eos_token_id = None
-    return torch, model.eval()
+    return torch, transformers
 
 
 def read_config(folder: str) -> dict[str, Any]:
@@ -138,20 +136,13 @@ def read_config(folder: str) -> dict[str, Any]:
       UserError: if it can't be read.
     """
     path = Path(files.local_path(folder)) / "config.json"
-    try:
-        if path.stat().st_size > CONFIG_LIMIT:
-            raise UserError(
-                f"{path} has more than {CONFIG_LIMIT >> 20} MiB: name a folder of Hugging Face's"
-            )
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise UserError(
-            f"{path} cannot be read ({error.strerror}): name a folder of Hugging Face's"
-        ) from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not JSON: get it again") from None
+            f"{files.shorten(folder)} has no config.json: name a folder in Hugging Face's format"
+        )
+    values = files.read_json(path, CONFIG_LIMIT)
     if not isinstance(values, dict):
-        raise UserError(f"{path} is not an object of keys and values: get it again")
+        raise UserError(f"{path} has no keys with values: copy it again")
     return values
 
 

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 
 from minitext import files
 from minitext.data.tokenizer import Tokenizer
+from minitext.errors import rule_of
 from minitext.inference.requests import MOST_SAMPLES, Request
 from minitext.inference.text import TokenText, token_text
 
@@ -298,10 +299,8 @@ def validated(found: Any, kind: type[T]) -> T:
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
             raise Refused(f"{name} is missing: give it", param=name) from None
-        said = first["msg"][0].lower() + first["msg"][1:]
-        raise Refused(
-            f"{files.shorten(name)}={_short(first['input'])}: {said}", param=name
-        ) from None
+        said = f"{files.shorten(name)}={_short(first['input'])}: {rule_of(first)}"
+        raise Refused(said, param=name) from None
 
 
 def requests_of(

@@ -147,6 +147,8 @@ def depth_for(budget: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER)
     Raises:
       UserError: if the smallest costs more.
     """
+    if not math.isfinite(budget):
+        raise UserError(f"--budget {budget}: choose a finite number of FLOPs, such as 1e15")
     depths = range(LEAST_DEPTH, MOST_DEPTH + 1)
     fit = [depth for depth in depths if pretraining_flops(depth, tokens_per_parameter) <= budget]
     if not fit:

@@ -155,7 +155,8 @@ def parse_budget(words: Sequence[str]) -> dict[str, float]:
         unit = value[len(number) :]
         fits = unit in {"vmem": ("", "KiB", "MiB", "GiB"), "mxu": ("", "%")}.get(name, ("",))
         digits = number.replace(".", "", 1)
-        if name not in BUDGETS or not fits or not (digits.isascii() and digits.isdigit()):
+        fits = fits and digits.isascii() and digits.isdigit()
+        if name not in BUDGETS or not fits or (name == "mxu" and float(number) * units[unit] > 1):
             known = "; ".join(f"{key}: {what}" for key, what in BUDGETS.items())
             raise UserError(f"--budget {files.shorten(word)!r} is not a budget: {known}")
         found[name] = float(number) * units[unit]
@@ -172,7 +173,7 @@ def check_chips(text: str) -> list[str]:
     for name in text.split(","):
         if name not in known:
             raise UserError(
-                f"--chip {files.shorten(name)!r} is not a TPU of the table: choose among {', '.join(known)}"
+                f"--chip {files.shorten(name)!r} is not a TPU that minitext knows: choose among {', '.join(known)}"
             )
     return text.split(",")
 

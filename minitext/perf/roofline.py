@@ -156,7 +156,7 @@ def predict_step(cfg: Config, chip: str | None = None) -> Prediction:
         # Simulated devices share one machine.
         return predict(count_step(cfg), this_machine(cfg.model.dtype))
     if chip not in hardware.CHIPS:
-        raise UserError(f"no chip {chip!r} in the table: choose chip={', '.join(hardware.CHIPS)}")
+        raise UserError(f"there is no chip {chip!r}: choose chip={', '.join(hardware.CHIPS)}")
     devices = math.prod(size for size in cfg.mesh.sizes().values() if size > 0)
     return predict(count_step(cfg, chip), chip_machine(hardware.CHIPS[chip]), devices)
 

@@ -77,7 +77,7 @@ def tune(
     if op not in cases.SWEEPS:
         raise UserError(f"nothing to tune for {op!r}: choose among {', '.join(cases.SWEEPS)}")
     if chip not in CHIPS:
-        raise UserError(f"no chip {chip!r} in the table: choose among {', '.join(CHIPS)}")
+        raise UserError(f"there is no chip {chip!r}: choose among {', '.join(CHIPS)}")
     if find_chip(jax.devices()[0]) == CHIPS[chip]:
         return measure(op)
     if CHIPS[chip].platform != "tpu":

@@ -104,7 +104,7 @@ def _read(cfg: DataConfig) -> list[tuple[Record, Any]]:
     for record, where in records(cfg):
         if "prompt" not in record:
             keys = shorten(", ".join(map(str, record))) if record else "no keys"
-            raise UserError(f"{where}: a record with {keys}: it needs a prompt")
+            raise UserError(f"{where}: the record has {keys}, and needs prompt")
         prompt = record["prompt"]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from minitext import files
 from minitext.errors import UserError, did_you_mean
 
 Record = Mapping[str, Any]
@@ -83,7 +84,7 @@ def find(name: str) -> Reward:
                 "name a function as FILE.py:FUNCTION"
             )
         return REWARDS[name]
-    if not Path(file).is_file():
+    if not Path(files.local_path(file)).is_file():
         raise UserError(f"reward {name}: there is no file {file}: write FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(f"minitext_rewards_{abs(hash(file))}", file)
     if spec is None or spec.loader is None:
@@ -97,5 +98,9 @@ def find(name: str) -> Reward:
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
-        raise UserError(f"reward {name}: {file} has no function {function}")
+        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise UserError(
+            f"reward {name}: {file} has no function {function or repr('')}{did_you_mean(function, known)}: name one "
+            f"of {', '.join(known) or 'its own: it has none yet'}"
+        )
     return found  # pyright: ignore[reportReturnType]

@@ -134,7 +134,7 @@ def read_config_json(weights: Weights) -> dict[str, Any]:
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     found = files.read_json(folder / "config.json", CONFIG_LIMIT)
     if not isinstance(found, dict):
-        raise UserError(f"{folder / 'config.json'} holds no object: copy it again")
+        raise UserError(f"{folder / 'config.json'} has no keys with values: copy it again")
     return found
 
 

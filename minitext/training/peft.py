@@ -98,7 +98,7 @@ def import_peft(source: Path | str, directory: Path | str, beside: Path | str) -
         raise UserError(f"{target} exists: name a directory that does not")
     values = files.read_json(source / SETTINGS, CONFIG_LIMIT)
     if not isinstance(values, dict):
-        raise UserError(f"{source / SETTINGS} holds no object: copy it again")
+        raise UserError(f"{source / SETTINGS} has no keys with values: copy it again")
     theirs = read_config(beside)
     family = _family(theirs, beside)
     with open_weights(source / WEIGHTS) as weights:

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from flax import nnx
 from pydantic import ValidationError
 
 from minitext import files, terminal
 from minitext.checkpoint import leaves, stored
 from minitext.checkpoint.checkpointer import Checkpointer
+from minitext.config import yaml_text
 from minitext.config.config import Config
 from minitext.config.quantization import STORAGE_PRESETS, StorageRule
 from minitext.data.tokenizer import load_tokenizer
-from minitext.errors import UserError, did_you_mean
+from minitext.errors import UserError, did_you_mean, rule_of
 from minitext.models.gptq import store_calibrated
 from minitext.models.quantization import Quantized
 from minitext.models.quantized_storage import PACKED, StoredWeight, restore, store, stored_weights
@@ -41,7 +41,6 @@ from minitext.training.run_dir import (
 )
 from minitext.training.step import abstract_state
 
-RULES_LIMIT = 1 << 20  # bytes of a file of rules
 PARAMS = "params."  # what names of parameters in a checkpoint begin with
 
 
@@ -83,11 +82,11 @@ def read_rules(text: str) -> tuple[StorageRule, ...]:
     said, where = text, "--rules"
     if text.endswith((".yml", ".yaml")):
         where = files.shorten(text)
-        said = files.read_text(Path(files.local_path(text)), RULES_LIMIT)
+        said = files.read_text(Path(files.local_path(text)), yaml_text.LIMIT)
     try:
-        found = yaml.safe_load(said)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {files.shorten(text)} is not YAML") from error
+        found = yaml_text.parse(said)
+    except yaml_text.BadYAML as error:
+        raise UserError(f"--rules {files.shorten(text)} {error}: correct it") from error
     known = ", ".join(STORAGE_PRESETS)
     if isinstance(found, str):
         hint = did_you_mean(found, STORAGE_PRESETS)
@@ -107,13 +106,11 @@ def read_rules(text: str) -> tuple[StorageRule, ...]:
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
-            reason = problem["msg"].removeprefix("Value error, ")
+            reason = rule_of(problem)
             if problem["type"] == "extra_forbidden":
                 reason = f"unknown key{did_you_mean(key, StorageRule.model_fields)}"
             value = f"{key}={files.shorten(str(problem['input']))}: " if key else ""
-            raise UserError(
-                f"{where}: rule {number}: {value}{reason[:1].lower()}{reason[1:]}"
-            ) from error
+            raise UserError(f"{where}: rule {number}: {value}{reason}") from error
     return tuple(rules)
 
 

@@ -66,6 +66,7 @@ def train(
     console: Console | None = None,
     began: float | None = None,
     task: Task = PRETRAINING,
+    heading: str | None = None,
 ) -> Path:
     """Trains to the last step in the run directory, resuming from its newest checkpoint if there is one.
 
@@ -74,6 +75,7 @@ def train(
       console: where to print; stderr by default.
       began: when the job began, in seconds since 1970, for its ledger; by default when this is called.
       task: what to train for; by default pretraining, or supervised fine-tuning if the data are conversations.
+      heading: what to print first, once nothing can be refused any more.
 
     Returns:
       The run directory.
@@ -104,6 +106,8 @@ def train(
         state = _complete(cfg, mesh, task, batches, state, start)
         if first:
             _write_config(cfg, directory, tokenizer, chat, batches)
+        if heading is not None:
+            console.print(heading, highlight=False, markup=False, soft_wrap=True)
         _introduce(cfg, mesh, directory, start, batches, console)
         if start < cfg.train.steps:
             say = functools.partial(console.print, highlight=False)

@@ -392,7 +392,7 @@ def test_another_model_is_refused_by_name(tmp_path, other, told):
     with pytest.raises(UserError) as caught, Checkpointer(tmp_path) as checkpointer:
         checkpointer.restore(other)
     message = str(caught.value)
-    assert told in message and "choose another run.dir or delete this one" in message
+    assert told in message and "use the settings that it was trained with" in message
     assert str(tmp_path) in message and "\n" not in message
 
 

@@ -156,15 +156,63 @@ def test_doctor_answers_in_json(minitext):
         (["launch", "local", "--", "train", "laptp"], "did you mean laptop"),
         (["launch", "slurm", "--name", "a", "--", "train", "model.headz=1"], "did you mean model.heads"),
         (["launch", "k8s", "--name", "a", "--image", "", "--", "train"], "--image '' is not a name"),
-        (["launch", "local", "--processes", "1000000", "--", "train"], "less than or equal to 1024"),
-        (["launch", "local", "--processes", "0", "--", "train"], "--processes 0: input should be greater"),
-        (["grade", "--seed", "soon"], "--seed soon: input should be a valid integer"),
+        (["launch", "local", "--processes", "1000000", "--", "train"], "choose 1,024 or less"),
+        (["launch", "local", "--processes", "0", "--", "train"], "--processes 0: choose 1 or more"),
+        (["grade", "--seed", "soon"], "--seed soon: choose a whole number"),
+        (["train", "config=~nobodyhere/x.yml"], "~nobodyhere/x.yml cannot be read"),
+        (["train", "train.steps=[1"], "train.steps=[1 is not YAML (expected ',' or ']', but got the end)"),
+        (["train", "optim.kind=adam"], "optim.kind=adam (command line): choose 'adamw', 'sgd',"),
+        (["train", "data.mixture=5"], "data.mixture=5 (command line): write a list"),
+        (["train", "model=5"], "model (command line): unknown key"),
+        (["config", "explain", ""], "'' (command line) is not a key"),
+        (["roofline", "model.layers=" + "9" * 20], "choose 100,000 or less"),
+        (["optim", "memory", "model.embed=" + "9" * 20], "choose less than 2,147,483,648"),
+        (["journey", "--budget", "inf"], "--budget inf: choose a finite number"),
+        (["judge", __file__, "--budget", "mxu=200%"], "'mxu=200%' is not a budget"),
+        (["llo", "matmul", "chip=v5e,"], "chip='' is not a TPU that minitext knows"),
+        (["llo", "matmul", "m=8", "m=16"], "m is given twice"),
+        (["launch", "slurm", "--name", "a", "--nodes", "9" * 20, "--", "train"], "choose 100,000 or less"),
+        (["launch", "k8s", "--name", "a", "--image", "i", "--gpus", "9" * 20, "--", "train"], "choose 1,024 or less"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line_and_exit_code_2(minitext, words, named):
     code, out, err = minitext(*words)
     assert code == 2
     assert named in err and out == "" and err.count("\n") == 1
+
+
+MERGES = "\n".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}], x: 1}}" if i else "a0: &a0 {x: 0}"
+    for i in range(9)
+)
+BELOW = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "named"),
+    [
+        (["train", "config={file}"], None, "is not a file: name one"),
+        (["train", "config={file}"], MERGES, "has more than 20,000 values"),
+        (["train", "config={file}"], "#" * (2 << 20), "has more than 1,048,576 bytes"),
+        (["train", "config={file}"], "train: {steps: 3}\ntrain: {seed: 1}", "has the key train twice"),
+        (["maxtext", "explain", "{file}.yml"], MERGES, "has more than 20,000 values"),
+        (["data", "preview", "byte", "{file}.jsonl"], None, "is not a file: name one"),
+        (["data", "preview", "byte", "{file}.jsonl"], BELOW, ":1 is not a JSON object (nested too deep)"),
+        (["data", "preview", "byte", "{file}.parquet"], "PAR1", "is not a Parquet file"),
+        (["train", "data.source=files", "data.path={file}.txt"], None, "is not a file: name one"),
+        (["train", "data.source=files", "data.path={file}.parquet"], None, "is not a file: name one"),
+        (["judge", "{file}.py"], None, "is not a file: name one"),
+    ],
+)  # fmt: skip
+def test_a_pipe_or_a_file_that_swells_is_one_line(minitext, tmp_path, words, content, named):
+    path = tmp_path / words[-1].partition("{")[2].replace("}", "")
+    if content is None:  # a named pipe, whose reader would wait for ever
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    code, out, err = minitext(*(word.format(file=tmp_path / "file") for word in words))
+    assert code == 2 and named in err and out == "" and err.count("\n") == 1, err
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_a_yaml_alias_that_contains_itself_is_one_line(minitext, tmp_path):

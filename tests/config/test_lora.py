@@ -9,7 +9,7 @@ from minitext.config.config import ConfigError
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (["model.lora.rank=-1"], "greater than or equal to 0"),
+        (["model.lora.rank=-1"], "choose 0 or more"),
         (["model.lora.alpha=0"], "greater than 0"),
         (["model.lora.modules='('"], "is not a regular expression"),
     ],

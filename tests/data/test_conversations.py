@@ -126,13 +126,13 @@ def test_faults_are_yielded_with_their_place_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("content", "source", "said"),
     [
-        ('{"messages": []', "conversations", ":1: not a JSON object"),
-        ("[" * 100_000, "conversations", ":1: not a JSON object"),
-        ('\n"x"', "conversations", ":2: a str where a JSON object should be"),
-        ('{"text": "x"}', "conversations", ":1: a record with text"),
-        ("{}", "conversations", ":1: a record with no keys"),
+        ('{"messages": []', "conversations", ":1 is not a JSON object"),
+        ("[" * 100_000, "conversations", ":1 is not a JSON object"),
+        ('\n"x"', "conversations", ":2 is not a JSON object"),
+        ('{"text": "x"}', "conversations", ":1: the record has text"),
+        ("{}", "conversations", ":1: the record has no keys"),
         ('{"chosen": "x", "rejected": "y"}', "conversations", "set data.source=preferences"),
-        ('{"messages": []}', "preferences", ":1: a record with messages"),
+        ('{"messages": []}', "preferences", ":1: the record has messages"),
         ('{"messages": "\xff"}', "conversations", "is not UTF-8"),
     ],
 )

@@ -226,7 +226,7 @@ def test_what_is_wrong_with_a_mixture_is_one_line(folder, tmp_path):
         (["data.mixture=[{weight: 1, source: stdlib}]"], "set data.source=mixture"),
         (
             ["data.source=mixture", "data.mixture=[{weight: 0, source: stdlib}]"],
-            r"data.mixture.0.weight=0 \(command line\): input should be greater than 0",
+            r"data.mixture.0.weight=0 \(command line\): choose more than 0",
         ),
         (
             ["data.source=mixture", "data.mixture=[{weight: 1, source: hf}]"],

@@ -533,7 +533,7 @@ def test_an_api_key(start):
         ({"prompt": [10**30]}, "token 1000"),
         ({}, "prompt is missing"),
         ({"prompt": "a", "temperature": -1}, "temperature=-1"),
-        ({"prompt": "a", "temperature": "hot"}, "temperature=hot: input should be a valid number"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature=hot: choose a number"),
         ({"prompt": "a", "temperature": math.nan}, "not JSON"),
         ({"prompt": "a", "temperature": 10**400}, "temperature="),
         ({"prompt": "a", "top_p": 0}, "top_p=0"),

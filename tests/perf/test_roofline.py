@@ -95,7 +95,7 @@ def test_the_kernels_counted_are_those_of_the_chip():
 
 
 def test_an_unknown_chip_is_one_line():
-    with pytest.raises(UserError, match="no chip 'v9' in the table: choose chip=v4, "):
+    with pytest.raises(UserError, match="there is no chip 'v9': choose chip=v4, "):
         roofline.predict_step(load_config("laptop"), "v9")
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_quantized_leaves_nothing(tmp_path, minitext):
         ("a", "[{module: blocks/mlp}]", r"matches no module"),
         ("a", "[{module: '('}]", "not a regular expression"),
         ("a", "[{modul: x}]", "did you mean module"),
-        ("a", "[{block: 0}]", "greater than or equal to 1"),
+        ("a", "[{block: 0}]", "choose 1 or more"),
         ("a", "[{dtype: none, block: 4}]", "has no effect"),
         ("a", "[", "is not YAML"),
         ("a", "{}", "no list of rules"),

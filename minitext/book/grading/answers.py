@@ -11,6 +11,7 @@ from minitext.book.grading import registry, source
 from minitext.book.grading.registry import Exercise
 from minitext.book.grading.source import Piece
 from minitext.errors import UserError
+from minitext.files import open_file
 
 MAGIC = re.compile(r"^([ \t]*)[%!][^\n]*", re.MULTILINE)
 
@@ -139,7 +140,8 @@ def from_notebook(path: Path, root: Path, exercises: Iterable[Exercise]) -> dict
 def _code_cells(path: Path) -> list[tuple[str, str]]:
     """The (exercise id or "", source) of each code cell; magics and shell lines become `pass`."""
     try:
-        book = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            book = json.loads(file.read())
         found = []
         for cell in book["cells"]:
             if cell["cell_type"] != "code":
@@ -147,10 +149,8 @@ def _code_cells(path: Path) -> list[tuple[str, str]]:
             code = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
             code = "" if code.lstrip().startswith("%%") else MAGIC.sub(r"\1pass", code)
             found.append((str(cell.get("metadata", {}).get("exercise", "")), code))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is not a Jupyter notebook (.ipynb)") from None
+        raise UserError(f"{path} is not a Jupyter notebook: name one that ends in .ipynb") from None
     return found
 
 

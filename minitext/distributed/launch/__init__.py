@@ -25,8 +25,9 @@ def with_run_name(command: Sequence[str], name: str) -> list[str]:
       UserError: if it isn't the train command, or names a bucket's address.
     """
     if not command or command[0] != "train":
+        what = f"{command[0]} cannot be launched" if command else "there is nothing to launch"
         raise UserError(
-            f"{' '.join(command) or 'nothing'} cannot be launched: put the train command after --, as in "
+            f"{what}: put the train command after --, as in "
             "minitext launch local --processes 2 -- train laptop"
         )
     for word in command:
