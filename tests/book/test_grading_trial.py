@@ -58,6 +58,8 @@ def test_close(trial):
     assert "shape (1, 3)" in failure(trial.close, nan[None], nan)
     assert "at [1] got 1, want nan" in failure(trial.close, np.array([1, 1, np.inf]), nan)
     assert "at [0]" in failure(trial.close, np.array([np.nan, np.nan, np.inf]), nan)
+    for finite in (0.0, -69.0, 1e30, -np.inf):
+        assert "want inf" in failure(trial.close, np.array([finite]), np.array([np.inf]), 1e-5)
     assert "structure" in failure(trial.close, {"a": 1.0}, {"b": 1.0})
     assert "['a']" in failure(trial.close, {"a": 1.0}, {"a": 2.0})
     assert "float64" in failure(trial.close, nan, nan, dtype="float32")

@@ -103,7 +103,9 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
         exact = got.dtype.kind in "biu" and want.dtype.kind in "biu"
         same = got == want if exact else (g == w) | (np.isnan(g) & np.isnan(w))
         # Without a tolerance `error` mustn't decide: large integers look equal in float64.
-        bad = ~(same | (error <= atol + rtol * np.abs(w))) if rtol or atol else ~same
+        # Nor beside an infinite number, to which any distance is small.
+        near = np.isfinite(w) & (error <= atol + rtol * np.abs(w))
+        bad = ~(same | near) if rtol or atol else ~same
     if not bad.any():
         return None
     error = np.where(bad, np.where(np.isnan(error), np.inf, error), -1.0)
