@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,12 +7,12 @@ import numpy as np
 
 # EXERCISE 01.retracing
 def make_scorer(score, max_length):
-    """Return a scorer for lines of any length that traces `score` only a few times.
+    """Return a scorer for lines of any length that rarely traces `score`.
 
     Args:
       score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32
-        scalar. It averages over the positions whose mask is 1; tokens with mask
-        0 cannot change the answer.
+        scalar. It averages over the positions whose mask is 1; tokens with
+        mask 0 cannot change the answer.
       max_length: the longest line the scorer accepts, in tokens.
 
     Returns:
@@ -45,9 +47,8 @@ def make_average_class():
         def __init__(self, params, decay, count=0):
             if not 0.0 < decay < 1.0:
                 raise ValueError(f"decay={decay} is not in (0, 1)")
-            self.params = jax.tree.map(
-                lambda x: jnp.asarray(x, jnp.float32), params
-            )
+            as_float32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+            self.params = jax.tree.map(as_float32, params)
             self.decay = float(decay)
             self.count = jnp.asarray(count, jnp.int32)
 
@@ -58,9 +59,8 @@ def make_average_class():
             def mix(old, new):
                 return keep * old + (1 - keep) * new
 
-            return Average(
-                jax.tree.map(mix, self.params, params), keep, self.count + 1
-            )
+            mixed = jax.tree.map(mix, self.params, params)
+            return Average(mixed, keep, self.count + 1)
 
     # YOUR CODE HERE
     raise NotImplementedError("01.pytree")
@@ -97,8 +97,8 @@ def clipped_mean_gradient(loss, params, batch, max_norm):
 
     Returns:
       (gradient, norms_B): the mean of the clipped gradients, with the
-        structure, shapes and dtypes
-      of params, and the norms before clipping, float32 [B].
+      structure, shapes and dtypes of params, and the norms before clipping,
+      float32 [B].
     """
     # YOUR CODE HERE
     raise NotImplementedError("01.per_example")
@@ -120,7 +120,7 @@ def frugal_logsumexp(logits):
 
 
 def logsumexp_forward(logits):
-    """Return (the value of `frugal_logsumexp`, what the backward rule needs)."""
+    """Return `frugal_logsumexp`'s value, and what the backward rule needs."""
     # YOUR CODE HERE
     raise NotImplementedError("01.logsumexp")
 

@@ -44,8 +44,8 @@ def bytes_sent(text):
 
     Returns:
       {kind: (count, bytes)}: how many collectives of this kind one run
-        executes, a Python int, and
-      the bytes that one device sends in all of them, a float.
+      executes, a Python int, and the bytes that one device sends in all of
+      them, a float.
     """
     # YOUR CODE HERE
     raise NotImplementedError("02.read_collective")
@@ -53,7 +53,7 @@ def bytes_sent(text):
 
 # EXERCISE 02.roll_loop
 def rolled(x_BD, w_LDD, b_LD):
-    """Run L layers that alternate between tanh and relu, in a program that does not grow with L.
+    """Run L layers, tanh and relu by turns, in a program of constant size.
 
     Args:
       x_BD: float32 [B, D].
@@ -62,8 +62,7 @@ def rolled(x_BD, w_LDD, b_LD):
 
     Returns:
       (x_BD, size_L): the last layer's result, and for each layer the root of
-        the mean square of its
-      h_BD, float32 [L].
+      the mean square of its h_BD, float32 [L].
     """
     # YOUR CODE HERE
     raise NotImplementedError("02.roll_loop")

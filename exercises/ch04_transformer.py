@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -6,7 +7,7 @@ import jax.numpy as jnp
 
 # EXERCISE 04.rms_norm
 def rms_norm_f32(x, scale_D, eps=1e-6):
-    """Divide each vector by the root of its mean square, then scale each coordinate.
+    """Divide each vector by its root mean square, then scale each coordinate.
 
     Args:
       x: [..., D], float32, bfloat16 or float16.
@@ -38,13 +39,13 @@ def find_leaks(model, x_TD):
 
 # EXERCISE 04.rope
 def rotate(x_BTNH, positions_BT, theta=10_000.0):
-    """Rotate feature i with feature i + H/2, by an angle that grows with the position.
+    """Rotate features i and i + H/2, by an angle that grows with the position.
 
     Args:
       x_BTNH: [B, T, N, H], float32 or bfloat16, H even.
       positions_BT: [B, T], integers, in any order and as large as 100,000.
-      theta: pair i turns by theta**(-2i/H) radians for each position, i = 0,
-        ..., H/2 - 1.
+      theta: pair i turns by theta**(-2i/H) radians for each position;
+        i = 0, ..., H/2 - 1.
 
     Returns:
       [B, T, N, H] in the dtype of x. Angles and rotation are computed in
@@ -56,7 +57,7 @@ def rotate(x_BTNH, positions_BT, theta=10_000.0):
 
 # EXERCISE 04.gqa
 def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
-    """Attention in which N query heads share K key and value heads, without repeating K or V.
+    """Attention of N query heads that share K key and value heads, not copied.
 
     Args:
       q_BTNH: [B, T, N, H] queries, float32 or bfloat16.
@@ -75,7 +76,7 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
 
 # EXERCISE 04.count
 def predict_cost(cfg, new, cached):
-    """Predict the cost of reading `new` tokens after `cached` others, for one text.
+    """Predict the cost of reading `new` tokens of a text after `cached` others.
 
     Args:
       cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`,

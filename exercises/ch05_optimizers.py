@@ -29,9 +29,8 @@ def adamw_update(
       weight_decay: share of a parameter that decays, times the rate.
 
     Returns:
-      (updates, state): what is to be *added* to the parameters, in float32, and
-        the new state with
-      the structure and dtypes of the old one.
+      (updates, state): what is to be *added* to the parameters, in float32,
+      and the new state with the structure and dtypes of the old one.
     """
     # YOUR CODE HERE
     raise NotImplementedError("05.adamw")
@@ -47,9 +46,8 @@ def clip_tree(grads, limit):
       limit: largest norm, a Python float above 0.
 
     Returns:
-      (grads, norm): the gradient, each array in the shape and dtype it came in;
-        and the norm it had
-      *before*, a float32 scalar.
+      (grads, norm): the gradient, each array in the shape and dtype it came
+      in; and the norm it had *before*, a float32 scalar.
     """
     # YOUR CODE HERE
     raise NotImplementedError("05.clip")
@@ -77,7 +75,7 @@ def wsd_rate(step, steps, peak, warmup, decay, final=0.0):
 
 # EXERCISE 05.orthogonalize
 def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
-    """Drive the singular values of matrices towards 1 and keep their singular vectors.
+    """Drive singular values of matrices towards 1; singular vectors are kept.
 
     Args:
       x: float32 or bfloat16 [..., M, N]: matrices, tall or wide, in a stack of

@@ -8,7 +8,7 @@ import numpy as np
 
 # EXERCISE 08.crash_safe_save
 def save_step(disk, step, files):
-    """Save a step so that a crash at any moment leaves it whole, or the step before.
+    """Save a step: a crash at any moment leaves it whole, or the step before.
 
     Args:
       disk: a disk with the methods of the statement: mkdir, write, fsync,
@@ -22,7 +22,7 @@ def save_step(disk, step, files):
 
 # EXERCISE 08.reshard
 def read_piece(saved, read, want, dtype):
-    """Build one device's piece of an array from the pieces that other devices saved.
+    """Build one device's piece of an array from the pieces that others saved.
 
     Args:
       saved: list of the saved pieces' regions in the whole array; a region is a
@@ -69,8 +69,7 @@ def newest_whole(folder):
 
     Returns:
       (step, damaged): the number of the newest undamaged step, or None; and a
-        list of the damaged
-      steps that are newer, newest first.
+      list of the damaged steps that are newer, newest first.
     """
     # YOUR CODE HERE
     raise NotImplementedError("08.find_damaged")

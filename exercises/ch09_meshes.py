@@ -20,9 +20,8 @@ def place(shape, mesh, spec, itemsize, index):
 
     Returns:
       (shard, bytes, copies, holders): the shape of one device's part, its
-        bytes, how many devices
-      hold the same part, and the numbers of all devices that hold the element,
-      ascending.
+      bytes, how many devices hold the same part, and the numbers of all
+      devices that hold the element, ascending.
 
     Raises:
       ValueError: no array can be stored this way.
@@ -39,8 +38,8 @@ def make_two_layers(case):
       case: "A", "B", "C" or "D", a row of the table.
 
     Returns:
-      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row
-        says.
+      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the
+      row says.
     """
     # YOUR CODE HERE
     raise NotImplementedError("09.out_sharding")
@@ -48,7 +47,7 @@ def make_two_layers(case):
 
 # EXERCISE 09.shard_map_port
 def split_softmax(x_BV, vocab):
-    """Softmax over the first `vocab` columns of rows that are split over devices.
+    """Softmax over the first `vocab` columns of rows split over devices.
 
     Args:
       x_BV: float32 [B, V], sharded P("data", "tensor") on the mesh in use.

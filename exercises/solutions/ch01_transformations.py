@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,12 +7,12 @@ import numpy as np
 
 # EXERCISE 01.retracing
 def make_scorer(score, max_length):
-    """Return a scorer for lines of any length that traces `score` only a few times.
+    """Return a scorer for lines of any length that rarely traces `score`.
 
     Args:
       score: pure function (tokens_T int32 [T], mask_T float32 [T]) -> float32
-        scalar. It averages over the positions whose mask is 1; tokens with mask
-        0 cannot change the answer.
+        scalar. It averages over the positions whose mask is 1; tokens with
+        mask 0 cannot change the answer.
       max_length: the longest line the scorer accepts, in tokens.
 
     Returns:
@@ -22,16 +24,13 @@ def make_scorer(score, max_length):
       ValueError: (from the scorer) the line is empty or longer than max_length.
     """
     # BEGIN SOLUTION
-    # One jitted function for the life of the scorer: the trace cache belongs to
-    # it.
+    # One jitted function, as long as the scorer lives: it has the trace cache.
     jitted_score = jax.jit(score)
 
     def scorer(line):
         n = len(line)
         if not 1 <= n <= max_length:
-            raise ValueError(
-                f"the line has {n} tokens; the scorer takes 1 to {max_length}"
-            )
+            raise ValueError(f"{n} tokens; the scorer takes 1 to {max_length}")
         padded_length = 1 << (n - 1).bit_length()
         # NumPy, not jnp: padding on the host keeps the ragged shape out of
         # every trace.
@@ -64,9 +63,8 @@ def make_average_class():
         def __init__(self, params, decay, count=0):
             if not 0.0 < decay < 1.0:
                 raise ValueError(f"decay={decay} is not in (0, 1)")
-            self.params = jax.tree.map(
-                lambda x: jnp.asarray(x, jnp.float32), params
-            )
+            as_float32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+            self.params = jax.tree.map(as_float32, params)
             self.decay = float(decay)
             self.count = jnp.asarray(count, jnp.int32)
 
@@ -77,9 +75,8 @@ def make_average_class():
             def mix(old, new):
                 return keep * old + (1 - keep) * new
 
-            return Average(
-                jax.tree.map(mix, self.params, params), keep, self.count + 1
-            )
+            mixed = jax.tree.map(mix, self.params, params)
+            return Average(mixed, keep, self.count + 1)
 
     # BEGIN SOLUTION
     def flatten(average):
@@ -111,8 +108,7 @@ def hessian_vector_product(f, params, vector):
       pytree of the same structure, shapes and dtypes as params.
     """
     # BEGIN SOLUTION
-    # Forward over reverse: how the gradient moves when params move along the
-    # vector.
+    # Forward over reverse: how the gradient moves when params move.
     return jax.jvp(jax.grad(f), (params,), (vector,))[1]
     # END SOLUTION
 
@@ -131,8 +127,8 @@ def clipped_mean_gradient(loss, params, batch, max_norm):
 
     Returns:
       (gradient, norms_B): the mean of the clipped gradients, with the
-        structure, shapes and dtypes
-      of params, and the norms before clipping, float32 [B].
+      structure, shapes and dtypes of params, and the norms before clipping,
+      float32 [B].
     """
     # BEGIN SOLUTION
     grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
@@ -147,14 +143,12 @@ def clipped_mean_gradient(loss, params, batch, max_norm):
     # An example without gradient is safe: max_norm / 0 is inf, and the minimum
     # makes that 1.
     scale_B = jnp.minimum(1.0, max_norm / norms_B)
-    mean = jax.tree.map(
-        lambda g, p: jnp.mean(
-            jnp.einsum("B,B...->B...", scale_B, g), axis=0
-        ).astype(p.dtype),
-        grads_f32,
-        params,
-    )
-    return mean, norms_B
+
+    def clipped_mean(g, p):
+        clipped = jnp.einsum("B,B...->B...", scale_B, g)
+        return jnp.mean(clipped, axis=0).astype(p.dtype)
+
+    return jax.tree.map(clipped_mean, grads_f32, params), norms_B
     # END SOLUTION
 
 
@@ -175,7 +169,7 @@ def frugal_logsumexp(logits):
 
 
 def logsumexp_forward(logits):
-    """Return (the value of `frugal_logsumexp`, what the backward rule needs)."""
+    """Return `frugal_logsumexp`'s value, and what the backward rule needs."""
     # BEGIN SOLUTION
     x = logits.astype(jnp.float32)
     top = jnp.max(x, axis=-1, keepdims=True)

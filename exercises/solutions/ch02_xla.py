@@ -30,10 +30,8 @@ def bytes_moved(text):
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.line)
                 runs = int(trips[1]) if trips else 1
                 inner_read, inner_written = count(called)
-                read, written = (
-                    read + runs * inner_read,
-                    written + runs * inner_written,
-                )
+                read += runs * inner_read
+                written += runs * inner_written
             elif i.opcode not in hlo.FREE:
                 # An operand that is named twice is one array.
                 read += sum(size[operand] for operand in set(i.operands))
@@ -76,8 +74,8 @@ def bytes_sent(text):
 
     Returns:
       {kind: (count, bytes)}: how many collectives of this kind one run
-        executes, a Python int, and
-      the bytes that one device sends in all of them, a float.
+      executes, a Python int, and the bytes that one device sends in all of
+      them, a float.
     """
     # BEGIN SOLUTION
     computations, entry = hlo.computations(text)
@@ -88,9 +86,8 @@ def bytes_sent(text):
             return listed[1].count(",") + 1
         if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
             return int(counted[1])
-        if axes := re.search(
-            r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", line
-        ):
+        named = r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}"
+        if axes := re.search(named, line):
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
             group = 1
             for name in re.findall(r"'(\w+)'", axes[2]):
@@ -108,9 +105,8 @@ def bytes_sent(text):
                 body = re.search(r"\bbody=%([\w.\-]+)", i.line)[1]
                 walk(body, runs * (int(trips[1]) if trips else 1))
             elif i.opcode in hlo.COLLECTIVES:
-                whole = max(
-                    i.bytes, sum(size[operand] for operand in i.operands)
-                )
+                given = sum(size[operand] for operand in i.operands)
+                whole = max(i.bytes, given)
                 n = group_size(i.line)
                 share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
                 moved = whole * share.get(i.opcode, (n - 1) / n)
@@ -124,7 +120,7 @@ def bytes_sent(text):
 
 # EXERCISE 02.roll_loop
 def rolled(x_BD, w_LDD, b_LD):
-    """Run L layers that alternate between tanh and relu, in a program that does not grow with L.
+    """Run L layers, tanh and relu by turns, in a program of constant size.
 
     Args:
       x_BD: float32 [B, D].
@@ -133,8 +129,7 @@ def rolled(x_BD, w_LDD, b_LD):
 
     Returns:
       (x_BD, size_L): the last layer's result, and for each layer the root of
-        the mean square of its
-      h_BD, float32 [L].
+      the mean square of its h_BD, float32 [L].
     """
     # BEGIN SOLUTION
 
@@ -150,11 +145,9 @@ def rolled(x_BD, w_LDD, b_LD):
 
     L, D = b_LD.shape
     paired = L - L % 2
-    pairs = (
-        w_LDD[:paired].reshape(-1, 2, D, D),
-        b_LD[:paired].reshape(-1, 2, D),
-    )
-    x_BD, size_P2 = jax.lax.scan(two_layers, x_BD, pairs)
+    w_P2DD = w_LDD[:paired].reshape(-1, 2, D, D)
+    b_P2D = b_LD[:paired].reshape(-1, 2, D)
+    x_BD, size_P2 = jax.lax.scan(two_layers, x_BD, (w_P2DD, b_P2D))
     size_L = size_P2.reshape(-1)
     if L % 2:
         x_BD, last = layer(x_BD, w_LDD[-1], b_LD[-1], jnp.tanh)

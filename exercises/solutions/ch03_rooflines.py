@@ -17,8 +17,8 @@ def einsum_cost(subscripts, shapes, dtype, result_dtype):
       result_dtype: JAX's name of the result's dtype.
 
     Returns:
-      (flops, bytes, intensity): two exact Python ints and a float in FLOPs per
-        byte.
+      (flops, bytes, intensity): two exact Python ints, and a float in FLOPs
+      per byte.
 
     Raises:
       ValueError: a letter has two sizes; the message has the letter.
@@ -29,18 +29,13 @@ def einsum_cost(subscripts, shapes, dtype, result_dtype):
     for letters, shape in zip(operands.split(","), shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise ValueError(
-                    f"{letter} is {sizes[letter]} in one operand and {size} in "
-                    "another"
-                )
+                raise ValueError(f"{letter} is {sizes[letter]} and {size}")
     # Python's integers have no largest one; NumPy's wrap around at 2**63.
     flops = 2 * math.prod(sizes.values())
-    read = sum(math.prod(shape) for shape in shapes) * jnp.dtype(dtype).itemsize
-    written = (
-        math.prod(sizes[letter] for letter in result)
-        * jnp.dtype(result_dtype).itemsize
-    )
-    moved = read + written
+    read = sum(math.prod(shape) for shape in shapes)
+    written = math.prod(sizes[letter] for letter in result)
+    moved = read * jnp.dtype(dtype).itemsize
+    moved += written * jnp.dtype(result_dtype).itemsize
     return flops, moved, flops / moved if moved else 0.0
     # END SOLUTION
 
@@ -54,22 +49,17 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
       F: size of the other dimension of the weights, a Python int.
       peak: FLOP/s, a Python int or a float that holds one.
       bandwidth: bytes/s, a Python int or a float that holds one.
-      activation_bytes: bytes of a number in the input and in the result, an
-        int.
-      weight_bytes: bytes of a number in the weights: 4, 2, 1, 0.5, or 0 if they
-        need not be read.
+      activation_bytes: bytes of a number of the input and the result, an int.
+      weight_bytes: bytes of a number of the weights: 4, 2, 1, 0.5, or 0 if
+        they need not be read.
 
     Returns:
       A Python int, at least 1, or None if no batch is large enough.
     """
     # BEGIN SOLUTION
-    peak, bandwidth, weight_bytes = (
-        Fraction(peak),
-        Fraction(bandwidth),
-        Fraction(weight_bytes),
-    )
-    # 2BDF / peak >= (B (D + F) a + D F w) / bandwidth, sorted by what B
-    # multiplies:
+    peak, bandwidth = Fraction(peak), Fraction(bandwidth)
+    weight_bytes = Fraction(weight_bytes)
+    # 2BDF / peak >= (B (D + F) a + D F w) / bandwidth, sorted by B:
     gain = 2 * D * F * bandwidth - peak * activation_bytes * (D + F)
     needed = peak * weight_bytes * D * F
     if needed == 0:
@@ -80,7 +70,7 @@ def crossover_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
 
 # EXERCISE 03.classify
 def predict_time(ops, peaks, bandwidth):
-    """Each operation's limit, the time of all of them, and the share that waits for memory.
+    """Each operation's limit, the time of all, and the share that is memory's.
 
     Args:
       ops: list of dicts with
@@ -93,9 +83,8 @@ def predict_time(ops, peaks, bandwidth):
 
     Returns:
       (limits, seconds, memory_share): a list with "compute" or "memory" for
-        each operation, the
-      time of all of them in seconds, and the share of it, from 0 to 1, of those
-      that wait for memory.
+      each operation, the time of all of them in seconds, and the share of it,
+      from 0 to 1, of those that wait for memory.
     """
     # BEGIN SOLUTION
     limits, seconds = [], {"compute": 0.0, "memory": 0.0}

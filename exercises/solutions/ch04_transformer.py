@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -6,7 +7,7 @@ import jax.numpy as jnp
 
 # EXERCISE 04.rms_norm
 def rms_norm_f32(x, scale_D, eps=1e-6):
-    """Divide each vector by the root of its mean square, then scale each coordinate.
+    """Divide each vector by its root mean square, then scale each coordinate.
 
     Args:
       x: [..., D], float32, bfloat16 or float16.
@@ -19,8 +20,7 @@ def rms_norm_f32(x, scale_D, eps=1e-6):
     # BEGIN SOLUTION
     x_f32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
-    # Everything is float32 until the cast at the end: each earlier cast would
-    # round once more.
+    # All is float32 until the end: each earlier cast would round once more.
     return (x_f32 * jax.lax.rsqrt(mean_square + eps) * scale_D).astype(x.dtype)
     # END SOLUTION
 
@@ -41,21 +41,20 @@ def find_leaks(model, x_TD):
     jacobian_TVTD = jax.jacrev(model)(x_TD)
     # Absolute values before any sum: terms of opposite sign would hide a leak.
     influence_TT = jnp.sum(jnp.abs(jacobian_TVTD), axis=(1, 3))
-    # 0 is exact here. A masked weight is exactly 0, and so is every derivative
-    # through it.
+    # 0 is exact here: a masked weight is 0, and every derivative through it.
     return jnp.triu(influence_TT > 0, k=1)
     # END SOLUTION
 
 
 # EXERCISE 04.rope
 def rotate(x_BTNH, positions_BT, theta=10_000.0):
-    """Rotate feature i with feature i + H/2, by an angle that grows with the position.
+    """Rotate features i and i + H/2, by an angle that grows with the position.
 
     Args:
       x_BTNH: [B, T, N, H], float32 or bfloat16, H even.
       positions_BT: [B, T], integers, in any order and as large as 100,000.
-      theta: pair i turns by theta**(-2i/H) radians for each position, i = 0,
-        ..., H/2 - 1.
+      theta: pair i turns by theta**(-2i/H) radians for each position;
+        i = 0, ..., H/2 - 1.
 
     Returns:
       [B, T, N, H] in the dtype of x. Angles and rotation are computed in
@@ -64,21 +63,18 @@ def rotate(x_BTNH, positions_BT, theta=10_000.0):
     # BEGIN SOLUTION
     half = x_BTNH.shape[-1] // 2
     frequency_h = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1h = (
-        positions_BT[:, :, None, None].astype(jnp.float32) * frequency_h
-    )
+    positions_BT11 = positions_BT[:, :, None, None].astype(jnp.float32)
+    angle_BT1h = positions_BT11 * frequency_h
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
-    return rotated.astype(x_BTNH.dtype)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
     # END SOLUTION
 
 
 # EXERCISE 04.gqa
 def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
-    """Attention in which N query heads share K key and value heads, without repeating K or V.
+    """Attention of N query heads that share K key and value heads, not copied.
 
     Args:
       q_BTNH: [B, T, N, H] queries, float32 or bfloat16.
@@ -94,32 +90,24 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
     # BEGIN SOLUTION
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    # The queries are folded, not the keys unfolded: heads of one group become
-    # the axis G.
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    # Queries are folded, not keys unfolded: a group's heads are the axis G.
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    logits_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
-    )
+    logits_BKGTS = einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
     visible = mask_BTS[:, None, None]
-    # A finite number: a row of -inf would give inf - inf inside softmax, which
-    # is nan.
+    # A finite number: softmax of a row of -inf has inf - inf, which is nan.
     logits_BKGTS = jnp.where(visible, logits_BKGTS / math.sqrt(H), -1e30)
-    # The product clears rows that see nothing, where softmax gives 1/S
-    # everywhere.
+    # The product clears rows that see nothing, where softmax gives 1/S.
     probs_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1) * visible
-    out_BTKGH = jnp.einsum(
-        "BKGTS,BSKH->BTKGH",
-        probs_BKGTS.astype(v_BSKH.dtype),
-        v_BSKH,
-        preferred_element_type=jnp.float32,
-    )
+    probs_BKGTS = probs_BKGTS.astype(v_BSKH.dtype)
+    out_BTKGH = einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v_BSKH)
     return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
     # END SOLUTION
 
 
 # EXERCISE 04.count
 def predict_cost(cfg, new, cached):
-    """Predict the cost of reading `new` tokens after `cached` others, for one text.
+    """Predict the cost of reading `new` tokens of a text after `cached` others.
 
     Args:
       cfg: a `minitext.config.model.ModelConfig`: sizes `vocab`, `layers`,

@@ -29,20 +29,18 @@ def adamw_update(
       weight_decay: share of a parameter that decays, times the rate.
 
     Returns:
-      (updates, state): what is to be *added* to the parameters, in float32, and
-        the new state with
-      the structure and dtypes of the old one.
+      (updates, state): what is to be *added* to the parameters, in float32,
+      and the new state with the structure and dtypes of the old one.
     """
     # BEGIN SOLUTION
     count = state["count"] + 1
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    squares = jax.tree.map(jnp.square, grads)
     mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state["mu"], grads)
-    nu = jax.tree.map(
-        lambda v, g: b2 * v + (1 - b2) * g * g, state["nu"], grads
-    )
-    # The averages began at zero; after t updates their weights add up to 1 -
-    # b^t. The state keeps the averages as they are: corrected ones would be
-    # corrected again in the next update.
+    nu = jax.tree.map(lambda v, s: b2 * v + (1 - b2) * s, state["nu"], squares)
+    # The averages began at zero; after t updates their weights add up to
+    # 1 - b^t. The state keeps the averages as they are: corrected ones would
+    # be corrected again in the next update.
     t = count.astype(jnp.float32)
     weight1, weight2 = 1 - b1**t, 1 - b2**t
 
@@ -65,25 +63,20 @@ def clip_tree(grads, limit):
       limit: largest norm, a Python float above 0.
 
     Returns:
-      (grads, norm): the gradient, each array in the shape and dtype it came in;
-        and the norm it had
-      *before*, a float32 scalar.
+      (grads, norm): the gradient, each array in the shape and dtype it came
+      in; and the norm it had *before*, a float32 scalar.
     """
     # BEGIN SOLUTION
-    squares = [
-        jnp.sum(jnp.square(g.astype(jnp.float32)))
-        for g in jax.tree.leaves(grads)
-    ]
-    norm = jnp.sqrt(sum(squares))
+    wide = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in wide))
     # Where nothing is to be done the factor is exactly 1, and no division by
     # zero is ever made.
-    scale = jnp.where(
-        norm > limit, limit / jnp.where(norm > limit, norm, 1.0), 1.0
-    )
-    clipped = jax.tree.map(
-        lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads
-    )
-    return clipped, norm
+    scale = jnp.where(norm > limit, limit / jnp.maximum(norm, limit), 1.0)
+
+    def shorten(g):
+        return (g.astype(jnp.float32) * scale).astype(g.dtype)
+
+    return jax.tree.map(shorten, grads), norm
     # END SOLUTION
 
 
@@ -116,7 +109,7 @@ def wsd_rate(step, steps, peak, warmup, decay, final=0.0):
 
 # EXERCISE 05.orthogonalize
 def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
-    """Drive the singular values of matrices towards 1 and keep their singular vectors.
+    """Drive singular values of matrices towards 1; singular vectors are kept.
 
     Args:
       x: float32 or bfloat16 [..., M, N]: matrices, tall or wide, in a stack of
@@ -133,9 +126,7 @@ def newton_schulz(x, rounds=5, a=3.4445, b=-4.7750, c=2.0315):
     # BEGIN SOLUTION
     x = x.astype(jnp.float32)
     tall = x.shape[-2] > x.shape[-1]
-    # the product of a matrix with its transpose is then that of the shorter
-    # side
-    if tall:
+    if tall:  # x x^T is then as small as the shorter side
         x = jnp.swapaxes(x, -2, -1)
     # The Frobenius norm is at least the largest singular value, so all of them
     # are now in [0, 1].

@@ -8,7 +8,7 @@ import numpy as np
 
 # EXERCISE 08.crash_safe_save
 def save_step(disk, step, files):
-    """Save a step so that a crash at any moment leaves it whole, or the step before.
+    """Save a step: a crash at any moment leaves it whole, or the step before.
 
     Args:
       disk: a disk with the methods of the statement: mkdir, write, fsync,
@@ -27,8 +27,7 @@ def save_step(disk, step, files):
         disk.write(f"{draft}/{name}", data)
         disk.fsync(f"{draft}/{name}")
     disk.fsync(draft)
-    # All content is on the disk. The rename commits; the line after it flushes
-    # the new name.
+    # All content is on the disk. The rename commits; the next line flushes it.
     disk.rename(draft, str(step))
     disk.fsync("")
     for name in old:
@@ -38,7 +37,7 @@ def save_step(disk, step, files):
 
 # EXERCISE 08.reshard
 def read_piece(saved, read, want, dtype):
-    """Build one device's piece of an array from the pieces that other devices saved.
+    """Build one device's piece of an array from the pieces that others saved.
 
     Args:
       saved: list of the saved pieces' regions in the whole array; a region is a
@@ -57,24 +56,19 @@ def read_piece(saved, read, want, dtype):
     # BEGIN SOLUTION
     shape = tuple(stop - start for start, stop in want)
     piece, missing, seen = np.empty(shape, dtype), math.prod(shape), set()
+
+    def within(overlap, whole):
+        """The overlap's slices, counted from the corner of a whole region."""
+        pairs = zip(overlap, whole, strict=True)
+        return tuple(slice(a - c, b - c) for (a, b), (c, _) in pairs)
+
     for index, region in enumerate(saved):
-        both = [
-            (max(a, c), min(b, d))
-            for (a, b), (c, d) in zip(region, want, strict=True)
-        ]
+        pairs = zip(region, want, strict=True)
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in pairs]
         if region in seen or any(start >= stop for start, stop in both):
             continue
         seen.add(region)
-        # The overlap, counted from the corner of each.
-        here = tuple(
-            slice(a - c, b - c)
-            for (a, b), (c, _) in zip(both, want, strict=True)
-        )
-        there = tuple(
-            slice(a - c, b - c)
-            for (a, b), (c, _) in zip(both, region, strict=True)
-        )
-        piece[here] = read(index)[there]
+        piece[within(both, want)] = read(index)[within(both, region)]
         missing -= math.prod(b - a for a, b in both)
     if missing:
         raise ValueError(f"{missing} elements of {want} are in no saved piece")
@@ -115,36 +109,30 @@ def newest_whole(folder):
 
     Returns:
       (step, damaged): the number of the newest undamaged step, or None; and a
-        list of the damaged
-      steps that are newer, newest first.
+      list of the damaged steps that are newer, newest first.
     """
     # BEGIN SOLUTION
     folder = Path(folder)
 
+    def sha256(content):
+        return hashlib.sha256(content).hexdigest()
+
     def is_whole(path):
         try:
-            manifest = json.loads(
-                (path / "manifest.json").read_text(encoding="utf-8")
-            )
+            text = (path / "manifest.json").read_text(encoding="utf-8")
+            manifest = json.loads(text)
             files = manifest["files"]
-            if (
-                manifest["sha256"]
-                != hashlib.sha256(json.dumps(files).encode()).hexdigest()
-            ):
+            if manifest["sha256"] != sha256(json.dumps(files).encode()):
                 return False
             for name, digest in files.items():
-                if (
-                    hashlib.sha256((path / name).read_bytes()).hexdigest()
-                    != digest
-                ):
+                if sha256((path / name).read_bytes()) != digest:
                     return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False  # a file can't be read, or the manifest isn't one
         return True
 
-    steps = sorted(
-        int(path.name) for path in folder.iterdir() if path.name.isdigit()
-    )
+    names = [path.name for path in folder.iterdir()]
+    steps = sorted(int(name) for name in names if name.isdigit())
     damaged = []
     for step in reversed(steps):
         if is_whole(folder / str(step)):

@@ -20,26 +20,17 @@ def place(shape, mesh, spec, itemsize, index):
 
     Returns:
       (shard, bytes, copies, holders): the shape of one device's part, its
-        bytes, how many devices
-      hold the same part, and the numbers of all devices that hold the element,
-      ascending.
+      bytes, how many devices hold the same part, and the numbers of all
+      devices that hold the element, ascending.
 
     Raises:
       ValueError: no array can be stored this way.
     """
     # BEGIN SOLUTION
     if len(spec) > len(shape):
-        raise ValueError(
-            f"a spec of {len(spec)} entries for {len(shape)} dimensions"
-        )
-    entries = [
-        ()
-        if entry is None
-        else (entry,)
-        if isinstance(entry, str)
-        else tuple(entry)
-        for entry in (*spec, *[None] * (len(shape) - len(spec)))
-    ]
+        raise ValueError(f"{len(spec)} entries for {len(shape)} dimensions")
+    spec = (*spec, *[()] * (len(shape) - len(spec)))
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
     named = [axis for entry in entries for axis in entry]
     for axis in named:
         if axis not in mesh:
@@ -62,12 +53,8 @@ def place(shape, mesh, spec, itemsize, index):
             rest, here[axis] = divmod(rest, mesh[axis])
         if all(here[axis] == place for axis, place in wanted.items()):
             holders.append(device)
-    return (
-        tuple(shard),
-        math.prod(shard) * itemsize,
-        len(holders),
-        tuple(holders),
-    )
+    nbytes = math.prod(shard) * itemsize
+    return tuple(shard), nbytes, len(holders), tuple(holders)
     # END SOLUTION
 
 
@@ -79,8 +66,8 @@ def make_two_layers(case):
       case: "A", "B", "C" or "D", a row of the table.
 
     Returns:
-      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the row
-        says.
+      fn(x_BD, w_DF, v_FD) -> y_BD, all float32: relu(x w) v, sharded as the
+      row says.
     """
     # BEGIN SOLUTION
 
@@ -89,8 +76,7 @@ def make_two_layers(case):
         return jnp.einsum("bf,fd->bd", h_BF, v_FD, out_sharding=P("data", None))
 
     def column_column(x_BD, w_DF, v_FD):
-        # Without the reshard the compiler gathers h_BF too: only one side of
-        # the sum is split.
+        # Without the reshard h_BF is gathered too: only one side is split.
         h_BF = jax.nn.relu(x_BD @ w_DF)
         return jax.sharding.reshard(h_BF, P("data", None)) @ v_FD
 
@@ -100,19 +86,17 @@ def make_two_layers(case):
 
     def turned(x_BD, w_DF, v_FD):
         # out_sharding= on the product would gather h_BF, which is wider.
-        return jax.sharding.reshard(
-            jax.nn.relu(x_BD @ w_DF) @ v_FD, P(None, "data")
-        )
+        y_BD = jax.nn.relu(x_BD @ w_DF) @ v_FD
+        return jax.sharding.reshard(y_BD, P(None, "data"))
 
-    return {"A": column_row, "B": column_column, "C": row_whole, "D": turned}[
-        case
-    ]
+    cases = {"A": column_row, "B": column_column, "C": row_whole, "D": turned}
+    return cases[case]
     # END SOLUTION
 
 
 # EXERCISE 09.shard_map_port
 def split_softmax(x_BV, vocab):
-    """Softmax over the first `vocab` columns of rows that are split over devices.
+    """Softmax over the first `vocab` columns of rows split over devices.
 
     Args:
       x_BV: float32 [B, V], sharded P("data", "tensor") on the mesh in use.
@@ -131,9 +115,8 @@ def split_softmax(x_BV, vocab):
         local_B1 = jnp.max(x_BV, axis=1, keepdims=True)
         top_B1 = jax.lax.pmax(jax.lax.stop_gradient(local_B1), "tensor")
         e_BV = jnp.exp(x_BV - top_B1)
-        return e_BV / jax.lax.psum(
-            jnp.sum(e_BV, axis=1, keepdims=True), "tensor"
-        )
+        sum_B1 = jnp.sum(e_BV, axis=1, keepdims=True)
+        return e_BV / jax.lax.psum(sum_B1, "tensor")
 
     return jax.shard_map(of_one_device, out_specs=P("data", "tensor"))(x_BV)
     # END SOLUTION
@@ -159,23 +142,18 @@ def spec_of(names, table, sizes, drop=()):
     entries, taken = [], {}
     for name in names:
         if name is not None and name not in table:
-            raise ValueError(
-                f"unknown name {name!r}: choose among "
-                f"{', '.join(sorted(table))}"
-            )
+            known = ", ".join(sorted(table))
+            raise ValueError(f"unknown name {name!r}: choose among {known}")
         axes = () if name is None else table[name]
-        axes = tuple(
-            axis for axis in axes if sizes[axis] > 1 and axis not in drop
-        )
+        axes = [a for a in axes if sizes[a] > 1 and a not in drop]
         for axis in axes:
             if axis in taken:
-                raise ValueError(
-                    f"{taken[axis]!r} and {name!r} both claim mesh axis "
-                    f"{axis!r}"
-                )
+                both = f"{taken[axis]!r} and {name!r}"
+                raise ValueError(f"{both} both claim mesh axis {axis!r}")
             taken[axis] = name
-        entries.append(
-            None if not axes else axes[0] if len(axes) == 1 else axes
-        )
+        if len(axes) > 1:
+            entries.append(tuple(axes))
+        else:
+            entries.append(axes[0] if axes else None)
     return P(*entries)
     # END SOLUTION
