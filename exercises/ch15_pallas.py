@@ -6,7 +6,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 15.index_maps
 def attention_specs(B, T, N, K, H, block):
-    """Return the grid and blocks of a causal attention whose key heads serve N/K query heads each.
+    """Return the grid and blocks of causal attention with shared key heads.
 
     Args:
       B: rows of the batch. All sizes are Python ints; arrays are q_BNTH, k_BKTH
@@ -19,9 +19,8 @@ def attention_specs(B, T, N, K, H, block):
 
     Returns:
       (grid, in_specs, out_spec): the grid (B, N, T // block, T // block), whose
-        last index numbers the
-      blocks of keys; a list of three `pl.BlockSpec`, for q, k and v; and the
-      result's.
+        last index numbers the blocks of keys; a list of three `pl.BlockSpec`,
+        for q, k and v; and the result's.
     """
     # YOUR CODE HERE
     raise NotImplementedError("15.index_maps")
@@ -45,7 +44,7 @@ def column_stats(x_MN, block_M=32, block_N=128):
 
 # EXERCISE 15.out_of_bounds
 def second_difference(x_MN):
-    """Compute each column's second difference; rows before the first and after the last count as 0.
+    """Compute each column's second difference; rows outside x count as 0.
 
     Args:
       x_MN: float32 [M, N]; both sizes are at least 1.
@@ -59,7 +58,7 @@ def second_difference(x_MN):
 
 # EXERCISE 15.softmax
 def row_softmax(x_MN, block_M=8):
-    """Softmax over each row, computed in float32; a row that is all -inf gives zeros.
+    """Softmax over each row, in float32; a row that is all -inf gives zeros.
 
     Args:
       x_MN: [M, N] float32 or bfloat16; both sizes are at least 1, and entries
@@ -75,7 +74,7 @@ def row_softmax(x_MN, block_M=8):
 
 # EXERCISE 15.gather
 def take_rows(table_VD, ids_T):
-    """Look up the table's rows by id; an id that isn't one of its rows gives zeros.
+    """Look up rows of a table by id; an id without a row gives zeros.
 
     Args:
       table_VD: float32 [V, D]; both sizes are at least 1.

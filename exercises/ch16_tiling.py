@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 16.accumulator
 def tiled_matmul(x_MK, w_KN, tiles):
-    """Compute x @ w one tile of the result at a time, summed in float32 and rounded once.
+    """Compute x @ w tile by tile, summed in float32 and rounded once.
 
     Args:
       x_MK: bfloat16 [M, K].
@@ -25,7 +25,7 @@ def tiled_matmul(x_MK, w_KN, tiles):
 
 # EXERCISE 16.fused_epilogue
 def gated_product(x_MK, gate_KN, up_KN, tiles):
-    """Compute silu(x @ gate) * (x @ up) in one kernel that writes only the result.
+    """Compute silu(x @ gate) * (x @ up), writing nothing but the result.
 
     Args:
       x_MK: bfloat16 [M, K].
@@ -42,7 +42,7 @@ def gated_product(x_MK, gate_KN, up_KN, tiles):
 
 # EXERCISE 16.choose_tiles
 def choose_tiles(M, K, N, budget):
-    """Choose the tiles of a bfloat16 product that move the fewest bytes within a VMEM budget.
+    """Choose tiles that fit into VMEM and move the fewest bytes.
 
     Args:
       M: rows of x. All sizes are Python ints, and multiples of 128.
@@ -60,7 +60,7 @@ def choose_tiles(M, K, N, budget):
 
 # EXERCISE 16.double_buffering
 def streamed_matmul(x_MK, w_KN, k):
-    """Compute x @ w with w streamed from HBM, k rows at a time, and two parts of it in VMEM.
+    """Compute x @ w, copying w from HBM k rows at a time into two slots.
 
     Args:
       x_MK: bfloat16 [M, K], which fits into VMEM.

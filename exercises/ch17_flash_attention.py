@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 # EXERCISE 17.online_softmax
 def online_softmax(blocks):
-    """Softmax over logits that come in blocks, applied to values that come with them.
+    """Softmax over logits that come in blocks, applied to their values.
 
     Args:
       blocks: an iterator over pairs (logits_TS, v_SH). T and H are the same in
@@ -69,7 +69,7 @@ def packed_flash(q_NTH, k_KTH, v_KTH, segments_T, block=128):
 
 # EXERCISE 17.backward
 def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
-    """Gradients of the keys and values of causal attention, for one key head and its query heads.
+    """Gradients of keys and values of causal attention, for one key head.
 
     Args:
       q_GTH: [G, T, H] queries of the G heads that share the key head; float32
@@ -91,7 +91,7 @@ def flash_dkv(q_GTH, k_TH, v_TH, grad_GTH, lse_GT, delta_GT, block=128):
 
 # EXERCISE 17.sinks
 def with_sinks(out_BTNH, lse_BTN, sinks_N):
-    """Gives each head a sink, after attention: a logit that takes part in softmax and has no value.
+    """Gives each head a sink, after attention: a logit without a value.
 
     Args:
       out_BTNH: [B, T, N, H] float32 or bfloat16, the result of attention

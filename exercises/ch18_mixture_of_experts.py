@@ -16,8 +16,7 @@ def choose_experts(logits_XE, k, kind, normalize, bias_E=None):
 
     Returns:
       (experts, weights): [X, k] int32, best first, the lower number first in a
-        tie; and [X, k]
-      float32.
+        tie; and [X, k] float32.
     """
     # YOUR CODE HERE
     raise NotImplementedError("18.router")
@@ -34,9 +33,9 @@ def place(experts_Xk, experts, capacity):
       capacity: Python int, slots of each expert C.
 
     Returns:
-      (slots, dropped): [X, k] int32, each assignment's slot, below E * C, or E
-        * C if it has none;
-      and [E] int32, how many assignments each expert drops.
+      (slots, dropped): [X, k] int32, each assignment's slot, below E * C, or
+        E * C if it has none; and [E] int32, how many assignments each expert
+        drops.
     """
     # YOUR CODE HERE
     raise NotImplementedError("18.capacity")
@@ -44,7 +43,7 @@ def place(experts_Xk, experts, capacity):
 
 # EXERCISE 18.load_balance
 def balance(logits_XE, k, mask_X):
-    """The load-balance loss of Fedus et al. for k experts, and its gradient without autodiff.
+    """The load-balance loss for k experts, and its gradient, by hand.
 
     Args:
       logits_XE: [X, E] float32 router's logits; each token's k highest choose
@@ -54,8 +53,7 @@ def balance(logits_XE, k, mask_X):
 
     Returns:
       (loss, gradient): float32 scalar, 0 if no token counts; and [X, E]
-        float32, the loss's gradient
-      with respect to the logits.
+        float32, the loss's gradient with respect to the logits.
     """
     # YOUR CODE HERE
     raise NotImplementedError("18.load_balance")
@@ -63,7 +61,7 @@ def balance(logits_XE, k, mask_X):
 
 # EXERCISE 18.all_to_all
 def through_experts(slots_ECD, compute, axis):
-    """Send this device's slots to the experts' devices, compute there, and bring results back.
+    """Send slots to their experts' devices, compute, bring results back.
 
     Args:
       slots_ECD: [E, C, D], this device's slots for all E experts; the axis has
