@@ -6,7 +6,7 @@ import optax
 
 # EXERCISE 06.cross_entropy
 def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
-    """Sum the negative log-likelihood of the targets that count, and count them.
+    """Sum the negative log-likelihood of targets that count, and count them.
 
     Args:
       logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target
@@ -23,7 +23,9 @@ def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
 
 # EXERCISE 06.donation
 def momentum_update(loss, state, batch, learning_rate):
-    """One step of momentum, in float32 whatever the parameters' dtype. Given; leave it as it is.
+    """One step of momentum, in float32 whatever the parameters' dtype.
+
+    Given; leave it as it is.
 
     Returns:
       (params, velocity, loss, grad_norm); params are float32.
@@ -40,22 +42,20 @@ def momentum_update(loss, state, batch, learning_rate):
 
 
 def make_donated_step(loss, learning_rate):
-    """Return a jitted training step that reuses the memory of the state it is given.
+    """Return a jitted training step that reuses the memory of its state.
 
     Args:
       loss: pure function (params, batch) -> float32 scalar.
       learning_rate: Python float.
 
     Returns:
-            The result of `jax.jit`: a function (state, batch) -> (new state,
-            metrics).
-        state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the
-          same pytree in float32, "step": int32 scalar}. The new state has the
-          same structure, shapes and dtypes.
-        batch: pytree of arrays, which the caller keeps.
-        metrics: {"loss": float32, "grad_norm": float32, "step": int32},
-          scalars; "step" is that of the new state. They can be read at any
-          later time.
+      The result of `jax.jit`, (state, batch) -> (new state, metrics).
+      state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the
+        same pytree in float32, "step": int32 scalar}. The new state has the
+        same structure, shapes and dtypes.
+      batch: pytree of arrays, which the caller keeps.
+      metrics: {"loss": float32, "grad_norm": float32, "step": int32}, scalars;
+        "step" is that of the new state. They can be read at any later time.
     """
     # YOUR CODE HERE
     raise NotImplementedError("06.donation")
@@ -63,7 +63,7 @@ def make_donated_step(loss, learning_rate):
 
 # EXERCISE 06.accumulate
 def accumulated_gradient(loss_sum, params, batch, microbatches):
-    """The loss per target token of a whole batch and its gradient, one microbatch at a time.
+    """A batch's loss per target token and its gradient, part by part.
 
     Args:
       loss_sum: pure function (params, part of the batch) -> (summed loss,
@@ -74,8 +74,7 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
 
     Returns:
       (loss, gradient): a float32 scalar and a pytree like params, in float32.
-        Both are 0 for a
-      batch without target tokens.
+      Both are 0 for a batch without target tokens.
 
     Raises:
       ValueError: microbatches does not divide B; the message has both numbers.
@@ -86,7 +85,7 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
 
 # EXERCISE 06.loop
 def train_loop(step, state, batches, start, steps, log):
-    """Train from step `start` to step `steps`, and log each step while the next one runs.
+    """Train from step `start` to `steps`; log a step while the next one runs.
 
     Args:
       step: function (state, batch) -> (state, metrics) that returns before its
@@ -107,7 +106,7 @@ def train_loop(step, state, batches, start, steps, log):
 
 # EXERCISE 06.rerun
 def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
-    """Train for some steps, from the beginning or from where an earlier call stopped.
+    """Train some steps, from the start or from where a call stopped.
 
     Step i, counted from 0 over all calls, is defined by `seed` and i alone:
       - an epoch has R // 4 steps; epoch e takes the rows in the order
@@ -128,8 +127,8 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
 
     Returns:
       (losses, saved): a list of `steps` Python floats; and a dict of pytrees of
-        arrays and numbers
-      with everything that a later call needs, the parameters under "params".
+      arrays and numbers with everything that a later call needs, the parameters
+      under "params".
     """
     # YOUR CODE HERE
     raise NotImplementedError("06.rerun")

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 13.gpipe
 def gpipe(layer, w_LDD, x_MBD):
-    """Passes M microbatches through L layers that are cut into stages along the mesh axis `stage`.
+    """Passes M microbatches through L layers, cut into stages along `stage`.
 
     Args:
       layer: a function of (w [D, D], x [B, D]) that gives [B, D].
@@ -26,7 +26,7 @@ def gpipe(layer, w_LDD, x_MBD):
 
 # EXERCISE 13.circular
 def circular_work(tick, stage, S, M, R):
-    """What a stage of a circular pipeline works on in a tick of the forward pass.
+    """What a stage of a circular pipeline does in a tick of the forward pass.
 
     Args:
       tick: from 0 on.
@@ -47,7 +47,7 @@ def circular_work(tick, stage, S, M, R):
 
 # EXERCISE 13.bubble
 def plan(schedule, S, R, wanted, forward, backward, send):
-    """The smallest number of microbatches for a wanted bubble, and what a step of them costs.
+    """The fewest microbatches for a wanted bubble, and what a step costs.
 
     Args:
       schedule: "gpipe", "1f1b" or "circular".

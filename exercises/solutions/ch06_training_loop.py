@@ -6,7 +6,7 @@ import optax
 
 # EXERCISE 06.cross_entropy
 def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
-    """Sum the negative log-likelihood of the targets that count, and count them.
+    """Sum the negative log-likelihood of targets that count, and count them.
 
     Args:
       logits_BTV: float32 or bfloat16 [B, T, V]; an entry that is not the target
@@ -28,17 +28,18 @@ def masked_cross_entropy(logits_BTV, targets_BT, mask_BT):
     normalizer_BT = (
         jnp.log(jnp.sum(jnp.exp(x_BTV - top_BT1), axis=-1)) + top_BT1[..., 0]
     )
-    target_BT = jnp.take_along_axis(x_BTV, targets_BT[..., None], axis=-1)[
-        ..., 0
-    ]
-    total = jnp.sum(jnp.where(counts_BT, normalizer_BT - target_BT, 0.0))
+    target_BT1 = jnp.take_along_axis(x_BTV, targets_BT[..., None], axis=-1)
+    nll_BT = normalizer_BT - target_BT1[..., 0]
+    total = jnp.sum(jnp.where(counts_BT, nll_BT, 0.0))
     return total, jnp.sum(counts_BT, dtype=jnp.float32)
     # END SOLUTION
 
 
 # EXERCISE 06.donation
 def momentum_update(loss, state, batch, learning_rate):
-    """One step of momentum, in float32 whatever the parameters' dtype. Given; leave it as it is.
+    """One step of momentum, in float32 whatever the parameters' dtype.
+
+    Given; leave it as it is.
 
     Returns:
       (params, velocity, loss, grad_norm); params are float32.
@@ -55,22 +56,20 @@ def momentum_update(loss, state, batch, learning_rate):
 
 
 def make_donated_step(loss, learning_rate):
-    """Return a jitted training step that reuses the memory of the state it is given.
+    """Return a jitted training step that reuses the memory of its state.
 
     Args:
       loss: pure function (params, batch) -> float32 scalar.
       learning_rate: Python float.
 
     Returns:
-            The result of `jax.jit`: a function (state, batch) -> (new state,
-            metrics).
-        state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the
-          same pytree in float32, "step": int32 scalar}. The new state has the
-          same structure, shapes and dtypes.
-        batch: pytree of arrays, which the caller keeps.
-        metrics: {"loss": float32, "grad_norm": float32, "step": int32},
-          scalars; "step" is that of the new state. They can be read at any
-          later time.
+      The result of `jax.jit`, (state, batch) -> (new state, metrics).
+      state: {"params": pytree of float32 or bfloat16 arrays, "velocity": the
+        same pytree in float32, "step": int32 scalar}. The new state has the
+        same structure, shapes and dtypes.
+      batch: pytree of arrays, which the caller keeps.
+      metrics: {"loss": float32, "grad_norm": float32, "step": int32}, scalars;
+        "step" is that of the new state. They can be read at any later time.
     """
     # BEGIN SOLUTION
 
@@ -96,7 +95,7 @@ def make_donated_step(loss, learning_rate):
 
 # EXERCISE 06.accumulate
 def accumulated_gradient(loss_sum, params, batch, microbatches):
-    """The loss per target token of a whole batch and its gradient, one microbatch at a time.
+    """A batch's loss per target token and its gradient, part by part.
 
     Args:
       loss_sum: pure function (params, part of the batch) -> (summed loss,
@@ -107,8 +106,7 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
 
     Returns:
       (loss, gradient): a float32 scalar and a pytree like params, in float32.
-        Both are 0 for a
-      batch without target tokens.
+      Both are 0 for a batch without target tokens.
 
     Raises:
       ValueError: microbatches does not divide B; the message has both numbers.
@@ -145,7 +143,7 @@ def accumulated_gradient(loss_sum, params, batch, microbatches):
 
 # EXERCISE 06.loop
 def train_loop(step, state, batches, start, steps, log):
-    """Train from step `start` to step `steps`, and log each step while the next one runs.
+    """Train from step `start` to `steps`; log a step while the next one runs.
 
     Args:
       step: function (state, batch) -> (state, metrics) that returns before its
@@ -165,23 +163,19 @@ def train_loop(step, state, batches, start, steps, log):
     for number in range(start + 1, steps + 1):
         state, metrics = step(state, next(batches))
         if pending is not None:
-            log(
-                pending[0],
-                {name: float(value) for name, value in pending[1].items()},
-            )
+            before, done = pending
+            log(before, {name: float(value) for name, value in done.items()})
         pending = (number, metrics)
     if pending is not None:
-        log(
-            pending[0],
-            {name: float(value) for name, value in pending[1].items()},
-        )
+        number, metrics = pending
+        log(number, {name: float(value) for name, value in metrics.items()})
     return state
     # END SOLUTION
 
 
 # EXERCISE 06.rerun
 def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
-    """Train for some steps, from the beginning or from where an earlier call stopped.
+    """Train some steps, from the start or from where a call stopped.
 
     Step i, counted from 0 over all calls, is defined by `seed` and i alone:
       - an epoch has R // 4 steps; epoch e takes the rows in the order
@@ -202,8 +196,8 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
 
     Returns:
       (losses, saved): a list of `steps` Python floats; and a dict of pytrees of
-        arrays and numbers
-      with everything that a later call needs, the parameters under "params".
+      arrays and numbers with everything that a later call needs, the parameters
+      under "params".
     """
     # BEGIN SOLUTION
 
@@ -219,11 +213,8 @@ def train_rows(loss, optimizer, params, rows_RT, seed, steps, saved=None):
             "params": params,
             "opt_state": optimizer.init(params),
         }
-    first, params, opt_state = (
-        int(saved["step"]),
-        saved["params"],
-        saved["opt_state"],
-    )
+    first = int(saved["step"])
+    params, opt_state = saved["params"], saved["opt_state"]
     R = len(rows_RT)
     losses = []
     for i in range(first, first + steps):

@@ -16,8 +16,7 @@ def merge_step(words, counts, new_id):
 
     Returns:
       (pair, words): the tuple of two ids that was merged, and new lists in
-        which it was; pair is
-      None where no word has two ids.
+      which it was; pair is None where no word has two ids.
     """
     # BEGIN SOLUTION
     pairs = {}
@@ -44,7 +43,7 @@ def merge_step(words, counts, new_id):
 
 # EXERCISE 07.packing
 def pack_documents(documents, rows, T, eod):
-    """The first rows of the stream of some documents, as the five arrays of a batch.
+    """The first rows of some documents' stream, as the five arrays of a batch.
 
     Args:
       documents: list of lists of ints, none of them eod; a document may be
@@ -55,8 +54,7 @@ def pack_documents(documents, rows, T, eod):
 
     Returns:
       dict of arrays [R, T]: tokens, targets, positions and segment_ids in
-        int32, loss_mask in
-      float32. Where there is padding all five are 0.
+      int32, loss_mask in float32. Where there is padding all five are 0.
     """
     # BEGIN SOLUTION
     stream = np.array(
@@ -105,8 +103,7 @@ def rows_of_process(k, B, process, count, total):
 
     Returns:
       int64 [rows of this process]: the numbers of its rows, rising; -1 in a
-        slot of the batch for
-      which the data has no row left.
+      slot of the batch for which the data has no row left.
     """
     # BEGIN SOLUTION
     share, more = divmod(B, count)
@@ -119,7 +116,7 @@ def rows_of_process(k, B, process, count, total):
 
 # EXERCISE 07.resume
 class ShuffledRows:
-    """An endless iterator over the numbers of rows, shuffled anew in each epoch.
+    """An endless iterator over row numbers, shuffled anew in each epoch.
 
     Epoch e is `np.random.default_rng([seed, e]).permutation(rows)`.
     """
@@ -159,7 +156,7 @@ class ShuffledRows:
         # END SOLUTION
 
     def set_state(self, state):
-        """Goes to a resume point that `get_state` of any such iterator returned."""
+        """Goes to a resume point from any such iterator's `get_state`."""
         # BEGIN SOLUTION
         self.taken = state["taken"]
         # END SOLUTION
@@ -167,7 +164,7 @@ class ShuffledRows:
 
 # EXERCISE 07.mixture
 def row_of_mixture(weights, i):
-    """Which part of a mixture row i comes from, and which row of that part it is.
+    """Which part of a mixture row i comes from, and which row of it that is.
 
     Args:
       weights: list of P ints of at least 1.

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 # EXERCISE 14.remat_policy
 def keep_one(x_XD, weights):
-    """Run a stack of layers that keeps one product of each layer for the backward pass.
+    """Run a stack of layers that keeps one product of each layer.
 
     Args:
       x_XD: float32 [X, D].
@@ -33,7 +33,7 @@ def keep_one(x_XD, weights):
 
 # EXERCISE 14.scanned_stack
 def scanned(x_XD, weights):
-    """Run the layers of `unrolled` in a scan that computes each again in the backward pass.
+    """Run the layers of `unrolled` in a scan, with remat of each.
 
     Args:
       x_XD: float32 [X, D].
@@ -66,7 +66,7 @@ def scanned(x_XD, weights):
 
 # EXERCISE 14.chunked_loss
 def chunked_nll(x_XD, w_DV, targets_X, chunks):
-    """The summed loss of a large vocabulary, from the logits of a few tokens at a time.
+    """The summed loss of a large vocabulary, from a few tokens at a time.
 
     Args:
       x_XD: [X, D] hidden states, float32 or bfloat16.
@@ -101,7 +101,7 @@ def chunked_nll(x_XD, w_DV, targets_X, chunks):
 
 # EXERCISE 14.f32_accumulators
 def mean_gradient(grad_fn, params, parts):
-    """The mean gradient over M microbatches, added up without losing small parts.
+    """The mean gradient over M microbatches; no small part is lost.
 
     Args:
       grad_fn: grad_fn(params, part) -> (grads, count): the gradient summed over
