@@ -15,10 +15,10 @@ def list_visits(group_sizes_G, rows, tile):
       tile: rows of a tile, a Python int; it needn't divide `rows`.
 
     Returns:
-      (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) +
-        G - 1, and an int32
-      scalar, how many of their entries are visits. Entries from `count` on
-      repeat the last visit, or are 0 if there is none.
+      (groups_V, tiles_V, count): int32 arrays of length
+      V = ceil(rows / tile) + G - 1, and an int32 scalar, how many of their
+      entries are visits. Entries from `count` on repeat the last visit, or are
+      0 if there is none.
     """
     # YOUR CODE HERE
     raise NotImplementedError("19.group_metadata")
@@ -46,7 +46,7 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
 
 # EXERCISE 19.backward
 def weight_gradients(x_MK, grad_MN, table, tile_m=8):
-    """The gradient of each group's matrix: the group's rows of x, transposed, times those of grad.
+    """The gradient of each group's matrix: its rows of x^T times those of grad.
 
     Args:
       x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 # EXERCISE 20.read_trace
 def read_trace(events, window):
-    """Divide a trace's time among the names in it, and find the share in which nothing ran.
+    """Divide a trace's time among its names, and find the idle share.
 
     Args:
       events: list of (lane, name, start, end), in any order; start and end are
@@ -16,9 +16,8 @@ def read_trace(events, window):
 
     Returns:
       (own, idle): a dict from each name in `events` to its own time in
-        nanoseconds, an int, which
-      excludes what ran inside it on the same lane; and the share of the window,
-      a float, in which no lane had an event.
+      nanoseconds, an int, which excludes what ran inside it on the same lane;
+      and the share of the window, a float, in which no lane had an event.
     """
     # YOUR CODE HERE
     raise NotImplementedError("20.read_trace")
@@ -75,15 +74,13 @@ def find_stall(events):
     Args:
       events: list of (device, kind, name, start, end), in any order; start and
         end are int nanoseconds. Kinds are "compute", "collective" and "data".
-        The device of a data wait is
-        None: it belongs to the host and concerns all devices. Events of one
-          device may overlap.
+        The device of a data wait is None: it belongs to the host and concerns
+        all devices. Events of one device may overlap.
 
     Returns:
       (worst, waits): the name that cost most; and a dict from the name of each
-        collective and data
-      wait, and from "idle", to the nanoseconds it cost, a float, the mean over
-      devices.
+      collective and data wait, and from "idle", to the nanoseconds it cost, a
+      float, the mean over devices.
     """
     # YOUR CODE HERE
     raise NotImplementedError("20.find_stall")

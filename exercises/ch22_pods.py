@@ -3,7 +3,7 @@ import itertools
 
 # EXERCISE 22.fit
 def fit(rows, devices, available, predict, ask):
-    """Find the cheapest settings whose step the compiler takes, and ask it as seldom as possible.
+    """Find the cheapest settings that the compiler accepts, asking seldom.
 
     Args:
       rows: rows of a step's batch, a Python int.
@@ -25,7 +25,7 @@ def fit(rows, devices, available, predict, ask):
 
 # EXERCISE 22.choose_mesh
 def choose_mesh(sizes, slices, chips, memory, ici, dcn):
-    """Find the mesh whose collectives take the least time, among those whose state fits.
+    """Find the mesh that fits and whose collectives take the least time.
 
     Args:
       sizes: bytes, Python ints: "weights" and "sums", which are sent, and
@@ -47,7 +47,7 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
 
 # EXERCISE 22.overlap
 def overlap(schedule, seconds):
-    """Find how much of each transfer the arithmetic hides, and how much is exposed.
+    """Find how much of each transfer is hidden, and how much is exposed.
 
     Args:
       schedule: list of (name, opcode, operands), in the order in which the
@@ -57,8 +57,7 @@ def overlap(schedule, seconds):
 
     Returns:
       (total, waits): the seconds of the whole schedule, and a dict, name of the
-        transfer ->
-      (hidden, exposed) in s. A transfer has the name of its start.
+      transfer -> (hidden, exposed) in s. A transfer has the name of its start.
     """
     # YOUR CODE HERE
     raise NotImplementedError("22.overlap")

@@ -15,10 +15,10 @@ def list_visits(group_sizes_G, rows, tile):
       tile: rows of a tile, a Python int; it needn't divide `rows`.
 
     Returns:
-      (groups_V, tiles_V, count): int32 arrays of length V = ceil(rows / tile) +
-        G - 1, and an int32
-      scalar, how many of their entries are visits. Entries from `count` on
-      repeat the last visit, or are 0 if there is none.
+      (groups_V, tiles_V, count): int32 arrays of length
+      V = ceil(rows / tile) + G - 1, and an int32 scalar, how many of their
+      entries are visits. Entries from `count` on repeat the last visit, or are
+      0 if there is none.
     """
     # BEGIN SOLUTION
     G = group_sizes_G.shape[0]
@@ -77,16 +77,13 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
 
         @pl.when(i == last)
         def _():
-            row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(
-                jnp.int32, (tile_m, 1), 0
-            )
-            own = (row >= bounds_ref[groups_ref[v]]) & (
-                row < bounds_ref[groups_ref[v] + 1]
-            )
+            group = groups_ref[v]
+            in_tile = jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
+            row = tiles_ref[v] * tile_m + in_tile
+            own = (row >= bounds_ref[group]) & (row < bounds_ref[group + 1])
             others = o_ref[...].astype(jnp.float32)
-            o_ref[...] = jnp.where(
-                own, acc_ref[...] + b_ref[...], others
-            ).astype(o_ref.dtype)
+            stored = jnp.where(own, acc_ref[...] + b_ref[...], others)
+            o_ref[...] = stored.astype(o_ref.dtype)
 
     out_MN = pl.pallas_call(
         kernel,
@@ -94,21 +91,14 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
             num_scalar_prefetch=3,
             grid=(count, K // tile_k),
             in_specs=[
+                pl.BlockSpec((tile_m, tile_k), lambda v, i, b, g, t: (t[v], i)),
                 pl.BlockSpec(
-                    (tile_m, tile_k),
-                    lambda v, i, bounds, groups, tiles: (tiles[v], i),
+                    (None, tile_k, N), lambda v, i, b, g, t: (g[v], i, 0)
                 ),
-                pl.BlockSpec(
-                    (None, tile_k, N),
-                    lambda v, i, bounds, groups, tiles: (groups[v], i, 0),
-                ),
-                pl.BlockSpec(
-                    (None, 1, N),
-                    lambda v, i, bounds, groups, tiles: (groups[v], 0, 0),
-                ),
+                pl.BlockSpec((None, 1, N), lambda v, i, b, g, t: (g[v], 0, 0)),
             ],
             out_specs=pl.BlockSpec(
-                (tile_m, N), lambda v, i, bounds, groups, tiles: (tiles[v], 0)
+                (tile_m, N), lambda v, i, b, g, t: (t[v], 0)
             ),
             scratch_shapes=[pltpu.VMEM((tile_m, N), jnp.float32)],
         ),
@@ -121,7 +111,7 @@ def grouped_linear(x_MK, w_GKN, b_GN, table, tile_m=8, tile_k=128):
 
 # EXERCISE 19.backward
 def weight_gradients(x_MK, grad_MN, table, tile_m=8):
-    """The gradient of each group's matrix: the group's rows of x, transposed, times those of grad.
+    """The gradient of each group's matrix: its rows of x^T times those of grad.
 
     Args:
       x_MK: [M, K] float32 or bfloat16, rows sorted by group; rows that no group
@@ -149,9 +139,8 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        row = tiles_ref[v] * tile_m + jax.lax.broadcasted_iota(
-            jnp.int32, (tile_m, 1), 0
-        )
+        in_tile = jax.lax.broadcasted_iota(jnp.int32, (tile_m, 1), 0)
+        row = tiles_ref[v] * tile_m + in_tile
         own = (row >= bounds_ref[group]) & (row < bounds_ref[group + 1])
         # Mask both, because 0 times NaN is NaN.
         x, grad = (
@@ -165,10 +154,9 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
             preferred_element_type=jnp.float32,
         )
 
-        @pl.when(
-            (v == visits - 1)
-            | (group != groups_ref[jnp.minimum(v + 1, visits - 1)])
-        )
+        after = groups_ref[jnp.minimum(v + 1, visits - 1)]
+
+        @pl.when((v == visits - 1) | (group != after))
         def _():
             o_ref[...] = acc_ref[...].astype(o_ref.dtype)
 
@@ -178,15 +166,11 @@ def weight_gradients(x_MK, grad_MN, table, tile_m=8):
             num_scalar_prefetch=3,
             grid=(count,),
             in_specs=[
-                pl.BlockSpec(
-                    (tile_m, K), lambda v, bounds, groups, tiles: (tiles[v], 0)
-                ),
-                pl.BlockSpec(
-                    (tile_m, N), lambda v, bounds, groups, tiles: (tiles[v], 0)
-                ),
+                pl.BlockSpec((tile_m, K), lambda v, b, g, t: (t[v], 0)),
+                pl.BlockSpec((tile_m, N), lambda v, b, g, t: (t[v], 0)),
             ],
             out_specs=pl.BlockSpec(
-                (None, K, N), lambda v, bounds, groups, tiles: (groups[v], 0, 0)
+                (None, K, N), lambda v, b, g, t: (g[v], 0, 0)
             ),
             scratch_shapes=[pltpu.VMEM((K, N), jnp.float32)],
         ),
@@ -223,9 +207,8 @@ def group_means(x_MN, group_sizes_G, tile=8):
         def _():
             o_ref[...] = jnp.zeros_like(o_ref)
 
-        row = tiles_ref[v] * tile + jax.lax.broadcasted_iota(
-            jnp.int32, (tile, 1), 0
-        )
+        in_tile = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        row = tiles_ref[v] * tile + in_tile
         own = (row >= start) & (row < end)
         sum_1N = jnp.sum(jnp.where(own, x_ref[...], 0), axis=0, keepdims=True)
         o_ref[...] += sum_1N / jnp.maximum(end - start, 1)
@@ -235,13 +218,9 @@ def group_means(x_MN, group_sizes_G, tile=8):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(count,),
-            in_specs=[
-                pl.BlockSpec(
-                    (tile, N), lambda v, bounds, groups, tiles: (tiles[v], 0)
-                )
-            ],
+            in_specs=[pl.BlockSpec((tile, N), lambda v, b, g, t: (t[v], 0))],
             out_specs=pl.BlockSpec(
-                (None, 1, N), lambda v, bounds, groups, tiles: (groups[v], 0, 0)
+                (None, 1, N), lambda v, b, g, t: (g[v], 0, 0)
             ),
         ),
         out_shape=jax.ShapeDtypeStruct((G, 1, N), jnp.float32),

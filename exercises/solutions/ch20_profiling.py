@@ -5,7 +5,7 @@ from itertools import pairwise
 
 # EXERCISE 20.read_trace
 def read_trace(events, window):
-    """Divide a trace's time among the names in it, and find the share in which nothing ran.
+    """Divide a trace's time among its names, and find the idle share.
 
     Args:
       events: list of (lane, name, start, end), in any order; start and end are
@@ -16,9 +16,8 @@ def read_trace(events, window):
 
     Returns:
       (own, idle): a dict from each name in `events` to its own time in
-        nanoseconds, an int, which
-      excludes what ran inside it on the same lane; and the share of the window,
-      a float, in which no lane had an event.
+      nanoseconds, an int, which excludes what ran inside it on the same lane;
+      and the share of the window, a float, in which no lane had an event.
     """
     # BEGIN SOLUTION
     own = dict.fromkeys((name for _, name, _, _ in events), 0)
@@ -105,9 +104,8 @@ def goodput(lines):
         if record["event"] == "step":
             began_at.setdefault(job, record["step"])
     records.sort(key=lambda r: r[0])
-    spent = defaultdict(
-        float, {"step": 0.0, "lost": 0.0, "idle": 0.0, "other": 0.0}
-    )
+    spent = defaultdict(float)
+    spent |= dict.fromkeys(("step", "lost", "idle", "other"), 0.0)
     begun = until = records[0][0]
     for start, job, record in records:
         kind = record["event"]
@@ -134,21 +132,17 @@ def find_stall(events):
     Args:
       events: list of (device, kind, name, start, end), in any order; start and
         end are int nanoseconds. Kinds are "compute", "collective" and "data".
-        The device of a data wait is
-        None: it belongs to the host and concerns all devices. Events of one
-          device may overlap.
+        The device of a data wait is None: it belongs to the host and concerns
+        all devices. Events of one device may overlap.
 
     Returns:
       (worst, waits): the name that cost most; and a dict from the name of each
-        collective and data
-      wait, and from "idle", to the nanoseconds it cost, a float, the mean over
-      devices.
+      collective and data wait, and from "idle", to the nanoseconds it cost, a
+      float, the mean over devices.
     """
     # BEGIN SOLUTION
     devices = {e[0] for e in events} - {None}
-    waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {
-        "idle": 0.0
-    }
+    waits = {e[2]: 0.0 for e in events if e[1] != "compute"} | {"idle": 0.0}
     edges = sorted({e[3] for e in events} | {e[4] for e in events})
     for device in devices:
         mine = [e for e in events if e[0] in (device, None)]
@@ -160,8 +154,7 @@ def find_stall(events):
             # Without the waits that end earlier, the device would have waited
             # just as long.
             blamed = max(running, key=lambda e: e[4], default=None)
-            waits[blamed[2] if blamed else "idle"] += (end - start) / len(
-                devices
-            )
+            name = blamed[2] if blamed else "idle"
+            waits[name] += (end - start) / len(devices)
     return max(waits, key=lambda name: waits[name]), waits
     # END SOLUTION

@@ -3,7 +3,7 @@ import itertools
 
 # EXERCISE 22.fit
 def fit(rows, devices, available, predict, ask):
-    """Find the cheapest settings whose step the compiler takes, and ask it as seldom as possible.
+    """Find the cheapest settings that the compiler accepts, asking seldom.
 
     Args:
       rows: rows of a step's batch, a Python int.
@@ -24,9 +24,9 @@ def fit(rows, devices, available, predict, ask):
         for microbatches in range(1, rows + 1):
             if rows % (microbatches * devices):
                 continue
-            for fsdp in (
-                size for size in range(1, devices + 1) if devices % size == 0
-            ):
+            for fsdp in range(1, devices + 1):
+                if devices % fsdp:
+                    continue
                 settings = [
                     f"model.remat={remat}",
                     f"train.microbatches={microbatches}",
@@ -42,7 +42,7 @@ def fit(rows, devices, available, predict, ask):
 
 # EXERCISE 22.choose_mesh
 def choose_mesh(sizes, slices, chips, memory, ici, dcn):
-    """Find the mesh whose collectives take the least time, among those whose state fits.
+    """Find the mesh that fits and whose collectives take the least time.
 
     Args:
       sizes: bytes, Python ints: "weights" and "sums", which are sent, and
@@ -61,13 +61,12 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
     # BEGIN SOLUTION
 
     def gather(whole, within, across):
-        """Bytes over ICI and over DCN to gather, or reduce-scatter, over a group."""
-        return whole * (within - 1) / within, whole / within * (
-            across - 1
-        ) / across
+        """Bytes over ICI and over DCN to gather, or reduce-scatter."""
+        over_ici = whole * (within - 1) / within
+        return over_ici, whole / within * (across - 1) / across
 
     def group(size, stride):
-        """How many members a group has in each slice, and in how many slices."""
+        """How many members a group has in a slice, and in how many slices."""
         within = min(size, max(1, chips // stride))
         return within, size // within
 
@@ -75,11 +74,8 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
     powers = [2**n for n in range(devices.bit_length())]
     for tensor, fsdp in itertools.product(powers, powers):
         data = devices // (tensor * fsdp)
-        if (
-            tensor > chips
-            or data < 1
-            or sizes["state"] / (fsdp * tensor) > memory
-        ):
+        fits = sizes["state"] / (fsdp * tensor) <= memory
+        if tensor > chips or data < 1 or not fits:
             continue
         whole = sizes["weights"] / tensor
         terms = [
@@ -89,16 +85,15 @@ def choose_mesh(sizes, slices, chips, memory, ici, dcn):
         ]
         within = sum(times * bytes_[0] for times, bytes_ in terms)
         across = sum(times * bytes_[1] for times, bytes_ in terms)
-        found.append(
-            ((data, fsdp, tensor), within / ici + across / dcn, within, across)
-        )
+        seconds = within / ici + across / dcn
+        found.append(((data, fsdp, tensor), seconds, within, across))
     return min(found, key=lambda mesh: mesh[1]) if found else None
     # END SOLUTION
 
 
 # EXERCISE 22.overlap
 def overlap(schedule, seconds):
-    """Find how much of each transfer the arithmetic hides, and how much is exposed.
+    """Find how much of each transfer is hidden, and how much is exposed.
 
     Args:
       schedule: list of (name, opcode, operands), in the order in which the
@@ -108,8 +103,7 @@ def overlap(schedule, seconds):
 
     Returns:
       (total, waits): the seconds of the whole schedule, and a dict, name of the
-        transfer ->
-      (hidden, exposed) in s. A transfer has the name of its start.
+      transfer -> (hidden, exposed) in s. A transfer has the name of its start.
     """
     # BEGIN SOLUTION
     blocking = (
@@ -153,6 +147,7 @@ def interval(program, rates):
       (fastest, slowest) in s.
     """
     # BEGIN SOLUTION
+    links = {"fusion": "clock", "copy": "host", "send": "dcn"}
     busy = dict.fromkeys(rates, 0.0)
 
     def walk(computation, runs):
@@ -162,9 +157,7 @@ def interval(program, rates):
                 walk(body, runs * trips)
             elif not opcode.endswith("-done"):
                 kind = opcode.removesuffix("-start")
-                link = {"fusion": "clock", "copy": "host", "send": "dcn"}.get(
-                    kind, "ici"
-                )
+                link = links.get(kind, "ici")
                 busy[link] += runs * what / rates[link]
 
     walk("main", 1)
