@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 11.gradient_equality
 def make_gradient(loss_sum, mesh, microbatches):
-    """Return a data-parallel gradient that equals one device's and sends each number once.
+    """Return a gradient over all devices that sends each number once.
 
     Args:
       loss_sum: pure function (params, some rows) -> (summed loss, number of
@@ -28,7 +28,7 @@ def make_gradient(loss_sum, mesh, microbatches):
 
 # EXERCISE 11.fsdp_rules
 def place_state(params, scheme, devices):
-    """Specs of parameters, gradients and AdamW's moments, and their bytes on one device.
+    """Specs of parameters, gradients and AdamW's moments; bytes on a device.
 
     Args:
       params: dict from name to (dimension names, shape), two tuples of equal
@@ -38,10 +38,9 @@ def place_state(params, scheme, devices):
 
     Returns:
       (specs, bytes): specs is a dict from name to (spec of the parameter, of
-        its gradient, of its
-      moments), each a PartitionSpec with an entry for every dimension. bytes
-      has three Python ints: those of parameters, gradients and moments on one
-        device.
+        its gradient, of its moments), each a PartitionSpec with an entry for
+        every dimension. bytes has three Python ints: those of parameters,
+        gradients and moments on one device.
 
     Raises:
       ValueError: a parameter can't be cut as the scheme asks; the message has
@@ -94,8 +93,8 @@ def stage_costs(cut, whole, devices, scheme, microbatches):
 
     Returns:
       (parameters, gradients, state, sent): Python ints; the first three are
-        bytes stored on one
-      device, the last the bytes that it sends in one step.
+        bytes stored on one device, the last the bytes that it sends in one
+        step.
     """
     # YOUR CODE HERE
     raise NotImplementedError("11.zero_stages")

@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 11.gradient_equality
 def make_gradient(loss_sum, mesh, microbatches):
-    """Return a data-parallel gradient that equals one device's and sends each number once.
+    """Return a gradient over all devices that sends each number once.
 
     Args:
       loss_sum: pure function (params, some rows) -> (summed loss, number of
@@ -60,7 +60,7 @@ def make_gradient(loss_sum, mesh, microbatches):
 
 # EXERCISE 11.fsdp_rules
 def place_state(params, scheme, devices):
-    """Specs of parameters, gradients and AdamW's moments, and their bytes on one device.
+    """Specs of parameters, gradients and AdamW's moments; bytes on a device.
 
     Args:
       params: dict from name to (dimension names, shape), two tuples of equal
@@ -70,10 +70,9 @@ def place_state(params, scheme, devices):
 
     Returns:
       (specs, bytes): specs is a dict from name to (spec of the parameter, of
-        its gradient, of its
-      moments), each a PartitionSpec with an entry for every dimension. bytes
-      has three Python ints: those of parameters, gradients and moments on one
-        device.
+        its gradient, of its moments), each a PartitionSpec with an entry for
+        every dimension. bytes has three Python ints: those of parameters,
+        gradients and moments on one device.
 
     Raises:
       ValueError: a parameter can't be cut as the scheme asks; the message has
@@ -83,30 +82,22 @@ def place_state(params, scheme, devices):
     cut = {"dp": (), "zero1": (2,), "zero2": (1, 2), "fsdp": (0, 1, 2)}[scheme]
     specs, totals = {}, [0, 0, 0]
     for name, (dims, shape) in params.items():
-        places = (
-            [i for i, dim in enumerate(dims) if dim == "embed"]
-            if devices > 1
-            else []
-        )
+        places = [i for i, dim in enumerate(dims) if dim == "embed"]
+        places = places if devices > 1 else []
         if places and cut:
+            size = shape[places[0]]
             if len(places) > 1:
-                raise ValueError(
-                    f"{name}: two dimensions would be cut along fsdp"
-                )
-            if shape[places[0]] % devices:
-                raise ValueError(
-                    f"{name}: embed={shape[places[0]]} does not go into "
-                    f"{devices} parts"
-                )
+                raise ValueError(f"{name}: two dimensions named embed")
+            if size % devices:
+                raise ValueError(f"{name}: embed={size} into {devices} parts")
         numbers = 1
         for size in shape:
             numbers *= size
         found = []
         for thing, each in enumerate((4, 4, 8)):
             split = places if thing in cut else []
-            found.append(
-                P(*("fsdp" if i in split else None for i in range(len(dims))))
-            )
+            axes = ("fsdp" if i in split else None for i in range(len(dims)))
+            found.append(P(*axes))
             totals[thing] += each * numbers // (devices if split else 1)
         specs[name] = tuple(found)
     return specs, tuple(totals)
@@ -168,8 +159,8 @@ def stage_costs(cut, whole, devices, scheme, microbatches):
 
     Returns:
       (parameters, gradients, state, sent): Python ints; the first three are
-        bytes stored on one
-      device, the last the bytes that it sends in one step.
+        bytes stored on one device, the last the bytes that it sends in one
+        step.
     """
     # BEGIN SOLUTION
     stage = ("dp", "zero1", "zero2", "fsdp").index(scheme)

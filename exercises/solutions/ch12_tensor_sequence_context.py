@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 # EXERCISE 12.tp_mlp
 def tp_mlp(x_BTD, gate_DF, up_DF, down_FD):
-    """The gated layer `(silu(x @ gate) * (x @ up)) @ down`, features split over `tensor`.
+    """`(silu(x @ gate) * (x @ up)) @ down`, features split over `tensor`.
 
     Args:
       x_BTD: [B, T, D], as P("data", None, None).
@@ -34,7 +34,7 @@ def tp_mlp(x_BTD, gate_DF, up_DF, down_FD):
 
 # EXERCISE 12.vocab_parallel_loss
 def vocab_parallel_loss(x_XD, w_DV, targets_X):
-    """The cross-entropy of every token, with the vocabulary split over `tensor`.
+    """The cross-entropy of every token; the vocabulary is split.
 
     Args:
       x_XD: [X, D] float32, whole on every device.
@@ -73,7 +73,7 @@ def vocab_parallel_loss(x_XD, w_DV, targets_X):
 
 # EXERCISE 12.ring_attention
 def ring_attention(q_BTNH, k_BTNH, v_BTNH):
-    """Causal attention; tokens are split in order over `context`, and keys go around a ring.
+    """Causal attention of tokens in order; keys go around a ring.
 
     Args:
       q_BTNH: [B, T, N, H] float32, as P(None, "context").
@@ -137,10 +137,9 @@ def zigzag_order(T, devices):
 
     Returns:
       (pieces, order, back): integer arrays of shape [devices, 2], [T] and [T].
-        Device i holds the
-      pieces `pieces[i]`, of T / (2 * devices) tokens each, the earlier first.
-      `row[order]` are the tokens of device 0, then those of device 1, and so
-      on; `row[order][back]` is the row again.
+        Device i holds the pieces `pieces[i]`, of T / (2 * devices) tokens each,
+        the earlier first. `row[order]` are the tokens of device 0, then those
+        of device 1, and so on; `row[order][back]` is the row again.
 
     Raises:
       ValueError: 2 * devices does not divide T.
