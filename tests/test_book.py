@@ -333,6 +333,90 @@ def test_chapters_have_outputs_and_a_colab_button(looks):
         assert f"https://colab.research.google.com/github/{url}/blob/main/{chapter}" in look.links
 
 
+def test_the_gallery_has_the_chapters_own_pictures(tab, html, looks):
+    opened = tab()
+    page = opened.open("book/gallery.html")
+    for image in page.locator(".mt-hero img").all():
+        image.scroll_into_view_if_needed()  # they are loaded when they come near
+        image.evaluate("image => image.decode()")
+    shown = page.locator(".mt-hero").evaluate_all(
+        """all => all.map(hero => [hero.querySelector('a').href, hero.querySelector('img').src,
+          hero.querySelector('img').alt, hero.querySelector('.mt-hero-title a').textContent])"""
+    )
+    assert len(shown) == len(chapters())
+    for chapter, (link, source, alt, title) in zip(chapters(), shown, strict=True):
+        number = int(chapter.removeprefix("notebooks/")[:2])
+        assert link.endswith(page_of(chapter)) and title.startswith(f"{number}. ")
+        assert alt in looks[page_of(chapter)].alts
+        assert source.rpartition("/")[2] in (html / page_of(chapter)).read_text(encoding="utf-8")
+    assert not opened.faults
+
+
+STEPPED = ("01", "03", "10", "13", "17", "18")
+
+
+def stepped() -> list[str]:
+    """The chapters with a step-through."""
+    return [c for c in chapters() if c.removeprefix("notebooks/")[:2] in STEPPED]
+
+
+@pytest.mark.parametrize("chapter", stepped())
+def test_a_step_through_is_moved_with_mouse_and_keys(tab, chapter):
+    opened = tab()
+    page = opened.open(page_of(chapter))
+    box = page.locator(".mt-steps")
+    slider, shown = box.locator("input"), box.locator("figure:visible")
+    count, height = box.locator("figure").count(), box.bounding_box()["height"]
+
+    def is_at(number: int) -> bool:
+        return shown.count() == 1 and shown.inner_text().startswith(f"{number} of {count}.")
+
+    assert count > 4 and is_at(1)
+    box.get_by_label("next step").click()
+    assert is_at(2)
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    assert is_at(3)
+    assert slider.get_attribute("aria-valuetext").startswith(f"3 of {count}.")
+    page.keyboard.press("End")
+    assert is_at(count)
+    box.get_by_label("next step").press("Enter")
+    assert is_at(count)
+    box.get_by_label("previous step").press(" ")
+    assert is_at(count - 1)
+    slider.fill("1")
+    assert is_at(1)
+    assert box.bounding_box()["height"] == height  # the page doesn't jump
+    page.emulate_media(media="print")
+    assert shown.count() == count and not slider.is_visible()
+    assert not opened.faults
+
+
+def test_a_step_through_reads_without_scripts(browser, server):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(server + page_of(stepped()[0]))
+    box = page.locator(".mt-steps")
+    assert box.locator("figure:visible").count() == box.locator("figure").count() > 4
+    assert not box.locator("input").is_visible()
+    context.close()
+
+
+def test_no_page_is_heavy(html, pages):
+    """1.5 MB for a page with its pictures, without MathJax, which all pages share."""
+    heavy = {}
+    for address in pages:
+        text = (html / address).read_text(encoding="utf-8")
+        images = {(html / address).parent / unquote(src) for src in IMAGES.findall(text)}
+        size = len(text.encode()) + sum(p.stat().st_size for p in images if p.is_file())
+        if size > 1_500_000:
+            heavy[address] = size
+    assert not heavy
+
+
+IMAGES = re.compile(r'<img[^>]*? src="(?!data:|http)([^"]+)"')
+
+
 def test_the_sites_address_leads_to_the_first_page(tab, server):
     opened = tab()
     opened.page.goto(server)

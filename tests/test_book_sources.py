@@ -74,8 +74,54 @@ def test_cells_that_draw_have_alternative_text():
         for cell in json.loads((ROOT / chapter).read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] != "code" or "plt." not in (source := "".join(cell["source"])):
                 continue
+            if "step_through(" in source:  # which demands one
+                continue
             image = cell["metadata"].get("mystnb", {}).get("image", {})
             assert image.get("alt"), f"{chapter} draws without alternative text: {source[:80]}"
+
+
+def heroes(chapter: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The cells of a chapter that draw, and those with the tag `hero`."""
+    cells = json.loads((ROOT / chapter).read_text(encoding="utf-8"))["cells"]
+    drawing = [c for c in cells if "image" in c["metadata"].get("mystnb", {})]
+    return drawing, [c for c in cells if "hero" in c["metadata"].get("tags", ())]
+
+
+@pytest.mark.parametrize("chapter", chapters())
+def test_every_chapter_has_a_picture_for_the_gallery(chapter):
+    """That of the cell with the tag `hero`, or else the first."""
+    drawing, tagged = heroes(chapter)
+    assert drawing and len(tagged) <= 1
+    assert all(cell in drawing for cell in tagged)
+
+
+def test_the_gallery_shows_every_chapter_in_order_with_one_sentence():
+    text = (ROOT / "book" / "gallery.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```\{hero\} (\S+)\n(.*?)\n```$", text, re.DOTALL | re.MULTILINE)
+    assert [f"notebooks/{name}.ipynb" for name, _ in shown] == chapters()
+    for name, sentence in shown:
+        assert re.fullmatch(r"[A-Z][^.?!]*\.", sentence), name
+    assert "book/gallery" in (ROOT / "book" / "_toc.yml").read_text(encoding="utf-8")
+
+
+def test_a_chapter_is_remembered_by_its_first_picture_unless_a_cell_has_the_tag():
+    nodes = pytest.importorskip("docutils.nodes")
+    pytest.importorskip("sphinx")
+
+    def cell(*uris: str, tags: tuple[str, ...] = ()) -> Any:
+        images = [nodes.image(uri=uri, alt=f"alt of {uri}") for uri in uris]
+        source = nodes.container("", nb_element="cell_code_source")
+        outputs = nodes.container("", *images, nb_element="cell_code_output")
+        classes = ["cell", *(f"tag_{tag}" for tag in tags)]
+        return nodes.container("", source, outputs, nb_element="cell_code", classes=classes)
+
+    picture = script("gallery").picture
+    text = nodes.image(uri="from-the-text.svg")
+    first = [text, cell(), cell("a.svg", "b.svg"), cell("c.svg")]
+    assert picture(nodes.section("", *first))["uri"] == "a.svg"
+    tagged = [cell("a.svg"), cell("c.svg", tags=("hide-input", "hero"))]
+    assert picture(nodes.section("", *tagged))["alt"] == "alt of c.svg"
+    assert picture(nodes.section("", cell(), cell(tags=("hero",)))) is None
 
 
 def test_reference_has_every_module(generate):
