@@ -279,6 +279,7 @@ LINES = [
     *([*SLURM, option, HUGE, "--", "train"] for option in ["--nodes", "--restarts", "--gpus-per-node"]),
     *([*SLURM, "--partition", p, "--", "train"] for p in ["a;b", "$(x)", "-p"]),
     ["launch", "k8s", "--name", "a", "--image", "i", "--claim", "A_b", "--", "train"],
+    ["goodput", "{run}", "--record", ""], ["goodput", "{run}", "--record", "a\nb"],
     ["llo", "matmul", "chip=v5e,"], ["llo", "matmul", "m=8", "m=16"], ["journey", "--budget", "inf"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],

@@ -32,7 +32,7 @@ def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
     """Refuses an empty name, or one of several words, which whoever gets it would take for something else."""
     if value is not None and not re.fullmatch(r"(?!-)[\w./:@,+-]+", value):
         raise UserError(
-            f"{param.opts[0]} {shorten(value)!r} is not a name: give one word of letters, digits and ./:@,+_ or inner hyphens"
+            f"{param.opts[0]} {shorten(value)!r} is not a name: give one word without special characters"
         )
     return value
 
