@@ -348,6 +348,8 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "null"
     text = " ".join(repr(value).split()) if not isinstance(value, str) else ascii(value)[1:-1]
     return text if len(text) <= 60 else text[:57] + "..."
 
