@@ -1,6 +1,7 @@
-"""Three hundred hostile command lines over all commands: each is refused in one line, quickly, and writes nothing."""
+"""Five hundred hostile command lines over all commands: each is refused in one line, quickly, and writes nothing."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -240,6 +241,46 @@ LINES = [
     *(["maxtext", "export", run, "out"] for run in ["nowhere", "{folder}", "{file}", ""]),
     *(["maxtext", "export", "{run}", path] for path in ["{folder}", "{file}", "{file}/below", ""]),
     ["maxtext", "export", "{run}", "out", "--dtype", "int8"], ["maxtext", "nonsense"],
+    # Pipes, files that swell, links that lead to themselves, and runs of which a part is missing.
+    *([*words, f"config={{{name}}}"] for name in ("pipe", "merges", "twice", "round")
+      for words in [["train"], ["config", "show"], ["optim", "memory"], ["shard"], ["drill"], ["sft", "{run}"]]),
+    *([name, f"{{{half}}}", *rest] for half in ("torn", "cut", "mixed", "pipe", "round") for name, rest in {
+        "generate": ["--prompt", "x"], "chat": [], "serve": ["--port", "0"], "export": ["out"], "quantize": ["out"],
+        "eval": [],
+    }.items()),
+    *(["maxtext", "export", f"{{{half}}}", "out"] for half in ("torn", "cut", "mixed", "round")),
+    *([recipe, "{run}", *words] for recipe in ("sft", "dpo", "grpo", "ppo") for words in [
+        [], ["laptop"], ["data.path=nowhere.jsonl"], ["data.path={pipe}"], ["data.path={deep}"],
+        ["data.path={records}"], ["data.path={records}", "data.seq_len=0"], ["data.path={records}", "train.steps=-1"],
+    ]),
+    *(["grpo", "{run}", "data.path={records}", f"objective.{word}"] for word in (
+        "rewards=[]", "rewards=exact", "rewards=[{{name: exact, weight: .nan}}]", "rewards=[{{name: 'nowhere.py:f'}}]",
+        "rewards=[{{name: 'gs://b/r.py:f'}}]", "max_tokens=1000", "group=129", "discount=1",
+    )),
+    *(["chat", "{run}", *words] for words in [[], ["--temperature", "nan"], ["--max-tokens", "0"], ["--seed", "-1"]]),
+    *(["data", "preview", "byte", f"{{{name}}}"] for name in ("pipe", "deep", "round", "binary")),
+    *(["grade", "--notebook", f"{{{name}}}"] for name in ("pipe", "round", "deep")),
+    ["grade", "01", "--json", "{round}"], ["judge", "{pipe}"], ["judge", "{round}"],
+    ["judge", "{kernel}", "--budget", "mxu=200%"],
+    *(["import", path, "out"] for path in ["{pipe}", "{round}", "{folder}", "{binary}", "nowhere", "", "gs://b/m"]),
+    *(["import", "{folder}", "out", word] for word in ["laptop", "model.headz=1", "mesh.fsdp=0"]),
+    *(["parity", path] for path in ["{pipe}", "{round}", "{folder}", "{run}", "nowhere", ""]),
+    *(["parity", "{folder}", *words] for words in [["--length", "0"], ["--continue", "4097"], ["--seed", "-1"]]),
+    *(["quantize", "{run}", "out", "--rules", rules] for rules in [
+        "int3", "[", "[]", "{pipe}.yml", "[{{module: '(', dtype: int8}}]", "[{{module: nothing, dtype: int8}}]",
+    ]),
+    *(["quantize", "{run}", *words] for words in [[], ["--sweep", "out"], ["out", "--text", "{file}"], ["{run}"]]),
+    *(["predict-serving", *words] for words in [
+        ["llama3-8b"], ["llama3-8b", "target=v5e"], ["llama3-8b", "target=v5e:2x4", "--texts", "0"],
+        ["llama3-8b", "target=v5e:2x4", "--context", HUGE], ["nope", "target=v5e:2x4"],
+    ]),
+    *(["quantized", *SMALL, *words] for words in [[], ["target=v5e"], ["target=v5e:2x2", "mesh.fsdp=5"]]),
+    *(["optim", "memory", word] for word in ["optim.kind=adam", f"model.layers={HUGE}", "mesh.fsdp=0"]),
+    *([*SLURM, option, HUGE, "--", "train"] for option in ["--nodes", "--restarts", "--gpus-per-node"]),
+    *([*SLURM, "--partition", p, "--", "train"] for p in ["a;b", "$(x)", "-p"]),
+    ["launch", "k8s", "--name", "a", "--image", "i", "--claim", "A_b", "--", "train"],
+    ["goodput", "{run}", "--record", ""], ["goodput", "{run}", "--record", "a\nb"],
+    ["llo", "matmul", "chip=v5e,"], ["llo", "matmul", "m=8", "m=16"], ["journey", "--budget", "inf"],
     # Words that no command has.
     ["nonsense"], [""], ["--nonsense"], ["é"], ["config", "nonsense"], ["data", "pack"], ["doctor", "x"],
     ["config", "presets", "x"],
@@ -264,6 +305,13 @@ def places(server, tmp_path_factory):
         "binary": bytes(range(256)),
         "other": b"train: {steps: 9}\n",
         "kernel": b"1 / 0\n",  # for judge, which refuses everything else first
+        "twice": b"train: {steps: 3}\ntrain: {seed: 1}\n",
+        "records": b'{"text": "x"}\n',
+        "deep": b"[" * 100_000,
+        "merges": "\n".join(
+            ["a0: &a0 {x: 1}"]
+            + [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 12)]
+        ).encode(),
         "bomb": "\n".join(
             ["a0: &a0 {x: 1}"]
             + [f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}" for i in range(1, 12)]
@@ -272,17 +320,27 @@ def places(server, tmp_path_factory):
     for name, content in texts.items():
         (home / name).write_bytes(content)
     (home / "folder").mkdir()
-    return {"home": str(home)} | {
-        name: str(home / name) for name in [*texts, "run", "wide", "folder"]
-    }
+    os.mkfifo(home / "pipe")
+    (home / "round").symlink_to("round")
+    # Of a run: its newest checkpoint damaged, its configuration cut, or that of another model.
+    for name in ("torn", "cut", "mixed"):
+        shutil.copytree(home / "run", home / name)
+    for file in (home / "torn" / "checkpoints").rglob("*"):
+        if file.is_file():
+            os.truncate(file, file.stat().st_size // 2)
+    whole = (home / "run" / "config.yml").read_text()
+    (home / "cut" / "config.yml").write_text(whole[: whole.index("model:")] + "model:\n  lay")
+    (home / "mixed" / "config.yml").write_text(whole.replace("embed: 32", "embed: 16"))
+    names = [*texts, "run", "wide", "folder", "pipe", "round", "torn", "cut", "mixed"]
+    return {"home": str(home)} | {name: str(home / name) for name in names}
 
 
 def everything(folder):
     return {str(path) for path in Path(folder).rglob("*")}
 
 
-def test_there_are_three_hundred():
-    assert len(LINES) >= 300 and len({tuple(line) for line in LINES}) == len(LINES)
+def test_there_are_five_hundred():
+    assert len(LINES) >= 500 and len({tuple(line) for line in LINES}) == len(LINES)
 
 
 @pytest.mark.audit

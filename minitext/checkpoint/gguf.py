@@ -39,7 +39,7 @@ class _Header:
         self.items = MOST_ITEMS
 
     def refuse(self, what: str) -> UserError:
-        return UserError(f"{self.path} is no GGUF file, or is damaged: {what}: copy it again")
+        return UserError(f"{self.path} is not a GGUF file, or is damaged: {what}: copy it again")
 
     def take(self, count: int) -> bytes:
         if count > self.left:

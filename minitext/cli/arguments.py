@@ -51,7 +51,7 @@ def check_plot(path: str | None) -> str | None:
         files.check_new_file("--plot", path)
         if not path.lower().endswith(PICTURES):
             raise UserError(
-                f"--plot {files.shorten(path)} is no kind of picture: end its name in {' or '.join(PICTURES)}"
+                f"--plot {files.shorten(path)} is not a picture: end its name in {' or '.join(PICTURES)}"
             )
     return path
 

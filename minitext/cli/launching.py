@@ -30,11 +30,20 @@ if TYPE_CHECKING:
 
 def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
     """Refuses an empty name, or one of several words, which whoever gets it would take for something else."""
-    if value is not None and not re.fullmatch(r"[\w./:@,+-]+", value):
+    if value is not None and not re.fullmatch(r"(?!-)[\w./:@,+-]+", value):
         raise UserError(
-            f"{param.opts[0]} {shorten(value)!r} is not a name: give one word of letters, digits and ./:@,+-_"
+            f"{param.opts[0]} {shorten(value)!r} is not a name: give one word without special characters"
         )
     return value
+
+
+def check_claim(claim: str | None) -> str | None:
+    """Refuses what Kubernetes refuses as a name."""
+    if claim is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", claim):
+        raise UserError(
+            f"--claim {shorten(claim)!r} is not a name: use lowercase letters, digits, dots and hyphens"
+        )
+    return claim
 
 
 Command = Annotated[
@@ -286,7 +295,7 @@ def k8s(
     claim: Annotated[
         str | None,
         typer.Option(
-            help="PersistentVolumeClaim to mount at /runs in all pods", callback=check_word
+            help="PersistentVolumeClaim to mount at /runs in all pods", callback=check_claim
         ),
     ] = None,
     restarts: Restarts = 3,

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from minitext.cli.arguments import Json, Plot, RunDir, answer
+from minitext.errors import UserError
+from minitext.files import shorten
 
 
 def goodput(
@@ -23,16 +25,21 @@ def goodput(
     """Say where a run's wall time went: steps that count, lost steps, compiling, data, checkpoints, no job at all."""
     from minitext.observability import goodput
 
-    found = goodput.measure(directory)
+    found, recorder = goodput.measure(directory), None
+    if record is not None:
+        from minitext.observability import goodput_export
+
+        if not record.strip() or not record.isprintable():
+            raise UserError(f"--record {shorten(record)} is not a job's name: give one")
+        recorder = goodput_export.make_recorder(record)
     answer(found, as_json, goodput.print_goodput)
     if plot is not None:
         from minitext.perf.figures import plot_goodput, save_figure
 
         save_figure(plot, lambda: plot_goodput(found))
-    if record is not None:
+    if recorder is not None:
         from minitext.observability import goodput_export
 
-        recorder = goodput_export.make_recorder(record)
         goodput_export.replay(directory, recorder)
         recorder.flush()
 

@@ -276,7 +276,8 @@ def resolve(layers: Sequence[tuple[str, dict[str, Any]]], base: Config | None = 
                 continue
             if isinstance(value, bool) and known[key].annotation is not bool:  # true isn't 1
                 problems.append(
-                    f"{key}={str(value).lower()} ({layer}): it is neither true nor false"
+                    f"{key}={str(value).lower()} ({layer}): choose something other than true and false, as "
+                    f"minitext config explain {key} says"
                 )
             node = tree
             *path, leaf = key.split(".")
@@ -347,6 +348,8 @@ def _explain(error: Any, known: Mapping[str, Any], origin: Mapping[str, str]) ->
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "null"
     text = " ".join(repr(value).split()) if not isinstance(value, str) else ascii(value)[1:-1]
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -18,6 +18,15 @@ LIMIT = 1 << 20  # bytes of a file
 MOST_VALUES, MOST_LEVELS = 20_000, 20
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 2020-01-01 as text: no setting is a date, and a run may be called so."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 class BadYAML(UserError):
     """A text that can't be used: the message says what it is, such as `is not YAML (...)`, and lacks its subject."""
 
@@ -33,7 +42,7 @@ def parse(text: str, *, unique: bool = True) -> Any:
       BadYAML: it isn't YAML, has a key twice, is too large or nested too deep.
     """
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         try:
             node = loader.get_single_node()
             if node is None:

@@ -181,7 +181,7 @@ def read_chat(folder: Path, tokenizer: Tokenizer) -> Chat:
         template = files.read_text(path, TEMPLATE_LIMIT)
     if template is not None and (not isinstance(template, str) or len(template) > TEMPLATE_LIMIT):
         raise UserError(
-            f"the chat template of {folder.parent} is not a text of at most {TEMPLATE_LIMIT:,} characters: get it again"
+            f"the template of {folder.parent} is not a text of at most {TEMPLATE_LIMIT:,} characters: copy it again"
         )
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     stops = {i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)}

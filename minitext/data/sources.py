@@ -256,8 +256,9 @@ def _check_hub(name: str) -> None:
 
 
 def _cannot_open(cfg: DataConfig, error: Exception, *keys: str) -> UserError:
-    asked = " ".join(f"data.{key}={getattr(cfg, key)}" for key in keys)
-    return UserError(f"cannot open {asked}: {_first_line(error)}")
+    given = {key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None}
+    asked = " ".join(f"data.{key}={value}" for key, value in given.items())
+    return UserError(f"cannot open {asked} ({_first_line(error).rstrip('.')}): name another")
 
 
 def _first_line(error: Exception) -> str:

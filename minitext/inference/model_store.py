@@ -188,7 +188,7 @@ class Store:
         if function in model.batchers:
             return Function(name, model, model.batchers[function])
         names = " or ".join(model.called)
-        raise Refused(f"{files.shorten(name)} is no function: ask for {names}", 404)
+        raise Refused(f"{files.shorten(name)} is not a function: ask for {names}", 404)
 
     # --- loading and unloading
 
@@ -331,7 +331,7 @@ def _folders(place: Path) -> list[Path]:
         raise UserError(f"{files.shorten(str(place))} cannot be read ({said})") from error
     if not found:
         raise UserError(
-            f"{files.shorten(str(place))} is no artefact and holds none: make one with minitext export "
+            f"{files.shorten(str(place))} is not an artefact and holds none: make one with minitext export "
             "--format stablehlo"
         )
     return found

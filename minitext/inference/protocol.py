@@ -245,7 +245,7 @@ def _message(place: int, message: dict[str, Any]) -> dict[str, str]:
         texts = [part["text"] for part in typed if isinstance(part.get("text"), str)]
         if len(texts) < len(content):
             raise Refused(
-                f"{where}.content has a part that is no text: give text alone", param="messages"
+                f"{where}.content has a part that is not text: give text alone", param="messages"
             )
         content = "".join(texts)
     if not isinstance(content, str):

@@ -1367,7 +1367,7 @@ def to_hf(model: ModelConfig, max_length: int, first: str = "llama") -> dict[str
         if closest is None or far < closest[0]:
             closest = far, name, ", ".join(wrong)
     assert closest is not None
-    raise UserError(f"no family of Hugging Face's has this model: {closest[1]} lacks {closest[2]}")
+    raise UserError(f"no model of Hugging Face's has this form: {closest[1]} lacks {closest[2]}")
 
 
 def model_of(keys: Mapping[str, Any]) -> ModelConfig:

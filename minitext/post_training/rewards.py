@@ -94,7 +94,7 @@ def find(name: str) -> Reward:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file may raise anything
         raise UserError(
-            f"reward {name}: {file} cannot be run ({type(error).__name__}: {error}): mend it"
+            f"reward {name}: {file} cannot be run ({type(error).__name__}: {error}): correct it"
         ) from error
     found = getattr(module, function, None)
     if not callable(found):

@@ -96,7 +96,7 @@ def read_rules(text: str) -> tuple[StorageRule, ...]:
         )
     if not isinstance(found, list) or not found or not all(isinstance(x, dict) for x in found):
         raise UserError(
-            f"{where}: {files.shorten(said)} is no list of rules: write such as "
+            f"{where}: {files.shorten(said)} is not a list of rules: write one such as "
             "'[{module: blocks/.*, dtype: int4, block: 32}]'"
         )
     rules = []

@@ -452,7 +452,7 @@ def _read_base(directory: Path, cfg: Config, mesh: Mesh) -> tuple[Any, base.Base
     source = cfg.checkpoint.load_parameters
     if source is None or not (Path(source) / CONFIG).is_file():
         raise UserError(
-            f"{directory} has adapters beside the weights of checkpoint.load_parameters={source}, which is no run "
+            f"{directory} has adapters beside the weights of checkpoint.load_parameters={source}, which is not a run "
             f"directory: put it back, or name where it is in {directory / CONFIG}"
         )
     known, checkpoints = base.read(directory), Path(source) / CHECKPOINTS

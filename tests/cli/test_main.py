@@ -172,6 +172,10 @@ def test_doctor_answers_in_json(minitext):
         (["llo", "matmul", "chip=v5e,"], "chip='' is not a TPU that minitext knows"),
         (["llo", "matmul", "m=8", "m=16"], "m is given twice"),
         (["launch", "slurm", "--name", "a", "--nodes", "9" * 20, "--", "train"], "choose 100,000 or less"),
+        (["launch", "slurm", "--name", "a", "--partition", "a;b", "--", "train"], "--partition 'a;b' is not a name"),
+        (["launch", "k8s", "--name", "a", "--image", "i", "--claim", "A_b", "--", "train"], "--claim 'A_b' is not a"),
+        (["config", "show", "run.name=true"], "run.name=true (command line): choose something other"),
+        (["grpo", "/", "objective.rewards=[]"], "/ is not a run directory"),
         (["launch", "k8s", "--name", "a", "--image", "i", "--gpus", "9" * 20, "--", "train"], "choose 1,024 or less"),
     ],
 )  # fmt: skip

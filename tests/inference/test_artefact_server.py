@@ -491,7 +491,7 @@ def test_folders_that_cannot_be_served(folder, tmp_path):
         assert len(str(refused.value).splitlines()) == 1
         return str(refused.value)
 
-    assert "is no artefact and holds none" in refuse(tmp_path)
+    assert "is not an artefact and holds none" in refuse(tmp_path)
     assert "cannot be read" in refuse(tmp_path / "none")
     shutil.copytree(folder / "mlp" / "one", tmp_path / "twin")
     assert "are both mlp version 1" in refuse(folder, tmp_path / "twin")

@@ -39,7 +39,7 @@ def test_the_first_layer_that_departs_is_named(folder, monkeypatch):
 
 
 def test_what_is_missing_is_said(folder, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         parity.compare(str(tmp_path))
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(UserError, match="is not JSON"):

@@ -124,7 +124,7 @@ def test_another_base_is_refused(runs, tiny, tmp_path):
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(UserError, match="not a run directory"):
         run.train(cfg, QUIET)
-    with pytest.raises(UserError, match="is no run directory: put it back"):
+    with pytest.raises(UserError, match="is not a run directory: put it back"):
         run_dir.load_run(_at(tmp_path / "tuned", cfg))
     theirs = run_dir.read_config(runs[0] / "base")
     other = {"run.dir": str(tmp_path), "train.seed": 7}

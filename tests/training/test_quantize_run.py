@@ -141,7 +141,7 @@ def test_what_cannot_be_quantized_leaves_nothing(tmp_path, minitext):
         ("a", "[{block: 0}]", "choose 1 or more"),
         ("a", "[{dtype: none, block: 4}]", "has no effect"),
         ("a", "[", "is not YAML"),
-        ("a", "{}", "no list of rules"),
+        ("a", "{}", "is not a list of rules"),
         ("a", str(tmp_path / "file.yml"), "rule 0: dtype=int3"),
         ("a", str(tmp_path / "missing.yml"), "cannot be read"),
         ("b", "int8", "is quantized already"),
