@@ -339,7 +339,8 @@ def average_by_numpy(start, others, decay):
 @pytree.check("the leaves are the parameters, then the count")
 def _(fn, t):
     params = random_params(t)
-    leaves = jax.tree.leaves(fn()(params, 0.9, count=7))
+    average = fn()(params, 0.9, count=7)
+    leaves = jax.tree.leaves(average)
     want = [x.shape for x in jax.tree.leaves(params)] + [()]
     t.true(
         all(hasattr(leaf, "shape") or isinstance(leaf, float) for leaf in leaves),
@@ -348,12 +349,14 @@ def _(fn, t):
     t.equal(len(leaves), len(want), why="the number of leaves")
     t.equal([np.shape(leaf) for leaf in leaves], want, why="the shapes of the leaves, in order")
     t.equal(int(leaves[-1]), 7, why="the last leaf is the count")
+    children = jax.tree.leaves(average, is_leaf=lambda x: x is not average)
+    t.equal(len(children), 2, why="the children of an average are params, whole, and count")
 
 
 @pytree.check("flatten, then unflatten, gives the average back")
 def _(fn, t):
-    cls, params = fn(), random_params(t)
-    leaves, structure = jax.tree.flatten(cls(params, 0.75, count=3))
+    cls, params, decay = fn(), random_params(t), float(t.rng.uniform(0.9, 0.9999))
+    leaves, structure = jax.tree.flatten(cls(params, decay, count=3))
     back = jax.tree.unflatten(structure, leaves)
     t.true(isinstance(back, cls), why="unflatten must return an Average")
     t.equal(
@@ -361,7 +364,7 @@ def _(fn, t):
         str(jax.tree.structure(params)),
         why="the structure of params",
     )
-    t.equal(float(back.decay), 0.75, why="decay")
+    t.equal(float(back.decay), decay, why="decay, to its last digit")
     t.equal(int(back.count), 3, why="count")
 
 
@@ -481,6 +484,45 @@ def params_lose_their_structure():
     return average_class(
         lambda a: ((*jax.tree.leaves(a.params), a.count), a.decay),
         lambda cls, decay, children: bare(cls, list(children[:-1]), decay, children[-1]),
+    )
+
+
+@pytree.mutant(
+    "Your children are the leaves of `params`, and then `count`. A child may be any pytree: return "
+    "two children, `params` as it is and `count`, and JAX flattens the first for you."
+)
+def leaves_are_children():
+    def flatten(a):
+        leaves, structure = jax.tree.flatten(a.params)
+        return (*leaves, a.count), (a.decay, structure)
+
+    return average_class(
+        flatten,
+        lambda cls, aux, children: bare(
+            cls, jax.tree.unflatten(aux[1], children[:-1]), aux[0], children[-1]
+        ),
+    )
+
+
+@pytree.mutant(
+    "The average comes back with another decay than it had: you round it. Two decays that differ "
+    "in the fourth digit are two settings, so store the float itself."
+)
+def decay_is_rounded():
+    return average_class(
+        lambda a: ((a.params, a.count), round(a.decay, 3)),
+        lambda cls, decay, children: bare(cls, children[0], decay, children[1]),
+    )
+
+
+@pytree.mutant(
+    "The average comes back with a decay of 0.9, whatever it was before. The decay has to be in the "
+    "auxiliary data, because unflatten knows nothing else about the object."
+)
+def decay_is_lost():
+    return average_class(
+        lambda a: ((a.params, a.count), None),
+        lambda cls, aux, children: bare(cls, children[0], 0.9, children[1]),
     )
 
 

@@ -354,6 +354,9 @@ def _(fn, t):
     t.true(isinstance(got, jax.Array), why="one array is wanted, not a tuple", observed=0)
     want = right_pass(a, b, scale, limit)
     t.close(got, want, rtol=1e-4, atol=1e-5, dtype=np.float32, why=f"[{X}, {F}], limit {limit:.2f}")
+    a, b = normal(t, F, F, scale=2), normal(t, F, F)
+    want = right_pass(a, b, scale, limit)
+    t.close(fn(limit)(a, b, scale), want, rtol=1e-4, atol=1e-5, why=f"as many rows as columns, {F}")
 
 
 @restore_fusion.check("one row, one column, and activations of -90 and 90")
@@ -377,13 +380,15 @@ def _(fn, t):
         why=f"a call starts {len(names)} programs: {', '.join(names)[:80]}. Jit the whole function",
         observed=len(names),
     )
+    t.equal(len(jaxpr.eqns[0].outvars), 1, why="arrays that the program returns, so writes")
 
 
 @restore_fusion.check("only elementwise operations")
 def _(fn, t):
     X, F = sizes(t, 2, 30, 60)
     found = t.primitives(fn(1.0), spec(X, F), spec(X, F), spec(F))
-    breaks = ("dot_general", "debug_callback", "pure_callback", "io_callback")
+    callbacks = ("debug_callback", "pure_callback", "io_callback")
+    breaks = ("dot_general", *callbacks, "optimization_barrier")
     left = [name for name in breaks if name in found]
     t.true(
         not left,
@@ -454,6 +459,32 @@ def still_a_product(limit):
 def still_returned(limit):
     fn = lambda a, b, s: (jnp.clip(gate_of(a) * b * s, -limit, limit), gate_of(a) * b)  # noqa: E731
     return jax.jit(fn)
+
+
+@restore_fusion.mutant(
+    "Your program returns h as well, and you drop it after the call. By then it has been written: "
+    "the jitted function itself must return only `y_XF`."
+)
+def dropped_too_late(limit):
+    fn = jax.jit(lambda a, b, s: (jnp.clip(gate_of(a) * b * s, -limit, limit), gate_of(a) * b))
+    return lambda a, b, s: fn(a, b, s)[0]
+
+
+@restore_fusion.mutant(
+    "You put a barrier between two operations. It forbids the compiler to fuse across it, so on an "
+    "accelerator `h_XF` is written to memory."
+)
+def keeps_a_barrier(limit):
+    def fn(a, b, s):
+        h = jax.lax.optimization_barrier(gate_of(a) * b)
+        return jnp.clip(h * s, -limit, limit)
+
+    return jax.jit(fn)
+
+
+@restore_fusion.mutant("You clip only from above. `jnp.clip(y, -limit, limit)` has two sides.")
+def clips_one_side(limit):
+    return jax.jit(lambda a, b, s: jnp.minimum(gate_of(a) * b * s, limit))
 
 
 @restore_fusion.mutant(

@@ -28,7 +28,8 @@ Write `einsum_cost(subscripts, shapes, dtype, result_dtype)` for a product of tw
 - FLOPs and bytes are exact Python integers. A step of a large model has more FLOPs than 64 bits
   hold.
 - If nothing is moved because every array is empty, the intensity is 0.0.
-- If a letter has two different sizes, raise a `ValueError` whose message contains the letter.
+- If a letter has two different sizes, raise a `ValueError` whose message names the letter, as in
+  `K is 61 and 62`. The subscripts alone don't say which letter it is.
 """,
     hints=(
         "Write the product as nested Python loops, one for each letter. How many loops are "
@@ -89,7 +90,8 @@ def _(fn, t):
 
 @intensity.check("bfloat16, int8, and a result of another dtype")
 def _(fn, t):
-    for dtype, result in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("int8", "int32")):
+    of_16, of_8 = ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bfloat16")
+    for dtype, result in (of_16, ("bfloat16", "float32"), ("int8", "int32"), of_8):
         shapes = draw_shapes(t, "BTD,DF->BTF")
         cost_is(t, fn, "BTD,DF->BTF", shapes, dtype, result, f"{dtype} to {result}, {shapes}")
 
@@ -119,7 +121,7 @@ def _(fn, t):
 def _(fn, t):
     n = int(t.rng.integers(3, 90))
     args = ("BK,KF->BF", ((4, n), (n + 1, 5)), "float32", "float32")
-    t.raises(ValueError, fn, *args, match="K", why=f"K is {n} and {n + 1}")
+    t.raises(ValueError, fn, *args, match=r"\bK\b", why=f"K is {n} and {n + 1}")
 
 
 def with_total(flops, read, written):
@@ -164,6 +166,29 @@ def no_loop_for_the_sum(subscripts, shapes, dtype, result_dtype):
 def nothing_written(subscripts, shapes, dtype, result_dtype):
     flops, read, _ = right_cost(subscripts, shapes, dtype, result_dtype)
     return with_total(flops, read, 0)
+
+
+@intensity.mutant(
+    "You read the size of a number off its dtype's name. `float8_e4m3fn` has 8 bits and more digits "
+    "than that: ask `jnp.dtype(name).itemsize`."
+)
+def digits_of_the_name(subscripts, shapes, dtype, result_dtype):
+    def bits(name):
+        return int("".join(filter(str.isdigit, name))[:2])
+
+    flops, read, written = right_cost(subscripts, shapes, "int8", "int8")
+    return with_total(flops, read * bits(dtype) // 8, written * bits(result_dtype) // 8)
+
+
+@intensity.mutant(
+    "Your message quotes the subscripts, so whoever reads it still has to find the letter whose "
+    "sizes differ. Name the letter."
+)
+def quotes_the_subscripts(subscripts, shapes, dtype, result_dtype):
+    try:
+        return with_total(*right_cost(subscripts, shapes, dtype, result_dtype))
+    except ValueError:
+        raise ValueError(f"two sizes in {subscripts}") from None
 
 
 @intensity.mutant(

@@ -55,7 +55,7 @@ $$
   shape and dtype.
 - All arithmetic is float32, and the result is rounded to the dtype of `x` **once**, at the end. The
   checks compare with float64, read your jaxpr, and run the function under `jax.jit`.
-- A vector of zeros gives zeros, and a finite gradient.
+- A vector of zeros gives zeros. The gradient is that of the formula, and finite, at zeros too.
 """,
     hints=(
         "In which dtype is each intermediate result? Print `jax.make_jaxpr(rms_norm_f32)(x, "
@@ -158,6 +158,41 @@ def _(fn, t):
     t.finite(
         jitted(jax.grad(lambda x: jnp.sum(fn(x, scale_D, 1e-6))), np.zeros((2, 8), np.float32))
     )
+
+
+@rms_norm.check("the gradient is the formula's")
+def _(fn, t):
+    x, g, s = (np.asarray(t.rng.normal(size=(4, 8)), np.float64) for _ in range(3))
+    x[3], s, eps = 0.0, 1 + s[0], 0.01
+    root = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    of_x = root * g * s - x * root**3 * np.mean(g * s * x, axis=-1, keepdims=True)
+    of_scale = np.sum(g * x * root, axis=0)
+    loss = lambda x, s: jnp.sum(jnp.asarray(g, jnp.float32) * fn(x, s, eps))  # noqa: E731
+    args = (jnp.asarray(x, jnp.float32), jnp.asarray(s, jnp.float32))
+    got = jitted(jax.grad(loss, argnums=(0, 1)), *args)
+    t.close(got[0], of_x, rtol=1e-4, atol=1e-5, why="the gradient of x, whose last row is zeros")
+    t.close(got[1], of_scale, rtol=1e-4, atol=1e-5, why="the gradient of scale_D")
+
+
+@rms_norm.mutant(
+    "You stop the gradient at the root. The root depends on every coordinate of x too, and the "
+    "gradient of the formula goes through it."
+)
+def constant_root(x, scale_D, eps=1e-6):
+    wide = x.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * jax.lax.stop_gradient(root) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant(
+    "You treat a vector of zeros apart, and its gradient is 0. The formula needs no exception: eps "
+    "keeps the root above 0, and the gradient there is `scale_D / sqrt(eps)`."
+)
+def zeros_apart(x, scale_D, eps=1e-6):
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    y = jnp.where(mean == 0, 0.0, wide * jax.lax.rsqrt(mean + eps) * scale_D)
+    return y.astype(x.dtype)
 
 
 def normalised(x_f32, eps, axis=-1):

@@ -904,6 +904,7 @@ Write the loop: `train_loop(step, state, batches, start, steps, log)` takes step
   step's number and a dict of Python floats.
 - Take exactly `steps - start` batches. One batch too many would be lost, because the saved data
   position would be one ahead of the state. If `start == steps`, take nothing and log nothing.
+- A batch takes memory: at most one may be taken ahead of the step that is dispatched next.
 """,
     hints=(
         "Keep the metrics of the step before this one in a variable. What is in it before the "
@@ -944,6 +945,17 @@ class Metric:
         return self._wait()
 
 
+class Promise:
+    """A leaf of the state, which notes when somebody waits for it."""
+
+    def __init__(self, events, number):
+        self.events, self.number = events, number
+
+    def block_until_ready(self):
+        self.events.append(("wait", self.number))
+        return self
+
+
 class Recorder:
     """A step, batches and a log that note the order of what is done with them."""
 
@@ -955,6 +967,7 @@ class Recorder:
     def batches(self):
         while True:
             self.taken += 1
+            self.events.append(("take", self.taken))
             yield self.start + self.taken
 
     def step(self, state, batch):
@@ -963,7 +976,8 @@ class Recorder:
         value = float(self.values[number])
         metrics = {"loss": Metric(self.events, number, value)}
         metrics["grad_norm"] = Metric(self.events, number, 2 * value)
-        return {"taken": number, "seen": [*state["seen"], batch]}, metrics
+        done = Promise(self.events, number)
+        return {"taken": number, "seen": [*state["seen"], batch], "done": done}, metrics
 
     def log(self, number, values):
         self.events.append(("log", number))
@@ -1023,6 +1037,14 @@ def _(fn, t):
     )
 
 
+@loop.check("a state is never waited for while there are steps to come")
+def _(fn, t):
+    r = Recorder(t.rng, 0)
+    r.run(fn, 7)
+    waited = sorted({number for kind, number in r.events if kind == "wait" and number < 7})
+    t.equal(waited, [], why="steps whose state was waited for")
+
+
 @loop.check("and before the one after that")
 def _(fn, t):
     r = Recorder(t.rng, 0)
@@ -1044,6 +1066,17 @@ def _(fn, t):
         t.equal(r.taken, steps - start, why=f"batches taken from step {start} to {steps}")
 
 
+@loop.check("not all batches at once")
+def _(fn, t):
+    r = Recorder(t.rng, 0)
+    r.run(fn, 9)
+    ahead, most = 0, 0
+    for kind, _ in r.events:
+        ahead += (kind == "take") - (kind == "dispatch")
+        most = max(most, ahead)
+    t.true(most <= 2, why=f"{most} batches were waiting for their steps", observed=most)
+
+
 @loop.check("nothing to do")
 def _(fn, t):
     r = Recorder(t.rng, 30)
@@ -1054,6 +1087,39 @@ def _(fn, t):
 
 def floats(metrics):
     return {name: float(value) for name, value in metrics.items()}
+
+
+def one_step_behind(step, state, batches, start, steps, log):
+    pending = None
+    for number in range(start + 1, steps + 1):
+        state, metrics = step(state, next(batches))
+        if pending is not None:
+            log(number - 1, floats(pending))
+        pending = metrics
+    if pending is not None:
+        log(steps, floats(pending))
+    return state
+
+
+@loop.mutant(
+    "You take all batches before the first step. Nothing else in memory would be as large as the "
+    "batches of a long run: call `next` in the loop."
+)
+def all_batches_first(step, state, batches, start, steps, log):
+    taken = [next(batches) for _ in range(start, steps)]
+    return one_step_behind(step, state, iter(taken), start, steps, log)
+
+
+@loop.mutant(
+    "You wait for the state of the step that you have just dispatched, with `block_until_ready`. Then "
+    "the device has nothing to do while Python writes. Only the metrics of the step before are needed."
+)
+def waits_for_the_state(step, state, batches, start, steps, log):
+    def waiting(state, batch):
+        state, metrics = step(state, batch)
+        return jax.block_until_ready(state), metrics
+
+    return one_step_behind(waiting, state, batches, start, steps, log)
 
 
 @loop.mutant(

@@ -44,7 +44,8 @@ as its different words, each a list of ids, with the number of times that each w
 def words_and_counts(rng, ids=4, words=12, longest=9):
     lengths = rng.integers(0, longest, words)
     made = [[int(x) for x in rng.integers(10, 10 + ids, n)] for n in lengths]
-    return [*made, [], [10], [11, 11, 11]], [int(n) for n in rng.integers(1, 9, words + 3)]
+    found = [list(word) for word in dict.fromkeys(map(tuple, [*made, [], [10], [11, 11, 11]]))]
+    return found, [int(n) for n in rng.integers(1, 9, len(found))]
 
 
 def bpe_variant(
@@ -100,6 +101,9 @@ def same_merge(t, fn, words, counts, why, new_id=99):
     pair, found = fn([list(word) for word in words], list(counts), new_id)
     t.equal(None if pair is None else tuple(pair), want_pair, why=f"the pair, {why}")
     t.equal([list(word) for word in found], want, why=f"the words, {why}")
+    types = {type(x).__name__ for x in (found, *found)}
+    t.equal(sorted(types), ["list"], why=f"the types of the words and of what they are in, {why}")
+    t.equal(type(pair).__name__, type(want_pair).__name__, why=f"the type of the pair, {why}")
 
 
 @bpe_merge.check("the most frequent pair")
@@ -113,8 +117,8 @@ def _(fn, t):
 
 @bpe_merge.check("words are words")
 def _(fn, t):
-    a, b, c = (int(x) for x in t.rng.permutation(20)[:3])
-    same_merge(t, fn, [[a, b], [b], [b], [b, c], [b, c]], [1, 1, 1, 1, 1], "no pair across words")
+    a, b, c, d = (int(x) for x in t.rng.permutation(20)[:4])
+    same_merge(t, fn, [[a, b], [b], [b, c], [b, d]], [1, 1, 2, 1], "no pair across words")
 
 
 @bpe_merge.check("from left to right, without overlap")
@@ -131,6 +135,7 @@ def _(fn, t):
         a, b, c, d = sorted(int(x) for x in t.rng.permutation(20)[:4])
         others = [[[a, b], [c, d], [d, c]][k] for k in t.rng.permutation(3)]
         same_merge(t, fn, [[b, a], *others], [5, 5, 5, 5], "four pairs, 5 times each")
+        same_merge(t, fn, [[a, c], [a, b], [b, c]], [5, 5, 5], "two pairs with the same first id")
 
 
 @bpe_merge.check("any words, and large counts")
@@ -211,6 +216,12 @@ wrong_merge(
     tie=lambda pairs: max(pairs, key=lambda pair: (pairs[pair], pair)),
 )
 wrong_merge(
+    "compares_first_ids",
+    "Among equally frequent pairs you compare only the first ids. Two pairs may share it, as (3, 7) and "
+    "(3, 5) do, and then the second id decides: compare the tuples.",
+    tie=lambda pairs: min(pairs, key=lambda pair: (-pairs[pair], pair[0])),
+)
+wrong_merge(
     "merges_overlap",
     "After a replacement you go on by only one id, so the pair's second id is used again. Go on by two.",
     step=1,
@@ -238,6 +249,36 @@ wrong_merge(
     "Return None and the words.",
     empty=False,
 )
+
+
+@bpe_merge.mutant(
+    "Your words are tuples. The next step gets them as its `words`, which are lists: make each a list."
+)
+def tuples_for_words(words, counts, new_id):
+    pair, found = right_merge(words, counts, new_id)
+    return pair, [tuple(word) for word in found]
+
+
+@bpe_merge.mutant(
+    "Your pair is a list. Make it a tuple: pairs are keys of a tokenizer's table of merges, and a list "
+    "can't be one."
+)
+def list_for_a_pair(words, counts, new_id):
+    pair, found = right_merge(words, counts, new_id)
+    return None if pair is None else list(pair), found
+
+
+@bpe_merge.mutant(
+    "You merge only the first occurrence in a word. Go on to the word's end: the pair may come again."
+)
+def only_the_first(words, counts, new_id):
+    pair, _ = right_merge(words, counts, new_id)
+    found = []
+    for word in words:
+        at = [i for i, p in enumerate(itertools.pairwise(word)) if p == pair][:1]
+        found.append([*word[: at[0]], new_id, *word[at[0] + 2 :]] if at else list(word))
+    return pair, found
+
 
 # ----------------------------------------------------------------------------------- packing
 

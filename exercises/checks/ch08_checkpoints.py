@@ -517,7 +517,11 @@ def compare_piece(fn, t, pieces, want, why):
     got = fn(list(pieces.places), pieces.read, want, pieces.array.dtype)
     t.equal(isinstance(got, np.ndarray), True, why=f"it should be a NumPy array, {why}")
     t.equal(str(got.dtype), str(pieces.array.dtype), why=f"the dtype, {why}")
-    t.close(got.astype(np.float64), pieces.part(want).astype(np.float64), atol=0, rtol=0, why=why)
+    if got.dtype.kind == "i":
+        t.equal(got, pieces.part(want), why=why)
+    else:
+        part = pieces.part(want).astype(np.float64)
+        t.close(got.astype(np.float64), part, atol=0, rtol=0, why=why)
     t.equal(pieces.read_bytes(), pieces.needed(want), why=f"bytes read, {why}")
 
 
@@ -561,6 +565,8 @@ def _(fn, t):
         pieces = Pieces(t, random_array(t, (9, 6), dtype), (3, 2))
         compare_piece(fn, t, pieces, random_place(t, (9, 6)), f"dtype {np.dtype(dtype)}")
         compare_piece(fn, t, pieces, ((4, 4), (0, 6)), "a piece without elements")
+    large = Pieces(t, t.rng.integers(2**60, 2**62, (9, 6)), (3, 2))
+    compare_piece(fn, t, large, ((2, 8), (1, 6)), "int64 beyond what a float holds")
 
 
 @reshard.check("a hole")
@@ -569,6 +575,12 @@ def _(fn, t):
     places, whole = list(pieces.places), ((0, 8), (0, 6))
     for there, why in ((places, "one saved piece is missing"), ([], "nothing was saved at all")):
         t.raises(ValueError, fn, there, pieces.read, whole, pieces.array.dtype, why=why)
+    pieces = Pieces(t, random_array(t, (8, 6)), (1, 1))
+    places = [((2 * i, 2 * i + 2), (j, j + 3)) for i in range(4) for j in (0, 3)]
+    pieces.places = [place for place in places if place != ((2, 4), (0, 3))]
+    want, why = ((2, 4), (0, 6)), "enough was saved, but not of this piece"
+    t.raises(ValueError, fn, list(pieces.places), pieces.read, want, np.float32, why=why)
+    t.raises(ValueError, fn, [], pieces.read, (), np.float32, why="a scalar that was never saved")
 
 
 def read_variant(
@@ -610,6 +622,10 @@ def read_variant(
     return read_piece
 
 
+right_read = read_variant()
+lenient_read = read_variant(checks_holes=False, make=np.zeros)
+
+
 def zero_corner(place):
     return [(0, 0) for _ in place]
 
@@ -626,6 +642,42 @@ wrong_read(
     "the whole checkpoint. Compare the regions first.",
     read_first=True,
 )
+
+
+@reshard.mutant(
+    "You compare only how many elements were saved in all. They may be others than those that you "
+    "want: note which elements of `want` you have filled."
+)
+def counts_what_was_saved(saved, read, want, dtype):
+    enough = sum(math.prod(b - a for a, b in place) for place in set(saved))
+    if enough < math.prod(b for _, b in want):
+        raise ValueError(f"{enough} elements were saved")
+    return lenient_read(saved, read, want, dtype)
+
+
+@reshard.mutant(
+    "The numbers go through a float on their way. An int64 has more digits than a float64: copy each "
+    "piece as it is, into an array of the given `dtype`."
+)
+def through_a_float(saved, read, want, dtype):
+    return right_read(saved, lambda i: read(i).astype(np.float64), want, dtype)
+
+
+@reshard.mutant(
+    "You accept a scalar that was never saved. `()` has no dimensions but one element: treat it like "
+    "any other region."
+)
+def scalars_need_nothing(saved, read, want, dtype):
+    return (right_read if want else lenient_read)(saved, read, want, dtype)
+
+
+@reshard.mutant(
+    "You read a piece twice. Reading is what takes time here: keep what `read(i)` returned."
+)
+def reads_twice(saved, read, want, dtype):
+    return right_read(saved, lambda i: (read(i), read(i))[1], want, dtype)
+
+
 wrong_read(
     "reads_neighbours",
     "You read pieces that only touch the wanted one: a piece that stops at 4 and one that starts at 4 have no "

@@ -919,6 +919,16 @@ def _(fn, t):
     t.raises(ValueError, fn, T + 1, devices, why=f"T = {T + 1}, devices = {devices}")
 
 
+@zigzag.check("integer arrays, for long rows too")
+def _(fn, t):
+    devices = int(t.rng.integers(3, 6))
+    arrays = fn(2 * devices * 7000, devices)
+    kinds = ["integers" if x.dtype.kind in "iu" else str(x.dtype) for x in map(np.asarray, arrays)]
+    t.equal(kinds, ["integers"] * 3, why="the dtypes of pieces, order and back")
+    t.equal([isinstance(x, np.ndarray) for x in arrays], [True] * 3, why="are they NumPy arrays?")
+    order_is(t, fn, 2 * devices * 7000, devices)
+
+
 def with_pieces(T, devices, pieces):
     tokens = np.arange(T).reshape(2 * devices, -1)
     order = tokens[np.asarray(pieces).reshape(-1)].reshape(-1)
@@ -946,6 +956,25 @@ def both_rise(T, devices):
 )
 def pairs_in_another_order(T, devices):
     return with_pieces(T, devices, right_order(T, devices)[0][::-1])
+
+
+@zigzag.mutant("Your pieces are floats. They are numbers of pieces, so make them integers.")
+def float_pieces(T, devices):
+    pieces, order, back = right_order(T, devices)
+    return pieces.astype(np.float64), order, back
+
+
+@zigzag.mutant(
+    "Your integers are too narrow for long rows, and wrap around to negative positions. Rows may have "
+    "a hundred thousand tokens: leave NumPy's own integers as they are."
+)
+def too_narrow(T, devices):
+    return tuple(x.astype(np.int16) for x in right_order(T, devices))
+
+
+@zigzag.mutant("You return lists. NumPy arrays are asked for: `row[order]` needs an array.")
+def returns_lists(T, devices):
+    return tuple(x.tolist() for x in right_order(T, devices))
 
 
 @zigzag.mutant("You put the later piece of a device first.")

@@ -773,7 +773,10 @@ def best_slowest(costs, S):
 
 
 def cuts_are_best(t, fn, costs, S, why):
-    cuts = [int(b) for b in fn(list(costs), S)]
+    found = list(fn(list(costs), S))
+    whole = all(isinstance(b, (int, np.integer)) for b in found)
+    t.true(whole, f"{why}: your cuts are {found}, and a slice takes only integers", observed=found)
+    cuts = [int(b) for b in found]
     legal = len(cuts) == S + 1 and (cuts[0], cuts[-1]) == (0, len(costs))
     legal = legal and all(a < b for a, b in itertools.pairwise(cuts))
     text = f"{why}: {cuts} does not cut {len(costs)} pieces into {S} stages, none empty"
@@ -903,6 +906,35 @@ def cut_by(costs, S, *, first, join, empty=False):
 )
 def empty_stages(costs, S):
     return cut_by(costs, S, first=lambda cost: cost, join=max, empty=True)
+
+
+@balanced.mutant("Your cuts are floats. They are positions, and `costs[a:b]` takes only integers.")
+def floats_for_cuts(costs, S):
+    return [float(b) for b in cut_by(costs, S, first=lambda cost: cost, join=max)]
+
+
+@balanced.mutant(
+    "You return how many pieces each stage has. The positions of the cuts are asked for: S+1 numbers, "
+    "from 0 to the number of pieces."
+)
+def lengths_of_stages(costs, S):
+    cuts = cut_by(costs, S, first=lambda cost: cost, join=max)
+    return [b - a for a, b in itertools.pairwise(cuts)]
+
+
+@balanced.mutant(
+    "You halve the slowest stage again and again. An earlier cut then stays where it was, although a better "
+    "one exists now that there are more stages: compare all positions of the last cut."
+)
+def halves_the_slowest(costs, S):
+    cuts = [0, len(costs)]
+    while len(cuts) <= S:
+        long = [k for k in range(len(cuts) - 1) if cuts[k + 1] - cuts[k] > 1]
+        k = max(long, key=lambda k: sum(costs[cuts[k] : cuts[k + 1]]))
+        between = range(cuts[k] + 1, cuts[k + 1])
+        cuts.append(min(between, key=lambda i: slowest(costs, [cuts[k], i, cuts[k + 1]])))
+        cuts.sort()
+    return cuts
 
 
 @balanced.mutant(

@@ -116,9 +116,10 @@ online = Exercise(
 Write `online_softmax(blocks)`. It gets blocks of logits one after another, each with its values, and returns what
 softmax over all of them would give: the weighted sum of values, and the logsumexp.
 
-- `blocks` is an iterator, so you can go through it only once. Its blocks differ in width. Never make an array as large
-  as all logits of a row.
+- `blocks` is an iterator, so you can go through it only once. Its blocks differ in width. Use each block before you ask
+  for the next one: a list of all blocks is as large as all logits of a row.
 - A row may contain logits of 90 and of -90, in any order, so a block's maximum may be above or below the one before.
+  While one row is near 90, another may be near -90.
 - Some logits are -inf, perhaps a block's whole row, before or after finite ones. A row that has only -inf gives zeros,
   and -inf as its logsumexp.
 - Values may be bfloat16. The sums and both results are float32.
@@ -191,6 +192,13 @@ def _(fn, t):
     pieces_are_right(fn, t, pieces, "where row 1 is all -inf, and row 2 in the first block")
 
 
+@online.check("rows near 90 beside rows near -90")
+def _(fn, t):
+    offsets = jnp.asarray([[90.0], [-95.0], [0.0], [-250.0]])
+    pieces = [(a + offsets, v) for a, v in in_pieces(t, 4, [4, 2, 3])]
+    pieces_are_right(fn, t, pieces, "of rows near 90, -95, 0 and -250", rtol=1e-3)
+
+
 @online.check("values in bfloat16")
 def _(fn, t):
     pieces = in_pieces(t, 3, [64, 64], dtype=jnp.bfloat16)
@@ -209,8 +217,25 @@ def _(fn, t):
     )
 
 
+@online.check("each block is used before the next one")
+def _(fn, t):
+    def arriving(pieces):
+        for logits_TS, v_SH in pieces:
+            yield jax.lax.optimization_barrier((logits_TS, v_SH))
+
+    shapes = [(spec(4, 16, dtype=jnp.float32), spec(16, 8, dtype=jnp.float32))] * 4
+    names = t.primitives(lambda pieces: fn(arriving(pieces)), shapes)
+    seen = [name for name in names if name in ("optimization_barrier", "exp", "exp2")]
+    last = len(seen) - 1 - seen[::-1].index("optimization_barrier")
+    early = seen[:last].count("optimization_barrier")
+    t.true(early < last, f"{early + 1} blocks had come before you took the first exponential", seen)
+
+
 def online_with(
     *,
+    row_tops=True,
+    floor=-jnp.inf,
+    first_top=False,
     fade_sum=True,
     fade_out=True,
     running=True,
@@ -228,6 +253,11 @@ def online_with(
             higher = jnp.maximum(top, high) if running else high
             if not shifted:
                 higher = jnp.zeros_like(high)
+            if first_top:
+                higher = jnp.where(top == -jnp.inf, high, top)
+            if not row_tops:
+                higher = jnp.full_like(higher, jnp.max(higher))
+            higher = jnp.maximum(higher, floor)
             shift = jnp.where(higher == -jnp.inf, 0, higher) if finite else higher
             exps_TS = jnp.exp(logits_TS - shift)
             fade = jnp.exp(top - shift) if shifted else 1.0
@@ -289,6 +319,72 @@ mistaken(
     "Your logsumexp is the logarithm of a sum that is relative to the maximum. Add the maximum to it.",
     online_with(top_in_lse=False),
 )
+
+
+mistaken(
+    online,
+    "one_maximum_for_all_rows",
+    "You take one maximum over all rows. A row whose logits are far below it has no exponentials left: take each "
+    "row's own.",
+    online_with(row_tops=False),
+)
+mistaken(
+    online,
+    "maximum_from_zero",
+    "Your running maximum begins at 0, or at another finite number. A row whose logits are all far below it has no "
+    "exponentials left: begin at -inf.",
+    online_with(floor=0.0),
+)
+mistaken(
+    online,
+    "maximum_of_the_first_block",
+    "You keep the first block's maximum. A later logit may be larger by more than exp can take: compare with every "
+    "block.",
+    online_with(first_top=True),
+)
+mistaken(
+    online,
+    "nothing_is_scaled",
+    "When the maximum rises you go on adding, but what you have summed is relative to the old one: multiply the "
+    "sum and the output by exp(top - higher).",
+    online_with(fade_sum=False, fade_out=False),
+)
+
+
+@online.mutant(
+    "You put all blocks into a list before you begin. Together they are as large as all logits of a row: use each "
+    "block as it comes, and keep only the maximum, the sum and the output."
+)
+def listed(blocks):
+    return online_with()(list(blocks))
+
+
+@online.mutant(
+    "You round the exponentials to the dtype of the values. The sums are float32: convert the values instead."
+)
+def narrow_exponentials(blocks):
+    top = size = out = None
+    for logits_TS, v_SH in blocks:
+        high = jnp.max(logits_TS, axis=1, keepdims=True)
+        higher = high if top is None else jnp.maximum(top, high)
+        shift = jnp.where(higher == -jnp.inf, 0, higher)
+        exps_TS = jnp.exp(logits_TS - shift)
+        add = (exps_TS.astype(v_SH.dtype) @ v_SH).astype(jnp.float32)
+        part = jnp.sum(exps_TS, axis=1, keepdims=True)
+        fade = 0.0 if top is None else jnp.exp(top - shift)
+        size = part if size is None else size * fade + part
+        out = add if out is None else out * fade + add
+        top = higher
+    lse = jnp.where(size == 0, -jnp.inf, shift + jnp.log(jnp.where(size == 0, 1, size)))
+    return out / jnp.where(size == 0, 1, size), lse[:, 0]
+
+
+@online.mutant(
+    "A row of nothing but -inf has a logsumexp of -inf: the logarithm of 0. You return a finite number."
+)
+def finite_logsumexp(blocks):
+    out, lse = online_with()(blocks)
+    return out, jnp.where(lse == -jnp.inf, 0.0, lse)
 
 
 @online.mutant(

@@ -1074,6 +1074,8 @@ def _(fn, t):
         (0, "compute", "dot.3", 4 * n, 5 * n),
     ]
     finds(fn, t, events, "three collectives and a data wait")
+    events[2], events[4] = events[4], events[2]
+    finds(fn, t, events, "the later of two that end together is the first in the list")
 
 
 @find_stall.check("many short ones against a long one")
@@ -1190,6 +1192,25 @@ def summed_over_devices(events):
 )
 def counted_for_each(events):
     return right_stall(events, once=False)
+
+
+@find_stall.mutant(
+    "If several waits end at the same time, you choose by their starts or names. Blame the one that "
+    "comes first in the list."
+)
+def ties_by_start(events):
+    # Python's sort keeps the order of equals, so only the waits' own order changes.
+    waits = sorted((e for e in events if e[1] != "compute"), key=lambda e: e[3])
+    return right_stall([e for e in events if e[1] == "compute"] + waits)
+
+
+@find_stall.mutant(
+    "If several waits end at the same time, you blame the one that comes last in the list. Blame the "
+    "one that comes first."
+)
+def last_of_equals(events):
+    waits = [e for e in events if e[1] != "compute"][::-1]
+    return right_stall([e for e in events if e[1] == "compute"] + waits)
 
 
 @find_stall.mutant(

@@ -790,6 +790,7 @@ def overlap_with(
 
     def fn(schedule, seconds):
         clock, free, arrival, waits, begun = 0.0, {}, {}, {}, []
+        seconds = {name: seconds.get(name, 0.0) for name, _, _ in schedule}
         for name, opcode, operands in schedule:
             if opcode.endswith("-done"):
                 start = begun.pop() if last else operands[0]
@@ -824,6 +825,18 @@ def overlap_with(
 
 
 right_overlap = overlap_with()
+
+
+def with_entries(schedule, seconds):
+    return {name: seconds[name] for name, opcode, _ in schedule if not opcode.endswith("-done")}
+
+
+def only_with_time(total, waits):
+    return total, {name: pair for name, pair in waits.items() if any(pair)}
+
+
+def turned_around(total, waits):
+    return total, {name: pair[::-1] for name, pair in waits.items()}
 
 
 def walked(t, fn, schedule, seconds, why):
@@ -870,8 +883,10 @@ def _(fn, t):
         ("r.1", "all-reduce", ("f.1",)),
         ("f.2", "fusion", ("r.1",)),
         ("g.1", "all-gather", ("f.2",)),
+        ("r.2", "reduce-scatter", ("g.1",)),
     ]
-    walked(t, fn, schedule, {"f.1": a, "r.1": b, "g.1": c}, "f.2 takes no time")
+    why = "neither f.2 nor r.2 takes time"
+    walked(t, fn, schedule, {"f.1": a, "r.1": b, "g.1": c}, why)
 
 
 @overlap.check("two transfers over one link")
@@ -1064,6 +1079,25 @@ mistaken(
     "You begin a blocking collective at once, ahead of transfers that its link still carries. It queues like the "
     "others, and the arithmetic waits for all of them.",
     overlap_with(ahead=True),
+)
+mistaken(
+    overlap,
+    "leaves_out_what_takes_no_time",
+    "You leave out transfers that take no time. Every transfer has its (hidden, exposed), if only (0, 0).",
+    lambda schedule, seconds: only_with_time(*right_overlap(schedule, seconds)),
+)
+mistaken(
+    overlap,
+    "both_turned_around",
+    "Your pairs are turned around: first the seconds that are hidden, then those that are exposed.",
+    lambda schedule, seconds: turned_around(*right_overlap(schedule, seconds)),
+)
+mistaken(
+    overlap,
+    "needs_an_entry",
+    "You look for a name in `seconds` that isn't there. A name without an entry takes no time, whether "
+    "it computes or is a transfer: `seconds.get(name, 0.0)`.",
+    lambda *args: right_overlap(args[0], with_entries(*args)),
 )
 mistaken(
     overlap,

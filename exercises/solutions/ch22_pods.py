@@ -115,20 +115,22 @@ def overlap(schedule, seconds):
     )
     clock, free, arrival, waits = 0.0, {}, {}, {}
     for name, opcode, operands in schedule:
+        took = seconds.get(name, 0.0)
         if opcode.endswith("-done"):
             start = operands[0]
         elif opcode.endswith("-start") or opcode in blocking:
             start = name
             link = "host" if opcode.startswith("copy") else "ici"
-            arrival[name] = max(clock, free.get(link, 0.0)) + seconds[name]
+            arrival[name] = max(clock, free.get(link, 0.0)) + took
             free[link] = arrival[name]
             if opcode.endswith("-start"):
                 continue
         else:
-            clock += seconds.get(name, 0.0)
+            clock += took
             continue
         exposed = max(0.0, arrival[start] - clock)
-        waits[start] = max(0.0, seconds[start] - exposed), exposed
+        hidden = max(0.0, seconds.get(start, 0.0) - exposed)
+        waits[start] = hidden, exposed
         clock += exposed
     return clock, waits
     # END SOLUTION
