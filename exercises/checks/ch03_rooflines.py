@@ -1440,8 +1440,8 @@ def weights_need_no_room(*args):
 
 
 @cut.mutant(
-    "You let go of results once they are used, or count only what goes to memory. Here a kernel has to hold the results "
-    "of *all* its operations at once."
+    "You let go of results once they are used, or count only what goes to memory. Here a kernel has to hold the "
+    "results of *all* its operations at once."
 )
 def holds_ends_only(*args):
     chain = as_chain(*args)

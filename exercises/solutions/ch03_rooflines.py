@@ -146,7 +146,7 @@ def cut_program(ops, first, room, peak, bandwidth, launch):
       ops: list of dicts in the order in which they run. Each reads the result
         of the one before, and has
         "flops": a float;
-        "weights": bytes that it reads besides;
+        "weights": bytes of its weights, which it reads as well;
         "result": bytes of its result.
       first: bytes of the input that the first operation reads.
       room: bytes that a kernel can hold on the chip.
