@@ -1072,7 +1072,7 @@ the whole chain can run, and how many operations each kernel has, in order.
   inside it never go to memory.
 - It has to hold what it reads and the results of *all* its operations at once, in at most `room` bytes. A kernel of one
   operation may be larger, because it can work on one part at a time.
-- Its arithmetic overlaps with its memory, also that of different operations: it takes the longer of its FLOPs over
+- Its arithmetic overlaps with its memory, even that of different operations: it takes the longer of its FLOPs over
   `peak` and its bytes over `bandwidth`. Each kernel costs `launch` seconds more.
 - Kernels run one after another. If several cuts take the least time, return any of them.
 - A chain of 60 operations, which has $2^{59}$ cuts, takes at most a few seconds. An empty chain takes no time.
