@@ -81,3 +81,27 @@ def matmul_flops(closed_jaxpr):
     """
     # YOUR CODE HERE
     raise NotImplementedError("03.count_scan")
+
+
+# EXERCISE 03.cut
+def cut_program(ops, first, room, peak, bandwidth, launch):
+    """Cut a chain of operations into the kernels that take the least time.
+
+    Args:
+      ops: list of dicts in the order in which they run. Each reads the result
+        of the one before, and has
+        "flops": a float;
+        "weights": bytes of its weights, which it reads as well;
+        "result": bytes of its result.
+      first: bytes of the input that the first operation reads.
+      room: bytes that a kernel can hold on the chip.
+      peak: FLOP/s.
+      bandwidth: bytes/s.
+      launch: seconds that each kernel costs before it does anything.
+
+    Returns:
+      (seconds, lengths): the time of the whole program, and a list with the
+      number of operations in each kernel, in order.
+    """
+    # YOUR CODE HERE
+    raise NotImplementedError("03.cut")

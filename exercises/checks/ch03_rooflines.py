@@ -1,3 +1,4 @@
+import itertools
 import math
 import operator
 from fractions import Fraction
@@ -1074,3 +1075,441 @@ def first_sum_only(closed_jaxpr):
         return 2 * math.prod(eqn.outvars[0].aval.shape) * left[contracted[0]]
 
     return right_flops(closed_jaxpr, product=product)
+
+
+# ---------------------------------------------------------------------------------------- cut
+
+cut = Exercise(
+    "03.cut",
+    title="Cut a program into kernels",
+    function="cut_program",
+    minutes=40,
+    points=20,
+    statement="""
+Fusion saves bytes, but a chip has only so much room for what must not go through memory. Suppose you write the kernels
+of a chain of operations yourself, each for a stretch of the chain. Where do you cut?
+
+Write `cut_program(ops, first, room, peak, bandwidth, launch)`. It returns `(seconds, lengths)`: the least time in which
+the whole chain can run, and how many operations each kernel has, in order.
+
+- A kernel runs one or more operations that follow one another. It reads the result of the operation before it (`first`
+  bytes, if there is none) and the weights of all its operations, and writes the result of its last operation. Results
+  inside it never go to memory.
+- It has to hold what it reads and the results of *all* its operations at once, in at most `room` bytes. A kernel of one
+  operation may be larger, because it can work on one part at a time.
+- Its arithmetic overlaps with its memory, even that of different operations: it takes the longer of its FLOPs over
+  `peak` and its bytes over `bandwidth`. Each kernel costs `launch` seconds more.
+- Kernels run one after another. If several cuts take the least time, return any of them.
+- A chain of 60 operations, which has $2^{59}$ cuts, takes at most a few seconds. An empty chain takes no time.
+""",
+    hints=(
+        "Try a chain of three operations on paper, with room for two. What decides whether the middle one goes with "
+        "the first or with the last? Will a rule that looks only at neighbours always get it right?",
+        "Suppose you know the least time for the first k operations, for every k below n. The last kernel of the first "
+        "n begins somewhere. What is the least time for each of its beginnings?",
+        "`best[0] = (0.0, [])`. For each `end` from 1, try every `begin` below it: if the operations from `begin` to "
+        "`end` fit into the room, or are only one, then `best[begin]` plus this kernel's time is a candidate for "
+        "`best[end]`. Take the smallest.",
+    ),
+)  # fmt: skip
+
+
+def read_by(chain, begin):
+    return chain["ops"][begin - 1]["result"] if begin else chain["first"]
+
+
+def room_of(chain, begin, end):
+    """What a kernel of the operations from `begin` to `end` has to hold."""
+    kernel = chain["ops"][begin:end]
+    return read_by(chain, begin) + sum(op["weights"] + op["result"] for op in kernel)
+
+
+def bytes_of(chain, begin, end):
+    kernel = chain["ops"][begin:end]
+    return read_by(chain, begin) + sum(op["weights"] for op in kernel) + kernel[-1]["result"]
+
+
+def seconds_of(chain, begin, end):
+    flops = sum(op["flops"] for op in chain["ops"][begin:end])
+    busy = max(flops / chain["peak"], bytes_of(chain, begin, end) / chain["bandwidth"])
+    return chain["launch"] + busy
+
+
+def best_cut(chain, cost=seconds_of, held=room_of):
+    """(least sum of costs, lengths); a kernel of several operations must fit."""
+    best = [(0.0, [])]
+    for end in range(1, len(chain["ops"]) + 1):
+        found = []
+        for begin in range(end):
+            if end - begin == 1 or held(chain, begin, end) <= chain["room"]:
+                before, lengths = best[begin]
+                found.append((before + cost(chain, begin, end), [*lengths, end - begin]))
+        best.append(min(found))
+    return best[-1]
+
+
+def time_of(chain, lengths):
+    """The time of a cut."""
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return sum(seconds_of(chain, end - n, end) for n, end in zip(lengths, ends, strict=True))
+
+
+def as_chain(ops, first, room, peak, bandwidth, launch):
+    return {
+        "ops": ops, "first": first, "room": room, "peak": peak, "bandwidth": bandwidth, "launch": launch,
+    }  # fmt: skip
+
+
+def filled_from_the_front(chain):
+    lengths = []
+    begin = 0
+    while begin < len(chain["ops"]):
+        end = begin + 1
+        while end < len(chain["ops"]) and room_of(chain, begin, end + 1) <= chain["room"]:
+            end += 1
+        lengths.append(end - begin)
+        begin = end
+    return lengths
+
+
+def merged_step_by_step(chain):
+    """Merges the two neighbours that gain most, until none gain."""
+    cuts = list(range(len(chain["ops"]) + 1))
+    while True:
+        gains = []
+        for i in range(1, len(cuts) - 1):
+            a, b, c = cuts[i - 1 : i + 2]
+            if room_of(chain, a, c) <= chain["room"]:
+                apart = seconds_of(chain, a, b) + seconds_of(chain, b, c)
+                gains.append((apart - seconds_of(chain, a, c), -i))
+        if not gains or max(gains)[0] <= 0:
+            return [b - a for a, b in itertools.pairwise(cuts)]
+        del cuts[-max(gains)[1]]
+
+
+def fewest_kernels(chain):
+    return best_cut(chain, cost=lambda *k: 1.0 + 1e-6 * seconds_of(*k))[1]
+
+
+def fewest_bytes(chain):
+    return best_cut(chain, cost=bytes_of)[1]
+
+
+def no_launches(chain):
+    return best_cut(chain, cost=lambda *k: seconds_of(*k) - chain["launch"])[1]
+
+
+def draw_chain(t, count, launch=1.0, room=None):
+    """A chain near the ridge; a kernel's launch costs about as much as an operation."""
+    ops = []
+    for _ in range(count):
+        size, weights = float(t.rng.integers(10, 90)), float(t.rng.choice([0, 30, 60]))
+        flops = float(t.rng.choice([2, 40, 150, 300]))
+        ops.append({"flops": flops * 1e6, "weights": weights * 1e3, "result": size * 1e3})
+    first = 1e3 * float(t.rng.integers(10, 90))
+    room = 1e3 * float(t.rng.integers(220, 420)) if room is None else room
+    launch = launch * 1e-6 * float(t.rng.uniform(0.5, 4))
+    return as_chain(ops, first, room, 2e13, 2e10, launch)
+
+
+def chains_where(t, wrong, count=9, **look):
+    """Two chains in which a wrong rule takes longer than it need."""
+    found = []
+    for _ in range(3000):
+        chain = draw_chain(t, count, **look)
+        if time_of(chain, wrong(chain)) > 1.02 * best_cut(chain)[0]:
+            found.append(chain)
+        if len(found) == 2:
+            return found
+    raise AssertionError("no chain found")
+
+
+def cut_is_best(t, fn, chains):
+    """All times first, so that a mistake shows in several values at once."""
+    got = [fn(*chain.values()) for chain in chains]
+    for pair in got:
+        t.equal(len(pair), 2, why="how many values are returned")
+    want = [best_cut(chain)[0] for chain in chains]
+    t.close([float(pair[0]) for pair in got], want, rtol=1e-9, atol=0, why="seconds")
+    for chain, (seconds, lengths) in zip(chains, got, strict=True):
+        lengths = [int(n) for n in lengths]
+        t.equal(
+            sum(lengths), len(chain["ops"]), why="how many operations the kernels have together"
+        )
+        t.true(min(lengths, default=1) > 0, "each kernel has at least one operation", lengths)
+        begin = 0
+        for n in lengths:
+            fits = n == 1 or room_of(chain, begin, begin + n) <= chain["room"]
+            t.true(fits, "a kernel of several operations does not fit into the room", lengths)
+            begin += n
+        t.close(
+            time_of(chain, lengths), float(seconds), rtol=1e-9, atol=0, why="the time of this cut"
+        )
+
+
+@cut.check("a single operation")
+def _(fn, t):
+    cut_is_best(t, fn, [draw_chain(t, 1) for _ in range(3)])
+
+
+@cut.check("two operations that fit into one kernel")
+def _(fn, t):
+    cut_is_best(t, fn, [draw_chain(t, 2, room=1e9) for _ in range(4)])
+
+
+@cut.check("a chain that fits into one kernel")
+def _(fn, t):
+    cut_is_best(t, fn, [draw_chain(t, 7, room=1e9) for _ in range(3)])
+
+
+@cut.check("chains that do not fit")
+def _(fn, t):
+    cut_is_best(t, fn, [draw_chain(t, 9) for _ in range(6)])
+
+
+@cut.check("where a full kernel leaves too much behind")
+def _(fn, t):
+    cut_is_best(t, fn, chains_where(t, filled_from_the_front))
+
+
+@cut.check("where the best pair is not in the best cut")
+def _(fn, t):
+    cut_is_best(t, fn, chains_where(t, merged_step_by_step))
+
+
+@cut.check("where one more kernel takes less time")
+def _(fn, t):
+    cut_is_best(t, fn, chains_where(t, fewest_kernels, launch=0.3))
+
+
+@cut.check("where more bytes take less time")
+def _(fn, t):
+    cut_is_best(t, fn, chains_where(t, fewest_bytes, launch=2))
+
+
+@cut.check("where a launch decides")
+def _(fn, t):
+    cut_is_best(t, fn, chains_where(t, no_launches, launch=8))
+
+
+@cut.check("an operation larger than the room")
+def _(fn, t):
+    chains = [draw_chain(t, 6) for _ in range(2)]
+    for chain in chains:
+        chain["ops"][int(t.rng.integers(1, 5))]["weights"] = 2 * chain["room"]
+    cut_is_best(t, fn, chains)
+
+
+@cut.check("a kernel that fills the room exactly")
+def _(fn, t):
+    chains = [draw_chain(t, 2) for _ in range(3)]
+    for chain in chains:
+        chain["room"] = room_of(chain, 0, 2)
+    cut_is_best(t, fn, chains)
+
+
+@cut.check("a long chain")
+def _(fn, t):
+    cut_is_best(t, fn, [draw_chain(t, 60)])
+
+
+@cut.check("an empty chain")
+def _(fn, t):
+    chain = draw_chain(t, 0)
+    seconds, lengths = fn(*chain.values())
+    t.close(float(seconds), 0.0, why="seconds")
+    t.equal(list(lengths), [], why="the kernels' lengths")
+
+
+def told(chain, lengths):
+    return time_of(chain, lengths), lengths
+
+
+@cut.mutant(
+    "You give each operation a kernel of its own. Then every result goes to memory and back, and each kernel "
+    "costs a launch. Where several fit together, they save both."
+)
+def each_alone(*args):
+    chain = as_chain(*args)
+    return told(chain, [1] * len(chain["ops"]))
+
+
+@cut.mutant(
+    "You put the whole chain into one kernel, whatever it has to hold. Several operations must fit into `room`."
+)
+def room_ignored(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, held=lambda *k: 0.0)
+
+
+@cut.mutant(
+    "You fill each kernel from the front until nothing more fits. What is left may be cut at a large array, or need a "
+    "kernel more. A cut further to the front can be the better one."
+)
+def fills_up(*args):
+    chain = as_chain(*args)
+    return told(chain, filled_from_the_front(chain))
+
+
+@cut.mutant(
+    "You merge the two neighbours that gain most, again and again. That merger may keep both from better partners, and "
+    "nothing undoes it. Compare whole cuts."
+)
+def merges(*args):
+    chain = as_chain(*args)
+    return told(chain, merged_step_by_step(chain))
+
+
+@cut.mutant("You count no launch. Each kernel costs `launch` seconds more, however short it is.")
+def launch_ignored(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, cost=lambda *k: seconds_of(*k) - chain["launch"])
+
+
+@cut.mutant(
+    "You charge one launch for the whole program, so the number of kernels makes no difference. Each kernel "
+    "has its own."
+)
+def one_launch(*args):
+    chain = as_chain(*args)
+    seconds, lengths = best_cut(chain, cost=lambda *k: seconds_of(*k) - chain["launch"])
+    return seconds + chain["launch"] * bool(lengths), lengths
+
+
+@cut.mutant(
+    "You add a kernel's arithmetic to its memory. They go on at once: it takes the longer of the two."
+)
+def no_overlap(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        flops = sum(op["flops"] for op in chain["ops"][begin:end])
+        moved = bytes_of(chain, begin, end) / chain["bandwidth"]
+        return chain["launch"] + flops / chain["peak"] + moved
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant(
+    "You take the longer of arithmetic and memory for each operation, then add. Within a kernel the arithmetic of one "
+    "operation hides the memory of another: add first, then take the longer."
+)
+def longer_for_each(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        total = chain["launch"]
+        for i in range(begin, end):
+            op = chain["ops"][i]
+            moved = op["weights"]
+            moved += read_by(chain, begin) if i == begin else 0
+            moved += op["result"] if i == end - 1 else 0
+            total += max(op["flops"] / chain["peak"], moved / chain["bandwidth"])
+        return total
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant(
+    "You write the results inside a kernel to memory. Only that of its last operation goes there; that's what fusion "
+    "saves."
+)
+def writes_all(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        kernel = chain["ops"][begin:end]
+        moved = read_by(chain, begin) + sum(op["weights"] + op["result"] for op in kernel)
+        flops = sum(op["flops"] for op in kernel)
+        return chain["launch"] + max(flops / chain["peak"], moved / chain["bandwidth"])
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant("You leave the weights out of the bytes. A kernel reads those of all its operations.")
+def weights_unread(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        kernel = chain["ops"][begin:end]
+        moved = read_by(chain, begin) + kernel[-1]["result"]
+        flops = sum(op["flops"] for op in kernel)
+        return chain["launch"] + max(flops / chain["peak"], moved / chain["bandwidth"])
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant(
+    "You leave out what a kernel reads from the one before it. That result is in memory, because the kernel before "
+    "wrote it there; the first kernel reads `first` bytes."
+)
+def input_unread(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        moved = bytes_of(chain, begin, end) - read_by(chain, begin)
+        flops = sum(op["flops"] for op in chain["ops"][begin:end])
+        return chain["launch"] + max(flops / chain["peak"], moved / chain["bandwidth"])
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant("A kernel has to hold its weights too. You count only what goes in and the results.")
+def weights_need_no_room(*args):
+    chain = as_chain(*args)
+
+    def held(chain, begin, end):
+        return read_by(chain, begin) + sum(op["result"] for op in chain["ops"][begin:end])
+
+    return best_cut(chain, held=held)
+
+
+@cut.mutant(
+    "You let go of results once they are used, or count only what goes to memory. Here a kernel has to hold the "
+    "results of *all* its operations at once."
+)
+def holds_ends_only(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, held=bytes_of)
+
+
+@cut.mutant(
+    "You count what a kernel makes, and forget to make room for what it reads from the kernel before."
+)
+def input_needs_no_room(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, held=lambda *k: room_of(*k) - read_by(*k[:2]))
+
+
+@cut.mutant(
+    "You demand that single operations fit as well, and find no cut if one doesn't. A kernel of one operation may be "
+    "larger than the room."
+)
+def single_ones_must_fit(*args):
+    chain = as_chain(*args)
+    if any(room_of(chain, i, i + 1) > chain["room"] for i in range(len(chain["ops"]))):
+        return math.inf, []
+    return best_cut(chain)
+
+
+@cut.mutant(
+    "You look for the fewest kernels. A cut with one more can take less time, if it falls where arrays are small or "
+    "pairs arithmetic with memory."
+)
+def fewest(*args):
+    chain = as_chain(*args)
+    return told(chain, fewest_kernels(chain))
+
+
+@cut.mutant(
+    "You look for the fewest bytes. Where the arithmetic takes longer, bytes are free, and a launch is not."
+)
+def least_bytes(*args):
+    chain = as_chain(*args)
+    return told(chain, fewest_bytes(chain))
+
+
+@cut.mutant("You leave room for nothing: a kernel that fills `room` to the last byte fits.")
+def strictly_less(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, held=lambda *k: math.nextafter(room_of(*k), math.inf))

@@ -136,3 +136,44 @@ def matmul_flops(closed_jaxpr):
 
     return flops(closed_jaxpr)
     # END SOLUTION
+
+
+# EXERCISE 03.cut
+def cut_program(ops, first, room, peak, bandwidth, launch):
+    """Cut a chain of operations into the kernels that take the least time.
+
+    Args:
+      ops: list of dicts in the order in which they run. Each reads the result
+        of the one before, and has
+        "flops": a float;
+        "weights": bytes of its weights, which it reads as well;
+        "result": bytes of its result.
+      first: bytes of the input that the first operation reads.
+      room: bytes that a kernel can hold on the chip.
+      peak: FLOP/s.
+      bandwidth: bytes/s.
+      launch: seconds that each kernel costs before it does anything.
+
+    Returns:
+      (seconds, lengths): the time of the whole program, and a list with the
+      number of operations in each kernel, in order.
+    """
+    # BEGIN SOLUTION
+    best = [(0.0, [])]  # of the first 0, 1, 2, ... operations
+    for end in range(1, len(ops) + 1):
+        found = []
+        weights = flops = results = 0
+        for begin in reversed(range(end)):  # the last kernel grows backwards
+            weights += ops[begin]["weights"]
+            flops += ops[begin]["flops"]
+            results += ops[begin]["result"]
+            read = ops[begin - 1]["result"] if begin else first
+            if end - begin > 1 and read + weights + results > room:
+                continue  # a longer one may begin at a smaller array
+            moved = read + weights + ops[end - 1]["result"]
+            seconds = launch + max(flops / peak, moved / bandwidth)
+            before, lengths = best[begin]
+            found.append((before + seconds, [*lengths, end - begin]))
+        best.append(min(found))
+    return best[-1]
+    # END SOLUTION
