@@ -32,8 +32,8 @@ def find_job(env):
 
     Returns:
       (address, processes, index): the coordinator's "host:port", how many
-        processes there are, and
-      which one this is; or None if the process is alone.
+      processes there are, and which one this is; or None if the process is
+      alone.
 
     Raises:
       ValueError: naming the variable that is missing or whose value is wrong.
@@ -44,7 +44,7 @@ def find_job(env):
 
 # EXERCISE 21.deadlock
 def run_job(job, steps, save_every):
-    """Train, save and stop so that no process ever waits for one that doesn't come.
+    """Train, save and stop without waiting for one that never comes.
 
     Args:
       job: this process's part of the job, with the members of the statement.
@@ -54,8 +54,7 @@ def run_job(job, steps, save_every):
 
     Returns:
       (losses, state): the list of the sums of all steps taken, and what
-        `job.read` returns for the
-      last of them.
+      `job.read` returns for the last of them.
     """
     # YOUR CODE HERE
     raise NotImplementedError("21.deadlock")
@@ -89,7 +88,7 @@ def resume(folder, wanted, index, count, batch):
 
 # EXERCISE 21.account
 def bill(attempts, faults):
-    """Give every second of a run under faults its cause, and each fault its bill.
+    """Give every second under faults its cause, and each fault its bill.
 
     Args:
       attempts: list of dicts, one for each start of the job, in order: `start`,
@@ -99,9 +98,9 @@ def bill(attempts, faults):
 
     Returns:
       (seconds, bills): a dict of the seconds of "start-up", "step", "slow",
-        "lost", "detect",
-      "restart" and "end", which sum to the wall time; and for each fault a
-      tuple (seconds that it cost, steps that were repeated because of it).
+      "lost", "detect", "restart" and "end", which sum to the wall time; and for
+      each fault a tuple (seconds that it cost, steps that were repeated because
+      of it).
     """
     # YOUR CODE HERE
     raise NotImplementedError("21.account")

@@ -48,28 +48,18 @@ def find_job(env):
 
     Returns:
       (address, processes, index): the coordinator's "host:port", how many
-        processes there are, and
-      which one this is; or None if the process is alone.
+      processes there are, and which one this is; or None if the process is
+      alone.
 
     Raises:
       ValueError: naming the variable that is missing or whose value is wrong.
     """
     # BEGIN SOLUTION
     explicit = ("COORDINATOR", "PROCESSES", "PROCESS_INDEX")
-    slurm = (
-        "SLURM_JOB_ID",
-        "SLURM_STEP_NODELIST",
-        "SLURM_NTASKS",
-        "SLURM_PROCID",
-    )
-    jobset = (
-        "JOBSET_NAME",
-        "REPLICATED_JOB_NAME",
-        "JOBS",
-        "JOB_INDEX",
-        "PODS",
-        "POD_INDEX",
-    )
+    hosts = "SLURM_STEP_NODELIST"
+    slurm = "SLURM_JOB_ID", hosts, "SLURM_NTASKS", "SLURM_PROCID"
+    names = "JOBSET_NAME", "REPLICATED_JOB_NAME"
+    jobset = *names, "JOBS", "JOB_INDEX", "PODS", "POD_INDEX"
 
     def number(name):
         try:
@@ -81,46 +71,34 @@ def find_job(env):
         missing = [name for name in explicit if name not in env]
         if missing:  # starting alone would train the same run several times
             raise ValueError(f"{' and '.join(missing)} must be set too")
-        address, processes, index = (
-            env["COORDINATOR"],
-            number("PROCESSES"),
-            number("PROCESS_INDEX"),
-        )
-        told = "PROCESS_INDEX"
+        told, address = "PROCESS_INDEX", env["COORDINATOR"]
+        processes, index = number("PROCESSES"), number(told)
     elif all(name in env for name in slurm):
         # The first name, up to a comma outside brackets, with the first entry
         # of each bracket.
-        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env["SLURM_STEP_NODELIST"])[
-            0
-        ]
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env[hosts])[0]
         host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
-        address = f"{host}:{61440 + number('SLURM_JOB_ID') % 4096}"
-        processes, index, told = (
-            number("SLURM_NTASKS"),
-            number("SLURM_PROCID"),
-            "SLURM_PROCID",
-        )
+        told, port = "SLURM_PROCID", 61440 + number("SLURM_JOB_ID") % 4096
+        address = f"{host}:{port}"
+        processes, index = number("SLURM_NTASKS"), number(told)
     elif all(name in env for name in jobset):
         name = env["JOBSET_NAME"]
         address = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}:8476"
-        processes = number("JOBS") * number("PODS")
-        index, told = (
-            number("JOB_INDEX") * number("PODS") + number("POD_INDEX"),
-            "POD_INDEX",
-        )
+        told, pods = "POD_INDEX", number("PODS")
+        processes = number("JOBS") * pods
+        index = number("JOB_INDEX") * pods + number(told)
     else:
         return None
     if not 0 <= index < processes:
-        raise ValueError(
-            f"{told}={env[told]} is not one of {processes} processes"
-        )
+        wrong = f"{told}={env[told]}"
+        raise ValueError(f"{wrong} is not one of {processes} processes")
     return (address, processes, index) if processes > 1 else None
     # END SOLUTION
 
 
 # EXERCISE 21.deadlock
 def run_job(job, steps, save_every):
-    """Train, save and stop so that no process ever waits for one that doesn't come.
+    """Train, save and stop without waiting for one that never comes.
 
     Args:
       job: this process's part of the job, with the members of the statement.
@@ -130,8 +108,7 @@ def run_job(job, steps, save_every):
 
     Returns:
       (losses, state): the list of the sums of all steps taken, and what
-        `job.read` returns for the
-      last of them.
+      `job.read` returns for the last of them.
     """
     # BEGIN SOLUTION
     losses = []
@@ -176,22 +153,15 @@ def resume(folder, wanted, index, count, batch):
     # BEGIN SOLUTION
     files, step = [], None
     for path in Path(folder).glob("step-*"):
-        found = [
-            re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name)
-            for p in path.iterdir()
-        ]
-        found = [(int(m[1]), int(m[2])) for m in found if m]
+        named = re.compile(r"process-(\d+)-of-(\d+)\.npz")
+        found = [named.fullmatch(p.name) for p in path.iterdir()]
+        found = sorted((int(m[1]), int(m[2])) for m in found if m)
         number = int(path.name.removeprefix("step-"))
         # Whole only if every process that saved left its file.
-        if (
-            found
-            and len(found) == found[0][1]
-            and (step is None or number > step)
-        ):
-            step, files = (
-                number,
-                [path / f"process-{i}-of-{n}.npz" for i, n in sorted(found)],
-            )
+        whole = bool(found) and len(found) == found[0][1]
+        if whole and (step is None or number > step):
+            step = number
+            files = [path / f"process-{i}-of-{n}.npz" for i, n in found]
     if step is None:
         raise FileNotFoundError(f"{folder} has no whole step")
 
@@ -202,14 +172,12 @@ def resume(folder, wanted, index, count, batch):
             for name, (start, stop) in wanted.items():
                 piece, first = saved[name], int(saved[f"{name}:start"])
                 if name not in state:
-                    state[name] = np.empty(
-                        (stop - start, *piece.shape[1:]), piece.dtype
-                    )
+                    shape = stop - start, *piece.shape[1:]
+                    state[name] = np.empty(shape, piece.dtype)
                 low, high = max(start, first), min(stop, first + len(piece))
                 if low < high:
-                    state[name][low - start : high - start] = piece[
-                        low - first : high - first
-                    ]
+                    held = piece[low - first : high - first]
+                    state[name][low - start : high - start] = held
 
     def batches():
         share = batch // count
@@ -225,7 +193,7 @@ def resume(folder, wanted, index, count, batch):
 
 # EXERCISE 21.account
 def bill(attempts, faults):
-    """Give every second of a run under faults its cause, and each fault its bill.
+    """Give every second under faults its cause, and each fault its bill.
 
     Args:
       attempts: list of dicts, one for each start of the job, in order: `start`,
@@ -235,14 +203,13 @@ def bill(attempts, faults):
 
     Returns:
       (seconds, bills): a dict of the seconds of "start-up", "step", "slow",
-        "lost", "detect",
-      "restart" and "end", which sum to the wall time; and for each fault a
-      tuple (seconds that it cost, steps that were repeated because of it).
+      "lost", "detect", "restart" and "end", which sum to the wall time; and for
+      each fault a tuple (seconds that it cost, steps that were repeated because
+      of it).
     """
     # BEGIN SOLUTION
-    seconds = dict.fromkeys(
-        ("start-up", "step", "slow", "lost", "detect", "restart", "end"), 0.0
-    )
+    causes = "start-up", "step", "slow", "lost", "detect", "restart", "end"
+    seconds = dict.fromkeys(causes, 0.0)
     costs, repeated = [0.0] * len(faults), [0] * len(faults)
 
     def charge(cause, amount, fault):
@@ -263,18 +230,14 @@ def bill(attempts, faults):
         for k, duration in enumerate(attempt["steps"]):
             taken.append((index, attempt["resumed"] + 1 + k, at, at + duration))
             at += duration
+        begin, end = attempt["start"], attempt["end"]
         inside = [
             n for n, f in enumerate(faults)
-            if f["noticed"] is not None and attempt["start"] <= f["at"] <= attempt["end"]
+            if f["noticed"] is not None and begin <= f["at"] <= end
         ]  # fmt: skip
         ended_by.append(inside[0] if inside else None)
-    usual = np.median(
-        [
-            end - begin
-            for _, _, begin, end in taken
-            if lasting(begin, end) is None
-        ]
-    )
+    spans = [(begin, end) for _, _, begin, end in taken]
+    usual = np.median([e - b for b, e in spans if lasting(b, e) is None])
 
     for index, number, begin, end in taken:
         # The step was there until the first later attempt that resumed from
