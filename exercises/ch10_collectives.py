@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 # EXERCISE 10.ring_all_reduce
 def ring_all_reduce(x_N, axis):
-    """Give each device the sum over a mesh axis, using only permutes to the right.
+    """Give each device the sum over a mesh axis, by permutes to the right.
 
     Args:
       x_N: [N], this device's numbers; N is a multiple of the number of devices
@@ -54,7 +54,7 @@ def distributed_transpose(x_RN, axis):
 
 # EXERCISE 10.collective_matmul
 def gather_while_multiplying(x_RD, w_DC, axis):
-    """Multiply rows of x while they go round the ring; return this device's columns of x @ w.
+    """Multiply rows of x while they go round; return own columns of x @ w.
 
     Args:
       x_RD: [B/n, D], this device's rows of x [B, D]; n devices are on the axis.

@@ -54,9 +54,8 @@ def place_state(params, scheme, devices):
 def wasteful_layer(x_BD, gate_DF, up_DF, down_FD):
     """Right values, poor program. It is given; don't change it."""
     dtype, whole = x_BD.dtype, P(None, None)
-    gate_DF, up_DF = (
-        jax.sharding.reshard(w, whole).astype(dtype) for w in (gate_DF, up_DF)
-    )
+    gate_DF = jax.sharding.reshard(gate_DF, whole).astype(dtype)
+    up_DF = jax.sharding.reshard(up_DF, whole).astype(dtype)
     h_BF = jax.nn.silu(x_BD @ gate_DF) * (x_BD @ up_DF)
     y_BD = jax.sharding.reshard(h_BF, whole) @ down_FD.astype(dtype)
     return x_BD + jax.sharding.reshard(y_BD, P("fsdp", None))

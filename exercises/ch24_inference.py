@@ -32,7 +32,7 @@ class Allocator:
     """Gives pages of a few tokens to texts, and lets texts share them."""
 
     def __init__(self, pages, page_tokens):
-        """All pages, 0 to pages - 1, are free. A page holds page_tokens tokens."""
+        """All pages, 0 to pages - 1, are free; each holds page_tokens."""
         # YOUR CODE HERE
         raise NotImplementedError("24.page_allocator")
 
@@ -53,7 +53,7 @@ class Allocator:
         raise NotImplementedError("24.page_allocator")
 
     def fork(self, text, new):
-        """Begins the text `new` with all tokens of `text`, in the same pages."""
+        """Begins `new` with all tokens of `text`, in the same pages."""
         # YOUR CODE HERE
         raise NotImplementedError("24.page_allocator")
 

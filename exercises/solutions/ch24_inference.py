@@ -39,7 +39,7 @@ class Allocator:
     """Gives pages of a few tokens to texts, and lets texts share them."""
 
     def __init__(self, pages, page_tokens):
-        """All pages, 0 to pages - 1, are free. A page holds page_tokens tokens."""
+        """All pages, 0 to pages - 1, are free; each holds page_tokens."""
         # BEGIN SOLUTION
         self.page_tokens = page_tokens
         self.holders = [0] * pages
@@ -76,7 +76,7 @@ class Allocator:
         # END SOLUTION
 
     def fork(self, text, new):
-        """Begins the text `new` with all tokens of `text`, in the same pages."""
+        """Begins `new` with all tokens of `text`, in the same pages."""
         # BEGIN SOLUTION
         self.tables[new] = list(self.tables[text])
         self.lengths[new] = self.lengths[text]

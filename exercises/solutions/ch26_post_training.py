@@ -107,9 +107,8 @@ def dpo(logp_BT, ref_BT, segment_BT, mask_BT, beta):
     """
     # BEGIN SOLUTION
     change_BT = logp_BT.astype(jnp.float32) - ref_BT.astype(jnp.float32)
-    is_BT2 = (segment_BT[..., None] == jnp.array([1, 2])) & (mask_BT > 0)[
-        ..., None
-    ]
+    of_BT2 = segment_BT[..., None] == jnp.array([1, 2])
+    is_BT2 = of_BT2 & (mask_BT > 0)[..., None]
     reward_B2 = beta * jnp.where(is_BT2, change_BT[..., None], 0).sum(1)
     pair_B = is_BT2.any(1).all(-1)
     loss_B = jax.nn.softplus(reward_B2[:, 1] - reward_B2[:, 0])
