@@ -10,6 +10,13 @@ CHAPTERS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9
 FOLDED = {"hide-input", "remove-input", "remove-cell", "exercise"}
 
 
+# Words and turns of phrase that readers stumbled over: see "English" in CONTRIBUTING.md.
+STILTED = (
+    r"\bnobody\b", r"\bbesides\b", r"\bshall\b", r"\banew\b", r", of which\b", r"\bthereby\b", r"\bwherein\b",
+    r"\bin the place of\b", r"\bdear(?:er|est)\b", r"\btrained so\b", r"\bwaits? to be\b", r"\balso NaN\b",
+)  # fmt: skip
+
+
 @pytest.fixture(params=CHAPTERS, ids=lambda path: path.stem)
 def cells(request):
     return jupytext.read(request.param).cells
@@ -44,3 +51,45 @@ def test_plumbing_is_folded(cells):
         assert len(re.findall(r"^(?:import|from) ", cell.source, re.MULTILINE)) < 5, cell.source[
             :80
         ]
+
+
+def test_visible_code_fits_80_columns(cells):
+    """A page of 1,280 pixels shows so many; what installs minitext is one address."""
+    shown = [
+        line
+        for cell in cells
+        if cell.cell_type == "code"
+        and not (FOLDED - {"exercise"}) & set(cell.metadata.get("tags", ()))
+        for line in cell.source.splitlines()
+        if "%pip" not in line
+    ]
+    assert not [line for line in shown if len(line) > 80]
+
+
+def test_solutions_fit_80_columns():
+    """They are printed beside the stubs."""
+    for path in (CHAPTERS[0].parents[1] / "exercises" / "solutions").glob("*.py"):
+        assert not [line for line in path.read_text().splitlines() if len(line) > 80], path
+
+
+def test_a_chapter_has_five_pictures(cells):
+    """Steps through a picture count as one."""
+    drawn = [
+        cell
+        for cell in cells
+        if cell.cell_type == "code"
+        and (
+            {"image", "figure"} & set(cell.metadata.get("mystnb", {}))
+            or "step_through(" in cell.source
+        )
+    ]
+    written = [cell for cell in cells if cell.cell_type == "markdown"]
+    written = re.findall(r"!\[|```\{(?:image|figure)\}", "".join(cell.source for cell in written))
+    assert len(drawn) + len(written) >= 5
+
+
+def test_the_text_has_none_of_the_phrases_that_readers_stumbled_over(cells):
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = re.sub(r"```.*?```|`[^`\n]+`", "", text, flags=re.DOTALL)
+    found = [match[0] for phrase in STILTED for match in re.finditer(phrase, text)]
+    assert not found

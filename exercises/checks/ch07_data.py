@@ -731,7 +731,7 @@ wrong_shard(
 wrong_shard(
     "short_arrays",
     "You leave out the rows past the end. Then the array's shape changes in the last batch, and the "
-    "step is compiled anew. Put -1 there.",
+    "step is compiled again. Put -1 there.",
     end=lambda rows, total: rows[rows < total],
 )
 wrong_shard(
@@ -967,7 +967,7 @@ class SumOfSeeds(CorrectRows):
 
 @resume.mutant(
     "You draw all epochs' orders from one generator. Then epoch e needs all epochs before it, and a "
-    "resumed iterator begins its generator anew. Make a generator for each epoch, from [seed, epoch]."
+    "resumed iterator starts its generator from the beginning. Make a generator for each epoch, from [seed, epoch]."
 )
 class OneGenerator(CorrectRows):
     def __init__(self, rows, seed):
@@ -1376,7 +1376,7 @@ def may_rounded_up(weights, i):
 
 
 @mixture.mutant(
-    "Your row numbers begin anew in each round. In round r a part has already given r times its weight."
+    "Your row numbers start from 0 in each round. In round r a part has already given r times its weight."
 )
 def rows_of_the_round(weights, i):
     return by_table(weights, i % sum(weights))

@@ -121,7 +121,7 @@ def _(fn, t):
     (L, D, F), X = weights["up"].shape, len(x)
     kept = residual_bytes(fn, x, weights) - tree_bytes(weights)
     want = 4 * L * X * (D + F)
-    why = f"{kept} bytes are kept besides the weights, want {want} for L={L}, X={X}, D={D}, F={F}"
+    why = f"{kept} bytes are kept in addition to the weights, want {want} for L={L}, X={X}, D={D}, F={F}"
     t.true(kept == want, why=why, observed=kept / want)
 
 
@@ -310,7 +310,7 @@ def _(fn, t):
     args = jax.tree.map(lambda a: spec(*a.shape), draw_normed(t, L, X, D, F))
     kept = residual_bytes(fn, *args) - tree_bytes(args[1])
     want = 4 * L * X * D
-    why = f"{kept} bytes are kept besides the weights; the inputs of {L} layers are {want}"
+    why = f"{kept} bytes are kept in addition to the weights; the inputs of {L} layers are {want}"
     t.true(want <= kept <= 1.1 * want, why=why, observed=kept / want)
 
 

@@ -181,7 +181,7 @@ def _(fn, t):
     for name, loads in (("k", k), ("v", v)):
         t.true(
             loads <= 3 * 10,
-            f"{loads} blocks of {name} are loaded, of which the kernel reads 30: what it skips is "
+            f"{loads} blocks of {name} are loaded, and the kernel reads 30 of them: what it skips is "
             "loaded too",
             loads,
         )

@@ -249,7 +249,7 @@ row that applies decides.
 | you | **any** of E is set | `COORDINATOR` | `PROCESSES` | `PROCESS_INDEX` |
 | Slurm | **all** of S are set | first node : port | `SLURM_NTASKS` | `SLURM_PROCID` |
 | a JobSet's manifest | **all** of J are set | `NAME-REPLICATED-0-0.NAME:8476` | `JOBS` times `PODS` | see below |
-| nobody | else | None | | |
+| none of these | else | None | | |
 
 - E is `COORDINATOR`, `PROCESSES`, `PROCESS_INDEX`. S is `SLURM_JOB_ID`, `SLURM_STEP_NODELIST`, `SLURM_NTASKS`,
   `SLURM_PROCID`. J is `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOBS`, `JOB_INDEX`, `PODS`, `POD_INDEX`, and its address

@@ -1294,7 +1294,7 @@ mistaken(
 mistaken(
     interval,
     "inner_loops_forget_the_outer",
-    "You multiply by the trips of the loop itself and forget the loops around it. The inner loop runs anew in every "
+    "You multiply by the trips of the loop itself and forget the loops around it. The inner loop runs again in every "
     "iteration of the outer one.",
     interval_with(nested=False),
 )

@@ -822,7 +822,7 @@ step computes, under a budget of tokens and of pages. Its rules, in this order:
    **preempted**: it gives all its pages back and computes nothing. This repeats until there is a page, or the text
    itself was the youngest and is preempted.
 3. **Then prompts.** Running texts with more than one token left, oldest first, compute as many of these as budget and
-   free pages allow, perhaps none. They preempt nobody.
+   free pages allow, perhaps none. They preempt no text.
 4. **Then new texts**, unless this step preempted one. Waiting texts begin in their order, while fewer than `most`
    texts run, some budget is left, and free pages hold *all* tokens of the text. Its pages for all of these are set
    aside, and it computes as many tokens as the budget allows. The first text that can't begin keeps all behind it

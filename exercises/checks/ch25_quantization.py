@@ -177,7 +177,7 @@ The checks look at the program too: at what its products multiply.
         "JAX can't differentiate through rounding in a useful way, so you need `jax.custom_vjp`. All three products "
         "can be one helper. Along which axis of each factor does it sum?",
         "A scale can be taken out of a sum only if it is the same for all its terms. The backward sums over F and over "
-        "T, so x, w and g are quantized anew there, from the numbers themselves.",
+        "T, so x, w and g are quantized again there, from the numbers themselves.",
         "The helper: `a, s = quantize(a_MK, axis=1)`, `b, r = quantize(b_KN, axis=0)`, then `jnp.dot(a, b, "
         "preferred_element_type=jnp.int32).astype(jnp.float32) * s * r`. The backward calls it with (g, w.T) and with "
         "(x.T, g).",

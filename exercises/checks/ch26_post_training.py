@@ -1279,7 +1279,7 @@ for name, hint, options in (
     ("forward", "Your loop runs from the first token to the last. Credit flows the other way.", {"forward": True}),
     ("values_of_holes", "You treat tokens that weren't drawn as steps without reward and value. They aren't steps: "
      "the next step is the next one that was drawn.", {"holes": "worthless"}),
-    ("reset", "At a token that wasn't drawn you begin anew. It doesn't end the answer.", {"holes": "reset"}),
+    ("reset", "At a token that wasn't drawn you start again. It doesn't end the answer.", {"holes": "reset"}),
     ("returns_of_rewards", "A return is advantage + value. The sum of discounted rewards is the same only if decay "
      "is 1.", {"returns": "rewards"}),
     ("returns_without_value", "The return is the advantage plus the value of the step.", {"returns": "error"}),

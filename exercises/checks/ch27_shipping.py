@@ -1159,7 +1159,7 @@ for name, hint, fn in (
     ("flat_only", "Your search ends at an alpha of 1. It may be up to 2.", law_with(top=1.0)),
     ("signs", "The exponent in the law is -alpha, so alpha is positive.", other_sign),
     ("order", "The result is (floor, a, alpha), in this order.", other_order),
-    ("clipped_floor", "You set a negative floor to 0 and keep the a that went with it. Fit a anew, without a floor.",
+    ("clipped_floor", "You set a negative floor to 0 and keep the a that went with it. Fit a again, without a floor.",
      law_with(refit=False)),
     ("in_units_of_the_smallest", "Your a belongs to sizes divided by the smallest. Multiply it by smallest^alpha.",
      in_units_of(np.min)),
