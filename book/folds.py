@@ -25,6 +25,8 @@ class Summaries(SphinxPostTransform):
         """Goes through a page's cells."""
         for cell in self.document.findall(nodes.container):
             if cell.get("nb_element") == "cell_code" and cell.get("hide_mode") == "input":
+                if "{type}" not in cell["prompt_show"]:
+                    continue  # the cell's own words
                 picture = any(True for _ in cell.findall(nodes.image))
                 what = summary(cell.children[0].astext(), picture)
                 cell["prompt_show"], cell["prompt_hide"] = f"Show {what}", f"Hide {what}"
