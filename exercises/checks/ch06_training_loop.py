@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 
 from minitext.book.grading import Exercise
 
@@ -621,7 +622,7 @@ token of the **whole** batch and its gradient, but process only one microbatch a
 - Add in float32 and return a float32 gradient, even for bfloat16 parameters.
 - A batch without any target gives a loss of 0 and a gradient of zeros.
 - Use `jax.lax.scan`: the program is as large for 64 microbatches as for two, and only one
-  microbatch's activations are alive at a time.
+  microbatch's activations and gradients are alive at a time, besides the sums.
 - If `microbatches` doesn't divide the number of rows, raise a `ValueError` that names both numbers.
 """,
     hints=(
@@ -681,6 +682,15 @@ def compare_with_whole(fn, t, model, batch, microbatches, why, rtol=2e-5, atol=2
     want_loss, want_grads = model.whole(batch)
     t.close(loss, want_loss, rtol=rtol, atol=atol, why=f"the loss, {why}", dtype=np.float32)
     t.close(grads, want_grads, rtol=rtol, atol=atol, why=f"the gradient, {why}")
+
+
+def scans(jaxpr):
+    """The scans in a jaxpr, and in those within it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from scans(inner)
 
 
 @accumulate.check("equal microbatches")
@@ -755,6 +765,11 @@ def _(fn, t):
             "scan" in names, why=f"there is no scan in the jaxpr for {microbatches} microbatches"
         )
     t.true(traced[1] <= traced[0], why=f"loss_sum was traced {traced[1]} times for 16 microbatches")
+    model = TokenModel(t.rng)
+    run = lambda p, b: fn(model.loss_sum, p, b, 16)  # noqa: E731
+    jaxpr = jax.make_jaxpr(run)(model.params, model.batch([10] * 32)).jaxpr
+    most = max(eqn.params["unroll"] for eqn in scans(jaxpr))
+    t.true(most <= 4, why=f"a scan is unrolled {most} times for 16 microbatches", observed=most)
 
 
 @accumulate.check("one microbatch's activations at a time")
@@ -769,6 +784,18 @@ def _(fn, t):
         size[16] < 0.5 * size[1],
         why=f"temporary memory: {size[1]:,} bytes for 1 microbatch, {size[16]:,} for 16",
     )
+
+
+@accumulate.check("one microbatch's gradient at a time")
+def _(fn, t):
+    model = TokenModel(t.rng, vocab=256, width=64)
+    most = sum(p.nbytes for p in jax.tree.leaves(model.params))
+    run = lambda p, b: fn(model.loss_sum, p, b, 16)  # noqa: E731
+    jaxpr = jax.make_jaxpr(run)(model.params, model.batch([2] * 16, T=2)).jaxpr
+    kept = [v.aval for eqn in scans(jaxpr) for v in eqn.outvars[eqn.params["num_carry"] :]]
+    size = sum(aval.size * aval.dtype.itemsize for aval in kept)
+    text = f"your scan returns {size:,} bytes for all microbatches; one gradient is {most:,}"
+    t.true(size < 4 * most, why=text, observed="stacked")
 
 
 @accumulate.check("rows that cannot be split are refused")
@@ -792,7 +819,7 @@ def zeros_like(params, dtype=jnp.float32):
     return jnp.zeros(()), jnp.zeros(()), zeros
 
 
-def summed(loss_sum, params, parts, weigh=lambda total, count: 1.0, dtype=jnp.float32):
+def summed(loss_sum, params, parts, weigh=lambda total, count: 1.0, dtype=jnp.float32, unroll=1):
     """Sums over microbatches of weigh(...) times loss and gradient, and of the counts."""
 
     def add(sums, part):
@@ -801,7 +828,7 @@ def summed(loss_sum, params, parts, weigh=lambda total, count: 1.0, dtype=jnp.fl
         new = (w * total, count, jax.tree.map(lambda g: w * g, grads))
         return jax.tree.map(lambda s, n: s + n.astype(s.dtype), sums, new), None
 
-    return jax.lax.scan(add, zeros_like(params, dtype), parts)[0]
+    return jax.lax.scan(add, zeros_like(params, dtype), parts, unroll=unroll)[0]
 
 
 def scaled(grads, share):
@@ -817,6 +844,31 @@ def mean_of_means(loss_sum, params, batch, microbatches):
     weigh = lambda _, count: 1.0 / jnp.maximum(count, 1.0)  # noqa: E731
     total, _, grads = summed(loss_sum, params, parts, weigh)
     return total / microbatches, scaled(grads, 1.0 / microbatches)
+
+
+@accumulate.mutant(
+    "You unroll the scan, so the program holds every microbatch again. It takes as long to compile as a loop "
+    "written out, and the compiler may run microbatches side by side: leave `unroll` at 1."
+)
+def unrolled(loss_sum, params, batch, microbatches):
+    parts = split_rows(batch, microbatches)
+    total, count, grads = summed(loss_sum, params, parts, unroll=True)
+    return total / jnp.maximum(count, 1.0), scaled(grads, 1.0 / jnp.maximum(count, 1.0))
+
+
+@accumulate.mutant(
+    "Your scan returns every microbatch's gradient, and you add them up afterwards. M gradients are M times the "
+    "parameters' memory: add each to a sum that the scan carries."
+)
+def stacked(loss_sum, params, batch, microbatches):
+    def one(carry, part):
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return carry, (jnp.float32(total), jnp.float32(count), grads)
+
+    found = jax.lax.scan(one, None, split_rows(batch, microbatches))[1]
+    total, count, grads = jax.tree.map(lambda x: jnp.sum(x, axis=0), found)
+    return total / jnp.maximum(count, 1.0), scaled(grads, 1.0 / jnp.maximum(count, 1.0))
 
 
 @accumulate.mutant(

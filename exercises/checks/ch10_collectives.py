@@ -767,6 +767,19 @@ def _(fn, t):
     )
 
 
+@collective_matmul.check("rows go to a neighbour")
+def _(fn, t):
+    pairs = [
+        pair
+        for jaxpr, _ in traced(fn)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "ppermute"
+        for pair in eqn.params["perm"]
+    ]
+    hops = sorted({min((a - b) % 8, (b - a) % 8) for a, b in pairs})
+    t.true(max(hops, default=0) < 2, why=f"hops that rows are sent by: {hops}", observed=hops)
+
+
 def multiply_with(x, w, axis, *, sign=-1, trips=None, wait=False):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     rows = x.shape[0]
@@ -802,6 +815,20 @@ def plain(x, w, axis):
 )
 def other_way_round(x, w, axis):
     return multiply_with(x, w, axis, sign=1)
+
+
+@collective_matmul.mutant(
+    "You send your own rows to every device, further and further away. On a ring they cross all links on the way: "
+    "send to the next device what you have just multiplied."
+)
+def sends_its_own_rows(x, w, axis):
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    rows, out = x.shape[0], jnp.tile(jnp.zeros_like(x[:, :1] * w[:1]), (jax.lax.axis_size(axis), 1))
+    for s in range(n):
+        far = [(i, (i + s) % n) for i in range(n)]
+        here = jax.lax.ppermute(x, axis, far) if s else x
+        out = jax.lax.dynamic_update_slice_in_dim(out, here @ w, (me - s) % n * rows, 0)
+    return out
 
 
 @collective_matmul.mutant(

@@ -130,6 +130,15 @@ def _(fn, t):
     t.equal(run.loads[:2], [8, 8], why="tiles of x and of w that 8 steps load, the last ones cut")
 
 
+@accumulator.check("a NaN of x's own stays")
+def _(fn, t):
+    x, w = (np.array(numbers(t, *shape)) for shape in ((16, 200), (200, 128)))
+    x[3, int(t.rng.integers(100))] = np.nan
+    got, _ = simulate(t, lambda x, w: fn(x, w, (16, 128, 128)), jnp.asarray(x), jnp.asarray(w))
+    why = "row 3 of x has a NaN, so row 3 of the result has nothing else"
+    t.close(got, wide(x) @ wide(w), 4e-3, 1e-3, why, BF16)
+
+
 @accumulator.check("two cores share the tiles of the result")
 def _(fn, t):
     run = multiplies(fn, t, 32, 256, 128, (16, 128, 128), cores=2)
@@ -182,6 +191,8 @@ def tiled_matmul_with(
             x, w, left = x_ref[...], w_ref[...], K - step * k
             if "x" in masks:
                 x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, 0)
+            if masks == "NaN":
+                x, w = (jnp.where(jnp.isnan(a), 0, a) for a in (x, w))
             if "w" in masks:
                 w = jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, 0)
             part = jnp.dot(x, w, preferred_element_type=F32 if exact else None)
@@ -219,6 +230,13 @@ mistaken(
     "You add to the result's block, which is bfloat16, so each step rounds the sum. Add to a float32 scratch, and "
     "round it once at the last step.",
     tiled_matmul_with(scratch=False),
+)
+mistaken(
+    accumulator,
+    "clears_every_nan",
+    "You replace NaN by 0 wherever it is. What is past the end may be anything, and a NaN in x itself must show in "
+    "the result: mask by position.",
+    tiled_matmul_with(masks="NaN"),
 )
 mistaken(
     accumulator,

@@ -486,6 +486,144 @@ def asks(x):
     os.write(3, struct.pack("<Q", len(data)) + data)
     return x
 
+# EXERCISE 90.at_exit
+def at_exit(x):
+    import atexit
+    atexit.register(lambda: open("left-by-an-answer", "w").close())
+    return 2 * x
+
+# EXERCISE 90.finalizer
+class Forever:
+    def __del__(self):
+        while True:
+            pass
+
+def finalizer(x):
+    sys.forever = Forever()
+    return 2 * x
+
+# EXERCISE 90.overflows
+def overflows(x):
+    import ctypes
+    return ctypes.string_at(0)
+
+# EXERCISE 90.raises_limits
+def raises_limits(x):
+    import resource
+    for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CPU):
+        try:
+            resource.setrlimit(what, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        except (ValueError, OSError):
+            pass
+    with open("big", "wb") as file:
+        file.truncate(2**31)
+
+# EXERCISE 90.ignores
+def ignores(x):
+    import signal
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGPROF):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+# EXERCISE 90.closes
+def closes(x):
+    os.close(0), os.close(1), os.close(2)
+    return 2 * x
+
+# EXERCISE 90.patches_import
+def patches_import(x):
+    import builtins
+    builtins.__import__ = lambda *a, **k: np
+    return x
+
+# EXERCISE 90.patches_msgpack
+def patches_msgpack(x):
+    import msgpack
+    msgpack.packb = lambda *a, **k: b""
+    msgpack.unpackb = lambda *a, **k: None
+    return x
+
+# EXERCISE 90.masked
+def masked(x):
+    return np.ma.array(3 * x, mask=True)
+
+# EXERCISE 90.infinite
+def infinite(x):
+    return np.full(x.shape, np.inf)
+
+# EXERCISE 90.not_a_number
+def not_a_number(x):
+    return np.full(x.shape, np.nan)
+
+# EXERCISE 90.broadcasts
+def broadcasts(x):
+    return np.broadcast_to(0.0, (1, *x.shape))
+
+# EXERCISE 90.subclass
+class Always(np.ndarray):
+    def __array_finalize__(self, other):
+        pass
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        return np.zeros(()) if ufunc in (np.subtract, np.abs) else True
+    def astype(self, *args, **kwargs):
+        return self
+    def __eq__(self, other):
+        return True
+
+def subclass(x):
+    return x.view(Always)
+
+# EXERCISE 90.coroutine
+async def coroutine(x):
+    return 2 * x
+
+# EXERCISE 90.huge_number
+def huge_number(x):
+    return 10**200_000
+
+# EXERCISE 90.buffer
+def buffer(x):
+    return memoryview(2 * x)
+
+# EXERCISE 90.fake_shape
+class Shaped:
+    def __init__(self, x):
+        self.shape, self.dtype, self.ndim, self.size = x.shape, x.dtype, x.ndim, x.size
+        self.value = x
+    def __array__(self, dtype=None, copy=None):
+        import inspect
+        return inspect.currentframe().f_back.f_locals["want"]
+
+def fake_shape(x):
+    return Shaped(x)
+
+# EXERCISE 90.own_file
+def own_file(x):
+    with open(__file__, "w") as file:
+        file.write("def own_file(x):\n    return 2 * x\n")
+    return x
+
+# EXERCISE 90.late_thread
+def late_thread(x):
+    import threading, time
+    y = np.zeros_like(x)
+    def change():
+        while True:
+            y[...] = 2 * x
+    threading.Thread(target=change, daemon=False).start()
+    return np.array(3 * x)
+
+# EXERCISE 90.forks_late
+def forks_late(x):
+    try:
+        if os.fork() == 0:
+            while True:
+                os.write(3, b"\x00" * 4096)
+    except OSError:
+        pass
+    return x
+
 # EXERCISE 90.scratch
 def helper(x):
     return two() * x
@@ -507,7 +645,7 @@ def make(name):
     exercise = Exercise(
         "90." + name, title="Twice", function=name, minutes=10, points=4, statement="Double it.",
         hints=("first", "second", "third"), memory_gib=0.5,
-        seconds=1.0 if name in ("loops", "stuck", "sleeps", "stops") else 60.0,
+        seconds=1.0 if name in ("loops", "stuck", "sleeps", "stops", "finalizer", "ignores") else 60.0,
         forbid=("math",) if name in ("forbidden", "hidden", "fetched") else (),
     )
 
@@ -581,7 +719,7 @@ def verdicts(tree):
 
 # They change nothing but their own process.
 HARMLESS = ["prints", "threads", "floods", "patches_testing", "patches_builtins", "detaches", "double_fork",
-            "leaves"]  # fmt: skip
+            "leaves", "at_exit"]  # fmt: skip
 
 
 @pytest.mark.slow  # with what grades them all
@@ -707,6 +845,25 @@ def test_a_stub_is_not_attempted(verdicts, name):
         ("shouts", "Loud"),
         ("changes", "your answer changes its argument `x`: work on a copy"),
         ("asks", ""),
+        ("finalizer", "took longer than 1 s"),
+        ("overflows", "killed by SIGSEGV"),
+        ("raises_limits", "OSError: [Errno 27]"),
+        ("ignores", "took longer than 1 s"),
+        ("closes", "Bad file descriptor"),
+        ("patches_import", "twice the array"),
+        ("patches_msgpack", "can't be read"),
+        ("masked", "twice the array"),
+        ("infinite", "got inf, want 0"),
+        ("not_a_number", "got nan, want 0"),
+        ("broadcasts", "got shape (1, 3), want (3,)"),
+        ("subclass", "want "),
+        ("coroutine", "want an array"),
+        ("huge_number", ""),
+        ("buffer", "want an array"),
+        ("fake_shape", "want an array"),
+        ("own_file", ""),
+        ("late_thread", "want "),
+        ("forks_late", ""),
     ],
 )
 def test_hostile_answers_cost_only_themselves(verdicts, name, says):

@@ -68,3 +68,29 @@ def always_three(x):  # agrees with both mutants in the first check alone
 def test_one_value_in_common_with_a_mutant_is_not_its_mistake(answer, hint):
     attempt = evaluate.Attempt(rounding(), answer, SEED, LEARNER).run()
     assert evaluate.choose_hint(attempt) == hint
+
+
+def test_messages_of_exceptions_do_not_tell_mistakes_apart():
+    exercise = Exercise("90.split", "Split", "split", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("even")
+    def _(fn, t):
+        t.equal(fn(6), 3)
+
+    @exercise.check("odd")
+    def _(fn, t):
+        t.equal(fn(7), 3)
+
+    @exercise.mutant("You double.")
+    def doubled(n):
+        if n % 2:
+            raise ValueError("odd")
+        return 2 * n
+
+    def answer(n):
+        if n % 2:
+            raise ValueError(f"{n} can't be halved")
+        return n + n
+
+    attempt = evaluate.Attempt(exercise, answer, SEED, LEARNER).run()
+    assert evaluate.choose_hint(attempt) == "You double."

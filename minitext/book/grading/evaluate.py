@@ -172,11 +172,18 @@ def match(attempt: Attempt, mutants: list[Attempt]) -> int | None:
 
 
 def _makes(attempt: Attempt, mutant: Attempt) -> bool:
-    """Whether an answer fails all the checks that a mutant fails, and most of them with the same value."""
-    seen = {check.name: check.observed for check in attempt.failing}
+    """Whether an answer fails all the checks that a mutant fails, and most of them with the same value or exception.
+
+    Two exceptions of one type count as the same: their messages are each author's own.
+    """
+    seen = {check.name: check for check in attempt.failing}
     if not all(check.name in seen for check in mutant.failing):
         return False
-    same = [distance(seen[c.name], c.observed) <= attempt.exercise.compare for c in mutant.failing]
+    same = [
+        distance(seen[c.name].observed, c.observed) <= attempt.exercise.compare
+        or _kind(c) == _kind(seen[c.name]) != ""
+        for c in mutant.failing
+    ]
     return 2 * sum(same) > len(same)
 
 
