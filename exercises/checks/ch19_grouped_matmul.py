@@ -760,18 +760,20 @@ def broken(x_MN, group_sizes_G, tile=8):
         def _():
             o_ref[...] = jnp.zeros_like(o_ref)
 
-        row = tiles_ref[v] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        in_tile = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        row = tiles_ref[v] * tile + in_tile
         own = ((row >= start) & (row < end)).astype(jnp.float32)
-        o_ref[...] += jnp.sum(own * x_ref[...], axis=0, keepdims=True) / (end - start)
+        sum_1N = jnp.sum(own * x_ref[...], axis=0, keepdims=True)
+        o_ref[...] += sum_1N / (end - start)
 
     out_G1N = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(count,),
-            in_specs=[pl.BlockSpec((tile, N), lambda v, bounds, groups, tiles: (tiles[v], 0))],
+            in_specs=[pl.BlockSpec((tile, N), lambda v, b, g, t: (t[v], 0))],
             out_specs=pl.BlockSpec(
-                (None, 1, N), lambda v, bounds, groups, tiles: (groups[v], 0, 0)
+                (None, 1, N), lambda v, b, g, t: (g[v], 0, 0)
             ),
         ),
         out_shape=jax.ShapeDtypeStruct((G, 1, N), jnp.float32),
