@@ -128,7 +128,7 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
         )
     if holds_pairs(record):
         raise UserError(
-            f"{where} has a chosen and a rejected answer: train on such pairs with minitext dpo"
+            f"{where} has a chosen and a rejected answer: set data.source=preferences, as minitext dpo does"
         )
     raise UserError(
         f"{where}: {_keys(record)}: a conversation has messages or conversations, or prompt and completion"
