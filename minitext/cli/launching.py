@@ -32,7 +32,7 @@ def check_word(param: typer.CallbackParam, value: str | None) -> str | None:
     """Refuses an empty name, or one of several words, which whoever gets it would take for something else."""
     if value is not None and not re.fullmatch(r"(?!-)[\w./:@,+-]+", value):
         raise UserError(
-            f"{param.opts[0]} {shorten(value)!r} is not a name: give one word without special characters"
+            f"{param.opts[0]} {value[:60]!r} is not a name: give one word without special characters"
         )
     return value
 
@@ -41,7 +41,7 @@ def check_claim(claim: str | None) -> str | None:
     """Refuses what Kubernetes refuses as a name."""
     if claim is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", claim):
         raise UserError(
-            f"--claim {shorten(claim)!r} is not a name: use lowercase letters, digits, dots and hyphens"
+            f"--claim {claim[:60]!r} is not a name: use lowercase letters, digits, dots and hyphens"
         )
     return claim
 

@@ -31,6 +31,24 @@ class BadYAML(UserError):
     """A text that can't be used: the message says what it is, such as `is not YAML (...)`, and lacks its subject."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Stops at the first node that is nested too deep, however many follow."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.depth == MOST_LEVELS:
+            raise _too_deep()
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _too_deep() -> BadYAML:
+    return BadYAML(f"is nested too deep: {MOST_LEVELS} levels are the limit")
+
+
 def parse(text: str, *, unique: bool = True) -> Any:
     """Returns what a YAML text holds: dicts, lists and plain values.
 
@@ -51,8 +69,6 @@ def parse(text: str, *, unique: bool = True) -> Any:
             return loader.construct_document(node)
         finally:
             loader.dispose()
-    except RecursionError:
-        raise BadYAML("is nested too deep") from None
     except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:
         raise BadYAML(f"is not YAML ({_reason(error, text)})") from None
 
@@ -87,7 +103,7 @@ def _measure(
     if values > MOST_VALUES:
         raise BadYAML(f"has more than {MOST_VALUES:,} values, with its aliases written out")
     if levels > MOST_LEVELS:
-        raise BadYAML(f"is nested too deep: {MOST_LEVELS} levels are the limit")
+        raise _too_deep()
     known[id(node)] = values, levels
     return values, levels
 

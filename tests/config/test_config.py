@@ -148,7 +148,7 @@ def test_any_value_for_a_real_key_resolves_or_says_why(values):
 
 def test_a_window_is_no_number_to_the_base_60():
     (problem,) = problems("profile.steps=6:8")
-    assert "profile.steps=6:8" in problem and "integer" in problem
+    assert "profile.steps=6:8" in problem and "whole number" in problem
 
 
 def test_hostile_yaml_does_not_get_through():

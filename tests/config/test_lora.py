@@ -10,7 +10,7 @@ from minitext.config.config import ConfigError
     ("lines", "says"),
     [
         (["model.lora.rank=-1"], "choose 0 or more"),
-        (["model.lora.alpha=0"], "greater than 0"),
+        (["model.lora.alpha=0"], "choose more than 0"),
         (["model.lora.modules='('"], "is not a regular expression"),
     ],
 )  # fmt: skip
