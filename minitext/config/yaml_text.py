@@ -25,16 +25,7 @@ class _Loader(yaml.SafeLoader):
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-
-class BadYAML(UserError):
-    """A text that can't be used: the message says what it is, such as `is not YAML (...)`, and lacks its subject."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Stops at the first node that is nested too deep, however many follow."""
-
-    depth = 0
+    depth = 0  # nodes around the one being composed; the first one too deep ends it, however many follow
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.depth == MOST_LEVELS:
@@ -43,6 +34,10 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+class BadYAML(UserError):
+    """A text that can't be used: the message says what it is, such as `is not YAML (...)`, and lacks its subject."""
 
 
 def _too_deep() -> BadYAML:
