@@ -622,7 +622,7 @@ token of the **whole** batch and its gradient, but process only one microbatch a
 - Add in float32 and return a float32 gradient, even for bfloat16 parameters.
 - A batch without any target gives a loss of 0 and a gradient of zeros.
 - Use `jax.lax.scan`: the program is as large for 64 microbatches as for two, and only one
-  microbatch's activations and gradients are alive at a time, besides the sums.
+  microbatch's activations and gradients are alive at a time, in addition to the sums.
 - If `microbatches` doesn't divide the number of rows, raise a `ValueError` that names both numbers.
 """,
     hints=(
