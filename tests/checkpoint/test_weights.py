@@ -280,7 +280,7 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path):
 def test_hostile_json_is_refused(tmp_path):
     path = tmp_path / "x.json"
     for text, word in {
-        "[" * 200_000: "brackets",
+        "[" * 200_000: "is nested too deep",
         '{"a": 1, "a": 2}': "twice",
         "{": "not JSON",
         '"\ud800': "not UTF-8",
