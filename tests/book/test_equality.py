@@ -68,9 +68,9 @@ def test_three_steps_of_latent_attention_are_those_of_one_device(tiny, layout):
 OF_PATTERNS = ("fsdp x tp x cp", "cp, all-gather", "fsdp x tp", "zero2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", audit_but(["fsdp x tp x cp"], OF_PATTERNS))
-@pytest.mark.parametrize("pattern", audit_but(["windows"], PATTERNS))
+@pytest.mark.audit
+@pytest.mark.parametrize("layout", OF_PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_three_steps_of_a_pattern_are_those_of_one_device(tiny, pattern, layout):
     want = one_device(tiny, False, *PATTERNS[pattern])
     cfg = tiny(*SIZES, *PATTERNS[pattern], *LAYOUTS[layout].split())

@@ -579,7 +579,7 @@ def test_what_cannot_be_answered_is_refused_in_a_line(tiny, body, words):
         ({"messages": [3]}, "messages.0=3"),
         ({"messages": [{"role": "user"}]}, "messages[0].content=None"),
         ({"messages": [{"content": "a"}]}, "messages[0].role=None"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "part that is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "that is not text"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "bad", "content": "a"}]}, "refuses the messages: no such role"),
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "tokens is more than the context"),

@@ -231,7 +231,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("preset", audit_but(["fsdp_tp", "cp"], MESHES))
+@pytest.mark.parametrize("preset", audit_but(["fsdp_tp"], MESHES))
 @pytest.mark.parametrize("axes", [("embed", "mlp"), ("mlp", "embed")], ids=str)
 @pytest.mark.parametrize("options", audit_but(RULES_TRIED[:4:2], RULES_TRIED[:5]))
 def test_products_on_a_mesh_are_those_of_one_device(preset, axes, options):

@@ -74,6 +74,7 @@ def test_grpo_earns_more(folder):
     assert "reward 0." in (folder / "grpo/samples.txt").read_text()
 
 
+@pytest.mark.audit
 def test_ppo_learns_what_to_expect(folder):
     lines = train(
         folder, "ppo", "ppo", "train.global_batch=16", "train.steps=60", "optim.learning_rate=5e-3",

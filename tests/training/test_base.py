@@ -162,6 +162,7 @@ def test_what_cannot_be_trained_is_refused(tiny, tmp_path):
         check_trainable(staged, make_mesh(staged.mesh, jax.devices()[:2]))
 
 
+@pytest.mark.audit
 def test_adapters_beside_stored_weights_and_beside_other_adapters(runs, tmp_path):
     """A quantized run is a base too; a run with adapters is one with its adapters merged."""
     folder, cfg = runs
