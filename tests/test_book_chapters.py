@@ -10,7 +10,7 @@ CHAPTERS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9
 FOLDED = {"hide-input", "remove-input", "remove-cell", "exercise"}
 
 
-# Words and turns of phrase that readers stumbled over: see "English" in CONTRIBUTING.md.
+# Words and turns of phrase that readers stumbled over.
 STILTED = (
     r"\bnobody\b", r"\bbesides\b", r"\bshall\b", r"\banew\b", r", of which\b", r"\bthereby\b", r"\bwherein\b",
     r"\bin the place of\b", r"\bdear(?:er|est)\b", r"\btrained so\b", r"\bwaits? to be\b", r"\balso NaN\b",
