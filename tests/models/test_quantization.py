@@ -335,9 +335,9 @@ def test_the_gradient_of_each_layer_points_where_the_exact_one_does(options, lea
         assert cosine(got, want) > least
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize(
-    ("preset", "options"),
-    [("tp_seq", "dtype: fp8"), pytest.param("fsdp_tp", "dtype: int8", marks=pytest.mark.audit)],
+    ("preset", "options"), [("tp_seq", "dtype: fp8"), ("fsdp_tp", "dtype: int8")]
 )
 def test_a_model_on_a_mesh_is_that_of_one_device(preset, options):
     one_loss, one = gradients("mesh.data=1", ALL_LAYERS.format(options))

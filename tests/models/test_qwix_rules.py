@@ -165,13 +165,8 @@ def test_several_rules_at_once_as_gemma_is_published():
     assert names["blocks/attention/q/w"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    "apart",
-    [
-        pytest.param(False, id="stacked", marks=pytest.mark.audit),
-        pytest.param(True, id="layer by layer"),
-    ],
-)
+@pytest.mark.audit
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "layer by layer"])
 def test_a_quantized_model_continues_from_a_cache(apart):
     model = make_model()
     taken = qwix.quantize_model(model, qwix.PtqProvider(nf4()), TOKENS)
