@@ -66,14 +66,13 @@ _RULES = {
 def rule_of(problem: Mapping[str, Any]) -> str:
     """Returns the rule that a value breaks, as what to do, from one of the errors of pydantic's `ValidationError`."""
     if (text := _RULES.get(problem["type"])) is not None:
-        limits = {
-            name: f"{limit:,}"
-            if isinstance(limit, int)
-            else f"{limit:g}"
-            if isinstance(limit, float)
-            else limit
-            for name, limit in problem.get("ctx", {}).items()
-        }
+        limits = {name: _written(limit) for name, limit in problem.get("ctx", {}).items()}
         return text.format_map(limits)
     said = problem["msg"].removeprefix("Value error, ")
     return said[:1].lower() + said[1:]
+
+
+def _written(limit: Any) -> Any:
+    if isinstance(limit, float):
+        return f"{limit:g}"
+    return f"{limit:,}" if isinstance(limit, int) else limit

@@ -1176,7 +1176,7 @@ def waits_for_the_state(step, state, batches, start, steps, log):
 
 @loop.mutant(
     "You read each step's metrics before you dispatch the next step. float() waits, so the device "
-    "has nothing to do while Python writes the line. Keep the metrics for one turn."
+    "has nothing to do while Python writes the line. Keep the metrics for one step."
 )
 def reads_at_once(step, state, batches, start, steps, log):
     for number in range(start + 1, steps + 1):

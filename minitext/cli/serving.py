@@ -196,9 +196,8 @@ def _are_artefacts(directories: list[str]) -> bool:
         raise UserError(f"{runs[0]} is a run, and {other} isn't: serve runs and artefacts apart")
     if len(runs) > 1:
         raise UserError(f"{runs[0]} and {runs[1]} are runs: serve one, or export them as artefacts")
-    torn = any(
-        (Path(path) / CHECKPOINTS).is_dir() for path in directories
-    )  # a run without its config
+    # A run that lost its config isn't an artefact either; whatever reads it will say so.
+    torn = any((Path(path) / CHECKPOINTS).is_dir() for path in directories)
     return not runs and not torn and any(map(_looks_like_artefacts, directories))
 
 

@@ -23,12 +23,10 @@ def goodput(
     as_json: Json = False,
 ) -> None:
     """Say where a run's wall time went: steps that count, lost steps, compiling, data, checkpoints, no job at all."""
-    from minitext.observability import goodput
+    from minitext.observability import goodput, goodput_export
 
     found, recorder = goodput.measure(directory), None
     if record is not None:
-        from minitext.observability import goodput_export
-
         if not record.strip() or not record.isprintable():
             raise UserError(f"--record {shorten(record)} is not a job's name: give one")
         recorder = goodput_export.make_recorder(record)
@@ -38,8 +36,6 @@ def goodput(
 
         save_figure(plot, lambda: plot_goodput(found))
     if recorder is not None:
-        from minitext.observability import goodput_export
-
         goodput_export.replay(directory, recorder)
         recorder.flush()
 

@@ -18,7 +18,7 @@ from minitext.config.rope import (
     RopeConfig,
     YarnRopeConfig,
 )
-from minitext.config.section import Section, cached, divisors, setting
+from minitext.config.section import Section, cached, divisors, setting, size
 from minitext.errors import did_you_mean, rule_of
 
 # A layer's tensors that `model.remat_save` can keep; the layers mark them with `checkpoint_name`.
@@ -95,17 +95,11 @@ class MLAConfig(Section):
     kind: Literal["mla"] = setting("mla", "multi-head latent attention")
     impl: AttentionImpl = setting("auto", _IMPL)
     context: ContextMethod = setting("ring", _CONTEXT)
-    q_rank: int | None = setting(
-        None, "mla: width of the queries' latent; null: no latent", ge=1, lt=2**31
-    )
-    kv_rank: int = setting(64, "mla: width of the keys' and values' latent", ge=1, lt=2**31)
-    nope_dim: int = setting(
-        32, "mla: width of a head's queries and keys without positions", ge=1, lt=2**31
-    )
-    rope_dim: int = setting(
-        16, "mla: width of the rotary part; its key serves all heads", ge=2, lt=2**31
-    )
-    v_dim: int = setting(32, "mla: width of a head's values", ge=1, lt=2**31)
+    q_rank: int | None = size(None, "mla: width of the queries' latent; null: no latent")
+    kv_rank: int = size(64, "mla: width of the keys' and values' latent")
+    nope_dim: int = size(32, "mla: width of a head's queries and keys without positions")
+    rope_dim: int = size(16, "mla: width of the rotary part; its key serves all heads", least=2)
+    v_dim: int = size(32, "mla: width of a head's values")
 
     latent_eps: float = setting(1e-6, "mla: added to the mean square of the latents", gt=0)
 
@@ -138,12 +132,10 @@ class DeltaNetConfig(Section):
     """
 
     kind: Literal["deltanet"] = setting("deltanet", "gated linear attention")
-    key_heads: int = setting(4, "deltanet: heads of queries and keys", ge=1, lt=2**31)
-    value_heads: int = setting(
-        8, "deltanet: heads of values, a multiple of key_heads", ge=1, lt=2**31
-    )
-    key_dim: int = setting(48, "deltanet: width of a head's queries and keys", ge=1, lt=2**31)
-    value_dim: int = setting(48, "deltanet: width of a head's values", ge=1, lt=2**31)
+    key_heads: int = size(4, "deltanet: heads of queries and keys")
+    value_heads: int = size(8, "deltanet: heads of values, a multiple of key_heads")
+    key_dim: int = size(48, "deltanet: width of a head's queries and keys")
+    value_dim: int = size(48, "deltanet: width of a head's values")
     conv: int = setting(4, "deltanet: tokens that the convolution of q, k and v sees", ge=1)
 
     # Nothing to choose: XLA runs it, over sequences that stay in one piece and in the text's order.
@@ -211,11 +203,9 @@ class MoEConfig(Section):
     kind: Literal["moe"] = setting("moe", "mixture of experts")
     activation: Activation = setting("silu", _ACTIVATION)
     bias: bool = setting(False, "biases of the projections")
-    experts: int = setting(8, "feed-forward layers to choose from (E)", ge=2, lt=2**31)
+    experts: int = size(8, "feed-forward layers to choose from (E)", least=2)
     experts_per_token: int = setting(2, "experts per token (k)", ge=1)
-    shared_experts: int = setting(
-        0, "more experts, run by every token as one wide layer", ge=0, lt=2**31
-    )
+    shared_experts: int = size(0, "more experts, run by every token as one wide layer", least=0)
     router: Literal["softmax", "sigmoid"] = setting("softmax", "scores from the router's logits")
     normalize: bool = setting(True, "make the weights of a token's experts sum to 1")
     scaling: float = setting(1.0, "factor on the weights", gt=0)
@@ -299,21 +289,15 @@ class Stack(NamedTuple):
 class ModelConfig(Section):
     """The decoder: its sizes, numerics and how its layers run."""
 
-    vocab: int = setting(320, "rows of the embedding table (V)", ge=2, lt=2**31)
+    vocab: int = size(320, "rows of the embedding table (V)", least=2)
     layers: int = setting(4, "decoder layers (L)", ge=1, le=100_000)
-    embed: int = setting(192, "width of the residual stream (D)", ge=1, lt=2**31)
-    heads: int = setting(6, "query heads (N)", ge=1, lt=2**31)
-    kv_heads: int | None = setting(
-        None, "key and value heads (K); null: as many as heads", ge=1, lt=2**31
-    )
-    head_dim: int | None = setting(None, "width of a head (H); null: embed / heads", ge=2, lt=2**31)
-    mlp: int = setting(
-        512, "width of the feed-forward layer, or of each expert (F)", ge=1, lt=2**31
-    )
+    embed: int = size(192, "width of the residual stream (D)")
+    heads: int = size(6, "query heads (N)")
+    kv_heads: int | None = size(None, "key and value heads (K); null: as many as heads")
+    head_dim: int | None = size(None, "width of a head (H); null: embed / heads", least=2)
+    mlp: int = size(512, "width of the feed-forward layer, or of each expert (F)")
     dense_layers: int = setting(0, "first layers that are dense, ahead of the others", ge=0)
-    dense_mlp: int | None = setting(
-        None, "width of their feed-forward layer; null: mlp", ge=1, lt=2**31
-    )
+    dense_mlp: int | None = size(None, "width of their feed-forward layer; null: mlp")
     period: tuple[Differences, ...] = setting(
         (), "what each layer of a repeating pattern sets for itself: [{}, {attention: {window: 8}}]"
     )

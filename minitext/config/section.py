@@ -29,6 +29,11 @@ def setting(default: T, description: str, **limits: Any) -> T:
     return Field(default=default, description=description, **limits)
 
 
+def size(default: T, description: str, least: int = 1) -> T:
+    """Declares a dimension of arrays: a key of at least `least`, and below 2**31, which no model reaches."""
+    return setting(default, description, ge=least, lt=2**31)
+
+
 class Section(BaseModel):
     """A frozen group of settings."""
 
