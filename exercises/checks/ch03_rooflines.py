@@ -1259,7 +1259,7 @@ def _(fn, t):
 
 @cut.check("a chain that fits into one kernel")
 def _(fn, t):
-    cut_is_best(t, fn, [draw_chain(t, 7, room=1e9) for _ in range(3)])
+    cut_is_best(t, fn, [draw_chain(t, count, room=1e9) for count in (7, 7, 24)])
 
 
 @cut.check("chains that do not fit")
@@ -1507,6 +1507,18 @@ def fewest(*args):
 def least_bytes(*args):
     chain = as_chain(*args)
     return told(chain, fewest_bytes(chain))
+
+
+@cut.mutant("Your kernels never have more than a few operations. Only `room` limits how many.")
+def short_kernels(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, held=lambda c, i, j: room_of(c, i, j) if j - i <= 8 else math.inf)
+
+
+@cut.mutant("You return where each kernel begins. The statement asks how many operations it has.")
+def where_they_begin(*args):
+    seconds, lengths = best_cut(as_chain(*args))
+    return seconds, [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 @cut.mutant("You leave room for nothing: a kernel that fills `room` to the last byte fits.")
