@@ -66,7 +66,6 @@ def fill(app: Any, doctree: nodes.document, docname: str) -> None:
             hero.parent.remove(hero)
             continue
         image = found.deepcopy()
-        image["loading"] = "lazy"  # the page has one of each chapter
         for size in {"width", "height", "scale", "align"} & set(image.attributes):
             del image[size]
         address = app.builder.get_relative_uri(docname, chapter)

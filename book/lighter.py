@@ -1,12 +1,14 @@
 """Sphinx extension: pages load only what they show.
 
 The theme's script of icons has 2,000 of them, 1.4 MB; pages show about twenty. Templates in `book/_templates` leave out
-the search index, which only the search page needs.
+the search index, which only the search page needs. A picture is loaded when a reader comes near it.
 """
 
 import re
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
 
 SCRIPT = "_static/scripts/fontawesome.js"
 # One icon: "name":[width, height, [other names], "code point", "path" or paths]
@@ -38,7 +40,15 @@ def finish(app: Any, error: Exception | None) -> None:
         path.write_text(without_others(path.read_text(), icons_of(Path(app.outdir))))
 
 
+def load_late(app: Any, doctree: nodes.document, docname: str) -> None:
+    """Tells browsers to load a page's pictures when a reader comes near them."""
+    for image in doctree.findall(nodes.image):
+        image["loading"] = "lazy"
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Tells Sphinx what to call."""
+    # After the gallery has put its pictures in.
+    app.connect("doctree-resolved", load_late, priority=900)
     app.connect("build-finished", finish)
     return {"parallel_read_safe": True}

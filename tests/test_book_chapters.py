@@ -93,3 +93,39 @@ def test_the_text_has_none_of_the_phrases_that_readers_stumbled_over(cells):
     text = re.sub(r"```.*?```|`[^`\n]+`", "", text, flags=re.DOTALL)
     found = [match[0] for phrase in STILTED for match in re.finditer(phrase, text)]
     assert not found
+
+
+# Terms that are everyday words too: their plain meaning needs no glossary.
+EVERYDAY = re.compile(
+    r"advantage|barrier|batch|block|bucket|capacity|checkpoint|computation|decode|exposed|grid|head|instruction|kernel"
+    r"|latency|ledger|manifest|module|page|positions?|profile|race|ref|residual|ring|scale|scratch|slice|spill|stage"
+    r"|step|temperature|token|topology|trace"
+)
+
+
+def test_no_term_of_the_glossary_is_used_before_it_is_introduced():
+    """The first chapter that uses a term links it, sets it in bold or italics, or has it in a heading."""
+    glossary = (CHAPTERS[0].parents[1] / "book" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^(\w.*)$", glossary.split("```{glossary}\n")[1], flags=re.MULTILINE)
+    assert len(terms) > 200
+    unmet = dict.fromkeys(term for term in terms if not EVERYDAY.fullmatch(term))
+    early = {}
+    for path in CHAPTERS:
+        cells = "\n\n".join(
+            c.source for c in jupytext.read(path).cells if c.cell_type == "markdown"
+        )
+        text = re.sub(r"<!-- exercise .*?<!-- end exercise .*?-->", "", cells, flags=re.DOTALL)
+        links = re.findall(r"\{term\}`(?:[^`<]*<)?([^`>]+)", text)
+        headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+        emphasised = [words for _, words in re.findall(r"(\*\*?)(?=\S)([^*]+)(?<=\S)\1", text)]
+        introduced = "\n".join(links + headings + emphasised)
+        plain = re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", "", text, flags=re.DOTALL)
+        for term in list(unmet):
+            flags = re.IGNORECASE if term.islower() else 0
+            word = re.compile(rf"(?<![\w/-]){re.escape(term)}(?:e?s)?(?![\w/-])", flags)
+            if word.search(introduced):
+                del unmet[term]
+            elif word.search(plain):
+                early[term] = path.stem
+                del unmet[term]
+    assert not early
