@@ -75,8 +75,24 @@ def reads(fn, t, events, window, why):
     want, want_idle = counted(events, window)
     # One list for both, so that a mistake in either is seen whole.
     got = [own.get(name, -1) for name in sorted(want)] if isinstance(own, dict) else own
-    t.equal(got, [want[name] for name in sorted(want)], why=f"own time of {sorted(want)}: {why}")
-    t.close(idle, want_idle, rtol=0, atol=1e-9, why=f"idle share: {why}")
+    told = ""
+    if isinstance(own, dict):
+        missing = [name for name in want if name not in own]
+        t.true(not missing, f"no entry for {missing}, want one for each name: {why}", got)
+        if any(float(n) < 0 for n in got):
+            told = "; a time is negative: something was subtracted that isn't inside that event"
+        elif (more := sum(map(float, got)) - sum(want.values())) != 0:
+            much = "many: some are counted twice or outside the window" if more > 0 else "few"
+            told = f"; together they are {abs(more):g} ns too {much}"
+        else:
+            told = "; together they are right, but some time is under the wrong name"
+    t.equal(
+        got, [want[name] for name in sorted(want)], why=f"own time of {sorted(want)}{told}: {why}"
+    )
+    told = "idle share, the part of the window in which no lane has an event"
+    if isinstance(idle, (int, float)) and abs(1 - idle - want_idle) < 1e-9:
+        told += "; yours is the busy share"
+    t.close(idle, want_idle, rtol=0, atol=1e-9, why=f"{told}: {why}")
 
 
 @read_trace.check("one after the other on one lane")
@@ -163,7 +179,7 @@ def _(fn, t):
 
 def right_read(
     events, window, *, own_lane=True, inner="direct", clip=True, touch=False, total=True,
-    busy="union", by_end=True, given=True,
+    busy="union", by_end=True, given=True, ordered=True,
 ):  # fmt: skip
     w0, w1 = window
     if not given:
@@ -171,6 +187,7 @@ def right_read(
     own = dict.fromkeys((name for _, name, _, _ in events), 0)
     opened = defaultdict(list)
     order = sorted(events, key=lambda e: (e[2], -e[3]) if by_end else (e[2], e[3]))
+    order = order if ordered else events
     for lane, name, start, end in order:
         stack = opened[lane if own_lane else ""]
         while stack and (stack[-1][0] < start or (not touch and stack[-1][0] == start)):
@@ -240,6 +257,13 @@ def shorter_first(events, window):
 )
 def touching_is_inside(events, window):
     return right_read(events, window, touch=True)
+
+
+@read_trace.mutant(
+    "You take events in the order of the list. They come in any order: sort them by start."
+)
+def as_listed(events, window):
+    return right_read(events, window, ordered=False)
 
 
 @read_trace.mutant("A name that occurs again overwrites what you had. Add up all its events.")
@@ -635,8 +659,24 @@ def divides(fn, t, ledger, why, lines=None):
     # As a list, so that all shares are seen together.
     kinds = sorted(want)
     t.close(
-        [got[k] for k in kinds], [want[k] for k in kinds], rtol=0, atol=1e-9, why=f"{kinds}: {why}"
+        [got[k] for k in kinds],
+        [want[k] for k in kinds],
+        rtol=0,
+        atol=1e-9,
+        why=f"{kinds}; {misplaced(got, want, 'of the whole time')}: {why}",
     )
+
+
+def misplaced(got, want, unit):
+    """How a division of time among causes is wrong."""
+    more = {k: float(got[k]) - want[k] for k in want}
+    off = sorted((k for k in want if abs(more[k]) > 1e-9), key=lambda k: more[k])
+    total = sum(more.values())
+    if len(off) == 2 and abs(total) < 1e-6:
+        return f"{more[off[1]]:.4g} {unit} is under {off[1]!r} and belongs to {off[0]!r}"
+    if abs(total) > 1e-6:
+        return f"together they are {sum(float(got[k]) for k in want):.6g}, want {sum(want.values()):.6g}"
+    return f"together they are right, but {len(off)} of them are not"
 
 
 @goodput.check("one job that nobody killed")
@@ -973,16 +1013,25 @@ def blame(events):
 
 
 def finds(fn, t, events, why):
-    worst, waits = fn(list(events))
+    got = fn(list(events))
+    formed = isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)
+    t.true(formed, f"want a pair (name of the worst, dict of all costs), got {got}", "form")
+    worst, waits = got
     want_worst, want = blame(events)
+    missing = sorted(set(want) - set(waits))
+    t.true(not missing, f"no entry for {missing}, want one for each wait: {why}", sorted(waits))
     t.equal(sorted(waits), sorted(want), why=f"the names: {why}")
     names = sorted(want)
+    devices = len({e[0] for e in events} - {None})
+    told = misplaced(waits, want, "ns on the average")
+    if all(abs(waits[n] - devices * want[n]) < 1e-6 for n in names):
+        told = f"they are {devices} times too large: an average over {devices} devices"
     t.close(
         [waits[n] for n in names],
         [want[n] for n in names],
         rtol=0,
         atol=1e-6,
-        why=f"{names}: {why}",
+        why=f"{names}; {told}: {why}",
     )
     t.equal(worst, want_worst, why=f"the worst: {why}")
 
@@ -1109,8 +1158,8 @@ def _(fn, t):
 
 
 def right_stall(
-    events, *, whole=False, own=True, host=True, mean=True, once=True, by="end", sums=True, idle=True,
-    partly=True, silent=True,
+    events, *, whole=False, own=True, host=True, mean=True, once=True, by=lambda e: e[4], sums=True,
+    idle=True, partly=True, silent=True,
 ):  # fmt: skip
     devices = sorted({e[0] for e in events if silent or e[1] == "compute"} - {None})
     waits = dict.fromkeys((e[2] for e in events if e[1] != "compute"), 0.0) | {"idle": 0.0}
@@ -1130,7 +1179,7 @@ def right_stall(
                 if idle and not computes:
                     waits["idle"] += end - start
                 continue
-            first = max(at, key=lambda e: e[4]) if by == "end" else min(at, key=lambda e: e[3])
+            first = max(at, key=by)
             for e in [first] if once else at:
                 waits[e[2]] += end - start
                 longest[e[2]] = max(longest[e[2]], e[4] - e[3])
@@ -1180,6 +1229,22 @@ def silent_devices_left_out(events):
 
 
 @find_stall.mutant(
+    "Of several waits that are open at once you blame the one that ends first. Without it, the device would have "
+    "waited just as long."
+)
+def blames_the_first_to_end(events):
+    return right_stall(events, by=lambda e: -e[4])
+
+
+@find_stall.mutant(
+    "Of several waits that are open at once you blame the longest. A long one may end earlier than another: the end "
+    "decides."
+)
+def blames_the_longest(events):
+    return right_stall(events, by=lambda e: e[4] - e[3])
+
+
+@find_stall.mutant(
     "You return sums over devices. If all devices wait 5 ns, the cost is 5 ns: take the mean."
 )
 def summed_over_devices(events):
@@ -1218,7 +1283,7 @@ def last_of_equals(events):
     "first."
 )
 def blames_the_first(events):
-    return right_stall(events, by="start")
+    return right_stall(events, by=lambda e: -e[3])
 
 
 @find_stall.mutant(

@@ -149,7 +149,15 @@ class Compiler:
             return self.plan(settings) is not None and self.needed(settings) <= available
 
         got = fn(self.rows, self.devices, available, self.predict, ask)
-        got = None if got is None else [str(text) for text in got]
+        form = ["model.remat", "train.microbatches", "mesh.data", "mesh.fsdp"]
+        for settings in [*self.asked, *([] if got is None else [got])]:
+            formed = isinstance(settings, (list, tuple)) and len(settings) == 4
+            formed = formed and all(isinstance(text, str) and "=" in text for text in settings)
+            formed = formed and sorted(text.split("=")[0] for text in settings) == sorted(form)
+            t.true(
+                formed, f"settings are a list of four strings NAME=VALUE, got {settings}", "form"
+            )
+        got = None if got is None else list(got)
         where = f"{why}: {self.rows} rows, {self.devices} devices, {available:,.0f} bytes"
         for settings in [*self.asked, *([got] if got else [])]:
             legal = self.plan(settings) is not None
@@ -163,9 +171,12 @@ class Compiler:
         places = [-1 if plan is None else order.index(self.plan(plan)) for plan in (got, want)]
         # Which plans were asked for tells mistakes apart that end in the same one.
         asked = [order.index(self.plan(settings)) for settings in self.asked]
-        t.true(
-            places[0] == places[1], f"{where}: got {got}, want {want}", np.array([*places, *asked])
-        )
+        text = f"{where}: got {got}, want {want}"
+        if want is not None and want not in self.asked:
+            text += f"; you never asked for that one: predict says {self.predict(want):,.0f} bytes"
+        elif got is not None and want is not None and places[0] > places[1]:
+            text += "; you asked for that one, and it was accepted"
+        t.true(places[0] == places[1], text, np.array([*places, *asked]))
         known = got is None or got in self.asked
         t.true(known, f"{where}: {got} was never asked for", "never asked")
         return questions, where
@@ -386,6 +397,32 @@ mistaken(
 )
 mistaken(
     fit,
+    "many_microbatches_first",
+    "Your loop begins with many microbatches. Fewer go first.",
+    fit_with(order=lambda plan: (REMAT.index(plan[0]), -plan[1], plan[2])),
+)
+mistaken(
+    fit,
+    "large_fsdp_first",
+    "Among plans with equally many microbatches you try a large `mesh.fsdp` first, or you exchange it with "
+    "`mesh.data`. The smallest goes first.",
+    fit_with(order=lambda plan: (REMAT.index(plan[0]), plan[1], -plan[2])),
+)
+mistaken(
+    fit,
+    "most_remat_first",
+    "You begin with `full`. Recomputing costs most, so `none` goes first.",
+    fit_with(order=lambda plan: (-REMAT.index(plan[0]), plan[1], plan[2])),
+)
+mistaken(
+    fit,
+    "asks_only_what_surely_fits",
+    "You ask only for plans that fit even at the compiler's highest figure. Skip a plan only if not even the lowest, "
+    "predict / 1.1, fits.",
+    fit_with(slack=1 / 1.1),
+)
+mistaken(
+    fit,
     "remat_first",
     "You try more remat before more microbatches. Recomputing costs most here, so all plans with less of it go first.",
     fit_with(order=lambda plan: (plan[1], plan[2], REMAT.index(plan[0]))),
@@ -442,7 +479,7 @@ and the bytes that are sent.
 def cost_with(
     *, gathers=3, reduces=2, sums_reduces=2, divided=True, stride=True, parts=True, shard=True, flat=False,
     spread=lambda d, f: d * f, slow=True, fsdp_divided=True, data_divided=True, add=lambda a, b: a + b,
-    divide=lambda a, b: a / b,
+    divide=lambda a, b: a / b, distances=lambda d, f, t: (t * f, t, 1), swapped=False,
 ):  # fmt: skip
     """What a mesh's collectives take, with a mistake that is asked for: seconds, and bytes within and across slices."""
 
@@ -465,13 +502,15 @@ def cost_with(
             sizes["weights"], (t if divided and data_divided else 1) * (f if shard else 1)
         )
         sums = divide(sizes["sums"], spread(d, f))
+        of_data, of_fsdp, of_tensor = distances(d, f, t)
         terms = (
-            (gathers, gather(gathered, *group(f, t))),
-            (reduces, gather(reduced, *group(d, t * f))),
-            (sums_reduces, gather(sums, *group(t, 1))),
+            (gathers, gather(gathered, *group(f, of_fsdp))),
+            (reduces, gather(reduced, *group(d, of_data))),
+            (sums_reduces, gather(sums, *group(t, of_tensor))),
         )
         within, across = (sum(n * pair[i] for n, pair in terms) for i in range(2))
-        return add(within / ici, across / (dcn if slow else ici)), within, across
+        rates = (dcn, ici) if swapped else (ici, dcn if slow else ici)
+        return add(within / rates[0], across / rates[1]), within, across
 
     return cost
 
@@ -481,7 +520,7 @@ right_cost = cost_with()
 
 def mesh_with(
     *, memory_of=lambda d, f, t: f * t, tensors=True, wide=False, spare=False, cost=right_cost,
-    divide=lambda a, b: a / b,
+    divide=lambda a, b: a / b, pick=min, axes=(0, 1, 2), always=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -495,8 +534,9 @@ def mesh_with(
             needed = divide(sizes["state"], memory_of(d, f, t))
             if needed > memory or (spare and needed == memory):
                 continue
-            found.append(((d, f, t), *cost(sizes, chips, (d, f, t), ici, dcn)))
-        return min(found, key=lambda mesh: mesh[1]) if found else None
+            named = tuple((d, f, t)[axis] for axis in axes)
+            found.append((named, *cost(sizes, chips, (d, f, t), ici, dcn)))
+        return pick(found, key=lambda mesh: mesh[1]) if found or always else None
 
     return fn
 
@@ -524,7 +564,10 @@ def chooses(fn, t, *cases):
     seen = np.zeros((len(cases), 6))
     for row, got in zip(seen, answers, strict=True):
         if got is not None:
-            t.equal((len(got), len(got[0])), (4, 3), why="how many results, and how many axes")
+            formed = isinstance(got, (tuple, list)) and len(got) == 4
+            formed = formed and isinstance(got[0], (tuple, list)) and len(got[0]) == 3
+            form = "((data, fsdp, tensor), seconds, bytes within a slice, bytes to other slices)"
+            t.true(formed, f"got {got}, want the form {form}", "form")
             row[:] = [float(n) for n in (*got[0], *got[1:])]
     like = seen.copy()  # numbers of like size, so that each counts
     like[:, :3] = np.log2(np.maximum(seen[:, :3], 1))
@@ -546,7 +589,16 @@ def chooses(fn, t, *cases):
                 t.true(
                     near, f"{where}: {name} for the mesh {mesh}: got {g:.12g}, want {w:.12g}", seen
                 )
-        t.true(mesh == want[0], f"{where}: got the mesh {mesh}, want {want[0]}", like)
+        text = f"{where}: got the mesh {mesh}, want {want[0]}"
+        if math.prod(mesh) != slices * chips:
+            text += f"; {mesh} is not a mesh of {slices * chips} chips"
+        elif mesh[2] > chips:
+            text += "; tensor spans slices"
+        elif sizes["state"] > args[3] * mesh[1] * mesh[2]:
+            text += f"; in {mesh} the state doesn't fit: a chip stores state / (fsdp tensor)"
+        elif mesh != want[0]:
+            text += f"; bytes and seconds of {mesh} are right, but {want[0]} fits and takes less"
+        t.true(mesh == want[0], text, like)
 
 
 @choose_mesh.check("one slice, no sums worth naming")
@@ -730,6 +782,49 @@ mistaken(
 )
 mistaken(
     choose_mesh,
+    "fsdp_innermost",
+    "In your numbering fsdp is the innermost axis. It is tensor: neighbours in an fsdp group are tensor chips apart.",
+    mesh_with(cost=cost_with(distances=lambda d, f, t: (t * f, 1, f))),
+)
+mistaken(
+    choose_mesh,
+    "data_innermost",
+    "You number the chips with data innermost and tensor outermost. It is the other way round, so data is the first "
+    "axis to span slices.",
+    mesh_with(cost=cost_with(distances=lambda d, f, t: (1, d, d * f))),
+)
+mistaken(
+    choose_mesh,
+    "state_divided_by_fsdp_alone",
+    "You divide the state by fsdp alone. tensor divides it too: a chip stores state / (fsdp tensor).",
+    mesh_with(memory_of=lambda d, f, t: f),
+)
+mistaken(
+    choose_mesh,
+    "rates_swapped",
+    "You divide the bytes within a slice by `dcn` and the others by `ici`. `ici` is the rate within a slice.",
+    mesh_with(cost=cost_with(swapped=True)),
+)
+mistaken(
+    choose_mesh,
+    "axes_turned_around",
+    "Your mesh has its axes in another order than (data, fsdp, tensor).",
+    mesh_with(axes=(2, 1, 0)),
+)
+mistaken(
+    choose_mesh,
+    "the_slowest_mesh",
+    "You return the mesh that takes the most time. Look for the least.",
+    mesh_with(pick=max),
+)
+mistaken(
+    choose_mesh,
+    "an_error_where_nothing_fits",
+    "You look for the best of no meshes at all. If the state fits on none, return None.",
+    mesh_with(always=True),
+)
+mistaken(
+    choose_mesh,
     "no_tensor",
     "You never try a tensor axis. With few tokens and many weights it sends less than fsdp.",
     mesh_with(tensors=False),
@@ -784,7 +879,7 @@ BLOCKING = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collect
 
 def overlap_with(
     *, queue=True, links=True, blocking=True, hides=True, last=False, advance=True, negative=False, own=True,
-    late=False, ahead=False, done_takes=0.0,
+    late=False, ahead=False, done_takes=0.0, early=False, each=False, start_takes=0.0, own_part=1.0,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -801,8 +896,11 @@ def overlap_with(
                 start = name
                 begun.append(name)
                 link = "host" if opcode.startswith("copy") and links else "ici"
+                link = opcode.removesuffix("-start") if each else link
+                clock += start_takes * seconds[name] * opcode.endswith("-start")
                 pushes_in = ahead and opcode in BLOCKING
                 begins = max(clock, free.get(link, 0.0)) if queue and not pushes_in else clock
+                begins = free.get(link, 0.0) if early else begins
                 arrival[name] = begins + seconds[name]
                 free[link] = max(free.get(link, 0.0), arrival[name])
                 if opcode.endswith("-start"):
@@ -816,7 +914,7 @@ def overlap_with(
                 continue
             exposed = arrival[start] - clock if hides else seconds[start]
             exposed = exposed if negative else max(0.0, exposed)
-            hidden = seconds[start] - exposed
+            hidden = seconds[start] - own_part * exposed
             waits[start] = (max(0.0, hidden) if own else hidden), exposed
             clock += exposed if advance else 0.0
         return clock, waits
@@ -835,6 +933,10 @@ def only_with_time(total, waits):
     return total, {name: pair for name, pair in waits.items() if any(pair)}
 
 
+def without_waits(total, waits):
+    return total - sum(exposed for _, exposed in waits.values()), waits
+
+
 def turned_around(total, waits):
     return total, {name: pair[::-1] for name, pair in waits.items()}
 
@@ -842,6 +944,15 @@ def turned_around(total, waits):
 def walked(t, fn, schedule, seconds, why):
     total, waits = fn(schedule, seconds)
     right_total, right_waits = right_overlap(schedule, seconds)
+    for name, opcode, _ in schedule:
+        told = f"{why}: {name} ({opcode})"
+        if name in right_waits:
+            t.true(name in waits, f"{told} is a transfer, and your dict lacks it", sorted(waits))
+            continue
+        kind = (
+            "a done; a transfer has the name of its start" if "-done" in opcode else "no transfer"
+        )
+        t.true(name not in waits, f"{told} is in your dict, but it is {kind}", sorted(waits))
     t.equal(sorted(waits), sorted(right_waits), why=f"{why}: the transfers that are reported")
     # In the order of the schedule: what is wrong first says more than what follows from it.
     names = [name for name, _, _ in schedule if name in right_waits]
@@ -853,8 +964,15 @@ def walked(t, fn, schedule, seconds, why):
         i = int(np.argmax(off))
         text = f"(hidden, exposed) of {names[i]} are ({got[i][0]:g}, {got[i][1]:g})"
         text += f", want ({want[i][0]:g}, {want[i][1]:g}); {off.sum()} of {len(names)} transfers are off"
+        (hidden, exposed), took = got[i], seconds.get(names[i], 0.0)
+        if np.isclose(exposed, want[i][1]):
+            text += f"; the wait is right, and the transfer takes {took:g} s"
+        elif np.isclose(hidden + exposed, took):
+            much = "long" if exposed > want[i][1] else "briefly"
+            text += f"; they sum to its {took:g} s, but the arithmetic waits too {much}"
         t.true(False, f"{why}: {text}", got)
-    t.close(float(total), right_total, 1e-9, 1e-12, f"{why}: the total")
+    told = "every pair is right, but not the total: the clock at the end, with all waits in it"
+    t.close(float(total), right_total, 1e-9, 1e-12, f"{why}: {told}")
 
 
 def ticks(t, count):
@@ -1107,6 +1225,48 @@ mistaken(
 )
 mistaken(
     overlap,
+    "a_link_for_each_kind",
+    "You give each kind of transfer a link of its own. All but copies to the host share the interconnect.",
+    overlap_with(each=True),
+)
+mistaken(
+    overlap,
+    "start_takes_time",
+    "Your clock moves on by a transfer's seconds at its start. The arithmetic goes on at once: only a done waits.",
+    overlap_with(start_takes=1.0),
+)
+mistaken(
+    overlap,
+    "begins_before_its_start",
+    "You begin a transfer when its link is free, even if that is before its start. It begins at the later of the two.",
+    overlap_with(early=True),
+)
+mistaken(
+    overlap,
+    "nothing_taken_off",
+    "You count a transfer's whole time as hidden, also what is exposed. Hidden is the rest.",
+    overlap_with(own_part=0.0),
+)
+mistaken(
+    overlap,
+    "total_of_all_seconds",
+    "Your total sums all seconds, as if nothing overlapped. It is the clock at the end: what is hidden takes no time.",
+    lambda schedule, seconds: (sum(seconds.values()), right_overlap(schedule, seconds)[1]),
+)
+mistaken(
+    overlap,
+    "total_without_waits",
+    "Your total is the arithmetic's time alone. The waits are part of the schedule too.",
+    lambda *args: without_waits(*right_overlap(*args)),
+)
+mistaken(
+    overlap,
+    "an_error_without_an_entry",
+    "Your answer fails at a name that `seconds` lacks. A name without an entry takes no time.",
+    lambda *args: right_overlap(args[0], {name: args[1][name] for name, _, _ in args[0]}),
+)
+mistaken(
+    overlap,
     "hides_less_than_nothing",
     "A transfer that had to queue can expose more than its own seconds. Then its hidden part is 0, not negative.",
     overlap_with(own=False),
@@ -1148,7 +1308,8 @@ LINKS = {"fusion": "clock", "copy": "host", "send": "dcn"}
 
 def interval_with(
     *, trips=True, nested=True, locally=False, two=False, dones=False, merged=(), dead=False, longest=max,
-    async_free=False, once=False, per_second=True,
+    async_free=False, once=False, per_second=True, times=lambda runs, trips: runs * trips, add=lambda a, b: a + b,
+    links=LINKS, paired=True, divide=lambda a, b: a / b, read_dones=False, swap=False,
 ):  # fmt: skip
     """The solution with a mistake that is asked for."""
 
@@ -1165,17 +1326,17 @@ def interval_with(
                 if opcode == "while":
                     body, turns = what
                     factor = turns if trips else 1
-                    walk(body, factor * (runs if nested else 1), depth + 1)
+                    walk(body, times(runs if nested else 1, factor), depth + 1)
                     continue
                 if opcode.endswith("-done"):
-                    what = size if dones else 0
+                    what = what if read_dones else size if dones else 0
                 size = what
                 kind = opcode.removesuffix("-start").removesuffix("-done")
-                link = LINKS.get(kind, "ici")
+                link = links.get(kind if paired else opcode, "ici")
                 link = "ici" if link in merged else link
                 rate = rates[link] if per_second or link != "clock" else 1.0
                 if not (async_free and opcode.endswith("-start")):
-                    busy[link] += runs * what / rate
+                    busy[link] = add(busy[link], divide(runs * what, rate))
                 here[link] += runs * what / rate
             ends.append(max(here.values()))
 
@@ -1185,10 +1346,11 @@ def interval_with(
                 if name not in seen:
                     walk(name, 1)
         if two:
-            links = sum(s for link, s in busy.items() if link != "clock")
-            return max(busy["clock"], links), busy["clock"] + links
+            sent = sum(s for link, s in busy.items() if link != "clock")
+            return max(busy["clock"], sent), busy["clock"] + sent
         fastest = sum(ends) if locally else longest(busy.values())
-        return fastest, sum(busy.values())
+        ends = fastest, sum(busy.values())
+        return ends[::-1] if swap else ends
 
     return fn
 
@@ -1196,18 +1358,50 @@ def interval_with(
 right_interval = interval_with()
 
 
-def bounds(t, fn, program, why):
+def drawn_rates(t):
     rates = {"clock": 1.75e9, "ici": 9e10, "dcn": 3e9, "host": 1.6e10}
-    rates = {name: rate * float(t.rng.uniform(0.85, 1.15)) for name, rate in rates.items()}
+    return {name: rate * float(t.rng.uniform(0.85, 1.15)) for name, rate in rates.items()}
+
+
+def bounds(t, fn, program, why):
+    rates = drawn_rates(t)
     got = [float(x) for x in fn(program, rates)]
     want = list(right_interval(program, rates))
-    t.close(got, want, 1e-9, 1e-15, f"{why}: (fastest, slowest) in s")
+    told = "(fastest, slowest) in s"
+    if np.isclose(got[1], want[1], 1e-9, 0):
+        told = "the sum is right; the fastest is the largest of the four sums over the whole step"
+    elif np.isclose(got[0], want[0], 1e-9, 0):
+        told = "the busiest part is right, but not the sum of all four"
+    elif got[1] < got[0]:
+        told = "the first number is the smaller one: (fastest, slowest)"
+    t.close(got, want, 1e-9, 1e-15, f"{why}: {told}")
 
 
 def sizes_of(t):
     """Cycles and bytes of a few milliseconds each, in which no link is always the busiest."""
     scale = t.rng.uniform(1, 3, 8)
     return [int(n) for n in scale * (5e6, 4e6, 3e8, 2e8, 9e6, 6e6, 5e7, 4e7)]
+
+
+@interval.check("one instruction")
+def _(fn, t):
+    links = LINKS | dict.fromkeys(BLOCKING, "ici")
+    rates = drawn_rates(t)
+    programs = {kind: [(kind, int(t.rng.integers(10**6, 10**7)))] for kind in links}
+    for kind in list(links)[1:]:
+        size = int(t.rng.integers(10**6, 10**7))
+        programs[f"{kind}-start"] = [(f"{kind}-start", size), (f"{kind}-done", None)]
+    # All of them are seen together: two mistakes often agree on the first.
+    got = [[float(x) for x in fn({"main": main}, rates)] for main in programs.values()]
+    for (kind, main), pair in zip(programs.items(), got, strict=True):
+        rate, what = links[kind.removesuffix("-start")], main[0][1]
+        seconds = what / rates[rate]
+        told = f"a {kind} of {what} alone takes {seconds:.6g} s, at the rate of {rate!r}"
+        t.true(
+            np.allclose(pair, seconds, 1e-9, 0),
+            f"{told}; both ends of the interval are that, got {tuple(pair)}",
+            np.array(got),
+        )
 
 
 @interval.check("no loops")
@@ -1358,4 +1552,58 @@ mistaken(
     "the_least_busy",
     "You return the smallest of the four as the fastest time. A step can't be faster than its busiest part.",
     interval_with(longest=min),
+)
+mistaken(
+    interval,
+    "slowest_first",
+    "Your pair is turned around: the fastest time comes first.",
+    interval_with(swap=True),
+)
+mistaken(
+    interval,
+    "trips_added",
+    "You add the trips of nested loops. An inner loop runs its trips in every one of the outer's: multiply.",
+    interval_with(times=lambda runs, trips: runs + trips),
+)
+mistaken(
+    interval,
+    "no_trips_is_one",
+    "You run a body once where trips is 0. Then it never runs.",
+    interval_with(times=lambda runs, trips: runs * max(1, trips)),
+)
+mistaken(
+    interval,
+    "starts_of_other_links_over_ici",
+    "You recognise `copy` and `send`, but not `copy-start` and `send-start`. They use the same links.",
+    interval_with(paired=False),
+)
+mistaken(
+    interval,
+    "reads_the_bytes_of_a_done",
+    "You compute with the `what` of a done, which is None. Its start has the bytes.",
+    interval_with(read_dones=True),
+)
+mistaken(
+    interval,
+    "cycles_for_seconds",
+    "You take a fusion's cycles for seconds. Divide them by the clock's rate.",
+    interval_with(per_second=False),
+)
+mistaken(
+    interval,
+    "largest_instruction",
+    "You keep the longest instruction of each part. Those of one part follow one another: add them up.",
+    interval_with(add=max),
+)
+mistaken(
+    interval,
+    "send_and_copy_exchanged",
+    "You exchange two links: a copy goes to the host and a send over DCN.",
+    interval_with(links={"fusion": "clock", "copy": "dcn", "send": "host"}),
+)
+mistaken(
+    interval,
+    "whole_seconds",
+    "You round down to whole seconds: `//` is not `/`.",
+    interval_with(divide=lambda a, b: a // b),
 )

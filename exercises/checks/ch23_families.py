@@ -2313,6 +2313,24 @@ def combinations(options):
     ]
 
 
+def what_was_tried(calls, want, layer, longest):
+    """What the calls of `ours` say about a wrong answer, whose first wrong layer this is."""
+    if not calls:
+        return "you never call `ours`"
+    if max(len(tokens) for _, tokens in calls) < longest:
+        return f"your prompts are shorter than {longest} tokens: a short one may not tell settings apart"
+    if all(len(set(tokens)) == 1 for _, tokens in calls):
+        return "all tokens of your prompts are the same: such a prompt may not tell settings apart"
+    if len(want) > 1 and all(one == tried[0] for tried, _ in calls for one in tried):
+        return "you only tried settings that are the same in all layers, and each has its own"
+    after = [tried[layer] for tried, _ in calls if tried[:layer] == want[:layer]]
+    if want[layer] not in after:
+        return (
+            f"you never tried {want[layer]} in layer {layer} while the layers before it were right"
+        )
+    return f"you did try {want[layer]} in layer {layer}, and preferred other streams: how do you compare them?"
+
+
 def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=1.0):
     """Whether the answer finds settings of chance, in as few calls as it may have; layers in `usual` have the first."""
     options = options_of_chance(t, names)
@@ -2331,8 +2349,15 @@ def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=
         decoder.calls -= 1
         return found
 
+    calls = []
+
+    def ours(settings, tokens):
+        found = decoder(settings, tokens, np.float32)
+        calls.append(([dict(one) for one in settings], [int(token) for token in tokens]))
+        return found
+
     got = fn(
-        lambda settings, tokens: decoder(settings, tokens, np.float32),
+        ours,
         theirs,
         options,
         layers,
@@ -2353,7 +2378,8 @@ def settings_found(fn, t, names, layers, longest, usual=(), alike=False, spread=
     layer, name = (off or [(0, names[0])])[0]
     t.true(
         not off,
-        f"layer {layer}: got {name}={got[layer][name]}, want {want[layer][name]} ({len(off)} settings are off): {why}",
+        f"layer {layer}: got {name}={got[layer][name]}, want {want[layer][name]} ({len(off)} settings are off; "
+        f"{what_was_tried(calls, want, layer, longest)}): {why}",
         str([[got[i][n] for n in options] for i in range(layers)]),
     )
     most = 2 * layers * len(choices)

@@ -52,15 +52,17 @@ def rates(t):
 
 
 def roofline_with(
-    *, cache=True, each=True, overlap=True, never=True, rounds=math.ceil, moved=True, weight=2
-):
+    *, cache=True, each=True, overlap=True, never=True, rounds=math.ceil, moved=True, weight=2, work=2,
+    weights_each=False, context_once=False, tie="compute",
+):  # fmt: skip
     def fn(params, token_bytes, context, texts, flops, bandwidth):
-        compute = 2 * params * texts / flops
+        compute = work * params * texts / flops
+        context = 1 if context_once else context
         tokens = (texts if each else 1) * context * token_bytes if cache else 0
-        memory = (weight * params + tokens) / bandwidth
-        bound = "compute" if compute >= memory else "memory"
+        memory = (weight * params * (texts if weights_each else 1) + tokens) / bandwidth
+        bound = tie if compute == memory else "compute" if compute > memory else "memory"
         slope = context * token_bytes / bandwidth if cache and each and moved else 0
-        gain = 2 * params / flops - slope
+        gain = work * params / flops - slope
         gain = gain if never else abs(gain)
         ridge = rounds(weight * params / bandwidth / gain) if gain > 0 else math.inf
         return max(compute, memory) if overlap else compute + memory, bound, ridge
@@ -71,9 +73,14 @@ def roofline_with(
 def rooflines_agree(fn, t, args, why):
     seconds, bound, ridge = roofline_with()(*args)
     got = fn(*args)
-    t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}")
-    t.equal(got[1], bound, why=f"what bounds it, {why}")
-    t.equal(got[2], ridge, why=f"the ridge, {why}")
+    params, token_bytes, context, texts, flops, bandwidth = args
+    read, computed = 2 * params + texts * context * token_bytes, 2 * params * texts
+    told = f"{read:,} bytes in {read / bandwidth:.6g} s, and {computed:,} FLOPs in {computed / flops:.6g} s"
+    t.close(got[0], seconds, 1e-9, 0, f"seconds, {why}: {told}")
+    t.equal(got[1], bound, why=f"what bounds it, {why}: {told}")
+    more = context * token_bytes / bandwidth, 2 * params / flops
+    told = f"another text adds {more[0]:.3g} s of reading and {more[1]:.3g} s of computing"
+    t.equal(got[2], ridge, why=f"the ridge, {why}: {told}")
 
 
 @roofline.check("without a context")
@@ -128,6 +135,12 @@ for name, hint, options in (
     ("ridge_of_weights", "Your ridge leaves the caches out: texts that it adds bring their caches with them.",
      {"moved": False}),
     ("one_byte", "A parameter takes 2 bytes here.", {"weight": 1}),
+    ("one_flop", "You count one FLOP for each parameter and text. A multiplication and an addition are two.",
+     {"work": 1}),
+    ("weights_of_each_text", "You read the weights once for each text. The step reads them once, for all.",
+     {"weights_each": True}),
+    ("one_token_of_context", "Each text's cache has `context` tokens. You read one.", {"context_once": True}),
+    ("a_tie_is_memory", "If both take equally long, the step is bound by compute.", {"tie": "memory"}),
 ):  # fmt: skip
     mistaken(roofline, name, hint, roofline_with(**options))
 
@@ -247,7 +260,7 @@ def _(fn, t):
         t.equal(
             (slot, copy_of),
             (n % S, None),
-            why=f"slot and copy of token {n} with {S} tokens in a page",
+            why=f"(slot, copy_of) of token {n} with {S} tokens in a page: token n goes into slot n % page_tokens",
         )
         t.equal(len(table), n // S + 1, why=f"pages of a text with {n + 1} tokens")
         t.equal(page, table[-1], why=f"page of token {n}, against the table's last")
@@ -264,11 +277,7 @@ def _(fn, t):
         allocator.append(text)
     for text in (a, drawn_text(t)):
         for _ in range(2):
-            try:
-                got = allocator.append(text)
-            except MemoryError:
-                got = "MemoryError"
-            t.equal(got, "MemoryError", why="no page is free")
+            t.raises(MemoryError, allocator.append, text, why="no page is free")
     t.equal(len(allocator.table(a)), 1, why="pages of the text that got none")
     allocator.append(b)
     allocator.free(b)
@@ -284,9 +293,16 @@ def _(fn, t):
         allocator.append("a")
     before = list(allocator.table("a"))
     allocator.fork("a", "b")
-    t.equal(list(allocator.table("b")), before, why="table of the new text")
+    t.equal(
+        list(allocator.table("b")),
+        before,
+        why="table of the new text: a fork takes no page, they share all",
+    )
     page, slot, copy_of = allocator.append("b")
-    t.equal((slot, copy_of), (2, before[1]), why="slot and copy_of of the new text's first token")
+    told = (
+        "(slot, copy_of) of the new text's first token: copy_of is the shared page that it replaces"
+    )
+    t.equal((slot, copy_of), (2, before[1]), why=told)
     t.true(page not in before, "the new text writes into a page that the old one has", page)
     t.equal(list(allocator.table("b")), [before[0], page], why="the new text's table then")
     t.equal(list(allocator.table("a")), before, why="the old text's table then")

@@ -113,6 +113,8 @@ def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult
     line = getattr(error, "line", 0) if hasattr(error, "origin") else lines[-1] if lines else 0
     if line:
         message += f" (line {line} of {source})"
+    wanted = [note for note in getattr(error, "__notes__", []) if note.startswith("want ")]
+    message = "; ".join([message, *wanted])
     return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)))
 
 

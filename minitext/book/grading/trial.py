@@ -300,7 +300,7 @@ class Trial:
     def raises(self, exc, fn: Callable, *args, why="", match="") -> None:
         """`fn(*args)` raises `exc` with a message in which the regular expression `match` is found.
 
-        Any other exception propagates.
+        Any other exception propagates, with a note of what was wanted.
         """
         self.comparisons += 1
         name = exc.__name__ if isinstance(exc, type) else " or ".join(e.__name__ for e in exc)
@@ -308,6 +308,7 @@ class Trial:
             got = fn(*args)
         except BaseException as error:
             if not isinstance(error, exc):
+                error.add_note(f"want {name}: {why}" if why else f"want {name}")
                 raise
             if not re.search(match, str(error)):
                 text = f"the message of {name} is {str(error)!r}; it must mention {match!r}"
