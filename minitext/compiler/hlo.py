@@ -167,7 +167,7 @@ class Collective(NamedTuple):
       name: its name; that of the start if it is asynchronous.
       group: devices in a replica group; between slices, the number of slices.
       bytes: the larger side on one device: the gathered result of an all-gather, the operand of a reduce-scatter,
-        the array of an all-reduce.
+        the array of an all-reduce. Of a ragged all-to-all the smaller one: the other has room for the worst case.
       runs: how often one run of the module executes it.
       overlapped: names of the instructions between its start and its done; None if it blocks.
       arrays: type and bytes of each of its arrays: compilers combine collectives.
@@ -278,7 +278,7 @@ class Module:
             between = _between(i, self.computations[name]) if "-start" in i.opcode else None
             if chain and between is None:
                 between = self._along(chain[0])
-            arrays = _larger_side(i, self._sizes[name])
+            arrays = _arrays(i, self._sizes[name])
             size = sum(size for _, size in arrays)
             found.append(Collective(kind, i.name, group, size, runs, between, arrays))
         return found
@@ -343,14 +343,15 @@ def sum_by_kind(found: Iterable[Collective]) -> dict[str, tuple[int, int, float]
     return dict(sorted(sums.items()))
 
 
-def _larger_side(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+def _arrays(collective: Instruction, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Returns the type of each array that a collective sends, and its bytes as `Collective.bytes` counts them."""
     operands = [sizes.get(operand, 0) for operand in collective.operands]
     results = [(match[1], type_bytes(match[0])) for match in _TYPE.finditer(collective.type)]
     if collective.opcode == "send":  # one array and a token
         return ((results[0][0], sum(operands)),) if results else ()
     if collective.opcode.startswith("ragged"):
-        # One array. Its operands include the output buffer, which may be larger or smaller, and integers.
-        return ((results[0][0], max(operands + [size for _, size in results])),)
+        # One array, the buffer that it is written to, and integers.
+        return tuple((kind, min(operands[:2], default=0)) for kind, _ in results[:1])
     # A start's type is a tuple of the operands, the results and, for a permute, two counters.
     if collective.opcode.endswith("-start") and len(results) >= 2 * len(operands):
         results = results[len(operands) :]

@@ -36,7 +36,7 @@ class Term(NamedTuple):
       name: what is sent.
       kind: such as `all-gather`.
       group: devices in a group.
-      arrays: bytes of each array on one device, the larger side as in `hlo.Collective`.
+      arrays: bytes of each array on one device, counted as in `hlo.Collective`.
       runs: how often they are sent in one step.
     """
 
@@ -115,8 +115,11 @@ def _notes(cfg: Config, mesh: Mesh | AbstractMesh, backend: str) -> Iterator[str
     layers = min(stack.repeats for stack in cfg.model.stacks.values()) // groups
     if (s.stages == 1 or s.one_f_one_b) and layers == 1:
         yield "one layer in a loop: compilers merge what its forward and backward pass send"
-    if s.experts > 1 and s.tpu and s.moe and s.moe.capacity_factor is None:
-        yield "model.ffn.kind=moe: a ragged all-to-all sends what the router chose; this is its upper bound"
+    if s.experts > 1 and s.tpu and any(k.moe and k.moe.capacity_factor is None for k in s.kinds):
+        yield (
+            "model.ffn.kind=moe: a ragged all-to-all sends what the router chose; an even share for each expert is "
+            "counted"
+        )
     if s.fsdp >= 64 and chip == CHECKED[0]:
         yield f"mesh.fsdp={s.fsdp}: in groups this large the v5e compiler sums some of what it should gather"
     if cfg.train.loss_impl != "xla":
@@ -152,24 +155,25 @@ def _vectors(s: Sizes, name: str, widths: tuple[int, ...], size: int, runs: int)
 
 def _fsdp(s: Sizes) -> Iterator[Term]:
     """Weights are gathered for the forward pass and again for the backward pass (Rajbhandari et al. 2020)."""
-    r, weights = s.runs, _scaled(s.layer, s.sent_operand)
-    after = s.model.norms != "before"
+    r, weights, biases = s.runs, _scaled(s.layer, s.sent_operand), s.embed_biases
+    # The last product of a layer is not needed again, nor is its bias, unless a norm or a gate follows. Experts send
+    # for themselves.
+    ends = s.dense and s.model.norms == "before" and not s.shared_gate
     yield Term("all-gather of the weights, forward", "all-gather", s.fsdp, weights, r.forward)
     yield Term("all-gather of the weights, backward", "all-gather", s.fsdp, weights, r.backward)
     yield from _vectors(s, "RMSNorm scales, forward", s.norms + s.latents, 4, r.forward)
-    yield from _vectors(s, "biases, forward", s.embed_biases, s.sent, r.forward)
+    yield from _vectors(s, "biases, forward", biases, s.sent, r.forward)
     if s.shared_gate:
         yield from _vectors(s, "shared experts' gate, forward", (s.model.embed,), 4, r.forward)
     if not s.recomputes:
         return
     yield from _vectors(s, "RMSNorm scales, recomputed", s.norms + s.latents, 4, r.backward)
-    # The last product of a layer is not needed again, nor is its bias, unless a norm or a gate follows.
-    last = None if after or s.shared_gate else -1
-    yield from _vectors(s, "biases, recomputed", s.embed_biases[:last], s.sent, r.backward)
+    again = biases[:-1] if ends and s.model.ffn.bias else biases
+    yield from _vectors(s, "biases, recomputed", again, s.sent, r.backward)
     if s.shared_gate:
         yield from _vectors(s, "shared experts' gate, recomputed", (s.model.embed,), 4, r.backward)
     if s.converts:
-        again = weights[:last]
+        again = weights[:-1] if ends else weights
         yield Term("weights, recomputed", "all-gather", s.fsdp, again, r.backward)
 
 
@@ -454,16 +458,21 @@ def _experts(s: Sizes) -> Iterator[Term]:
     """Tokens go to their experts and back by an all-to-all each way (Lepikhin et al. 2020), and so do gradients.
 
     Where the program needs sizes at compile time, each device sends every other as many slots as it could need; without
-    a capacity, k for each token. A TPU sends only tokens that exist: these terms are its upper bounds.
+    a capacity, k for each token. A TPU sends only tokens that exist, each to its k experts.
     """
     if not s.moe:
         return
     r, k, E, D = s.runs, s.moe.experts_per_token, s.moe.experts, s.model.embed
-    # With weighted inputs each assignment is a token of its own.
-    slots = s.experts * s.layer_tokens * (k if s.moe.scale_input else min(k, E // s.experts))
-    if C := capacity(s.moe, s.cfg.data.seq_len):
+    C = capacity(s.moe, s.cfg.data.seq_len)
+    ragged = s.tpu and C is None
+    if C is not None:
         slots = E * s.rows * C
-    ragged = s.tpu and s.moe.capacity_factor is None
+    elif ragged:  # rows of whole lanes
+        slots, lanes = s.layer_tokens * k, LANES * 4 // s.sent
+        D = math.ceil(D / lanes) * lanes
+    else:  # with weighted inputs each assignment is a token of its own
+        most = k if s.moe.scale_input else min(k, E // s.experts)
+        slots = s.experts * s.layer_tokens * most
     kind = "ragged-all-to-all" if ragged else "all-to-all"
     pieces = 1 if s.tpu else s.experts  # XLA's CPU backend sends an array for each device
     sent = (slots * D * s.sent // pieces,) * (2 * pieces)

@@ -27,6 +27,7 @@ from minitext.errors import UserError
 from minitext.hardware import Chip
 from minitext.models.flops import all_layers, count_params
 from minitext.perf import comms, memory, roofline, step_time
+from minitext.perf.sizes import Sizes
 from minitext.sharding.check import check_mesh
 from minitext.sharding.mesh import abstract_mesh
 from minitext.terminal import print_tables, show_bytes, table
@@ -70,44 +71,68 @@ class Work:
 
     def __init__(self, cfg: Config, target: Target):
         self.cfg, self.target = cfg, target
-        self.counted: dict[str, dict[tuple[bool, str], float]] = {}
+        self.counted: dict[str, dict[tuple[str, str], float]] = {}
 
-    def seconds(self, cfg: Config, shards: int, rows: float) -> dict[str, float]:
+    def seconds(self, cfg: Config, rows: float) -> dict[str, float]:
         """Returns seconds by what bounds them; every replica updates all the parameters it holds."""
         if cfg.model.remat not in self.counted:
             self.counted[cfg.model.remat] = self._count(cfg.model.remat)
+        counted = self.counted[cfg.model.remat]
         sums = {"compute": 0.0, "memory": 0.0}
-        for (update, limit), seconds in self.counted[cfg.model.remat].items():
-            sums[limit] += seconds * (self.target.devices / shards if update else rows)
-        return sums
+        for (part, limit), seconds in counted.items():
+            held = self.target.devices * parameters(cfg) / count_params(cfg.model)
+            sums[limit] += seconds * (held if part == "optimizer" else rows)
+        # Each product with experts reads all that a device has, however few rows they get.
+        multiplied = rows * sum(counted.get(("experts", limit), 0.0) for limit in sums)
+        more = self._read_experts(cfg) - multiplied
+        return sums | {"memory": sums["memory"] + max(0.0, more)}
 
-    def _count(self, remat: str) -> dict[tuple[bool, str], float]:
+    def _read_experts(self, cfg: Config) -> float:
+        """Returns the seconds that a device takes to read its experts for all products with them.
+
+        These are forward, for the tokens' gradient and, written, for their own, and forward again if recomputed.
+        """
+        s, chip = Sizes(cfg, abstract_mesh(cfg.mesh), "tpu"), self.target.chip
+        size = sum(kind.layers * sum(kind.routed) for kind in s.kinds) * s.operand
+        passes = cfg.train.microbatches * (3 + s.recomputes)
+        return passes * size / (chip.hbm_bandwidth / chip.devices)
+
+    def _count(self, remat: str) -> dict[tuple[str, str], float]:
         devices, chip = self.target.devices, self.target.chip
         one_row = {"train.global_batch": devices, "train.microbatches": 1, "model.remat": remat}
         ops = roofline.count_step(self.cfg.replace(one_row), chip.name)
-        sums: dict[tuple[bool, str], float] = {}
-        for row in roofline.predict(ops, roofline.chip_machine(chip), devices).rows:
-            key = row["part"] == "optimizer", row["limit"]
-            sums[key] = sums.get(key, 0.0) + row["seconds"]
+        machine = roofline.chip_machine(chip)
+        sums: dict[tuple[str, str], float] = {}
+        for op in ops:
+            experts = op.is_product and "moe" in op.where and op.part != "optimizer"
+            share = dataclasses.replace(op, flops=op.flops / devices, bytes=op.bytes / devices)
+            key = "experts" if experts else op.part, machine.limit(share)
+            sums[key] = sums.get(key, 0.0) + machine.seconds(share)
         return sums
 
 
-def shards(cfg: Config) -> int:
-    """Returns over how many devices the parameters are split."""
+def parameters(cfg: Config) -> int:
+    """Returns the number of parameters on a device: only experts are split over `mesh.expert`."""
     axes = cfg.mesh.sizes()
-    return axes["fsdp"] * axes["tensor"] * axes["expert"] * axes["stage"]
+    experts = sum(
+        repeats * 3 * layer.ffn.experts * layer.embed * layer.mlp
+        for repeats, layer in all_layers(cfg.model)
+        if isinstance(layer.ffn, MoEConfig)
+    )
+    others = count_params(cfg.model) - experts
+    return (others + experts // axes["expert"]) // (axes["fsdp"] * axes["tensor"] * axes["stage"])
 
 
 def predict(cfg: Config, target: Target, work: Work) -> Times:
     """Predicts a step's times on a target; no axis of the configuration's mesh may be -1."""
     axes = cfg.mesh.sizes()
-    seconds = work.seconds(cfg, shards(cfg), cfg.train.global_batch / target.devices)
+    seconds = work.seconds(cfg, cfg.train.global_batch / target.devices)
     # Within a slice, messages are those of a single slice with its part of the batch.
     batch = cfg.train.global_batch // target.slices
     within = {"mesh.data": axes["data"] // target.slices, "train.global_batch": batch}
     alone = cfg.replace(within)
     terms = comms.predict(alone, abstract_mesh(alone.mesh), "tpu")
-    ici = sum(term.moved / link_rate(target, term.group) for term in terms)
+    ici = sum(send_seconds(target, term) for term in terms)
     dcn = dcn_seconds(sent_across(cfg, target), target.chip)
     return Times(seconds["compute"], seconds["memory"], ici, dcn)
 
@@ -120,6 +145,21 @@ def link_rate(target: Target, group: int) -> float:
             rate += target.chip.link_rate * (2 if ring else 1)
             reached *= size
     return rate / target.chip.devices
+
+
+def send_seconds(target: Target, term: comms.Term) -> float:
+    """Returns how long sending a term takes if nothing else uses the links.
+
+    In an all-to-all, the middle of each dimension carries what one half of the chips sends the other.
+    """
+    if not term.kind.endswith("all-to-all"):
+        return term.moved / link_rate(target, term.group)
+    longest, rest = 0.0, term.group
+    for size, ring in sorted(zip(target.shape, target.wrap(), strict=False), reverse=True):
+        chips = min(size, rest)
+        longest = max(longest, chips / (8 if ring and chips == size else 4))
+        rest = math.ceil(rest / chips)
+    return longest * term.bytes / (target.chip.link_rate / target.chip.devices)
 
 
 def sent_across(cfg: Config, target: Target) -> float:
@@ -149,12 +189,12 @@ REMAT = ("none", "dots", "full")
 TENSOR = (1, 2, 4, 8, 16)
 SEARCHED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert")
 STATE_BYTES = 12  # of a parameter and its two moments: if these do not fit, no prediction is needed
-MAX_PREDICTED = 100  # candidates whose memory is predicted
+MAX_PREDICTED = 300  # candidates whose memory is predicted, once one fits
 
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """One way to train.
 
@@ -182,6 +222,16 @@ class Candidate:
         if self.step is not None:
             return self.step.lower, self.step.seconds, self.step.upper
         return self.times.hidden, self.times.hidden, self.times.waited
+
+    @property
+    def rows(self) -> float:
+        """Rows of a microbatch."""
+        return self.settings["train.global_batch"] / self.settings.get("train.microbatches", 1)
+
+    @property
+    def mesh_and_remat(self) -> tuple[Any, ...]:
+        """The settings without the batch."""
+        return tuple(self.settings[key] for key in (*SEARCHED, "model.remat"))
 
     @property
     def order(self) -> tuple[float, float]:
@@ -222,7 +272,7 @@ class Plan:
     Attributes:
       target: the chips.
       tried: how many candidates the model, its batch and the chips allow.
-      too_large: how many of those whose memory was predicted need too much.
+      too_large: how many faster ones need too much memory by prediction.
       ranked: the compiled candidates, best first; those that the compiler refuses last.
       smallest: the smallest predicted memory in bytes; None if none was predicted.
       notes: what the times leave out.
@@ -267,11 +317,6 @@ def search(
     if parsed.chip.platform != "tpu":
         raise UserError(
             f"target={target}: plan knows the memory and the network of TPUs only: use minitext compile to try settings"
-        )
-    if any(isinstance(layer.ffn, MoEConfig) for _, layer in all_layers(cfg.model)):
-        raise UserError(
-            "model.ffn.kind=moe: plan cannot count the arithmetic of experts yet: use minitext memory and "
-            "minitext compile to try settings"
         )
     found, refusal = [], None
     choices = list(enumerate_settings(cfg, parsed))
@@ -353,26 +398,34 @@ def _select_fitting(
     cfg: Config, found: list[Candidate], target: Target, count: int, progress: Progress
 ) -> tuple[list[Candidate], int, int | None]:
     """Returns the first candidates that should fit, how many before them should not, and the smallest memory."""
-    kept, too_large, sizes = [], 0, []
-    usable, vmem = target.chip.usable_bytes, target.chip.vmem_bytes or 0
-    looked = 0
+    kept, too_large, sizes = [], 0, {}
+    usable = target.chip.usable_bytes
+    # Of the same mesh and remat policy, the one with the fewest rows needs least.
+    least = {c.mesh_and_remat: c for c in sorted(found, key=lambda c: -c.rows)}
     for candidate in found:
-        if len(kept) == count or looked == MAX_PREDICTED:
+        if len(kept) == count or (kept and len(sizes) >= MAX_PREDICTED):
             break
         progress("predicting memory", len(kept), count)
-        one = cfg.replace(candidate.settings)
-        size = STATE_BYTES * count_params(cfg.model) // shards(one)
-        if size <= usable or cfg.optim.kind != "adamw":
-            looked += 1
-            size = memory.predict(one, abstract_mesh(one.mesh), "tpu", vmem).total
-        sizes.append(size)
-        if size > usable:
-            too_large += 1
-            continue
-        with contextlib.suppress(UserError):  # the chips are not wired for such axes
-            topology_mesh(target, one.mesh)
-            kept.append(dataclasses.replace(candidate, memory=size, crowded=too_large > 0))
-    return kept, too_large, min(sizes, default=None)
+        for one in (least[candidate.mesh_and_remat], candidate):
+            if one not in sizes:
+                sizes[one] = _predict_memory(cfg.replace(one.settings), target)
+            if sizes[one] > usable:
+                too_large += 1
+                break
+        else:
+            with contextlib.suppress(UserError):  # the chips are not wired for such axes
+                topology_mesh(target, cfg.replace(candidate.settings).mesh)
+                crowded, size = too_large > 0, sizes[candidate]
+                kept.append(dataclasses.replace(candidate, memory=size, crowded=crowded))
+    return kept, too_large, min(sizes.values(), default=None)
+
+
+def _predict_memory(cfg: Config, target: Target) -> int:
+    """Returns the bytes that a step should need on a device; of the state alone if that is too much already."""
+    size = STATE_BYTES * parameters(cfg)
+    if size > target.chip.usable_bytes and cfg.optim.kind == "adamw":
+        return size
+    return memory.predict(cfg, abstract_mesh(cfg.mesh), "tpu", target.chip.vmem_bytes or 0).total
 
 
 def _compile(cfg: Config, candidate: Candidate, target: Target) -> Candidate:
@@ -427,8 +480,9 @@ def advise(plan: Plan, cfg: Config) -> str:
         return (
             "the compiler refuses what should have fitted: raise --compile, or set model.remat=full"
         )
+    state = "" if cfg.optim.offload else ", optim.offload=true"
     return (
         f"the smallest prediction is {least} of {show_bytes(target.chip.usable_bytes)}: choose more chips a slice than "
-        f"{target.devices // target.slices}, a data.seq_len below {cfg.data.seq_len}, or leave mesh.*, "
+        f"{target.devices // target.slices}, a data.seq_len below {cfg.data.seq_len}{state}, or leave mesh.*, "
         "train.global_batch and model.remat to the search"
     )

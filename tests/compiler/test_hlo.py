@@ -144,6 +144,20 @@ def test_groups_of_one_device_send_nothing():
     assert "all-reduce" not in hlo.collectives(alone)
 
 
+@pytest.mark.parametrize(("here", "buffer"), [("64", "512"), ("512", "64")])
+def test_a_ragged_all_to_all_sends_rows_and_not_its_buffer(here, buffer):
+    text = f"""\
+ENTRY %main (rows: bf16[{here},2,128], room: bf16[{buffer},2,128], n: s32[8]) -> bf16[{buffer},2,128] {{
+  %rows = bf16[{here},2,128]{{2,1,0}} parameter(0)
+  %room = bf16[{buffer},2,128]{{2,1,0}} parameter(1)
+  %n = s32[8]{{0}} parameter(2)
+  ROOT %sent = bf16[{buffer},2,128]{{2,1,0}} ragged-all-to-all(%rows, %room, %n, %n, %n, %n), replica_groups={{{{0,1}}}}
+}}
+"""
+    (found,) = hlo.Module(text).collectives()
+    assert (found.kind, found.arrays) == ("ragged-all-to-all", (("bf16", 64 * 2 * 128 * 2),))
+
+
 def test_what_goes_between_slices_is_a_kind_of_its_own():
     over = LOOP.replace(
         "  %loop =",

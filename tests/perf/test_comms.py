@@ -71,6 +71,22 @@ def test_in_groups_of_64_a_tpu_sums_whole(more):
     assert not any(term.kind == "reduce-scatter" for term in found.compiled)
 
 
+@needs_libtpu
+@pytest.mark.audit
+def test_tpus_send_tokens_to_experts():
+    """Rows of whole lanes: 320 elements of bfloat16 take as much as 512."""
+    sizes = ("model.embed=320", "model.mlp=512", "model.dtype=bfloat16", "model.remat=full")
+    experts = ("model.ffn.kind=moe", "model.ffn.experts=8", "mesh.expert=4", "mesh.data=2")
+    found = audited(*TILES, "sharding.rules=ep", *sizes, *experts, target="v5e:2x4")
+    assert found.differences() == {}
+    rows = 16 // 8 * 128 * 2
+    assert {t.arrays for t in found.compiled if t.kind == "ragged-all-to-all"} == {
+        (rows * 512 * 2,)
+    }
+    (note,) = found.notes
+    assert "sends what the router chose" in note
+
+
 # The formula must not be made for one configuration: one after the other, everything else is changed.
 OTHERS = {
     "sizes": "model.layers=4 model.embed=48 model.mlp=96 model.kv_heads=8 data.seq_len=64 model.vocab=512",
@@ -105,6 +121,7 @@ def test_the_formula_follows_the_configuration(varied):
 
 # Layers that differ, or have more than plain ones.
 PATTERNS = {
+    "one bias": ["model.attention.out_bias=true"],
     "biases": [
         "model.attention.qkv_bias=true", "model.attention.out_bias=true", "model.ffn.bias=true",
     ],
@@ -157,12 +174,15 @@ PATTERNED = [
     ("llama4", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("gpt-oss", "sharding.rules=tp_seq mesh.data=4 mesh.tensor=2"),
     ("olmo", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
+    ("one bias", "mesh.fsdp=8 model.remat=full"),
     ("biases", "mesh.fsdp=4 mesh.tensor=2"),
     ("gemma", "mesh.fsdp=8"),
     ("gemma", "mesh.fsdp=4 mesh.tensor=2"),
     ("gemma", "mesh.fsdp=4 mesh.tensor=2 model.remat=full"),
     ("gpt-oss", "mesh.expert=2 mesh.fsdp=4"),
+    ("gpt-oss", "mesh.fsdp=4 mesh.expert=2 model.remat=full model.dtype=bfloat16"),
     ("gpt-oss", "mesh.fsdp=8"),
+    ("gpt-oss", "mesh.fsdp=8 model.remat=full"),
     ("gpt-oss", "mesh.fsdp=4 mesh.tensor=2"),
     ("gpt-oss", "mesh.expert=2 mesh.fsdp=2 mesh.tensor=2"),
 ]

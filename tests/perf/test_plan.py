@@ -11,6 +11,7 @@ from minitext.compiler.targets import parse_target
 from minitext.config.config import load_config
 from minitext.errors import UserError
 from minitext.perf import plan
+from minitext.perf.comms import Term
 from minitext.perf.plan import (
     Candidate,
     Times,
@@ -88,6 +89,75 @@ def test_seconds_are_of_what_each_device_does():
     assert alone.hbm > one.hbm  # all update all parameters
 
 
+MOE = [*TINY, "model.ffn.kind=moe", "model.ffn.experts=64", "model.remat=full"]
+
+
+def test_experts_are_read_whole_however_few_rows_they_get():
+    cfg, target = load_config("laptop", MOE), parse_target("v5e:4x4")
+    work = Work(cfg, target)
+    base = {"mesh.data": 1, "mesh.fsdp": 16, "train.global_batch": 16}
+    whole = predict(cfg.replace(base), target, work)
+    split = predict(cfg.replace(base | {"mesh.fsdp": 4, "mesh.expert": 4}), target, work)
+    assert split.compute == whole.compute
+    # Forward, again, and the gradients of tokens and weights: of all experts, or of a fourth.
+    size = 4 * 2 * 3 * 64 * 512 * 1024 * 2
+    fourth = 0.75 * size / target.chip.hbm_bandwidth
+    assert whole.hbm - split.hbm == pytest.approx(fourth, rel=0.05)
+    # Weights need not be sent to a device that has no use for them.
+    assert split.ici < whole.ici
+    many = cfg.replace(base | {"train.global_batch": 64 * 16})
+    rows = predict(many, target, work)
+    assert rows.compute == pytest.approx(64 * whole.compute)
+
+
+def test_only_experts_are_split_over_the_devices_of_experts():
+    cfg = load_config("laptop", MOE)
+    count = plan.count_params(cfg.model)
+    experts = 2 * 3 * 64 * 512 * 1024
+
+    def held(**axes):
+        return plan.parameters(cfg.replace({f"mesh.{axis}": size for axis, size in axes.items()}))
+
+    assert held() == count and held(data=4) == count
+    assert held(fsdp=2, tensor=2) == count // 4
+    assert held(fsdp=2, expert=4) == (count - experts + experts // 4) // 2
+
+
+def test_an_all_to_all_crosses_the_middle_of_a_dimension():
+    line, ring = parse_target("v5e:4x4"), parse_target("v5p:4x4x4")
+    sent = Term("tokens", "all-to-all", 4, (1000,), 3)
+    assert plan.send_seconds(line, sent) == pytest.approx(3000 / line.chip.link_rate)
+    assert plan.send_seconds(ring, sent) == pytest.approx(3000 / 2 / ring.chip.link_rate)
+    # A group of 16 has four times the links, each with as much to carry.
+    wide = sent._replace(group=16)
+    assert plan.send_seconds(line, wide) == plan.send_seconds(line, sent)
+    gathered = sent._replace(kind="all-gather")
+    assert plan.send_seconds(line, gathered) == pytest.approx(2250 / line.chip.link_rate)
+
+
+def test_memory_is_predicted_first_for_the_fewest_rows(monkeypatch):
+    """If these need too much, so do all others of the same mesh and remat policy."""
+    asked = []
+
+    def need(cfg, target):
+        rows, remat = cfg.train.global_batch, cfg.model.remat
+        asked.append((rows, remat))
+        return target.chip.usable_bytes + (1 if remat == "none" or rows > 8 else 0)
+
+    def candidate(batch, remat):
+        mesh = dict(zip(plan.SEARCHED, (1, 4, 1, 1), strict=True))
+        settings = mesh | {"train.global_batch": batch, "model.remat": remat}
+        return Candidate(settings, 1, Times(1.0, 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr(plan, "_predict_memory", need)
+    found = [candidate(rows, remat) for remat in ("none", "full") for rows in (16, 8, 4)]
+    args = load_config("laptop", TINY), found, parse_target("v5e:2x2"), 1, lambda *_: None
+    (kept,), too_large, smallest = plan._select_fitting(*args)
+    assert asked == [(4, "none"), (4, "full"), (16, "full"), (8, "full")]
+    assert kept.settings["train.global_batch"] == 8 and kept.crowded and too_large == 4
+    assert smallest == args[2].chip.usable_bytes
+
+
 def test_what_crosses_slices_is_the_gradient_part_of_a_device():
     cfg = load_config("llama2-70b", ["mesh.data=2", "mesh.fsdp=16"])
     two = parse_target("v5e:4x4 slices=2")
@@ -135,7 +205,7 @@ def test_a_network_that_is_not_known_is_said_and_not_counted_free():
     [
         ("h100:2x8", [], "memory and the network of TPUs only"),
         ("v5e:4x4", ["mesh.fsdp=3"], "no mesh of 16 devices goes with"),
-        ("v5e:4x4", ["model.ffn.kind=moe"], "cannot count the arithmetic of experts yet"),
+        ("v5e:4x4", ["model.ffn.kind=moe", "mesh.expert=3"], "no mesh of 16 devices goes with"),
         (
             "v5e:4x4",
             ["train.global_batch=7", "model.heads=7", "model.embed=98"],
@@ -207,3 +277,20 @@ def test_the_best_are_compiled_and_ranked(monkeypatch, capsys):
     # The command does what it says.
     cfg = load_config("laptop", train.split()[3:])
     assert compile_preset(cfg, "v5e:2x2").total_bytes == first["report"]["total_bytes"]
+
+
+@needs_libtpu
+@pytest.mark.audit
+def test_a_mesh_with_experts_is_compiled(monkeypatch, capsys):
+    settings = [
+        *MOE,
+        "model.ffn.experts=8",
+        "train.global_batch=16",
+        "train.microbatches=1",
+        "mesh.expert=2",
+    ]
+    assert run(monkeypatch, "laptop", *settings, "target=v5e:2x2", "--compile", "1", "--json") == 0
+    (first,) = json.loads(capsys.readouterr().out)["ranked"]
+    assert first["settings"]["mesh.expert"] == 2 and first["report"]["fits"]
+    assert "ragged-all-to-all" in first["report"]["collectives"]
+    assert first["seconds"]["best"] == first["step"]["seconds"] > 0
