@@ -204,5 +204,5 @@ CASES: dict[str, Callable[..., Case]] = {
 SWEEPS: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul": {"m": (512, 1024), "k": (512, 1024, 2048), "n": (512, 1024)},
     "flash_attention": {"q": (512, 1024), "kv": (512, 1024)},
-    "grouped_matmul": {"m": (512, 1024), "k": (512, 1024), "n": (512, 1024)},
+    "grouped_matmul": {"m": (512, 1024), "k": (512, 1024), "n": (1024, 2048)},
 }

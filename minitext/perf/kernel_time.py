@@ -35,7 +35,7 @@ _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?)\}, (?:\w+=|$)")
 _ARRAY = re.compile(r"\b(pred|bf16|f32|f16|s32|u32|s8|u8|s16|u16|s64)\[([\d,]*)\]")
 _TYPES = {"pred": "i1", "bf16": "bf16", "f32": "f32", "f16": "f16"}
-_SKIP = re.compile(r"\bsbr\.rel \((?!!)%p\w+\) target")
+_JUMP = re.compile(r"\bsbr\.rel \(!?%p\w+\) target")
 
 
 def kernel_seconds(schedule: Iterable[Operation], chip: str) -> dict[str, float]:
@@ -131,7 +131,7 @@ def _grid(body: str, table: int) -> list[int]:
 
 def _step_cycles(codes: dict[str, _Code], chip: str) -> dict[str, float]:
     """Returns the cycles of one step of each kernel, compiled now or cached on disk."""
-    name = f"kernel_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
+    name = f"step_cycles-{chip}-libtpu{metadata.version('libtpu')}.json"
     known = read_cache(name)
     found = {key: known[key] for key in codes if isinstance(known.get(key), int | float)}
     for key in codes.keys() - found.keys():
@@ -155,19 +155,22 @@ def step_cycles(cycles: int, text: str) -> float:
 
     Args:
       cycles: of all the bundles of a step, including all branches.
-      text: the kernel's final bundles; lines in a loop have a `>`, and a branch ends at a line with `PF`.
+      text: the kernel's final bundles; lines in a loop have a `>` for each, a branch begins with a jump over it and
+        ends at a line with `PF`. A jump back, to a loop's start, has no such line in its loop.
     """
     lengths: list[int] = []
-    inside, branch = 0, None
+    inside, start, loops = 0, None, 0
     for line in re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines():
         bundle = llo.BUNDLE.match(line)
         if bundle is None:
             continue
-        inside += ">" in bundle[2]
-        if bundle[1] == "PF" and branch is not None:
-            lengths.append(inside - branch)
-            branch = None
-        if _SKIP.search(line) and branch is None:
-            branch = inside
+        depth = bundle[2].count(">")
+        inside += depth > 0
+        if bundle[1] == "PF" and start is not None:
+            if depth == loops:
+                lengths.append(inside - start)
+            start = None
+        if depth and start is None and _JUMP.search(line):
+            start, loops = inside, depth
     seldom = sum(lengths) - max(lengths, default=0)
     return cycles * (1 - seldom / inside) if inside else float(cycles)

@@ -141,21 +141,34 @@ def test_xla_agrees_with_the_definition(impl, sizes, dtype):
 # --- the table
 
 
-visits = jax.jit(tpu.visits, static_argnums=(1, 2), static_argnames="empty")
+visits = jax.jit(tpu.visits, static_argnums=(1, 2), static_argnames=("empty", "unowned"))
 
 
-@given(sizes=group_sizes(40, 5), tile=st.sampled_from([8, 16, 40]), empty=st.booleans())
-@example(sizes=[0, 0, 0, 0, 0], tile=16, empty=True)
-@example(sizes=[40, 0, 0, 0, 0], tile=8, empty=True)
+@given(
+    sizes=group_sizes(40, 5),
+    tile=st.sampled_from([8, 16, 40]),
+    more=st.sampled_from(["", "empty", "unowned"]),
+)
+@example(sizes=[0, 0, 0, 0, 0], tile=16, more="empty")
+@example(sizes=[0, 0, 0, 0, 0], tile=16, more="unowned")
+@example(sizes=[40, 0, 0, 0, 0], tile=8, more="empty")
+@example(sizes=[3, 0, 9, 5, 0], tile=8, more="unowned")
 @settings(max_examples=30)
-def test_every_tile_is_visited_once_for_each_group_in_it(sizes, tile, empty):
-    table, count = visits(jnp.asarray(sizes, jnp.int32), 40, tile, empty=empty)
+def test_every_tile_is_visited_once_for_each_group_in_it(sizes, tile, more):
+    """And once more for what a kernel has to fill with zeros: groups without rows, or tiles that no group owns."""
+    empty, unowned = more == "empty", more == "unowned"
+    table, count = visits(jnp.asarray(sizes, jnp.int32), 40, tile, empty=empty, unowned=unowned)
     groups, tiles = (np.asarray(x)[: int(count)].tolist() for x in table[1:])
     owner = np.repeat(np.arange(5), sizes)
     wanted = {(int(g), row // tile) for row, g in enumerate(owner)}
     made = list(zip(groups, tiles, strict=True))
-    assert {visit for visit in made if sizes[visit[0]]} == wanted
-    assert [g for g, _ in made if not sizes[g]] == [g for g in range(5) if empty and not sizes[g]]
+    assert wanted <= set(made)
+    zeros = [visit for visit in made if visit not in wanted]
+    if empty:
+        assert [g for g, _ in zeros] == [g for g in range(5) if not sizes[g]]
+    else:
+        rest = range(-(-sum(sizes) // tile), -(-40 // tile))
+        assert zeros == [(4, number) for number in rest if unowned]
     assert len(set(made)) == len(made)
     # A tile of the result stays on the chip as long as it is visited, and must not be needed again.
     assert groups == sorted(groups) and tiles == sorted(tiles)
@@ -233,8 +246,8 @@ def test_kernels_compile_for_tpus_and_auto_takes_them():
 def test_mixtral_compiles_without_a_transposed_copy(target, dtype):
     M, K, N, G = 8192, 4096, 14336, 8
     memory = compiled(target, M, K, N, G, dtype, rhs_axis="data").memory_analysis()
-    # Less than the matrices take, and no more than two results whose last rows are yet to become zeros.
-    assert memory.temp_size_in_bytes < 1.1 * M * (K + N) * jnp.dtype(dtype).itemsize
+    # Tables of visits: no transposed matrix, and no result whose last rows are yet to become zeros.
+    assert memory.temp_size_in_bytes < 2**20
 
 
 # --- dispatch

@@ -22,6 +22,7 @@ from minitext.kernels.tiles_tpu import dot
 
 # Columns of `lhs` that `tgmm` transposes at a time: few enough for the transpose to stay in registers.
 STRIP = 128
+VMEM_LIMIT = 32 * 2**20  # bytes; by default the compiler grants 16 MiB, too little for large tiles
 
 
 class Tiles(NamedTuple):
@@ -41,12 +42,9 @@ class Tiles(NamedTuple):
 
 
 def default_tiles(dtype: jnp.dtype) -> Tiles:
-    """Returns the chip's tiles in `block_shapes`; for float32 with half the columns, which take as many bytes.
-
-    With these a kernel takes less than the 16 MiB of VMEM that the compiler grants it.
-    """
+    """Returns the chip's tiles in `block_shapes`; for float32, whose products take six times the code, 512 at most."""
     tiles = Tiles(**block_shapes.find("grouped_matmul"))
-    return tiles if dtype.itemsize == 2 else tiles._replace(n=max(128, tiles.n // 2))
+    return tiles if dtype.itemsize == 2 else Tiles(*(min(512, length) for length in tiles))
 
 
 class Visits(NamedTuple):
@@ -77,7 +75,9 @@ def supports(lhs_MK, rhs_GKN, _group_sizes_G) -> str | None:
     return operands.reason(lhs_MK, rhs_GKN, "bfloat16", "float32")
 
 
-def visits(group_sizes_G: jax.Array, rows: int, tile: int, *, empty: bool) -> tuple:
+def visits(
+    group_sizes_G: jax.Array, rows: int, tile: int, *, empty: bool, unowned: bool = False
+) -> tuple:
     """Returns the table of visits, and how many of its entries to visit.
 
     Args:
@@ -85,12 +85,16 @@ def visits(group_sizes_G: jax.Array, rows: int, tile: int, *, empty: bool) -> tu
       rows: rows in the matrix.
       tile: rows in a tile.
       empty: whether to visit a group without rows, too, once.
+      unowned: whether to visit a tile whose rows no group owns, too, once; its visit belongs to the last group.
     """
     G, tiles = len(group_sizes_G), pl.cdiv(rows, tile)
     ends_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
     starts_G = ends_G - group_sizes_G
     first_G = starts_G // tile
     count_G = jnp.where(group_sizes_G > 0, pl.cdiv(ends_G, tile) - first_G, int(empty))
+    if unowned:
+        first_G = jnp.where(group_sizes_G > 0, first_G, pl.cdiv(ends_G, tile))
+        count_G = count_G.at[-1].set(tiles - first_G[-1])
     visit_ends_G = jnp.cumsum(count_G)
     # Each tile once, and once more for each group that begins inside it.
     visit_V = jnp.arange(tiles + G - 1, dtype=jnp.int32)
@@ -127,12 +131,12 @@ def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = F
     (M, K), N = lhs_MK.shape, rhs_GKN.shape[1 if transpose_rhs else 2]
     _, k, n = (tiles.m, tiles.n, tiles.k) if transpose_rhs else tiles
     m, k, n = min(tiles.m, M), min(k, K), min(n, N)
-    table, count = visits(group_sizes_G, M, m, empty=False)
+    table, count = visits(group_sizes_G, M, m, empty=False, unowned=True)
     if transpose_rhs:
         rhs_spec = pl.BlockSpec((None, n, k), lambda j, v, i, table: (table.groups_V[v], j, i))
     else:
         rhs_spec = pl.BlockSpec((None, k, n), lambda j, v, i, table: (table.groups_V[v], i, j))
-    out_MN = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_gmm_kernel, K=K, transpose_rhs=transpose_rhs),
         out_shape=operands.like(lhs_MK, (M, N)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -147,13 +151,11 @@ def gmm(lhs_MK, rhs_GKN, group_sizes_G, tiles: Tiles, *, transpose_rhs: bool = F
             scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         cost_estimate=_cost(M, K, N, lhs_MK, rhs_GKN),
         name="gmm_transposed" if transpose_rhs else "gmm",
     )(table, lhs_MK, rhs_GKN)
-    # Rows that no group owns were never written.
-    return jnp.where(jnp.arange(M)[:, None] < table.bounds_G1[-1], out_MN, 0)
 
 
 def tgmm(lhs_MK, grad_MN, group_sizes_G, tiles: Tiles):
@@ -175,7 +177,7 @@ def tgmm(lhs_MK, grad_MN, group_sizes_G, tiles: Tiles):
             scratch_shapes=[pltpu.VMEM((k, n), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         cost_estimate=_cost(M, K, N, lhs_MK, grad_MN),
         name="tgmm",
@@ -193,19 +195,26 @@ def _gmm_kernel(table, lhs_ref, rhs_ref, out_ref, acc_ref, *, K, transpose_rhs):
             lhs_mk, rhs = _keep(lhs_mk, 1, 0, left), _keep(rhs, dim, 0, left)
         acc_ref[...] = jnp.where(i == 0, 0, acc_ref[...]) + dot(lhs_mk, rhs, (1, dim))
 
-    @pl.when(i < last)
+    low, high = _rows(table, v, m)
+
+    @pl.when((i < last) & (high > 0))
     def _():
         accumulate(k)
 
     # A second copy of the product lets the compiler overlap it with the store.
-    @pl.when(i == last)
+    @pl.when((i == last) & (high > 0))
     def _():
         accumulate(K - last * k)
-        low, high = _rows(table, v, m)
+        first = (v == 0) | (table.tiles_V[v] != table.tiles_V[jnp.maximum(v - 1, 0)])
+        other_mn = jnp.where(first, 0, out_ref[...].astype(jnp.float32))  # the tile's other groups
         row_m1 = jax.lax.broadcasted_iota(jnp.int32, (m, 1), 0)
-        other_mn = out_ref[...].astype(jnp.float32)  # the tile's other groups
         out_mn = jnp.where((row_m1 >= low) & (row_m1 < high), acc_ref[...], other_mn)
         out_ref[...] = out_mn.astype(out_ref.dtype)
+
+    # Rows after the last group
+    @pl.when((i == last) & (high <= 0))
+    def _():
+        out_ref[...] = jnp.zeros_like(out_ref)
 
 
 def _tgmm_kernel(table, lhs_ref, grad_ref, out_ref, acc_ref):
