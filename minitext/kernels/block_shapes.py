@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from minitext.hardware import CHIPS, find_chip
+from minitext.hardware import CHIPS, Chip, find_chip
 
 FILE = Path(__file__).with_suffix(".json")
 
@@ -23,13 +23,17 @@ BLOCKS: dict[tuple[str, str], dict[str, int]] = {
 }
 
 
+def find_this_chip() -> Chip | None:
+    """Returns the chip of the current mesh, or of this machine if there's no mesh."""
+    return find_chip(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
+
+
 def find(op: str) -> dict[str, int]:
     """Returns an operation's block shape for the chip of the current mesh, or of this machine if there's no mesh.
 
     A chip without a row, such as the simulator on a CPU, uses the first row of the operation.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    chip = find_chip(device)
+    chip = find_this_chip()
     rows = {name: row for (known, name), row in BLOCKS.items() if known == op}
     return rows.get(chip.name if chip else "") or next(iter(rows.values()))
 

@@ -133,7 +133,7 @@ def _jax_splash_attention(block_q: int = 512, block_kv: int = 512) -> Case:
         sizes = splash.BlockSizes(
             block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv,
             block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=block_kv,
-            block_q_dq=block_q, block_kv_dq=block_kv,
+            use_fused_bwd_kernel=True,
         )  # fmt: skip
         mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * N)
         make = splash.make_splash_mha

@@ -1,5 +1,7 @@
 """Kernels timed by their machine code: branches, grids, and what is made of a custom call."""
 
+import functools
+
 import pytest
 
 from minitext.compiler.schedule import KERNEL, Operation
@@ -60,6 +62,7 @@ def test_a_causal_grid_has_the_blocks_that_its_mask_leaves(tmp_path, monkeypatch
     from minitext.hardware import CHIPS
     from minitext.kernels.attention.mask import Mask
     from minitext.kernels.attention.tpu import flash_attention
+    from minitext.kernels.attention.tpu_grid import BlockShape
     from minitext.sharding.mesh import make_mesh
 
     monkeypatch.setenv("MINITEXT_CACHE", str(tmp_path))
@@ -71,7 +74,8 @@ def test_a_causal_grid_has_the_blocks_that_its_mask_leaves(tmp_path, monkeypatch
     for name, mask in (("causal", Mask()), ("all", Mask(causal=False))):
         folder = tmp_path / name
         with jax.set_mesh(mesh), no_cache():
-            lowered = jax.jit(lambda q, mask=mask: flash_attention(q, q, q, mask=mask)).lower(spec)
+            attention = functools.partial(flash_attention, mask=mask, blocks=BlockShape(512, 512))
+            lowered = jax.jit(lambda q, f=attention: f(q, q, q)).lower(spec)
             lowered.compile(compiler_options=dump_to(str(folder)))
         text = max(folder.glob("*after_codegen.txt"), key=lambda p: p.stat().st_size).read_text()
         (found,) = kernel_time.kernel_seconds(operations(read_schedule(text)), "v5e").values()

@@ -13,7 +13,7 @@ Chapters: 17.
 """
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -23,7 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 from minitext.kernels import block_shapes
 from minitext.kernels.attention.mask import ALL, CAUSAL, SOME, Mask
-from minitext.kernels.attention.tpu_grid import FIRST, LANES, LAST, BlockShape, Task, Tile, call
+from minitext.kernels.attention.tpu_grid import (
+    BLOCKS_BYTES,
+    FIRST,
+    LANES,
+    LAST,
+    BlockShape,
+    Task,
+    call,
+    resident_bytes,
+)  # fmt: skip
 from minitext.kernels.attention.xla import MASKED, NO_SINK
 from minitext.kernels.per_device import attention_reason, on_each_device
 from minitext.kernels.tiles_tpu import dot
@@ -49,6 +58,12 @@ def flash_attention(
         row = block_shapes.find("flash_attention")
         blocks = BlockShape(row["q"], row["kv"])
     shape = blocks.fit(T, mask)
+    chip = block_shapes.find_this_chip()
+    if chip is not None and chip.vmem_bytes is not None:
+        # XLA and the other kernels need the rest.
+        room = 3 * chip.vmem_bytes // 4 - BLOCKS_BYTES
+        fits = resident_bytes(T, k_BSKH.shape[3], k_BSKH.dtype.itemsize) <= room
+        shape = shape._replace(resident=shape.resident and fits)
     task = Task(mask, softcap, T, shape)
 
     def heads_first(x_BTNH, block):
@@ -119,19 +134,19 @@ def _seen(task: Task, q_block, kv_block, tile, q_segments_ref, kv_segments_ref, 
     return seen
 
 
-def _compute(task: Task, kind, size: Tile, make, use) -> None:
-    """Calls `use(tile, make(tile, masked))` for the tiles of a step's block, if any of it is seen.
+def _compute(task: Task, kind, tiles, ahead: int, make, use) -> None:
+    """Calls `use(tile, made)` for the tiles of a step's block, if any of it is seen.
 
-    Tiles are masked only where the mask cuts through the block. `make` runs `size.ahead` tiles before `use`: the
-    matrix units compute those products while the vector units work on exponentials.
+    `made` has the results of `make(tile, masked)` for this tile and `ahead` tiles after it: the matrix units compute
+    those products while the vector units work on exponentials. Tiles are masked only where the mask cuts through the
+    block.
     """
-    tiles = task.tiles(size)
 
     def run(masked):
         made = []
         for i, tile in enumerate(tiles):
-            made += [make(t, masked) for t in tiles[len(made) : i + 1 + size.ahead]]
-            use(tile, made[i])
+            made += [make(t, masked) for t in tiles[len(made) : i + 1 + ahead]]
+            use(tile, made[i:])
 
     for which, masked in ((SOME, True), (ALL, False)):
         pl.when((kind & (SOME | ALL)) == which)(partial(run, masked))
@@ -145,8 +160,9 @@ def _forward_kernel(
     out_ref, lse_ref, lost_ref, top_ref, sum_ref, acc_ref,
 ):  # fmt: skip
     step = pl.program_id(2)
-    kind = plan_kind[step]
+    kind, shape = plan_kind[step], task.shape
     factor = _units(task, q_ref.shape[1])[1]
+    column = shape.column // shape.forward.kv  # tiles with a common maximum
 
     @pl.when((kind & FIRST) != 0)
     def _():
@@ -159,20 +175,30 @@ def _forward_kernel(
         rows, cols = tile
         logits = _logits(task, q_ref[cols, :], k_ref[rows, :])
         seen = _seen(task, plan_q[step], plan_kv[step], tile, q_segments, kv_segments, masked)
-        return logits if seen is None else jnp.where(seen, logits, MASKED)
+        shown = logits if seen is None else jnp.where(seen, logits, MASKED)
+        return shown, jnp.max(shown, axis=0, keepdims=True)
 
-    def use(tile, logits):
+    # Of a column of tiles: its maximum, sum and result. They don't wait for those of the column before.
+    running: Any = None
+
+    def use(tile, made):
+        nonlocal running
         rows, cols = tile
-        old = top_ref[:, cols]
-        top = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
-        exps = jnp.exp2((logits - top) * factor)
-        fade = jnp.exp2((old - top) * factor)
-        top_ref[:, cols] = top
-        sum_ref[:, cols] = sum_ref[:, cols] * fade + jnp.sum(exps, axis=0, keepdims=True)
-        part = dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
-        acc_ref[:, cols] = acc_ref[:, cols] * fade + part
+        if rows.start % shape.column == 0:
+            tops = [top for _, top in made[:column]]
+            running = reduce(jnp.maximum, tops, top_ref[:, cols]), 0.0, 0.0
+        top, total, acc = running
+        exps = jnp.exp2((made[0][0] - top) * factor)
+        total += jnp.sum(exps, axis=0, keepdims=True)
+        acc += dot(v_ref[rows, :], exps.astype(v_ref.dtype), TN)
+        running = top, total, acc
+        if (rows.start + rows.size) % shape.column == 0:
+            fade = jnp.exp2((top_ref[:, cols] - top) * factor)
+            top_ref[:, cols] = top
+            sum_ref[:, cols] = sum_ref[:, cols] * fade + total
+            acc_ref[:, cols] = acc_ref[:, cols] * fade + acc
 
-    _compute(task, kind, task.shape.forward, make, use)
+    _compute(task, kind, task.tiles(shape.forward, shape.column), column, make, use)
 
     @pl.when((kind & LAST) != 0)
     def _():
@@ -184,11 +210,10 @@ def _forward_kernel(
             lost_ref[...] = (out - out_ref[...].astype(jnp.float32)).astype(lost_ref.dtype)
 
 
-def _backward_compute(task: Task, plans, refs, use, *, size: Tile):
+def _backward_compute(task: Task, step, plans, refs, use):
     """Calls `use(tile, weights, gradients of the logits times sqrt(H))` for each tile of a step's block."""
     plan_q, plan_kv, plan_kind = plans
     q_ref, k_ref, v_ref, grad_ref, lse_ref, delta_ref, q_segments, kv_segments = refs
-    step = pl.program_id(2)
     _, factor = _units(task, q_ref.shape[1])
 
     def make(tile, masked):
@@ -199,23 +224,66 @@ def _backward_compute(task: Task, plans, refs, use, *, size: Tile):
 
     def finish(tile, made):
         cols = tile[1]
-        seen, logits, grad_probs = made
+        seen, logits, grad_probs = made[0]
         shown = logits if seen is None else jnp.where(seen, logits, MASKED)
         probs = jnp.exp2(shown * factor - lse_ref[:, cols])
         grads = probs * (grad_probs - delta_ref[:, cols])
         if task.softcap is not None:
             grads = grads * (1 - logits * logits)
         # Gradients stay in float32, as they do before XLA's products. A TPU's matrix units round them on the way in,
-        # in no more bundles than a cast takes; the simulator's CPU doesn't round them.
+        # in hardly more bundles than a cast takes; the simulator's CPU doesn't round them.
         use(tile, probs.astype(grad_ref.dtype), grads)
 
-    _compute(task, plan_kind[step], size, make, finish)
+    tiles = task.tiles(task.shape.backward, task.shape.kv)
+    _compute(task, plan_kind[step], tiles, 1, make, finish)
+
+
+def _gradients_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
+    """Computes all gradients. Those of all keys stay in VMEM while the query heads of their head go by."""
+    inputs, (dq_ref, dk_ref, dv_ref, dq_acc_ref, dk_acc_ref, dv_acc_ref) = refs[:-6], refs[-6:]
+    q_ref, k_ref, _, grad_ref = inputs[:4]
+    member, step = pl.program_id(2), pl.program_id(3)
+    kind, bkv, scale = plan_kind[step], task.shape.kv, 1 / math.sqrt(q_ref.shape[1])
+
+    @pl.when((member == 0) & (step == 0))
+    def _():
+        @pl.loop(0, dk_ref.shape[0], step=bkv)
+        def _(start):
+            rows = pl.ds(pl.multiple_of(start, bkv), bkv)
+            dk_acc_ref[rows, :] = jnp.zeros(k_ref.shape, jnp.float32)
+            dv_acc_ref[rows, :] = jnp.zeros(k_ref.shape, jnp.float32)
+
+    @pl.when((kind & FIRST) != 0)
+    def _():
+        dq_acc_ref[...] = jnp.zeros(dq_acc_ref.shape, jnp.float32)
+
+    def add(tile, probs, grads):
+        rows, cols = tile
+        start = pl.multiple_of(plan_kv[step] * bkv + rows.start, rows.size)
+        dv_acc_ref[pl.ds(start, rows.size), :] += dot(probs, grad_ref[cols, :], NN)
+        dk_acc_ref[pl.ds(start, rows.size), :] += dot(grads, q_ref[cols, :], NN)
+        dq_acc_ref[:, cols] += dot(k_ref[rows, :], grads, TN)
+
+    _backward_compute(task, step, (plan_q, plan_kv, plan_kind), inputs, add)
+
+    @pl.when((kind & LAST) != 0)
+    def _():
+        dq_ref[...] = (dq_acc_ref[...] * scale).T.astype(dq_ref.dtype)
+
+    @pl.when((member == pl.num_programs(2) - 1) & (step == pl.num_programs(3) - 1))
+    def _():
+        @pl.loop(0, dk_ref.shape[0], step=bkv)
+        def _(start):
+            rows = pl.ds(pl.multiple_of(start, bkv), bkv)
+            dk_ref[rows, :] = (dk_acc_ref[rows, :] * scale).astype(dk_ref.dtype)
+            dv_ref[rows, :] = dv_acc_ref[rows, :].astype(dv_ref.dtype)
 
 
 def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
     inputs, (dq_ref, acc_ref) = refs[:-2], refs[-2:]
     q_ref, k_ref = inputs[:2]
-    kind = plan_kind[pl.program_id(2)]
+    step = pl.program_id(2)
+    kind = plan_kind[step]
 
     @pl.when((kind & FIRST) != 0)
     def _():
@@ -225,7 +293,7 @@ def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
         rows, cols = tile
         acc_ref[:, cols] += dot(k_ref[rows, :], grads, TN)
 
-    _backward_compute(task, (plan_q, plan_kv, plan_kind), inputs, add, size=task.shape.dq)
+    _backward_compute(task, step, (plan_q, plan_kv, plan_kind), inputs, add)
 
     @pl.when((kind & LAST) != 0)
     def _():
@@ -235,7 +303,8 @@ def _dq_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
 def _dkv_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
     inputs, (dk_ref, dv_ref, dk_acc_ref, dv_acc_ref) = refs[:-4], refs[-4:]
     q_ref, grad_ref = inputs[0], inputs[3]
-    kind, member = plan_kind[pl.program_id(2)], pl.program_id(3)
+    step, member = pl.program_id(2), pl.program_id(3)
+    kind = plan_kind[step]
 
     @pl.when(((kind & FIRST) != 0) & (member == 0))
     def _():
@@ -247,7 +316,7 @@ def _dkv_kernel(task, plan_q, plan_kv, plan_kind, *refs: Any):
         dv_acc_ref[rows, :] += dot(probs, grad_ref[cols, :], NN)
         dk_acc_ref[rows, :] += dot(grads, q_ref[cols, :], NN)
 
-    _backward_compute(task, (plan_q, plan_kv, plan_kind), inputs, add, size=task.shape.dkv)
+    _backward_compute(task, step, (plan_q, plan_kv, plan_kind), inputs, add)
 
     @pl.when(((kind & LAST) != 0) & (member == pl.num_programs(3) - 1))
     def _():
@@ -271,7 +340,7 @@ def _forward_call(task, q_BNTH, k_BKSH, v_BKSH, segments_BT, sinks_N, *, differe
     out = jax.ShapeDtypeStruct(q_BNTH.shape, q_BNTH.dtype)
     lost = out if differentiated and out.dtype != jnp.float32 else None
     return call(
-        _forward_kernel, task, (q_BNTH, k_BKSH, v_BKSH), segments_BT, by_kv=False, first=(tops_1N,),
+        _forward_kernel, task, (q_BNTH, k_BKSH, v_BKSH), segments_BT, by="q", first=(tops_1N,),
         ins=("q", "kv", "kv"), outs=("q", "row", lost and "q"), scratch=[(1, bq), (1, bq), (H, bq)],
         out_shapes=[out, jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), lost],
     )  # fmt: skip
@@ -286,7 +355,7 @@ def _backward_call(
     attentions do, it would add an error there as large as that of rounding the gradients, where few keys have most of
     the weight.
     """
-    (bq, bkv), H = task.shape[:2], q_BNTH.shape[3]
+    (bq, bkv), (S, H) = task.shape[:2], k_BKSH.shape[2:]
     exact_BNTH = out_BNTH.astype(jnp.float32)
     if lost_BNTH is not None:
         exact_BNTH += lost_BNTH.astype(jnp.float32)
@@ -294,12 +363,18 @@ def _backward_call(
     arrays = (q_BNTH, k_BKSH, v_BKSH, grad_BNTH, lse_BN1T, delta_BNT[:, :, None])
     ins = ("q", "kv", "kv", "q", "row", "row")
     q_like, k_like, v_like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3])
+    if task.shape.resident:
+        dq_BNTH, dk_BKSH, dv_BKSH = call(
+            _gradients_kernel, task, arrays, segments_BT, by="head", ins=ins, outs=("q", "all_kv", "all_kv"),
+            out_shapes=[q_like, k_like, v_like], scratch=[(H, bq), (S, H), (S, H)],
+        )  # fmt: skip
+        return dq_BNTH, dk_BKSH, dv_BKSH, delta_BNT
     (dq_BNTH,) = call(
-        _dq_kernel, task, arrays, segments_BT, by_kv=False, ins=ins,
+        _dq_kernel, task, arrays, segments_BT, by="q", ins=ins,
         outs=("q",), out_shapes=[q_like], scratch=[(H, bq)],
     )  # fmt: skip
     dk_BKSH, dv_BKSH = call(
-        _dkv_kernel, task, arrays, segments_BT, by_kv=True, ins=ins,
+        _dkv_kernel, task, arrays, segments_BT, by="kv", ins=ins,
         outs=("kv", "kv"), out_shapes=[k_like, v_like], scratch=[(bkv, H), (bkv, H)],
     )  # fmt: skip
     return dq_BNTH, dk_BKSH, dv_BKSH, delta_BNT

@@ -22,51 +22,64 @@ from minitext.kernels.attention.mask import Mask
 LANES = 128
 # More bits of a step's kind, beside those of `Mask.kinds`: the first and the last step of one sum.
 FIRST, LAST = 4, 8
+NARROW = 512  # the longest block where queries see few keys
+BLOCKS_BYTES = 16 * 2**20  # VMEM for blocks, and for registers that the compiler stores there
 
 
 class Tile(NamedTuple):
-    """A part of a block, small enough that its logits stay in registers.
+    """A part of a block whose products and exponentials are computed at once.
 
     Attributes:
       q: queries in the tile.
       kv: keys in the tile.
-      ahead: how many tiles' products are computed ahead of the tile in use.
     """
 
     q: int
     kv: int
-    ahead: int = 0
 
 
 class BlockShape(NamedTuple):
     """How the kernels divide their work.
 
-    One choice of tiles serves all chips. With blocks of 512, v5e and v6e keep their matrix units at least as busy as
-    JAX's splash attention does, with no more spills; tests/compiler/test_llo.py compares them. With forward tiles of
-    (256, 128, 1) a v6e would need a tenth fewer cycles, and spill twice as much.
+    One choice of tiles serves all chips. A v6e's matrix units are 256 wide: with smaller tiles they take twice as long
+    for the same products.
 
     Attributes:
       q: queries per block, a multiple of 128.
       kv: keys per block, a multiple of 128.
       forward: tiles of the forward kernel.
-      dq: tiles of the kernel for the gradient of queries.
-      dkv: tiles of the kernel for the gradients of keys and values.
+      backward: tiles of the kernels for gradients.
+      column: keys after which the forward kernel takes a maximum.
+      resident: whether the gradients of all keys of a head stay in VMEM, and one kernel computes all gradients.
     """
 
-    q: int = 512
-    kv: int = 512
-    forward: Tile = Tile(128, 128, ahead=8)
-    dq: Tile = Tile(256, 256, ahead=1)
-    dkv: Tile = Tile(128, 256, ahead=2)
+    q: int = 1024
+    kv: int = 1024
+    forward: Tile = Tile(256, 256)
+    backward: Tile = Tile(256, 256)
+    column: int = 512
+    resident: bool = True
 
     def fit(self, T: int, mask: Mask) -> "BlockShape":
-        """Shrinks blocks to T in whole lanes and to divisors of the mask's blocks, and tiles to divisors of blocks."""
-        whole = -(-T // LANES) * LANES
-        q, kv = min(self.q, whole), min(self.kv, whole)
+        """Shrinks blocks to T in whole lanes and to divisors of the mask's blocks, and tiles to divisors of blocks.
+
+        Where a query sees at most 1,024 keys, larger blocks than 512 would mostly hold what is masked.
+        """
+        most = -(-T // LANES) * LANES
+        if min(T, mask.window or T, mask.chunk or T) <= 2 * NARROW:
+            most = min(most, NARROW)
+        q, kv = min(self.q, most), min(self.kv, most)
         if mask.blocks is not None:
             q, kv = math.gcd(q, mask.block), math.gcd(kv, mask.block)
-        tiles = (Tile(math.gcd(q, t.q), math.gcd(kv, t.kv), t.ahead) for t in self[2:])
-        return BlockShape(q, kv, *tiles)
+        forward, backward = (
+            Tile(math.gcd(q, t.q), math.gcd(kv, t.kv)) for t in (self.forward, self.backward)
+        )
+        return BlockShape(q, kv, forward, backward, math.gcd(kv, self.column), self.resident)
+
+
+def resident_bytes(S: int, H: int, itemsize: int) -> int:
+    """Returns the VMEM for the gradients of a head's keys and values: sums in float32 and two buffers of results."""
+    return 2 * S * H * (4 + 2 * itemsize)
 
 
 class Task(NamedTuple):
@@ -84,12 +97,16 @@ class Task(NamedTuple):
     tokens: int
     shape: BlockShape
 
-    def tiles(self, tile: Tile) -> list[tuple[Any, Any]]:
-        """Returns a block's tiles, each as a slice of its keys and a slice of its queries."""
+    def tiles(self, tile: Tile, column: int) -> list[tuple[Any, Any]]:
+        """Returns a block's tiles, each as a slice of its keys and a slice of its queries.
+
+        Tiles of the same queries follow each other for `column` keys; then come other queries.
+        """
         return [
             (pl.ds(s, tile.kv), pl.ds(t, tile.q))
+            for start in range(0, self.shape.kv, column)
             for t in range(0, self.shape.q, tile.q)
-            for s in range(0, self.shape.kv, tile.kv)
+            for s in range(start, start + column, tile.kv)
         ]
 
 
@@ -127,19 +144,17 @@ def plan(task: Task, *, by_kv: bool = False) -> Plan:
     return Plan(column, row, kind) if by_kv else Plan(row, column, kind)
 
 
-def _specs(task: Task, H: int, group: int, by_kv: bool) -> dict[str, pl.BlockSpec]:
-    """Returns which block of each kind of array a step reads or writes.
-
-    The grid is (B, N, steps), or (B, K, steps, N/K) for gradients of keys: a key head's blocks stay in VMEM while its
-    query heads go by.
-    """
+def _specs(task: Task, S: int, H: int, group: int, by: str) -> dict[str, pl.BlockSpec]:
+    """Returns which block of each kind of array a step reads or writes; `by` is as in `call`."""
     bq, bkv = task.shape[:2]
 
-    def at(b, head, step, *rest):
-        *member, q, kv, _ = rest
-        if by_kv:
-            return b, head * group + member[0], head, q[step], kv[step]
-        return b, head, jax.lax.div(head, group), q[step], kv[step]
+    def at(b, head, *rest):
+        *inner, q, kv, _ = rest
+        if by == "q":
+            (step,) = inner
+            return b, head, jax.lax.div(head, group), q[step], kv[step]
+        step, member = inner if by == "kv" else reversed(inner)
+        return b, head * group + member, head, q[step], kv[step]
 
     def spec(shape, index):
         return pl.BlockSpec(shape, lambda *ids: index(*at(*ids)))
@@ -147,31 +162,49 @@ def _specs(task: Task, H: int, group: int, by_kv: bool) -> dict[str, pl.BlockSpe
     return {
         "q": spec((None, None, bq, H), lambda b, n, k, i, j: (b, n, i, 0)),
         "kv": spec((None, None, bkv, H), lambda b, n, k, i, j: (b, k, j, 0)),
+        "all_kv": spec((None, None, S, H), lambda b, n, k, i, j: (b, k, 0, 0)),
         "row": spec((None, None, 1, bq), lambda b, n, k, i, j: (b, n, 0, i)),
         "q_segments": spec((None, 1, bq), lambda b, n, k, i, j: (b, 0, i)),
         "kv_segments": spec((None, bkv, 1), lambda b, n, k, i, j: (b, j, 0)),
     }
 
 
-def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scratch, first=()):
-    """Calls a kernel for each step of its plan. `ins` and `outs` are keys of `_specs`; None is no output."""
+def call(kernel, task, arrays, segments_BT, *, by, ins, outs, out_shapes, scratch, first=()):
+    """Calls a kernel for each step of its plan.
+
+    Args:
+      kernel: the kernel.
+      task: what it needs at tracing time.
+      arrays: its inputs, queries and keys first.
+      segments_BT: the tokens' segments, or None.
+      by: the grid. "q": (B, N, steps), ordered by blocks of queries. "head": (B, K, N/K, steps), likewise: a key
+        head's gradients stay in VMEM while its query heads go by. "kv": (B, K, steps, N/K), ordered by blocks of
+        keys: those of one block stay.
+      ins: keys of `_specs` for the inputs.
+      outs: keys of `_specs` for the results; None is no result.
+      out_shapes: shapes and types of the results.
+      scratch: shapes of float32 arrays in VMEM.
+      first: inputs in scalar memory, which come before the others.
+    """
     q, k = arrays[:2]
     (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
-    specs = _specs(task, H, N // K, by_kv)
+    specs = _specs(task, S, H, N // K, by)
     q_segments = kv_segments = None
     if segments_BT is not None:
         padded = jnp.pad(segments_BT, ((0, 0), (0, max(T, S) - task.tokens)), constant_values=-1)
         q_segments = padded[:, None, :T]
         kv_segments = padded[:, :S, None]
-    steps = plan(task, by_kv=by_kv)
+    steps = plan(task, by_kv=by == "kv")
+    count, members = len(steps.q), N // K
+    grids = {"q": (B, N, count), "head": (B, K, members, count), "kv": (B, K, count, members)}
     segments = [None, None] if segments_BT is None else ["q_segments", "kv_segments"]
     inner = ("parallel", "parallel", "arbitrary", "arbitrary")
-    grid = (B, K, len(steps.q), N // K) if by_kv else (B, N, len(steps.q))
+    vmem = resident_bytes(S, H, k.dtype.itemsize) + BLOCKS_BYTES if by == "head" else None
     return pl.pallas_call(
         partial(kernel, task),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=grid,
+            grid=grids[by],
             in_specs=[
                 *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in first),
                 *(name and specs[name] for name in (*ins, *segments)),
@@ -180,6 +213,8 @@ def call(kernel, task, arrays, segments_BT, *, by_kv, ins, outs, out_shapes, scr
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=inner[: len(grid)]),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=inner[: len(grids[by])], vmem_limit_bytes=vmem
+        ),
         name=kernel.__name__.strip("_"),
     )(*steps, *first, *arrays, q_segments, kv_segments)
