@@ -144,13 +144,13 @@ def check_new_file(what: str, path: str | Path) -> None:
         path: of the file, which may exist.
 
     Raises:
-        UserError: if the path is an address or a folder, or no file can be made beside it.
+        UserError: if the path is an address, a folder, a pipe or a device, or no file can be made beside it.
     """
     local_path(path)
     try:
         with contextlib.suppress(FileNotFoundError):
-            kind = os.stat(path).st_mode
-            if stat.S_ISDIR(kind) or stat.S_ISFIFO(kind):  # a pipe might wait for ever
+            # A pipe might wait for ever, and a device would be replaced by a file.
+            if not stat.S_ISREG(os.stat(path).st_mode):
                 raise IsADirectoryError
         # Try it: permissions say nothing to root, or of a read-only file system.
         if not str(path).endswith("/"):

@@ -90,15 +90,18 @@ class Server:
         self.requests, self.answers = self.process.stdin, self.process.stdout
         assert self.answers.readline() == "ready\n"
 
-    def start(self, *args, output, folder="."):
+    def start(self, *args, output, folder=".", env=None):
         words = [str(arg) for arg in args]
-        request = {"args": words, "output": str(Path(output).absolute()), "folder": str(folder)}
+        output, folder = str(Path(output).absolute()), str(folder)
+        request = {"args": words, "output": output, "folder": folder, "env": env or {}}
         self.requests.write(json.dumps(request) + "\n")
         self.requests.flush()
         return int(self.answers.readline())
 
     def wait(self):
-        return int(self.answers.readline())
+        code, seconds = self.answers.readline().split()
+        self.seconds = float(seconds)  # of processors, for the command that ended
+        return int(code)
 
     def run(self, *args, output, folder="."):
         self.start(*args, output=output, folder=folder)

@@ -6,13 +6,16 @@ Chapters: 6.
 import json
 import os
 import stat
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minitext import files
 from minitext.errors import UserError
+
+if TYPE_CHECKING:
+    from minitext.config.config import Config
 
 Settings = Annotated[
     list[str] | None,
@@ -72,8 +75,13 @@ TopP = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 
 
-def load(settings: list[str] | None):
-    """Resolves `[PRESET] [KEY=VALUE]...`; a config file replaces the default preset."""
+def load(settings: list[str] | None, target: str | None = None) -> "Config":
+    """Resolves `[PRESET] [KEY=VALUE]...`; a config file replaces the default preset.
+
+    Args:
+      settings: the words.
+      target: the chips to compile for, if any: nothing is then simulated.
+    """
     from minitext.config.config import DEFAULT_PRESET, load_config
 
     words = [s for s in settings or [] if "=" not in s]
@@ -84,7 +92,26 @@ def load(settings: list[str] | None):
         )
     from_file = any(p.startswith("config=") for p in pairs)
     named = words[0] if words else None if from_file else DEFAULT_PRESET
-    return load_config(named, pairs)
+    cfg = load_config(named, pairs)
+    if target is not None:
+        refuse_settings(cfg, ["mesh.simulate"], f"with target={target}")
+    return cfg
+
+
+def refuse_settings(cfg: "Config", keys: Sequence[str], where: str) -> None:
+    """Refuses keys on the command line that would change nothing; a preset's and a file's are for training too."""
+    for key in keys:
+        if cfg.provenance(key) == "command line":
+            raise UserError(f"{key} has no effect {where}: leave it out")
+
+
+def refuse_options(ctx: typer.Context, names: Sequence[str], where: str) -> None:
+    """Refuses options on the command line that would change nothing."""
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.strip('_').replace('_', '-')}"
+            raise UserError(f"{option} has no effect {where}: leave it out")
 
 
 def split_off(settings: list[str] | None, key: str) -> tuple[list[str], list[str]]:

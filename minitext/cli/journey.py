@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minitext import files
-from minitext.cli.arguments import Json, answer, start
+from minitext.cli.arguments import Json, answer, refuse_options, start
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 
@@ -26,6 +26,7 @@ ALLOWED = (
 
 
 def journey(
+    ctx: typer.Context,
     settings: Annotated[
         list[str] | None,
         typer.Argument(
@@ -72,6 +73,8 @@ def journey(
     Smaller models are trained first, and predict the loss of the large one. The same command goes on where it was
     interrupted. At the end DIR/report.html has every curve. Needs the extra journey.
     """
+    if plan:
+        refuse_options(ctx, ["run", "stages"], "with --plan")
     words = _checked(settings or [])
     directory = Path(files.local_path(run)) if run is not None else None
     if depth is not None and budget is not None:

@@ -322,8 +322,7 @@ def _arguments(ctx: typer.Context) -> dict[str, Any]:
     options = {key: value for key, value in ctx.params.items() if key != "submit"}
     name = launch.check_name(options["name"])
     words = launch.with_run_name(options["command"], name)
-    if not any(
-        word.startswith("config=") for word in words
-    ):  # its file may be on the cluster alone
-        load(words[1:])
+    load(
+        words[1:]
+    )  # a fault in them, or in a file that they name, is said before a job waits in a queue
     return options | {"command": words}

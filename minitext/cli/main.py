@@ -6,6 +6,7 @@ Commands parse, call one function, and print; JAX is imported only by the comman
 Chapters: 6.
 """
 
+import io
 import os
 import signal
 import sys
@@ -128,9 +129,14 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("minitext").setLevel(logging.INFO)
     before = signal.signal(signal.SIGTERM, _stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may be closed, or have an encoding without é
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # By itself typer would draw a box around an error.
-        sys.exit(app(prog_name="minitext", standalone_mode=False) or 0)
+        code = app(prog_name="minitext", standalone_mode=False) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        sys.exit(code)
     except UsageError as error:
         if error.format_message():  # none where a command's help was printed, for want of words
             print(f"error: {_in_one_line(error)}", file=sys.stderr)
@@ -149,9 +155,25 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BaseException as error:  # also of a command that is done
         job.finish(error)
+        if isinstance(error, OSError) and error.filename is None and (lost := _lost_output()):
+            # `head` and its like have read enough.
+            if not isinstance(lost, BrokenPipeError):
+                print(f"error: the output cannot be written ({lost.strerror})", file=sys.stderr)
+            sys.exit(1)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _lost_output() -> OSError | None:
+    """Returns why standard output takes no more, if it doesn't, and throws away what is left to write."""
+    try:
+        sys.stdout.flush()
+        os.write(1, b"\n")  # what couldn't be written may be forgotten
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return error
+    return None
 
 
 def _stop(*_: object) -> None:

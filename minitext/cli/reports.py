@@ -7,13 +7,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, Plot, Settings, answer, load, start, take_chip, take_target
+from minitext.cli.arguments import (
+    Json,
+    Plot,
+    Settings,
+    answer,
+    load,
+    refuse_options,
+    refuse_settings,
+    start,
+    take_chip,
+    take_target,
+)
+from minitext.config.sections import MeshConfig
 from minitext.distributed.devices import simulate_for
 from minitext.errors import UserError
 from minitext.files import check_new_file, local_path, shorten
 
 if TYPE_CHECKING:
     from minitext.config.config import Config
+
+MESH = tuple(f"mesh.{name}" for name in MeshConfig.model_fields)
 
 
 def check_save(path: str | None) -> str | None:
@@ -52,7 +66,7 @@ def compile_(
         raise UserError("--options compiles no step to save: leave out --save or --options")
     if target is None and save is None:
         raise UserError("name one target, such as target=v5e:2x2 or target=v5p:4x4x4")
-    cfg = load(settings)
+    cfg = load(settings, target)
     if target is None:
         return _save_here(cfg, str(save), as_json)
     start()
@@ -112,7 +126,7 @@ def plan(
     target, settings = take_target(settings)
     if target is None:
         raise UserError("name one target, such as target=v5p:4x4x4 or target=v5e:16x16 slices=2")
-    cfg = load(settings)
+    cfg = load(settings, target)
     start()
 
     from minitext import terminal
@@ -155,6 +169,7 @@ def _save_here(cfg: "Config", file: str, as_json: bool) -> None:
 
 
 def roofline(
+    ctx: typer.Context,
     settings: Settings = None,
     rows: Annotated[int, typer.Option(min=0, help="operations to list, the longest first")] = 20,
     plot: Plot = None,
@@ -165,8 +180,14 @@ def roofline(
     On a chip the step is shared evenly by the devices of mesh.*, and communication takes no time. This
     machine's peak and bandwidth are measured once a day.
     """
+    if as_json:
+        refuse_options(ctx, ["rows"], "with --json, which lists all operations")
     chip, settings = take_chip(settings)
     cfg = load(settings)
+    if chip is None:
+        refuse_settings(cfg, MESH, "without a chip, such as chip=v5p: this machine is one device")
+    else:
+        refuse_settings(cfg, ["mesh.simulate"], f"with chip={chip}")
     start()
     from minitext.perf import roofline
 
@@ -183,6 +204,8 @@ def roofline(
 def optim_memory(settings: Settings = None, as_json: Json = False) -> None:
     """Compare the memory of a preset's training state under each optimizer, summed over all devices."""
     cfg = load(settings)
+    refuse_settings(cfg, ["optim.kind"], "here, where all optimizers are compared")
+    refuse_settings(cfg, MESH, "on sums over all devices")
     start()
     from minitext.perf import memory
     from minitext.training import step as train
@@ -201,6 +224,7 @@ def shard(
     No device is needed: minitext shard llama3-8b mesh.fsdp=16 mesh.tensor=4
     """
     cfg = load(settings)
+    refuse_settings(cfg, ["mesh.simulate"], "here: no device is needed")
     start()
     from minitext.perf import shard_report
 
@@ -217,7 +241,7 @@ def shard(
 def memory_(settings: Settings = None, as_json: Json = False) -> None:
     """Predict the memory of a preset's train step, beside what the compiler says, here or for target=v5e:2x4."""
     target, settings = take_target(settings)
-    cfg = load(settings)
+    cfg = load(settings, target)
     start(None if target else simulate_for(list(cfg.mesh.sizes().values()), cfg.mesh.simulate))
     from minitext.perf import memory
 
@@ -228,7 +252,7 @@ def memory_(settings: Settings = None, as_json: Json = False) -> None:
 def comms(settings: Settings = None, as_json: Json = False) -> None:
     """Predict what devices send each other in a step, beside the program for simulated ones or for target=v5e:2x4."""
     target, settings = take_target(settings)
-    cfg = load(settings)
+    cfg = load(settings, target)
     if target:
         start()
     else:  # at least eight devices, if none are asked for: one sends nothing
@@ -248,7 +272,7 @@ def quantized(settings: Settings = None, as_json: Json = False) -> None:
     target, settings = take_target(settings)
     if target is None:
         raise UserError("name one target, such as target=v5e:2x2 or target=v6e:2x2")
-    cfg = load(settings)
+    cfg = load(settings, target)
     start()
     from minitext.perf import product_types
 
@@ -415,7 +439,7 @@ def predict(settings: Settings = None, as_json: Json = False) -> None:
     target, settings = take_target(settings)
     if target is None:
         raise UserError("name one target, such as target=v5e:2x4 or target=v5p:4x4x4")
-    cfg = load(settings)
+    cfg = load(settings, target)
     start()
     from minitext.perf import step_time
 

@@ -26,6 +26,7 @@ from minitext.cli.arguments import (
     answer,
     check_run,
     load,
+    refuse_options,
     start,
     take_target,
 )
@@ -144,10 +145,10 @@ def serve(
     """
     http_server, server = _modules()
     if _are_artefacts(directories):
-        _refuse_options(ctx, OF_RUNS, "artefacts")
+        refuse_options(ctx, OF_RUNS, "on artefacts")
         limits = max_batch, max_wait_ms / 1000, max_body_mb << 20, max_queue
         return _serve_artefacts(directories, host, port, api_key, limits, drain_seconds)
-    _refuse_options(ctx, OF_ARTEFACTS, "a run")
+    refuse_options(ctx, OF_ARTEFACTS, "on a run")
     directory = directories[0]
     listening = http_server.bind(host, port)
     sizes = MeshConfig(data=data_parallel_size, tensor=tensor_parallel_size)
@@ -205,14 +206,6 @@ def _looks_like_artefacts(path: str) -> bool:
     from minitext.inference.artefact import MANIFEST
 
     return any(any(Path(path).glob(f"{depth}{MANIFEST}")) for depth in ("", "*/", "*/*/"))
-
-
-def _refuse_options(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
-    for name in names:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option} has no effect on {what}: leave it out")
 
 
 def _serve_artefacts(
@@ -361,7 +354,7 @@ def predict(
     target, settings = take_target(settings)
     if target is None:
         raise UserError("name one target, such as target=v5e:2x4 or target=h100:1x8")
-    cfg = load(settings)
+    cfg = load(settings, target)
     start()
     from minitext.perf import serving
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minitext.cli.arguments import Json, Plot, RunDir, answer
+from minitext.cli.arguments import Json, Plot, RunDir, answer, refuse_options
 from minitext.errors import UserError
 from minitext.files import shorten
 
@@ -41,6 +41,7 @@ def goodput(
 
 
 def profile(
+    ctx: typer.Context,
     directory: RunDir,
     rows: Annotated[int, typer.Option(min=0, help="operations to list, the longest first")] = 15,
     as_json: Json = False,
@@ -49,6 +50,8 @@ def profile(
 
     Traces are made by training with profile.first_step=10 profile.steps=3.
     """
+    if as_json:
+        refuse_options(ctx, ["rows"], "with --json, which lists all operations")
     from minitext.observability import profile_report
 
     found = profile_report.summarise(directory)
@@ -56,6 +59,7 @@ def profile(
 
 
 def watch(
+    ctx: typer.Context,
     directory: RunDir,
     once: Annotated[bool, typer.Option("--once", help="print the current state and exit")] = False,
     every: Annotated[
@@ -67,6 +71,8 @@ def watch(
 
     Waits for a run that hasn't begun, and says so when one has gone silent. --json prints its state once.
     """
+    if as_json or once:
+        refuse_options(ctx, ["every"], f"with {'--json' if as_json else '--once'}")
     from rich.console import Console
 
     from minitext.observability import watch

@@ -83,6 +83,12 @@ class Config(Section):
                 f"objective.kind={self.objective.kind} with data.source={self.data.source}: pairs of answers are what "
                 f"preferences are learned from, and nothing else is: set {fix}"
             )
+        tokens = self.train.global_batch * self.data.seq_len
+        if tokens > MOST_TOKENS:
+            yield (
+                f"train.global_batch={self.train.global_batch} rows of data.seq_len={self.data.seq_len} are "
+                f"{tokens:,} tokens, and a step takes {MOST_TOKENS:,}: lower them"
+            )
         first, steps = self.profile.first_step, self.profile.steps
         if first is None and steps != sections.ProfileConfig().steps:
             yield (
@@ -105,6 +111,9 @@ class Config(Section):
         return resolve([("replaced", dict(values))], base=self)
 
 
+# Of a step. The largest batches have a hundred million. The TPU compiler squares such a number in 64 bits, and dies of
+# an overflow a little above this.
+MOST_TOKENS = 3_000_000_000
 DEPTH = 4  # names in a key; the longest keys have three
 SHOWN = 12  # problems in a message
 

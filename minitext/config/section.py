@@ -30,8 +30,8 @@ def setting(default: T, description: str, **limits: Any) -> T:
 
 
 def size(default: T, description: str, least: int = 1) -> T:
-    """Declares a dimension of arrays: a key of at least `least`, and below 2**31, which no model reaches."""
-    return setting(default, description, ge=least, lt=2**31)
+    """Declares a dimension of arrays: a key of at least `least`, and at most 2**24, which no model comes near."""
+    return setting(default, description, ge=least, le=2**24)
 
 
 class Section(BaseModel):

@@ -136,6 +136,10 @@ def explain(text: str, target: str | None = None, compiled: bool = False) -> Exp
     """
     reading = maxtext_command.read(text)
     machine, wanted = machine_for(reading, target)
+    if compiled and wanted is None:
+        raise UserError(
+            "--compile needs chips, and the command names none: add --target, such as v5p:4x4x8"
+        )
     found = maxtext_map.translate(reading, machine)
     if found.cfg is None or wanted is None:
         return Explanation(found, None)

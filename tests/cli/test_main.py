@@ -166,7 +166,7 @@ def test_doctor_answers_in_json(minitext):
         (["train", "model=5"], "model (command line): unknown key"),
         (["config", "explain", ""], "'' (command line) is not a key"),
         (["roofline", "model.layers=" + "9" * 20], "choose 100,000 or less"),
-        (["optim", "memory", "model.embed=" + "9" * 20], "choose less than 2,147,483,648"),
+        (["optim", "memory", "model.embed=" + "9" * 20], "choose 16,777,216 or less"),
         (["journey", "--budget", "inf"], "--budget inf: choose a finite number"),
         (["judge", __file__, "--budget", "mxu=200%"], "'mxu=200%' is not a budget"),
         (["llo", "matmul", "chip=v5e,"], "chip='' is not a TPU that minitext knows"),
@@ -177,12 +177,84 @@ def test_doctor_answers_in_json(minitext):
         (["config", "show", "run.name=true"], "run.name=true (command line): choose something other"),
         (["grpo", "/", "objective.rewards=[]"], "/ is not a run directory"),
         (["launch", "k8s", "--name", "a", "--image", "i", "--gpus", "9" * 20, "--", "train"], "choose 1,024 or less"),
+        (["memory", "model.embed=100000000"], "model.embed=100000000 (command line): choose 16,777,216 or less"),
+        (["memory", "train.global_batch=100000000000"], "are 25,600,000,000,000 tokens"),
+        (["compile", "target=v5e:2x4", "train.global_batch=100000000000"], "are 25,600,000,000,000 tokens"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_line_and_exit_code_2(minitext, words, named):
     code, out, err = minitext(*words)
     assert code == 2
     assert named in err and out == "" and err.count("\n") == 1
+
+
+def test_an_output_that_takes_no_more_is_one_line_or_none():
+    words = [sys.executable, "-m", "minitext", "config", "show", "laptop", "run.name=é"]
+    end, start = os.pipe()
+    os.close(end)  # as `head` does when it has enough
+    done = subprocess.run(words, stdout=start, stderr=subprocess.PIPE, text=True)
+    os.close(start)
+    assert (done.returncode, done.stderr) == (1, "")
+    done = subprocess.run(
+        words, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert done.returncode == 0 and b"name: \\xe9" in done.stdout, done.stderr
+    if os.path.exists("/dev/full"):
+        for more in (["show"], ["explain", "model"], ["--help"]):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([*words[:4], *more], stdout=full, stderr=subprocess.PIPE)
+            said = b"error: the output cannot be written (No space left on device)\n"
+            assert (done.returncode, done.stderr) == (1, said)
+
+
+TARGET = ["laptop", "target=v5e:2x2"]
+XPK = ["launch", "xpk", "--name", "a", "--image", "i", "--cluster", "c", "--tpu-type", "v5p-8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["roofline", "mesh.fsdp=4096"], "mesh.fsdp has no effect without a chip"),
+        (["roofline", "chip=v5e", "mesh.simulate=8"], "mesh.simulate has no effect with chip=v5e"),
+        (["roofline", "chip=v5e", "--rows", "3", "--json"], "--rows has no effect with --json"),
+        *((name.split() + TARGET + ["mesh.simulate=8"], "mesh.simulate has no effect with target=v5e:2x2")
+          for name in ("compile", "compile --options", "compile --save x.zip", "plan", "predict", "memory", "comms",
+          "quantized", "predict-serving")),
+        (["shard", "mesh.simulate=8"], "mesh.simulate has no effect here"),
+        (["optim", "memory", "optim.kind=lion"], "optim.kind has no effect here"),
+        (["optim", "memory", "mesh.fsdp=8"], "mesh.fsdp has no effect on sums over all devices"),
+        (["profile", "/", "--rows", "3", "--json"], "--rows has no effect with --json"),
+        (["watch", "/", "--every", "3", "--once"], "--every has no effect with --once"),
+        (["watch", "/", "--every", "3", "--json"], "--every has no effect with --json"),
+        (["journey", "--plan", "--run", "x"], "--run has no effect with --plan"),
+        (["journey", "--plan", "--stages", "sft"], "--stages has no effect with --plan"),
+        (["maxtext", "explain", "base.yml model_name=llama2-7b", "--compile"], "--compile needs chips"),
+        (["grade", "--start", "x", "--seed", "3"], "--seed has no effect with --start"),
+        (["grade", "04", "--solutions", "--json", "x.json"], "--json has no effect with --solutions"),
+        (["grade", "04", "--mutants", "--answers", "/"], "--answers has no effect with --mutants"),
+        (["grade", "04", "--notebook", "x.ipynb", "--answers", "/"], "--answers has no effect with --notebook"),
+        (["grade", "04", "--all"], "04 has no effect with --all"),
+    ],
+)  # fmt: skip
+def test_what_would_change_nothing_is_refused(minitext, words, named):
+    code, out, err = minitext(*words)
+    assert code == 2 and named in err and out == "" and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("launcher", [
+    ["launch", "slurm", "--name", "a"], ["launch", "k8s", "--name", "a", "--image", "i"], XPK, ["launch", "local"],
+])  # fmt: skip
+def test_launchers_read_the_file_that_they_pass_on(minitext, tmp_path, launcher):
+    file = tmp_path / "c.yml"
+    for content, named in {
+        None: "cannot be read",
+        "train: [": "is not YAML",
+        "train: {stepz: 3}": "did you mean train.steps",
+    }.items():
+        if content is not None:
+            file.write_text(content)
+        code, out, err = minitext(*launcher, "--", "train", f"config={file}")
+        assert code == 2 and named in err and out == "" and err.count("\n") == 1, err
 
 
 MERGES = "\n".join(
@@ -242,8 +314,8 @@ def test_eval_refuses_what_it_would_ignore(minitext, trained):
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_taken(minitext, trained, tmp_path):
     asked = {
-        "train.global_batch=100000000": ["train", *SMALL, "train.global_batch=100000000"],
-        "lower them": ["eval", trained, "train.global_batch=100000000"],
+        "train.global_batch=90000000": ["train", *SMALL, "train.global_batch=90000000"],
+        "lower them": ["eval", trained, "train.global_batch=90000000"],
         "choose a smaller one": ["train", *SMALL, "model.embed=400000"],
         "train.sample_tokens=100,000,000,000": ["train", *SMALL, "train.sample_tokens=100000000000"],
         "a prompt of 1,000,000 tokens": ["generate", trained, "--prompt", "x" * 1_000_000],

@@ -249,10 +249,12 @@ def test_the_commands_print_what_the_functions_make():
         (["--claim", "disk"], ["run.dir=/runs2"], "note: run.dir=/runs2 is"),
         (["--claim", "disk"], ["run.dir=/runs"], ""),
         (["--claim", "disk"], ["run.dir=/runs/mine"], ""),
-        ([], ["config=/x.yml"], ""),
+        ([], ["config={folder}/x.yml"], ""),
     ],
 )
-def test_a_run_that_a_restart_would_not_find_is_told(options, words, told):
+def test_a_run_that_a_restart_would_not_find_is_told(tmp_path, options, words, told):
+    (tmp_path / "x.yml").write_text("train: {steps: 3}")
+    words = [word.format(folder=tmp_path) for word in words]
     command = ["launch", "k8s", "--name", "big", "--image", "i", *options, "--", "train", *words]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and yaml.safe_load(done.stdout)["kind"] == "JobSet"

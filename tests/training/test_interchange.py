@@ -306,7 +306,7 @@ def test_what_cannot_be_imported_leaves_nothing(tmp_path):
     change("config.json", json.dumps(CONFIG | {"intermediate_size": 64}))
     refused("has the shape")
     change("config.json", json.dumps(CONFIG | {"hidden_size": 2**60}))
-    refused("choose less than 2,147,483,648")
+    refused("choose 16,777,216 or less")
     change("config.json", json.dumps(CONFIG | {"model_type": "unheard"}))
     refused("unheard")
     change("config.json", "[" * 100_000)

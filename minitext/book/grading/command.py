@@ -18,6 +18,7 @@ from minitext.files import check_new_file, local_path
 
 
 def grade(
+    ctx: typer.Context,
     which: Annotated[
         list[str] | None,
         typer.Argument(help="Chapters (05) or exercises (05.adamw); with --start, a folder."),
@@ -61,6 +62,7 @@ def grade(
     try:
         for path in (answers, notebook, json_, gradescope):
             local_path(path)
+        _refuse_unused(ctx)
         if start:
             _start(which or [])
             return
@@ -82,6 +84,27 @@ def grade(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if good else 1)
+
+
+def _refuse_unused(ctx: typer.Context) -> None:
+    """Refuses options that would change nothing beside others."""
+    given = {
+        name: f"--{name.strip('_')}"
+        for name in ctx.params
+        if name != "which" and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    unused: dict[str, tuple[str, ...]] = {
+        "start": tuple(name for name in given if name != "start"),
+        "solutions": ("answers", "notebook", "json_", "gradescope"),
+        "mutants": ("answers", "notebook", "json_", "gradescope"),
+        "notebook": ("answers",),
+    }
+    for name, others in unused.items():
+        for other in others:
+            if name in given and other in given:
+                raise UserError(f"{given[other]} has no effect with {given[name]}: leave one out")
+    if "all_" in given and (names := ctx.params["which"]):
+        raise UserError(f"{names[0]} has no effect with --all: leave one out")
 
 
 def _start(names: list[str]) -> None:

@@ -53,7 +53,9 @@ class Result:
         """What a learner reads below the table: the first failing check, and the message."""
         first = self.first_failing
         failing = [] if first is None else ["first failing check: {}\n{}".format(*first)]
-        return "\n".join(failing + [self.message] * bool(self.message))
+        said = "\n".join(failing + [self.message] * bool(self.message))
+        # An answer's own words must not move the cursor, for instance to write over the table.
+        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in said)
 
 
 def as_json(results: list[Result], seed: int, learner: str) -> dict[str, Any]:
