@@ -94,15 +94,18 @@ class Attempt:
             if isinstance(error, NotImplementedError) and error.args == (self.exercise.id,):
                 self.untouched = True
                 return None
-            return raised(check.name, error, self.fn, self.source)
+            return raised(check.name, error, self.fn, self.source, trial.wanted)
         if not trial.comparisons:
             text = "this check compared nothing; that is the exercise's fault, please report it"
             return CheckResult(check.name, False, text, "no comparison")
         return CheckResult(check.name, True)
 
 
-def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult:
-    """The result of a check in which the answer raised: the exception, and the answer's line that raised it."""
+def raised(name: str, error: BaseException, fn: Any, source: str, wanted: str = "") -> CheckResult:
+    """The result of a check in which the answer raised: the exception, and the answer's line that raised it.
+
+    `wanted` names the exception that the check was waiting for, if it was.
+    """
     kind = type(error).__name__
     text = str(error).strip().split("\n")[0][:300]
     message = f"{kind}: {text}" if text else kind
@@ -113,6 +116,8 @@ def raised(name: str, error: BaseException, fn: Any, source: str) -> CheckResult
     line = getattr(error, "line", 0) if hasattr(error, "origin") else lines[-1] if lines else 0
     if line:
         message += f" (line {line} of {source})"
+    if wanted:
+        message += f"; want {wanted}"
     return CheckResult(name, False, message, ("raised", kind, _anonymous(text, fn)))
 
 
