@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,11 +67,34 @@ It is called inside a `shard_map`.
 )
 
 
-def rows_over(mesh, fn, axis, whole):
-    """Runs fn(x_N, axis) where each device has a row of `whole` [devices, N]."""
+def on_rows(mesh, fn, axis):
+    """A function of `whole` [devices, N] that runs fn(x_N, axis) where each device has a row of it."""
     names = P(mesh.axis_names)
     program = split(lambda x: fn(x[0], axis)[None], mesh, names, names)
-    return np.asarray(program(put(mesh, names, whole)))
+    return lambda whole: np.asarray(program(put(mesh, names, whole)))
+
+
+def rows_over(mesh, fn, axis, whole):
+    return on_rows(mesh, fn, axis)(whole)
+
+
+def wrong_part(got, x, run):
+    """What is in the first wrong part of `got` [n, N], the result for `x`; `run` gives results for other numbers."""
+    n = len(x)
+    parts, want = got.reshape(n, n, -1), x.astype(np.float64).sum(0).reshape(n, -1)
+    for device, part in np.ndindex(n, n):
+        same = [np.allclose(parts[device, part], w, rtol=1e-4, atol=1e-4) for w in want]
+        if same[part]:
+            continue
+        where = f"Part {part} of device {device}"
+        if any(same):
+            return f"{where} is the sum of all parts {same.index(True)}"
+        codes = np.broadcast_to(8.0 ** np.arange(n)[:, None], x.shape).astype(np.float32)
+        code = run(codes).reshape(n, n, -1)[device, part, 0]
+        counts = f"{round(float(code)) % 8**n:0{n}o}"[::-1]
+        added = [f"{count} x device {d}" for d, count in enumerate(counts) if count != "0"]
+        return f"{where} is made of {', '.join(added) or 'nothing'}; want each device once"
+    return ""
 
 
 @ring_all_reduce.check("a sum over eight devices")
@@ -77,7 +102,11 @@ def _(fn, t):
     N = 8 * int(t.rng.integers(2, 9))
     x = t.rng.normal(size=(8, N)).astype(np.float32)
     want = np.broadcast_to(x.astype(np.float64).sum(0), x.shape)
-    t.close(rows_over(mesh_of(8), fn, "a", x), want, rtol=1e-4, atol=1e-4, why=f"N = {N}")
+    run, why = on_rows(mesh_of(8), fn, "a"), f"N = {N}"
+    got = run(x)
+    if got.shape == x.shape and np.isfinite(got).all():
+        why = ". ".join(filter(None, (why, wrong_part(got, x, run))))
+    t.close(got, want, rtol=1e-4, atol=1e-4, why=why)
 
 
 @ring_all_reduce.check("one number a part, and integers")
@@ -225,8 +254,8 @@ def through_float32(x, axis):
 
 
 @ring_all_reduce.mutant(
-    "In your first phase, you add what arrives to the part that you just sent. Add it to the part to the left of "
-    "that one: the neighbour sent its part me - 1 - s."
+    "The part that your second phase sends first, me + 1, is still one device's. In step s of the first phase the "
+    "neighbour's part me - 1 - s arrives: add it to your part of that number, not to the one that you sent."
 )
 def added_to_the_sent(x, axis):
     n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -314,11 +343,21 @@ def right_bytes(
 def predicts(t, fn, cases, why):
     got = np.array([float(fn(*case)) for case in cases])
     want = np.array([float(right_bytes(*case)) for case in cases])
+    off = {}
     for case, g, w in zip(cases, got, want, strict=True):
-        if not np.isclose(g, w, rtol=1e-9):
+        if not np.isclose(g, w, rtol=1e-9, atol=0):
             kind, group, shape, dtype = case
-            why = f"{why}, such as {kind} of {dtype}{list(shape)} in a group of {group}"
-            break
+            times = (
+                f"{Fraction(g / w).limit_denominator(9999)} times the right number"
+                if w
+                else f"{g:g}, want 0"
+            )
+            off.setdefault(kind, (f"{kind} of {dtype}{list(shape)} in a group of {group}", times))
+    factors = {times for _, times in off.values()}
+    if len(off) == len(KINDS) and len(factors) == 1:
+        why = f"{why}; all kinds are {factors.pop()}"
+    elif off:
+        why = f"{why}; " + "; ".join(f"{case}: {times}" for case, times in off.values())
     t.close(got, want, rtol=1e-9, atol=0, why=why)
 
 
@@ -499,7 +538,13 @@ def transposes(fn, mesh, axis, whole):
 @all_to_all_transpose.check("a square matrix on eight devices")
 def _(fn, t):
     x = np.arange(64, dtype=np.float32).reshape(8, 8) + float(t.rng.integers(100))
-    t.close(transposes(fn, mesh_of(8), "a", x), x.T, rtol=0, atol=0, why="[8, 8]: one row each")
+    got, why = transposes(fn, mesh_of(8), "a", x), "[8, 8]: one row each"
+    if got.shape == x.shape and (got != x.T).any():
+        row, column = (int(i) for i in np.argwhere(got != x.T)[0])
+        found = np.argwhere(x == got[row, column]).tolist()
+        held = f"x{found[0]}" if found else "no number of x"
+        why += f"; device {row} has {held} in column {column}, where x[{column}, {row}] belongs"
+    t.close(got, x.T, rtol=0, atol=0, why=why)
 
 
 @all_to_all_transpose.check("sizes that differ")
@@ -664,6 +709,27 @@ def drawn_matrices(t, n):
     return x, t.rng.normal(size=(D, n * C)).astype(np.float32)
 
 
+def wrong_rows(got, want, n):
+    """What is in the first wrong part of [B, F] on n devices: [B/n, F/n], the product of one with another's."""
+    got, want = (
+        a.reshape(n, len(a) // n, n, -1).swapaxes(1, 2).astype(np.float64) for a in (got, want)
+    )
+    for rows, device in np.ndindex(n, n):
+        part = got[rows, device]
+        same = [np.allclose(part, w, rtol=1e-4, atol=1e-4) for w in want[:, device]]
+        if same[rows]:
+            continue
+        found = "something else"
+        if not part.any():
+            found = "zeros"
+        elif any(same):
+            found = f"the product for the rows of device {same.index(True)}"
+        elif np.allclose(part, 2 * want[rows, device], rtol=1e-4, atol=1e-4):
+            found = "twice their product"
+        return f"Device {device} has {found} in the place of the rows of device {rows}"
+    return ""
+
+
 @collective_matmul.check("equal to the plain product")
 def _(fn, t):
     for n in (8, 4):
@@ -671,7 +737,10 @@ def _(fn, t):
         x, w = drawn_matrices(t, n)
         got = np.asarray(multiplies(fn, mesh)(put(mesh, MATMUL[0], x), put(mesh, MATMUL[1], w)))
         want = x.astype(np.float64) @ w
-        t.close(got, want, rtol=1e-4, atol=1e-4, why=f"{x.shape} by {w.shape} on {n} devices")
+        why = f"{x.shape} by {w.shape} on {n} devices"
+        if got.shape == want.shape:
+            why = ". ".join(filter(None, (why, wrong_rows(got, want, n))))
+        t.close(got, want, rtol=1e-4, atol=1e-4, why=why)
     both = mesh_of(2, 4)
     got = np.asarray(multiplies(fn, both, "b")(put(both, P("b"), x), put(both, P(None, "b"), w)))
     t.close(got, want, rtol=1e-4, atol=1e-4, why="over the axis b of a mesh of 2 by 4")

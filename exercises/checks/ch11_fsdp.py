@@ -104,12 +104,30 @@ def graded_gradient(fn, t, size, microbatches, rows_each, empty=False, loss_sum=
     return got, None if empty else on_one(params, rows, loss_sum)
 
 
+def times(got, want):
+    """By which number all of `want` was multiplied to make `got`, in words, if it was."""
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        return ""
+    got, want = (
+        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+        for tree in (got, want)
+    )
+    if got.shape != want.shape:
+        return ""
+    factor = (got @ want) / (want @ want)
+    scale = np.abs(got).max()
+    if abs(factor - 1) < 1e-3 or not np.allclose(got, factor * want, rtol=1e-3, atol=1e-3 * scale):
+        return ""
+    return f", all of it {factor:.4g} times the right one (8 devices, 3 microbatches)"
+
+
 @gradient_equality.check("loss and gradient of one device")
 def _(fn, t):
     rows_each = number(t, 1, 4)
     (loss, grads), (want, want_grads) = graded_gradient(fn, t, 8, 3, rows_each)
-    t.close(loss, want, rtol=1e-5, why="the loss")
-    t.close(grads, want_grads, rtol=1e-4, atol=1e-6, why="the gradient", dtype=np.float32)
+    t.close(loss, want, rtol=1e-5, why=f"the loss{times(loss, want)}")
+    why = f"the gradient{times(grads, want_grads)}"
+    t.close(grads, want_grads, rtol=1e-4, atol=1e-6, why=why, dtype=np.float32)
 
 
 @gradient_equality.check("four devices, one microbatch")
@@ -344,16 +362,27 @@ def _(fn, t):
         got, want = fn(params, scheme, 8)[0], right_state(params, scheme, 8)[0]
         t.equal(sorted(got), sorted(want), why=f"the names, {scheme}")
         for name in want:
-            names = "parameter, gradient and moments"
+            three = len(got[name]) == 3 and all(isinstance(x, (tuple, P)) for x in got[name])
+            why = f"{name}: got {got[name]}, want the specs of the parameter, its gradient and its moments"
+            t.true(three, why=why, observed=str(got[name]))
             one, other = (plain_specs({name: x[name]})[name] for x in (got, want))
-            t.equal(one, other, why=f"{scheme}: specs of {names} of {name} {params[name]}")
+            things = zip(("the parameter", "the gradient", "the moments"), one, other, strict=True)
+            off = [f"{thing}: got {a}, want {b}" for thing, a, b in things if a != b]
+            why = f"{scheme}, {name} {params[name]}; {'; '.join(off)}"
+            t.true(not off, why=why, observed=str((scheme, one)))
 
 
 @fsdp_rules.check("bytes on one device")
 def _(fn, t):
     params = drawn_params(t, 4)
     for scheme in CUT:
-        got = tuple(int(x) for x in fn(params, scheme, 4)[1])
+        totals = fn(params, scheme, 4)[1]
+        t.true(
+            isinstance(totals, (tuple, list)),
+            f"got {totals}, want three numbers of bytes",
+            str(totals),
+        )
+        got = tuple(int(x) for x in totals)
         want = right_state(params, scheme, 4)[1]
         t.equal(got, want, why=f"{scheme} on 4 devices: parameters, gradients, moments in bytes")
 
@@ -801,6 +830,33 @@ def own_numbers(t):
     return cut, rest, n, int(draw.integers(2, 9))
 
 
+def held_as(got, cut, whole, n):
+    """How many bytes for each number, and which of them cut, make `got`, in words."""
+    ways = {
+        "nothing cut": cut + whole,
+        f"the `cut` ones cut into {n}": cut // n + whole,
+        f"all of them cut into {n}": (cut + whole) // n,
+        "the `whole` ones missing": cut,
+        f"the `whole` ones missing and the others cut into {n}": cut // n,
+    }
+    found = [
+        (each, way) for way, size in ways.items() for each in (2, 4, 8, 12) if each * size == got
+    ]
+    return f". Yours are {found[0][0]} bytes for each number, {found[0][1]}" if found else ""
+
+
+def sent_as(got, cut, whole, n):
+    """How many bytes for each number make the bytes sent, in words, or "" if no number does."""
+    cut, whole = ((n - 1) * size // n for size in (cut, whole))
+    for b in range(17):
+        a, rest = divmod(got - b * whole, max(cut, 1))
+        if rest == 0 and 0 <= a <= 200:
+            return (
+                f"{a} bytes for each of the `cut` parameters and {b} for each of the `whole` ones"
+            )
+    return ""
+
+
 def costs_agree(t, fn, cut, whole, n, M, why):
     for scheme in CUT:
         # As text: the numbers may be too large for an array.
@@ -808,8 +864,18 @@ def costs_agree(t, fn, cut, whole, n, M, why):
             [f"{int(x):,}" for x in f(cut, whole, n, scheme, M)] for f in (fn, right_costs)
         )
         told = f"{scheme}, {why}: {cut:,} + {whole:,} parameters on {n} devices, {M} microbatches"
-        t.equal(got[:3], want[:3], why=f"parameters, gradients and state in bytes; {told}")
-        t.equal(got[3], want[3], why=f"bytes sent; {told}")
+        names = "parameters", "gradients", "optimizer state"
+        for name, g, w in zip(names, got, want, strict=False):
+            plain = int(g.replace(",", ""))
+            wrong = held_as(plain, cut, whole, n) if g != w else ""
+            t.equal(f"{name}: {g} bytes", f"{name}: {w} bytes", why=f"{told}{wrong}")
+        text = told
+        if got[3] != want[3]:
+            mine, right = (int(x[3].replace(",", "")) for x in (got, want))
+            each, wanted = (sent_as(x, cut, whole, n) for x in (mine, right))
+            text += f". Yours are (n-1)/n of {each}; want {wanted}" if each else ""
+            text += f". Yours are {n} times as many" if mine == n * right else ""
+        t.equal(f"sent: {got[3]} bytes", f"sent: {want[3]} bytes", why=text)
 
 
 @zero_stages.check("your own numbers")

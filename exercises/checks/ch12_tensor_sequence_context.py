@@ -89,11 +89,32 @@ def right_mlp(x, gate, up, down):
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
+def other_layers(x, gate, up, down, n):
+    """Results of layers that are taken for a gated one on n devices, under what is to be said of them."""
+    g, u, silu = x @ gate, x @ up, jax.nn.silu
+    hidden = np.asarray(silu(g) * u)
+    added = np.tile(hidden.reshape(*x.shape[:2], n, -1).sum(axis=2), n)
+    return {
+        "Hidden features of different devices are added: only the last product gives partial sums": (
+            added @ down
+        ),
+        "That is gelu of the gate; silu(z) is z * sigmoid(z)": (jax.nn.gelu(g) * u) @ down,
+        "That is relu of the gate; silu(z) is z * sigmoid(z)": (jax.nn.relu(g) * u) @ down,
+        "That is the gate's sigmoid; silu(z) is z * sigmoid(z)": (jax.nn.sigmoid(g) * u) @ down,
+        "That is the layer without silu": (g * u) @ down,
+        "That is silu of both factors; `up` goes in as it is": (silu(g) * silu(u)) @ down,
+        "That adds the two factors; they are multiplied": (silu(g) + u) @ down,
+        "That is silu(x @ gate) @ down; `up` has no part in it": silu(g) @ down,
+    }
+
+
 def mlp_is_right(t, fn, mesh, why, scale=1.0):
     args, plain = draw_mlp(t, mesh, scale)
     got = program(t, mesh, fn, *args)[0](*args)
     want = np.asarray(right_mlp(*plain))
-    t.close(got, want, rtol=1e-4, atol=1e-4 * float(np.abs(want).max()), why=why)
+    size = float(np.abs(want).max())
+    mistakes = other_layers(*plain, mesh.shape["tensor"])
+    t.close(got, want, rtol=1e-4, atol=1e-4 * size, why=why, mistakes=mistakes)
 
 
 @tp_mlp.check("values, eight devices along tensor")
@@ -304,18 +325,51 @@ def on_mesh(mesh, plain):
     return put(mesh, x, None, None), put(mesh, w, None, "tensor"), put(mesh, targets, None)
 
 
-def right_loss(x, w, targets):
+def normaliser(x, w, targets):
     logits = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     top = logits.max(axis=1)
-    normaliser = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-    return normaliser - logits[np.arange(len(targets)), targets]
+    return top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+
+
+def right_loss(x, w, targets):
+    targets_logits = (np.asarray(x, np.float64) * np.asarray(w, np.float64).T[targets]).sum(axis=1)
+    return normaliser(x, w, targets) - targets_logits
+
+
+def device_0s(x, w, targets, n):
+    """Losses of which only device 0's part is right, under what is to be said of them."""
+    logits = np.asarray(x, np.float64) @ w
+    parts = logits.reshape(len(x), n, -1)
+    tops, hit = parts.max(axis=2), logits[np.arange(len(x)), targets]
+    top, own = tops.max(axis=1), np.exp(parts - tops[..., None]).sum(axis=2)
+    size = np.exp(parts - top[:, None, None]).sum(axis=2)
+    here = np.where(targets < logits.shape[1] // n, hit, 0)
+    return {
+        "Each device's sum is relative to its own maximum: share the maximum first": (
+            np.log(own.sum(axis=1)) + tops[:, 0] - hit
+        ),
+        "Each device's sum and maximum are its own": np.log(own[:, 0]) + tops[:, 0] - hit,
+        "The sums of exponentials aren't added up over devices": np.log(size[:, 0]) + top - hit,
+        "The target's logit is on one device only: add it up over devices": (
+            np.log(size.sum(axis=1)) + top - here
+        ),
+    }
 
 
 def loss_is(t, fn, mesh, plain, why):
     args = on_mesh(mesh, plain)
     got = program(t, mesh, fn, *args)[0](*args)
     size = float(np.abs(plain[0] @ plain[1]).max())
-    t.close(got, right_loss(*plain), rtol=1e-4, atol=1e-5 * max(1.0, size), why=why)
+    want = right_loss(*plain)
+    with np.errstate(divide="ignore"):
+        others = device_0s(*plain, mesh.shape["tensor"])
+    mistakes = {
+        "That is their sum: return each token's own": want.sum(),
+        "That is their mean: return each token's own": want.mean(),
+        "The sign is wrong: a loss is the normaliser minus the target's logit": -want,
+        "That is the normaliser: the target's logit is still to be subtracted": normaliser(*plain),
+    } | others
+    t.close(got, want, rtol=1e-4, atol=1e-5 * max(1.0, size), why=why, mistakes=mistakes)
 
 
 @vocab_loss.check("losses, eight parts of the vocabulary")
@@ -559,18 +613,83 @@ def draw_qkv(t, n, per_device=None, scale=1.0):
     return mesh_of(context=n), (scale * q, k, v)
 
 
-def right_attention(q, k, v):
+def right_attention(q, k, v, seen=None):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    logits = np.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(q.shape[-1])
+    seen = np.tri(q.shape[1], dtype=bool) if seen is None else seen
+    logits = np.where(seen, logits, -np.inf)
+    exps = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.einsum("BNTS,BSNH->BTNH", exps / exps.sum(axis=-1, keepdims=True), v)
+
+
+def other_attentions(q, k, v, n):
+    """Results of other masks than the causal one on n devices, under what is to be said of them."""
+    T, H = q.shape[1], q.shape[-1]
+    device = np.arange(T) // (T // n)
+    ours, theirs = device[:, None], device
+    causal = np.tri(T, dtype=bool)
+    return {
+        "That is attention without a mask": right_attention(q, k, v, np.ones((T, T), bool)),
+        "Each query sees its own device's keys alone": right_attention(
+            q, k, v, causal & (ours == theirs)
+        ),
+        "Each query sees all keys of its own device, later ones too": right_attention(
+            q, k, v, ours >= theirs
+        ),
+        "The keys of the first device, which go furthest, are missing on the last: turn n - 1 "
+        "times": right_attention(q, k, v, causal & (ours - theirs < n - 1)),
+        "The mask is upside down: each query sees itself and later tokens": right_attention(
+            q, k, v, causal.T
+        ),
+        "The logits are divided by H, not by its square root": right_attention(
+            q / math.sqrt(H), k, v
+        ),
+        "The logits are divided by the square root of all heads' width, not of one's": (
+            right_attention(q / math.sqrt(q.shape[2]), k, v)
+        ),
+        "A query doesn't see its own key": right_attention(q, k, v, np.tri(T, k=-1, dtype=bool)),
+    }
+
+
+def unscaled(q, k, v, n):
+    """Results of online softmaxes that don't rescale or divide, under what is to be said of them."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     logits = np.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(q.shape[-1])
     logits = np.where(np.tri(q.shape[1], dtype=bool), logits, -np.inf)
-    exps = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.einsum("BNTS,BSNH->BTNH", exps / exps.sum(axis=-1, keepdims=True), v)
+    t = q.shape[1] // n
+    seen = {
+        "When the maximum rises, neither sum is rescaled": (0, 0, 1),
+        "When the maximum rises, the sum of values isn't rescaled": (0, 1, 1),
+        "When the maximum rises, the sum of exponentials isn't rescaled": (1, 0, 1),
+        "The result isn't divided by the sum of exponentials": (1, 1, 0),
+    }
+    found = {}
+    for told, (rescales_out, rescales_size, divides) in seen.items():
+        rows = []
+        for me in range(n):
+            top, size, out = np.full((*q.shape[::2], t, 1), -1e30), 0.0, 0.0
+            for turn in range(n):
+                part = slice((me - turn) % n * t, ((me - turn) % n + 1) * t)
+                block = logits[:, :, me * t : (me + 1) * t, part]
+                new = np.maximum(top, block.max(axis=-1, keepdims=True))
+                exps, fade = np.exp(block - new), np.exp(top - new)
+                size = size * (fade if rescales_size else 1) + exps.sum(axis=-1, keepdims=True)
+                out = out * (fade if rescales_out else 1) + np.einsum(
+                    "BNTS,BSNH->BNTH", exps, v[:, part]
+                )
+                top = new
+            rows.append(out / size if divides else out)
+        found[told] = np.swapaxes(np.concatenate(rows, axis=2), 1, 2)
+    return found
 
 
 def attention_is(t, fn, mesh, plain, why):
     args = [put(mesh, x, None, "context") for x in plain]
     got = program(t, mesh, fn, *args)[0](*args)
-    t.close(got, right_attention(*plain), rtol=2e-3, atol=2e-3, why=why)
+    want, n = right_attention(*plain), mesh.shape["context"]
+    with np.errstate(invalid="ignore"):
+        mistakes = other_attentions(*plain, n) | unscaled(*plain, n)
+    t.close(got, want, rtol=2e-3, atol=2e-3, why=why, mistakes=mistakes)
 
 
 @ring.check("values, a ring of four")
@@ -878,14 +997,26 @@ def order_is(t, fn, T, devices, parts=("pieces", "order", "back")):
 
 @zigzag.check("pieces")
 def _(fn, t):
-    order_is(t, fn, *draw_row(t), parts=("pieces",))
+    T, devices = draw_row(t)
+    pieces, last = np.asarray(fn(T, devices)[0]), 2 * devices - 1
+    t.equal(list(pieces.shape), [devices, 2], why="the shape of pieces")
+    why = f"{devices} devices share the pieces 0 to {last}; yours go from {pieces.min()} to {pieces.max()}"
+    t.true(pieces.min() >= 0 and pieces.max() <= last, why=why, observed=pieces)
+    order_is(t, fn, T, devices, parts=("pieces",))
 
 
 @zigzag.check("the same work for every device")
 def _(fn, t):
     T, devices = draw_row(t)
-    order = np.asarray(fn(T, devices)[1])
+    pieces, order = (np.asarray(x) for x in fn(T, devices)[:2])
+    t.equal(
+        order.size, T, why="how many entries `order` has: one for each token, not for each piece"
+    )
     t.equal(sorted(order.reshape(-1).tolist()), list(range(T)), why="each token once")
+    for device, tokens in enumerate(order.reshape(devices, -1)):
+        held = sorted(set((tokens // (T // (2 * devices))).tolist()))
+        why = f"`order` gives device {device} tokens of the pieces {held}, `pieces` says {pieces[device].tolist()}"
+        t.true(held == sorted(pieces[device].tolist()), why=why, observed=order)
     work = (order.reshape(devices, -1) + 1).sum(axis=1)
     why = f"work of each of {devices} devices for T = {T}: {work.tolist()}"
     t.true(np.ptp(work) == 0, why=why, observed=work)

@@ -93,10 +93,35 @@ def run_on(t, mesh, fn, *args):
         return compiled, compiled(*args)
 
 
+def wrong_microbatch(got, w_LDD, x_MBD, S):
+    """What is in the place of the first microbatch that is wrong."""
+    after = [x_MBD]  # one layer, two layers, ...
+    for w_DD in w_LDD:
+        after.append(np.asarray(plain_layer(w_DD, after[-1])))
+    close = lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-4)  # noqa: E731
+    wrong = [m for m, y in enumerate(after[-1]) if not close(got[m], y)]
+    if not wrong:
+        return ""
+    m, L = wrong[0], len(w_LDD)
+    other = [f"that of microbatch {o}" for o, y in enumerate(after[-1]) if close(got[m], y)]
+    early = [
+        f"microbatch {o} after {n} of {L} layers"
+        for n, y_MBD in enumerate(after[:-1])
+        for o, y in enumerate(y_MBD)
+        if close(got[m], y)
+    ]
+    times = [f"{n} times what it should be" for n in (2, S) if close(got[m], n * after[-1][m])]
+    zero = [] if got[m].any() else ["zeros"]
+    found = (other + early + times + zero)[:1]
+    return f"Result {m} is {found[0]}" if found else f"The first wrong result is number {m}"
+
+
 def stack_is_right(t, fn, S, M):
     mesh, args, plain = draw_stack(t, S, M)
     _, got = run_on(t, mesh, lambda w, x: fn(plain_layer, w, x), *args)
     why = f"{S} stages, {len(plain[0])} layers, M = {M}"
+    if got.shape == plain[1].shape:
+        why = ". ".join(filter(None, (why, wrong_microbatch(np.asarray(got), *plain, S))))
     t.close(got, right_stack(plain_layer, *plain), rtol=1e-4, atol=1e-4, why=why)
     t.equal(list(got.addressable_shards[0].data.shape), list(plain[1].shape), why="on one device")
 
@@ -364,15 +389,31 @@ def grid(fn, S, M, R, more=2):
     found = [
         [fn(tick, stage, S, M, R) for stage in range(S)] for tick in range(R * M + S - 1 + more)
     ]
-    return [[work and [int(n) for n in work] for work in row] for row in found]
+    return [[work if unset(work) else [int(n) for n in work] for work in row] for row in found]
+
+
+def unset(work):
+    """Whether a slot has no work: None, or a pair of them, which isn't what is asked for."""
+    return work is None or any(n is None for n in work)
 
 
 def grid_is_right(t, fn, S, M, R):
     got, want = grid(fn, S, M, R), grid(right_work, S, M, R)
     wrong = [(n, s) for n, row in enumerate(want) for s in range(S) if got[n][s] != row[s]]
     at = wrong[0] if wrong else (0, 0)
-    show = lambda g: g[at[0]][at[1]]  # noqa: E731
-    why = f"S={S}, M={M}, R={R}: in tick {at[0]} stage {at[1]} has {show(got)}, want {show(want)}"
+    one, other = got[at[0]][at[1]], want[at[0]][at[1]]
+    why = f"S={S}, M={M}, R={R}: in tick {at[0]} stage {at[1]} has {one}, want {other}"
+    if [[work and work[::-1] for work in row] for row in got] == want:
+        why += ". You return (group, microbatch), and (microbatch, group) is asked for"
+    elif not unset(one) and other and len(one) == 2:
+        off = [
+            name for name, a, b in zip(("microbatch", "group"), one, other, strict=True) if a != b
+        ]
+        why += f". The {off[0]} is wrong" if len(off) == 1 else ". Both are wrong"
+        above = any(not unset(work) and work[1] >= R for row in got for work in row)
+        why += f". A stage's groups are counted from 0 to {R - 1}" if above else ""
+    elif wrong:
+        why += f". Stage {at[1]} works in ticks {at[1]} to {at[1] + R * M - 1}"
     t.true(not wrong, why=why, observed=str(got))
 
 
@@ -548,22 +589,74 @@ def right_plan(schedule, S, R, wanted, forward, backward, send, **wrong):
     slots = groups * M + S - 1
     length = (forward + backward) / (1 if "long_slots" in wrong else groups)
     sends = (1 if "one_send" in wrong else 2) / (groups if "short_sends" in wrong else 1)
-    seconds = slots * (length + sends * send)
+    sends = 0 if "no_send" in wrong else sends
+    seconds = (groups * M if "no_bubble" in wrong else slots) * (length + sends * send)
+    seconds -= (S - 1) * sends * send if "busy_sends" in wrong else 0
     busy = forward + backward
     if schedule == "1f1b" and "again_idle" in wrong:
         busy -= forward
     if "busy_groups" in wrong:
         busy /= groups
     idle = (S - 1) / slots if "slots" in wrong else 1 - M * busy / seconds
-    return M, seconds, idle
+    idle *= seconds if "in_seconds" in wrong else 1
+    return M, seconds, 1 - idle if "working" in wrong else idle
+
+
+# One mistake in one of the three numbers, and what to say of it.
+PARTS = {
+    "busy": "that is from (S-1) / M, not from (S-1) / (M + S-1)",
+    "any_m": "a circular pipeline takes only multiples of S",
+    "no_groups": "a microbatch fills R slots of a circular pipeline's stage",
+    "below": "a bubble of exactly `wanted` is fine",
+    "floats": "a float was rounded up",
+    "no_remat": "1F1B computes the layers again in its backward slots",
+    "long_slots": "a circular pipeline's slot has one of its R groups",
+    "one_send": "there is a send after every backward slot too",
+    "no_send": "the sends are missing",
+    "busy_sends": "you send after each microbatch; send after every slot, of which a pass has S-1 more",
+    "short_sends": "a message is as large in a circular pipeline: R doesn't divide `send`",
+    "no_bubble": "that counts only the slots with work: a pass has S-1 more",
+    "all_r": "R counts in `circular` only",
+    "slots": "that is a share of slots: stages are idle while they send, too",
+    "again_idle": "computing again counts as computing",
+    "busy_groups": "in R slots of 1/R each a stage computes all its layers",
+    "working": "that is the share in which it computes",
+    "in_seconds": "that is in seconds, not as a share of the step",
+}
+
+
+def explains(args, wrong, name, got):
+    with np.errstate(all="ignore"):
+        value = dict(zip(("M", "seconds", "idle"), right_plan(*args, **{wrong: 1}), strict=True))
+    return np.isclose(float(got), value[name], rtol=1e-6, atol=1e-9)
 
 
 def plan_is_right(t, fn, *args):
     got = fn(*args)
     schedule, S, R, wanted, *times = args
+    send = times[2]
     case = f"{schedule}, S={S}, R={R}, wanted {wanted}, forward, backward, send = {times}"
     t.true(len(got) == 3, why="return (M, seconds, idle)")
-    t.close(np.array(got, float), np.array(right_plan(*args)), rtol=1e-6, atol=1e-9, why=case)
+    want = right_plan(*args)
+    for name, g, w in zip(("M", "seconds", "idle"), got, want, strict=True):
+        if not np.isclose(float(g), w, rtol=1e-6, atol=1e-9):
+            case += f". {name} is {float(g):.6g}, want {w:.6g}"
+            alike = (text for wrong, text in PARTS.items() if explains(args, wrong, name, g))
+            told = next((f": {text}" for text in alike), "")
+            if name == "seconds" and not told:
+                groups = R if schedule == "circular" else 1
+                slots = groups * want[0] + S - 1
+                again = times[0] if schedule == "1f1b" else 0
+                pair = f"{times[0] / groups + send:.6g} + {(times[1] + again) / groups + send:.6g}"
+                told = f", {slots} times a forward and a backward slot: {slots} * ({pair})"
+            case += told
+            break
+    if got[0] != want[0] and float(got[0]).is_integer() and got[0] > 0:
+        slots = (R if schedule == "circular" else 1) * int(got[0]) + S - 1
+        case += f". The bubble of {int(got[0])} microbatches is {Fraction(S - 1, slots)}"
+    elif np.allclose([float(g) for g in got], [want[0], want[2], want[1]]):
+        case += ". The order is (M, seconds, idle)"
+    t.close(np.array(got, float), np.array(want), rtol=1e-6, atol=1e-9, why=case)
 
 
 @bubble.check("GPipe, equal times, nothing to wait for")
@@ -775,14 +868,28 @@ def best_slowest(costs, S):
 def cuts_are_best(t, fn, costs, S, why):
     found = list(fn(list(costs), S))
     whole = all(isinstance(b, (int, np.integer)) for b in found)
-    t.true(whole, f"{why}: your cuts are {found}, and a slice takes only integers", observed=found)
+    t.true(whole, f"{why}: your cuts are {found}, and positions are integers", observed=found)
     cuts = [int(b) for b in found]
-    legal = len(cuts) == S + 1 and (cuts[0], cuts[-1]) == (0, len(costs))
-    legal = legal and all(a < b for a, b in itertools.pairwise(cuts))
-    text = f"{why}: {cuts} does not cut {len(costs)} pieces into {S} stages, none empty"
-    t.true(legal, why=text, observed=cuts)
+    text = f"{why}: {cuts} does not cut {len(costs)} pieces into {S} stages"
+    many = f"{text}: these are {len(cuts)} positions, want {S + 1}"
+    t.true(len(cuts) == S + 1, why=many, observed=cuts)
+    ends = f"{text}: the first position is 0, the last {len(costs)}"
+    t.true((cuts[0], cuts[-1]) == (0, len(costs)), why=ends, observed=cuts)
+    empty = [s for s in range(S) if cuts[s] >= cuts[s + 1]]
+    t.true(not empty, why=f"{text}, none empty: nothing is in stage {empty[:1]}", observed=cuts)
     got, want = slowest(costs, cuts), best_slowest(costs, S)
     why = f"{why}: your slowest stage costs {got}, and {want} is possible; you cut at {cuts}"
+    moved = [
+        [*cuts[:k], at, *cuts[k + 1 :]]
+        for k in range(1, S)
+        for at in range(cuts[k - 1] + 1, cuts[k + 1])
+    ]
+    better = [other for other in moved if slowest(costs, other) < got]
+    if better:
+        k = [a != b for a, b in zip(cuts, better[0], strict=True)].index(True)
+        why += f". Moving the cut at {cuts[k]} to {better[0][k]} alone makes it faster"
+    else:
+        why += ". No single cut can be moved to improve it: several have to move together"
     t.true(got == want, why=why, observed=cuts)
 
 

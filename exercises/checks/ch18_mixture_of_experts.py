@@ -58,10 +58,34 @@ def routed(logits, k, kind, normalize, bias=None):
 def routes(fn, t, why, logits, k, kind, normalize, bias=None):
     given = None if bias is None else jnp.asarray(bias, jnp.float32)
     experts, weights = fn(logits, k, kind, normalize, given)
-    want_experts, want_weights = routed(np.asarray(logits, np.float32), k, kind, normalize, bias)
-    t.equal(np.asarray(experts).tolist(), want_experts.tolist(), why=f"experts: {why}")
-    t.equal(str(experts.dtype), "int32", why=f"type of the experts: {why}")
-    t.close(weights, want_weights, rtol=1e-5, atol=1e-7, dtype="float32", why=f"weights: {why}")
+    plain, other = np.asarray(logits, np.float32), "sigmoid" if kind == "softmax" else "softmax"
+    want_experts, want_weights = routed(plain, k, kind, normalize, bias)
+    lowest = np.argsort(scores_of(plain, kind) + (0 if bias is None else bias), axis=-1)[:, :k]
+    mistakes = {
+        "Those have the lowest scores: the highest are chosen": lowest.tolist(),
+        "Those are chosen without the bias": routed(plain, k, kind, normalize)[0].tolist(),
+        "They are sorted by number: the best comes first": np.sort(want_experts).tolist(),
+    }
+    t.equal(str(experts.dtype), "int32", why=f"type of the experts, the first result: {why}")
+    got = np.asarray(experts).tolist()
+    t.equal(got, want_experts.tolist(), why=f"experts: {why}", mistakes=mistakes)
+    chosen = np.take_along_axis(plain, want_experts, -1)
+    sums = np.asarray(weights, np.float64).sum(-1)
+    if normalize:
+        why += f"; a token's sum to 1, yours to {sums[np.argmax(np.abs(sums - 1))]:.6f}"
+    mistakes = {
+        f"Those are scores of a {other}": np.take_along_axis(scores_of(plain, other), want_experts, -1),
+        f"Those are a {other}'s, normalised": routed(plain, k, other, True, bias)[1],
+        "Those are the chosen logits, not their scores": chosen,
+        "They are divided by their sum though `normalize` is false": routed(plain, k, kind, True, bias)[1],
+        "They are not divided by their sum though `normalize` is true": routed(plain, k, kind, False, bias)[1],
+        "Those are a softmax of the chosen scores: divide the scores by their sum": scores_of(
+            np.take_along_axis(scores_of(plain, kind), want_experts, -1), "softmax"
+        ),
+    }  # fmt: skip
+    t.close(
+        weights, want_weights, rtol=1e-5, atol=1e-7, dtype="float32", why=f"weights: {why}", mistakes=mistakes
+    )  # fmt: skip
 
 
 def random_logits(t, X, E):
@@ -200,8 +224,8 @@ def bias_on_logits(logits, k, kind, normalize, bias=None):
 
 
 @router.mutant(
-    "Your softmax is over the k chosen logits. That equals a normalised softmax over all, and where `normalize` is "
-    "false the weights do not sum to 1."
+    "Your weights sum to 1 even if `normalize` is false: you always divide by their sum, or your softmax is over the k "
+    "chosen logits, which is the same."
 )
 def softmax_of_the_chosen(logits, k, kind, normalize, bias=None):
     return right_router(logits, k, kind, normalize, bias, always=kind == "softmax")
@@ -341,10 +365,48 @@ def choices(t, X, E, k, skew):
 def places(fn, t, experts, E, C, why):
     slots, dropped = jax.jit(fn, static_argnums=(1, 2))(jnp.asarray(experts), E, C)
     want_slots, want_dropped = placed(experts, E, C)
-    t.equal(
-        np.asarray(dropped).tolist(), want_dropped.tolist(), why=f"dropped by each expert: {why}"
-    )
-    t.equal(np.asarray(slots).tolist(), want_slots.tolist(), why=f"slots: {why}")
+    load = np.bincount(experts.reshape(-1), minlength=E)
+    mistakes = {
+        "That is how many each expert gets: only those beyond C are dropped": load.tolist(),
+        "That is how many each expert keeps": np.minimum(load, C).tolist(),
+        "That is the sum over all experts": int(want_dropped.sum()),
+        "That is whether an expert drops any": (load > C).tolist(),
+        "An expert is taken to have C - 1 slots": np.maximum(load - C + 1, 0).tolist(),
+        "An expert is taken to have C + 1 slots": np.maximum(load - C - 1, 0).tolist(),
+    }
+    got = np.asarray(dropped).tolist()
+    t.equal(got, want_dropped.tolist(), why=f"dropped by each expert: {why}", mistakes=mistakes)
+    rank, none = want_slots - experts * C, want_slots == E * C
+    endless = placed(experts, E, experts.size)[0] - experts * experts.size
+    mistakes = {
+        f"Slots are right, but a dropped assignment has {text}; want E * C": np.where(
+            none, slot, want_slots
+        ).tolist()
+        for text, slot in {
+            "-1": -1,
+            "0": 0,
+            "E": E,
+            "C": C,
+            "E * C - 1, a slot that exists": E * C - 1,
+            "its expert's first slot": experts * C,
+            "the slot after its expert's last, the first of the next expert": experts * C + C,
+            "the slot that its expert would have if it had more": experts * C + endless,
+        }.items()
+    } | {
+        "An expert is taken to have C + 1 slots: C is the last slot's number plus 1": np.where(
+            endless <= C, experts * C + endless, E * C
+        ).tolist(),
+        "Those are ranks within an expert: expert e's slots begin at e * C": np.where(
+            none, E * C, rank
+        ).tolist(),
+        "Those are rank * E + e: expert e's slots are together, from e * C on": np.where(
+            none, E * C, rank * E + experts
+        ).tolist(),
+        "A token that loses one of its slots has lost them all": np.where(
+            none.any(axis=1, keepdims=True), E * C, want_slots
+        ).tolist(),
+    }
+    t.equal(np.asarray(slots).tolist(), want_slots.tolist(), why=f"slots: {why}", mistakes=mistakes)
 
 
 @capacity.check("a few tokens by hand")
@@ -657,14 +719,58 @@ def by_autodiff(logits, k, mask):
     return jax.value_and_grad(lambda logits: right_balance(logits, k, mask)[0])(logits)
 
 
+def other_losses(logits, k, mask):
+    """Losses with another load or other mean scores, under what is to be said of them."""
+    E, n, m = logits.shape[1], max(mask.sum(), 1), mask[:, None]
+    p = scores_of(logits, "softmax")
+    hits = np.eye(E)[np.argsort(-logits, axis=1, kind="stable")[:, :k]].sum(1)
+    chosen = p * hits / (p * hits).sum(1, keepdims=True)
+    f, P_E = (hits * m).sum(0) / n / k, (p * m).sum(0) / n
+    return {
+        "f includes tokens that don't count": E * (hits.mean(0) / k) @ P_E,
+        "f adds tokens that don't count, and is divided by those that do": E * (hits.sum(0) / n / k) @ P_E,
+        "P includes tokens that don't count": E * f @ p.mean(0),
+        "P adds tokens that don't count, and is divided by those that do": E * f @ (p.sum(0) / n),
+        "P is the mean of the weights of chosen experts, not of all scores": E * f @ ((chosen * m).sum(0) / n),
+        "P has only the scores of chosen experts": E * f @ ((p * hits * m).sum(0) / n),
+        "That is the sum of squared loads: P is missing": E * f @ f,
+        "That is divided by E once more: a mean over experts, not a sum": f @ P_E,
+    }  # fmt: skip
+
+
 def balances(fn, t, logits, k, mask, why, rtol=1e-4):
     logits, mask = jnp.asarray(logits, jnp.float32), jnp.asarray(mask)
     got = fn(logits, k, mask)
 
     want = by_autodiff(logits, k, mask)
-    t.close(got[0], want[0], rtol=rtol, atol=1e-6, dtype="float32", why=f"loss: {why}")
-    scale = max(1e-2, float(jnp.max(jnp.abs(want[1]))))
-    t.close(got[1], want[1], rtol=rtol, atol=1e-5 * scale, why=f"gradient: {why}")
+    E, loss, gradient = logits.shape[1], *map(np.asarray, want)
+    mistakes = other_losses(np.asarray(logits), k, np.asarray(mask)) | {
+        "It is k times the loss: f is a share of the assignments, of which a token has k": k * loss,
+        "It is the loss times the number of tokens that count": loss * np.sum(mask),
+        "It is the loss minus 1, which is what an even load gives": loss - 1,
+    }
+    t.close(
+        got[0], loss, rtol=rtol, atol=1e-6, dtype="float32", why=f"loss: {why}", mistakes=mistakes
+    )
+    scale = max(1e-2, float(np.abs(gradient).max()))
+    mistakes = {
+        f"It is the gradient times {text}": factor * gradient
+        for text, factor in {
+            "-1": -1.0,
+            "k": k,
+            "1/k": 1 / k,
+            "E": E,
+            "1/E": 1 / E,
+            "the number of tokens that count": np.sum(mask),
+        }.items()
+    }
+    counted = np.asarray(mask)[:, None]
+    if counted.any() and not counted.all() and np.asarray(got[1]).shape == gradient.shape:
+        stray = np.abs(np.where(counted, 0, got[1])).max() > 0
+        why += "; tokens that don't count have a gradient" if stray else ""
+    t.close(
+        got[1], gradient, rtol=rtol, atol=1e-5 * scale, why=f"gradient: {why}", mistakes=mistakes
+    )
 
 
 def drawn(t, X, E, skew=1.0):
@@ -901,7 +1007,9 @@ def goes_through(fn, t, mesh, axis, per, C, D, F, dtype="float32", rtol=1e-4):
     program = expert_layer(fn, mesh, axis, shapes)
     got = program(put(mesh, P(mesh.axis_names), slots), put(mesh, P(axis), w))
     why = f"{n} devices, {per * n} experts, {C} slots each, D = {D}, F = {F}"
-    t.equal(sorted(set(shapes)), [(per, n * C, D)], why=f"what compute was given: {why}")
+    given = sorted(set(shapes))
+    told = f"what compute was given, {given}; want [E/n, n*C, D] = {[per, n * C, D]}: {why}"
+    t.equal(given, [(per, n * C, D)], why=told)
     want = expected(slots, w, mesh, axis)
     t.close(np.asarray(got.astype(jnp.float32)), want, rtol=rtol, atol=4 * rtol, why=why)
     t.equal(str(got.dtype), dtype, why="the dtype")
@@ -938,10 +1046,10 @@ def sent(program, mesh, per, C, D, F, dtype):
 
 
 def only_tokens(t, found, want, why):
-    t.equal(
-        int(sum(c.runs * c.moved for c in found)), want, why=f"bytes sent by each device: {why}"
-    )
-    t.equal(sorted({c.kind for c in found}), ["all-to-all"], why="kinds of collectives")
+    kinds = sorted({c.kind for c in found})
+    why = f"bytes sent by each device, by {' and '.join(kinds) or 'no collective'}: {why}"
+    t.equal(int(sum(c.runs * c.moved for c in found)), want, why=why)
+    t.equal(kinds, ["all-to-all"], why="kinds of collectives")
 
 
 @all_to_all.check("collectives and bytes, forward")

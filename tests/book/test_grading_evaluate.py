@@ -94,3 +94,17 @@ def test_messages_of_exceptions_do_not_tell_mistakes_apart():
 
     attempt = evaluate.Attempt(exercise, answer, SEED, LEARNER).run()
     assert evaluate.choose_hint(attempt) == "You double."
+
+
+def test_another_exception_than_the_wanted_one_names_both():
+    exercise = Exercise("90.refuses", "Refuses", "refuses", 10, 1, "s", ("first", "b", "c"))
+
+    @exercise.check("a negative number")
+    def _(fn, t):
+        t.raises(ValueError, fn, -1)
+
+    def asserts(x):
+        assert x >= 0, "too small"
+
+    failing = evaluate.Attempt(exercise, asserts, SEED, LEARNER).run().failing
+    assert failing[0].message == "AssertionError: too small; want ValueError"

@@ -64,6 +64,14 @@ def test_close(trial):
     assert "['a']" in failure(trial.close, {"a": 1.0}, {"a": 2.0})
     assert "float64" in failure(trial.close, nan, nan, dtype="float32")
     assert failure(trial.close, 1.0, 2.0, why="it is two").endswith(": it is two")
+    mistakes = {"that is three": 3.0, "that is a row": np.array([1.0, 5.0])}
+    assert failure(trial.close, 3.0, 2.0, mistakes=mistakes).endswith(
+        "got 3, want 2: that is three"
+    )
+    named = failure(trial.close, [1.0, 5.0], np.zeros(2), why="zeros", mistakes=mistakes)
+    assert named.endswith("zeros. that is a row")
+    for other in (4.0, "text"):
+        assert "that is" not in failure(trial.close, other, 2.0, mistakes=mistakes)
     for junk in (None, "text", object(), [1, [2]], lambda: 1, {"a": 1}):
         assert "want an array" in failure(trial.close, junk, np.zeros(2))
 
@@ -98,6 +106,9 @@ def test_equal(trial):
     ]
     for got, want in pairs:
         failure(trial.equal, got, want)
+    mistakes = {"those are swapped": [3, 1]}
+    assert failure(trial.equal, [3, 1], [1, 3], mistakes=mistakes).endswith(": those are swapped")
+    assert "swapped" not in failure(trial.equal, None, [1, 3], mistakes=mistakes)
     assert "at [1]: got 2, want 3" in failure(trial.equal, [1, 2], [1, 3])
     assert "at [1][0]: got 2, want 3" in failure(trial.equal, [(1, 1), (2, 1)], [(1, 1), (3, 1)])
 

@@ -159,6 +159,14 @@ def equal_values(got: Any, want: Any) -> str | None:
     return None
 
 
+def unequal(got: Any, want: Any) -> str | None:
+    """What `equal_values` says, or what `got` is if it has no values to compare."""
+    try:
+        return equal_values(got, want)
+    except Failure as failure:
+        return str(failure)
+
+
 def _sequence(x: Any) -> bool:
     return type(x) in (list, tuple)
 
@@ -169,10 +177,10 @@ def observe(x: Any) -> Any:
         array = plain(x)
     except Failure:
         if x is None or isinstance(x, str):
-            return ("value", describe(x))
+            return ("value", x)
         import jax
 
-        items = jax.tree_util.tree_flatten_with_path(x)[0]
+        items = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda leaf: leaf is None)[0]
         if len(items) == 1 and items[0][1] is x:
             return ("value", re.sub(r"0x[0-9a-f]+", "0x", describe(x)))
         return ("tree", tuple((jax.tree_util.keystr(path), observe(leaf)) for path, leaf in items))
@@ -203,6 +211,20 @@ def _array_distance(a: np.ndarray, b: np.ndarray) -> float:
         return 0.0
     scale = max(float(np.abs(b[finite]).max()), float(np.abs(a[finite]).max()), 1e-30)
     return float(np.abs(a[finite] - b[finite]).max()) / scale
+
+
+def alike(a: Any, b: Any, rtol: float, atol: float) -> bool:
+    """Whether two arrays have the same shape and close values."""
+    try:
+        return mismatch(plain(a), plain(b), rtol, atol) is None
+    except Failure:
+        return False
+
+
+def _with_mistake(why: str, mistakes: dict[str, Any] | None, made: Callable[[Any], bool]) -> str:
+    """`why`, and the sentence of the first mistake whose value was `made`."""
+    told = next((text for text, value in (mistakes or {}).items() if made(value)), "")
+    return ". ".join(filter(None, (why, told)))
 
 
 class Traces:
@@ -250,11 +272,12 @@ class Trial:
         self.learner = learner
         self.comparisons = 0
 
-    def close(self, got, want, rtol=1e-5, atol=1e-6, why="", dtype=None) -> None:
+    def close(self, got, want, rtol=1e-5, atol=1e-6, why="", dtype=None, mistakes=None) -> None:
         """Every entry of `got` is within `atol + rtol * abs(want)`; NaN equals NaN, and shapes must be equal.
 
         Both are arrays, numbers or pytrees of arrays; if `want` is a single array, so must `got` be. `dtype` is the
-        dtype that `got` must have, if that matters.
+        dtype that `got` must have, if that matters. `mistakes` maps sentences for the learner to wrong values: that of
+        the first value which `got` equals ends the message.
         """
         self.comparisons += 1
         observed = observe(got)
@@ -267,16 +290,19 @@ class Trial:
                 if text is not None:
                     raise Failure(f"{path} {text}".strip())
         except Failure as failure:
+            if not alike(got, want, rtol, atol):  # else only its type is wrong
+                why = _with_mistake(why, mistakes, lambda value: alike(got, value, rtol, atol))
             raise Failure(str(failure), observed, why) from None
 
-    def equal(self, got, want, why="") -> None:
-        """`got` is exactly `want`: arrays entry by entry, lists, dicts, strings, or any equal object."""
+    def equal(self, got, want, why="", mistakes=None) -> None:
+        """`got` is exactly `want`: arrays entry by entry, lists, dicts, strings, or any equal object.
+
+        `mistakes` is as for `close`.
+        """
         self.comparisons += 1
-        try:
-            text = equal_values(got, want)
-        except Failure as failure:
-            text = str(failure)
+        text = unequal(got, want)
         if text is not None:
+            why = _with_mistake(why, mistakes, lambda value: unequal(got, value) is None)
             raise Failure(text, observe(got), why)
 
     def true(self, cond, why="", observed=None) -> None:
