@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from minitext.book.grading.likeness import likeness
+
 SAMPLE = 4096  # entries of an observed array that are kept, for recognising the mistake
 
 
@@ -91,13 +93,13 @@ def leaves(got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str | None:
-    """None if every entry is within `atol + rtol * abs(want)`, else a message with the worst entry.
+    """None if every entry is within `atol + rtol * abs(want)`, else a message with the worst entry and the pattern.
 
     NaN equals NaN, and infinities equal themselves. Shapes must be equal: nothing broadcasts.
     """
-    if got.shape != want.shape:
-        return f"got shape {got.shape}, want {want.shape}"
     g, w = wide(got), wide(want)
+    if got.shape != want.shape:
+        return _explained(f"got shape {got.shape}, want {want.shape}", likeness(g, w))
     with np.errstate(all="ignore"):
         error = np.abs(g - w)
         exact = got.dtype.kind in "biu" and want.dtype.kind in "biu"
@@ -114,7 +116,11 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
     if bad.size > 1:
         text += f" ({int(bad.sum())} of {bad.size} values are off"
         text += f", {int(np.isnan(g).sum())} are NaN)" if np.isnan(g).any() else ")"
-    return text
+    return _explained(text, likeness(g, w, bad))
+
+
+def _explained(text: str, found: str) -> str:
+    return f"{text}; {found}" if found else text
 
 
 def not_finite(got: np.ndarray) -> str | None:
@@ -132,12 +138,16 @@ def _number(x: Any) -> str:
     return f"{x:.6g}" if np.asarray(x).dtype.kind in "fc" else str(x)
 
 
-def equal_values(got: Any, want: Any) -> str | None:
-    """None if two values are the same, else how they differ; types must match, dtypes needn't."""
+def equal_values(got: Any, want: Any, whole: bool = True) -> str | None:
+    """None if two values are the same, else how they differ; types must match, dtypes needn't.
+
+    `whole` is False for a part of a value: a single number in a list may be an id, which is no amount.
+    """
     if is_array(want):
         if isinstance(want, bool) != (plain(got).dtype == np.bool_) and not hasattr(want, "dtype"):
             return f"got {describe(got)}, want {want!r}"
-        return mismatch(plain(got), plain(want), 0.0, 0.0)
+        text = mismatch(plain(got), plain(want), 0.0, 0.0)
+        return text if text is None or whole else text.split("; ")[0]
     if type(got) is not type(want) and not (_sequence(got) and _sequence(want)):
         return f"got {describe(got)}, want {describe(want)}"
     items: Iterable[tuple[str, Any, Any]]
@@ -152,11 +162,20 @@ def equal_values(got: Any, want: Any) -> str | None:
     else:
         return None if want == got else f"got {describe(got)}, want {describe(want)}"
     for where, g, w in items:
-        text = equal_values(g, w)
+        text = equal_values(g, w, whole=False)
         if text is not None:
             inner = text.removeprefix("at ") if text.startswith("at [") else f": {text}"
             return f"at {where}{inner}"
     return None
+
+
+def _list_likeness(got: Any, want: Any) -> str:
+    """What two lists of numbers have in common, or "" if they are lists of something else."""
+    try:
+        g, w = wide(plain(got)), wide(plain(want))
+    except Failure:
+        return ""
+    return likeness(g, w, g != w if g.shape == w.shape else None) if g.ndim and w.ndim else ""
 
 
 def _sequence(x: Any) -> bool:
@@ -188,7 +207,9 @@ def distance(a: Any, b: Any) -> float:
     """
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _array_distance(a, b)
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        if len(a) != len(b):
+            return float("inf")
         return max((distance(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
     return 0.0 if type(a) is type(b) and a == b else float("inf")
 
@@ -274,6 +295,8 @@ class Trial:
         self.comparisons += 1
         try:
             text = equal_values(got, want)
+            if text is not None and _sequence(got) and _sequence(want):
+                text = _explained(text, _list_likeness(got, want))
         except Failure as failure:
             text = str(failure)
         if text is not None:
