@@ -99,8 +99,21 @@ right_merge = bpe_variant()
 def same_merge(t, fn, words, counts, why, new_id=99):
     want_pair, want = right_merge(words, counts, new_id)
     pair, found = fn([list(word) for word in words], list(counts), new_id)
-    t.equal(None if pair is None else tuple(pair), want_pair, why=f"the pair, {why}")
-    t.equal([list(word) for word in found], want, why=f"the words, {why}")
+    pair_text = f"the pair, {why}"
+    if pair is not None and tuple(pair) != want_pair:
+        for one in (tuple(pair), want_pair):
+            times = sum(
+                n * list(itertools.pairwise(w)).count(one)
+                for w, n in zip(words, counts, strict=True)
+            )
+            pair_text += f"; {one} occurs {times} times"
+    t.equal(None if pair is None else tuple(pair), want_pair, why=pair_text)
+    word_text = f"the words, {why}"
+    for old, new, right in zip(words, found, want, strict=False):
+        if list(new) != right:
+            word_text += f"; of {old} you make {list(new)}, not {right}"
+            break
+    t.equal([list(word) for word in found], want, why=word_text)
     types = {type(x).__name__ for x in (found, *found)}
     t.equal(sorted(types), ["list"], why=f"the types of the words and of what they are in, {why}")
     t.equal(type(pair).__name__, type(want_pair).__name__, why=f"the type of the pair, {why}")
@@ -740,6 +753,11 @@ def same_shards(t, fn, k, B, count, total, why):
     got = {process: fn(k, B, process, count, total) for process in range(count)}
     want = {process: right_shard(k, B, process, count, total) for process in range(count)}
     where = f"by process, of {count}, batch {k} of {B} rows, {why}"
+    for process, rows in got.items():
+        right = want[process]
+        if B <= 12 and np.shape(rows) != right.shape:
+            where += f"; process {process} reads {np.asarray(rows).tolist()}, not {right.tolist()}"
+            break
     t.close(got, want, rtol=0, atol=0, why=where, dtype=np.int64)
 
 
@@ -1440,7 +1458,12 @@ def same_mixture(t, fn, weights, rows, why):
     for i in rows:
         part, row = table[i % sum(weights)]
         want.append((part, i // sum(weights) * weights[part] + row))
-    t.equal(asked(fn, weights, rows), want, why=f"weights {weights}, {why}")
+    got = asked(fn, weights, rows)
+    turns = ""
+    if got != want:
+        parts = [" ".join(str(part) for part, _ in found[:16]) for found in (got, want)]
+        turns = f"; your parts begin {parts[0]}, the right ones {parts[1]}"
+    t.equal(got, want, why=f"weights {weights}, {why}{turns}")
 
 
 def draw_weights(rng, parts, largest=9):

@@ -17,6 +17,7 @@ import numpy as np
 
 from minitext.book.grading.likeness import likeness
 
+SHORT = 12  # entries of a row that is shown whole
 SAMPLE = 4096  # entries of an observed array that are kept, for recognising the mistake
 
 
@@ -116,7 +117,15 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
     if bad.size > 1:
         text += f" ({int(bad.sum())} of {bad.size} values are off"
         text += f", {int(np.isnan(g).sum())} are NaN)" if np.isnan(g).any() else ")"
-    return _explained(text, likeness(g, w, bad))
+    return _explained(_explained(text, _row(got, want, worst)), likeness(g, w, bad))
+
+
+def _row(got: np.ndarray, want: np.ndarray, worst: tuple[Any, ...]) -> str:
+    """The whole row in which two arrays differ, if it is short."""
+    if not got.ndim or not 1 < got.shape[-1] <= SHORT:
+        return ""
+    rows = [" ".join(map(_number, x[worst[:-1]])) for x in (got, want)]
+    return f"got [{rows[0]}], want [{rows[1]}]" if max(map(len, rows)) <= 60 else ""
 
 
 def _explained(text: str, found: str) -> str:
@@ -296,6 +305,8 @@ class Trial:
         try:
             text = equal_values(got, want)
             if text is not None and _sequence(got) and _sequence(want):
+                shown = f"got {got}, want {want}"
+                text = _explained(text, shown if len(shown) <= 120 else "")
                 text = _explained(text, _list_likeness(got, want))
         except Failure as failure:
             text = str(failure)
