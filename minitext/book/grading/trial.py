@@ -155,7 +155,11 @@ def equal_values(got: Any, want: Any, whole: bool = True) -> str | None:
     if is_array(want):
         if isinstance(want, bool) != (plain(got).dtype == np.bool_) and not hasattr(want, "dtype"):
             return f"got {describe(got)}, want {want!r}"
-        text = mismatch(plain(got), plain(want), 0.0, 0.0)
+        try:
+            array = plain(got)
+        except Failure:
+            return f"got {describe(got)}, want {describe(want)}"
+        text = mismatch(array, plain(want), 0.0, 0.0)
         return text if text is None or whole else text.split("; ")[0]
     if type(got) is not type(want) and not (_sequence(got) and _sequence(want)):
         return f"got {describe(got)}, want {describe(want)}"
