@@ -1330,7 +1330,8 @@ wrong_damage(
 )
 wrong_damage(
     "only_the_top_folder",
-    "You don't look into a step's subfolders. The manifest's names are paths: `step / name`.",
+    "You don't look at all the files: not into a step's subfolders, or no further than the first file. The "
+    "manifest's names are paths: `step / name`.",
     skip=lambda name: "/" in name,
 )
 wrong_damage(
@@ -1463,7 +1464,10 @@ def compare_interval(fn, t, stall, step_seconds, devices, hours, why):
     got = fn(stall, step_seconds, devices, hours)
     t.true(isinstance(got, int) and not isinstance(got, bool),
            f"got {got!r}, want a Python int, {why}", observed=got)  # fmt: skip
-    t.equal(got, want, why=why)
+    wastes = "".join(
+        f"; w({n}) is {waste_of(n, stall, step_seconds, seconds):.4g}" for n in (got, want) if n > 0
+    )
+    t.equal(got, want, why=f"{why}; M is {seconds:.6g} s{wastes}")
 
 
 def own_hours(t):

@@ -96,6 +96,14 @@ def right_place(shape, mesh, spec, itemsize, index, *, refuse="rank axis twice d
     return tuple(shard), count * bytes_of_one, copies, tuple(holders)
 
 
+def coordinates(device, mesh):
+    """Axis -> a device's place on it."""
+    found = {}
+    for axis in reversed(mesh):
+        device, found[axis] = divmod(device, mesh[axis])
+    return {axis: found[axis] for axis in mesh}
+
+
 def lies(t, fn, shape, mesh, spec, why=""):
     itemsize, index = pick(t, 1, 2, 4), tuple(number(t, 0, size) for size in shape)
     want = right_place(shape, mesh, spec, itemsize, index)
@@ -105,7 +113,10 @@ def lies(t, fn, shape, mesh, spec, why=""):
     t.equal(tuple(got[0]), want[0], why=f"the part's shape, {said}")
     t.equal(got[1], want[1], why=f"the part's bytes at {itemsize} a number, {said}")
     t.equal(got[2], want[2], why=f"copies, {said}")
-    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}")
+    part = tuple(i // size for i, size in zip(index, want[0], strict=True))
+    sits = ", ".join(f"{a}={place}" for a, place in coordinates(want[3][0], mesh).items())
+    about = f"the element is in part {part}, and device {want[3][0]} is at {sits or 'no axis'}"
+    t.equal(tuple(got[3]), want[3], why=f"holders of element {index}, {said}; {about}")
 
 
 @spec_puzzle.check("one axis for a dimension")
