@@ -796,8 +796,10 @@ class TokenModel:
 def compare_with_whole(fn, t, model, batch, microbatches, why, rtol=2e-5, atol=2e-6):
     loss, grads = fn(model.loss_sum, model.params, batch, microbatches)
     want_loss, want_grads = model.whole(batch)
-    t.close(loss, want_loss, rtol=rtol, atol=atol, why=f"the loss, {why}", dtype=np.float32)
-    t.close(grads, want_grads, rtol=rtol, atol=atol, why=f"the gradient, {why}")
+    # Together: two mistakes may agree in the loss alone.
+    got = {"loss": loss, "the gradient": grads}
+    want = {"loss": want_loss, "the gradient": want_grads}
+    t.close(got, want, rtol=rtol, atol=atol, why=why, dtype=np.float32)
 
 
 def scans(jaxpr):
@@ -1261,13 +1263,14 @@ def _(fn, t):
 def _(fn, t):
     r = Recorder(t.rng, 0)
     r.run(fn, 8)
-    late = [
-        number
-        for number in range(1, 7)
-        if ("log", number) not in r.events
-        or r.events.index(("log", number)) > r.events.index(("dispatch", number + 2))
-    ]
-    t.equal(late, [], why="steps that were logged only after two more steps had been dispatched")
+    late = {}
+    for number in range(1, 7):
+        before = r.events[: r.events.index(("log", number))] if ("log", number) in r.events else []
+        ahead = [later for kind, later in before if kind == "dispatch" and later > number]
+        if len(ahead) != 1:
+            late[number] = len(ahead)
+    why = "how many later steps had been dispatched when a step was logged, where it was not 1"
+    t.equal(late, {}, why=why)
 
 
 @loop.check("not one batch too many")
@@ -1635,7 +1638,7 @@ def _(fn, t):
 @rerun.check("cut between epochs, twice, and before the first step")
 def _(fn, t):
     check_cuts(fn, t, NoisyFit(t.rng), (3, 4))
-    check_cuts(fn, t, NoisyFit(t.rng, R=4), (0, 1, 2))
+    check_cuts(fn, t, NoisyFit(t.rng, R=4), (0, 2, 1, 1))
 
 
 @rerun.check("through a file")
@@ -1802,12 +1805,6 @@ wrong_rerun(
     "rows_in_order",
     "You take the rows in the order they come in. Each epoch has the order of a permutation.",
     order=lambda seed, epoch, R: np.arange(R),
-)
-wrong_rerun(
-    "keys_by_splitting",
-    "You split a key from step to step. The key of step i is defined: the number i folded into the "
-    "key of the seed.",
-    key=lambda seed, i, first: jax.random.split(jax.random.key(seed), i + 1)[i],
 )
 wrong_rerun(
     "keys_from_one",
