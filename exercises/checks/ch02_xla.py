@@ -506,6 +506,42 @@ def scales_rows(limit):
     return jax.jit(fn)
 
 
+@restore_fusion.mutant(
+    "Your gate is the sigmoid alone. It is a / (1 + exp(-a)): a times its sigmoid."
+)
+def sigmoid_alone(limit):
+    return jax.jit(lambda a, b, s: jnp.clip(b * s / (1 + jnp.exp(-a)), -limit, limit))
+
+
+@restore_fusion.mutant("Your exponential has the wrong sign: the gate is a / (1 + exp(-a)).")
+def exponential_turned_round(limit):
+    return jax.jit(lambda a, b, s: jnp.clip(a / (1 + jnp.exp(a)) * b * s, -limit, limit))
+
+
+@restore_fusion.mutant("You left `b_XF` out. The gate is multiplied by it.")
+def without_b(limit):
+    return jax.jit(lambda a, b, s: jnp.clip(gate_of(a) * s + 0 * b, -limit, limit))
+
+
+@restore_fusion.mutant(
+    "You gate b with a. It is a that goes through the gate, and b that is multiplied."
+)
+def gates_the_other(limit):
+    return jax.jit(lambda a, b, s: jnp.clip(gate_of(b) * a * s, -limit, limit))
+
+
+@restore_fusion.mutant("You never clip.")
+def never_clips(limit):
+    return jax.jit(lambda a, b, s: gate_of(a) * b * s)
+
+
+@restore_fusion.mutant(
+    "You never scale: the product with the diagonal matrix became nothing at all."
+)
+def never_scales(limit):
+    return jax.jit(lambda a, b, s: jnp.clip(gate_of(a) * b + 0 * s, -limit, limit))
+
+
 # ---------------------------------------------------------------------------- read_collective
 
 read_collective = Exercise(
@@ -996,6 +1032,33 @@ def one_layer(x, w, b, activation):
     return x + activation(h), jnp.sqrt(jnp.mean(h * h))
 
 
+def scanned(layer):
+    """The layers in one scan, with a layer of its own."""
+
+    def rolled(x, w, b):
+        def body(x, inputs):
+            number, w, b = inputs
+            act = lambda h: jax.lax.cond(number % 2 == 1, jax.nn.relu, jnp.tanh, h)  # noqa: E731
+            return layer(x, w, b, act)
+
+        return jax.lax.scan(body, x, (jnp.arange(len(w)), w, b))
+
+    return rolled
+
+
+def wrong_layer(name, hint, new_x=None, size=None):
+    """A mutant whose layers are right but for the function that is passed."""
+
+    def layer(x, w, b, act):
+        h = x @ w + b
+        y = x + act(h) if new_x is None else new_x(x, h, act)
+        return y, jnp.sqrt(jnp.mean(h * h)) if size is None else size(x, h, act)
+
+    fn = scanned(layer)
+    fn.__name__ = name
+    roll_loop.mutant(hint)(fn)
+
+
 def paired(
     x,
     w,
@@ -1085,3 +1148,63 @@ def both_and_pick(x, w, b):
         return jnp.where(number % 2 == 1, relu, tanh), size
 
     return jax.lax.scan(body, x, (jnp.arange(len(w)), w, b))
+
+
+wrong_layer(
+    "residual_forgotten",
+    "A layer of yours replaces x. It adds its activation to x.",
+    new_x=lambda x, h, act: act(h),
+)
+wrong_layer(
+    "adds_before_the_activation",
+    "You add x inside the activation. The activation takes h alone, and x is added afterwards.",
+    new_x=lambda x, h, act: act(x + h),
+)
+wrong_layer(
+    "adds_to_h",
+    "You add the activation to h. It is added to x.",
+    new_x=lambda x, h, act: h + act(h),
+)
+wrong_layer(
+    "size_of_the_result",
+    "Your sizes are those of the layers' results. The size is of h, before its activation.",
+    size=lambda x, h, act: jnp.sqrt(jnp.mean((x + act(h)) ** 2)),
+)
+wrong_layer(
+    "size_of_the_activation",
+    "Your sizes are those of the activations. The size is of h, before its activation.",
+    size=lambda x, h, act: jnp.sqrt(jnp.mean(act(h) ** 2)),
+)
+wrong_layer(
+    "size_of_the_input",
+    "Your sizes are those of x. The size is of h, the product plus the bias.",
+    size=lambda x, h, act: jnp.sqrt(jnp.mean(x * x)),
+)
+wrong_layer(
+    "size_without_root",
+    "Your sizes are mean squares. Take the root.",
+    size=lambda x, h, act: jnp.mean(h * h),
+)
+wrong_layer(
+    "size_of_a_sum",
+    "Your sizes are roots of sums. It is the root of the *mean* square.",
+    size=lambda x, h, act: jnp.sqrt(jnp.sum(h * h)),
+)
+
+
+@roll_loop.mutant(
+    "You return the sizes first. The last layer's result comes first, then the sizes."
+)
+def sizes_first(x, w, b):
+    return scanned(one_layer)(x, w, b)[::-1]
+
+
+@roll_loop.mutant("You return the last layer's size alone. All of them are asked for, [L].")
+def last_size_alone(x, w, b):
+    x, sizes = scanned(one_layer)(x, w, b)
+    return x, sizes[-1]
+
+
+@roll_loop.mutant("Your layers have no bias. h is x w + b.")
+def no_bias(x, w, b):
+    return scanned(one_layer)(x, w, 0 * b)

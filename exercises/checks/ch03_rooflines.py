@@ -62,14 +62,47 @@ def draw_shapes(t, subscripts, low=2, high=40):
     return tuple(tuple(sizes[x] for x in side) for side in subscripts.split("->")[0].split(","))
 
 
+def wrong_flops(got, want, subscripts, shapes):
+    """What a wrong number of FLOPs has too many or too few of, for a message."""
+    letters = "".join(subscripts.split("->")[0].split(","))
+    for letter, size in dict(zip(letters, itertools.chain(*shapes), strict=True)).items():
+        for factor, both in ((1, ""), (2, ", and an operation for two")):
+            if got * factor * size == want != got:
+                return f"; as if {letter} were no loop{both}"
+            if got * factor == want * size != want * factor:
+                return f"; as if {letter} were two loops{both}"
+    return ""
+
+
+def wrong_bytes(got, subscripts, shapes, dtype, result_dtype):
+    """What a wrong number of bytes has too many or too few of, for a message."""
+    _, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    item, result_item = jnp.dtype(dtype).itemsize, jnp.dtype(result_dtype).itemsize
+    left, right = (math.prod(shape) * item for shape in shapes)
+    if got * item == read + written and item == result_item > 1:
+        return "; you count numbers, not bytes"
+    if got == 8 * (read + written) > 0:
+        return "; these are bits"
+    for name, size in (("left operand", left), ("right operand", right), ("result", written)):
+        if abs(got - read - written) == size > 0:
+            return f"; too {'many' if got > read + written else 'few'} by the {name}'s"
+    if got == read + written // result_item * item:
+        return "; the result's numbers have the operands' bytes"
+    if got == read // item * result_item + written:
+        return "; the operands' numbers have the result's bytes"
+    return ""
+
+
 def cost_is(t, fn, subscripts, shapes, dtype, result_dtype, what):
     flops, *moved = right_cost(subscripts, shapes, dtype, result_dtype)
     moved = sum(moved)
     got = fn(subscripts, shapes, dtype, result_dtype)
     t.equal(len(got), 3, why="how many values are returned")
     # As text: an integer beyond 64 bits does not fit an array.
-    t.equal(str(operator.index(got[0])), str(flops), why=f"FLOPs of {what}")
-    t.equal(str(operator.index(got[1])), str(moved), why=f"bytes of {what}")
+    about = wrong_flops(got[0], flops, subscripts, shapes)
+    t.equal(str(operator.index(got[0])), str(flops), why=f"FLOPs of {what}{about}")
+    about = wrong_bytes(got[1], subscripts, shapes, dtype, result_dtype)
+    t.equal(str(operator.index(got[1])), str(moved), why=f"bytes of {what}{about}")
     kinds = [type(x).__name__ for x in got]
     t.equal(kinds, ["int", "int", "float"], why="the types of the three numbers")
     want = flops / moved if moved else 0.0
@@ -237,6 +270,76 @@ def never_compares(subscripts, shapes, dtype, result_dtype):
     return with_total(*right_cost(subscripts, same, dtype, result_dtype))
 
 
+@intensity.mutant(
+    "You add the sizes. Nested loops multiply: the FLOPs are 2 times the product of all sizes."
+)
+def sizes_added(subscripts, shapes, dtype, result_dtype):
+    _, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    letters = "".join(subscripts.split("->")[0].split(","))
+    sizes = dict(zip(letters, itertools.chain(*shapes), strict=True))
+    return with_total(2 * sum(sizes.values()), read, written)
+
+
+@intensity.mutant(
+    "You multiply the sizes of both operands, so each letter that both have is counted twice. The loops "
+    "are one for each *different* letter."
+)
+def every_size_twice(subscripts, shapes, dtype, result_dtype):
+    _, read, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    return with_total(2 * math.prod(shapes[0]) * math.prod(shapes[1]), read, written)
+
+
+@intensity.mutant(
+    "You count the numbers that are moved, not their bytes. Multiply by the bytes of a number."
+)
+def numbers_moved(subscripts, shapes, dtype, result_dtype):
+    flops, read, written = right_cost(subscripts, shapes, "int8", "int8")
+    return with_total(flops, read, written)
+
+
+@intensity.mutant(
+    "You take the result's bytes per number for the operands too. Each has a dtype of its own."
+)
+def result_dtype_for_all(subscripts, shapes, dtype, result_dtype):
+    return with_total(*right_cost(subscripts, shapes, result_dtype, result_dtype))
+
+
+@intensity.mutant("Your intensity is upside down: it is FLOPs per byte, not bytes per FLOP.")
+def bytes_per_flop(subscripts, shapes, dtype, result_dtype):
+    flops, moved, _ = with_total(*right_cost(subscripts, shapes, dtype, result_dtype))
+    return flops, moved, moved / flops if flops else 0.0
+
+
+@intensity.mutant(
+    "Your intensity is rounded to a whole number: `//` drops the fraction. Divide with `/`."
+)
+def whole_intensity(subscripts, shapes, dtype, result_dtype):
+    flops, moved, _ = with_total(*right_cost(subscripts, shapes, dtype, result_dtype))
+    return flops, moved, flops // moved if moved else 0.0
+
+
+@intensity.mutant("You return the bytes first. The FLOPs come first, then the bytes.")
+def bytes_first(subscripts, shapes, dtype, result_dtype):
+    flops, moved, ratio = with_total(*right_cost(subscripts, shapes, dtype, result_dtype))
+    return moved, flops, ratio
+
+
+@intensity.mutant(
+    "A letter with two sizes is not refused with a ValueError: another exception reaches the caller."
+)
+def another_exception(subscripts, shapes, dtype, result_dtype):
+    try:
+        return with_total(*right_cost(subscripts, shapes, dtype, result_dtype))
+    except ValueError as error:
+        raise AssertionError(str(error)) from None
+
+
+@intensity.mutant("The second operand is never read in your count. Both are.")
+def one_operand_read(subscripts, shapes, dtype, result_dtype):
+    flops, _, written = right_cost(subscripts, shapes, dtype, result_dtype)
+    return with_total(flops, math.prod(shapes[0]) * jnp.dtype(dtype).itemsize, written)
+
+
 # ---------------------------------------------------------------------------- crossover_batch
 
 crossover = Exercise(
@@ -295,7 +398,19 @@ def batches_are(t, fn, cases):
     """Compares all answers at once: two mistakes may agree on one of them."""
     got, want = [fn(*args) for args in cases], [right_batch(*args) for args in cases]
     wrong = [args for args, g, w in zip(cases, got, want, strict=True) if g != w]
-    t.equal(got, want, why=f"crossover_batch{wrong[0]}" if wrong else "")
+    why = ""
+    if wrong:
+        why = f"crossover_batch{wrong[0]}{at_that_batch(wrong[0], got[cases.index(wrong[0])])}"
+    t.equal(got, want, why=why)
+
+
+def at_that_batch(args, B):
+    """The two times at a batch, for a message."""
+    D, F, peak, bandwidth, a, w = args
+    if not isinstance(B, (int, float)) or not 0 < B < math.inf:
+        return ""
+    arithmetic, memory = 2 * B * D * F / peak, (B * (D + F) * a + D * F * w) / bandwidth
+    return f"; at {B} the arithmetic takes {arithmetic:.4g} s and the memory {memory:.4g} s"
 
 
 @crossover.check("layers in bfloat16 on chips like yours")
@@ -377,6 +492,11 @@ def _(fn, t):
     D, F, peak, bandwidth = draw_layer(t)
     t.equal(fn(D, F, peak, bandwidth, 2, 0), 1, why="w = 0")
     t.equal(fn(8, 8, peak, bandwidth, 2, 0), None, why="w = 0, D = F = 8")
+
+
+@crossover.check("weights that need not be read, and equal times")
+def _(fn, t):
+    F = draw_layer(t)[1]
     for a in (2, 4):
         args = (F, F, F * 10**9, a * 10**9, a, 0)
         t.equal(fn(*args), 1, why=f"crossover_batch{args}, both times are equal at every batch")
@@ -515,6 +635,85 @@ def empty_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes):
     )
 
 
+def with_gain(gain):
+    """A right answer but for the two sides of the inequality."""
+
+    def answer(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+        peak, bandwidth = Fraction(peak), Fraction(bandwidth)
+        a, w = activation_bytes, Fraction(weight_bytes)
+        more = gain(D, F, peak, bandwidth, a)
+        if w == 0:
+            return 1 if more >= 0 else None
+        return math.ceil(peak * w * D * F / more) if more > 0 else None
+
+    return answer
+
+
+def wrong_gain(name, hint, gain):
+    fn = with_gain(gain)
+    fn.__name__ = name
+    crossover.mutant(hint)(fn)
+
+
+wrong_gain(
+    "one_flop_for_two",
+    "You count one FLOP for a multiplication and its addition. A product has 2 B D F.",
+    lambda D, F, peak, bandwidth, a: D * F * bandwidth - peak * a * (D + F),
+)
+wrong_gain(
+    "square_of_activations",
+    "You take D times F numbers for each row of the batch. A row has D numbers going in and F coming out: "
+    "D + F.",
+    lambda D, F, peak, bandwidth, a: 2 * D * F * bandwidth - peak * a * D * F,
+)
+wrong_gain(
+    "input_forgotten",
+    "You forget the input: B times D numbers are read, in addition to the B times F that are written.",
+    lambda D, F, peak, bandwidth, a: 2 * D * F * bandwidth - peak * a * F,
+)
+wrong_gain(
+    "activations_added_to_the_gain",
+    "The bytes of the input and the result have the wrong sign. Brought to the other side of the "
+    "inequality, they are subtracted.",
+    lambda D, F, peak, bandwidth, a: 2 * D * F * bandwidth + peak * a * (D + F),
+)
+
+
+@crossover.mutant(
+    "You round down. At that batch memory still takes longer; the next whole number is the first that is "
+    "large enough."
+)
+def rounds_down(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    gain = 2 * D * F * Fraction(bandwidth) - Fraction(peak) * activation_bytes * (D + F)
+    if weight_bytes == 0:
+        return 1 if gain >= 0 else None
+    needed = Fraction(peak) * Fraction(weight_bytes) * D * F
+    return max(1, math.floor(needed / gain)) if gain > 0 else None
+
+
+@crossover.mutant(
+    "For a layer that never gets there you return a number, such as infinity or -1. None is asked for."
+)
+def infinity(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    found = right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+    return math.inf if found is None else found
+
+
+@crossover.mutant(
+    "You return None whenever the weights need not be read. Then one row is enough, if any batch is."
+)
+def none_without_weights(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    if weight_bytes == 0:
+        return None
+    return right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+
+
+@crossover.mutant("You return a float, or a Fraction. The batch is a Python int.")
+def as_a_float(D, F, peak, bandwidth, activation_bytes, weight_bytes):
+    found = right_batch(D, F, peak, bandwidth, activation_bytes, weight_bytes)
+    return None if found is None else float(found)
+
+
 # ----------------------------------------------------------------------------------- classify
 
 classify = Exercise(
@@ -604,8 +803,10 @@ def _(fn, t):
         limits, seconds, _ = right_prediction([op], peaks, bandwidth)
         got = fn([op], peaks, bandwidth)
         t.equal(len(got), 3, why="how many values are returned")
-        t.equal(list(got[0]), limits, why="what it waits for")
-        t.close(float(got[1]), seconds, rtol=1e-9, atol=0, why="seconds")
+        arithmetic, memory = right_times(op, peaks, bandwidth)
+        times = f"its arithmetic takes {arithmetic:.4g} s and its memory {memory:.4g} s"
+        t.equal(list(got[0]), limits, why=f"what it waits for; {times}")
+        t.close(float(got[1]), seconds, rtol=1e-9, atol=0, why=f"seconds; {times}")
 
 
 @classify.check("the share of one product on each side")
@@ -769,6 +970,79 @@ def divides_by_no_time(ops, peaks, bandwidth):
     return limits, total, seconds / total
 
 
+@classify.mutant(
+    "You take the shorter of the two times. The operation is done when *both* are: take the longer."
+)
+def shorter_time(ops, peaks, bandwidth):
+    limits, _, _ = right_prediction(ops, peaks, bandwidth)
+    seconds = {"compute": 0.0, "memory": 0.0}
+    for op, limit in zip(ops, limits, strict=True):
+        seconds[limit] += op["runs"] * min(right_times(op, peaks, bandwidth))
+    total = sum(seconds.values())
+    return limits, total, seconds["memory"] / total if total else 0.0
+
+
+@classify.mutant(
+    "Your two labels are the wrong way round. An operation waits for what takes longer."
+)
+def labels_turned_round(ops, peaks, bandwidth):
+    limits, total, share = right_prediction(ops, peaks, bandwidth)
+    other = {"compute": "memory", "memory": "compute"}
+    return [other[limit] for limit in limits], total, share
+
+
+@classify.mutant("Your share is that of the arithmetic. The share of memory is asked for.")
+def share_of_compute(ops, peaks, bandwidth):
+    limits, total, share = right_prediction(ops, peaks, bandwidth)
+    return limits, total, 1 - share if total else 0.0
+
+
+@classify.mutant("Your share is in per cent. It is asked for as a number from 0 to 1.")
+def per_cent(ops, peaks, bandwidth):
+    limits, total, share = right_prediction(ops, peaks, bandwidth)
+    return limits, total, 100 * share
+
+
+@classify.mutant(
+    "You return the seconds that wait for memory. The share is these over all seconds."
+)
+def seconds_of_memory(ops, peaks, bandwidth):
+    limits, total, share = right_prediction(ops, peaks, bandwidth)
+    return limits, total, share * total
+
+
+@classify.mutant(
+    "You multiply one of the two times by `runs` before you compare them. Compare times of one run, then "
+    "multiply the longer."
+)
+def runs_on_one_side(ops, peaks, bandwidth):
+    def times(op, peaks, bandwidth):
+        arithmetic, memory = right_times(op, peaks, bandwidth)
+        return op["runs"] * arithmetic, memory
+
+    limits, seconds = [], {"compute": 0.0, "memory": 0.0}
+    for op in ops:
+        arithmetic, memory = times(op, peaks, bandwidth)
+        limits.append("compute" if arithmetic > memory else "memory")
+        seconds[limits[-1]] += max(arithmetic, op["runs"] * memory)
+    total = sum(seconds.values())
+    return limits, total, seconds["memory"] / total if total else 0.0
+
+
+@classify.mutant("A dtype that `peaks` doesn't have gets another peak than float32's.")
+def another_way_out(ops, peaks, bandwidth):
+    known = {op["dtype"]: max(peaks.values()) for op in ops}
+    return right_prediction(ops, known | peaks, bandwidth)
+
+
+@classify.mutant(
+    "You return the seconds first. The list of limits comes first, then the seconds, then the share."
+)
+def seconds_first(ops, peaks, bandwidth):
+    limits, total, share = right_prediction(ops, peaks, bandwidth)
+    return total, limits, share
+
+
 # --------------------------------------------------------------------------------- count_scan
 
 count_scan = Exercise(
@@ -816,7 +1090,10 @@ def sizes(t, count, low=2, high=30):
 
 def counts(t, fn, want, why, f, *args):
     got = fn(jax.make_jaxpr(f)(*args))
-    t.equal(str(operator.index(got)), str(want), why=f"FLOPs of {why}")
+    about = ""
+    if got and want:
+        about = f"; that is {Fraction(operator.index(got), want)} of it"
+    t.equal(str(operator.index(got)), str(want), why=f"FLOPs of {why}{about}")
     t.equal(type(got).__name__, "int", why="the type of the answer")
 
 
@@ -1077,6 +1354,99 @@ def first_sum_only(closed_jaxpr):
     return right_flops(closed_jaxpr, product=product)
 
 
+@count_scan.mutant(
+    "You look up the summed dimensions in the right operand's shape. The first list of "
+    "`dimension_numbers` is the left one's."
+)
+def sums_of_the_right(closed_jaxpr):
+    def product(eqn):
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        right = eqn.invars[1].aval.shape
+        terms = math.prod(right[axis % len(right)] for axis in contracted)
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+
+    return right_flops(closed_jaxpr, product=product)
+
+
+@count_scan.mutant(
+    "You unpack `dimension_numbers` the wrong way round: its first pair has the summed dimensions, its "
+    "second the batch dimensions."
+)
+def batch_for_summed(closed_jaxpr):
+    def product(eqn):
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[axis] for axis in batch)
+
+    return right_flops(closed_jaxpr, product=product)
+
+
+@count_scan.mutant(
+    "You multiply the left operand's size by the summed dimensions. Begin with the *result's* size: each of "
+    "its numbers is a sum."
+)
+def size_of_the_left(closed_jaxpr):
+    def product(eqn):
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * math.prod(left) * math.prod(left[axis] for axis in contracted)
+
+    return right_flops(closed_jaxpr, product=product)
+
+
+@count_scan.mutant(
+    "You count 2 for each number of the result, whatever the sum has. Multiply by the number of its terms."
+)
+def result_alone(closed_jaxpr):
+    return right_flops(closed_jaxpr, product=lambda e: 2 * math.prod(e.outvars[0].aval.shape))
+
+
+@count_scan.mutant("You never look into a scan. Its body is in `eqn.params['jaxpr']`.")
+def closed_scan(closed_jaxpr):
+    return right_flops(closed_jaxpr, length=False, inside=("jaxpr", "call_jaxpr")) and sum(
+        right_product(eqn)
+        for eqn in outside_scans(getattr(closed_jaxpr, "jaxpr", closed_jaxpr))
+        if eqn.primitive.name == "dot_general"
+    )
+
+
+def outside_scans(jaxpr):
+    """The equations of a jaxpr and of those it calls, but for the bodies of scans."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for key in ("jaxpr", "call_jaxpr"):
+            if key in eqn.params and eqn.primitive.name != "scan":
+                yield from outside_scans(getattr(eqn.params[key], "jaxpr", eqn.params[key]))
+
+
+@count_scan.mutant(
+    "You take every inner jaxpr for a closed one, and ask it for its `.jaxpr`. Some parameters hold the "
+    "jaxpr itself."
+)
+def all_are_closed(closed_jaxpr):
+    def walk(jaxpr):
+        total = 0
+        for eqn in jaxpr.jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                total += right_product(eqn)
+            elif eqn.primitive.name == "cond":
+                total += max(map(walk, eqn.params["branches"]))
+            else:
+                times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+                inner = [eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params]
+                total += times * sum(map(walk, inner))
+        return total
+
+    return walk(closed_jaxpr)
+
+
+@count_scan.mutant(
+    "Your answer is a NumPy integer. Those have a largest value: use Python's `math.prod`."
+)
+def numpy_integer(closed_jaxpr):
+    return np.int64(right_flops(closed_jaxpr))
+
+
 # ---------------------------------------------------------------------------------------- cut
 
 cut = Exercise(
@@ -1224,13 +1594,30 @@ def chains_where(t, wrong, count=9, **look):
     raise AssertionError("no chain found")
 
 
+def parts_of(chain):
+    """The times of the kernels that a chain of one or two operations can have, for a message."""
+    count = len(chain["ops"])
+    kernels = [(i, j) for i in range(count) for j in range(i + 1, count + 1)] if count < 3 else []
+    text = ""
+    for begin, end in kernels:
+        flops = sum(op["flops"] for op in chain["ops"][begin:end])
+        moved = bytes_of(chain, begin, end)
+        text += f"; a kernel of operations {begin} to {end - 1} has a launch of "
+        text += f"{chain['launch']:.3g} s, {flops / chain['peak']:.3g} s of arithmetic and "
+        text += f"{moved / chain['bandwidth']:.3g} s of memory"
+    return text
+
+
 def cut_is_best(t, fn, chains):
     """All times first, so that a mistake shows in several values at once."""
     got = [fn(*chain.values()) for chain in chains]
     for pair in got:
         t.equal(len(pair), 2, why="how many values are returned")
     want = [best_cut(chain)[0] for chain in chains]
-    t.close([float(pair[0]) for pair in got], want, rtol=1e-9, atol=0, why="seconds")
+    seconds = [float(pair[0]) for pair in got]
+    off = [c for c, s, w in zip(chains, seconds, want, strict=True) if abs(s - w) > 1e-9 * w]
+    why = f"seconds{parts_of(off[0])}" if off else "seconds"
+    t.close(seconds, want, rtol=1e-9, atol=0, why=why)
     for chain, (seconds, lengths) in zip(chains, got, strict=True):
         lengths = [int(n) for n in lengths]
         t.equal(
@@ -1525,3 +1912,83 @@ def where_they_begin(*args):
 def strictly_less(*args):
     chain = as_chain(*args)
     return best_cut(chain, held=lambda *k: math.nextafter(room_of(*k), math.inf))
+
+
+@cut.mutant("You return the lengths first. The seconds come first, then the lengths.")
+def lengths_first(*args):
+    return best_cut(as_chain(*args))[::-1]
+
+
+@cut.mutant("You return where each kernel ends. The statement asks how many operations it has.")
+def where_they_end(*args):
+    seconds, lengths = best_cut(as_chain(*args))
+    return seconds, list(itertools.accumulate(lengths))
+
+
+@cut.mutant(
+    "Every kernel of yours reads `first` bytes. Only the first one does: a later kernel reads the result of "
+    "the operation before it."
+)
+def first_for_all(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        moved = bytes_of(chain, begin, end) - read_by(chain, begin) + chain["first"]
+        flops = sum(op["flops"] for op in chain["ops"][begin:end])
+        return chain["launch"] + max(flops / chain["peak"], moved / chain["bandwidth"])
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant(
+    "A kernel of yours writes the result of its first operation. It is the last one's that goes to memory."
+)
+def first_result_written(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        ops = chain["ops"]
+        moved = bytes_of(chain, begin, end) - ops[end - 1]["result"] + ops[begin]["result"]
+        flops = sum(op["flops"] for op in ops[begin:end])
+        return chain["launch"] + max(flops / chain["peak"], moved / chain["bandwidth"])
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant(
+    "Your kernels never write their results. That of a kernel's last operation goes to memory."
+)
+def result_unwritten(*args):
+    chain = as_chain(*args)
+
+    def cost(chain, begin, end):
+        moved = bytes_of(chain, begin, end) - chain["ops"][end - 1]["result"]
+        flops = sum(op["flops"] for op in chain["ops"][begin:end])
+        return chain["launch"] + max(flops / chain["peak"], moved / chain["bandwidth"])
+
+    return best_cut(chain, cost=cost)
+
+
+@cut.mutant(
+    "Your kernels take no time for their arithmetic, or none for their memory. A kernel takes the longer of "
+    "the two."
+)
+def memory_alone(*args):
+    chain = as_chain(*args)
+    return best_cut(chain, cost=lambda *k: chain["launch"] + bytes_of(*k) / chain["bandwidth"])
+
+
+@cut.mutant(
+    "You take the longest last kernel that fits, and only its beginning is tried. A shorter one can leave a "
+    "better cut for those before it: compare all."
+)
+def longest_from_the_back(*args):
+    chain = as_chain(*args)
+    lengths, end = [], len(chain["ops"])
+    while end:
+        begin = end - 1
+        while begin and room_of(chain, begin - 1, end) <= chain["room"]:
+            begin -= 1
+        lengths.insert(0, end - begin)
+        end = begin
+    return told(chain, lengths)

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import jax
@@ -254,6 +255,41 @@ def stays_float32(x, scale_D, eps=1e-6):
     return normalised(x.astype(jnp.float32), eps) * scale_D
 
 
+@rms_norm.mutant("You divide by the mean square itself. Divide by its root.")
+def no_root(x, scale_D, eps=1e-6):
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide / (mean + eps) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant("You never multiply by the scale.")
+def not_scaled(x, scale_D, eps=1e-6):
+    return normalised(x.astype(jnp.float32), eps).astype(x.dtype)
+
+
+@rms_norm.mutant("You multiply by 1 + scale, as Gemma does. Here the scale itself is the factor.")
+def one_plus_scale(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), eps) * (1 + scale_D)).astype(x.dtype)
+
+
+@rms_norm.mutant("You take 1e-6 for eps, whatever is given, or leave it out. It is an argument.")
+def own_eps(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), 1e-6) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant(
+    "You add no eps. Short vectors are scaled up too much, and a vector of zeros gives 0 / 0: add eps "
+    "to the mean square."
+)
+def no_eps(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), 0.0) * scale_D).astype(x.dtype)
+
+
+@rms_norm.mutant("You average over the wrong axis. A vector is the *last* dimension of x: axis=-1.")
+def over_the_first_axis(x, scale_D, eps=1e-6):
+    return (normalised(x.astype(jnp.float32), eps, axis=0) * scale_D).astype(x.dtype)
+
+
 # --------------------------------------------------------------------------------------- leak
 
 leak = Exercise(
@@ -373,6 +409,16 @@ def _(fn, t):
 
     got = fn(inputs_cancel, vectors(t, (6, 4)))
     t.equal(got, at(6, (1, 3)), why="a difference of two features")
+
+
+@leak.check("a leak that only lowers an output")
+def _(fn, t):
+    @jax.jit
+    def lowered(x_TD):
+        return jnp.cumsum(x_TD, axis=0).at[1, 1].add(-x_TD[3, 0])
+
+    got = fn(lowered, vectors(t, (6, 4)))
+    t.equal(got, at(6, (1, 3)), why="a derivative of -1, and no other")
 
 
 @leak.check("a small leak is a leak")
@@ -515,6 +561,34 @@ def one_position_at_a_time(model, x_TD):
         jacobian_VTD = jax.jacrev(lambda x, p=position: model(x)[p])(x_TD)
         rows.append(jnp.sum(jnp.abs(jacobian_VTD), axis=(0, 2)))
     return jnp.triu(jnp.stack(rows) > 0, k=1)
+
+
+@leak.mutant(
+    "You report every dependence, the allowed ones too. A leak is one on a *later* position: keep the "
+    "entries above the diagonal."
+)
+def every_dependence(model, x_TD):
+    return jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)) > 0
+
+
+@leak.mutant(
+    "Your result has the axes the other way round: entry [t, s] belongs to *output* t and *input* s."
+)
+def transposed(model, x_TD):
+    influence = jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3))
+    return jnp.triu(influence > 0, k=1).T
+
+
+@leak.mutant("You return how strong each leak is. The answer is boolean: compare with 0.")
+def strengths(model, x_TD):
+    return jnp.triu(jnp.sum(jnp.abs(jax.jacrev(model)(x_TD)), axis=(1, 3)), k=1)
+
+
+@leak.mutant(
+    "You ask whether the derivative is positive. A negative one is an effect too: take absolute values."
+)
+def positive_ones(model, x_TD):
+    return jnp.triu(jnp.any(jax.jacrev(model)(x_TD) > 0, axis=(1, 3)), k=1)
 
 
 # --------------------------------------------------------------------------------------- rope
@@ -733,6 +807,60 @@ def not_a_rotation(x_BTNH, positions_BT, theta=10_000.0):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = jnp.concatenate([a * cos - b * sin, b * cos - a * sin], axis=-1)
     return turned.astype(x_BTNH.dtype)
+
+
+@rope.mutant(
+    "Your frequencies grow with i. The first pair turns by one radian for each position and the last "
+    "hardly at all: the exponent is negative."
+)
+def growing_frequencies(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, 1 / theta))
+
+
+@rope.mutant(
+    "Your frequencies are those of the next pair: i counts from 0, so the first frequency is 1."
+)
+def pairs_from_one(x_BTNH, positions_BT, theta=10_000.0):
+    half = x_BTNH.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(1, half + 1, dtype=jnp.float32) / half)
+    return turn(x_BTNH, positions_BT[:, :, None, None].astype(jnp.float32) * frequency)
+
+
+@rope.mutant(
+    "Your frequencies fall too fast: the exponent is -2i/H, and you have -4i/H. With half = H // 2 it "
+    "is -i/half."
+)
+def twice_the_exponent(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, theta**2))
+
+
+@rope.mutant("You put the halves back in the wrong order: a' comes first, then b'.")
+def halves_swapped(x_BTNH, positions_BT, theta=10_000.0):
+    turned = turn(x_BTNH, angles(x_BTNH, positions_BT, theta))
+    return jnp.concatenate(jnp.split(turned, 2, axis=-1)[::-1], axis=-1)
+
+
+@rope.mutant(
+    "You take neighbours, features 2i and 2i + 1, and put the results into the two halves. Pair i with "
+    "i + H/2 when you read x too."
+)
+def half_interleaved(x_BTNH, positions_BT, theta=10_000.0):
+    halves = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
+    return turn(halves, angles(x_BTNH, positions_BT, theta))
+
+
+@rope.mutant("You turn by the same angle in every pair. The frequency depends on i.")
+def one_frequency(x_BTNH, positions_BT, theta=10_000.0):
+    return turn(x_BTNH, angles(x_BTNH, positions_BT, 1.0))
+
+
+@rope.mutant(
+    "Your angles follow the heads, not the positions: give them the shape [B, T, 1, H/2], so that they "
+    "broadcast over axis 2, the heads."
+)
+def by_head(x_BTNH, positions_BT, theta=10_000.0):
+    angle = jnp.swapaxes(angles(x_BTNH, positions_BT, theta), 1, 2)
+    return turn(x_BTNH, angle)
 
 
 # ---------------------------------------------------------------------------------------- gqa
@@ -979,6 +1107,71 @@ def softmax_over_queries(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
     return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, weigh=weigh)
 
 
+@gqa.mutant("You ignore the mask. A query may look only at the keys where its mask is True.")
+def no_mask(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, jnp.ones_like(mask_BTS))
+
+
+@gqa.mutant("Your mask is upside down: True marks the keys that may be seen.")
+def mask_upside_down(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, ~jnp.asarray(mask_BTS))
+
+
+@gqa.mutant(
+    "A hidden key's score is 0 in your softmax. That is a score like any other, and e^0 is 1: give it a "
+    "large negative number."
+)
+def masked_scores_are_zero(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    weigh = lambda logits, m: jax.nn.softmax(logits * m)  # noqa: E731
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, weigh=weigh)
+
+
+@gqa.mutant(
+    "You mask the future yourself. The mask comes from the caller, who may show other keys than the "
+    "earlier ones."
+)
+def own_causal_mask(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones(mask_BTS.shape[1:], bool)), mask_BTS.shape)
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask)
+
+
+@gqa.mutant(
+    "The scale is wrong: it is the root of H, the width of *one* head, neither of all heads together "
+    "nor of the number of heads."
+)
+def scale_by_all_heads(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    scale = (q_BTNH.shape[2] * q_BTNH.shape[3]) ** -0.5
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=scale)
+
+
+@gqa.mutant(
+    "You take the weights from the scores without softmax: they must be positive and sum to 1."
+)
+def no_softmax(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, weigh=lambda logits, m: logits * m)
+
+
+@gqa.mutant("You multiply the scores instead of dividing them by the root of H.")
+def scaled_up(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale=q_BTNH.shape[-1] ** 0.5)
+
+
+@gqa.mutant("Your result is not in the queries' dtype. Cast it at the end.")
+def stays_in_float32(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    return grouped(q_BTNH, k_BSKH, v_BSKH, mask_BTS).astype(jnp.float32)
+
+
+@gqa.mutant(
+    "You fold the heads with G before K and read them as if K came first, so query heads meet the wrong "
+    "key heads. Head n is [n // G, n % G]."
+)
+def folded_and_swapped(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    turned = q_BTNH.reshape(B, T, N // K, K, H).swapaxes(2, 3).reshape(B, T, N, H)
+    return grouped(turned, k_BSKH, v_BSKH, mask_BTS)
+
+
 # -------------------------------------------------------------------------------------- count
 
 count = Exercise(
@@ -1051,6 +1244,37 @@ def measured_flops(cfg, new, cached):
     return total
 
 
+def difference(cfg, got, want, new, cached):
+    """Names what is too much or too little in a number of parameters (new is 0) or of FLOPs."""
+    V, L, D, N, F, K, H = cfg.vocab, cfg.layers, cfg.embed, cfg.heads, cfg.mlp, cfg.K, cfg.H
+    each = 2 * new or 1
+    parts = {
+        "a table of V by D": each * V * D,
+        "a matrix of D by F in each layer": each * L * D * F,
+        "a matrix of D by N*H in each layer": each * L * D * N * H,
+        "a matrix of D by K*H in each layer": each * L * D * K * H,
+    }
+    if new:
+        parts["one of the two products with the cache"] = each * L * N * H * (new + cached)
+    else:
+        parts |= {"a scale of D in each layer": L * D, "one scale of D": D}
+    for count, (name, size) in itertools.product((1, 2, 3), parts.items()):
+        if isinstance(got, int) and abs(got - want) == count * size:
+            times = f"{count} times " if count > 1 else ""
+            return f"; too {'much' if got > want else 'little'} by {times}{name}"
+    return ""
+
+
+def compare_parameters(t, fn, cfg, why):
+    got, want = whole(t, fn, cfg, 10, 0, 0), measured_parameters(cfg)
+    t.equal(got, want, why=why + difference(cfg, got, want, 0, 0))
+
+
+def compare_flops(t, fn, cfg, new, cached, why):
+    got, want = whole(t, fn, cfg, new, cached, 2), measured_flops(cfg, new, cached)
+    t.equal(got, want, why=why + difference(cfg, got, want, new, cached))
+
+
 def whole(t, fn, cfg, new, cached, which):
     got = fn(cfg, new, cached)
     t.true(
@@ -1066,13 +1290,13 @@ def whole(t, fn, cfg, new, cached, which):
 @count.check("parameters")
 def _(fn, t):
     cfg = learner_config(t)
-    t.equal(whole(t, fn, cfg, 10, 0, 0), measured_parameters(cfg), why="your model's pytree")
+    compare_parameters(t, fn, cfg, "your model's pytree")
 
 
 @count.check("parameters with tied embeddings")
 def _(fn, t):
     cfg = learner_config(t, tie_embeddings=True)
-    t.equal(whole(t, fn, cfg, 10, 0, 0), measured_parameters(cfg), why="your model with one table")
+    compare_parameters(t, fn, cfg, "your model with one table")
 
 
 @count.check("bytes of the cache")
@@ -1088,44 +1312,56 @@ def _(fn, t):
 @count.check("FLOPs of a prompt")
 def _(fn, t):
     cfg = learner_config(t)
-    t.equal(whole(t, fn, cfg, 13, 0, 2), measured_flops(cfg, 13, 0), why="13 tokens, empty cache")
+    compare_flops(t, fn, cfg, 13, 0, "13 tokens, empty cache")
 
 
 @count.check("FLOPs of one more token")
 def _(fn, t):
     cfg = learner_config(t)
-    t.equal(whole(t, fn, cfg, 1, 40, 2), measured_flops(cfg, 1, 40), why="1 token after 40")
+    compare_flops(t, fn, cfg, 1, 40, "1 token after 40")
 
 
 @count.check("FLOPs with tied embeddings")
 def _(fn, t):
     cfg = learner_config(t, tie_embeddings=True)
-    t.equal(
-        whole(t, fn, cfg, 5, 4, 2), measured_flops(cfg, 5, 4), why="the logits are a product too"
-    )
+    compare_flops(t, fn, cfg, 5, 4, "the logits are a product too")
 
 
 @count.check("a model of 70 billion parameters")
 def _(fn, t):
     cfg = load_config("llama2-70b").model
-    t.equal(whole(t, fn, cfg, 1, 0, 0), measured_parameters(cfg), why="llama2-70b: parameters")
-    t.equal(whole(t, fn, cfg, 64, 192, 2), measured_flops(cfg, 64, 192), why="llama2-70b: FLOPs")
+    compare_parameters(t, fn, cfg, "llama2-70b: parameters")
+    compare_flops(t, fn, cfg, 64, 192, "llama2-70b: FLOPs")
 
 
 def cost(
-    cfg, new, cached, K=None, H=None, norms=None, tables=None, lookups=0, ops=2, item=4, keys=None
+    cfg,
+    new,
+    cached,
+    K=None,
+    H=None,
+    norms=None,
+    tables=None,
+    lookups=0,
+    ops=2,
+    item=4,
+    keys=None,
+    mlp=3,
+    out=2,
+    held=None,
+    products=2,
 ):
     """The right answer, with the places where one goes wrong as arguments."""
     K, H = K or cfg.K, H or cfg.H
     norms = 2 * cfg.layers + 1 if norms is None else norms
     tables = tables or (1 if cfg.tie_embeddings else 2)
     keys = new + cached if keys is None else keys
-    matrices = cfg.layers * (cfg.embed * H * (2 * cfg.heads + 2 * K) + 3 * cfg.embed * cfg.mlp)
+    matrices = cfg.layers * (cfg.embed * H * (out * cfg.heads + 2 * K) + mlp * cfg.embed * cfg.mlp)
     table = cfg.vocab * cfg.embed
     flops = new * (ops * (matrices + (1 + lookups) * table))
-    flops += new * cfg.layers * 2 * ops * cfg.heads * H * keys
+    flops += new * cfg.layers * products * ops * cfg.heads * H * keys
     parameters = matrices + norms * cfg.embed + tables * table
-    return parameters, cfg.layers * (new + cached) * K * H * item, flops
+    return parameters, cfg.layers * (held or new + cached) * K * H * item, flops
 
 
 @count.mutant(
@@ -1200,3 +1436,51 @@ def ignores_the_cache(cfg, new, cached):
 )
 def half_the_square(cfg, new, cached):
     return cost(cfg, new, cached, keys=cached + (new + 1) / 2)
+
+
+@count.mutant("You count two matrices in the feed-forward. It has three: gate, up and down.")
+def two_matrices(cfg, new, cached):
+    return cost(cfg, new, cached, mlp=2)
+
+
+@count.mutant("You left out the output projection, which leads from N*H back to D.")
+def no_output_projection(cfg, new, cached):
+    return cost(cfg, new, cached, out=1)
+
+
+@count.mutant("You count one norm in each layer. There are two, one before each half.")
+def one_norm_per_layer(cfg, new, cached):
+    return cost(cfg, new, cached, norms=cfg.layers + 1)
+
+
+@count.mutant("Your cache holds the new tokens alone. It also holds those that were in it before.")
+def cache_of_new_tokens(cfg, new, cached):
+    return cost(cfg, new, cached, held=new)
+
+
+@count.mutant(
+    "You count one product with the cache. There are two: queries with keys, and weights with values."
+)
+def scores_alone(cfg, new, cached):
+    return cost(cfg, new, cached, products=1)
+
+
+@count.mutant("You left out the product that gives the logits, D by V for each new token.")
+def no_logits(cfg, new, cached):
+    return cost(cfg, new, cached, lookups=-1)
+
+
+@count.mutant(
+    "With tied embeddings you left out the logits' product. One table is stored, and it is multiplied "
+    "all the same."
+)
+def tied_logits_for_nothing(cfg, new, cached):
+    return cost(cfg, new, cached, lookups=-1 if cfg.tie_embeddings else 0)
+
+
+@count.mutant(
+    "You count the FLOPs of training, three times those of a forward pass. This only reads."
+)
+def training(cfg, new, cached):
+    parameters, size, flops = cost(cfg, new, cached)
+    return parameters, size, 3 * flops

@@ -331,6 +331,76 @@ def returns_the_mean(logits_BTV, targets_BT, mask_BT):
 
 
 @cross_entropy.mutant(
+    "Your loss has the wrong sign. It is *minus* the logarithm of a probability, so it is never negative."
+)
+def negative(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    total = jnp.sum(careful_nll(logits_BTV, targets_BT, counts_BT))
+    return -total, jnp.sum(counts_BT, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "You return the logarithm of the normaliser alone. The loss is that minus the target's logit."
+)
+def normaliser_alone(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    loss = lambda x, targets: jax.nn.logsumexp(x, axis=-1)  # noqa: E731
+    total = jnp.sum(careful_nll(logits_BTV, targets_BT, counts_BT, loss))
+    return total, jnp.sum(counts_BT, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "Your largest logit is subtracted before the exponentials and not added again after the "
+    "logarithm. The target's logit must be compared with a normaliser of the same scale."
+)
+def maximum_not_added_again(logits_BTV, targets_BT, mask_BT):
+    def loss(x, targets):
+        top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+        target = jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
+        return jnp.log(jnp.sum(jnp.exp(x - top), axis=-1)) - target
+
+    counts_BT = mask_BT != 0
+    total = jnp.sum(careful_nll(logits_BTV, targets_BT, counts_BT, loss))
+    return total, jnp.sum(counts_BT, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "You take the logarithm to base 2. A loss in nats takes the natural logarithm."
+)
+def in_bits(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    total = jnp.sum(careful_nll(logits_BTV, targets_BT, counts_BT)) / np.log(2)
+    return total, jnp.sum(counts_BT, dtype=jnp.float32)
+
+
+@cross_entropy.mutant("You return the count first. The sum comes first, then the count.")
+def swapped(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    total = jnp.sum(careful_nll(logits_BTV, targets_BT, counts_BT))
+    return jnp.sum(counts_BT, dtype=jnp.float32), total
+
+
+@cross_entropy.mutant(
+    "You shift the targets by one position. They are given as they are: the target of a position is "
+    "under the same index."
+)
+def shifted_targets(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    total = jnp.sum(careful_nll(logits_BTV[:, :-1], targets_BT[:, 1:], counts_BT[:, 1:]))
+    return total, jnp.sum(counts_BT, dtype=jnp.float32)
+
+
+@cross_entropy.mutant(
+    "With nothing to predict your count is 1. The count is reported as it is; it is the caller who "
+    "must not divide by 0."
+)
+def at_least_one(logits_BTV, targets_BT, mask_BT):
+    counts_BT = mask_BT != 0
+    total = jnp.sum(careful_nll(logits_BTV, targets_BT, counts_BT))
+    return total, jnp.maximum(jnp.sum(counts_BT, dtype=jnp.float32), 1.0)
+
+
+@cross_entropy.mutant(
     "You ignore the mask in the sum: padding is counted as text. Leave out the loss of every "
     "position whose mask is 0."
 )
@@ -604,6 +674,52 @@ def step_before(loss, learning_rate):
     return jax.jit(update, donate_argnums=0)
 
 
+@donation.mutant(
+    "The step's number never grows: the new state has that of the old one. Add 1 to it."
+)
+def never_counts(loss, learning_rate):
+    def update(state, batch):
+        new, metrics = momentum(loss, state, batch, learning_rate)
+        return new | {"step": state["step"]}, metrics | {"step": state["step"]}
+
+    return jax.jit(update, donate_argnums=0)
+
+
+@donation.mutant(
+    "Your new state has the old velocity. `momentum_update` returns the new one as its second result."
+)
+def old_velocity(loss, learning_rate):
+    def update(state, batch):
+        new, metrics = momentum(loss, state, batch, learning_rate)
+        return new | {"velocity": state["velocity"]}, metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+@donation.mutant("You return the metrics first. The new state comes first, then the metrics.")
+def metrics_first(loss, learning_rate):
+    return jax.jit(lambda s, b: momentum(loss, s, b, learning_rate)[::-1], donate_argnums=0)
+
+
+@donation.mutant(
+    "You donate the batch, argument 1. It is the state, argument 0, that the caller no longer needs."
+)
+def only_the_batch_donated(loss, learning_rate):
+    return jax.jit(lambda s, b: momentum(loss, s, b, learning_rate), donate_argnums=1)
+
+
+@donation.mutant(
+    "Your new state lacks a part of the old one. It has the same three keys, so that it can go into "
+    "the next step."
+)
+def state_without_its_step(loss, learning_rate):
+    def update(state, batch):
+        new, metrics = momentum(loss, state, batch, learning_rate)
+        return {"params": new["params"], "velocity": new["velocity"]}, metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
 # --------------------------------------------------------------------------------- accumulate
 
 accumulate = Exercise(
@@ -680,8 +796,10 @@ class TokenModel:
 def compare_with_whole(fn, t, model, batch, microbatches, why, rtol=2e-5, atol=2e-6):
     loss, grads = fn(model.loss_sum, model.params, batch, microbatches)
     want_loss, want_grads = model.whole(batch)
-    t.close(loss, want_loss, rtol=rtol, atol=atol, why=f"the loss, {why}", dtype=np.float32)
-    t.close(grads, want_grads, rtol=rtol, atol=atol, why=f"the gradient, {why}")
+    # Together: two mistakes may agree in the loss alone.
+    got = {"loss": loss, "the gradient": grads}
+    want = {"loss": want_loss, "the gradient": want_grads}
+    t.close(got, want, rtol=rtol, atol=atol, why=why, dtype=np.float32)
 
 
 def scans(jaxpr):
@@ -888,6 +1006,50 @@ def divides_by_nothing(loss_sum, params, batch, microbatches):
 def gradient_not_divided(loss_sum, params, batch, microbatches):
     total, count, grads = summed(loss_sum, params, split_rows(batch, microbatches))
     return total / jnp.maximum(count, 1.0), grads
+
+
+@accumulate.mutant(
+    "You return sums. Divide the loss and the gradient by the number of target tokens, once, at the end."
+)
+def never_divided(loss_sum, params, batch, microbatches):
+    total, _, grads = summed(loss_sum, params, split_rows(batch, microbatches))
+    return total, grads
+
+
+@accumulate.mutant(
+    "The gradient is right, but you return the summed loss. It is asked for per target token."
+)
+def loss_not_divided(loss_sum, params, batch, microbatches):
+    total, count, grads = summed(loss_sum, params, split_rows(batch, microbatches))
+    return total, scaled(grads, 1.0 / jnp.maximum(count, 1.0))
+
+
+@accumulate.mutant(
+    "You divide by the number of microbatches. The sum over all of them is divided by the number of "
+    "target tokens, which `loss_sum` returns."
+)
+def divided_by_microbatches(loss_sum, params, batch, microbatches):
+    total, _, grads = summed(loss_sum, params, split_rows(batch, microbatches))
+    return total / microbatches, scaled(grads, 1.0 / microbatches)
+
+
+@accumulate.mutant(
+    "You divide by the number of rows. A row has many target tokens, or none: divide by the count "
+    "that `loss_sum` returns, added up."
+)
+def divided_by_rows(loss_sum, params, batch, microbatches):
+    B = jax.tree.leaves(batch)[0].shape[0]
+    total, _, grads = summed(loss_sum, params, split_rows(batch, microbatches))
+    return total / B, scaled(grads, 1.0 / B)
+
+
+@accumulate.mutant(
+    "Only one microbatch reaches your result: its sums replace those before. Add them to the carry."
+)
+def only_the_last(loss_sum, params, batch, microbatches):
+    parts = jax.tree.map(lambda x: x[-1:], split_rows(batch, microbatches))
+    total, count, grads = summed(loss_sum, params, parts)
+    return total / jnp.maximum(count, 1.0), scaled(grads, 1.0 / jnp.maximum(count, 1.0))
 
 
 @accumulate.mutant(
@@ -1101,13 +1263,14 @@ def _(fn, t):
 def _(fn, t):
     r = Recorder(t.rng, 0)
     r.run(fn, 8)
-    late = [
-        number
-        for number in range(1, 7)
-        if ("log", number) not in r.events
-        or r.events.index(("log", number)) > r.events.index(("dispatch", number + 2))
-    ]
-    t.equal(late, [], why="steps that were logged only after two more steps had been dispatched")
+    late = {}
+    for number in range(1, 7):
+        before = r.events[: r.events.index(("log", number))] if ("log", number) in r.events else []
+        ahead = [later for kind, later in before if kind == "dispatch" and later > number]
+        if len(ahead) != 1:
+            late[number] = len(ahead)
+    why = "how many later steps had been dispatched when a step was logged, where it was not 1"
+    t.equal(late, {}, why=why)
 
 
 @loop.check("not one batch too many")
@@ -1265,6 +1428,71 @@ def logs_promises(step, state, batches, start, steps, log):
     return reads_behind(step, state, batches, start, steps, log, read=dict)
 
 
+@loop.mutant(
+    "You number the steps from `start`, not from start + 1. `start` steps were taken before, so the "
+    "first one here is the next."
+)
+def numbers_from_start(step, state, batches, start, steps, log):
+    earlier = lambda number, values: log(number - 1, values)  # noqa: E731
+    return reads_behind(step, state, batches, start, steps, earlier)
+
+
+@loop.mutant(
+    "You take one step too few: `range(a, b)` ends before b. The step with the number `steps` is taken."
+)
+def one_step_too_few(step, state, batches, start, steps, log):
+    return reads_behind(step, state, batches, start, max(start, steps - 1), log)
+
+
+@loop.mutant("You take one step too many: the last one has the number `steps`.")
+def one_step_too_many(step, state, batches, start, steps, log):
+    return reads_behind(step, state, batches, start, steps + 1, log)
+
+
+@loop.mutant(
+    "You take `steps` steps from where the run is. `steps` is the number of the last step, so "
+    "steps - start are left."
+)
+def takes_steps_more(step, state, batches, start, steps, log):
+    return reads_behind(step, state, batches, start, start + steps, log)
+
+
+@loop.mutant(
+    "With start == steps there is nothing to log after the loop, and your last lines use what only "
+    "the loop would have made."
+)
+def logs_nothing_at_the_end(step, state, batches, start, steps, log):
+    pending = None
+    for number in range(start + 1, steps + 1):
+        state, metrics = step(state, next(batches))
+        if pending is not None:
+            log(pending[0], floats(pending[1]))
+        pending = number, metrics
+    log(number, floats(metrics))
+    return state
+
+
+@loop.mutant(
+    "You return more than the state. Return the state after the last step, and nothing with it."
+)
+def returns_more(step, state, batches, start, steps, log):
+    return reads_behind(step, state, batches, start, steps, log), steps
+
+
+@loop.mutant("You log two steps behind. Dispatch a step, then log the one before it at once.")
+def two_steps_behind(step, state, batches, start, steps, log):
+    kept = []
+    for number in range(start + 1, steps + 1):
+        state, metrics = step(state, next(batches))
+        kept.append((number, metrics))
+        if len(kept) > 2:
+            number, metrics = kept.pop(0)
+            log(number, floats(metrics))
+    for number, metrics in kept:
+        log(number, floats(metrics))
+    return state
+
+
 def reads_behind(step, state, batches, start, steps, log, read=floats):
     pending = None
     for number in range(start + 1, steps + 1):
@@ -1410,7 +1638,7 @@ def _(fn, t):
 @rerun.check("cut between epochs, twice, and before the first step")
 def _(fn, t):
     check_cuts(fn, t, NoisyFit(t.rng), (3, 4))
-    check_cuts(fn, t, NoisyFit(t.rng, R=4), (0, 1, 2))
+    check_cuts(fn, t, NoisyFit(t.rng, R=4), (0, 2, 1, 1))
 
 
 @rerun.check("through a file")
@@ -1457,6 +1685,10 @@ def trainer(
     keep_opt_state=True,
     donate=(),
     jit_once=True,
+    per_epoch=lambda R: R // 4,
+    early=True,
+    convert=float,
+    number=lambda first, steps: first + steps,
 ):
     """A correct train_rows but for what is passed."""
 
@@ -1464,7 +1696,8 @@ def trainer(
         def update(params, opt_state, rows, key):
             value, grads = jax.value_and_grad(loss)(params, rows, key)
             updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, value
+            params = optax.apply_updates(params, updates)
+            return params, opt_state, value if early else loss(params, rows, key)
 
         step = jax.jit(update, donate_argnums=donate)
         saved = saved or {"step": 0, "params": params, "opt_state": optimizer.init(params)}
@@ -1474,11 +1707,11 @@ def trainer(
         for i in range(first, first + steps):
             if not jit_once:
                 step = jax.jit(functools.partial(update))
-            epoch, place = divmod(batch_number(i, first), R // 4)
+            epoch, place = divmod(batch_number(i, first), per_epoch(R))
             rows = rows_RT[order(seed, epoch, R)[4 * place : 4 * place + 4]]
             params, opt_state, value = step(params, opt_state, rows, key(seed, i, first))
-            losses.append(float(value))
-        return losses, {"step": first + steps, "params": params, "opt_state": opt_state}
+            losses.append(convert(value))
+        return losses, {"step": number(first, steps), "params": params, "opt_state": opt_state}
 
     return train_rows
 
@@ -1539,4 +1772,42 @@ wrong_rerun(
     "You make a new jitted function in every step, so each one is traced and compiled. Jit once, "
     "before the loop, and pass rows and key as arguments.",
     jit_once=False,
+)
+wrong_rerun(
+    "loss_after_the_update",
+    "You compute a step's loss with the parameters after its update. The loss of a step is that with "
+    "the parameters it begins with: take it from value_and_grad.",
+    early=False,
+)
+wrong_rerun(
+    "losses_left_as_arrays",
+    "Your losses are arrays. They are asked for as Python floats.",
+    convert=lambda value: value,
+)
+wrong_rerun(
+    "counts_this_call_alone",
+    "You save the number of steps of this call. After a second cut the third call begins too early: "
+    "save the steps of all calls.",
+    number=lambda first, steps: steps,
+)
+wrong_rerun(
+    "last_rows_are_used",
+    "Your epoch has a last, shorter batch. It has R // 4 steps: the R % 4 rows left over are not used.",
+    per_epoch=lambda R: -(-R // 4),
+)
+wrong_rerun(
+    "seed_plus_epoch",
+    "You add the epoch to the seed. Then a run with the next seed has the same orders, one epoch "
+    "earlier. The generator's seed is the list `[seed, epoch]`.",
+    order=lambda seed, epoch, R: np.random.default_rng(seed + epoch).permutation(R),
+)
+wrong_rerun(
+    "rows_in_order",
+    "You take the rows in the order they come in. Each epoch has the order of a permutation.",
+    order=lambda seed, epoch, R: np.arange(R),
+)
+wrong_rerun(
+    "keys_from_one",
+    "Your steps, or their keys, count from 1. The first step is step 0.",
+    key=lambda seed, i, first: jax.random.fold_in(jax.random.key(seed), i + 1),
 )

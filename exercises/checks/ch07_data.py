@@ -99,8 +99,21 @@ right_merge = bpe_variant()
 def same_merge(t, fn, words, counts, why, new_id=99):
     want_pair, want = right_merge(words, counts, new_id)
     pair, found = fn([list(word) for word in words], list(counts), new_id)
-    t.equal(None if pair is None else tuple(pair), want_pair, why=f"the pair, {why}")
-    t.equal([list(word) for word in found], want, why=f"the words, {why}")
+    pair_text = f"the pair, {why}"
+    if pair is not None and tuple(pair) != want_pair:
+        for one in (tuple(pair), want_pair):
+            times = sum(
+                n * list(itertools.pairwise(w)).count(one)
+                for w, n in zip(words, counts, strict=True)
+            )
+            pair_text += f"; {one} occurs {times} times"
+    t.equal(None if pair is None else tuple(pair), want_pair, why=pair_text)
+    word_text = f"the words, {why}"
+    for old, new, right in zip(words, found, want, strict=False):
+        if list(new) != right:
+            word_text += f"; of {old} you make {list(new)}, not {right}"
+            break
+    t.equal([list(word) for word in found], want, why=word_text)
     types = {type(x).__name__ for x in (found, *found)}
     t.equal(sorted(types), ["list"], why=f"the types of the words and of what they are in, {why}")
     t.equal(type(pair).__name__, type(want_pair).__name__, why=f"the type of the pair, {why}")
@@ -278,6 +291,37 @@ def only_the_first(words, counts, new_id):
         at = [i for i, p in enumerate(itertools.pairwise(word)) if p == pair][:1]
         found.append([*word[: at[0]], new_id, *word[at[0] + 2 :]] if at else list(word))
     return pair, found
+
+
+wrong_merge(
+    "steps_of_two",
+    "You cut a word into pairs from its beginning, so only every second pair of neighbours is counted.",
+    seen=lambda pairs: pairs[::2],
+)
+wrong_merge(
+    "rarest",
+    "You take the rarest pair. The most frequent wins.",
+    tie=lambda pairs: min(pairs, key=lambda pair: (pairs[pair], pair)),
+)
+
+
+@bpe_merge.mutant("You put the new id beside the pair. It *replaces* both ids.")
+def beside_the_pair(words, counts, new_id):
+    pair, found = right_merge(words, counts, new_id)
+    return pair, [[y for x in word for y in ([x, *pair] if x == new_id else [x])] for word in found]
+
+
+@bpe_merge.mutant(
+    "If there is nothing to merge you return no words. Return them as they are, in new lists."
+)
+def no_words(words, counts, new_id):
+    pair, found = right_merge(words, counts, new_id)
+    return pair, None if pair is None else found
+
+
+@bpe_merge.mutant("You return the words first. The pair comes first, then the words.")
+def words_first(words, counts, new_id):
+    return right_merge(words, counts, new_id)[::-1]
 
 
 # ----------------------------------------------------------------------------------- packing
@@ -551,6 +595,99 @@ def a_row_for_each_document(documents, rows, T, eod):
     return out
 
 
+def pack_then(name, hint, change):
+    """A right answer that is changed afterwards."""
+
+    def answer(documents, rows, T, eod):
+        out = right_pack(documents, rows, T, eod)
+        change(out, out["segment_ids"] > 0, eod)
+        return out
+
+    answer.__name__ = name
+    packing.mutant(hint)(answer)
+
+
+def pieces_of_the_stream(out, real, eod):
+    most = out["segment_ids"].max(axis=1, initial=0)
+    before = np.cumsum(most) - most
+    out["segment_ids"] = np.where(real, out["segment_ids"] + before[:, None], 0).astype(np.int32)
+
+
+def targets_like_inputs(out, real, eod):
+    out["targets"] = out["tokens"].copy()
+
+
+def targets_of_the_row(out, real, eod):
+    out["targets"] = np.roll(out["tokens"], -1, axis=1)
+
+
+def previous_targets(out, real, eod):
+    flat = np.roll(out["tokens"].reshape(-1), 1)
+    out["targets"] = np.where(real, flat.reshape(real.shape), 0).astype(np.int32)
+
+
+def padded_with_ends(out, real, eod):
+    for name in ("tokens", "targets"):
+        out[name] = np.where(real, out[name], eod).astype(np.int32)
+
+
+def mask_of_padding_alone(out, real, eod):
+    out["loss_mask"] = np.ones(real.shape, np.float32)
+
+
+def boolean_mask(out, real, eod):
+    out["loss_mask"] = out["loss_mask"] > 0
+
+
+def mask_upside_down(out, real, eod):
+    out["loss_mask"] = 1 - out["loss_mask"]
+
+
+def positions_from_one(out, real, eod):
+    out["positions"] = np.where(real, out["positions"] + 1, 0).astype(np.int32)
+
+
+for change, hint in (
+    (
+        pieces_of_the_stream,
+        "Your segment ids count the pieces of all rows together. They begin with 1 in every row.",
+    ),
+    (
+        targets_like_inputs,
+        "Your targets are the inputs themselves. The target of a slot is the token *after* it in the "
+        "stream.",
+    ),
+    (
+        targets_of_the_row,
+        "You shift each row to make its targets. The last slot's target is the first token of the next "
+        "row, not of the same one: take the targets from the stream.",
+    ),
+    (previous_targets, "Your targets are the tokens before the inputs. They come after them."),
+    (padded_with_ends, "You pad with `eod`. Where there is padding all five arrays are 0."),
+    (
+        mask_of_padding_alone,
+        "Your loss mask is 1 everywhere. It's 0 at padding and where the input is an end of document.",
+    ),
+    (boolean_mask, "Your loss mask is boolean. The loss multiplies by it: make it float32."),
+    (mask_upside_down, "Your loss mask is the wrong way round: 1 marks what is learnt."),
+    (positions_from_one, "Your positions begin at 1. A piece's first position is 0."),
+):
+    pack_then(change.__name__, hint, change)
+
+
+@packing.mutant("You put `eod` before each document. It comes after the document that it ends.")
+def ends_come_first(documents, rows, T, eod):
+    turned = [x for document in documents for x in (eod, *document)]
+    flat = np.zeros(rows * T + 1, np.int64)
+    flat[: len(turned)] = turned[: rows * T + 1]
+    out = right_pack(documents, rows, T, eod)
+    real = out["segment_ids"].reshape(-1) > 0
+    for name, begin in (("tokens", 0), ("targets", 1)):
+        piece = np.where(real, flat[begin : begin + rows * T], 0)
+        out[name] = piece.reshape(rows, T).astype(np.int32)
+    return out
+
+
 # ----------------------------------------------------------------------------- process_shard
 
 process_shard = Exercise(
@@ -616,6 +753,11 @@ def same_shards(t, fn, k, B, count, total, why):
     got = {process: fn(k, B, process, count, total) for process in range(count)}
     want = {process: right_shard(k, B, process, count, total) for process in range(count)}
     where = f"by process, of {count}, batch {k} of {B} rows, {why}"
+    for process, rows in got.items():
+        right = want[process]
+        if B <= 12 and np.shape(rows) != right.shape:
+            where += f"; process {process} reads {np.asarray(rows).tolist()}, not {right.tolist()}"
+            break
     t.close(got, want, rtol=0, atol=0, why=where, dtype=np.int64)
 
 
@@ -757,6 +899,48 @@ wrong_shard(
     "rounded. Stay in integers.",
     exact=False,
 )
+
+wrong_shard(
+    "one_row_past_the_end",
+    "Row number `total` doesn't exist: rows are counted from 0. Put -1 there too.",
+    end=lambda rows, total: np.where(rows <= total, rows, -1),
+)
+wrong_shard(
+    "last_row_left_out",
+    "The last row of the data is number total - 1, and you put -1 there.",
+    end=lambda rows, total: np.where(rows < total - 1, rows, -1),
+)
+wrong_shard(
+    "the_last_row_again",
+    "Past the end you repeat the last row. Put -1 there.",
+    end=lambda rows, total: np.minimum(rows, total - 1),
+)
+wrong_shard(
+    "zeros_past_the_end",
+    "Past the end you put 0, which is a row. Put -1 there.",
+    end=lambda rows, total: np.where(rows < total, rows, 0),
+)
+wrong_shard(
+    "a_list",
+    "You return a list. An array of int64 is asked for.",
+    end=lambda rows, total: [int(row) if row < total else -1 for row in rows],
+)
+wrong_shard(
+    "int32",
+    "Your rows are int32. There may be more than two billion: make them int64.",
+    end=lambda rows, total: np.where(rows < total, rows, -1).astype(np.int32),
+)
+wrong_shard(
+    "batches_from_one",
+    "Your first batch is batch 1. k counts from 0: batch k begins at row k B.",
+    batch=lambda k, B, count: (k + 1) * B,
+)
+wrong_shard(
+    "whole_batch",
+    "Every process reads the whole batch. They share its slots.",
+    places=lambda B, process, count: np.arange(B, dtype=np.int64),
+)
+
 
 # ------------------------------------------------------------------------------------ resume
 
@@ -1134,6 +1318,74 @@ class PermutedEachTime(CorrectRows):
         return super().__next__()
 
 
+@resume.mutant(
+    "Your iterator ends with its first epoch. It never ends: the next epoch follows, in another order."
+)
+class OneEpoch(CorrectRows):
+    def __next__(self):
+        if self.taken == self.rows:
+            raise StopIteration
+        return super().__next__()
+
+
+@resume.mutant(
+    "You resume one row too early: the last row taken comes again. The state has to name the *next* row."
+)
+class OneEarly(CorrectRows):
+    def set_state(self, state):
+        self.taken = max(state["taken"] - 1, 0)
+
+
+@resume.mutant(
+    "You seed with the epoch alone, or with the seed alone. Each order depends on both: `[seed, epoch]`."
+)
+class EpochForSeed(CorrectRows):
+    def order(self, epoch):
+        return np.random.default_rng(epoch).permutation(self.rows)
+
+
+@resume.mutant("You seed with [epoch, seed]. The seed comes first: `[seed, epoch]`.")
+class SeedsTurnedRound(CorrectRows):
+    def order(self, epoch):
+        return np.random.default_rng([epoch, self.seed]).permutation(self.rows)
+
+
+@resume.mutant("You count the epochs from 1. The first is epoch 0.")
+class EpochsFromOne(CorrectRows):
+    def order(self, epoch):
+        return super().order(epoch + 1)
+
+
+@resume.mutant(
+    "You return the rows as they are numbered. An epoch has them in the order of its permutation."
+)
+class NotShuffled(CorrectRows):
+    def order(self, epoch):
+        return np.arange(self.rows)
+
+
+@resume.mutant(
+    "Your state isn't something JSON can hold. An array, a generator or a NumPy integer can't be written: "
+    "return plain ints."
+)
+class ArraysInTheState(CorrectRows):
+    def get_state(self):
+        return {"taken": np.int64(self.taken)}
+
+    def set_state(self, state):
+        self.taken = int(state["taken"])
+
+
+@resume.mutant(
+    "After set_state the order that `__next__` reads is missing: a new object has none yet. Make the "
+    "order in `set_state`, or when the first row is asked for."
+)
+class OrderMissing(CorrectRows):
+    def set_state(self, state):
+        super().set_state(state)
+        self.held = state["taken"] // self.rows, None
+
+
 # ----------------------------------------------------------------------------------- mixture
 
 mixture = Exercise(
@@ -1206,7 +1458,12 @@ def same_mixture(t, fn, weights, rows, why):
     for i in rows:
         part, row = table[i % sum(weights)]
         want.append((part, i // sum(weights) * weights[part] + row))
-    t.equal(asked(fn, weights, rows), want, why=f"weights {weights}, {why}")
+    got = asked(fn, weights, rows)
+    turns = ""
+    if got != want:
+        parts = [" ".join(str(part) for part, _ in found[:16]) for found in (got, want)]
+        turns = f"; your parts begin {parts[0]}, the right ones {parts[1]}"
+    t.equal(got, want, why=f"weights {weights}, {why}{turns}")
 
 
 def draw_weights(rng, parts, largest=9):
@@ -1428,3 +1685,49 @@ mixture.mutant(
     "You count calls, or keep something else from one call to the next. The answer must depend on "
     "`weights` and `i` alone."
 )(Remembering())
+
+
+@mixture.mutant(
+    "You go through the parts in turn, i modulo their number, so all get equal shares. The weights decide "
+    "who gets a slot."
+)
+def equal_turns(weights, i):
+    return i % len(weights), i // len(weights)
+
+
+@mixture.mutant(
+    "Rows are missing in your parts: you look up who gets the *next* slot. Row i of the mixture is what slot "
+    "i holds."
+)
+def next_slot(weights, i):
+    return by_table(weights, i + 1)
+
+
+@mixture.mutant("You return the row first. The part comes first, then its row.")
+def row_first(weights, i):
+    return by_table(weights, i)[::-1]
+
+
+@mixture.mutant("You return NumPy integers, or floats. Both are asked for as Python ints.")
+def numpy_integers(weights, i):
+    return tuple(np.int64(x) for x in by_table(weights, i))
+
+
+@mixture.mutant("You look for the latest deadline. The earliest gets the slot.")
+def latest_deadline(weights, i):
+    return by_table(weights, i, due=lambda taken, w: (taken + 1) * sum(weights) // w * -1)
+
+
+@mixture.mutant(
+    "You give the slot to the part with the largest weight among those that may come. It is the earliest "
+    "deadline that decides."
+)
+def heaviest_first(weights, i):
+    return by_table(weights, i, due=lambda taken, w: -w)
+
+
+@mixture.mutant(
+    "Your deadline is the slot from which the row may come. It has time until ceil((j + 1) W / w)."
+)
+def due_when_it_may_come(weights, i):
+    return by_table(weights, i, due=lambda taken, w: taken * sum(weights) // w)

@@ -426,6 +426,25 @@ wrong_save(
 )
 
 
+@crash_safe.mutant(
+    "You delete the step that you have just saved together with the older ones. List the old steps *before* "
+    "the rename, or leave out the new one."
+)
+def deletes_the_new_one(disk, step, files):
+    save_variant(delete="never")(disk, step, files)
+    for name in disk.list(""):
+        disk.delete(name)
+
+
+@crash_safe.mutant(
+    "You put `.tmp` folders and steps together when you look for older steps, or you compare names as "
+    "numbers without asking whether they are digits. Only a name made of digits is a step."
+)
+def takes_all_names_for_steps(disk, step, files):
+    [int(name) for name in disk.list("")]
+    save_variant()(disk, step, files)
+
+
 # ----------------------------------------------------------------------------------- reshard
 
 reshard = Exercise(
@@ -736,6 +755,40 @@ def joins_in_order(saved, read, want, dtype):
     return np.concatenate(parts).astype(dtype)
 
 
+@reshard.mutant(
+    "You leave the loop after the first piece that fits. A piece that is wanted may be made of several."
+)
+def first_piece_alone(saved, read, want, dtype):
+    pieces = list(saved)
+    for index, place in enumerate(saved):
+        if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(place, want, strict=True)):
+            return right_read(pieces[: index + 1], read, want, dtype)
+    return right_read(saved, read, want, dtype)
+
+
+@reshard.mutant("An element that no piece has must be a ValueError. You raise another exception.")
+def another_exception(saved, read, want, dtype):
+    try:
+        return right_read(saved, read, want, dtype)
+    except ValueError as error:
+        raise KeyError(str(error)) from None
+
+
+@reshard.mutant("Your array has NumPy's default dtype. Make it with the `dtype` that is given.")
+def default_dtype(saved, read, want, dtype):
+    return right_read(saved, read, want, np.float64)
+
+
+@reshard.mutant(
+    "You count the elements of every copy. A piece that was saved twice fills its elements once: count them "
+    "once."
+)
+def counts_copies(saved, read, want, dtype):
+    if len(set(saved)) < len(saved):
+        raise ValueError("more elements than there are")
+    return right_read(saved, read, want, dtype)
+
+
 # --------------------------------------------------------------------------------- retention
 
 retention = Exercise(
@@ -925,6 +978,60 @@ def counts_other_names(names, saved, keep, keep_every=None):
     return [n for n in old if steps[n] != saved and (keep_every is None or steps[n] % keep_every)]
 
 
+wrong_retention(
+    "one_too_many",
+    "You keep one step more than `keep`. The newest `keep` are the end of the sorted list; all before them "
+    "may go.",
+    newest=lambda steps, keep: steps[: -keep - 1],
+)
+wrong_retention(
+    "returns_numbers",
+    "You return numbers. The *names* are asked for, as they are in the folder.",
+    result=lambda steps: steps,
+)
+
+
+@retention.mutant(
+    "The step just saved doesn't count among your newest. Count all steps first, then leave `saved` out of "
+    "what you delete."
+)
+def newest_without_the_saved(names, saved, keep, keep_every=None):
+    steps = sorted(int(n) for n in names if n.isdigit() and int(n) != saved)
+    return [str(s) for s in steps[:-keep] if keep_every is None or s % keep_every]
+
+
+@retention.mutant(
+    "You take a remainder of `keep_every`, which may be None. None keeps no multiples."
+)
+def none_is_a_number(names, saved, keep, keep_every=None):
+    steps = sorted(int(n) for n in names if n.isdigit())
+    return [str(s) for s in steps[:-keep] if s != saved and s % keep_every]
+
+
+@retention.mutant(
+    "You turn every name into a number. Some aren't made of digits alone: leave those out first."
+)
+def every_name_is_a_number(names, saved, keep, keep_every=None):
+    [int(name) for name in names]
+    return retention_variant()(names, saved, keep, keep_every)
+
+
+@retention.mutant(
+    "You delete steps above `saved` because they are of an earlier attempt. They are the newest all the same: "
+    "count them like the others."
+)
+def later_ones_too(names, saved, keep, keep_every=None):
+    gone = retention_variant()(names, saved, keep, keep_every)
+    later = [n for n in names if n.isdigit() and int(n) > saved]
+    return sorted({*gone, *later}, key=int)
+
+
+@retention.mutant("You return what is kept. The names to delete are asked for.")
+def what_is_kept(names, saved, keep, keep_every=None):
+    gone = retention_variant()(names, saved, keep, keep_every)
+    return sorted((n for n in names if n.isdigit() and n not in gone), key=int)
+
+
 # ------------------------------------------------------------------------------ find_damaged
 
 damage = Exercise(
@@ -1018,6 +1125,15 @@ def _(fn, t):
     compare_steps(fn, t, [9, 90, 100, 1000], lambda folder: None, (1000, []), "9, 90, 100, 1000")
     compare_steps(fn, t, [0], lambda folder: None, (0, []), "step 0 alone")
     compare_steps(fn, t, [], lambda folder: None, (None, []), "no step at all")
+
+
+@damage.check("a manifest in an order of its own")
+def _(fn, t):
+    def turn_round(folder):
+        files = json.loads((folder / "200" / "manifest.json").read_text())["files"]
+        write_manifest(folder / "200", dict(reversed(files.items())))
+
+    compare_steps(fn, t, [100, 200], turn_round, (200, []), "files listed from z to a")
 
 
 @damage.check("missing files")
@@ -1214,7 +1330,8 @@ wrong_damage(
 )
 wrong_damage(
     "only_the_top_folder",
-    "You don't look into a step's subfolders. The manifest's names are paths: `step / name`.",
+    "You don't look at all the files: not into a step's subfolders, or no further than the first file. The "
+    "manifest's names are paths: `step / name`.",
     skip=lambda name: "/" in name,
 )
 wrong_damage(
@@ -1229,6 +1346,72 @@ wrong_damage(
     "You list the damaged steps oldest first. List them newest first.",
     order=lambda damaged: damaged[::-1],
 )
+
+
+@damage.mutant("You look at the steps from the oldest on. The newest that is whole is wanted.")
+def from_the_oldest_on(folder):
+    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+    for step in steps:
+        if damage_variant()(folder)[0] is not None:
+            return step, []
+    return damage_variant()(folder)
+
+
+@damage.mutant(
+    "You list damaged steps that are older than the one you return. Stop at the first whole step."
+)
+def older_ones_too(folder):
+    step, damaged = damage_variant()(folder)
+    steps = sorted((int(p.name) for p in folder.iterdir() if p.name.isdigit()), reverse=True)
+    for other in steps:
+        if step is not None and other < step:
+            with tempfile.TemporaryDirectory() as room:
+                alone = Path(room) / "one"
+                alone.mkdir()
+                (alone / str(other)).symlink_to(folder / str(other))
+                damaged += damage_variant()(alone)[1]
+    return step, damaged
+
+
+@damage.mutant("You return the steps as text. They are numbers.")
+def steps_as_text(folder):
+    step, damaged = damage_variant()(folder)
+    return None if step is None else str(step), [str(other) for other in damaged]
+
+
+@damage.mutant(
+    "You sort the manifest's names before you hash it. `sha256` is that of json.dumps(files), in the order "
+    "in which they are written."
+)
+def sorts_the_names(folder):
+    def own(path):
+        manifest = json.loads((path / "manifest.json").read_text())
+        text = json.dumps(manifest["files"], sort_keys=True)
+        return manifest["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+
+    step, damaged = damage_variant()(folder)
+    while step is not None and not own(folder / str(step)):
+        damaged.append(step)
+        older = [int(p.name) for p in folder.iterdir() if p.name.isdigit() and int(p.name) < step]
+        step = max(older, default=None)
+    return step, damaged
+
+
+@damage.mutant(
+    "You hash something else than json.dumps(files), such as the whole manifest or its text, so no step is "
+    "ever whole."
+)
+def hashes_the_whole(folder):
+    steps = sorted((int(p.name) for p in folder.iterdir() if p.name.isdigit()), reverse=True)
+    return None, steps
+
+
+@damage.mutant(
+    "You turn every name into a number. Some aren't made of digits alone: leave those out first."
+)
+def every_name_is_a_step(folder):
+    [int(path.name) for path in folder.iterdir()]
+    return damage_variant()(folder)
 
 
 # ---------------------------------------------------------------------------------- interval
@@ -1281,7 +1464,10 @@ def compare_interval(fn, t, stall, step_seconds, devices, hours, why):
     got = fn(stall, step_seconds, devices, hours)
     t.true(isinstance(got, int) and not isinstance(got, bool),
            f"got {got!r}, want a Python int, {why}", observed=got)  # fmt: skip
-    t.equal(got, want, why=why)
+    wastes = "".join(
+        f"; w({n}) is {waste_of(n, stall, step_seconds, seconds):.4g}" for n in (got, want) if n > 0
+    )
+    t.equal(got, want, why=f"{why}; M is {seconds:.6g} s{wastes}")
 
 
 def own_hours(t):
@@ -1319,6 +1505,13 @@ def _(fn, t):
         compare_near_root(fn, t, n, math.sqrt(n * (n + 1)) - n, 0.5, f"a root just below {n + 0.5}")
 
 
+@interval.check("two that are equally good")
+def _(fn, t):
+    # w is 7/224 + 224/7200 = 225/7200 + 7/225, to the last bit.
+    for times in (1, int(t.rng.integers(2, 9))):
+        compare_interval(fn, t, 7.0, 1.0, times, float(times), "224 and 225 steps waste the same")
+
+
 @interval.check("saves that cost nothing, or too much")
 def _(fn, t):
     compare_interval(fn, t, 0.0, 2.5, 8, 1000.0, "a stall of 0 s")
@@ -1338,6 +1531,7 @@ def interval_variant(
     whole=None,
     least=1,
     per_step=True,
+    tie=1,
 ):
     """A correct best_save_every but for what is passed."""
 
@@ -1347,7 +1541,7 @@ def interval_variant(
         if whole is not None:
             return max(least, whole(best)) if least else whole(best)
         below = max(1, math.floor(best))
-        return min((below, below + 1), key=lambda n: stall / (n * step_seconds)
+        return min((below, below + 1)[::tie], key=lambda n: stall / (n * step_seconds)
                    + n * step_seconds / (factor * seconds))  # fmt: skip
 
     return best_save_every
@@ -1409,3 +1603,41 @@ wrong_interval(
     whole=math.floor,
     least=0,
 )
+wrong_interval(
+    "the_larger_of_two",
+    "Two numbers of steps are equally good, and you return the larger. Take the smaller.",
+    tie=-1,
+)
+wrong_interval(
+    "minutes_for_seconds",
+    "An hour of yours has 60 seconds. It has 3600.",
+    mtbf=lambda hours, devices: 60 * hours / devices,
+)
+wrong_interval(
+    "half_for_two",
+    "Your root is of half of stall times M. The minimum of w is at the root of *2* stall M.",
+    factor=0.5,
+)
+
+
+@interval.mutant(
+    "If a save costs nothing, your best n is 0, and you divide by it or return it. There is at least one step "
+    "between saves."
+)
+def no_step_between(stall, step_seconds, devices, hours_per_device):
+    seconds = 3600 * hours_per_device / devices
+    below = math.floor(math.sqrt(2 * stall * seconds) / step_seconds)
+    return min((below, below + 1), key=lambda n: waste_of(n, stall, step_seconds, seconds))
+
+
+@interval.mutant("You return a float. The number of steps is a Python int.")
+def as_a_float(*args):
+    return float(interval_variant()(*args))
+
+
+@interval.mutant(
+    "You return stall times M without a root. The minimum is where both terms of w are equal: n s is the root of "
+    "2 stall M."
+)
+def no_root(stall, step_seconds, devices, hours_per_device):
+    return max(1, round(2 * stall * 3600 * hours_per_device / devices / step_seconds))

@@ -169,7 +169,7 @@ def cut_program(ops, first, room, peak, bandwidth, launch):
             results += ops[begin]["result"]
             read = ops[begin - 1]["result"] if begin else first
             if end - begin > 1 and read + weights + results > room:
-                continue  # a longer one may begin at a smaller array
+                break  # a longer one holds even more
             moved = read + weights + ops[end - 1]["result"]
             seconds = launch + max(flops / peak, moved / bandwidth)
             before, lengths = best[begin]

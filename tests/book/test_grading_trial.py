@@ -155,6 +155,7 @@ def test_rounding_noise_is_the_same_mistake_and_another_value_is_not():
     assert noisy < 1e-6 < 1e-3 < other
     assert distance(observe(a), observe(a[None])) == float("inf")
     assert distance(observe("x"), observe(None)) == float("inf")
+    assert distance(observe({"a": [a, a]}), observe({"a": [a]})) == float("inf")
     nan = observe(np.array([np.nan, 1.0]))
     assert distance(nan, nan) == 0.0
 

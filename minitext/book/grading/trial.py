@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from minitext.book.grading.likeness import likeness
+
+SHORT = 12  # entries of a row that is shown whole
 SAMPLE = 4096  # entries of an observed array that are kept, for recognising the mistake
 
 
@@ -91,13 +94,13 @@ def leaves(got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str | None:
-    """None if every entry is within `atol + rtol * abs(want)`, else a message with the worst entry.
+    """None if every entry is within `atol + rtol * abs(want)`, else a message with the worst entry and the pattern.
 
     NaN equals NaN, and infinities equal themselves. Shapes must be equal: nothing broadcasts.
     """
-    if got.shape != want.shape:
-        return f"got shape {got.shape}, want {want.shape}"
     g, w = wide(got), wide(want)
+    if got.shape != want.shape:
+        return _explained(f"got shape {got.shape}, want {want.shape}", likeness(g, w))
     with np.errstate(all="ignore"):
         error = np.abs(g - w)
         exact = got.dtype.kind in "biu" and want.dtype.kind in "biu"
@@ -114,7 +117,19 @@ def mismatch(got: np.ndarray, want: np.ndarray, rtol: float, atol: float) -> str
     if bad.size > 1:
         text += f" ({int(bad.sum())} of {bad.size} values are off"
         text += f", {int(np.isnan(g).sum())} are NaN)" if np.isnan(g).any() else ")"
-    return text
+    return _explained(_explained(text, _row(got, want, worst)), likeness(g, w, bad))
+
+
+def _row(got: np.ndarray, want: np.ndarray, worst: tuple[Any, ...]) -> str:
+    """The whole row in which two arrays differ, if it is short."""
+    if not got.ndim or not 1 < got.shape[-1] <= SHORT:
+        return ""
+    rows = [" ".join(map(_number, x[worst[:-1]])) for x in (got, want)]
+    return f"got [{rows[0]}], want [{rows[1]}]" if max(map(len, rows)) <= 60 else ""
+
+
+def _explained(text: str, found: str) -> str:
+    return f"{text}; {found}" if found else text
 
 
 def not_finite(got: np.ndarray) -> str | None:
@@ -132,12 +147,20 @@ def _number(x: Any) -> str:
     return f"{x:.6g}" if np.asarray(x).dtype.kind in "fc" else str(x)
 
 
-def equal_values(got: Any, want: Any) -> str | None:
-    """None if two values are the same, else how they differ; types must match, dtypes needn't."""
+def equal_values(got: Any, want: Any, whole: bool = True) -> str | None:
+    """None if two values are the same, else how they differ; types must match, dtypes needn't.
+
+    `whole` is False for a part of a value: a single number in a list may be an id, which is no amount.
+    """
     if is_array(want):
         if isinstance(want, bool) != (plain(got).dtype == np.bool_) and not hasattr(want, "dtype"):
             return f"got {describe(got)}, want {want!r}"
-        return mismatch(plain(got), plain(want), 0.0, 0.0)
+        try:
+            array = plain(got)
+        except Failure:
+            return f"got {describe(got)}, want {describe(want)}"
+        text = mismatch(array, plain(want), 0.0, 0.0)
+        return text if text is None or whole else text.split("; ")[0]
     if type(got) is not type(want) and not (_sequence(got) and _sequence(want)):
         return f"got {describe(got)}, want {describe(want)}"
     items: Iterable[tuple[str, Any, Any]]
@@ -152,7 +175,7 @@ def equal_values(got: Any, want: Any) -> str | None:
     else:
         return None if want == got else f"got {describe(got)}, want {describe(want)}"
     for where, g, w in items:
-        text = equal_values(g, w)
+        text = equal_values(g, w, whole=False)
         if text is not None:
             inner = text.removeprefix("at ") if text.startswith("at [") else f": {text}"
             return f"at {where}{inner}"
@@ -165,6 +188,15 @@ def unequal(got: Any, want: Any) -> str | None:
         return equal_values(got, want)
     except Failure as failure:
         return str(failure)
+
+
+def _list_likeness(got: Any, want: Any) -> str:
+    """What two lists of numbers have in common, or "" if they are lists of something else."""
+    try:
+        g, w = wide(plain(got)), wide(plain(want))
+    except Failure:
+        return ""
+    return likeness(g, w, g != w if g.shape == w.shape else None) if g.ndim and w.ndim else ""
 
 
 def _sequence(x: Any) -> bool:
@@ -196,7 +228,9 @@ def distance(a: Any, b: Any) -> float:
     """
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _array_distance(a, b)
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        if len(a) != len(b):
+            return float("inf")
         return max((distance(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
     return 0.0 if type(a) is type(b) and a == b else float("inf")
 
@@ -301,6 +335,10 @@ class Trial:
         """
         self.comparisons += 1
         text = unequal(got, want)
+        if text is not None and _sequence(got) and _sequence(want):
+            shown = f"got {got}, want {want}"
+            text = _explained(text, shown if len(shown) <= 120 else "")
+            text = _explained(text, _list_likeness(got, want))
         if text is not None:
             why = _with_mistake(why, mistakes, lambda value: unequal(got, value) is None)
             raise Failure(text, observe(got), why)

@@ -1,0 +1,156 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from minitext.book.grading import trial
+from minitext.book.grading.likeness import LARGEST, likeness
+
+WANT = np.random.default_rng(0).normal(size=(4, 5)) + 0.5
+SQUARE = np.random.default_rng(1).normal(size=(2, 5, 5))
+UPPER = np.arange(5)[:, None] < np.arange(5)
+
+
+def said(got, want=WANT):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return likeness(got, want, None if got.shape != want.shape else got != want)
+
+
+def changed(index, add=None, times=1.0):
+    """WANT with another number added, or a factor, where `index` says."""
+    got = WANT.copy()
+    got[index] = got[index] * times if add is None else got[index] + add
+    return got
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "found"),
+    [
+        (0 * WANT, WANT, "all of yours are 0"),
+        (-WANT, WANT, "every sign is wrong"),
+        (2 * WANT, WANT, "each is 2 times what it should be"),
+        (WANT / 12, WANT, "each is 1/12 of what it should be"),
+        (WANT * 0.8173, WANT, "each is 0.8173 times what it should be"),
+        (WANT * 1.5, WANT, "each is 3/2 of what it should be"),
+        (WANT / np.log(2), WANT, "each is 1 / ln 2 times what it should be"),
+        (WANT / 1024, WANT, "each is 1/2^10 of what it should be"),
+        (WANT - 0.25, WANT, "each is too small by 0.25"),
+        (WANT**2, WANT, "each is the square of what it should be"),
+        (WANT[:, ::-1], WANT, "they are reversed along axis 1"),
+        (np.roll(WANT, 1, 0), WANT, "each comes one place too late along axis 0"),
+        (np.roll(WANT, -1, 1), WANT, "each comes one place too early along axis 1"),
+        (np.arange(1, 9), np.arange(8), "each is too large by 1"),
+        (SQUARE.swapaxes(1, 2), SQUARE, "axes 1 and 2 are swapped"),
+        (np.roll(WANT, (1, 2), (0, 1)), WANT, "the values are the right ones, in another order"),
+        (changed(2, add=[1, 2, 3, 4, 6]), WANT, "only those with index 2 along axis 0 are off"),
+        (
+            changed(np.s_[:, 3:], add=SQUARE[0, :4, :2]),
+            WANT,
+            "only the last 2 along axis 1 are off",
+        ),
+        (
+            changed(np.s_[:, 1:3], times=3.0),
+            WANT,
+            "only those with indices 1 to 2 along axis 1 are off; each that is off is 3 times what "
+            "it should be",
+        ),
+        (np.where(WANT > 0.5, WANT, 7.0), WANT, "all that are off are 7"),
+        (WANT, np.where(WANT > 0.5, WANT, 0.0), "off are exactly those that should be 0"),
+        (np.where(WANT > 0.5, WANT, 0.0), WANT, "those that are off are 0"),
+        (
+            SQUARE + UPPER * SQUARE[:1].swapaxes(1, 2),
+            SQUARE,
+            "only those above the diagonal of the last two axes are off",
+        ),
+        (
+            WANT.astype(ml_dtypes.bfloat16),
+            WANT,
+            "none is off by more than 0.002 of the largest",
+        ),
+    ],
+)
+def test_an_array_is_explained(got, want, found):
+    assert said(got, want) == found
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "found"),
+    [
+        (-3.25, 3.25, "the sign is wrong"),
+        (97, 96, "one too many"),
+        (95, 96, "one too few"),
+        (2 * 96, 96, "that is 2 times what it should be"),
+        (96 / 2**20, 96, "that is 1/2^20 of what it should be"),
+        (3.25**2, 3.25, "that is the square of what it should be"),
+        (0.3, 0.7, "that is 1 minus what it should be"),
+        (4, 2, ""),  # twice, the square, two more
+        (3.7, 5.3, ""),
+        (np.nan, 5.3, ""),
+    ],
+)
+def test_a_number_is_explained(got, want, found):
+    assert said(got, want) == found
+
+
+@pytest.mark.parametrize(
+    ("got", "found"),
+    [
+        (WANT.T, "the values are right, the axes are in another order"),
+        (WANT[:, :, None], "the values are right, the shape isn't"),
+        (WANT[1:], "1 entry missing at the beginning along axis 0"),
+        (WANT[:, :3], "2 entries missing at the end along axis 1"),
+        (np.pad(WANT, ((0, 0), (0, 1))), "1 entry too many at the end along axis 1"),
+        (WANT.sum(axis=0), "you return the sum of the right values over axis 0"),
+        (WANT.mean(), "you return the mean of the right values over axes 0, 1"),
+        (WANT[..., None] * [0.25, 0.75], "the sum of yours over axis 2 is right"),
+        (np.ones((3, 3)), ""),
+    ],
+)
+def test_another_shape_is_explained(got, found):
+    assert said(got) == found
+
+
+def test_nothing_is_said_of_another_array_a_large_one_an_empty_one_and_complex_numbers():
+    rng = np.random.default_rng(2)
+    assert said(rng.normal(size=WANT.shape)) == ""
+    large = rng.normal(size=LARGEST + 1)
+    assert likeness(-large, large, large != 0) == ""
+    assert likeness(np.zeros((0, 3)), np.zeros(3)) == ""
+    assert likeness(1j * WANT, WANT, WANT != 0) == ""
+
+
+def test_a_failed_comparison_says_it():
+    with pytest.raises(trial.Failure, match=r"20 of 20 values are off\); .*; every sign is wrong: why"):
+        trial.Trial(0, 0).close(-WANT, WANT, why="why")
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "found"),
+    [
+        (192, 96, "got 192, want 96; that is 2 times what it should be"),
+        (
+            [0, 10, 20, 30],
+            [10, 20, 30, 40],
+            "at [0]: got 0, want 10; got [0, 10, 20, 30], want [10, 20, 30, 40]; "
+            "each is too small by 10",
+        ),
+        # A number in a list may be an id.
+        ([10, 96], [10, 97], "at [1]: got 96, want 97; got [10, 96], want [10, 97]"),
+        ({"id": 192}, {"id": 96}, "at ['id']: got 192, want 96"),
+        (["a"] * 30, ["b"] * 30, "at [0]: got 'a', want 'b'"),  # too long to be shown whole
+        (
+            [1, 2, 3],
+            [1, 2, 3, 4],
+            "got 3 entries, want 4; got [1, 2, 3], want [1, 2, 3, 4]; "
+            "1 entry missing at the end along axis 0",
+        ),
+        (
+            np.array([[1, 2], [3, 4]]),
+            np.array([[1, 2], [3, 5]]),
+            "at [1, 1] got 4, want 5 (1 of 4 values are off); got [3 4], want [3 5]",
+        ),
+    ],
+)
+def test_exact_values_are_explained_as_a_whole(got, want, found):
+    with pytest.raises(trial.Failure) as caught:
+        trial.Trial(0, 0).equal(got, want)
+    assert str(caught.value) == found
