@@ -480,6 +480,7 @@ def cost_with(
     *, gathers=3, reduces=2, sums_reduces=2, divided=True, stride=True, parts=True, shard=True, flat=False,
     spread=lambda d, f: d * f, slow=True, fsdp_divided=True, data_divided=True, add=lambda a, b: a + b,
     divide=lambda a, b: a / b, distances=lambda d, f, t: (t * f, t, 1), swapped=False,
+    parts_alone=False,
 ):  # fmt: skip
     """What a mesh's collectives take, with a mistake that is asked for: seconds, and bytes within and across slices."""
 
@@ -508,6 +509,8 @@ def cost_with(
             (reduces, gather(reduced, *group(d, of_data))),
             (sums_reduces, gather(sums, *group(t, of_tensor))),
         )
+        if parts_alone:
+            return [[n * pair[i] for n, pair in terms] for i in range(2)]
         within, across = (sum(n * pair[i] for n, pair in terms) for i in range(2))
         rates = (dcn, ici) if swapped else (ici, dcn if slow else ici)
         return add(within / rates[0], across / rates[1]), within, across
@@ -515,7 +518,7 @@ def cost_with(
     return cost
 
 
-right_cost = cost_with()
+right_cost, parts_of_cost = cost_with(), cost_with(parts_alone=True)
 
 
 def mesh_with(
@@ -586,9 +589,13 @@ def chooses(fn, t, *cases):
             names = "seconds", "bytes within a slice", "bytes to other slices"
             for name, g, w in [*zip(names, row[3:], right, strict=True)][::-1]:
                 near = abs(g - w) <= 1e-6 * (name != "seconds") + 1e-9 * abs(w)
-                t.true(
-                    near, f"{where}: {name} for the mesh {mesh}: got {g:.12g}, want {w:.12g}", seen
-                )
+                told = f"{where}: {name} for the mesh {mesh}: got {g:.12g}, want {w:.12g}"
+                if name != "seconds":
+                    sent = parts_of_cost(sizes, chips, mesh, ici, dcn)[name == names[2]]
+                    told += "; fsdp's collectives send {:.6g} of it, data's {:.6g} and tensor's {:.6g}".format(
+                        *sent
+                    )
+                t.true(near, told, seen)
         text = f"{where}: got the mesh {mesh}, want {want[0]}"
         if math.prod(mesh) != slices * chips:
             text += f"; {mesh} is not a mesh of {slices * chips} chips"
@@ -597,7 +604,9 @@ def chooses(fn, t, *cases):
         elif sizes["state"] > args[3] * mesh[1] * mesh[2]:
             text += f"; in {mesh} the state doesn't fit: a chip stores state / (fsdp tensor)"
         elif mesh != want[0]:
-            text += f"; bytes and seconds of {mesh} are right, but {want[0]} fits and takes less"
+            part = want[0][1] * want[0][2]
+            text += f"; bytes and seconds of {mesh} are right, but {want[0]} takes less, "
+            text += f"and its 1/{part} of the state fits"
         t.true(mesh == want[0], text, like)
 
 

@@ -560,8 +560,8 @@ def _(fn, t):
 
 
 def attention_with(
-    *, values=True, mask=True, scale=True, shared="//", zeros=True, stable=True, order=True
-):
+    *, values=True, mask=True, scale=True, shared="//", zeros=True, stable=True, order=True, more=0, low=-1e30,
+):  # fmt: skip
     def fn(q, k_pages, v_pages, table, lengths):
         (B, N, H), (_, S, K, _) = q.shape, k_pages.shape
         L = table.shape[1] * S
@@ -573,10 +573,10 @@ def attention_with(
             jnp.repeat(x, N // K, axis=2) if shared == "//" else jnp.tile(x, (1, 1, N // K, 1))
             for x in (k, v)
         )
-        seen = jnp.arange(L) < lengths[:, None]
+        seen = jnp.arange(L) < lengths[:, None] + more
         scores = jnp.einsum("bnh,blnh->bnl", q, k) / (math.sqrt(H) if scale else 1)
         if mask:
-            scores = jnp.where(seen[:, None], scores, -1e30)
+            scores = jnp.where(seen[:, None], scores, low)
         top = jnp.max(scores, axis=-1, keepdims=True) if stable else 0
         weights = jnp.exp(scores - top)
         weights = weights / weights.sum(-1, keepdims=True)
@@ -604,6 +604,11 @@ for name, hint, fn in (
      "times NaN is NaN. Set unseen values to 0.", attention_with(values=False)),
     ("masks_nothing", "You attend to all slots of all pages. Tokens from `lengths_B[b]` on don't exist.",
      attention_with(mask=False)),
+    ("one_slot_too_many", "You see one slot more than the text has tokens. Slot `lengths_B[b]` is unused.",
+     attention_with(more=1)),
+    ("one_slot_too_few", "You see one slot less than the text has tokens.", attention_with(more=-1)),
+    ("masked_with_too_little", "Your masked scores are low, but real ones may be lower: they reach -10,000.",
+     attention_with(low=-1e4, zeros=False)),
     ("no_scale", "Divide the scores by the square root of H.", attention_with(scale=False)),
     ("heads_in_turn", "Query head n uses key head n // (N // K): neighbours share one. You let them take turns.",
      attention_with(shared="%")),
@@ -634,7 +639,7 @@ which gives each full page of a prompt a key. An engine keeps a dictionary from 
   of both are the same. Keys and values of a page depend on all tokens before it, so its own tokens are not enough.
 - Only full pages have a key. The last token of a prompt must be computed in any case, because the next one is drawn
   from its logits. So it is never in a page with a key, even if it fills that page.
-- Keys are `bytes` of at most 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
+- Keys are `bytes` of 16 to 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
   with the same key: use `hashlib.sha256`.
 - The same prompt has the same keys in every process. 40,000 tokens take less than a second.
 """,
@@ -669,9 +674,9 @@ def keys_of(fn, t, tokens, S):
     )
     for key in keys:
         t.true(
-            type(key) is bytes and len(key) <= 32,
-            f"a key is {key!r:.60}, not bytes of at most 32",
-            type(key).__name__,
+            type(key) is bytes and 16 <= len(key) <= 32,
+            f"a key is {key!r:.60}, a {type(key).__name__} of length {len(key)}, and not 16 to 32 bytes",
+            (type(key).__name__, len(key)),
         )
     return keys
 
@@ -763,14 +768,6 @@ def _(fn, t):
     t.true(seconds < 1.0, f"{len(keys)} keys took {seconds:.1f} s", "slow")
 
 
-@prefix_keys.check("in every process the same")
-def _(fn, t):
-    text = "keys that depend on the process: hash() of a string or bytes does"
-    t.true(
-        fn([5, 6, 7, 8, 9], 2) != fn([5, 6, 7, 8 + int(t.rng.integers(1, 9)), 9], 2), text, "equal"
-    )
-
-
 def keys_with(
     *,
     chain=True,
@@ -780,6 +777,7 @@ def keys_with(
     whole=False,
     order=True,
     partial=False,
+    form=lambda key: key.digest(),
 ):
     def fn(tokens, S):
         keys, before = [], b""
@@ -793,14 +791,20 @@ def keys_with(
                 if text
                 else np.asarray(part, np.int64).astype(width).tobytes()
             )
-            before = hashlib.sha256((before if chain and not whole else b"") + data).digest()
-            keys.append(before)
+            key = hashlib.sha256((before if chain and not whole else b"") + data)
+            before = key.digest()
+            keys.append(form(key))
         return keys
 
     return fn
 
 
 for name, hint, fn in (
+    ("short_hash", "Python's `hash` has 8 bytes, for which two texts with the same key can be found, and it's another "
+     "one in each process. Use SHA-256.", keys_with(form=lambda key: key.digest()[:8])),
+    ("digits_as_text", "Your keys are strings. A digest is bytes.", keys_with(form=lambda key: key.hexdigest())),
+    ("digits_as_bytes", "Your keys are hexadecimal digits: 64 bytes. The digest itself has 32.",
+     keys_with(form=lambda key: key.hexdigest().encode())),
     ("page_alone", "Your key forgets what came before the page. Its keys and values were computed with all earlier "
      "tokens in view: hash the last key along with the tokens.", keys_with(chain=False)),
     ("last_token_too", "The last token of a prompt must be computed, so it can't be in a page that is found.",
@@ -932,9 +936,25 @@ def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
     tokens, preempted, admitted = fn(running, waiting, free, S, budget, most)
     t.equal((running, waiting), given, why="the arguments after the call")
     want = right_plan(*given, free, S, budget, most)
-    t.equal(dict(tokens), want[0], why=f"tokens of each text, {why}")
+    told = other_tokens(dict(tokens), want[0], running, waiting)
+    t.equal(dict(tokens), want[0], why=f"tokens of each text; {told}: {why}")
     t.equal(list(preempted), want[1], why=f"texts that are preempted, {why}")
     t.equal(list(admitted), want[2], why=f"texts that begin, {why}")
+
+
+def other_tokens(got, want, running, waiting):
+    """The first text that computes another number of tokens than it should, and what it is doing."""
+    for text in [*running, *waiting]:
+        name, left = text["name"], text["length"] - text.get("computed", 0)
+        g, w = got.get(name, 0), want.get(name, 0)
+        doing = (
+            "begins" if text in waiting else "decodes" if left == 1 else f"has {left} tokens to go"
+        )
+        if g != w:
+            return f"{name!r}, which {doing}, computes {g}, want {w}"
+        if name in got and name not in want:
+            return f"{name!r} computes nothing, so it isn't in the result"
+    return "no others"
 
 
 def runs(name, length, computed, S):
