@@ -1124,14 +1124,15 @@ def _(fn, t):
     n = int(t.rng.integers(10, 30))
     events = [
         (0, "compute", "dot.1", 0, n),
-        (0, "collective", "all-gather.2", n - 3, 3 * n),
+        (0, "collective", "all-gather.2", 0, 2 * n + 1),
+        (0, "collective", "all-gather.8", 2, 3 * n + 4),
         (0, "collective", "all-reduce.4", n + 2, 4 * n),
         (None, "data", "next batch", n + 1, 2 * n),
         (0, "collective", "all-to-all.6", n + 4, 4 * n),
         (0, "compute", "dot.3", 4 * n, 5 * n),
     ]
-    finds(fn, t, events, "three collectives and a data wait")
-    events[2], events[4] = events[4], events[2]
+    finds(fn, t, events, "four collectives and a data wait")
+    events[3], events[5] = events[5], events[3]
     finds(fn, t, events, "the later of two that end together is the first in the list")
 
 

@@ -1105,6 +1105,21 @@ def _(fn, t):
     walked(t, fn, schedule, {"c.1": 3 + a, "s.1": 1 + b, "f.1": c}, "two links")
 
 
+@overlap.check("a collective that blocks beside a copy")
+def _(fn, t):
+    a, b, c = ticks(t, 3)
+    schedule = [
+        ("r.1", "all-reduce", ("p.1",)),
+        ("c.1", "copy-start", ("p.2",)),
+        ("r.2", "all-gather", ("p.3",)),
+        ("c.2", "copy-start", ("p.4",)),
+        ("e.1", "copy-done", ("c.1",)),
+        ("e.2", "copy-done", ("c.2",)),
+    ]
+    seconds = {"r.1": a, "c.1": b / 4, "r.2": 1 + b, "c.2": c}
+    walked(t, fn, schedule, seconds, "copies to the host, and collectives that block")
+
+
 @overlap.check("dones in another order than the starts")
 def _(fn, t):
     a, b, c, d = ticks(t, 4)
@@ -1571,7 +1586,7 @@ mistaken(
 mistaken(
     interval,
     "trips_added",
-    "You add the trips of nested loops. An inner loop runs its trips in every one of the outer's: multiply.",
+    "Your body runs once too often. If you add a loop's trips to those of the loops around it: multiply them.",
     interval_with(times=lambda runs, trips: runs + trips),
 )
 mistaken(

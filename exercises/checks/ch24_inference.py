@@ -311,6 +311,18 @@ def _(fn, t):
     )
 
 
+@page_allocator.check("a name that is used again")
+def _(fn, t):
+    allocator, text = fn(4, 4), drawn_text(t)
+    for _ in range(6):
+        allocator.append(text)
+    allocator.free(text)
+    page, slot, copy_of = allocator.append(text)
+    told = "(slot, copy_of) of the first token of a new text, with the name of one that has ended"
+    t.equal((slot, copy_of), (0, None), why=told)
+    t.equal(allocator.table(text), [page], why="its pages")
+
+
 @page_allocator.check("a fork of whole pages")
 def _(fn, t):
     allocator = fn(3, 2)
@@ -996,7 +1008,8 @@ def _(fn, t):
     plans_agree(fn, t, texts, [], 0, 4, 16, 8, "none is free, the youngest holds two")
     plans_agree(fn, t, texts[:2], [], 0, 4, 16, 8, "none is free, the youngest needs one too")
     plans_agree(fn, t, texts[1:2], [], 0, 4, 16, 8, "none is free, and the text is alone")
-    plans_agree(fn, t, texts, [waits("d", 2)], 0, 4, 16, 8, "pages are left over, and a text waits")
+    texts[2] = runs("c", 20, 11, 4)
+    plans_agree(fn, t, texts, [waits("d", 2)], 0, 4, 16, 8, "a page is left over, and a text waits")
 
 
 @schedule.check("several must go")
@@ -1009,7 +1022,7 @@ def _(fn, t):
 def _(fn, t):
     waiting = [waits("x", 6), waits("y", 20), waits("z", 3)]
     plans_agree(fn, t, [], waiting, 4, 4, 32, 8, "y needs five pages")
-    plans_agree(fn, t, [], waiting, 9, 4, 32, 8, "there are pages for all")
+    plans_agree(fn, t, [], waiting, 8, 4, 32, 8, "there are just enough pages for all")
     plans_agree(fn, t, [], waiting, 9, 4, 8, 8, "a budget of 8")
     plans_agree(fn, t, [runs("a", 3, 2, 4)], waiting, 9, 4, 32, 2, "at most two texts")
     plans_agree(
@@ -1108,17 +1121,22 @@ def accept_with(
     row=0,
     inverse=False,
     uniform=None,
+    positive=True,
+    drawn=True,
+    strictly=True,
 ):
     def fn(draft, q, p, uniforms):
         tokens, rest = [], None
         for i, token in enumerate(draft):
             left, right = (p[i, token], q[i, token]) if inverse else (q[i, token], p[i, token])
-            kept = uniforms[0 if uniform == "first" else i] * (left if ratio else 1) < right
+            judged = uniforms[0 if uniform == "first" else i] * (left if ratio else 1)
+            kept = judged < right if strictly else judged <= right
             if kept:
                 tokens.append(int(token))
                 continue
             if rest is None:
                 rest = np.maximum(p[i + row] - q[i], 0) if residual else p[i]
+                rest = rest if positive else np.abs(p[i] - q[i])
             if stops:
                 break
         if rest is None:
@@ -1128,7 +1146,8 @@ def accept_with(
         through = np.cumsum(rest, dtype=np.float64)
         total = through[-1] if normal else 1.0
         u = uniforms[len(tokens) if uniform == "reused" else -1]
-        found = int(np.searchsorted(through, u * total, side="right"))
+        found = int(np.searchsorted(through, u * total, side="right" if strictly else "left"))
+        found = found if drawn else int(np.argmax(rest))
         return [*tokens, min(found, len(rest) - 1)]
 
     return fn
@@ -1147,7 +1166,23 @@ def accepts(fn, t, draft, q, p, uniforms, why):
         "the result is not a list of Python ints",
         str(type(got)),
     )
-    t.equal(got, accept_with()(draft, q, p, uniforms), why=why)
+    V = p.shape[1]
+    told = f"token {max(got, default=0)} is not one of {V}; compare with uniforms[-1] times the cumulative sum's last"
+    t.true(all(0 <= token < V for token in got), f"{told}: {why}", got)
+    want = accept_with()(draft, q, p, uniforms)
+    if len(got) != len(want):
+        told = f"{len(want) - 1} of {len(draft)} guesses are kept and a token is added"
+        t.equal(got, want, why=f"{told}: {why}")
+    elif got[:-1] == want[:-1]:
+        row = (
+            "the last row of p" if len(want) > len(draft) else f"row {len(want) - 1} of both models"
+        )
+        t.equal(
+            got,
+            want,
+            why=f"the guesses that are kept are right; the token added comes from {row}: {why}",
+        )
+    t.equal(got, want, why=why)
 
 
 @speculative.check("no guess")
@@ -1187,6 +1222,29 @@ def _(fn, t):
         accepts(fn, t, draft, q, p, t.rng.random(k + 1), f"k = {k}, {V} tokens")
 
 
+@speculative.check("numbers that are equal")
+def _(fn, t):
+    p = np.array([[0.25, 0.25, 0.5]] * 2)
+    accepts(
+        fn,
+        t,
+        [],
+        p[:0],
+        p[:1],
+        [0.25],
+        "the sum after token 0 equals uniforms[-1], and doesn't exceed it",
+    )
+    accepts(
+        fn,
+        t,
+        [0],
+        np.array([[0.5, 0.25, 0.25]]),
+        p,
+        [0.5, 0.5],
+        "uniforms[0] * q equals p: not kept",
+    )
+
+
 @speculative.check("the distribution of the large model")
 def _(fn, t):
     V, draws = 4, 4000
@@ -1211,6 +1269,13 @@ for name, hint, options in (
     ("no_ratio", "You keep a guess with probability p. It was drawn with probability q already: keep it with "
      "min(1, p/q).",
      {"ratio": False}),
+    ("absolute_difference", "You draw from |p - q|. Where q is larger nothing is missing: take the positive part.",
+     {"positive": False}),
+    ("takes_the_likeliest", "You add the likeliest token. It's drawn, with uniforms[-1].", {"drawn": False}),
+    ("guess_s_own_uniform", "You draw the added token with the number that judged a guess. It has one of its own, the "
+     "last.", {"uniform": "reused"}),
+    ("keeps_equals", "You keep a guess where uniforms[i] * q equals p, and take a token where the sum equals what it "
+     "must exceed.", {"strictly": False}),
     ("no_last_token", "When all guesses are kept the large model has one more row, and it is free: draw a token "
      "from it.",
      {"bonus": False}),

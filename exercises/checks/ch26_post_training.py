@@ -1383,6 +1383,8 @@ def honest_with(how="text", needs_end=True, operators="+-*", reads=True):
             if all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
                 return sum(map(int, parts)) == want
             return answer == text
+        if how == "commas":
+            return answer.replace(",", "") == text
         if how == "plus":
             return answer.lstrip("+") == text
         if how == "absolute":
@@ -1497,6 +1499,16 @@ def _(fn, t):
     )
 
 
+@honest.check("commas between the digits")
+def _(fn, t):
+    paid(
+        fn,
+        t,
+        lambda p, r: ("-" if r < 0 else "") + ",".join(str(abs(r))),
+        "a comma after each digit but the last, as in 9,5",
+    )
+
+
 @honest.check("very long")
 def _(fn, t):
     paid(fn, t, lambda p, r: "9" * 1_000_000, "a million digits")
@@ -1521,6 +1533,7 @@ for name, hint, options in (
     ("sums", "You evaluate sums in the answer. A policy that repeats the problem is always right.",
      {"how": "sums"}),
     ("absolute", "You ignore the sign.", {"how": "absolute"}),
+    ("commas", "You drop commas. Nothing may be between the digits.", {"how": "commas"}),
     ("plus", "You drop a plus in front of the number. `str` writes none.", {"how": "plus"}),
     ("normalized", "You turn other digits into ASCII ones. `str` writes only these.", {"how": "normal"}),
     ("never_ended", "You ignore `ended`. An answer that was cut off isn't an answer yet.", {"needs_end": False}),
