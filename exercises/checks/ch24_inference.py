@@ -544,6 +544,10 @@ def _(fn, t):
 @paged_attention.check("large scores")
 def _(fn, t):
     attends(fn, t, "scores of thousands", *texts_in_pages(t, [5, 11], scale=3000.0))
+    q, k, v, table, lengths = texts_in_pages(t, [5, 11])
+    low = -1e4 * math.sqrt(q.shape[2]) / q.shape[2]  # every score is -10,000
+    q, k = np.full_like(q, 1.0), np.full_like(k, low)
+    attends(fn, t, "all scores are -10,000", q, k, v, table, lengths)
 
 
 @paged_attention.check("a text without tokens")

@@ -348,7 +348,14 @@ def artefact_of(t):
 
 
 def finds(fn, t, artefact, why):
-    t.equal([tuple(f) for f in fn(*artefact)], faults_with()(*artefact), why)
+    got, want = [tuple(f) for f in fn(*artefact)], faults_with()(*artefact)
+    lacks, more = ([f for f in a if f not in b] for a, b in ((want, got), (got, want)))
+    told = "the same faults, but not once each or not sorted"
+    if lacks or more:
+        told = "; ".join(
+            f"{k} {f[:3]}" for k, f in (("yours lacks", lacks), ("yours has", more)) if f
+        )
+    t.equal(got, want, f"{told}: {why}")
 
 
 def listing(data):
