@@ -96,7 +96,7 @@ def page_keys(tokens, page_tokens):
       page_tokens: tokens of a page, at least 1.
 
     Returns:
-      List of bytes objects of at most 32 bytes, one for each full page; the
+      List of bytes objects of 16 to 32 bytes, one for each full page; the
       prompt's last token is never in one of these pages.
     """
     # YOUR CODE HERE

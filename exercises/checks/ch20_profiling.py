@@ -79,9 +79,11 @@ def reads(fn, t, events, window, why):
     if isinstance(own, dict):
         missing = [name for name in want if name not in own]
         t.true(not missing, f"no entry for {missing}, want one for each name: {why}", got)
-        if any(float(n) < 0 for n in got):
+        if not all(isinstance(n, (int, float)) for n in got):
+            told = "; not all of them are numbers"
+        elif any(n < 0 for n in got):
             told = "; a time is negative: something was subtracted that isn't inside that event"
-        elif (more := sum(map(float, got)) - sum(want.values())) != 0:
+        elif (more := sum(got) - sum(want.values())) != 0:
             much = "many: some are counted twice or outside the window" if more > 0 else "few"
             told = f"; together they are {abs(more):g} ns too {much}"
         else:
@@ -669,13 +671,19 @@ def divides(fn, t, ledger, why, lines=None):
 
 def misplaced(got, want, unit):
     """How a division of time among causes is wrong."""
+    if not all(isinstance(got[k], (int, float)) for k in want):
+        return "not all of them are numbers"
     more = {k: float(got[k]) - want[k] for k in want}
     off = sorted((k for k in want if abs(more[k]) > 1e-9), key=lambda k: more[k])
     total = sum(more.values())
     if len(off) == 2 and abs(total) < 1e-6:
         return f"{more[off[1]]:.4g} {unit} is under {off[1]!r} and belongs to {off[0]!r}"
     if abs(total) > 1e-6:
-        return f"together they are {sum(float(got[k]) for k in want):.6g}, want {sum(want.values()):.6g}"
+        told = [
+            f"{k!r} has {abs(more[k]):.4g} too {'much' if more[k] > 0 else 'little'}" for k in off
+        ]
+        whole = f"{sum(float(got[k]) for k in want):.6g}, want {sum(want.values()):.6g}"
+        return f"together they are {whole}: {', '.join(told)}"
     return f"together they are right, but {len(off)} of them are not"
 
 
@@ -1024,7 +1032,7 @@ def finds(fn, t, events, why):
     names = sorted(want)
     devices = len({e[0] for e in events} - {None})
     told = misplaced(waits, want, "ns on the average")
-    if all(abs(waits[n] - devices * want[n]) < 1e-6 for n in names):
+    if np.allclose([float(waits[n]) for n in names], [devices * want[n] for n in names]):
         told = f"they are {devices} times too large: an average over {devices} devices"
     t.close(
         [waits[n] for n in names],
@@ -1116,14 +1124,15 @@ def _(fn, t):
     n = int(t.rng.integers(10, 30))
     events = [
         (0, "compute", "dot.1", 0, n),
-        (0, "collective", "all-gather.2", n - 3, 2 * n),
+        (0, "collective", "all-gather.2", 0, 2 * n + 1),
+        (0, "collective", "all-gather.8", 2, 3 * n + 4),
         (0, "collective", "all-reduce.4", n + 2, 4 * n),
-        (None, "data", "next batch", n + 1, 3 * n),
+        (None, "data", "next batch", n + 1, 2 * n),
         (0, "collective", "all-to-all.6", n + 4, 4 * n),
         (0, "compute", "dot.3", 4 * n, 5 * n),
     ]
-    finds(fn, t, events, "three collectives and a data wait")
-    events[2], events[4] = events[4], events[2]
+    finds(fn, t, events, "four collectives and a data wait")
+    events[3], events[5] = events[5], events[3]
     finds(fn, t, events, "the later of two that end together is the first in the list")
 
 

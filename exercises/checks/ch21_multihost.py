@@ -291,9 +291,17 @@ def right_job(
     within=False,
     alone=True,
     ranges=True,
+    base=61440,
+    modulo=4096,
+    by_pod=False,
+    domain=True,
+    last=-1,
+    named=True,
     **host,
 ):
     def number(name):
+        if not named:
+            return int(env[name])
         try:
             return int(env[name])
         except ValueError:
@@ -314,16 +322,18 @@ def right_job(
         address, told = env["COORDINATOR"], "PROCESS_INDEX"
         processes, index = number("PROCESSES"), number("PROCESS_INDEX")
     elif row == "s":
-        offset = number("SLURM_JOB_ID") % 4096 if port else 0
-        address = f"{first_host(env['SLURM_STEP_NODELIST'], **host)}:{61440 + offset}"
+        offset = number("SLURM_JOB_ID") % modulo if port else 0
+        address = f"{first_host(env['SLURM_STEP_NODELIST'], **host)}:{base + offset}"
         processes, told = number("SLURM_NTASKS"), "SLURM_PROCID"
         index = number("SLURM_PROCID") if "SLURM_PROCID" in env else 0
     else:
         name = env["JOBSET_NAME"]
-        address = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0.{name}:8476"
+        address = f"{name}-{env['REPLICATED_JOB_NAME']}-0-0{f'.{name}' if domain else ''}:8476"
         processes, told = number("JOBS") * number("PODS"), "POD_INDEX"
         index = (0 if within else number("JOB_INDEX") * number("PODS")) + number("POD_INDEX")
-    if ranges and not 0 <= index < processes:
+        if by_pod:
+            index = number("POD_INDEX") * number("JOBS") + number("JOB_INDEX")
+    if ranges and not 0 <= index <= processes + last:
         raise ValueError(f"{told}={env[told]} is not one of {processes} processes")
     return (address, processes, index) if processes > 1 or not alone else None
 
@@ -345,8 +355,19 @@ def env_of(t, row, processes=None):
 
 def decides(fn, t, env, why):
     want = right_job(dict(env))
-    got = fn(dict(env))
     shown = ", ".join(f"{k}={v}" for k, v in env.items()) or "an empty environment"
+    try:
+        got = fn(dict(env))
+    except ValueError as error:
+        told = f"nothing is wrong here, want {want}, but you raise ValueError: {error}"
+        raise Failure(f"{told}: {why}: {shown}", ("refused", why)) from None
+    if isinstance(got, tuple) and want is not None and len(got) == 3:
+        parts = "the address", "how many processes there are", "which one this is"
+        off = [part for part, g, w in zip(parts, got, want, strict=True) if g != w]
+        if off == [parts[0]] and isinstance(got[0], str):
+            host = want[0].rpartition(":")[0]
+            off = ["the port"] if got[0].startswith(f"{host}:") else ["the host"]
+        shown = f"{' and '.join(off)}, with {shown}"
     t.equal(got, want, why=f"{why}: {shown}")
 
 
@@ -361,6 +382,9 @@ for each_row in ("explicit", "slurm", "jobset"):
     def _(fn, t, row=each_row):
         for _ in range(3):
             decides(fn, t, env_of(t, row), row)
+        if row == "jobset":
+            numbers = {"JOBS": "3", "JOB_INDEX": "1", "PODS": "4", "POD_INDEX": "2"}
+            decides(fn, t, env_of(t, row) | numbers, row)
 
 
 @find_coordinator.check("which row comes first")
@@ -485,6 +509,42 @@ def no_zeros(env):
 )
 def within_a_job(env):
     return right_job(env, within=True)
+
+
+@find_coordinator.mutant("You leave out 61440. It's added to the job's id modulo 4096.")
+def low_ports(env):
+    return right_job(env, base=0)
+
+
+@find_coordinator.mutant("You take the job's id modulo 4095. It is modulo 4096, from 0 to 4095.")
+def modulo_one_less(env):
+    return right_job(env, modulo=4095)
+
+
+@find_coordinator.mutant(
+    "You number the processes pod by pod: pod 0 of every job, then pod 1. They are numbered job by job."
+)
+def pod_by_pod(env):
+    return right_job(env, by_pod=True)
+
+
+@find_coordinator.mutant("The JobSet's address ends in a dot and JOBSET_NAME, before the port.")
+def without_domain(env):
+    return right_job(env, domain=False)
+
+
+@find_coordinator.mutant(
+    "You accept an index that equals the number of processes. They are numbered from 0."
+)
+def one_index_too_many(env):
+    return right_job(env, last=0)
+
+
+@find_coordinator.mutant(
+    "The message of int() doesn't say which variable is wrong. Catch its ValueError and raise one that does."
+)
+def nameless_number(env):
+    return right_job(env, named=False)
 
 
 @find_coordinator.mutant("You return a job of one process. It has no one to call: return None.")
@@ -899,18 +959,23 @@ def goes_on(fn, t, folder, step, state, done, m, batch, copied, why):
         told = f"{why}, new process {index} of {m}"
         got_step, got, batches = fn(Path(folder), dict(wanted), index, m, batch)
         t.equal(int(got_step), step, why=f"step: {told}")
-        rows = [[int(row) for row in next(batches)] for _ in range(3)]
+        found = [next(batches, None) for _ in range(3)]
+        ended = f"the iterator ends after {3 - found.count(None)} batches, and should be endless: {told}"
+        t.true(None not in found, ended, "ended")
+        rows = [[int(row) for row in batch_rows] for batch_rows in found]
         share = batch // m
         first = done + index * share
         want = [list(range(first + k * batch, first + k * batch + share)) for k in range(3)]
         t.equal(
-            rows, want, why=f"rows of the next three batches of {batch}, {done} rows done: {told}"
+            rows,
+            want,
+            why=f"rows of the next three batches of {batch}; all files' rows_read sum to {done}: {told}",
         )
         for name, (start, stop) in wanted.items():
             t.equal(
                 np.asarray(got[name]),
                 state[name][start:stop],
-                why=f"rows {start} to {stop} of {name}: {told}",
+                why=f"rows {start} to {stop} of {name}, by what each file's {name}:start says: {told}",
             )
             t.equal(str(got[name].dtype), str(state[name].dtype), why=f"dtype of {name}: {told}")
 
@@ -1021,7 +1086,8 @@ def _(fn, t):
 
 
 def right_resume(folder, wanted, index, count, batch, own=False, begin=False, mine=False, whole=True, by_name=False,
-                 old=False, stack=False, dealt=False):  # fmt: skip
+                 old=False, stack=False, dealt=False, last=False, placed=True, by_step=False,
+                 onward="batch"):  # fmt: skip
     steps = {}
     for path in Path(folder).glob("step-*"):
         found = [re.fullmatch(r"process-(\d+)-of-(\d+)\.npz", p.name) for p in path.iterdir()]
@@ -1043,20 +1109,24 @@ def right_resume(folder, wanted, index, count, batch, own=False, begin=False, mi
         else:
             state[key] = np.empty((stop - start, *files[0][key].shape[1:]), files[0][key].dtype)
             for file in files:
-                first = int(file[f"{key}:start"])
+                first = int(file[f"{key}:start"]) if placed else 0
                 low, high = max(start, first), min(stop, first + len(file[key]))
                 if low < high:
                     state[key][low - start : high - start] = file[key][low - first : high - first]
     done = sum(int(file["rows_read"]) for file in files)
     if mine:
         done = int(files[0]["rows_read"]) * count
+    if last:
+        done = int(files[-1]["rows_read"])
+    if by_step:
+        done = int(name[5:]) * batch
     if begin:
         done = 0
     share = batch // (n if old else count)
 
     def batches():
         for k in itertools.count():
-            at = done + k * batch
+            at = done + k * (share if onward == "share" else batch)
             yield (
                 list(range(at + index, at + batch, count))
                 if dealt
@@ -1086,6 +1156,35 @@ def from_the_beginning(folder, wanted, index, count, batch):
 )
 def times_the_new(folder, wanted, index, count, batch):
     return right_resume(folder, wanted, index, count, batch, mine=True)
+
+
+@elastic.mutant(
+    "You take the `rows_read` of one file. Each process counted its own rows: the job has read the sum over all files."
+)
+def rows_of_one(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, last=True)
+
+
+@elastic.mutant(
+    "You compute from the step's number how far the job has come. Batches may have had another size: add up "
+    "`rows_read`."
+)
+def steps_times_batch(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, by_step=True)
+
+
+@elastic.mutant(
+    "You put every file's rows at the beginning. `NAME:start` says where in the whole array they belong."
+)
+def all_at_the_beginning(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, placed=False)
+
+
+@elastic.mutant(
+    "From one batch to the next you go on by your own block. All processes together read a batch: go on by `batch`."
+)
+def onward_by_a_share(folder, wanted, index, count, batch):
+    return right_resume(folder, wanted, index, count, batch, onward="share")
 
 
 @elastic.mutant("You resume from a step with a missing file. Count them: all n must be there.")
@@ -1226,7 +1325,8 @@ def faulty_run(t, plan):
 
 def right_bill(attempts, faults, later="any", payer="resumed", usual="median", of="calm", lost_slow=False,
                overlap="any", cut=True, startup="before", none="nothing", detect=True, negative=False,
-               counts="paid", restart="noticed"):  # fmt: skip
+               counts="paid", restart="noticed", number=1, inclusive=False, whole_slow=False, as_spans=False,
+               detect_until="noticed"):  # fmt: skip
     """The bill, or one with a mistake."""
     spans = []  # (cause, seconds, fault)
     ender = [
@@ -1246,7 +1346,9 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
                 if f["over"] is not None
                 and (f["at"] < end and f["over"] > begin if overlap == "any" else f["at"] <= begin < f["over"])
             ]  # fmt: skip
-            steps.append((i, a["resumed"] + 1 + k, end - begin, touches[0] if touches else None))
+            steps.append(
+                (i, a["resumed"] + number + k, end - begin, touches[0] if touches else None)
+            )
     calm = [s for _, _, s, n in steps if n is None or of == "all"]
     if of == "kept":
         calm = [
@@ -1257,7 +1359,7 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
     repeated = [0] * len(faults)
     for i, number, s, passing in steps:
         candidates = range(i + 1, len(attempts))[: 1 if later == "next" else None]
-        again = [j for j in candidates if lows[j] is not None and lows[j] < number]
+        again = [j for j in candidates if lows[j] is not None and lows[j] < number + inclusive]
         if again:
             stop = again[-1] if payer == "last" else again[0]
             known = [
@@ -1269,6 +1371,7 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
             repeated[who] += 1
         else:
             extra = 0.0 if passing is None else s - typical if negative else max(0.0, s - typical)
+            extra = s if whole_slow and passing is not None else extra
             spans += [("slow", extra, passing), ("step", s - extra, None)]
     for i, a in enumerate(attempts):
         before, n = (ender[i - 1] if i else None), ender[i]
@@ -1287,7 +1390,11 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
             spans.append(("start-up", f["at"] - last, before))
         since = f["noticed"] if restart == "noticed" else a["end"]
         spans += [
-            ("detect" if detect else "restart", f["noticed"] - f["at"], n),
+            (
+                "detect" if detect else "restart",
+                (f if detect_until == "noticed" else a)[detect_until] - f["at"],
+                n,
+            ),
             ("restart", attempts[i + 1]["start"] - since, n),
         ]
     if counts == "newest":
@@ -1295,6 +1402,8 @@ def right_bill(attempts, faults, later="any", payer="resumed", usual="median", o
             reached = (attempts[i]["resumed"] or 0) + len(attempts[i]["steps"])
             low = next((x for x in lows[i + 1 :] if x is not None), 0)
             repeated[n] = max(0, reached - low) if attempts[i]["steps"] else 0
+    if as_spans:
+        return spans, repeated
     seconds = {cause: sum(s for c, s, _ in spans if c == cause) for cause in CAUSES}
     costs = [sum(s for _, s, who in spans if who == n) for n in range(len(faults))]
     return seconds, list(zip(costs, repeated, strict=True))
@@ -1307,6 +1416,28 @@ def named_bills(seconds, bills):
     return {c: float(seconds[c]) for c in CAUSES} | costs
 
 
+def wrong_bill(got, want, attempts, faults):
+    """What a wrong answer has in the wrong place: seconds under another cause, or a part that a fault doesn't pay."""
+    more = {c: got[c] - want[c] for c in CAUSES}
+    off = sorted((c for c in CAUSES if abs(more[c]) > 1e-6), key=lambda c: more[c])
+    if len(off) == 2 and abs(sum(more.values())) < 1e-6:
+        return f"{more[off[1]]:g} s are under {off[1]!r} and belong to {off[0]!r}"
+    if off and abs(sum(more.values())) > 1e-6:
+        told = ", ".join(
+            f"{c!r} has {abs(more[c]):g} s too {'many' if more[c] > 0 else 'few'}" for c in off
+        )
+        return f"they don't sum to the wall time: {told}"
+    if off:
+        return f"they sum to the wall time, but {', '.join(map(repr, off))} are not right"
+    spans, _ = right_bill(attempts, faults, as_spans=True)
+    for n in range(len(faults)):
+        if abs(got[f"fault {n} cost"] - want[f"fault {n} cost"]) > 1e-6:
+            parts = {c: sum(s for cause, s, who in spans if (cause, who) == (c, n)) for c in CAUSES}
+            parts = ", ".join(f"{s:g} s {c!r}" for c, s in parts.items() if s)
+            return f"all seconds are right, and fault {n} pays for {parts}"
+    return "seconds and costs are right, but not how many steps were repeated"
+
+
 def bills_well(fn, t, plan, why):
     attempts, faults = faulty_run(t, plan)
     want_seconds, want_bills = right_bill(attempts, faults)
@@ -1316,13 +1447,8 @@ def bills_well(fn, t, plan, why):
     t.equal(sorted(seconds), sorted(CAUSES), why="the keys of the seconds")
     t.equal(len(bills), len(faults), why="one bill for each fault")
     # In one comparison, so that a wrong answer is known by all of its numbers.
-    t.close(
-        named_bills(seconds, bills),
-        named_bills(want_seconds, want_bills),
-        rtol=0,
-        atol=1e-6,
-        why=why,
-    )
+    got, want = named_bills(seconds, bills), named_bills(want_seconds, want_bills)
+    t.close(got, want, rtol=0, atol=1e-6, why=f"{wrong_bill(got, want, attempts, faults)}: {why}")
 
 
 @account.check("nothing happens")
@@ -1524,6 +1650,33 @@ def no_detect(attempts, faults):
 )
 def restart_from_the_end(attempts, faults):
     return right_bill(attempts, faults, restart="end")
+
+
+@account.mutant(
+    "You number an attempt's first step like the checkpoint it resumed from. The checkpoint has that step: the first "
+    "one taken is the next."
+)
+def numbered_from_the_checkpoint(attempts, faults):
+    return right_bill(attempts, faults, number=0)
+
+
+@account.mutant(
+    "You count the step of the checkpoint itself as lost. An attempt that resumed from step 5 repeats step 6, not 5."
+)
+def checkpoint_lost_too(attempts, faults):
+    return right_bill(attempts, faults, inclusive=True)
+
+
+@account.mutant(
+    "You count a slow step whole as `slow`. Only what it took beyond the usual time is; the rest is `step`."
+)
+def slow_steps_whole(attempts, faults):
+    return right_bill(attempts, faults, whole_slow=True)
+
+
+@account.mutant("Your `detect` goes on until the attempt ended. It ends when the job noticed.")
+def detect_to_the_end(attempts, faults):
+    return right_bill(attempts, faults, detect_until="end")
 
 
 @account.mutant(

@@ -480,6 +480,7 @@ def cost_with(
     *, gathers=3, reduces=2, sums_reduces=2, divided=True, stride=True, parts=True, shard=True, flat=False,
     spread=lambda d, f: d * f, slow=True, fsdp_divided=True, data_divided=True, add=lambda a, b: a + b,
     divide=lambda a, b: a / b, distances=lambda d, f, t: (t * f, t, 1), swapped=False,
+    parts_alone=False,
 ):  # fmt: skip
     """What a mesh's collectives take, with a mistake that is asked for: seconds, and bytes within and across slices."""
 
@@ -508,6 +509,8 @@ def cost_with(
             (reduces, gather(reduced, *group(d, of_data))),
             (sums_reduces, gather(sums, *group(t, of_tensor))),
         )
+        if parts_alone:
+            return [[n * pair[i] for n, pair in terms] for i in range(2)]
         within, across = (sum(n * pair[i] for n, pair in terms) for i in range(2))
         rates = (dcn, ici) if swapped else (ici, dcn if slow else ici)
         return add(within / rates[0], across / rates[1]), within, across
@@ -515,7 +518,7 @@ def cost_with(
     return cost
 
 
-right_cost = cost_with()
+right_cost, parts_of_cost = cost_with(), cost_with(parts_alone=True)
 
 
 def mesh_with(
@@ -586,9 +589,13 @@ def chooses(fn, t, *cases):
             names = "seconds", "bytes within a slice", "bytes to other slices"
             for name, g, w in [*zip(names, row[3:], right, strict=True)][::-1]:
                 near = abs(g - w) <= 1e-6 * (name != "seconds") + 1e-9 * abs(w)
-                t.true(
-                    near, f"{where}: {name} for the mesh {mesh}: got {g:.12g}, want {w:.12g}", seen
-                )
+                told = f"{where}: {name} for the mesh {mesh}: got {g:.12g}, want {w:.12g}"
+                if name != "seconds":
+                    sent = parts_of_cost(sizes, chips, mesh, ici, dcn)[name == names[2]]
+                    told += "; fsdp's collectives send {:.6g} of it, data's {:.6g} and tensor's {:.6g}".format(
+                        *sent
+                    )
+                t.true(near, told, seen)
         text = f"{where}: got the mesh {mesh}, want {want[0]}"
         if math.prod(mesh) != slices * chips:
             text += f"; {mesh} is not a mesh of {slices * chips} chips"
@@ -597,7 +604,9 @@ def chooses(fn, t, *cases):
         elif sizes["state"] > args[3] * mesh[1] * mesh[2]:
             text += f"; in {mesh} the state doesn't fit: a chip stores state / (fsdp tensor)"
         elif mesh != want[0]:
-            text += f"; bytes and seconds of {mesh} are right, but {want[0]} fits and takes less"
+            part = want[0][1] * want[0][2]
+            text += f"; bytes and seconds of {mesh} are right, but {want[0]} takes less, "
+            text += f"and its 1/{part} of the state fits"
         t.true(mesh == want[0], text, like)
 
 
@@ -1096,6 +1105,21 @@ def _(fn, t):
     walked(t, fn, schedule, {"c.1": 3 + a, "s.1": 1 + b, "f.1": c}, "two links")
 
 
+@overlap.check("a collective that blocks beside a copy")
+def _(fn, t):
+    a, b, c = ticks(t, 3)
+    schedule = [
+        ("r.1", "all-reduce", ("p.1",)),
+        ("c.1", "copy-start", ("p.2",)),
+        ("r.2", "all-gather", ("p.3",)),
+        ("c.2", "copy-start", ("p.4",)),
+        ("e.1", "copy-done", ("c.1",)),
+        ("e.2", "copy-done", ("c.2",)),
+    ]
+    seconds = {"r.1": a, "c.1": b / 4, "r.2": 1 + b, "c.2": c}
+    walked(t, fn, schedule, seconds, "copies to the host, and collectives that block")
+
+
 @overlap.check("dones in another order than the starts")
 def _(fn, t):
     a, b, c, d = ticks(t, 4)
@@ -1562,7 +1586,7 @@ mistaken(
 mistaken(
     interval,
     "trips_added",
-    "You add the trips of nested loops. An inner loop runs its trips in every one of the outer's: multiply.",
+    "Your body runs once too often. If you add a loop's trips to those of the loops around it: multiply them.",
     interval_with(times=lambda runs, trips: runs + trips),
 )
 mistaken(

@@ -311,6 +311,18 @@ def _(fn, t):
     )
 
 
+@page_allocator.check("a name that is used again")
+def _(fn, t):
+    allocator, text = fn(4, 4), drawn_text(t)
+    for _ in range(6):
+        allocator.append(text)
+    allocator.free(text)
+    page, slot, copy_of = allocator.append(text)
+    told = "(slot, copy_of) of the first token of a new text, with the name of one that has ended"
+    t.equal((slot, copy_of), (0, None), why=told)
+    t.equal(allocator.table(text), [page], why="its pages")
+
+
 @page_allocator.check("a fork of whole pages")
 def _(fn, t):
     allocator = fn(3, 2)
@@ -532,6 +544,10 @@ def _(fn, t):
 @paged_attention.check("large scores")
 def _(fn, t):
     attends(fn, t, "scores of thousands", *texts_in_pages(t, [5, 11], scale=3000.0))
+    q, k, v, table, lengths = texts_in_pages(t, [5, 11])
+    low = -1e4 * math.sqrt(q.shape[2]) / q.shape[2]  # every score is -10,000
+    q, k = np.full_like(q, 1.0), np.full_like(k, low)
+    attends(fn, t, "all scores are -10,000", q, k, v, table, lengths)
 
 
 @paged_attention.check("a text without tokens")
@@ -560,8 +576,8 @@ def _(fn, t):
 
 
 def attention_with(
-    *, values=True, mask=True, scale=True, shared="//", zeros=True, stable=True, order=True
-):
+    *, values=True, mask=True, scale=True, shared="//", zeros=True, stable=True, order=True, more=0, low=-1e30,
+):  # fmt: skip
     def fn(q, k_pages, v_pages, table, lengths):
         (B, N, H), (_, S, K, _) = q.shape, k_pages.shape
         L = table.shape[1] * S
@@ -573,10 +589,10 @@ def attention_with(
             jnp.repeat(x, N // K, axis=2) if shared == "//" else jnp.tile(x, (1, 1, N // K, 1))
             for x in (k, v)
         )
-        seen = jnp.arange(L) < lengths[:, None]
+        seen = jnp.arange(L) < lengths[:, None] + more
         scores = jnp.einsum("bnh,blnh->bnl", q, k) / (math.sqrt(H) if scale else 1)
         if mask:
-            scores = jnp.where(seen[:, None], scores, -1e30)
+            scores = jnp.where(seen[:, None], scores, low)
         top = jnp.max(scores, axis=-1, keepdims=True) if stable else 0
         weights = jnp.exp(scores - top)
         weights = weights / weights.sum(-1, keepdims=True)
@@ -604,6 +620,11 @@ for name, hint, fn in (
      "times NaN is NaN. Set unseen values to 0.", attention_with(values=False)),
     ("masks_nothing", "You attend to all slots of all pages. Tokens from `lengths_B[b]` on don't exist.",
      attention_with(mask=False)),
+    ("one_slot_too_many", "You see one slot more than the text has tokens. Slot `lengths_B[b]` is unused.",
+     attention_with(more=1)),
+    ("one_slot_too_few", "You see one slot less than the text has tokens.", attention_with(more=-1)),
+    ("masked_with_too_little", "Your masked scores are low, but real ones may be lower: they reach -10,000.",
+     attention_with(low=-1e4, zeros=False)),
     ("no_scale", "Divide the scores by the square root of H.", attention_with(scale=False)),
     ("heads_in_turn", "Query head n uses key head n // (N // K): neighbours share one. You let them take turns.",
      attention_with(shared="%")),
@@ -634,7 +655,7 @@ which gives each full page of a prompt a key. An engine keeps a dictionary from 
   of both are the same. Keys and values of a page depend on all tokens before it, so its own tokens are not enough.
 - Only full pages have a key. The last token of a prompt must be computed in any case, because the next one is drawn
   from its logits. So it is never in a page with a key, even if it fills that page.
-- Keys are `bytes` of at most 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
+- Keys are `bytes` of 16 to 32 bytes, however long the prompt. Nobody, not even on purpose, should find two texts
   with the same key: use `hashlib.sha256`.
 - The same prompt has the same keys in every process. 40,000 tokens take less than a second.
 """,
@@ -669,9 +690,9 @@ def keys_of(fn, t, tokens, S):
     )
     for key in keys:
         t.true(
-            type(key) is bytes and len(key) <= 32,
-            f"a key is {key!r:.60}, not bytes of at most 32",
-            type(key).__name__,
+            type(key) is bytes and 16 <= len(key) <= 32,
+            f"a key is {key!r:.60}, a {type(key).__name__} of length {len(key)}, and not 16 to 32 bytes",
+            (type(key).__name__, len(key)),
         )
     return keys
 
@@ -763,14 +784,6 @@ def _(fn, t):
     t.true(seconds < 1.0, f"{len(keys)} keys took {seconds:.1f} s", "slow")
 
 
-@prefix_keys.check("in every process the same")
-def _(fn, t):
-    text = "keys that depend on the process: hash() of a string or bytes does"
-    t.true(
-        fn([5, 6, 7, 8, 9], 2) != fn([5, 6, 7, 8 + int(t.rng.integers(1, 9)), 9], 2), text, "equal"
-    )
-
-
 def keys_with(
     *,
     chain=True,
@@ -780,6 +793,7 @@ def keys_with(
     whole=False,
     order=True,
     partial=False,
+    form=lambda key: key.digest(),
 ):
     def fn(tokens, S):
         keys, before = [], b""
@@ -793,14 +807,20 @@ def keys_with(
                 if text
                 else np.asarray(part, np.int64).astype(width).tobytes()
             )
-            before = hashlib.sha256((before if chain and not whole else b"") + data).digest()
-            keys.append(before)
+            key = hashlib.sha256((before if chain and not whole else b"") + data)
+            before = key.digest()
+            keys.append(form(key))
         return keys
 
     return fn
 
 
 for name, hint, fn in (
+    ("short_hash", "Python's `hash` has 8 bytes, for which two texts with the same key can be found, and it's another "
+     "one in each process. Use SHA-256.", keys_with(form=lambda key: key.digest()[:8])),
+    ("digits_as_text", "Your keys are strings. A digest is bytes.", keys_with(form=lambda key: key.hexdigest())),
+    ("digits_as_bytes", "Your keys are hexadecimal digits: 64 bytes. The digest itself has 32.",
+     keys_with(form=lambda key: key.hexdigest().encode())),
     ("page_alone", "Your key forgets what came before the page. Its keys and values were computed with all earlier "
      "tokens in view: hash the last key along with the tokens.", keys_with(chain=False)),
     ("last_token_too", "The last token of a prompt must be computed, so it can't be in a page that is found.",
@@ -932,9 +952,25 @@ def plans_agree(fn, t, running, waiting, free, S, budget, most, why):
     tokens, preempted, admitted = fn(running, waiting, free, S, budget, most)
     t.equal((running, waiting), given, why="the arguments after the call")
     want = right_plan(*given, free, S, budget, most)
-    t.equal(dict(tokens), want[0], why=f"tokens of each text, {why}")
+    told = other_tokens(dict(tokens), want[0], running, waiting)
+    t.equal(dict(tokens), want[0], why=f"tokens of each text; {told}: {why}")
     t.equal(list(preempted), want[1], why=f"texts that are preempted, {why}")
     t.equal(list(admitted), want[2], why=f"texts that begin, {why}")
+
+
+def other_tokens(got, want, running, waiting):
+    """The first text that computes another number of tokens than it should, and what it is doing."""
+    for text in [*running, *waiting]:
+        name, left = text["name"], text["length"] - text.get("computed", 0)
+        g, w = got.get(name, 0), want.get(name, 0)
+        doing = (
+            "begins" if text in waiting else "decodes" if left == 1 else f"has {left} tokens to go"
+        )
+        if g != w:
+            return f"{name!r}, which {doing}, computes {g}, want {w}"
+        if name in got and name not in want:
+            return f"{name!r} computes nothing, so it isn't in the result"
+    return "no others"
 
 
 def runs(name, length, computed, S):
@@ -976,7 +1012,8 @@ def _(fn, t):
     plans_agree(fn, t, texts, [], 0, 4, 16, 8, "none is free, the youngest holds two")
     plans_agree(fn, t, texts[:2], [], 0, 4, 16, 8, "none is free, the youngest needs one too")
     plans_agree(fn, t, texts[1:2], [], 0, 4, 16, 8, "none is free, and the text is alone")
-    plans_agree(fn, t, texts, [waits("d", 2)], 0, 4, 16, 8, "pages are left over, and a text waits")
+    texts[2] = runs("c", 20, 11, 4)
+    plans_agree(fn, t, texts, [waits("d", 2)], 0, 4, 16, 8, "a page is left over, and a text waits")
 
 
 @schedule.check("several must go")
@@ -989,7 +1026,7 @@ def _(fn, t):
 def _(fn, t):
     waiting = [waits("x", 6), waits("y", 20), waits("z", 3)]
     plans_agree(fn, t, [], waiting, 4, 4, 32, 8, "y needs five pages")
-    plans_agree(fn, t, [], waiting, 9, 4, 32, 8, "there are pages for all")
+    plans_agree(fn, t, [], waiting, 8, 4, 32, 8, "there are just enough pages for all")
     plans_agree(fn, t, [], waiting, 9, 4, 8, 8, "a budget of 8")
     plans_agree(fn, t, [runs("a", 3, 2, 4)], waiting, 9, 4, 32, 2, "at most two texts")
     plans_agree(
@@ -1088,17 +1125,22 @@ def accept_with(
     row=0,
     inverse=False,
     uniform=None,
+    positive=True,
+    drawn=True,
+    strictly=True,
 ):
     def fn(draft, q, p, uniforms):
         tokens, rest = [], None
         for i, token in enumerate(draft):
             left, right = (p[i, token], q[i, token]) if inverse else (q[i, token], p[i, token])
-            kept = uniforms[0 if uniform == "first" else i] * (left if ratio else 1) < right
+            judged = uniforms[0 if uniform == "first" else i] * (left if ratio else 1)
+            kept = judged < right if strictly else judged <= right
             if kept:
                 tokens.append(int(token))
                 continue
             if rest is None:
                 rest = np.maximum(p[i + row] - q[i], 0) if residual else p[i]
+                rest = rest if positive else np.abs(p[i] - q[i])
             if stops:
                 break
         if rest is None:
@@ -1108,7 +1150,8 @@ def accept_with(
         through = np.cumsum(rest, dtype=np.float64)
         total = through[-1] if normal else 1.0
         u = uniforms[len(tokens) if uniform == "reused" else -1]
-        found = int(np.searchsorted(through, u * total, side="right"))
+        found = int(np.searchsorted(through, u * total, side="right" if strictly else "left"))
+        found = found if drawn else int(np.argmax(rest))
         return [*tokens, min(found, len(rest) - 1)]
 
     return fn
@@ -1127,7 +1170,23 @@ def accepts(fn, t, draft, q, p, uniforms, why):
         "the result is not a list of Python ints",
         str(type(got)),
     )
-    t.equal(got, accept_with()(draft, q, p, uniforms), why=why)
+    V = p.shape[1]
+    told = f"token {max(got, default=0)} is not one of {V}; compare with uniforms[-1] times the cumulative sum's last"
+    t.true(all(0 <= token < V for token in got), f"{told}: {why}", got)
+    want = accept_with()(draft, q, p, uniforms)
+    if len(got) != len(want):
+        told = f"{len(want) - 1} of {len(draft)} guesses are kept and a token is added"
+        t.equal(got, want, why=f"{told}: {why}")
+    elif got[:-1] == want[:-1]:
+        row = (
+            "the last row of p" if len(want) > len(draft) else f"row {len(want) - 1} of both models"
+        )
+        t.equal(
+            got,
+            want,
+            why=f"the guesses that are kept are right; the token added comes from {row}: {why}",
+        )
+    t.equal(got, want, why=why)
 
 
 @speculative.check("no guess")
@@ -1167,6 +1226,29 @@ def _(fn, t):
         accepts(fn, t, draft, q, p, t.rng.random(k + 1), f"k = {k}, {V} tokens")
 
 
+@speculative.check("numbers that are equal")
+def _(fn, t):
+    p = np.array([[0.25, 0.25, 0.5]] * 2)
+    accepts(
+        fn,
+        t,
+        [],
+        p[:0],
+        p[:1],
+        [0.25],
+        "the sum after token 0 equals uniforms[-1], and doesn't exceed it",
+    )
+    accepts(
+        fn,
+        t,
+        [0],
+        np.array([[0.5, 0.25, 0.25]]),
+        p,
+        [0.5, 0.5],
+        "uniforms[0] * q equals p: not kept",
+    )
+
+
 @speculative.check("the distribution of the large model")
 def _(fn, t):
     V, draws = 4, 4000
@@ -1191,6 +1273,13 @@ for name, hint, options in (
     ("no_ratio", "You keep a guess with probability p. It was drawn with probability q already: keep it with "
      "min(1, p/q).",
      {"ratio": False}),
+    ("absolute_difference", "You draw from |p - q|. Where q is larger nothing is missing: take the positive part.",
+     {"positive": False}),
+    ("takes_the_likeliest", "You add the likeliest token. It's drawn, with uniforms[-1].", {"drawn": False}),
+    ("guess_s_own_uniform", "You draw the added token with the number that judged a guess. It has one of its own, the "
+     "last.", {"uniform": "reused"}),
+    ("keeps_equals", "You keep a guess where uniforms[i] * q equals p, and take a token where the sum equals what it "
+     "must exceed.", {"strictly": False}),
     ("no_last_token", "When all guesses are kept the large model has one more row, and it is free: draw a token "
      "from it.",
      {"bonus": False}),

@@ -290,16 +290,17 @@ Write `merge(w, a, b, alpha, sign)`: the weights with an adapter added (`sign=1`
 )
 
 
-def merge_with(*, scale="alpha/r", sign=True, wide=True, layer=None, swapped=False, as_w=True):
+def merge_with(*, scale="alpha/r", sign=True, wide=True, layer=None, as_w=True, weights=True):
     def fn(w, a, b, alpha, s):
         if layer is not None:
             a, b = (jnp.broadcast_to(x[(layer,) * (x.ndim - 2)], x.shape) for x in (a, b))
         rank = a.shape[-2] if scale == "alpha/d" else a.shape[-1]
         factor = {"alpha": alpha, "alpha/r": alpha / rank, "alpha/d": alpha / rank, "1": 1.0,
-                  "root": alpha / rank**0.5}[scale]  # fmt: skip
+                  "root": alpha / rank**0.5, "floor": alpha // rank}[scale]  # fmt: skip
         change = factor * jnp.einsum("...dr,...rf->...df", a, b)
         s = s if sign else 1
         base = w.astype(jnp.float32)
+        base = base if weights else 0 * base
         out = base + s * change if wide else w + s * change.astype(w.dtype)
         return out.astype(w.dtype) if as_w else out
 
@@ -357,6 +358,8 @@ for name, hint, options in (
     ("no_scale", "The adapter is multiplied by alpha / R, not by 1.", {"scale": "1"}),
     ("root", "You divide alpha by the square root of R. That is rsLoRA; here it's R.", {"scale": "root"}),
     ("divided_by_d", "You divide by D. R is the number of columns of a.", {"scale": "alpha/d"}),
+    ("rounded_down", "You round alpha / R down. `//` is not `/`.", {"scale": "floor"}),
+    ("change_alone", "You return what the adapter changes, without the weights.", {"weights": False}),
     ("always_adds", "sign = -1 must take the adapter out.", {"sign": False}),
     ("first_layer", "All layers get the adapter of the first.", {"layer": 0}),
     ("rounded_twice", "You round the change to bfloat16 before you add it. Add in float32 and round once.",
@@ -399,7 +402,7 @@ B T and B R are smaller than D and F in the checks.
 )
 
 
-def lora_rows_with(*, how="gather", none="select", scaled="each", scale_one=False):
+def lora_rows_with(*, how="gather", none="select", scaled="each", weights=True, by_rank=False):
     def fn(x_BTD, w_DF, a_NDR, b_NRF, scale_N, which_B):
         used = (which_B >= 0)[:, None, None]
         base = jnp.einsum("btd,df->btf", x_BTD, w_DF)
@@ -435,7 +438,8 @@ def lora_rows_with(*, how="gather", none="select", scaled="each", scale_one=Fals
         added = jnp.einsum("btr,brf->btf", low, b) * scale
         if none == "result":
             added = jnp.where(used, added, 0)
-        return base + added
+        added = added / a_NDR.shape[-1] if by_rank else added
+        return base + added if weights else added
 
     return fn
 
@@ -567,6 +571,9 @@ for name, hint, options in (
     ("where_at_the_end", "The result is right, but its gradient is NaN: 0 times NaN again, backward. Select before you "
      "multiply, not after.", {"none": "result"}),
     ("no_scale", "Each adapter has a scale.", {"scaled": "one"}),
+    ("divided_by_rank", "You divide by R. The scale is all that an adapter's part is multiplied by.",
+     {"by_rank": True}),
+    ("adapters_alone", "You leave out x w. An adapter's part is added to it.", {"weights": False}),
     ("scale_of_the_row", "You take the scale by the number of the row. Take it by the number of its adapter.",
      {"scaled": "row"}),
     ("first_for_all", "All rows get the adapter of the first.", {"how": "first"}),
@@ -608,7 +615,7 @@ each row has the chosen conversation as segment 1 and the rejected one as segmen
 
 def dpo_with(
     *, naive=False, mean_tokens=False, reference=True, swapped=False, fixed=None, masked="where",
-    rows="pairs", wide=True, total=False, beta_twice=False,
+    rows="pairs", wide=True, total=False, beta_twice=False, scaled=True, sigmoid=True,
 ):  # fmt: skip
     def fn(logp_BT, ref_BT, segment_BT, mask_BT, beta):
         kind = jnp.float32 if wide else logp_BT.dtype
@@ -636,6 +643,8 @@ def dpo_with(
         margin = -margin if swapped else margin
         margin = beta * margin if beta_twice else margin
         loss = -jnp.log(jax.nn.sigmoid(margin)) if naive else jax.nn.softplus(-margin)
+        loss = loss if sigmoid else -margin
+        reward = reward if scaled else sums.astype(jnp.float32)
         pair = of.any(1).all(-1)
         if rows == "segments":
             pair = (segment_BT[..., None] == jnp.array([1, 2])).any(1).all(-1)
@@ -736,6 +745,9 @@ for name, hint, options in (
     ("rejected_first", "Segment 1 is the chosen one. Your loss falls when the rejected answer gains.",
      {"swapped": True}),
     ("beta_fixed", "You use a beta of 0.1, whatever is asked for.", {"fixed": 0.1}),
+    ("rewards_without_beta", "The rewards that you return lack beta.", {"scaled": False}),
+    ("margin_alone", "The loss of a pair is -log σ of the margin. Yours is the margin with a minus.",
+     {"sigmoid": False}),
     ("beta_twice", "beta is already in the rewards. You multiply their margin by it once more.", {"beta_twice": True}),
     ("prompt_too", "You sum over the prompts, too. mask_BT says which targets are an answer's.", {"masked": "ignored"}),
     ("times_mask", "You multiply by the mask. 0 times NaN or infinity is NaN: select with `jnp.where`.",
@@ -935,6 +947,8 @@ for name, hint, options in (
     ("always_scaled", "With scaled=False nothing is divided by the standard deviation.", {"scaled": True}),
     ("without_itself", "You compare with the mean of the *others*. It's the mean of the whole group.", {"loo": True}),
     ("token_for_sequence", "You take the mean over all tokens, whatever the argument `mean` says.", {"mean": "token"}),
+    ("constant_for_all", "You divide by N T, whatever the argument `mean` says.", {"mean": "constant"}),
+    ("sequence_for_all", "You take the mean over rollouts, whatever the argument `mean` says.", {"mean": "sequence"}),
     ("empty_nan", "A rollout without tokens gives 0 / 0.", {"empty": "nan"}),
     ("empty_counts", "Rollouts without tokens don't count: divide by the number of those that have some.",
      {"all_n": True}),
@@ -981,7 +995,7 @@ Write `clipped(logp_BT, old_BT, ref_BT, advantage_BT, mask_BT, low, high, kl)`, 
 
 def clipped_with(
     *, bounds="both", best="minimum", estimate="k3", masked="before", limit=20.0, old=True, kl_is=None,
-    reverse=False, sign=1, pulls=True,
+    reverse=False, sign=1, pulls=True, inverted=False, kl_of_all=False,
 ):  # fmt: skip
     def fn(logp, old_, ref, advantage, mask, low, high, kl):
         drawn = mask > 0
@@ -989,7 +1003,7 @@ def clipped_with(
         pick = (lambda x: jnp.where(drawn, x, 0)) if masked == "before" else (lambda x: x)
         limited = (lambda x: jnp.clip(x, -limit, limit)) if limit else (lambda x: x)
         old_ = old_ if old else jax.lax.stop_gradient(logp)
-        ratio = jnp.exp(limited(pick(logp - old_)))
+        ratio = jnp.exp(limited(pick(old_ - logp if inverted else logp - old_)))
         advantage = pick(advantage)
         low, high = {"both": (low, high), "low": (low, low), "high": (high, high)}[bounds]
         inside = jnp.clip(ratio, 1 - low, 1 + high)
@@ -1004,6 +1018,7 @@ def clipped_with(
         d = limited(pick(logp - ref if reverse else ref - logp))
         far = {"k3": jnp.exp(d) - d - 1, "k2": d**2 / 2, "k1": -d}[estimate]
         loss = kl * (far if pulls else jax.lax.stop_gradient(far)) - sign * gain
+        loss = kl * (far - gain) if kl_of_all else loss
         if masked == "times":
             loss = loss * mask
         elif masked == "after":
@@ -1101,6 +1116,8 @@ for name, hint, options in (
      "exp(d) - d - 1.", {"estimate": "k1"}),
     ("k2", "Half the square of d is only near exp(d) - d - 1.", {"estimate": "k2"}),
     ("reversed", "d is ref - logp. You have it the other way round.", {"reverse": True}),
+    ("ratio_upside_down", "The ratio is exp(logp - old). You have it upside down.", {"inverted": True}),
+    ("kl_times_all", "kl multiplies the distance alone. You multiply the gain by it, too.", {"kl_of_all": True}),
     ("no_kl", "kl times the distance is missing.", {"kl_is": 0.0}),
     ("pulls_nowhere", "The distance is in the loss, but no gradient flows through it: it doesn't hold the model back.",
      {"pulls": False}),
@@ -1151,7 +1168,7 @@ estimation.
 
 def gae_with(
     *, holes="skip", last=True, decays="both", returns="advantage", forward=False, next_step="next",
-    masked="where", start="zero",
+    masked="where", start="zero", whitened=False, minus=True,
 ):  # fmt: skip
     def fn(reward, value, mask, last_B, discount, decay):
         reward, value, mask = (np.asarray(x, np.float64) for x in (reward, value, mask))
@@ -1171,6 +1188,7 @@ def gae_with(
             )
             if next_step == "same":
                 error = reward[:, i] - value[:, i]
+            error = error if minus else error + value[:, i]
             new = error + factor * later
             if masked == "times":
                 m = mask[:, i]
@@ -1189,6 +1207,9 @@ def gae_with(
                 later = np.where(on[:, i], new, np.where(done, factor * later, later))
                 after = np.where(on[:, i], value[:, i], np.where(done, 0, after))
             advantage[:, i] = np.where(on[:, i], later, 0)
+        if whitened and on.any():
+            centred = advantage - advantage[on].mean()
+            advantage = np.where(on, centred / (advantage[on].std() + 1e-8), 0)
         if returns == "advantage":
             back = np.where(on, advantage + np.where(on, value, 0), 0)
         elif returns == "rewards":
@@ -1276,6 +1297,9 @@ for name, hint, options in (
     ("not_discounted", "The value of the next step is discounted too.", {"next_step": "undiscounted"}),
     ("no_next_value", "An error compares with reward plus the value that comes next. You left the latter out.",
      {"next_step": "same"}),
+    ("whitened", "You bring the advantages to mean 0 and deviation 1. That may come later, and isn't asked for.",
+     {"whitened": True}),
+    ("without_own_value", "You don't subtract the value of the step itself.", {"minus": False}),
     ("forward", "Your loop runs from the first token to the last. Credit flows the other way.", {"forward": True}),
     ("values_of_holes", "You treat tokens that weren't drawn as steps without reward and value. They aren't steps: "
      "the next step is the next one that was drawn.", {"holes": "worthless"}),
@@ -1359,6 +1383,8 @@ def honest_with(how="text", needs_end=True, operators="+-*", reads=True):
             if all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
                 return sum(map(int, parts)) == want
             return answer == text
+        if how == "commas":
+            return answer.replace(",", "") == text
         if how == "plus":
             return answer.lstrip("+") == text
         if how == "absolute":
@@ -1473,6 +1499,16 @@ def _(fn, t):
     )
 
 
+@honest.check("commas between the digits")
+def _(fn, t):
+    paid(
+        fn,
+        t,
+        lambda p, r: ("-" if r < 0 else "") + ",".join(str(abs(r))),
+        "a comma after each digit but the last, as in 9,5",
+    )
+
+
 @honest.check("very long")
 def _(fn, t):
     paid(fn, t, lambda p, r: "9" * 1_000_000, "a million digits")
@@ -1497,6 +1533,7 @@ for name, hint, options in (
     ("sums", "You evaluate sums in the answer. A policy that repeats the problem is always right.",
      {"how": "sums"}),
     ("absolute", "You ignore the sign.", {"how": "absolute"}),
+    ("commas", "You drop commas. Nothing may be between the digits.", {"how": "commas"}),
     ("plus", "You drop a plus in front of the number. `str` writes none.", {"how": "plus"}),
     ("normalized", "You turn other digits into ASCII ones. `str` writes only these.", {"how": "normal"}),
     ("never_ended", "You ignore `ended`. An answer that was cut off isn't an answer yet.", {"needs_end": False}),

@@ -348,7 +348,14 @@ def artefact_of(t):
 
 
 def finds(fn, t, artefact, why):
-    t.equal([tuple(f) for f in fn(*artefact)], faults_with()(*artefact), why)
+    got, want = [tuple(f) for f in fn(*artefact)], faults_with()(*artefact)
+    lacks, more = ([f for f in a if f not in b] for a, b in ((want, got), (got, want)))
+    told = "the same faults, but not once each or not sorted"
+    if lacks or more:
+        told = "; ".join(
+            f"{k} {f[:3]}" for k, f in (("yours lacks", lacks), ("yours has", more)) if f
+        )
+    t.equal(got, want, f"{told}: {why}")
 
 
 def listing(data):
@@ -648,7 +655,10 @@ def cheapest(fn, t, why, count, seconds, most, compile_seconds, multiple):
     t.true(not long, f"no size is long enough for length {long[:1]}, {why}", got)
     want = chosen_buckets(count, seconds, most, compile_seconds, multiple)
     mine, best = (price_of(c, count, seconds, compile_seconds) for c in (got, want))
-    text = f"{got[:12]} costs {mine:.6g} s, and {best:.6g} s would do, {why}"
+    text = f"{got[:12]} costs {mine:.6g} s, {compile_seconds * len(got):.6g} s of it for compilations; "
+    text += (
+        f"{best:.6g} s would do, {compile_seconds * len(want):.6g} s of it for compilations, {why}"
+    )
     t.true(mine <= best * (1 + 1e-9) + 1e-9, text, got)
 
 
@@ -871,13 +881,35 @@ def batches_with(
     return fn
 
 
+def beginnings(arrivals, most, wait, seconds):
+    """When each batch begins and ends, and why then."""
+    sizes, _ = batches_with()(arrivals, most, wait, seconds)
+    free, first = -math.inf, 0
+    for size in sizes:
+        full = arrivals[first + most - 1] if first + most <= len(arrivals) else math.inf
+        due = arrivals[first] + wait
+        start = max(free, min(full, due))
+        reason = "`most` requests are there" if full < due else "the oldest has waited for `wait`"
+        reason = "the server is free again" if start == free > min(full, due) else reason
+        free = start + seconds(size)
+        yield f"begins at {start:g}, when {reason}, takes {size} and ends at {free:g}"
+        first += size
+
+
 def serves(fn, t, why, arrivals, most, wait, seconds):
     got = fn(list(arrivals), most, wait, seconds)
     ok = isinstance(got, (tuple, list)) and len(got) == 2
     t.true(ok, f"want (sizes, latency), {why}", str(type(got)))
     want = batches_with()(list(arrivals), most, wait, seconds)
-    t.equal([int(n) for n in got[0]], want[0], f"sizes of the batches, {why}")
-    t.close(np.array(got[1], float), np.array(want[1], float), 1e-9, 1e-9, f"latencies, {why}")
+    sizes, latency = [int(n) for n in got[0]], np.array(got[1], float)
+    told = list(beginnings(list(arrivals), most, wait, seconds))
+    of = np.repeat(np.arange(len(want[0])), want[0])
+    off = [k for k, n in enumerate(want[0]) if k >= len(sizes) or sizes[k] != n]
+    if not off and latency.shape == of.shape:
+        off = list(of[~np.isclose(latency, want[1], 1e-9, 1e-9)])
+    told = f"batch {off[0]} {told[off[0]]}, {why}" if off else why
+    t.equal(sizes, want[0], f"sizes of the batches: {told}")
+    t.close(latency, np.array(want[1], float), 1e-9, 1e-9, f"latencies: {told}")
 
 
 def arrive(t, many, gap):
@@ -1038,7 +1070,16 @@ def fits(fn, t, sizes, losses, why, rtol=1e-3):
     law = tuple(float(np.asarray(x)) for x in law)
     want = fitted(sizes, losses)
     at = np.array([*sizes, 10 * max(sizes)])
-    t.close(said_by(law, at), said_by(want, at), rtol, 0, f"the losses that your law says, {why}")
+    errors = [np.sum((said_by(one, np.array(sizes)) / losses - 1) ** 2) for one in (law, want)]
+    told = f"floor = {law[0]:.4g} and alpha = {law[2]:.4g} leave {errors[0]:.3g} of the sum that you minimise"
+    told += f", and {errors[1]:.3g} is possible, with a floor of {want[0]:.4g}"
+    t.close(
+        said_by(law, at),
+        said_by(want, at),
+        rtol,
+        0,
+        f"the losses that your law says; {told}, {why}",
+    )
     good = law[0] >= 0 and 0 < law[2] <= 2
     t.true(
         good, f"floor = {law[0]:.4g} and alpha = {law[2]:.4g} break the rules, {why}", np.array(law)
@@ -1263,7 +1304,15 @@ def plans(fn, t, flops, served, tokens, law, why):
     got = fn(flops, served, tokens, law)
     t.true(isinstance(got, (tuple, list)) and len(got) == 2, f"want (N, D), {why}", str(type(got)))
     want = plan_with()(flops, served, tokens, law)
-    t.close(np.array(got, float), np.array(want), 1e-3, 0, f"(N, D), {why}")
+    N, D = (float(x) for x in got)
+    cost = 6 * N * D + 2 * N * served
+    if abs(cost / flops - 1) > 1e-3:
+        told = f"it costs {cost:.4g} FLOPs, {6 * N * D:.4g} of them for training, and is to cost {flops:.4g}"
+    elif tokens * (1 + 1e-3) < D:
+        told = f"it trains on more than {tokens:.4g} tokens"
+    else:
+        told = "it costs what it should and has enough tokens, but another one has a lower loss"
+    t.close(np.array(got, float), np.array(want), 1e-3, 0, f"(N, D); {told}, {why}")
 
 
 def some_law(t):

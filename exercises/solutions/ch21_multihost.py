@@ -138,14 +138,12 @@ def resume(folder, wanted, index, count, batch):
         this process holds from now on.
       index: which of the new processes this is.
       count: how many there are now.
-      batch: rows in a batch over all processes, a multiple of `count` and as
-        before.
+      batch: rows in a batch over all processes, a multiple of `count`.
 
     Returns:
       (step, state, batches): the step of the checkpoint; a dict from each name
-        to the NumPy array
-      of the rows wanted; and an endless iterator with, for each batch from here
-      on, the list of the rows that this process reads.
+      to the NumPy array of the rows wanted; and an endless iterator with, for
+      each batch from here on, the list of the rows that this process reads.
 
     Raises:
       FileNotFoundError: no step is whole.
